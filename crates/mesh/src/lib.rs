@@ -1,0 +1,37 @@
+//! Layout arithmetic of burn-fsdp: who owns which part of what.
+//!
+//! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
+//! - [`Placement`]: how a tensor lies on one mesh axis.
+//! - [`Partition`]: how one tensor is cut into the shards of the ranks.
+//! - [`transfers`]: which pieces move when a tensor is cut anew.
+//!
+//! Everything here is a small value computed from sizes. The crate knows nothing of tensors,
+//! threads, files or communication, and every rank that computes a layout from the same sizes
+//! computes the same layout.
+//!
+//! ```
+//! use burn_fsdp_mesh::{Mesh, Partition};
+//!
+//! let mesh = Mesh::new([("replicate", 2), ("shard", 4)])?;
+//! assert_eq!(mesh.coordinate(6)?, [1, 2]);
+//! assert_eq!(mesh.ranks_along("shard", 6)?, [4, 5, 6, 7]);
+//! assert_eq!(mesh.ranks_along("replicate", 6)?, [2, 6]);
+//!
+//! let partition = Partition::flat(10, 4)?;
+//! assert_eq!(partition.range(0), 0..3);
+//! assert_eq!(partition.range(3), 9..10);
+//! # Ok::<(), burn_fsdp_mesh::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod error;
+mod mesh;
+mod partition;
+mod placement;
+mod transfer;
+
+pub use error::Error;
+pub use mesh::{Axis, Mesh};
+pub use partition::Partition;
+pub use placement::{Placement, ReduceOp};
+pub use transfer::{Transfer, transfers};

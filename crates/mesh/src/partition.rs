@@ -1,0 +1,230 @@
+//! How one tensor is cut into shards.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+
+/// How the elements of one tensor, in row-major order, are cut into contiguous shards.
+///
+/// The tensor is a sequence of rows that are never cut: single elements for
+/// [`flat`](Self::flat), rows of dim 0 for [`rows`](Self::rows). Every shard holds
+/// `ceil(num_rows / num_shards)` rows until they run out, so the last shards may be shorter or
+/// empty, as with `torch.chunk`:
+///
+/// ```text
+/// 7 rows in 4 shards:  [0 1] [2 3] [4 5] [6]
+/// 5 rows in 4 shards:  [0 1] [2 3] [4] []
+/// ```
+///
+/// All lengths and ranges are in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Rows", into = "Rows")]
+pub struct Partition {
+    rows: Rows,
+    /// Elements of the largest shard.
+    chunk_len: usize,
+}
+
+/// What defines a partition, and its serialised form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rows {
+    num_rows: usize,
+    row_len: usize,
+    num_shards: usize,
+}
+
+impl Partition {
+    /// Cuts `num_elements` elements between any two elements. No elements at all are allowed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoShards`], or [`Error::TooManyElements`] if `padded_len` overflows.
+    pub fn flat(num_elements: usize, num_shards: usize) -> Result<Self, Error> {
+        Rows {
+            num_rows: num_elements,
+            row_len: 1,
+            num_shards,
+        }
+        .try_into()
+    }
+
+    /// Cuts a tensor of this shape between rows of dim 0; a scalar (shape `[]`) is one row.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoShards`], or [`Error::TooManyElements`] if the number of elements or `padded_len`
+    /// overflows.
+    pub fn rows(shape: &[usize], num_shards: usize) -> Result<Self, Error> {
+        let (num_rows, row_dims) = shape
+            .split_first()
+            .map_or((1, shape), |(n, dims)| (*n, dims));
+        // An empty dim makes the tensor empty even where the others alone would overflow.
+        let row_len = match row_dims.contains(&0) {
+            true => Some(0),
+            false => row_dims
+                .iter()
+                .try_fold(1usize, |len, dim| len.checked_mul(*dim)),
+        };
+        let too_many = || Error::TooManyElements {
+            shape: shape.to_vec(),
+            num_shards,
+        };
+        let rows = Rows {
+            num_rows,
+            row_len: row_len.ok_or_else(too_many)?,
+            num_shards,
+        };
+        rows.try_into().map_err(|error| match error {
+            Error::TooManyElements { .. } => too_many(),
+            error => error,
+        })
+    }
+
+    /// Number of shards, empty ones included. At least 1.
+    pub fn num_shards(&self) -> usize {
+        self.rows.num_shards
+    }
+
+    /// Number of elements of the whole tensor, without padding.
+    pub fn num_elements(&self) -> usize {
+        self.rows.num_rows * self.rows.row_len
+    }
+
+    /// Number of elements that are never separated: 1 for [`flat`](Self::flat).
+    pub fn row_len(&self) -> usize {
+        self.rows.row_len
+    }
+
+    /// The elements of a shard. An empty shard is an empty range at the end of the tensor.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such shard.
+    #[track_caller]
+    pub fn range(&self, shard: usize) -> Range<usize> {
+        let num_shards = self.num_shards();
+        assert!(
+            shard < num_shards,
+            "shard {shard} of a partition into {num_shards}"
+        );
+        let end = self.num_elements();
+        // No overflow: (shard + 1) * chunk_len <= padded_len, which the constructor checked.
+        let start = (shard * self.chunk_len).min(end);
+        start..(start + self.chunk_len).min(end)
+    }
+
+    /// Number of elements of a shard, without padding.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such shard.
+    #[track_caller]
+    pub fn len(&self, shard: usize) -> usize {
+        self.range(shard).len()
+    }
+
+    /// Whether the tensor has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.num_elements() == 0
+    }
+
+    /// Number of elements of the largest shard, which is the first.
+    pub fn chunk_len(&self) -> usize {
+        self.chunk_len
+    }
+
+    /// Number of elements when every shard is padded to the largest: `chunk_len * num_shards`.
+    pub fn padded_len(&self) -> usize {
+        self.chunk_len * self.num_shards()
+    }
+
+    /// Number of elements that a shard lacks to the largest.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such shard.
+    #[track_caller]
+    pub fn padding(&self, shard: usize) -> usize {
+        self.chunk_len - self.len(shard)
+    }
+
+    /// The shard that holds an element.
+    ///
+    /// # Panics
+    ///
+    /// If the tensor has no such element.
+    #[track_caller]
+    pub fn owner(&self, element: usize) -> usize {
+        let num_elements = self.num_elements();
+        assert!(
+            element < num_elements,
+            "element {element} of a tensor of {num_elements}"
+        );
+        element / self.chunk_len
+    }
+
+    /// The ranges of all shards in order, empty ones included.
+    pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
+        let partition = *self;
+        (0..self.num_shards()).map(move |shard| partition.range(shard))
+    }
+
+    /// The shards that hold at least one element, `(shard, range)` in order.
+    pub fn non_empty(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
+        self.ranges()
+            .enumerate()
+            .take_while(|(_, range)| !range.is_empty())
+    }
+}
+
+impl TryFrom<Rows> for Partition {
+    type Error = Error;
+
+    fn try_from(rows: Rows) -> Result<Self, Error> {
+        let Rows {
+            num_rows,
+            row_len,
+            num_shards,
+        } = rows;
+        if num_shards == 0 {
+            return Err(Error::NoShards {
+                num_elements: num_rows.saturating_mul(row_len),
+            });
+        }
+        let chunk_len = num_rows.div_ceil(num_shards).checked_mul(row_len);
+        let padded_len = chunk_len.and_then(|chunk_len| chunk_len.checked_mul(num_shards));
+        match (chunk_len, padded_len) {
+            (Some(chunk_len), Some(_)) => Ok(Self { rows, chunk_len }),
+            _ => Err(Error::TooManyElements {
+                shape: vec![num_rows, row_len],
+                num_shards,
+            }),
+        }
+    }
+}
+
+impl From<Partition> for Rows {
+    fn from(partition: Partition) -> Self {
+        partition.rows
+    }
+}
+
+/// Prints as `105 elements in 4 shards of 30` (`... of 30 (rows of 15)`).
+impl fmt::Display for Partition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (num_elements, num_shards) = (self.num_elements(), self.num_shards());
+        write!(
+            f,
+            "{num_elements} elements in {num_shards} shards of {}",
+            self.chunk_len
+        )?;
+        match self.row_len() {
+            1 => Ok(()),
+            row_len => write!(f, " (rows of {row_len})"),
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! What moves when a tensor is cut anew.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Partition};
+
+/// A run of elements that one shard of the old partition hands to one shard of the new.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Transfer {
+    /// The shard of the old partition that holds the elements.
+    pub from_shard: usize,
+    /// The shard of the new partition that gets them.
+    pub to_shard: usize,
+    /// The elements, counted in the whole tensor; never empty.
+    pub range: Range<usize>,
+}
+
+/// The pieces that turn shards of `from` into shards of `to`, in the order of the tensor.
+///
+/// Together they cover every element once, and no two neighbours could be one piece. There are
+/// fewer than `from.num_shards() + to.num_shards()` of them.
+///
+/// # Errors
+///
+/// [`Error::DifferentTensors`] if the partitions differ in their number of elements.
+pub fn transfers(from: &Partition, to: &Partition) -> Result<Vec<Transfer>, Error> {
+    let num_elements = from.num_elements();
+    if num_elements != to.num_elements() {
+        return Err(Error::DifferentTensors {
+            from: num_elements,
+            to: to.num_elements(),
+        });
+    }
+    let mut pieces = Vec::new();
+    let mut start = 0;
+    while start < num_elements {
+        let (from_shard, to_shard) = (from.owner(start), to.owner(start));
+        let end = from.range(from_shard).end.min(to.range(to_shard).end);
+        pieces.push(Transfer {
+            from_shard,
+            to_shard,
+            range: start..end,
+        });
+        start = end;
+    }
+    Ok(pieces)
+}
