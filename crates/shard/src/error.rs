@@ -1,0 +1,173 @@
+//! What can go wrong in the eager engine, and how it travels.
+//!
+//! Burn's forward and backward have no `Result`: an error raised inside them unwinds with an
+//! [`Unwound`] payload (no panic message is printed) until [`catch`],
+//! [`backward`](crate::backward) or `launch` turns it back into a value.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use burn_fsdp_collectives::Unwound;
+use thiserror::Error as ThisError;
+
+/// An error of the eager engine.
+#[derive(Debug, ThisError)]
+#[non_exhaustive]
+pub enum Error {
+    /// A unit pattern of the policy matches no module.
+    #[error(
+        "unit pattern `{pattern}` matches no module; the modules are: {modules}; \
+         correct the pattern (`*` stands for one path segment)"
+    )]
+    UnmatchedPattern {
+        /// The pattern as given.
+        pattern: String,
+        /// The module paths that exist, shortened.
+        modules: String,
+    },
+    /// The module has no float parameter left to shard.
+    #[error(
+        "nothing to shard: the module has no float parameter that is not sharded already; \
+         call `fully_shard` once per module, children before parents"
+    )]
+    NothingToShard,
+    /// A parameter already carries a reparameterization of another kind.
+    #[error(
+        "parameter `{path}` already carries the reparameterization `{name}`; \
+         Burn keeps only one per parameter, so sharding it would drop that one: \
+         merge it first with `Module::materialize`"
+    )]
+    Reparameterized {
+        /// Path of the parameter.
+        path: String,
+        /// Name of the reparameterization that is there.
+        name: String,
+    },
+    /// One parameter is reachable under two paths.
+    #[error(
+        "parameters `{first}` and `{second}` are one parameter (same id); \
+         a tied parameter needs one owner: keep it in one module and pass its value to the other"
+    )]
+    Tied {
+        /// The path seen first.
+        first: String,
+        /// The path seen second.
+        second: String,
+    },
+    /// The tensors live on a backend that this build has no gather operation for.
+    #[error(
+        "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
+         compiled in; switch on the feature `{feature}` of `burn-fsdp`"
+    )]
+    Backend {
+        /// Path of the parameter.
+        path: String,
+        /// The backend found.
+        backend: String,
+        /// The cargo feature that adds it.
+        feature: String,
+    },
+    /// A parameter has an element type that cannot be reduced.
+    #[error(
+        "parameter `{path}` has element type {got}; sharded parameters are f32, f64, f16 or bf16: \
+         cast it first, or quantize after training"
+    )]
+    ElementType {
+        /// Path of the parameter.
+        path: String,
+        /// The element type found.
+        got: String,
+    },
+    /// A record holds a tensor that does not fit the parameter.
+    #[error(
+        "record of `{path}`: expected shape {expected:?}, got {got:?}; \
+         load a record of the whole parameter in the module's own layout"
+    )]
+    RecordShape {
+        /// Path of the parameter.
+        path: String,
+        /// Shape of the whole parameter.
+        expected: Vec<usize>,
+        /// Shape that the record holds.
+        got: Vec<usize>,
+    },
+    /// Two copies of the module hold different values, so it is unclear which one is meant.
+    #[error(
+        "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
+         which of them is meant here; drop the other copies first"
+    )]
+    AmbiguousCopy {
+        /// The unit.
+        unit: String,
+        /// How many copies differ.
+        copies: usize,
+    },
+    /// Another rank uses a unit of which this rank holds no copy of the same age.
+    #[error(
+        "rank {rank}: another rank uses unit `{unit}`, but this rank has no copy of it as old as \
+         the module in use; apply every `map` to whole modules, on all ranks alike"
+    )]
+    NoCopy {
+        /// This rank.
+        rank: usize,
+        /// The unit.
+        unit: String,
+    },
+    /// The order of operations, once recorded, is not the same on all ranks.
+    #[error(
+        "rank {rank}: the recorded order of gathers and reductions has hash {got:016x}, rank \
+         {other} has {expected:016x}; all ranks must run the same modules in the same order"
+    )]
+    Order {
+        /// This rank.
+        rank: usize,
+        /// The rank that differs.
+        other: usize,
+        /// Its hash.
+        expected: u64,
+        /// Our hash.
+        got: u64,
+    },
+    /// An operation named here met a unit in a state that does not allow it.
+    #[error("unit `{unit}`: expected state {expected}, current state {got}; {advice}")]
+    State {
+        /// The unit.
+        unit: String,
+        /// The states allowed.
+        expected: &'static str,
+        /// The state found.
+        got: &'static str,
+        /// What to do.
+        advice: &'static str,
+    },
+    /// A module without any sharded parameter was passed where a sharded one is needed.
+    #[error("the module has no sharded parameter; call `fully_shard` first")]
+    NotSharded,
+    /// A collective failed.
+    #[error(transparent)]
+    Collective(#[from] burn_fsdp_collectives::Error),
+    /// The mesh or a partition is impossible.
+    #[error(transparent)]
+    Mesh(#[from] burn_fsdp_mesh::Error),
+}
+
+/// Leaves Burn's forward or backward with `error`.
+pub(crate) fn throw(error: Error) -> ! {
+    resume_unwind(Box::new(Unwound(Box::new(error))))
+}
+
+/// Runs `body` and turns an error raised inside Burn's forward or backward into a value.
+///
+/// Other panics go on unwinding.
+///
+/// # Errors
+///
+/// The [`Error`] that the body met.
+pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
+    catch_unwind(AssertUnwindSafe(body)).or_else(|payload| match payload.downcast::<Unwound>() {
+        Ok(unwound) => match unwound.0.downcast::<Error>() {
+            Ok(error) => Err(*error),
+            Err(other) => resume_unwind(Box::new(Unwound(other))),
+        },
+        Err(panic) => resume_unwind(panic),
+    })
+}

@@ -1,0 +1,240 @@
+//! The values that one copy of a module holds for one unit.
+//!
+//! Burn hands modules around by value: `optim.step`, `load_record`, `valid`, `train`,
+//! `to_device` and any `map` turn every parameter into a new one, a parameter at a time, and
+//! `clone` makes a second module that goes its own way. A gather needs all values of a unit at
+//! once, and they must belong together. A [`Generation`] is that set: every transition moves a
+//! parameter from its generation to the *child* of it that the same pass over the module is
+//! filling, and two passes over one generation make two children. So each parameter always
+//! belongs to a set in which its own value is its own, whatever its siblings do.
+
+use std::any::Any;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{Pending, Received};
+use parking_lot::Mutex;
+
+use crate::unit::Unit;
+
+/// What happened to a module's parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Transition {
+    /// `Module::map`: an optimizer step, a record, a moving average.
+    Map,
+    /// `Module::valid`.
+    Valid,
+    /// `Module::train`.
+    Train,
+    /// `Module::to_device` or `Module::fork`.
+    Device,
+}
+
+/// The life cycle of a unit's full parameters.
+#[derive(Default)]
+pub(crate) enum State {
+    /// Only the shards exist.
+    #[default]
+    Sharded,
+    /// A gather is under way; its buffers are allocated, the shards are published.
+    Gathering(Pending<Received>),
+    /// The full parameters exist, flat and without autodiff, one for each gathered slot.
+    Unsharded(Vec<Option<Tensor<1>>>),
+}
+
+impl State {
+    /// The name used in messages.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            State::Sharded => "Sharded",
+            State::Gathering(_) => "Gathering",
+            State::Unsharded(_) => "Unsharded",
+        }
+    }
+}
+
+/// The values of one unit in one copy of the module.
+pub(crate) struct Generation {
+    /// The unit whose values these are.
+    pub(crate) unit: Arc<Unit>,
+    epoch: AtomicU64,
+    /// Changes only where values may change: `valid`, `train` and moves keep it.
+    version: AtomicU64,
+    /// The life cycle of the full parameters.
+    pub(crate) state: Mutex<State>,
+    values: Mutex<Values>,
+    children: Mutex<Vec<(Transition, Weak<Generation>)>>,
+    num_children: Mutex<[usize; 4]>,
+    owners: AtomicUsize,
+}
+
+struct Values {
+    own: Vec<Option<Tensor<1>>>,
+    /// Where values not yet moved here are found; dropped once all are here.
+    parent: Option<Arc<Generation>>,
+}
+
+impl std::fmt::Debug for Generation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Generation")
+            .field("unit", &self.unit.name)
+            .field("epoch", &self.epoch())
+            .field("state", &self.state.lock().name())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Generation {
+    /// The first generation of a unit, still without values.
+    pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
+        Self::new(unit, 0, 0, None)
+    }
+
+    fn new(unit: Arc<Unit>, epoch: u64, version: u64, parent: Option<Arc<Self>>) -> Arc<Self> {
+        let generation = Arc::new(Self {
+            values: Mutex::new(Values {
+                own: (0..unit.slots.len()).map(|_| None).collect(),
+                parent,
+            }),
+            unit,
+            epoch: AtomicU64::new(epoch),
+            version: AtomicU64::new(version),
+            state: Mutex::new(State::Sharded),
+            children: Mutex::default(),
+            num_children: Mutex::default(),
+            owners: AtomicUsize::new(0),
+        });
+        generation.unit.adopt(&generation);
+        generation
+    }
+
+    /// Which pass over the module made it: equal for the units of one copy, on all ranks.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// Equal for copies that hold equal values.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Relaxed)
+    }
+
+    /// Begins the history of a copy anew, when its units are put under one root.
+    pub(crate) fn restart(&self, epoch: u64) {
+        self.epoch.store(epoch, Ordering::Relaxed);
+        self.version.store(epoch, Ordering::Relaxed);
+    }
+
+    /// Puts a value in its place.
+    pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
+        let mut values = self.values.lock();
+        values.own[slot] = Some(value);
+        if values.own.iter().all(Option::is_some) {
+            values.parent = None;
+        }
+    }
+
+    /// The value of `slot`, with autodiff if the module has it.
+    pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
+        let values = self.values.lock();
+        match (&values.own[slot], &values.parent) {
+            (Some(value), _) => value.clone(),
+            (None, Some(parent)) => parent.value(slot),
+            (None, None) => unreachable!("a first generation is filled before it is used"),
+        }
+    }
+
+    /// Whether gradients of `slot` are wanted.
+    pub(crate) fn is_trainable(&self, slot: usize) -> bool {
+        let value = self.value(slot);
+        value.is_autodiff() && value.is_require_grad()
+    }
+
+    /// The generation that `slot` moves to in `transition`, where its value is now `value`.
+    pub(crate) fn descend(
+        self: &Arc<Self>,
+        slot: usize,
+        transition: Transition,
+        value: Tensor<1>,
+    ) -> Arc<Self> {
+        let mut children = self.children.lock();
+        children.retain(|(_, child)| child.strong_count() > 0);
+        let open = children.iter().rev().find_map(|(made_by, child)| {
+            let child = child.upgrade()?;
+            let free = child.values.lock().own[slot].is_none();
+            (*made_by == transition && free).then_some(child)
+        });
+        let child = open.unwrap_or_else(|| {
+            let ordinal = {
+                let mut counts = self.num_children.lock();
+                let count = &mut counts[transition as usize];
+                *count += 1;
+                *count
+            };
+            let epoch = mix(self.epoch(), transition, ordinal);
+            let version = match transition {
+                Transition::Map => epoch,
+                _ => self.version(),
+            };
+            let child = Self::new(self.unit.clone(), epoch, version, Some(self.clone()));
+            children.push((transition, Arc::downgrade(&child)));
+            child
+        });
+        drop(children);
+        child.set(slot, value);
+        child
+    }
+
+    /// Whether a module still holds parameters of this generation.
+    pub(crate) fn is_owned(&self) -> bool {
+        self.owners.load(Ordering::Relaxed) > 0
+    }
+}
+
+/// An identifier that is the same for all units and ranks that went through the same passes.
+fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (epoch, transition, ordinal).hash(&mut hasher);
+    hasher.finish()
+}
+
+/// A module's hold on a generation: counted, because backward graphs hold generations too, and
+/// must not make an abandoned copy look alive.
+pub(crate) struct Owned(Arc<Generation>);
+
+impl Owned {
+    /// Takes hold.
+    pub(crate) fn new(generation: Arc<Generation>) -> Self {
+        generation.owners.fetch_add(1, Ordering::Relaxed);
+        Self(generation)
+    }
+}
+
+impl Clone for Owned {
+    fn clone(&self) -> Self {
+        Self::new(self.0.clone())
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if self.0.owners.fetch_sub(1, Ordering::Relaxed) == 1
+            && let Some(root) = self.0.unit.root()
+        {
+            root.forget(&self.0);
+        }
+    }
+}
+
+impl std::ops::Deref for Owned {
+    type Target = Arc<Generation>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+/// Full parameters as autodiff nodes, of any rank: `Tensor<D>` by slot.
+pub(crate) type Node = Box<dyn Any + Send>;

@@ -1,0 +1,45 @@
+//! The eager engine of `burn-fsdp`: fully sharded data parallelism for any Burn module.
+//!
+//! [`fully_shard`] takes a module and returns it, of the same type. From then on each rank holds
+//! a shard of every parameter; full weights exist only around the forward and the backward of
+//! the *unit* that owns them. The training loop stays Burn's own.
+//!
+//! # How it works, in the order of the rooms
+//!
+//! - `wrap`: [`fully_shard`] finds the float parameters (`survey`), groups them into units by
+//!   path ([`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
+//!   each parameter (`parameter`): a Burn reparameterization, called at every `Param::val`.
+//! - `generation`: which values belong together, as optimizers, clones and records make new ones.
+//! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
+//!   reduces them when the unit's last one has come.
+//! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
+//! - `schedule`: the order of operations, recorded in the first step and followed after it.
+//! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
+//!
+//! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
+
+mod error;
+mod generation;
+mod initial;
+mod inspect;
+mod memory;
+mod op;
+mod parameter;
+mod plan;
+mod policy;
+mod record;
+mod root;
+mod schedule;
+mod slot;
+mod step;
+mod survey;
+mod transport;
+mod unit;
+mod wrap;
+
+pub use error::{Error, catch};
+pub use memory::{Memory, Pinned, memory, reset_peak};
+pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
+pub use policy::{Layout, ShardPolicy, Strategy};
+pub use step::{Order, backward, order, reset};
+pub use wrap::fully_shard;

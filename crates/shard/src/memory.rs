@@ -1,0 +1,154 @@
+//! What a sharded module holds, and what keeps full weights alive against the policy.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use burn::module::Module;
+use burn::tensor::GradientCheckpointingStrategy;
+
+use crate::error::Error;
+use crate::inspect;
+use crate::root::Root;
+use crate::survey::Found;
+use crate::unit::Unit;
+
+/// Memory of one rank, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Memory {
+    /// Parameters that this rank holds between steps: its shards and what is kept whole.
+    pub parameters: usize,
+    /// Full parameters, full gradients and transport buffers alive now.
+    pub unsharded_live: usize,
+    /// The most of them alive at once since the start or the last [`reset_peak`].
+    pub unsharded_peak: usize,
+    /// Units whose full weights outlived their forward though the policy drops them.
+    pub pinned: Vec<Pinned>,
+}
+
+/// A unit whose full weights are kept alive by something other than the engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pinned {
+    /// Path of the unit.
+    pub unit: String,
+    /// Bytes still alive when backward began.
+    pub bytes: usize,
+    /// Bytes of the unit's full parameters.
+    pub of: usize,
+}
+
+impl fmt::Display for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
+             operation saved a view, a cast or the weight itself. Use a device with \
+             `.autodiff().gradient_checkpointing()`, and keep embeddings in the root",
+            self.unit, self.bytes, self.of
+        )
+    }
+}
+
+/// The memory of this rank that the sharded `module` accounts for.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
+    let root = inspect::root_of(module)?;
+    let members = inspect::members(module);
+    let held = members.iter().map(|member| {
+        let unit = &member.generation.unit;
+        let slot = member.slot();
+        let elements = match slot.is_gathered() {
+            true => slot.partition.len(unit.group.rank()),
+            false => slot.partition.num_elements(),
+        };
+        elements * slot.element.size()
+    });
+    Ok(Memory {
+        parameters: held.sum(),
+        unsharded_live: root.pool.live_bytes(),
+        unsharded_peak: root.pool.peak_bytes(),
+        pinned: root.watch().pinned,
+    })
+}
+
+/// Starts the peak of [`Memory::unsharded_peak`] anew from what is alive now.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
+    inspect::root_of(module)?.pool.reset_peak();
+    Ok(())
+}
+
+/// One buffer of full weights, by its life.
+#[derive(Debug, Clone)]
+pub(crate) struct Mark {
+    /// Its size.
+    pub(crate) bytes: usize,
+    /// Dropped with it.
+    pub(crate) life: Weak<()>,
+}
+
+/// Follows the buffers of dropped full weights to the start of backward.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Watch {
+    marks: Vec<(Arc<Unit>, Vec<Mark>)>,
+    pinned: Vec<Pinned>,
+}
+
+impl Watch {
+    /// A new forward begins.
+    pub(crate) fn begin(&mut self) {
+        self.marks.clear();
+    }
+
+    /// The full weights of `unit` now exist.
+    pub(crate) fn unsharded(&mut self, unit: &Arc<Unit>, marks: Vec<Mark>) {
+        self.marks.push((unit.clone(), marks));
+    }
+
+    /// Forward is over: no full weight of a unit that drops them should be alive.
+    pub(crate) fn check_pins(&mut self) {
+        for (unit, marks) in std::mem::take(&mut self.marks) {
+            let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
+            let bytes: usize = alive.map(|mark| mark.bytes).sum();
+            let known = self.pinned.iter().any(|pinned| pinned.unit == unit.label());
+            if bytes == 0 || known {
+                continue;
+            }
+            let pinned = Pinned {
+                unit: unit.label().to_owned(),
+                bytes,
+                of: unit.gathered_bytes(),
+            };
+            tracing::warn!(target: "burn_fsdp", "{pinned}");
+            self.pinned.push(pinned);
+        }
+    }
+}
+
+/// Says at wrap time what can be known then.
+pub(crate) fn warn_at_wrap(root: &Root, parameters: &[Found]) {
+    let device = &parameters[0].device;
+    let strategy = device.gradient_checkpointing_strategy();
+    let units = root.units();
+    let dropped: Vec<_> = units
+        .iter()
+        .filter(|unit| !unit.keep && unit.is_gathered())
+        .collect();
+    if !dropped.is_empty() && strategy == Some(GradientCheckpointingStrategy::Disabled) {
+        let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
+        let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
+        tracing::warn!(
+            target: "burn_fsdp",
+            "the device has no gradient checkpointing: units {} may stay unsharded until \
+             backward, up to {bytes} bytes; build the module on \
+             `device.autodiff().gradient_checkpointing()`",
+            names.join(", "),
+        );
+    }
+}

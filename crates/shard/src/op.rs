@@ -1,0 +1,264 @@
+//! The engine's operations as Burn backend operations, differentiated by hand.
+//!
+//! Three nodes go into the autodiff graph, none into the model's code:
+//!
+//! - `unshard`: its output is the full parameter. Backward hands the full gradient to the unit.
+//!   Where full weights are dropped after forward it is memory-bound *for itself*, whatever the
+//!   device's own strategy: consumers keep its node instead of the weight, and its retro-forward
+//!   gathers the unit again.
+//! - the links of a *token*: no-ops that set the depth of what hangs on them. Burn's backward
+//!   goes by depth, and the token makes it go unit by unit.
+//! - two links carry a [`Milestone`]: they run when a unit's gradients are complete, and when
+//!   backward is about to end.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
+use burn::backend::autodiff::checkpoint::state::BackwardStates;
+use burn::backend::autodiff::checkpoint::strategy::{
+    BalancedCheckpointing, CheckpointStrategy, NoCheckpointing,
+};
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
+use burn::tensor::{Shape, Tensor};
+
+use crate::error::throw;
+use crate::generation::Generation;
+use crate::root::{Root, Reduced};
+
+/// Who is asking for a full parameter: one parameter in one use of its unit.
+#[derive(Debug, Clone)]
+pub(crate) struct Access {
+    pub(crate) root: Arc<Root>,
+    pub(crate) generation: Arc<Generation>,
+    pub(crate) slot: usize,
+    pub(crate) use_id: u64,
+}
+
+impl Access {
+    fn shape(&self) -> Shape {
+        Shape::from(self.generation.unit.slots[self.slot].shape.clone())
+    }
+}
+
+/// What a link of the token announces when backward reaches it.
+#[derive(Debug, Clone)]
+pub(crate) enum Milestone {
+    /// All gradients of one use of a unit have come.
+    UnitEnd(Access),
+    /// Every gather's backward has run.
+    Finish(Arc<Root>),
+}
+
+/// The operations. `full` has no autodiff; `value` is what the optimizer sees.
+#[backend_extension(Flex, Autodiff)]
+pub(crate) trait ShardOps: Backend {
+    /// `full` in its final shape, as a function of `value`, hung on `token`.
+    fn unshard(
+        full: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        access: Access,
+    ) -> FloatTensor<Self>;
+
+    /// `token`, deeper by `links`; the last link announces `milestone`.
+    fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self>;
+
+    /// Writes the number of `value`'s node to `sink`.
+    fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self>;
+}
+
+/// A backend whose primitives the engine can take out of tensors and put back.
+pub(crate) trait Primitive: Backend {
+    /// A plain flat tensor's primitive.
+    fn lower(tensor: Tensor<1>) -> FloatTensor<Self>;
+    /// A primitive, flattened, as a plain tensor.
+    fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
+}
+
+impl Primitive for Flex {
+    fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
+        tensor
+            .try_into_primitive::<Flex>()
+            .expect("a unit's tensors live on one backend")
+    }
+
+    fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
+        let flat = Shape::from([primitive.shape().num_elements()]);
+        Tensor::from_primitive::<Flex>(Flex::float_reshape(primitive, flat))
+    }
+}
+
+impl ShardOps for Flex {
+    fn unshard(
+        full: FloatTensor<Self>,
+        _value: FloatTensor<Self>,
+        _token: FloatTensor<Self>,
+        access: Access,
+    ) -> FloatTensor<Self> {
+        Flex::float_reshape(full, access.shape())
+    }
+
+    fn chain(token: FloatTensor<Self>, _links: usize, _milestone: Milestone) -> FloatTensor<Self> {
+        token
+    }
+
+    fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
+        value
+    }
+}
+
+/// Gathers the unit again when backward first asks for one of its parameters.
+#[derive(Debug)]
+struct Regather<B> {
+    access: Access,
+    backend: PhantomData<fn() -> B>,
+}
+
+impl<B: Primitive> RetroForward for Regather<B> {
+    fn forward(&self, states: &mut BackwardStates, out_node: NodeId) {
+        let full = self.access.root.regather(&self.access);
+        let full = full.unwrap_or_else(|error| throw(error));
+        let full = B::float_reshape(B::lower(full), self.access.shape());
+        states.save(out_node, full);
+    }
+}
+
+/// Hands the full gradient to the unit.
+#[derive(Debug)]
+struct ReceiveGradient;
+
+impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
+    type State = Access;
+
+    fn backward(self, ops: Ops<Access, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let [value, _token] = ops.parents;
+        let gradient = grads.consume::<B>(&ops.node);
+        // A frozen value has no node: its gradient, which Burn computed all the same, ends here.
+        if value.is_some() {
+            let access = ops.state;
+            access.root.receive(&access, B::raise(gradient));
+        }
+    }
+}
+
+/// A link without a milestone.
+#[derive(Debug)]
+struct Link;
+
+impl<B: Backend> Backward<B, 1> for Link {
+    type State = ();
+
+    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
+}
+
+/// A link that reports where backward has come to.
+#[derive(Debug)]
+struct Announce;
+
+impl<B: Primitive> Backward<B, 1> for Announce {
+    type State = Milestone;
+
+    fn backward(self, ops: Ops<Milestone, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let reduced = match ops.state {
+            Milestone::UnitEnd(access) => access.root.unit_end(&access),
+            Milestone::Finish(root) => root.finish(),
+        };
+        for Reduced { node, gradient } in reduced.unwrap_or_else(|error| throw(error)) {
+            grads.register::<B>(node, B::lower(gradient));
+        }
+    }
+}
+
+impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
+    fn unshard(
+        full: FloatTensor<Self>,
+        value: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        access: Access,
+    ) -> FloatTensor<Self> {
+        let output = B::float_reshape(full.into_primitive(), access.shape());
+        let parents = [value.node(), token.node()];
+        if access.generation.unit.keep {
+            let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
+            return match prepared.compute_bound().stateful() {
+                OpsKind::Tracked(prepared) => prepared.finish(access, output),
+                OpsKind::UnTracked(prepared) => prepared.finish(output),
+            };
+        }
+        let regather = Regather::<B> {
+            access: access.clone(),
+            backend: PhantomData,
+        };
+        let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
+            .memory_bound()
+            .retro_forward(regather);
+        // Burn refuses to recompute what has an untracked parent, so a frozen value is not named:
+        // the generation holds it for the retro-forward anyway.
+        let prepared = if value.is_tracked() {
+            prepared.parents([&value, &token])
+        } else {
+            prepared.parents([&token])
+        };
+        match prepared.stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(access, output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
+    fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self> {
+        let mut token = token;
+        for _ in 1..links {
+            let (primitive, node) = token.into_parts();
+            let link = Backward::<B, 1>::prepare::<NoCheckpointing>(Link, [node]);
+            token = link.compute_bound().stateless(primitive);
+        }
+        let (primitive, node) = token.into_parts();
+        let last = Backward::<B, 1>::prepare::<NoCheckpointing>(Announce, [node]);
+        match last.compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(milestone, primitive),
+            OpsKind::UnTracked(prepared) => prepared.finish(primitive),
+        }
+    }
+
+    fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self> {
+        sink.store(value.id().value, Ordering::Relaxed);
+        value
+    }
+}
+
+/// The full parameter of `access` as an autodiff tensor of its final shape.
+pub(crate) fn unshard<const D: usize>(
+    full: Tensor<1>,
+    value: Tensor<1>,
+    token: &Tensor<1>,
+    access: Access,
+) -> Tensor<D> {
+    Tensor::from_dispatch(Dispatch::unshard(
+        full.into_dispatch(),
+        value.into_dispatch(),
+        token.clone().into_dispatch(),
+        access,
+    ))
+}
+
+/// `token`, deeper by `links`, the last of which announces `milestone`.
+pub(crate) fn chain(token: Tensor<1>, links: usize, milestone: Milestone) -> Tensor<1> {
+    Tensor::from_dispatch(Dispatch::chain(token.into_dispatch(), links, milestone))
+}
+
+/// The graph node of a leaf.
+pub(crate) fn node_of(value: Tensor<1>) -> NodeId {
+    let sink = Arc::new(AtomicU64::new(0));
+    drop(Dispatch::identify(value.into_dispatch(), sink.clone()));
+    NodeId {
+        value: sink.load(Ordering::Relaxed),
+    }
+}

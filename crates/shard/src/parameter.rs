@@ -1,0 +1,160 @@
+//! What a sharded parameter is to Burn: a reparameterization with the shard as its own parameter.
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
+use burn::tensor::{Device, Tensor};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::error::throw;
+use crate::generation::{Generation, Owned, Transition};
+use crate::inspect;
+
+/// Path component of a shard below its parameter: `fc.weight.fsdp.shard`.
+pub(crate) const NAME: &str = "fsdp";
+const FIELD: &str = "shard";
+
+/// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
+///
+/// Optimizers and gradients see it as a parameter of one dimension, below the parameter it
+/// stands for. The parameter itself is a stand-in of the full shape without memory.
+#[derive(Clone)]
+pub(crate) struct ShardedParam {
+    value: Param<Tensor<1>>,
+    slot: usize,
+    generation: Owned,
+}
+
+impl std::fmt::Debug for ShardedParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let slot = &self.generation.unit.slots[self.slot];
+        f.debug_struct("ShardedParam")
+            .field("path", &slot.path)
+            .field("shape", &slot.shape)
+            .field("shard", &self.value.shape())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ShardedParam {
+    /// The parameter in `slot` of a unit's first generation.
+    pub(crate) fn new(value: Param<Tensor<1>>, slot: usize, generation: Arc<Generation>) -> Self {
+        generation.set(slot, value.base());
+        Self {
+            value,
+            slot,
+            generation: Owned::new(generation),
+        }
+    }
+
+    fn descend(
+        generation: &Owned,
+        slot: usize,
+        transition: Transition,
+        value: Param<Tensor<1>>,
+    ) -> Self {
+        let generation = generation.descend(slot, transition, value.base());
+        Self {
+            value,
+            slot,
+            generation: Owned::new(generation),
+        }
+    }
+}
+
+impl Reparameterization for ShardedParam {
+    const NAME: &'static str = NAME;
+
+    fn apply<const D: usize>(&self, _stand_in: Tensor<D>) -> Tensor<D> {
+        let root = self.generation.unit.root();
+        root.expect("a sharded module has a root")
+            .access(&self.generation, self.slot)
+            .unwrap_or_else(|error| throw(error))
+    }
+}
+
+impl Module for ShardedParam {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.value.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        let value = self.value.fork(device);
+        Self::descend(&self.generation, self.slot, Transition::Device, value)
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        let value = self.value.to_device(device);
+        Self::descend(&self.generation, self.slot, Transition::Device, value)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        if inspect::answer(&self.generation, self.slot) {
+            return;
+        }
+        // A record has just taken the whole value under the parameter's own path.
+        let slot = &self.generation.unit.slots[self.slot];
+        if slot.saving.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        visitor.enter_module(FIELD, "ShardedParam");
+        self.value.visit(visitor);
+        visitor.exit_module(FIELD, "ShardedParam");
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let Self {
+            value,
+            slot,
+            generation,
+        } = self;
+        let loaded = generation.unit.slots[slot].loaded.lock().take();
+        let value = match loaded {
+            Some(loaded) => value.map(|old| loaded.set_require_grad(old.is_require_grad())),
+            None => {
+                mapper.enter_module(FIELD, "ShardedParam");
+                let value = value.map_module(mapper);
+                mapper.exit_module(FIELD, "ShardedParam");
+                value
+            }
+        };
+        Self::descend(&generation, slot, Transition::Map, value)
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        let value = self.value.valid();
+        Self::descend(&self.generation, self.slot, Transition::Valid, value)
+    }
+
+    fn train(self) -> Self {
+        let Self {
+            value,
+            slot,
+            generation,
+        } = self;
+        let strategy = generation.unit.strategy;
+        let value = value.train().map(|leaf| match strategy {
+            Some(strategy) => {
+                let trainable = leaf.is_require_grad();
+                leaf.inner()
+                    .autodiff()
+                    .with_gradient_checkpointing_strategy(strategy)
+                    .set_require_grad(trainable)
+            }
+            None => leaf,
+        });
+        Self::descend(&generation, slot, Transition::Train, value)
+    }
+}
+
+/// `Module::map` under a name that `Param::map` does not hide.
+trait MapModule: Module {
+    fn map_module<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        Module::map(self, mapper)
+    }
+}
+
+impl MapModule for Param<Tensor<1>> {}

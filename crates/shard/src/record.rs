@@ -1,0 +1,89 @@
+//! Burn records of sharded modules.
+//!
+//! A record of a sharded module is the record that the unsharded module would give: whole
+//! parameters under their own paths. It loads into a plain module, and into one sharded over any
+//! number of ranks. Taking one is collective and makes every rank hold the whole record.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use burn::module::ParamMapper;
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::BufferPool;
+
+use crate::error::{Error, throw};
+use crate::generation::Generation;
+use crate::transport;
+use crate::unit::Unit;
+
+/// Narrows a whole parameter that is being loaded to this rank's part.
+pub(crate) fn load<const D: usize>(
+    unit: Arc<Unit>,
+    index: usize,
+    own: ParamMapper<Tensor<D>>,
+    stand_in: Tensor<D>,
+) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
+    move |recorded| {
+        let whole = own.on_load(recorded);
+        let slot = &unit.slots[index];
+        if whole.dims()[..] != slot.shape[..] {
+            throw(Error::RecordShape {
+                path: slot.path.clone(),
+                expected: slot.shape.clone(),
+                got: whole.dims().to_vec(),
+            });
+        }
+        let device = whole.device();
+        let range = match slot.is_gathered() {
+            true => slot.partition.range(unit.group.rank()),
+            false => 0..slot.partition.num_elements(),
+        };
+        let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
+        // Read out, so that the shard does not keep the whole alive.
+        let shard = flat.slice([range]).into_data();
+        *slot.loaded.lock() = Some(Tensor::from_data(shard, (&device, slot.dtype)));
+        stand_in.clone()
+    }
+}
+
+/// Gathers the whole parameter for a record.
+pub(crate) fn save<const D: usize>(
+    unit: Arc<Unit>,
+    index: usize,
+    own: ParamMapper<Tensor<D>>,
+) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
+    move |_stand_in| {
+        let slot = &unit.slots[index];
+        slot.saving.store(true, Ordering::Relaxed);
+        let whole = unit
+            .current()
+            .and_then(|generation| whole(&generation, index));
+        let whole = whole.unwrap_or_else(|error| throw(error));
+        let mut shape = [0; D];
+        shape.copy_from_slice(&slot.shape);
+        own.on_save(whole.reshape(shape))
+    }
+}
+
+/// The whole value of one parameter, gathered from all ranks, plain and flat.
+///
+/// Collective.
+pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {
+    let unit = &generation.unit;
+    let slot = &unit.slots[index];
+    let value = generation.value(index).inner();
+    if !slot.is_gathered() {
+        return Ok(value);
+    }
+    let device = value.device();
+    let part = slot.part(transport::source(value, None));
+    let into = BufferPool::new().take(slot.full_bytes());
+    let label = format!("{} whole value", slot.path);
+    let received = unit
+        .group
+        .start_all_gather(label, Vec::new(), vec![part], vec![into])?
+        .wait()?;
+    let buffer = received.buffers.into_iter().next();
+    let buffer = buffer.expect("one part was asked for");
+    Ok(transport::tensor(buffer, slot.dtype, &device))
+}

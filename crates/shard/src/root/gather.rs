@@ -1,0 +1,259 @@
+//! Gathers: in order, ahead of their use, or for other ranks only.
+
+use std::sync::Arc;
+
+use burn_fsdp_collectives::Label;
+
+use super::{Phase, Progress, Root};
+use crate::error::Error;
+use crate::generation::{Generation, State};
+use crate::memory::Mark;
+use crate::schedule::Operation;
+use crate::transport::{self, Marked};
+
+impl Progress {
+    /// Issues what comes before `operation` in the order, then makes sure that `generation` is
+    /// being gathered.
+    pub(super) fn unshard(
+        &mut self,
+        root: &Root,
+        operation: Operation,
+        generation: &Arc<Generation>,
+    ) -> Result<(), Error> {
+        let position = self.advance(root, operation)?;
+        let ahead = self.take_prefetched(position);
+        let sharded = matches!(*generation.state.lock(), State::Sharded);
+        if sharded {
+            if ahead {
+                // Another copy of the module was prefetched than the one now used.
+                self.discard(root, operation);
+            }
+            root.start_gather(generation, operation)?;
+        }
+        self.prefetch_after(root, position)?;
+        let marks = root.finish_gather(generation)?;
+        if self.phase == Phase::Forward && !generation.unit.keep {
+            self.watch.unsharded(&generation.unit, marks);
+        }
+        Ok(())
+    }
+
+    /// Issues everything in the order up to `wanted`, and returns the place of that.
+    pub(super) fn advance(
+        &mut self,
+        root: &Root,
+        wanted: Operation,
+    ) -> Result<Option<usize>, Error> {
+        loop {
+            let step = self.schedule.next(wanted, &root.group)?;
+            if step.wanted {
+                return Ok(step.position);
+            }
+            self.fill_in(root, step.operation, step.position)?;
+        }
+    }
+
+    /// Takes part in an operation that only other ranks need.
+    fn fill_in(
+        &mut self,
+        root: &Root,
+        operation: Operation,
+        position: Option<usize>,
+    ) -> Result<(), Error> {
+        match operation {
+            Operation::UnshardForward(index) | Operation::UnshardBackward(index) => {
+                if self.take_prefetched(position) {
+                    self.discard(root, operation);
+                } else {
+                    let generation = self.copy_in_use(root, index)?;
+                    root.join_gather(&generation, operation)?;
+                }
+                self.prefetch_after(root, position)
+            }
+            Operation::Reduce(index) => {
+                let generation = self.copy_in_use(root, index)?;
+                let nothing = generation.unit.slots.iter().map(|_| None).collect();
+                self.reduce(root, &generation, nothing)
+            }
+            Operation::Finish => unreachable!("the end of backward comes last on every rank"),
+        }
+    }
+
+    /// The values of unit `index` in the copy of the module that this pass uses.
+    fn copy_in_use(&self, root: &Root, index: usize) -> Result<Arc<Generation>, Error> {
+        let unit = root.unit(index);
+        let copy = unit.as_ref().and_then(|u| u.generation_of(self.epoch));
+        copy.ok_or_else(|| Error::NoCopy {
+            rank: root.group.rank(),
+            unit: unit.map_or_else(|| format!("number {index}"), |u| u.label().to_owned()),
+        })
+    }
+
+    fn take_prefetched(&mut self, position: Option<usize>) -> bool {
+        let ahead = position.is_some() && self.prefetched.front() == position.as_ref();
+        if ahead {
+            self.prefetched.pop_front();
+        }
+        ahead
+    }
+
+    /// Drops what was gathered ahead for `operation`.
+    fn discard(&self, root: &Root, operation: Operation) {
+        if let Operation::UnshardForward(index) | Operation::UnshardBackward(index) = operation
+            && let Ok(generation) = self.copy_in_use(root, index)
+        {
+            *generation.state.lock() = State::Sharded;
+        }
+    }
+
+    /// Starts the gathers that follow `position`, up to the limit. The decision depends on the
+    /// order alone, so all ranks take the same.
+    fn prefetch_after(&mut self, root: &Root, position: Option<usize>) -> Result<(), Error> {
+        let Some(mut last) = self.prefetched.back().copied().or(position) else {
+            return Ok(());
+        };
+        if position.is_none() {
+            return Ok(());
+        }
+        while self.prefetched.len() < root.prefetch {
+            let Some((next, operation)) = self.schedule.following_unshard(last) else {
+                break;
+            };
+            let (Operation::UnshardForward(index) | Operation::UnshardBackward(index)) = operation
+            else {
+                break;
+            };
+            let Ok(generation) = self.copy_in_use(root, index) else {
+                break;
+            };
+            if !matches!(*generation.state.lock(), State::Sharded) {
+                break;
+            }
+            root.start_gather(&generation, operation)?;
+            self.prefetched.push_back(next);
+            last = next;
+        }
+        Ok(())
+    }
+}
+
+impl Root {
+    /// Publishes this rank's shards and allocates the full parameters.
+    pub(super) fn start_gather(
+        &self,
+        generation: &Generation,
+        operation: Operation,
+    ) -> Result<(), Error> {
+        let unit = &generation.unit;
+        if !unit.is_gathered() {
+            return Ok(());
+        }
+        if unit.group.size() == 1 {
+            // The shard is the whole: nothing to copy, but the same operation in the same order.
+            return self.join_gather(generation, operation);
+        }
+        let into = unit
+            .gathered_slots()
+            .map(|slot| self.pool.take(unit.slots[slot].full_bytes()))
+            .collect();
+        let pending = unit.group.start_all_gather(
+            label(generation, operation),
+            Vec::new(),
+            unit.shards(generation),
+            into,
+        )?;
+        *generation.state.lock() = State::Gathering(pending);
+        Ok(())
+    }
+
+    /// Lets the other ranks read this rank's shards, and receives nothing.
+    pub(super) fn join_gather(
+        &self,
+        generation: &Generation,
+        operation: Operation,
+    ) -> Result<(), Error> {
+        let unit = &generation.unit;
+        if unit.is_gathered() {
+            let joined = unit.group.join_all_gather(
+                label(generation, operation),
+                Vec::new(),
+                unit.shards(generation),
+            )?;
+            joined.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the full parameters are there.
+    ///
+    /// Returns the buffers now filled, as marks that live as long as they do.
+    pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
+        let unit = &generation.unit;
+        let mut state = generation.state.lock();
+        let pending = match std::mem::take(&mut *state) {
+            State::Gathering(pending) => Some(pending),
+            State::Sharded => None,
+            unsharded @ State::Unsharded(_) => {
+                *state = unsharded;
+                return Ok(Vec::new());
+            }
+        };
+        let mut marks = Vec::new();
+        let mut full: Vec<_> = unit.slots.iter().map(|_| None).collect();
+        match pending {
+            Some(pending) => {
+                let received = pending.wait()?;
+                for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
+                    let life = Arc::new(());
+                    marks.push(Mark {
+                        bytes: buffer.len(),
+                        life: Arc::downgrade(&life),
+                    });
+                    let marked = Marked {
+                        buffer,
+                        _life: life,
+                    };
+                    let device = generation.value(slot).device().without_autodiff();
+                    let dtype = unit.slots[slot].dtype;
+                    full[slot] = Some(transport::tensor(marked, dtype, &device));
+                }
+            }
+            None => {
+                for slot in unit.gathered_slots() {
+                    full[slot] = Some(generation.value(slot).inner());
+                }
+            }
+        }
+        *state = State::Unsharded(full);
+        Ok(marks)
+    }
+
+    /// The full value of a slot, flat and plain. The unit must be unsharded.
+    pub(super) fn full(
+        &self,
+        generation: &Generation,
+        slot: usize,
+    ) -> Result<burn::tensor::Tensor<1>, Error> {
+        let unit = &generation.unit;
+        if !unit.slots[slot].is_gathered() {
+            return Ok(generation.value(slot).inner());
+        }
+        match &*generation.state.lock() {
+            State::Unsharded(full) => Ok(full[slot].clone().expect("gathered slots are filled")),
+            other => Err(Error::State {
+                unit: unit.label().to_owned(),
+                expected: "Unsharded",
+                got: other.name(),
+                advice: "run the forward again before this backward",
+            }),
+        }
+    }
+}
+
+fn label(generation: &Generation, operation: Operation) -> Label {
+    let direction = match operation {
+        Operation::UnshardBackward(_) => "backward",
+        _ => "forward",
+    };
+    Label::from(format!("{} unshard, {direction}", generation.unit.label()))
+}

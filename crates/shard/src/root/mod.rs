@@ -1,0 +1,238 @@
+//! The root: one per rank and sharded module. It owns the order of operations, the token of the
+//! pass under way, the gradients on their way to the shards, and the buffers.
+
+mod backward;
+mod forward;
+mod gather;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Weak};
+
+use burn::backend::autodiff::NodeId;
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{Account, At, BufferPool, Pending, ProcessGroup, Received};
+use parking_lot::{Mutex, MutexGuard};
+
+use crate::error::Error;
+use crate::generation::{Generation, Node};
+use crate::memory::Watch;
+use crate::schedule::{Operation, Schedule};
+use crate::unit::Unit;
+
+/// The outermost unit's state on one rank.
+pub(crate) struct Root {
+    /// All ranks that train the module together.
+    pub(crate) group: ProcessGroup,
+    /// Full parameters and transport buffers; counts full gradients, too.
+    pub(crate) pool: BufferPool,
+    /// Memory of reduced gradients, which belong to the shards.
+    reduced: BufferPool,
+    prefetch: usize,
+    units: Mutex<Vec<Weak<Unit>>>,
+    progress: Mutex<Progress>,
+}
+
+impl std::fmt::Debug for Root {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Root")
+            .field("group", &self.group.name())
+            .field("num_units", &self.units.lock().len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A shard gradient that is ready for the optimizer.
+pub(crate) struct Reduced {
+    /// The leaf that it belongs to.
+    pub(crate) node: NodeId,
+    /// The averaged gradient of this rank's elements.
+    pub(crate) gradient: Tensor<1>,
+}
+
+/// Where a step stands.
+#[derive(Default)]
+struct Progress {
+    phase: Phase,
+    pass: Option<Pass>,
+    /// The copy of the module in use: see [`Generation::epoch`].
+    epoch: u64,
+    num_uses: u64,
+    schedule: Schedule,
+    /// Places in the order whose gathers were started ahead of their use.
+    prefetched: VecDeque<usize>,
+    /// Full gradients by use, until the unit's last one has come.
+    gradients: BTreeMap<u64, Vec<Option<Gradient>>>,
+    /// Units whose gradients have all come in this backward, with those that wait for its end.
+    ended: Vec<Ended>,
+    in_flight: VecDeque<Reduction>,
+    /// Units gathered again whose gradients have not all come.
+    open: Vec<(u64, Arc<Unit>)>,
+    /// The copy read last without autodiff.
+    reading: Weak<Generation>,
+    watch: Watch,
+}
+
+/// Where a step stands, coarsely.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Phase {
+    #[default]
+    Idle,
+    Forward,
+    Backward,
+}
+
+/// One tracked forward.
+struct Pass {
+    /// The parameter touched first: touching it again after another unit begins a new pass.
+    first: (usize, usize),
+    left_first: bool,
+    token: Tensor<1>,
+    current: Option<Use>,
+    /// Uses of units that stay unsharded, to be gone on with when touched again.
+    kept: Vec<Use>,
+}
+
+/// One use of a unit in a forward: until another unit is touched, each of its parameters has one
+/// autodiff node.
+struct Use {
+    id: u64,
+    generation: Arc<Generation>,
+    token: Tensor<1>,
+    nodes: Vec<Option<Node>>,
+}
+
+/// A full gradient, counted while it lives.
+struct Gradient {
+    tensor: Tensor<1>,
+    account: Account,
+}
+
+/// A unit whose backward has ended.
+struct Ended {
+    generation: Arc<Generation>,
+    /// Gradients of parameters kept whole, by slot.
+    whole: Vec<Option<Tensor<1>>>,
+}
+
+/// A reduction under way.
+struct Reduction {
+    pending: Pending<Received>,
+    generation: Arc<Generation>,
+    slots: Vec<usize>,
+}
+
+impl Root {
+    /// A root without units.
+    pub(crate) fn new(group: ProcessGroup, prefetch: usize) -> Arc<Self> {
+        Arc::new(Self {
+            group,
+            pool: BufferPool::new(),
+            reduced: BufferPool::new(),
+            prefetch,
+            units: Mutex::default(),
+            progress: Mutex::default(),
+        })
+    }
+
+    /// Makes `units` the root's units, in this order.
+    pub(crate) fn adopt(self: &Arc<Self>, units: &[Arc<Unit>]) {
+        for (index, unit) in units.iter().enumerate() {
+            unit.join(self, index);
+        }
+        *self.units.lock() = units.iter().map(Arc::downgrade).collect();
+    }
+
+    /// The units that still exist, in order.
+    pub(crate) fn units(&self) -> Vec<Arc<Unit>> {
+        self.units.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    fn unit(&self, index: usize) -> Option<Arc<Unit>> {
+        self.units.lock().get(index).and_then(Weak::upgrade)
+    }
+
+    /// How many units are gathered ahead of their use.
+    pub(crate) fn prefetch(&self) -> usize {
+        self.prefetch
+    }
+
+    /// The recorded order of operations and its hash.
+    pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
+        let progress = self.progress.lock();
+        (
+            progress.schedule.recorded().to_vec(),
+            progress.schedule.hash(),
+        )
+    }
+
+    /// What the first steps found out about memory.
+    pub(crate) fn watch(&self) -> Watch {
+        self.progress.lock().watch.clone()
+    }
+
+    /// Whether a tracked forward is waiting for its backward.
+    pub(crate) fn is_pass_open(&self) -> bool {
+        self.progress.lock().pass.is_some()
+    }
+
+    /// Back to `Sharded`, with nothing pending: after an error.
+    pub(crate) fn reset(&self) {
+        let mut progress = self.progress.lock();
+        self.clear(&mut progress);
+    }
+
+    fn clear(&self, progress: &mut Progress) {
+        let watch = std::mem::take(&mut progress.watch);
+        *progress = Progress {
+            num_uses: progress.num_uses,
+            watch,
+            ..Progress::default()
+        };
+        for unit in self.units() {
+            unit.reshard_all();
+        }
+    }
+
+    /// The last module that held `generation` is gone: so is the forward that used it, as far as
+    /// this root is concerned. Its graph, if it is still there, holds what its backward needs.
+    pub(crate) fn forget(&self, generation: &Generation) {
+        // Never from inside a step: modules are dropped by user code and by Burn.
+        let forgotten = self.progress.try_lock().and_then(|mut progress| {
+            let of_pass = progress.epoch == generation.epoch();
+            of_pass.then(|| progress.pass.take()).flatten()
+        });
+        drop(forgotten);
+    }
+
+    /// Runs a part of a step; an error leaves everything sharded.
+    fn step<T>(
+        &self,
+        body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let mut progress = self.progress.lock();
+        let result = body(&mut progress);
+        if result.is_err() {
+            self.clear(&mut progress);
+        }
+        result
+    }
+}
+
+impl Progress {
+    /// Ends the forward, at the first sign of backward.
+    fn enter_backward(&mut self, root: &Root) -> Result<(), Error> {
+        if self.phase == Phase::Backward {
+            return Ok(());
+        }
+        self.phase = Phase::Backward;
+        if let Some(pass) = &mut self.pass {
+            if let Some(last) = pass.current.take() {
+                last.close();
+            }
+            pass.kept.clear();
+        }
+        self.watch.check_pins();
+        root.group.fault_point(At::Backward)?;
+        Ok(())
+    }
+}

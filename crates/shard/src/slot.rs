@@ -1,0 +1,70 @@
+//! One parameter's place in its unit: what never changes over the life of the module.
+
+use std::sync::atomic::AtomicBool;
+
+use burn::tensor::{DType, Tensor};
+use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
+use burn_fsdp_mesh::Partition;
+use parking_lot::Mutex;
+
+/// What a rank holds of a parameter between steps, and how its gradient is reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Holding {
+    /// A shard; full gradients are reduce-scattered with the unit.
+    Shard,
+    /// The whole parameter; its gradient shares one all-reduce a step with all others.
+    Whole,
+    /// The whole parameter; gradients are all-reduced with the unit.
+    Replica,
+}
+
+/// One parameter of a unit.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    /// Path in the module, such as `blocks.3.fc.weight`.
+    pub(crate) path: String,
+    /// Shape of the whole parameter.
+    pub(crate) shape: Vec<usize>,
+    /// Element type of the stored values.
+    pub(crate) dtype: DType,
+    /// The same, in the words of the transport.
+    pub(crate) element: ElementType,
+    /// How the flat elements are cut; one shard where every rank holds the whole.
+    pub(crate) partition: Partition,
+    /// What this rank holds.
+    pub(crate) holding: Holding,
+    /// A value narrowed from a record that is being loaded, on its way to the nested parameter.
+    pub(crate) loaded: Mutex<Option<Tensor<1>>>,
+    /// Set while a record takes the whole value, so that the shard is not recorded as well.
+    pub(crate) saving: AtomicBool,
+}
+
+impl Slot {
+    /// Bytes of the whole parameter.
+    pub(crate) fn full_bytes(&self) -> usize {
+        self.partition.num_elements() * self.element.size()
+    }
+
+    /// The parameter as a part of a collective among the shards' holders.
+    pub(crate) fn part(&self, source: Source) -> Part {
+        Part {
+            source,
+            partition: self.partition.clone(),
+            element: self.element,
+        }
+    }
+
+    /// The parameter as a part of a collective among whole tensors.
+    pub(crate) fn full_part(&self, source: Source) -> FullPart {
+        FullPart {
+            source,
+            num_elements: self.partition.num_elements(),
+            element: self.element,
+        }
+    }
+
+    /// Whether its elements have to be gathered from other ranks before use.
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.holding == Holding::Shard
+    }
+}

@@ -1,0 +1,130 @@
+//! Backward, and what surrounds a training step.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Gradients, Tensor};
+
+use crate::error::{Error, catch};
+use crate::inspect;
+use crate::root::Reduced;
+use crate::schedule::Operation;
+
+/// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
+/// ranks. Any element-wise optimizer of Burn consumes them unchanged.
+///
+/// The same as `GradientsParams::from_grads(loss.backward(), module)`, which works too, except
+/// that errors come back as values, and that a rank whose loss uses no unit at all still takes
+/// part in the other ranks' reductions.
+///
+/// Collective.
+///
+/// # Errors
+///
+/// What the collectives inside met: another rank's failure, a timeout, a mismatch of operations.
+/// Afterwards every unit is sharded and nothing is pending.
+pub fn backward<M: Module, const D: usize>(
+    loss: Tensor<D>,
+    module: &M,
+) -> Result<GradientsParams, Error> {
+    let root = inspect::root_of(module)?;
+    let result = catch(|| {
+        let mut gradients = loss.backward();
+        drop(loss);
+        let late = match root.is_pass_open() {
+            true => root.finish_unused()?,
+            false => Vec::new(),
+        };
+        if !late.is_empty() {
+            register(&mut gradients, late, module);
+        }
+        Ok(GradientsParams::from_grads(gradients, module))
+    });
+    let result = result.and_then(|inner| inner);
+    if result.is_err() {
+        root.reset();
+    }
+    result
+}
+
+/// Puts reduced gradients where Burn looks for those of `module`.
+fn register<M: Module>(gradients: &mut Gradients, reduced: Vec<Reduced>, module: &M) {
+    let mut place = Place { gradients, reduced };
+    module.visit(&mut place);
+}
+
+struct Place<'a> {
+    gradients: &'a mut Gradients,
+    reduced: Vec<Reduced>,
+}
+
+impl ModuleVisitor for Place<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.base();
+        if D != 1 || !value.is_autodiff() || !value.is_require_grad() {
+            return;
+        }
+        let leaf = Tensor::<1>::from_dispatch(value.clone().into_dispatch());
+        let node = crate::op::node_of(leaf);
+        let found = self.reduced.iter().position(|reduced| reduced.node == node);
+        if let Some(index) = found {
+            let gradient = self.reduced.swap_remove(index).gradient;
+            let shape = value.shape();
+            value.grad_replace(self.gradients, gradient.reshape::<D, _>(shape));
+        }
+    }
+}
+
+/// Drops every full parameter and everything pending, as after an error.
+///
+/// For programs that catch a panic of their own inside forward or backward. Not collective; all
+/// ranks must do so, or the next operation reports the difference.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
+    inspect::root_of(module)?.reset();
+    Ok(())
+}
+
+/// The recorded order of a module's operations.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order {
+    /// One line an operation, in the order in which every rank issues them.
+    pub operations: Vec<String>,
+    /// Equal on ranks with equal orders.
+    pub hash: u64,
+}
+
+impl std::fmt::Display for Order {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "order {:016x}", self.hash)?;
+        for operation in &self.operations {
+            writeln!(f, "  {operation}")?;
+        }
+        Ok(())
+    }
+}
+
+/// The order of gathers and reductions recorded in the last complete step; empty before the
+/// first.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
+    let root = inspect::root_of(module)?;
+    let (operations, hash) = root.order();
+    let units = root.units();
+    let name = |index: usize| units.get(index).map_or("?", |unit| unit.label());
+    let operations = operations.iter().map(|operation| match *operation {
+        Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
+        Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),
+        Operation::Reduce(unit) => format!("reduce {}", name(unit)),
+        Operation::Finish => "finish".to_owned(),
+    });
+    Ok(Order {
+        operations: operations.collect(),
+        hash,
+    })
+}

@@ -1,0 +1,102 @@
+//! Tensors as the bytes that collectives move, and back.
+
+use burn::backend::Flex;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn_fsdp_collectives::{Account, Buffer, ElementType, Source};
+
+/// The transport's name of a float type, if it can be reduced.
+pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
+    match dtype {
+        DType::F64 => Some(ElementType::F64),
+        DType::F32 | DType::Flex32 => Some(ElementType::F32),
+        DType::F16 => Some(ElementType::F16),
+        DType::BF16 => Some(ElementType::BF16),
+        _ => None,
+    }
+}
+
+/// The bytes of a tensor of the CPU backend, read where they lie.
+struct FlexBytes {
+    tensor: FloatTensor<Flex>,
+    start: usize,
+    end: usize,
+    /// Counts the bytes as unsharded for as long as a rank may still read them.
+    _account: Option<Account>,
+}
+
+impl AsRef<[u8]> for FlexBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.tensor.bytes()[self.start..self.end]
+    }
+}
+
+/// Shares the elements of a flat tensor without autodiff. On the CPU backend nothing is copied;
+/// other devices are read back.
+pub(crate) fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
+    debug_assert!(!tensor.is_autodiff(), "transport takes plain tensors");
+    let size = tensor.dtype().size();
+    match tensor.clone().try_into_primitive::<Flex>() {
+        Ok(primitive) => {
+            drop(tensor);
+            let primitive = match primitive.layout().contiguous_offsets() {
+                Some(_) => primitive,
+                None => primitive.to_contiguous(),
+            };
+            let (start, end) = primitive
+                .layout()
+                .contiguous_offsets()
+                .expect("a contiguous tensor has contiguous offsets");
+            Source::new(FlexBytes {
+                start: start * size,
+                end: end * size,
+                tensor: primitive,
+                _account: account,
+            })
+        }
+        Err(_) => Source::new(HostBytes {
+            data: tensor.into_data(),
+            _account: account,
+        }),
+    }
+}
+
+/// The bytes of a tensor of another device, read back.
+struct HostBytes {
+    data: TensorData,
+    _account: Option<Account>,
+}
+
+impl AsRef<[u8]> for HostBytes {
+    fn as_ref(&self) -> &[u8] {
+        self.data.as_bytes()
+    }
+}
+
+/// A flat tensor over the memory of `buffer`, which goes back to its pool when the last view of
+/// the tensor is dropped.
+pub(crate) fn tensor<B>(buffer: B, dtype: DType, device: &Device) -> Tensor<1>
+where
+    B: AsRef<[u8]> + Send + Sync + 'static,
+{
+    let bytes = Bytes::from_shared(
+        bytes::Bytes::from_owner(buffer),
+        burn::tensor::AllocationProperty::Native,
+    );
+    let len = bytes.len() / dtype.size();
+    Tensor::from_data(TensorData::from_bytes(bytes, [len], dtype), (device, dtype))
+}
+
+/// A buffer that also tells, by `_life`, whether any tensor still holds it.
+pub(crate) struct Marked {
+    /// The memory.
+    pub(crate) buffer: Buffer,
+    /// Dropped with it.
+    pub(crate) _life: std::sync::Arc<()>,
+}
+
+impl AsRef<[u8]> for Marked {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_ref()
+    }
+}

@@ -1,0 +1,200 @@
+//! A unit: the parameters that are gathered, freed and reduced together.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+
+use burn::tensor::GradientCheckpointingStrategy;
+use burn_fsdp_collectives::{Part, ProcessGroup};
+use parking_lot::Mutex;
+
+use crate::error::Error;
+use crate::generation::{Generation, State};
+use crate::root::Root;
+use crate::slot::{Holding, Slot};
+use crate::transport;
+
+/// Links of token below a unit's gathers at first: more than the depth of a transformer block.
+const FIRST_CHAIN: usize = 64;
+/// A chain never grows beyond this.
+const LONGEST_CHAIN: usize = 1 << 12;
+/// What a chain falls back to when length does not help.
+const HOPELESS_CHAIN: usize = FIRST_CHAIN + 1;
+
+/// A unit of a sharded module, on one rank.
+pub(crate) struct Unit {
+    /// Path of its module; empty for the root.
+    pub(crate) name: String,
+    /// Its parameters, in the order of the module.
+    pub(crate) slots: Vec<Slot>,
+    /// The ranks that hold the shards.
+    pub(crate) group: ProcessGroup,
+    /// Whether full weights stay from forward to backward.
+    pub(crate) keep: bool,
+    /// The autodiff strategy of the device that the module was built on, which Burn's
+    /// `valid().train()` forgets.
+    pub(crate) strategy: Option<GradientCheckpointingStrategy>,
+    /// Position in the root's list.
+    pub(crate) index: AtomicUsize,
+    chain: AtomicUsize,
+    root: Mutex<Option<Arc<Root>>>,
+    generations: Mutex<Vec<Weak<Generation>>>,
+}
+
+impl std::fmt::Debug for Unit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Unit")
+            .field("name", &self.label())
+            .field("num_slots", &self.slots.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Unit {
+    /// A unit that belongs to no root yet.
+    pub(crate) fn new(
+        name: String,
+        slots: Vec<Slot>,
+        group: ProcessGroup,
+        keep: bool,
+        strategy: Option<GradientCheckpointingStrategy>,
+    ) -> Self {
+        Self {
+            name,
+            slots,
+            group,
+            keep,
+            strategy,
+            index: AtomicUsize::new(0),
+            chain: AtomicUsize::new(FIRST_CHAIN),
+            root: Mutex::new(None),
+            generations: Mutex::default(),
+        }
+    }
+
+    /// The name used in messages and labels.
+    pub(crate) fn label(&self) -> &str {
+        if self.name.is_empty() {
+            "root"
+        } else {
+            &self.name
+        }
+    }
+
+    /// Position in the root's list.
+    pub(crate) fn position(&self) -> usize {
+        self.index.load(Ordering::Relaxed)
+    }
+
+    /// Hands the unit to `root`, under number `index`.
+    pub(crate) fn join(&self, root: &Arc<Root>, index: usize) {
+        *self.root.lock() = Some(root.clone());
+        self.index.store(index, Ordering::Relaxed);
+    }
+
+    /// The root that orders its operations, once it has one.
+    pub(crate) fn root(&self) -> Option<Arc<Root>> {
+        self.root.lock().clone()
+    }
+
+    /// Bytes of the full parameters that a gather makes.
+    pub(crate) fn gathered_bytes(&self) -> usize {
+        let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
+        gathered.map(Slot::full_bytes).sum()
+    }
+
+    /// Whether its use needs a gather at all.
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.slots.iter().any(Slot::is_gathered)
+    }
+
+    /// Links of token to lay below the unit's gathers.
+    pub(crate) fn chain(&self) -> usize {
+        self.chain.load(Ordering::Relaxed)
+    }
+
+    /// Lengthens the chain for the next step: the unit's gradients came after the next gather.
+    /// Where even the longest chain does not help, the cause is not depth, and it is given up.
+    pub(crate) fn deepen(&self) {
+        let next = match self.chain() {
+            HOPELESS_CHAIN => HOPELESS_CHAIN,
+            LONGEST_CHAIN.. => HOPELESS_CHAIN,
+            links => links * 2,
+        };
+        self.chain.store(next, Ordering::Relaxed);
+    }
+
+    /// Remembers a generation.
+    pub(crate) fn adopt(&self, generation: &Arc<Generation>) {
+        let mut generations = self.generations.lock();
+        generations.retain(|known| known.strong_count() > 0);
+        generations.push(Arc::downgrade(generation));
+    }
+
+    /// The live generation that the pass `epoch` over the module made.
+    pub(crate) fn generation_of(&self, epoch: u64) -> Option<Arc<Generation>> {
+        let generations = self.generations.lock();
+        let mut live = generations.iter().filter_map(Weak::upgrade);
+        live.find(|generation| generation.epoch() == epoch)
+    }
+
+    /// The one generation that modules hold now.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AmbiguousCopy`] if copies with different values are alive.
+    pub(crate) fn current(&self) -> Result<Arc<Generation>, Error> {
+        let generations = self.generations.lock();
+        let mut owned: Vec<_> = generations
+            .iter()
+            .filter_map(Weak::upgrade)
+            .filter(|generation| generation.is_owned())
+            .collect();
+        owned.dedup_by_key(|generation| generation.version());
+        match owned.len() {
+            1 => Ok(owned.swap_remove(0)),
+            copies => Err(Error::AmbiguousCopy {
+                unit: self.label().to_owned(),
+                copies,
+            }),
+        }
+    }
+
+    /// Drops all full parameters and cancels pending gathers.
+    pub(crate) fn reshard_all(&self) {
+        for generation in self.generations.lock().iter().filter_map(Weak::upgrade) {
+            *generation.state.lock() = State::Sharded;
+        }
+    }
+
+    /// This rank's shards, ready to be gathered.
+    pub(crate) fn shards(&self, generation: &Generation) -> Vec<Part> {
+        self.gathered_slots()
+            .map(|index| {
+                let slot = &self.slots[index];
+                let value = generation.value(index).inner();
+                slot.part(transport::source(value, None))
+            })
+            .collect()
+    }
+
+    /// The slots that a gather fills, in order.
+    pub(crate) fn gathered_slots(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.slots.len()).filter(|&index| self.slots[index].is_gathered())
+    }
+
+    /// The trainable slots whose gradients are reduced together with the unit, in order.
+    pub(crate) fn reduced_slots(&self, generation: &Generation) -> Vec<usize> {
+        (0..self.slots.len())
+            .filter(|&index| self.slots[index].holding != Holding::Whole)
+            .filter(|&index| generation.is_trainable(index))
+            .collect()
+    }
+
+    /// The trainable slots whose gradients wait for the end of backward, in order.
+    pub(crate) fn whole_slots(&self, generation: &Generation) -> Vec<usize> {
+        (0..self.slots.len())
+            .filter(|&index| self.slots[index].holding == Holding::Whole)
+            .filter(|&index| generation.is_trainable(index))
+            .collect()
+    }
+}

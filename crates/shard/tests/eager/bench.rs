@@ -1,0 +1,186 @@
+//! The test bench: trains a module sharded over threads, and the same module plainly.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, OperationCounts, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
+
+/// A module under test: how it is built, and its loss on one rank's part of a step's batch.
+pub(crate) struct Case<M> {
+    pub(crate) build: fn(&Device) -> M,
+    /// Rank, step, device.
+    pub(crate) loss: fn(&M, usize, usize, &Device) -> Tensor<1>,
+}
+
+impl<M> Clone for Case<M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<M> Copy for Case<M> {}
+
+/// What a run ends with.
+#[derive(Debug, Clone)]
+pub(crate) struct Outcome {
+    /// Mean over the ranks, by step.
+    pub(crate) losses: Vec<f32>,
+    /// Whole parameters by path, in module order.
+    pub(crate) params: Vec<(String, Vec<f32>)>,
+}
+
+pub(crate) const SEED: u64 = 7;
+
+pub(crate) fn device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+pub(crate) fn optimizer() -> ModuleOptimizer {
+    // A large epsilon: with a small one Adam hides a wrong gradient scale.
+    AdamWConfig::new().with_epsilon(1e-2).with_weight_decay(0.01).init()
+}
+
+/// Trains without sharding on the joined batch of `ranks` ranks.
+pub(crate) fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, steps: usize) -> Outcome {
+    let _turn = seed_turn();
+    let device = Device::flex().autodiff();
+    device.seed(SEED);
+    let mut model = (case.build)(&device);
+    let mut optim = optimizer();
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let parts = (0..ranks).map(|rank| (case.loss)(&model, rank, step, &device));
+        let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
+        let loss = sum.div_scalar(ranks as f32);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optim.step(1e-2, model, gradients);
+    }
+    Outcome {
+        losses,
+        params: params(&model),
+    }
+}
+
+/// Trains sharded over `ranks` threads.
+pub(crate) fn sharded<M: Module + 'static>(
+    case: Case<M>,
+    ranks: usize,
+    steps: usize,
+    policy: ShardPolicy,
+) -> Outcome {
+    let outcomes = on_ranks(ranks, move |world| {
+        let device = device();
+        let mut model = build(case, &world, &device, policy.clone())?;
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            let loss = (case.loss)(&model, world.rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        let params = whole_params((case.build)(&device), &model);
+        Ok(Outcome { losses, params })
+    });
+    let mut first = outcomes[0].clone();
+    for outcome in &outcomes {
+        assert_eq!(outcome.params, first.params, "ranks agree on every bit");
+    }
+    for (step, loss) in first.losses.iter_mut().enumerate() {
+        let sum: f32 = outcomes.iter().map(|outcome| outcome.losses[step]).sum();
+        *loss = sum / ranks as f32;
+    }
+    first
+}
+
+/// Burn's seed belongs to the device, which all threads share: one initialization at a time.
+pub(crate) fn seed_turn() -> std::sync::MutexGuard<'static, ()> {
+    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The sharded module, from the same seed as [`plainly`].
+pub(crate) fn build<M: Module + 'static>(
+    case: Case<M>,
+    world: &ProcessGroup,
+    device: &Device,
+    policy: ShardPolicy,
+) -> Result<M, Error> {
+    let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+    let _turn = (world.rank() == 0).then(seed_turn);
+    if world.rank() == 0 {
+        device.seed(SEED);
+    }
+    fully_shard((case.build)(device), &mesh, policy)
+}
+
+/// Runs `body` on `ranks` threads.
+pub(crate) fn on_ranks<T: Send + 'static>(
+    ranks: usize,
+    body: impl Fn(ProcessGroup) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let deadline = std::time::Duration::from_secs(60);
+    launch(LaunchConfig::new(ranks).deadline(deadline), body)
+        .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// The whole parameters of a sharded module, through a record into `plain`. Collective.
+pub(crate) fn whole_params<M: Module>(plain: M, model: &M) -> Vec<(String, Vec<f32>)> {
+    params(&plain.load_record(model.clone().into_record()))
+}
+
+/// The parameters of a plain module by path.
+pub(crate) fn params<M: Module>(model: &M) -> Vec<(String, Vec<f32>)> {
+    let mut reader = Reader::default();
+    model.visit(&mut reader);
+    reader.found
+}
+
+#[derive(Default)]
+struct Reader {
+    path: Vec<String>,
+    found: Vec<(String, Vec<f32>)>,
+}
+
+impl ModuleVisitor for Reader {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let values = param.val().into_data().convert::<f32>();
+        let values = values.to_vec().expect("converted to f32");
+        self.found.push((self.path.join("."), values));
+    }
+}
+
+/// Asserts that two runs agree to `tolerance`, relative to the largest value of each parameter.
+pub(crate) fn assert_close(got: &Outcome, want: &Outcome, tolerance: f32) {
+    for (step, (got, want)) in got.losses.iter().zip(&want.losses).enumerate() {
+        let difference = (got - want).abs() / want.abs().max(1e-6);
+        assert!(difference <= tolerance, "step {step}: loss {got}, expected {want}");
+    }
+    assert_eq!(got.losses.len(), want.losses.len());
+    assert_eq!(got.params.len(), want.params.len());
+    for ((path, got), (want_path, want)) in got.params.iter().zip(&want.params) {
+        assert_eq!(path, want_path);
+        assert_eq!(got.len(), want.len(), "{path}");
+        let scale = want.iter().fold(1e-6f32, |max, value| max.max(value.abs()));
+        for (got, want) in got.iter().zip(want) {
+            let difference = (got - want).abs() / scale;
+            assert!(difference <= tolerance, "{path}: {got}, expected {want}");
+        }
+    }
+}
+
+/// Operations of one kind since `before`.
+pub(crate) fn since(world: &ProcessGroup, before: &OperationCounts) -> OperationCounts {
+    world.counts().since(before)
+}

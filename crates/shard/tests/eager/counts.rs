@@ -1,0 +1,109 @@
+//! Exact numbers of collectives and bytes.
+
+use burn_fsdp_collectives::{OperationCounts, OperationKind};
+use burn_fsdp_shard::{ShardPolicy, Strategy, backward, memory, wrap_plan};
+
+use super::bench::{build, device, on_ranks, optimizer, since};
+use super::nets::MLP;
+
+/// Counts of one step, the third, on every rank.
+fn of_one_step(ranks: usize, policy: ShardPolicy) -> Vec<OperationCounts> {
+    on_ranks(ranks, move |world| {
+        let device = device();
+        let mut model = build(MLP, &world, &device, policy.clone())?;
+        let mut optim = optimizer();
+        let mut before = world.counts();
+        for step in 0..3 {
+            before = world.counts();
+            let loss = (MLP.loss)(&model, world.rank(), step, &device);
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(since(&world, &before))
+    })
+}
+
+#[track_caller]
+fn assert_counts(counts: &OperationCounts, gathers: u64, scatters: u64, reduces: u64) {
+    let number = |kind| counts.of(kind).operations;
+    assert_eq!(number(OperationKind::AllGather), gathers, "all-gathers");
+    assert_eq!(number(OperationKind::ReduceScatter), scatters, "reduce-scatters");
+    assert_eq!(number(OperationKind::AllReduce), reduces, "all-reduces");
+    assert_eq!(number(OperationKind::Broadcast), 0, "broadcasts");
+}
+
+/// The root and three blocks.
+const UNITS: u64 = 4;
+
+fn blocks() -> ShardPolicy {
+    ShardPolicy::new().units(["blocks.*"])
+}
+
+#[test]
+fn full_shard_gathers_twice_but_for_the_root() {
+    for ranks in 1..=4 {
+        for prefetch in 0..3 {
+            for counts in of_one_step(ranks, blocks().prefetch(prefetch)) {
+                assert_counts(&counts, 2 * UNITS - 1, UNITS, 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn resharding_the_root_gathers_it_for_each_use() {
+    for counts in of_one_step(2, blocks().reshard_root(true)) {
+        // Embedding and head are two uses of the root, in forward and again in backward.
+        assert_counts(&counts, 2 * (UNITS + 1), UNITS + 1, 1);
+    }
+}
+
+#[test]
+fn shard_grad_op_gathers_once() {
+    for ranks in 1..=4 {
+        for counts in of_one_step(ranks, blocks().strategy(Strategy::ShardGradOp)) {
+            assert_counts(&counts, UNITS, UNITS, 1);
+        }
+    }
+}
+
+#[test]
+fn no_shard_reduces_once_a_unit() {
+    for ranks in 1..=4 {
+        for counts in of_one_step(ranks, blocks().strategy(Strategy::NoShard)) {
+            assert_counts(&counts, 0, 0, UNITS);
+        }
+    }
+}
+
+#[test]
+fn bytes_are_those_of_the_full_tensors() {
+    let block = 4 * (15 * 7 + 15 * 7 + 7 * 15);
+    let root = 4 * (11 * 15 + 15 * 7);
+    let whole = 4 * (3 * (15 + 15 + 7 + 15) + 15 + 7);
+    for counts in of_one_step(3, blocks()) {
+        let bytes = |kind| counts.of(kind).bytes;
+        assert_eq!(bytes(OperationKind::AllGather), root + 2 * 3 * block);
+        assert_eq!(bytes(OperationKind::ReduceScatter), root + 3 * block);
+        assert_eq!(bytes(OperationKind::AllReduce), whole);
+    }
+}
+
+#[test]
+fn each_rank_holds_its_share_and_what_is_kept_whole() {
+    for ranks in 1..=4 {
+        let held = on_ranks(ranks, move |world| {
+            let model = build(MLP, &world, &device(), blocks())?;
+            let plan = wrap_plan(&model)?;
+            assert_eq!(plan.held(), memory(&model)?.parameters);
+            Ok(plan.held())
+        });
+        let sharded: usize = 4 * (11 * 15 + 15 * 7 + 9 * 15 * 7);
+        let whole: usize = 4 * (3 * (15 + 15 + 7 + 15) + 15 + 7);
+        assert_eq!(held.iter().sum::<usize>(), sharded + ranks * whole);
+        for bytes in held {
+            // A share each, rounded up by at most one element for every parameter.
+            assert!(bytes <= sharded / ranks + whole + 4 * 11, "{bytes} on {ranks} ranks");
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! Parameters used twice, at some ranks only, or never; frozen ones; children first.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::ProcessMesh;
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{ShardPolicy, backward, fully_shard};
+
+use super::bench::{
+    Case, assert_close, build, device, on_ranks, optimizer, plainly, sharded, whole_params,
+};
+use super::nets::{MLP, Mlp, input};
+
+/// Four layers, of which ranks take different ones.
+#[derive(Module, Debug)]
+struct Routed {
+    layers: Vec<Linear>,
+    head: Linear,
+}
+
+impl Routed {
+    fn new(device: &Device) -> Self {
+        Self {
+            layers: (0..4).map(|_| LinearConfig::new(5, 5).init(device)).collect(),
+            head: LinearConfig::new(5, 3).init(device),
+        }
+    }
+
+    fn through(&self, layers: &[usize], rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let mut x = input([2, 5], rank, step, device);
+        for &layer in layers {
+            x = self.layers[layer].forward(x);
+        }
+        self.head.forward(x).powf_scalar(2.0).mean()
+    }
+
+    /// Rank 0 skips layer 1, rank 1 skips layer 2 and uses layer 0 twice, nobody uses layer 3.
+    fn unevenly(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let layers: &[usize] = match rank {
+            0 => &[0, 2],
+            1 => &[0, 1, 0],
+            _ => &[0, 1, 2],
+        };
+        self.through(layers, rank, step, device)
+    }
+
+    /// The last rank uses nothing but the first layer.
+    fn barely(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        match rank {
+            0 => self.through(&[0, 1, 2, 3], rank, step, device),
+            _ => {
+                let x = input([2, 5], rank, step, device);
+                self.layers[0].forward(x).powf_scalar(2.0).mean()
+            }
+        }
+    }
+}
+
+const UNEVEN: Case<Routed> = Case {
+    build: Routed::new,
+    loss: Routed::unevenly,
+};
+
+const BARE: Case<Routed> = Case {
+    build: Routed::new,
+    loss: Routed::barely,
+};
+
+fn layers() -> ShardPolicy {
+    ShardPolicy::new().units(["layers.*"])
+}
+
+#[test]
+fn ranks_may_use_different_units() {
+    for ranks in 1..=4 {
+        for prefetch in 0..2 {
+            let policy = layers().prefetch(prefetch);
+            let got = sharded(UNEVEN, ranks, 6, policy.clone());
+            assert_close(&got, &plainly(UNEVEN, ranks, 6), 1e-5);
+            let got = sharded(BARE, ranks, 6, policy);
+            assert_close(&got, &plainly(BARE, ranks, 6), 1e-5);
+        }
+    }
+}
+
+#[test]
+fn a_loss_without_any_unit_still_takes_part() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(UNEVEN, &world, &device, layers())?;
+        let touched = model.through(&[0], 0, 0, &device);
+        let loss = match world.rank() {
+            0 => touched,
+            // Nothing of the model leads to this loss.
+            _ => Tensor::<1>::ones([1], &device).require_grad().mul_scalar(2.0),
+        };
+        let number = backward(loss, &model)?.len();
+        assert_eq!(number, 4, "weights and biases of layer 0 and of the head");
+        Ok(())
+    });
+}
+
+#[test]
+fn what_no_rank_used_has_no_gradient() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(UNEVEN, &world, &device, layers())?;
+        let loss = model.through(&[0, 2], world.rank(), 0, &device);
+        assert_eq!(backward(loss, &model)?.len(), 6);
+        Ok(())
+    });
+}
+
+fn half_frozen(device: &Device) -> Mlp {
+    let mut model = Mlp::new(device);
+    model.blocks[1] = model.blocks[1].clone().freeze();
+    model.head = model.head.freeze();
+    model
+}
+
+const FROZEN: Case<Mlp> = Case {
+    build: half_frozen,
+    loss: Mlp::loss,
+};
+
+#[test]
+fn frozen_units_are_gathered_and_not_reduced() {
+    for ranks in 1..=3 {
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let got = sharded(FROZEN, ranks, 5, policy);
+        let want = plainly(FROZEN, ranks, 5);
+        assert_close(&got, &want, 1e-5);
+    }
+}
+
+#[test]
+fn children_first_and_the_parent_takes_what_is_left() {
+    let want = plainly(MLP, 2, 5);
+    let outcomes = on_ranks(2, |world| {
+        let device = device();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let turn = (world.rank() == 0).then(super::bench::seed_turn);
+        device.seed(super::bench::SEED);
+        let mut model = Mlp::new(&device);
+        // Same order of initialization as of the plain module.
+        if world.rank() == 0 {
+            super::bench::params(&model);
+        }
+        drop(turn);
+        let mut blocks = Vec::new();
+        for block in model.blocks {
+            blocks.push(fully_shard(block, &mesh, ShardPolicy::new().reshard_root(true))?);
+        }
+        model.blocks = blocks;
+        let mut model = fully_shard(model, &mesh, ShardPolicy::new())?;
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..5 {
+            let loss = model.loss(world.rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok((losses, whole_params(Mlp::new(&device), &model)))
+    });
+    for step in 0..5 {
+        let mean = (outcomes[0].0[step] + outcomes[1].0[step]) / 2.0;
+        assert!((mean - want.losses[step]).abs() < 1e-5 * mean.abs());
+    }
+}
