@@ -1,0 +1,158 @@
+//! What can go wrong in a collective operation.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::{Fault, LedgerReport, Operation};
+
+/// Why an operation did not give its result. Ranks are ranks of the world.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// This rank's call cannot be right, whatever the others do. It took no part in the operation.
+    #[error(
+        "rank {rank}: in {operation}, {argument} should be {expected} but is {got}; correct this rank's call"
+    )]
+    Argument {
+        /// The rank that called.
+        rank: usize,
+        /// The operation that it called.
+        operation: Box<Operation>,
+        /// Which argument, such as `into[2]`.
+        argument: String,
+        /// What it should have been.
+        expected: String,
+        /// What it was.
+        got: String,
+    },
+
+    /// The ranks of a group called different operations, or the same one with different tensors.
+    /// Every rank that waits gets this error.
+    #[error(
+        "the ranks of group {group} differ in operation {sequence}: rank {rank} called {expected}; \
+         rank {peer} called {got}; make all ranks of a group call the same operations in the same \
+         order, with the same labels, parts and reductions; {ledger}",
+        group = operation.group, sequence = operation.sequence
+    )]
+    Mismatch {
+        /// The operation that this rank called.
+        operation: Box<Operation>,
+        /// The first rank of the group.
+        rank: usize,
+        /// What the first rank called.
+        expected: String,
+        /// The first rank that called something else.
+        peer: usize,
+        /// What that one called.
+        got: String,
+        /// What the ranks did last.
+        ledger: LedgerReport,
+    },
+
+    /// A rank panicked, returned an error or met one of these errors before this operation was
+    /// complete.
+    #[error(
+        "{operation} cannot complete because rank {rank} failed: {reason}; see to that failure first; {ledger}"
+    )]
+    PeerFailed {
+        /// The rank that failed first of all.
+        rank: usize,
+        /// Why it did.
+        reason: String,
+        /// The operation that this rank called.
+        operation: Box<Operation>,
+        /// What the ranks did last.
+        ledger: LedgerReport,
+    },
+
+    /// A rank returned from its closure while others still wait for it.
+    #[error(
+        "rank {rank} returned without starting {operation}; make all ranks of a group call the same \
+         operations before they return; {ledger}"
+    )]
+    PeerLeft {
+        /// The rank that returned.
+        rank: usize,
+        /// The operation that this rank called.
+        operation: Box<Operation>,
+        /// What the ranks did last.
+        ledger: LedgerReport,
+    },
+
+    /// Ranks did not come within the deadline.
+    #[error(
+        "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}; see below what \
+         they did instead, or set a longer LaunchConfig::deadline if they are only slow; {ledger}"
+    )]
+    Timeout {
+        /// The rank that waited.
+        rank: usize,
+        /// The ranks that did not come.
+        missing: Vec<usize>,
+        /// What they had to do.
+        stage: Stage,
+        /// The operation that this rank called.
+        operation: Box<Operation>,
+        /// How long it waited.
+        deadline: Duration,
+        /// What the ranks did last.
+        ledger: LedgerReport,
+    },
+
+    /// A failure that was asked for; see [`Fault`].
+    #[error("rank {fault_rank} failed because it was told to (fault \"{fault}\"); remove the fault to run on", fault_rank = fault.rank)]
+    Injected {
+        /// The fault that was set.
+        fault: Fault,
+    },
+
+    /// A fault that cannot be understood.
+    #[error(
+        "cannot read the fault \"{text}\": {problem}; write it as {}",
+        Fault::SYNTAX
+    )]
+    InvalidFault {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// A mesh that does not have as many ranks as the group.
+    #[error(
+        "the mesh {mesh} has {mesh_size} ranks, but group {group} has {group_size}; make the product of its axes {group_size}"
+    )]
+    MeshSize {
+        /// The mesh, as it prints.
+        mesh: String,
+        /// Ranks of the mesh.
+        mesh_size: usize,
+        /// Name of the group.
+        group: String,
+        /// Ranks of the group.
+        group_size: usize,
+    },
+
+    /// An invalid mesh or partition.
+    #[error(transparent)]
+    Layout(#[from] burn_fsdp_mesh::Error),
+}
+
+/// What a rank waits for its peers to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Stage {
+    /// To start the operation.
+    Start,
+    /// To take their share of it.
+    Finish,
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Start => "start",
+            Self::Finish => "finish",
+        })
+    }
+}

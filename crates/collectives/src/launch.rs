@@ -1,0 +1,318 @@
+//! Starting ranks as threads of this process.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::ProcessGroup;
+use crate::local::World;
+
+/// An error of a rank, whatever its type.
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Stack of a rank's threads: that of a main thread, because whole training loops run on it.
+const STACK_BYTES: usize = 8 << 20;
+
+/// How to start ranks.
+#[derive(Debug, Clone)]
+pub struct LaunchConfig {
+    ranks: usize,
+    deadline: Duration,
+    grace: Duration,
+    threads_per_rank: Option<usize>,
+}
+
+impl LaunchConfig {
+    /// This many ranks, with the defaults of the other methods.
+    pub fn new(ranks: usize) -> Self {
+        Self {
+            ranks,
+            deadline: Duration::from_secs(600),
+            grace: Duration::from_secs(2),
+            threads_per_rank: None,
+        }
+    }
+
+    /// How long a rank waits for its peers in one operation before it gives up, 10 minutes by
+    /// default. It counts from the moment that the rank waits.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// How long the remaining ranks have to return after one has failed, 2 seconds by default. Those
+    /// that do not are abandoned: their threads go on on their own.
+    #[must_use]
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Threads of each rank's rayon pool; by default the cores divided by the ranks, at least 1.
+    /// 0 is the default, too.
+    #[must_use]
+    pub fn threads_per_rank(mut self, threads: usize) -> Self {
+        self.threads_per_rank = (threads > 0).then_some(threads);
+        self
+    }
+
+    fn num_threads(&self) -> usize {
+        let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
+        self.threads_per_rank
+            .unwrap_or_else(|| (cores() / self.ranks).max(1))
+    }
+}
+
+/// The ranks did not all return a result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// There is nothing to start.
+    #[error("cannot launch 0 ranks; ask for at least one")]
+    NoRanks,
+
+    /// The system did not give a rank its threads.
+    #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
+    Start {
+        /// The rank that could not be started.
+        rank: usize,
+        /// What the system said.
+        source: BoxError,
+    },
+
+    /// A rank returned an error, or unwound with one. If several did, this is the first.
+    #[error("rank {rank} failed: {source}{}", Abandoned(abandoned))]
+    Failed {
+        /// The rank that failed first.
+        rank: usize,
+        /// Its error.
+        source: BoxError,
+        /// The ranks that did not return within the grace period after that.
+        abandoned: Vec<usize>,
+    },
+
+    /// A rank panicked, and was the first to fail.
+    #[error("rank {rank} panicked: {message}{}", Abandoned(abandoned))]
+    Panicked {
+        /// The rank that panicked.
+        rank: usize,
+        /// What it said.
+        message: String,
+        /// The ranks that did not return within the grace period after that.
+        abandoned: Vec<usize>,
+    },
+}
+
+/// An error that unwinds through code that cannot return it.
+///
+/// Thrown with [`std::panic::resume_unwind`], which prints nothing. [`launch`] turns it back into an
+/// error.
+#[derive(Debug)]
+pub struct Unwound(pub Box<dyn std::error::Error + Send + Sync>);
+
+struct Abandoned<'a>(&'a [usize]);
+
+impl fmt::Display for Abandoned<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            ranks => write!(
+                f,
+                "; ranks {ranks:?} did not return after that and were abandoned"
+            ),
+        }
+    }
+}
+
+/// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool,
+/// and returns the ranks' results in rank order.
+///
+/// When a rank panics or returns an error, the pending and later operations of all others fail, and
+/// the ranks that do not return within [`LaunchConfig::grace`] are abandoned: this function returns
+/// whatever they do. While no rank has failed it waits for all of them, however long they take.
+///
+/// Errors that `body` deals with itself and does not return are no failures of the launch.
+///
+/// # Errors
+///
+/// [`LaunchError`], which names the rank that failed first and why.
+pub fn launch<T, E, F>(config: LaunchConfig, body: F) -> Result<Vec<T>, LaunchError>
+where
+    T: Send + 'static,
+    E: Into<Box<dyn std::error::Error + Send + Sync>>,
+    F: Fn(ProcessGroup) -> Result<T, E> + Send + Sync + 'static,
+{
+    if config.ranks == 0 {
+        return Err(LaunchError::NoRanks);
+    }
+    let world = World::new(config.ranks, config.deadline);
+    let body = Arc::new(body);
+    let (sender, receiver) = channel();
+    for (rank, group) in world.groups().into_iter().enumerate() {
+        let (shared, body, sender) = (world.clone(), body.clone(), sender.clone());
+        let num_threads = config.num_threads();
+        let run = move || {
+            let end = run_rank(num_threads, || body(group));
+            match &end {
+                Ok(_) => shared.depart(rank),
+                Err(cause) => shared.fail(rank, cause.to_string()),
+            }
+            // Nobody listens any more if this rank has been abandoned.
+            let _ = sender.send((rank, end));
+        };
+        if let Err(error) = thread::Builder::new()
+            .name(format!("rank {rank}"))
+            .spawn(run)
+        {
+            let cause = Cause::Start(error.into());
+            world.fail(rank, cause.to_string());
+            return Err(cause.of(rank, Vec::new()));
+        }
+    }
+    // The ranks' own senders are now the only ones.
+    drop(sender);
+    collect(&config, &world, &receiver)
+}
+
+/// Why a rank has no result.
+enum Cause {
+    Start(BoxError),
+    Failed(BoxError),
+    Panicked(String),
+}
+
+/// Runs the body of one rank to its end, whichever that is.
+fn run_rank<T, E>(
+    num_threads: usize,
+    body: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, Cause>
+where
+    T: Send,
+    E: Into<BoxError>,
+{
+    let pool = rayon::ThreadPoolBuilder::new()
+        .num_threads(num_threads)
+        .stack_size(STACK_BYTES);
+    let pool = pool.build().map_err(|error| Cause::Start(error.into()))?;
+    let body = AssertUnwindSafe(|| pool.install(|| body().map_err(Into::into)));
+    match catch_unwind(body) {
+        Ok(result) => result.map_err(Cause::Failed),
+        Err(payload) => Err(Cause::unwound(payload)),
+    }
+}
+
+/// Waits for the ranks, for at most the grace period once one has failed.
+fn collect<T>(
+    config: &LaunchConfig,
+    world: &World,
+    receiver: &Receiver<(usize, Result<T, Cause>)>,
+) -> Result<Vec<T>, LaunchError> {
+    let mut ends: Vec<Option<Result<T, Cause>>> = (0..config.ranks).map(|_| None).collect();
+    let mut give_up_at = None;
+    while ends.iter().any(Option::is_none) {
+        let received = match give_up_at {
+            None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(at) => {
+                receiver.recv_timeout(Instant::saturating_duration_since(&at, Instant::now()))
+            }
+        };
+        let Ok((rank, end)) = received else { break };
+        ends[rank] = Some(end);
+        // A rank may have failed and live on: it saw an error and went on without its peers. Then
+        // it is the first to return who shows that the world is ending.
+        if give_up_at.is_none() && world.failure().is_some() {
+            give_up_at = Instant::now().checked_add(config.grace);
+        }
+    }
+    verdict(world, ends)
+}
+
+/// The results, or the first failure.
+fn verdict<T>(
+    world: &World,
+    mut ends: Vec<Option<Result<T, Cause>>>,
+) -> Result<Vec<T>, LaunchError> {
+    let is_missing = |(rank, end): (usize, &Option<_>)| end.is_none().then_some(rank);
+    let abandoned: Vec<_> = ends.iter().enumerate().filter_map(is_missing).collect();
+    let failed = |end: &Option<Result<T, Cause>>| matches!(end, Some(Err(_)));
+    let first = world
+        .failure()
+        .map(|failure| failure.rank)
+        .filter(|rank| failed(&ends[*rank]));
+    if let Some(rank) = first.or_else(|| ends.iter().position(failed))
+        && let Some(Err(cause)) = ends[rank].take()
+    {
+        return Err(cause.of(rank, abandoned));
+    }
+    match world.failure() {
+        Some(failure) if !abandoned.is_empty() => {
+            Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))
+        }
+        _ => Ok(ends.into_iter().flatten().flat_map(Result::ok).collect()),
+    }
+}
+
+impl Cause {
+    /// What a panic's payload says.
+    fn unwound(payload: Box<dyn Any + Send>) -> Self {
+        let payload = match payload.downcast::<Unwound>() {
+            Ok(unwound) => return Self::Failed(unwound.0),
+            Err(payload) => payload,
+        };
+        let payload = match payload.downcast::<BoxError>() {
+            Ok(error) => return Self::Failed(*error),
+            Err(payload) => payload,
+        };
+        let text = payload
+            .downcast::<String>()
+            .map(|text| *text)
+            .or_else(|payload| {
+                payload
+                    .downcast::<&'static str>()
+                    .map(|text| (*text).to_owned())
+            });
+        Self::Panicked(text.unwrap_or_else(|_| "a payload that is not text".to_owned()))
+    }
+
+    fn of(self, rank: usize, abandoned: Vec<usize>) -> LaunchError {
+        match self {
+            Self::Start(source) => LaunchError::Start { rank, source },
+            Self::Failed(source) => LaunchError::Failed {
+                rank,
+                source,
+                abandoned,
+            },
+            Self::Panicked(message) => LaunchError::Panicked {
+                rank,
+                message,
+                abandoned,
+            },
+        }
+    }
+}
+
+/// Prints an error with all its sources.
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let error = match self {
+            Self::Panicked(message) => return write!(f, "panicked: {message}"),
+            Self::Start(error) | Self::Failed(error) => error,
+        };
+        let mut text = error.to_string();
+        let mut source = error.source();
+        while let Some(error) = source {
+            // Some errors print their source themselves.
+            let more = error.to_string();
+            if !text.contains(&more) {
+                text = format!("{text}: {more}");
+            }
+            source = error.source();
+        }
+        f.write_str(&text)
+    }
+}

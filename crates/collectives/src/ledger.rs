@@ -1,0 +1,150 @@
+//! The last operations of every rank, kept to explain failures.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::Operation;
+
+/// What became of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EntryState {
+    /// Started, and not waited for to its end yet.
+    Started,
+    /// This rank has its result.
+    Done,
+    /// Waiting for it ended in an error.
+    Failed,
+    /// The pending handle was dropped without being waited for.
+    Discarded,
+}
+
+impl fmt::Display for EntryState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Started => "started",
+            Self::Done => "done",
+            Self::Failed => "failed",
+            Self::Discarded => "discarded",
+        })
+    }
+}
+
+/// One operation of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LedgerEntry {
+    /// Which operation.
+    pub operation: Operation,
+    /// Bytes of its full tensors.
+    pub bytes: usize,
+    /// What became of it.
+    pub state: EntryState,
+}
+
+impl fmt::Display for LedgerEntry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}, {} bytes: {}",
+            self.operation, self.bytes, self.state
+        )
+    }
+}
+
+/// The last [`CAPACITY`](Self::CAPACITY) operations that one rank started on any group, oldest
+/// first.
+#[derive(Debug, Clone, Default)]
+pub struct Ledger {
+    entries: VecDeque<LedgerEntry>,
+    /// Number of operations ever recorded.
+    num_recorded: u64,
+}
+
+impl Ledger {
+    /// How many operations a ledger keeps.
+    pub const CAPACITY: usize = 32;
+
+    /// The operations, oldest first.
+    pub fn entries(&self) -> impl DoubleEndedIterator<Item = &LedgerEntry> + ExactSizeIterator {
+        self.entries.iter()
+    }
+
+    /// Number of operations that this rank ever started.
+    pub fn num_recorded(&self) -> u64 {
+        self.num_recorded
+    }
+
+    /// Adds an operation, dropping the oldest if full; returns the number to [`settle`](Self::settle).
+    pub(crate) fn record(&mut self, operation: Operation, bytes: usize) -> u64 {
+        if self.entries.len() == Self::CAPACITY {
+            self.entries.pop_front();
+        }
+        self.entries.push_back(LedgerEntry {
+            operation,
+            bytes,
+            state: EntryState::Started,
+        });
+        self.num_recorded += 1;
+        self.num_recorded - 1
+    }
+
+    /// Notes what became of an operation, if it is still kept.
+    pub(crate) fn settle(&mut self, number: u64, state: EntryState) {
+        let oldest = self.num_recorded - self.entries.len() as u64;
+        let index = number
+            .checked_sub(oldest)
+            .and_then(|index| usize::try_from(index).ok());
+        if let Some(entry) = index.and_then(|index| self.entries.get_mut(index)) {
+            entry.state = state;
+        }
+    }
+
+    fn last(&self, num_entries: usize) -> Vec<LedgerEntry> {
+        let skipped = self.entries.len().saturating_sub(num_entries);
+        self.entries.iter().skip(skipped).cloned().collect()
+    }
+}
+
+/// Prints one operation per line.
+impl fmt::Display for Ledger {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.entries
+            .iter()
+            .try_for_each(|entry| writeln!(f, "{entry}"))
+    }
+}
+
+/// The last operations of all ranks of the world at the moment of a failure. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct LedgerReport(Arc<[Vec<LedgerEntry>]>);
+
+impl LedgerReport {
+    /// How many operations of each rank are reported.
+    pub const PER_RANK: usize = 4;
+
+    pub(crate) fn new(ledgers: impl Iterator<Item = Ledger>) -> Self {
+        Self(ledgers.map(|ledger| ledger.last(Self::PER_RANK)).collect())
+    }
+
+    /// The last operations of each rank, oldest first, by rank of the world.
+    pub fn ranks(&self) -> &[Vec<LedgerEntry>] {
+        &self.0
+    }
+}
+
+/// Prints one operation per line, under `last operations:`.
+impl fmt::Display for LedgerReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("last operations:")?;
+        for (rank, entries) in self.0.iter().enumerate() {
+            if entries.is_empty() {
+                write!(f, "\n  rank {rank}: none")?;
+            }
+            for entry in entries {
+                write!(f, "\n  rank {rank}: {entry}")?;
+            }
+        }
+        Ok(())
+    }
+}

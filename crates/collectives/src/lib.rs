@@ -1,0 +1,74 @@
+//! Process groups and collective operations of burn-fsdp.
+//!
+//! - [`launch`] starts ranks as threads of this process; each gets its end of the world's
+//!   [`ProcessGroup`].
+//! - A [`ProcessGroup`] offers the collective operations, blocking or as [`Pending`] handles, and
+//!   [`split`](ProcessGroup::split)s into smaller groups. A [`ProcessMesh`] has one per mesh axis.
+//! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists
+//!   of [`Part`]s, so that many tensors travel in one operation.
+//! - Reductions add up in rank order: the bits of a result depend on the values and on the size of
+//!   the group alone.
+//! - A rank that fails, differs or does not come turns the operations of all others into an
+//!   [`Error`] that says who, where and why, with the last operations of every rank from their
+//!   [`Ledger`]s. Nothing hangs and no wrong number is handed out.
+//!
+//! The crate knows bytes, element types and ranks. It knows nothing of Burn, parameters or models.
+//!
+//! ```
+//! use burn_fsdp_collectives::{
+//!     ElementType, Error, LaunchConfig, Part, Partition, ProcessGroup, Source, launch,
+//! };
+//!
+//! // Three elements on two ranks: rank 0 holds two of them, rank 1 the last.
+//! fn body(world: ProcessGroup) -> Result<Vec<u8>, Error> {
+//!     let partition = Partition::flat(3, world.size())?;
+//!     let shard: Vec<u8> = partition.range(world.rank()).map(|i| 10 * i as u8).collect();
+//!     let part = Part::new(Source::new(shard), partition, ElementType::U8);
+//!     let full = world.pool().take(3);
+//!     let received = world.all_gather("example", Vec::new(), vec![part], vec![full])?;
+//!     Ok(received.buffers[0].as_ref().to_vec())
+//! }
+//!
+//! let results = launch(LaunchConfig::new(2), body)?;
+//! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
+//! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod arithmetic;
+mod collective;
+mod counts;
+mod element;
+mod engine;
+mod error;
+mod fault;
+mod group;
+mod label;
+mod launch;
+mod ledger;
+mod local;
+mod lock;
+mod operation;
+mod pending;
+mod pool;
+mod process_mesh;
+mod rank_state;
+mod reduction;
+mod source;
+
+pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+pub use counts::{OperationCounts, Tally};
+pub use element::ElementType;
+pub use engine::Received;
+pub use error::{Error, Stage};
+pub use fault::{At, Fault, How};
+pub use group::ProcessGroup;
+pub use label::Label;
+pub use launch::{LaunchConfig, LaunchError, Unwound, launch};
+pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
+pub use operation::{FullPart, Operation, OperationKind, Part};
+pub use pending::Pending;
+pub use pool::{Account, Buffer, BufferPool};
+pub use process_mesh::ProcessMesh;
+pub use reduction::Reduction;
+pub use source::Source;

@@ -1,0 +1,85 @@
+//! Waiting for other threads.
+
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::lock::lock;
+
+/// How often to look before giving up the processor: a few microseconds, about what it takes a peer
+/// on another core to do its part of a small operation.
+const SPINS: usize = 2000;
+
+/// How long to look, letting other threads run in between, before going to sleep. Being woken takes
+/// 50 to 150 us; sleeping for less than a few of those would cost more than it spares.
+const YIELD_FOR: Duration = Duration::from_millis(1);
+
+/// Lets threads sleep until something in the world has changed.
+///
+/// # Memory ordering
+///
+/// A thread that changes something rings afterwards; a thread that waits looks after it has said
+/// that it sleeps. With a sequentially consistent fence between the two steps on both sides, either
+/// the ringer sees the sleeper or the sleeper sees the change. A ringer that sees a sleeper takes
+/// the lock, so it cannot ring between the sleeper's look and its sleep.
+#[derive(Debug, Default)]
+pub(super) struct Bell {
+    num_sleepers: AtomicUsize,
+    lock: Mutex<()>,
+    rung: Condvar,
+}
+
+impl Bell {
+    /// Wakes all who wait, to look at what the caller has changed.
+    pub(super) fn ring(&self) {
+        fence(Ordering::SeqCst);
+        if self.num_sleepers.load(Ordering::Relaxed) > 0 {
+            drop(lock(&self.lock));
+            self.rung.notify_all();
+        }
+    }
+
+    /// Waits until `look` gives something; `None` if it still gives nothing after `patience`.
+    pub(super) fn wait_for<T>(
+        &self,
+        patience: Duration,
+        mut look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
+        for _ in 0..SPINS {
+            if let Some(found) = look() {
+                return Some(found);
+            }
+            std::hint::spin_loop();
+        }
+        let start = Instant::now();
+        while start.elapsed() < YIELD_FOR.min(patience) {
+            if let Some(found) = look() {
+                return Some(found);
+            }
+            std::thread::yield_now();
+        }
+        self.sleep_until(start, patience, look)
+    }
+
+    fn sleep_until<T>(
+        &self,
+        start: Instant,
+        patience: Duration,
+        mut look: impl FnMut() -> Option<T>,
+    ) -> Option<T> {
+        let mut guard = lock(&self.lock);
+        self.num_sleepers.fetch_add(1, Ordering::Relaxed);
+        let found = loop {
+            fence(Ordering::SeqCst);
+            let found = look();
+            let left = patience.saturating_sub(start.elapsed());
+            if found.is_some() || left.is_zero() {
+                break found;
+            }
+            let woken = self.rung.wait_timeout(guard, left);
+            guard = woken.unwrap_or_else(PoisonError::into_inner).0;
+        };
+        self.num_sleepers.fetch_sub(1, Ordering::Relaxed);
+        found
+    }
+}

@@ -1,0 +1,130 @@
+//! The meeting place of a group.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use super::flight::LocalFlight;
+use super::round::{Offer, Round};
+use super::world::World;
+use crate::Error;
+use crate::engine::{Engine, Flight, Request, Subgroup};
+use crate::lock::lock;
+
+/// What the ranks of one group share.
+#[derive(Debug)]
+pub(super) struct LocalGroup {
+    pub(super) world: Arc<World>,
+    /// The members by their rank in the world, in the order of their rank here.
+    pub(super) members: Vec<usize>,
+    /// The operations that not all ranks have started yet, by sequence number.
+    rounds: Mutex<HashMap<u64, Arc<Round>>>,
+    /// The subgroups that not all their members have collected yet.
+    subgroups: Mutex<HashMap<(u64, usize), Uncollected>>,
+}
+
+#[derive(Debug)]
+struct Uncollected {
+    group: Arc<LocalGroup>,
+    num_collected: usize,
+}
+
+impl LocalGroup {
+    pub(super) fn new(world: Arc<World>, members: Vec<usize>) -> Arc<Self> {
+        let (rounds, subgroups) = Default::default();
+        Arc::new(Self {
+            world,
+            members,
+            rounds,
+            subgroups,
+        })
+    }
+
+    /// A rank's end.
+    pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
+        LocalEnd {
+            group: group.clone(),
+            rank,
+        }
+    }
+
+    /// Number of ranks.
+    pub(super) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Publishes a rank's part of the operation with this number.
+    fn join(&self, sequence: u64, rank: usize, offer: Offer) -> Arc<Round> {
+        let mut rounds = lock(&self.rounds);
+        let round = rounds
+            .entry(sequence)
+            .or_insert_with(|| Arc::new(Round::new(self.size())));
+        let round = round.clone();
+        round.publish(rank, offer);
+        if round.has_all() {
+            // Everyone who will ever need it has it.
+            rounds.remove(&sequence);
+        }
+        round
+    }
+
+    /// The subgroup, made by the member that comes first and forgotten with the last.
+    fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
+        let key = (subgroup.sequence, subgroup.color);
+        let mut subgroups = lock(&self.subgroups);
+        let uncollected = subgroups.entry(key).or_insert_with(|| {
+            let members = subgroup
+                .members
+                .iter()
+                .map(|member| self.members[*member])
+                .collect();
+            let group = LocalGroup::new(self.world.clone(), members);
+            Uncollected {
+                group,
+                num_collected: 0,
+            }
+        });
+        uncollected.num_collected += 1;
+        let group = uncollected.group.clone();
+        if uncollected.num_collected == group.size() {
+            subgroups.remove(&key);
+        }
+        group
+    }
+}
+
+/// One rank's end of a [`LocalGroup`].
+#[derive(Debug)]
+pub(super) struct LocalEnd {
+    group: Arc<LocalGroup>,
+    rank: usize,
+}
+
+impl Engine for LocalEnd {
+    fn start(&self, request: Request) -> Result<Box<dyn Flight>, Error> {
+        let Request {
+            operation,
+            signature,
+            note,
+            sources,
+            into,
+        } = request;
+        self.group.world.check(&operation)?;
+        let offer = Offer::new(signature, note, sources);
+        let round = self.group.join(operation.sequence, self.rank, offer);
+        self.group.world.bell.ring();
+        Ok(Box::new(LocalFlight::new(
+            self.group.clone(),
+            self.rank,
+            operation,
+            round,
+            into,
+        )))
+    }
+
+    fn subgroup(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+        Box::new(LocalGroup::end(
+            &self.group.collect(&subgroup),
+            subgroup.rank,
+        ))
+    }
+}

@@ -1,0 +1,13 @@
+//! The engine of ranks that are threads of one process.
+//!
+//! Ranks publish their sources and read each other's memory. `README.md` beside this crate's
+//! `lib.rs` describes the protocol and why it is right.
+
+mod bell;
+mod flight;
+mod group;
+mod round;
+mod transfer;
+mod world;
+
+pub(crate) use world::World;

@@ -1,0 +1,213 @@
+//! The memory of one rank's operations.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use crate::lock::lock;
+
+/// Hands out [`Buffer`]s, takes their memory back and counts the bytes alive. Cheap to clone: all
+/// clones are the one pool of a rank.
+///
+/// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first
+/// use, more than the transfer into it. The pool therefore keeps the memory of dropped buffers for
+/// the next buffer of the same size. It never holds more, used and kept together, than was in use
+/// at once at its peak: where keeping would exceed that, the memory kept longest is given back to
+/// the system.
+#[derive(Clone, Default)]
+pub struct BufferPool(Arc<Mutex<Books>>);
+
+#[derive(Default)]
+struct Books {
+    /// Memory of dropped buffers, the most recent last.
+    kept: VecDeque<Vec<u64>>,
+    kept_words: usize,
+    used_words: usize,
+    /// The most `used_words` has been. Not reset: it bounds what is kept.
+    most_used_words: usize,
+    /// Bytes of the buffers and accounts alive.
+    live_bytes: usize,
+    peak_bytes: usize,
+}
+
+impl BufferPool {
+    /// A pool of its own.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A buffer of `len` bytes, aligned to 8 bytes.
+    ///
+    /// Its contents are initialised but unspecified: zeros, or what an earlier buffer held.
+    pub fn take(&self, len: usize) -> Buffer {
+        let num_words = len.div_ceil(size_of::<u64>());
+        let recycled = lock(&self.0).take(num_words, len);
+        let words = recycled.unwrap_or_else(|| vec![0; num_words]);
+        Buffer {
+            words,
+            len,
+            pool: self.clone(),
+        }
+    }
+
+    /// Counts `len` bytes as alive until the account is dropped, without allocating: for memory
+    /// that belongs to this rank's operations but is owned elsewhere.
+    pub fn account(&self, len: usize) -> Account {
+        lock(&self.0).open(len);
+        Account {
+            len,
+            pool: self.clone(),
+        }
+    }
+
+    /// Bytes of the buffers and accounts that are alive now.
+    pub fn live_bytes(&self) -> usize {
+        lock(&self.0).live_bytes
+    }
+
+    /// The most `live_bytes` has been since the pool began or was last [`reset_peak`](Self::reset_peak).
+    pub fn peak_bytes(&self) -> usize {
+        lock(&self.0).peak_bytes
+    }
+
+    /// Starts to measure `peak_bytes` afresh, from what is alive now.
+    pub fn reset_peak(&self) {
+        let mut books = lock(&self.0);
+        books.peak_bytes = books.live_bytes;
+    }
+
+    /// Bytes of memory kept for coming buffers.
+    pub fn kept_bytes(&self) -> usize {
+        lock(&self.0).kept_words * size_of::<u64>()
+    }
+
+    /// Gives the memory kept for coming buffers back to the system.
+    pub fn trim(&self) {
+        // Moved out first: freeing large memory takes long, and the lock is held by a statement.
+        let kept = lock(&self.0).take_kept();
+        drop(kept);
+    }
+}
+
+impl Books {
+    fn take(&mut self, num_words: usize, len: usize) -> Option<Vec<u64>> {
+        self.open(len);
+        self.used_words += num_words;
+        self.most_used_words = self.most_used_words.max(self.used_words);
+        // From the back: the memory dropped last is the likeliest to be in the caches.
+        let found = self.kept.iter().rposition(|words| words.len() == num_words);
+        let recycled = found.and_then(|index| self.kept.remove(index));
+        if recycled.is_some() {
+            self.kept_words -= num_words;
+        }
+        self.evict();
+        recycled
+    }
+
+    fn give_back(&mut self, words: Vec<u64>, len: usize) {
+        self.live_bytes -= len;
+        self.used_words -= words.len();
+        self.kept_words += words.len();
+        self.kept.push_back(words);
+        self.evict();
+    }
+
+    fn open(&mut self, len: usize) {
+        self.live_bytes += len;
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
+    }
+
+    fn evict(&mut self) {
+        while self.used_words + self.kept_words > self.most_used_words {
+            let Some(oldest) = self.kept.pop_front() else {
+                return;
+            };
+            self.kept_words -= oldest.len();
+        }
+    }
+
+    fn take_kept(&mut self) -> VecDeque<Vec<u64>> {
+        self.kept_words = 0;
+        std::mem::take(&mut self.kept)
+    }
+}
+
+impl fmt::Debug for BufferPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let books = lock(&self.0);
+        f.debug_struct("BufferPool")
+            .field("live_bytes", &books.live_bytes)
+            .field("peak_bytes", &books.peak_bytes)
+            .field("kept_bytes", &(books.kept_words * size_of::<u64>()))
+            .finish()
+    }
+}
+
+/// Bytes of a [`BufferPool`], aligned to 8 bytes. Dropping it gives the memory back to the pool.
+pub struct Buffer {
+    words: Vec<u64>,
+    len: usize,
+    pool: BufferPool,
+}
+
+impl Buffer {
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl AsRef<[u8]> for Buffer {
+    fn as_ref(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+}
+
+impl AsMut<[u8]> for Buffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        lock(&self.pool.0).give_back(std::mem::take(&mut self.words), self.len);
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({} bytes)", self.len)
+    }
+}
+
+/// Bytes that count as alive in a [`BufferPool`] until this is dropped.
+#[derive(Debug)]
+#[must_use = "dropping the account ends it"]
+pub struct Account {
+    len: usize,
+    pool: BufferPool,
+}
+
+impl Account {
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        lock(&self.pool.0).live_bytes -= self.len;
+    }
+}

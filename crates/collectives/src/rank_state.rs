@@ -1,0 +1,56 @@
+//! What one rank of the world owns, whatever groups it is in.
+
+use std::sync::Mutex;
+
+use crate::lock::lock;
+use crate::{At, BufferPool, Error, Fault, Ledger};
+
+/// Shared by all groups of a rank, and read by its peers when they explain a failure.
+#[derive(Debug)]
+pub(crate) struct RankState {
+    pub(crate) world_rank: usize,
+    pub(crate) pool: BufferPool,
+    pub(crate) ledger: Mutex<Ledger>,
+    faults: Mutex<Faults>,
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    armed: Option<Fault>,
+    step: Option<u64>,
+}
+
+impl RankState {
+    pub(crate) fn new(world_rank: usize) -> Self {
+        let (pool, ledger, faults) = Default::default();
+        Self {
+            world_rank,
+            pool,
+            ledger,
+            faults,
+        }
+    }
+
+    /// Arms a fault if it is this rank's.
+    pub(crate) fn set_fault(&self, fault: Fault) {
+        if fault.rank == self.world_rank {
+            lock(&self.faults).armed = Some(fault);
+        }
+    }
+
+    pub(crate) fn begin_step(&self, step: u64) {
+        lock(&self.faults).step = Some(step);
+    }
+
+    /// Fails if a fault is armed for here and now; each fault strikes once.
+    pub(crate) fn fault_point(&self, at: At) -> Result<(), Error> {
+        let struck = {
+            let mut faults = lock(&self.faults);
+            let step = faults.step;
+            faults
+                .armed
+                .take_if(|fault| fault.at == at && step == Some(fault.step))
+        };
+        struck.map_or(Ok(()), Fault::strike)
+    }
+}

@@ -1,0 +1,130 @@
+//! How addends become one result.
+
+use std::fmt;
+
+use burn_fsdp_mesh::ReduceOp;
+
+use crate::ElementType;
+
+/// How the tensors of all ranks are combined into one.
+///
+/// Each rank's element is widened (see below) and multiplied by `pre_scale`; the products are
+/// combined in rank order; the result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by
+/// one over the size of the group, and rounded once. The bits of the result therefore depend on
+/// the values and the size of the group alone.
+///
+/// `f32`, `f16` and `bf16` are widened to `f32`, `f64` stays `f64`. Integers wrap, and cannot be
+/// scaled. A NaN of any rank makes the result NaN, also for `Max` and `Min`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Reduction {
+    /// How elements are combined.
+    pub op: ReduceOp,
+    /// What every addend is multiplied by.
+    pub pre_scale: f64,
+    /// What the result is multiplied by before it is rounded.
+    pub post_scale: f64,
+    /// Element type of the result; `None` for that of the addends. `f32`, `f16` and `bf16` can
+    /// become each other, every other type only itself.
+    pub output: Option<ElementType>,
+}
+
+impl Reduction {
+    /// The sum over the ranks.
+    pub const fn sum() -> Self {
+        Self::new(ReduceOp::Sum)
+    }
+
+    /// The sum over the ranks of the group, divided by `world`, which may count more ranks than
+    /// the group: the sum over the shards of a replicated model, say, before that over replicas.
+    ///
+    /// `world` 0 counts as 1.
+    pub fn mean(world: usize) -> Self {
+        Self {
+            post_scale: 1.0 / world.max(1) as f64,
+            ..Self::sum()
+        }
+    }
+
+    /// The largest over the ranks.
+    pub const fn max() -> Self {
+        Self::new(ReduceOp::Max)
+    }
+
+    /// The smallest over the ranks.
+    pub const fn min() -> Self {
+        Self::new(ReduceOp::Min)
+    }
+
+    const fn new(op: ReduceOp) -> Self {
+        Self {
+            op,
+            pre_scale: 1.0,
+            post_scale: 1.0,
+            output: None,
+        }
+    }
+
+    /// Multiplies every addend by `factor`, on top of what was set before.
+    pub const fn pre_scaled(mut self, factor: f64) -> Self {
+        self.pre_scale *= factor;
+        self
+    }
+
+    /// Multiplies the result by `factor`, on top of what was set before.
+    pub const fn post_scaled(mut self, factor: f64) -> Self {
+        self.post_scale *= factor;
+        self
+    }
+
+    /// Gives the result this element type.
+    pub const fn output(mut self, element: ElementType) -> Self {
+        self.output = Some(element);
+        self
+    }
+
+    /// Element type of the result of addends of this type.
+    pub fn output_of(&self, input: ElementType) -> ElementType {
+        self.output.unwrap_or(input)
+    }
+
+    /// Whether any factor differs from 1.
+    pub(crate) fn scales(&self) -> bool {
+        self.op == ReduceOp::Mean || self.pre_scale != 1.0 || self.post_scale != 1.0
+    }
+
+    /// Why addends of this type cannot be combined so, or `None` if they can.
+    pub(crate) fn objection(&self, input: ElementType) -> Option<String> {
+        let output = self.output_of(input);
+        let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);
+        if output != input && !(narrow(input) && narrow(output)) {
+            return Some(format!("{input} that becomes {output}"));
+        }
+        if !input.is_float() && self.scales() {
+            return Some(format!("{input} that is scaled"));
+        }
+        if !(self.pre_scale.is_finite() && self.post_scale.is_finite()) {
+            return Some(format!(
+                "a scale of {} or {}",
+                self.pre_scale, self.post_scale
+            ));
+        }
+        None
+    }
+}
+
+/// Prints as `sum`, followed by what else it does: `sum of x 0.5 then x 0.25 as f32`.
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.op)?;
+        if self.pre_scale != 1.0 {
+            write!(f, " of x {}", self.pre_scale)?;
+        }
+        if self.post_scale != 1.0 {
+            write!(f, " then x {}", self.post_scale)?;
+        }
+        match self.output {
+            Some(output) => write!(f, " as {output}"),
+            None => Ok(()),
+        }
+    }
+}
