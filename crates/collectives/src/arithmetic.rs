@@ -116,15 +116,25 @@ impl Recipe {
     ) {
         let (pre, post) = (E::Wide::factor(self.pre), E::Wide::factor(self.post));
         let mut sum = [E::Wide::ZERO; BLOCK];
-        let mut scratch = [E::Wide::ZERO; BLOCK];
+        let mut scratch = [[E::Wide::ZERO; BLOCK]; 2];
         for (index, out) in out.chunks_mut(BLOCK).enumerate() {
             let at = start + index * BLOCK;
+            let block = at..at + out.len();
+            let [one, two] = scratch.each_mut().map(|scratch| &mut scratch[..out.len()]);
             let sum = &mut sum[..out.len()];
-            for (rank, addend) in addends.iter().enumerate() {
-                let block = E::widen(&addend[at..at + out.len()], &mut scratch[..out.len()]);
-                match rank {
-                    0 => scale(block, pre, sum),
-                    _ => combine(self.op, block, pre, sum),
+            match addends {
+                [] => {}
+                [only] => scale(E::widen(&only[block], one), pre, sum),
+                [first, second, rest @ ..] => {
+                    let pair = [
+                        E::widen(&first[block.clone()], one),
+                        E::widen(&second[block.clone()], two),
+                    ];
+                    combine_pair(self.op, pair, pre, sum);
+                    for addend in rest {
+                        let one = &mut scratch[0][..out.len()];
+                        combine(self.op, E::widen(&addend[block.clone()], one), pre, sum);
+                    }
                 }
             }
             O::from_wide(sum, post, out);
@@ -151,14 +161,30 @@ fn scale<W: Wide>(block: &[W], factor: W, out: &mut [W]) {
     }
 }
 
-fn combine<W: Wide>(op: ReduceOp, block: &[W], factor: W, sum: &mut [W]) {
-    let pairs = sum.iter_mut().zip(block);
+/// Combines the first two addends; one pass instead of the two of [`scale`] and [`combine`].
+fn combine_pair<W: Wide>(op: ReduceOp, [a, b]: [&[W]; 2], factor: W, sum: &mut [W]) {
+    let each = sum
+        .iter_mut()
+        .zip(a)
+        .zip(b)
+        .map(|((sum, a), b)| (sum, a.scaled(factor), b.scaled(factor)));
     match op {
-        ReduceOp::Sum | ReduceOp::Mean => {
-            pairs.for_each(|(sum, x)| *sum = sum.plus(x.scaled(factor)))
-        }
-        ReduceOp::Max => pairs.for_each(|(sum, x)| *sum = sum.larger(x.scaled(factor))),
-        ReduceOp::Min => pairs.for_each(|(sum, x)| *sum = sum.smaller(x.scaled(factor))),
+        ReduceOp::Sum | ReduceOp::Mean => each.for_each(|(sum, a, b)| *sum = a.plus(b)),
+        ReduceOp::Max => each.for_each(|(sum, a, b)| *sum = a.larger(b)),
+        ReduceOp::Min => each.for_each(|(sum, a, b)| *sum = a.smaller(b)),
+    }
+}
+
+/// Combines one more addend into the sum.
+fn combine<W: Wide>(op: ReduceOp, block: &[W], factor: W, sum: &mut [W]) {
+    let each = sum
+        .iter_mut()
+        .zip(block)
+        .map(|(sum, x)| (sum, x.scaled(factor)));
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean => each.for_each(|(sum, x)| *sum = sum.plus(x)),
+        ReduceOp::Max => each.for_each(|(sum, x)| *sum = sum.larger(x)),
+        ReduceOp::Min => each.for_each(|(sum, x)| *sum = sum.smaller(x)),
     }
 }
 

@@ -18,7 +18,7 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 const STACK_BYTES: usize = 8 << 20;
 
 /// How to start ranks.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub struct LaunchConfig {
     ranks: usize,
     deadline: Duration,

@@ -36,6 +36,7 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod call;
 mod collective;
 mod counts;
 mod element;
