@@ -1,15 +1,4 @@
 //! The collective operations of a [`ProcessGroup`].
-//!
-//! Each comes in two forms. `start_x` publishes this rank's part and returns a [`Pending`] handle;
-//! `x` is `start_x` and [`Pending::wait`]. All ranks of the group must call the same one with the
-//! same label and the same parts (and reduction, and root); what differs between ranks is the
-//! sources and the notes. A note is a few bytes that travel with the operation to every rank.
-//!
-//! # Errors
-//!
-//! Starting fails with [`Error::Argument`] if a source or buffer has not the length that the parts
-//! say: this rank has then taken no part in the operation. It fails with [`Error::PeerFailed`] if a
-//! rank of the world has failed already. Waiting fails as [`Pending::wait`] says.
 
 use burn_fsdp_mesh::Partition;
 
@@ -19,6 +8,17 @@ use crate::operation::OperationKind;
 use crate::pending::Pending;
 use crate::{Buffer, Error, FullPart, Label, Part, ProcessGroup, Reduction};
 
+/// # Collective operations
+///
+/// Each comes in two forms: `start_x` publishes this rank's part and returns a [`Pending`] handle, `x`
+/// is `start_x` and [`Pending::wait`]. All ranks of the group must call the same one, with the same
+/// label, parts, reduction and root; only the contents of the sources and the notes differ between
+/// ranks. A note is a few bytes that travel with the operation to every rank; it may be empty.
+///
+/// Starting fails with [`Error::Argument`] if a source or buffer has not the length in bytes that its
+/// part says: this rank has then taken no part, and may call again. It fails with
+/// [`Error::PeerFailed`] if a rank of the world has failed already, and with [`Error::Injected`] if a
+/// [`Fault`](crate::Fault) strikes. Waiting fails as [`Pending::wait`] says.
 impl ProcessGroup {
     /// Gives every rank the whole of tensors of which each rank holds a shard.
     ///

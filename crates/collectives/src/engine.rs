@@ -7,9 +7,9 @@ use crate::{Buffer, Error, Operation, Source};
 
 /// One rank's end of a group, on some transport.
 ///
-/// Validation of a rank's own arguments is the caller's responsibility ([`ProcessGroup`]
-/// (crate::ProcessGroup) does it). The engine finds out what only the ranks together can know: that
-/// they differ, that one failed, that one does not come.
+/// That a rank's own arguments are right is the responsibility of the caller, [`Call`](crate::call::Call).
+/// The engine finds out what only the ranks together can know: that they differ, that one failed, that
+/// one does not come.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Begins an operation. Returns without waiting for the peers.
     ///

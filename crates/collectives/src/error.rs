@@ -120,7 +120,7 @@ pub enum Error {
 
     /// A mesh that does not have as many ranks as the group.
     #[error(
-        "the mesh {mesh} has {mesh_size} ranks, but group {group} has {group_size}; make the product of its axes {group_size}"
+        "the mesh {mesh} has {mesh_size} ranks, but group \"{group}\" has {group_size}; make the product of its axes {group_size}"
     )]
     MeshSize {
         /// The mesh, as it prints.

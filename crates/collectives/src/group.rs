@@ -59,7 +59,7 @@ impl ProcessGroup {
     }
 
     /// The group of a rank that is alone: its operations never wait. For code that takes a group, on
-    /// a single rank and without [`launch`](crate::launch).
+    /// a single rank and without [`launch`](crate::launch()).
     pub fn solo() -> Self {
         World::new(1, Duration::MAX).groups().swap_remove(0)
     }
@@ -114,7 +114,7 @@ impl ProcessGroup {
     ) -> Result<ProcessGroup, Error> {
         let name = name.into();
         let choice = [color.to_le_bytes(), key.to_le_bytes()].concat();
-        let pending = self.start_exchange(format!("split into {name}"), choice)?;
+        let pending = self.start_exchange(format!("split into {}", name.as_str()), choice)?;
         let sequence = pending.operation().sequence;
         let mut members: Vec<_> = pending
             .wait()?

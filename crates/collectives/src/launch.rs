@@ -110,7 +110,7 @@ pub enum LaunchError {
 
 /// An error that unwinds through code that cannot return it.
 ///
-/// Thrown with [`std::panic::resume_unwind`], which prints nothing. [`launch`] turns it back into an
+/// Thrown with [`std::panic::resume_unwind`], which prints nothing. [`launch()`] turns it back into an
 /// error.
 #[derive(Debug)]
 pub struct Unwound(pub Box<dyn std::error::Error + Send + Sync>);

@@ -41,7 +41,9 @@ impl BufferPool {
     /// Its contents are initialised but unspecified: zeros, or what an earlier buffer held.
     pub fn take(&self, len: usize) -> Buffer {
         let num_words = len.div_ceil(size_of::<u64>());
-        let recycled = lock(&self.0).take(num_words, len);
+        let (recycled, evicted) = lock(&self.0).take(num_words, len);
+        // Not under the lock: giving large memory back to the system takes long.
+        drop(evicted);
         let words = recycled.unwrap_or_else(|| vec![0; num_words]);
         Buffer {
             words,
@@ -83,14 +85,14 @@ impl BufferPool {
 
     /// Gives the memory kept for coming buffers back to the system.
     pub fn trim(&self) {
-        // Moved out first: freeing large memory takes long, and the lock is held by a statement.
         let kept = lock(&self.0).take_kept();
         drop(kept);
     }
 }
 
 impl Books {
-    fn take(&mut self, num_words: usize, len: usize) -> Option<Vec<u64>> {
+    /// Memory for a buffer, if there is some of that size, and memory to free.
+    fn take(&mut self, num_words: usize, len: usize) -> (Option<Vec<u64>>, Vec<Vec<u64>>) {
         self.open(len);
         self.used_words += num_words;
         self.most_used_words = self.most_used_words.max(self.used_words);
@@ -100,16 +102,16 @@ impl Books {
         if recycled.is_some() {
             self.kept_words -= num_words;
         }
-        self.evict();
-        recycled
+        (recycled, self.evict())
     }
 
-    fn give_back(&mut self, words: Vec<u64>, len: usize) {
+    /// Keeps the memory of a buffer; returns memory to free.
+    fn give_back(&mut self, words: Vec<u64>, len: usize) -> Vec<Vec<u64>> {
         self.live_bytes -= len;
         self.used_words -= words.len();
         self.kept_words += words.len();
         self.kept.push_back(words);
-        self.evict();
+        self.evict()
     }
 
     fn open(&mut self, len: usize) {
@@ -117,13 +119,17 @@ impl Books {
         self.peak_bytes = self.peak_bytes.max(self.live_bytes);
     }
 
-    fn evict(&mut self) {
+    /// Takes out what is too much, the memory kept longest first.
+    fn evict(&mut self) -> Vec<Vec<u64>> {
+        let mut evicted = Vec::new();
         while self.used_words + self.kept_words > self.most_used_words {
             let Some(oldest) = self.kept.pop_front() else {
-                return;
+                break;
             };
             self.kept_words -= oldest.len();
+            evicted.push(oldest);
         }
+        evicted
     }
 
     fn take_kept(&mut self) -> VecDeque<Vec<u64>> {
@@ -176,7 +182,9 @@ impl AsMut<[u8]> for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        lock(&self.pool.0).give_back(std::mem::take(&mut self.words), self.len);
+        let words = std::mem::take(&mut self.words);
+        let evicted = lock(&self.pool.0).give_back(words, self.len);
+        drop(evicted);
     }
 }
 

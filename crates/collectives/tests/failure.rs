@@ -1,0 +1,339 @@
+//! Ranks that panic, fail, stall or leave: the others hear of it, and nothing hangs.
+
+mod ranks;
+
+use std::time::Duration;
+
+use burn_fsdp_collectives::{
+    At, Error, Fault, How, LaunchConfig, LaunchError, ProcessGroup, Reduction, Stage,
+};
+use ranks::{LONG, SHORT, counting, fail, full, gather, observe};
+
+/// What rank 0 is told in `call`, when rank 1 of 2 first does `instead`.
+fn rank_0_hears(
+    deadline: Duration,
+    instead: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
+    call: impl Fn(&ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
+) -> Error {
+    use std::sync::{Arc, Mutex};
+    let heard = Arc::new(Mutex::new(None));
+    let ear = heard.clone();
+    let config = LaunchConfig::new(2).deadline(deadline).grace(SHORT);
+    let _ = burn_fsdp_collectives::launch(config, move |world| {
+        if world.rank() == 1 {
+            return instead(&world);
+        }
+        let result = call(&world);
+        *ear.lock().unwrap() = Some(result.clone());
+        result
+    });
+    let heard = heard.lock().unwrap().take();
+    heard
+        .expect("rank 0 came to its end")
+        .expect_err("rank 1 did not take part")
+}
+
+/// Something that a rank does with its group.
+type Call = fn(&ProcessGroup) -> Result<(), Error>;
+
+fn every_call() -> Vec<Call> {
+    vec![
+        |world| gather(world, "x", 5).map(|_| ()),
+        |world| world.barrier("x"),
+        |world| world.exchange("x", vec![1]).map(|_| ()),
+        |world| {
+            let into = vec![world.pool().take(20)];
+            let part = vec![full(world, 5)];
+            world
+                .all_reduce("x", vec![], Reduction::sum(), part, into)
+                .map(|_| ())
+        },
+        |world| world.split(0, 0, "x").map(|_| ()),
+        |world| {
+            let pending = world.join_all_gather("x", vec![], vec![counting(world, 5)])?;
+            pending.wait_released().map(|_| ())
+        },
+    ]
+}
+
+#[test]
+fn a_panic_reaches_every_kind_of_call() {
+    for call in every_call() {
+        let error = rank_0_hears(LONG, |_| panic!("out of luck"), call);
+        let Error::PeerFailed {
+            rank,
+            reason,
+            operation,
+            ..
+        } = &error
+        else {
+            panic!("{error}")
+        };
+        assert_eq!(
+            (*rank, reason.as_str(), operation.sequence),
+            (1, "panicked: out of luck", 0)
+        );
+        let message = error.to_string();
+        assert!(
+            message.contains("cannot complete because rank 1 failed"),
+            "{message}"
+        );
+        assert!(message.contains("rank 1: none"), "{message}");
+    }
+}
+
+#[test]
+fn an_error_reaches_the_peers_with_its_text() {
+    let instead = |_: &ProcessGroup| {
+        Err(Error::from(
+            burn_fsdp_collectives::Mesh::line("x", 0).unwrap_err(),
+        ))
+    };
+    let error = rank_0_hears(LONG, instead, |world| world.barrier("x"));
+    let message = error.to_string();
+    assert!(
+        message.contains("rank 1 failed: mesh axis \"x\" has size 0"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_rank_that_returns_early_is_named() {
+    for call in every_call() {
+        let error = rank_0_hears(LONG, |_| Ok(()), call);
+        assert!(matches!(error, Error::PeerLeft { rank: 1, .. }), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("rank 1 returned without starting"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_stalls_is_named_after_the_deadline() {
+    let stall = |world: &ProcessGroup| {
+        world.barrier("first")?;
+        Fault::parse("rank:1,step:0,at:forward,how:stall").map(|fault| world.set_fault(fault))?;
+        world.begin_step(0);
+        world.fault_point(At::Forward)
+    };
+    let error = rank_0_hears(SHORT, stall, |world| {
+        world.barrier("first")?;
+        gather(world, "x", 5).map(|_| ())
+    });
+    let Error::Timeout {
+        rank: 0,
+        missing,
+        stage,
+        operation,
+        ..
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (missing.as_slice(), *stage, operation.sequence),
+        ([1].as_slice(), Stage::Start, 1)
+    );
+    let message = error.to_string();
+    assert!(
+        message.starts_with("rank 0 waited 200ms for ranks [1] to start all_gather \"x\""),
+        "{message}"
+    );
+    assert!(message.contains("rank 1: barrier \"first\""), "{message}");
+}
+
+#[test]
+fn a_peer_that_does_not_finish_is_named_after_the_deadline() {
+    let seen = observe(2, SHORT, |world| {
+        let pending = world.join_all_gather("x", vec![], vec![counting(&world, 5)])?;
+        if world.rank() == 0 {
+            return pending.wait_released().map(|_| ());
+        }
+        // Started, not finished, and busy elsewhere.
+        std::thread::sleep(SHORT * 4);
+        pending.wait().map(|_| ())
+    });
+    let error = seen[0].as_ref().unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Timeout {
+                stage: Stage::Finish,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(
+        error
+            .to_string()
+            .contains("for ranks [1] to finish all_gather"),
+        "{error}"
+    );
+    let error = seen[1].as_ref().unwrap_err();
+    assert!(
+        matches!(error, Error::PeerFailed { rank: 0, .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_failure_reaches_pending_operations_and_other_groups() {
+    let seen = observe(3, LONG, |world| {
+        let pair = world.split(usize::from(world.rank() == 2), 0, "pair")?;
+        if world.rank() == 2 {
+            world.set_fault(Fault::parse("rank:2,step:1,at:collective,how:error")?);
+            world.begin_step(1);
+            let error = world.barrier("never").unwrap_err();
+            assert!(matches!(error, Error::Injected { .. }), "{error}");
+            // It goes on, but too late: the others have given up.
+            return Err(error);
+        }
+        let pending = world.start_barrier("never")?;
+        if world.rank() == 0 {
+            pending.wait()?;
+        }
+        // Rank 0 returned; rank 1 now waits for it in the pair.
+        pair.barrier("pair")
+    });
+    assert!(seen.iter().all(Result::is_err), "{seen:?}");
+}
+
+#[test]
+fn the_first_cause_is_reported() {
+    let config = LaunchConfig::new(4).deadline(LONG);
+    let error = fail(config, |world| {
+        if world.rank() == 2 {
+            panic!("the first");
+        }
+        world.barrier("x")
+    });
+    let LaunchError::Panicked {
+        rank: 2,
+        message,
+        abandoned,
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!((message.as_str(), abandoned.len()), ("the first", 0));
+    assert_eq!(error.to_string(), "rank 2 panicked: the first");
+}
+
+#[test]
+fn the_first_cause_is_reported_also_of_an_expired_deadline() {
+    let config = LaunchConfig::new(3).deadline(SHORT).grace(SHORT);
+    let error = fail(config, |world| {
+        if world.rank() == 1 {
+            std::thread::sleep(LONG);
+        }
+        world.barrier("x")
+    });
+    let LaunchError::Failed {
+        rank: 0 | 2,
+        source,
+        abandoned,
+    } = &error
+    else {
+        panic!("{error}")
+    };
+    assert_eq!(abandoned, &[1]);
+    assert!(
+        source
+            .to_string()
+            .contains("for ranks [1] to start barrier \"x\""),
+        "{source}"
+    );
+    assert!(
+        error
+            .to_string()
+            .ends_with("ranks [1] did not return after that and were abandoned")
+    );
+}
+
+#[test]
+fn faults_strike_once_where_they_should() {
+    for (at, how) in [
+        (At::Forward, How::Error),
+        (At::Backward, How::Panic),
+        (At::Collective, How::Error),
+    ] {
+        let config = LaunchConfig::new(2).deadline(LONG);
+        let error = fail(config, move |world| {
+            world.set_fault(Fault {
+                rank: 1,
+                step: 2,
+                at,
+                how,
+            });
+            for step in 0..4 {
+                world.begin_step(step);
+                world.fault_point(At::Forward)?;
+                gather(&world, &format!("step {step}"), 3)?;
+                world.fault_point(At::Backward)?;
+            }
+            Ok(())
+        });
+        let message = error.to_string();
+        assert!(message.starts_with("rank 1 "), "{message}");
+        assert!(
+            message.contains(&format!("rank:1,step:2,at:{at},how:{how}")),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn faults_that_cannot_be_read_are_explained() {
+    let problem = |text: &str| match Fault::parse(text).unwrap_err() {
+        Error::InvalidFault { problem, .. } => problem,
+        error => panic!("{error}"),
+    };
+    assert_eq!(problem(""), "\"\" has no colon");
+    assert_eq!(problem("rank:1"), "step is missing");
+    assert_eq!(
+        problem("rank:-1"),
+        "rank is \"-1\", which is not a number from 0 on"
+    );
+    assert_eq!(problem("rank:1,rank:2"), "rank is given twice");
+    assert_eq!(problem("where:here"), "there is no \"where\"");
+    assert_eq!(problem("at:noon"), "at is \"noon\", which is not a place");
+    assert_eq!(
+        problem("how:softly"),
+        "how is \"softly\", which is not a way to fail"
+    );
+    let text = "rank:1,step:3,at:backward,how:stall";
+    assert_eq!(Fault::parse(text).unwrap().to_string(), text);
+    let shuffled = " how:stall, at:backward ,step:3,rank:1";
+    assert_eq!(Fault::parse(shuffled).unwrap(), Fault::parse(text).unwrap());
+    let message = Fault::parse("rank:1").unwrap_err().to_string();
+    assert!(message.ends_with(
+        "write it as rank:N,step:N,at:forward|backward|collective,how:panic|error|stall"
+    ));
+}
+
+#[test]
+fn memory_shown_to_peers_is_given_back_on_failure() {
+    let seen = observe(2, LONG, |world| {
+        if world.rank() == 1 {
+            let into = vec![world.pool().take(400)];
+            let shown = burn_fsdp_collectives::Source::new(world.pool().take(400));
+            let part = burn_fsdp_collectives::FullPart::new(
+                shown,
+                burn_fsdp_collectives::ElementType::F32,
+            );
+            let pending =
+                world.start_all_reduce("x", vec![], Reduction::sum(), vec![part], into)?;
+            let error = pending.wait().unwrap_err();
+            assert!(matches!(error, Error::PeerLeft { rank: 0, .. }), "{error}");
+        }
+        Ok(world.pool().live_bytes())
+    });
+    assert_eq!(
+        seen.into_iter().map(Result::unwrap).collect::<Vec<_>>(),
+        [0, 0]
+    );
+}
