@@ -1,1 +1,61 @@
-//! Stub.
+//! Fully sharded data-parallel training for [Burn](https://burn.dev): parameters, gradients and
+//! optimizer state live in shards; the full weights of a unit exist only around its own forward
+//! and backward. Model code, optimizer and training loop stay as they are.
+//!
+//! ```
+//! use burn::module::Module;
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::AdamWConfig;
+//! use burn::tensor::{Device, Tensor};
+//! use burn_fsdp::{
+//!     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+//! };
+//!
+//! #[derive(Module, Debug)]
+//! struct Net {
+//!     layers: Vec<Linear>,
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let losses = launch(LaunchConfig::new(2), |world| {
+//!     let device = Device::flex().autodiff().gradient_checkpointing();
+//!     let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+//!     let net = Net { layers: (0..4).map(|_| LinearConfig::new(32, 32).init(&device)).collect() };
+//!     let mut net = fully_shard(net, &mesh, ShardPolicy::new().units(["layers.*"]))?;
+//!     let mut optim = AdamWConfig::new().init();
+//!     let mut last = f32::INFINITY;
+//!     for _ in 0..3 {
+//!         let batch = Tensor::<2>::ones([4, 32], &device) * (1 + world.rank()) as f32;
+//!         let output = net.layers.iter().fold(batch, |x, layer| layer.forward(x));
+//!         let loss = output.powf_scalar(2.0).mean();
+//!         last = loss.clone().into_scalar::<f32>();
+//!         let gradients = backward(loss, &net)?;
+//!         net = optim.step(1e-3, net, gradients);
+//!     }
+//!     Ok::<_, Error>(last)
+//! })?;
+//! assert_eq!(losses.len(), 2);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is where
+//!
+//! - [`fully_shard`] and [`ShardPolicy`]: what becomes a unit, and when its full weights go.
+//! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
+//! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
+//! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
+
+pub use burn_fsdp_collectives::{
+    At, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind, ProcessGroup,
+    ProcessMesh, Tally, Unwound, launch,
+};
+/// The transport below: buffers, process groups, collectives.
+pub use burn_fsdp_collectives as collectives;
+/// Meshes, placements and partition arithmetic.
+pub use burn_fsdp_mesh as mesh;
+pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
+pub use burn_fsdp_shard::{
+    Error, Layout, Memory, Order, Pinned, ShardPolicy, Strategy, UnitPlan, WrapPlan, backward,
+    catch, fully_shard, memory, num_params, order, reset, reset_peak, wrap_plan,
+};

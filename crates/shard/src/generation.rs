@@ -39,8 +39,9 @@ pub(crate) enum State {
     /// Only the shards exist.
     #[default]
     Sharded,
-    /// A gather is under way; its buffers are allocated, the shards are published.
-    Gathering(Pending<Received>),
+    /// A gather is under way; its buffers are allocated, the shards are published. Without a
+    /// pending operation the shard is the whole.
+    Gathering(Option<Pending<Received>>),
     /// The full parameters exist, flat and without autodiff, one for each gathered slot.
     Unsharded(Vec<Option<Tensor<1>>>),
 }

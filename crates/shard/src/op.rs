@@ -24,14 +24,14 @@ use burn::backend::autodiff::checkpoint::strategy::{
 };
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::tensor::FloatTensor;
 use burn::backend::ops::FloatTensorOps;
+use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, Tensor};
 
 use crate::error::throw;
 use crate::generation::Generation;
-use crate::root::{Root, Reduced};
+use crate::root::{Reduced, Root};
 
 /// Who is asking for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]

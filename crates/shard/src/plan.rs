@@ -58,7 +58,11 @@ impl WrapPlan {
         let kept: usize = kept.map(|unit| unit.unsharded).sum();
         let dropped = self.units.iter().filter(|unit| !unit.keeps_unsharded);
         let largest = dropped.map(|unit| unit.unsharded).max().unwrap_or(0);
-        let in_flight = if self.prefetch == 0 { 2 } else { 3 + self.prefetch };
+        let in_flight = if self.prefetch == 0 {
+            2
+        } else {
+            3 + self.prefetch
+        };
         2 * kept + in_flight * largest
     }
 }
@@ -126,7 +130,11 @@ impl fmt::Display for WrapPlan {
                 unit.num_params,
                 bytes(unit.unsharded),
                 bytes(unit.held),
-                if unit.keeps_unsharded { "kept" } else { "dropped" },
+                if unit.keeps_unsharded {
+                    "kept"
+                } else {
+                    "dropped"
+                },
             )?;
         }
         writeln!(

@@ -14,7 +14,7 @@ use crate::error::Error;
 
 /// One operation of a step; units by their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Operation {
+pub(crate) enum Operation {
     /// Gather a unit for its forward.
     UnshardForward(usize),
     /// Gather a unit for its backward.
@@ -192,11 +192,6 @@ impl Schedule {
         self.cursor = 0;
         self.needed = vec![false; self.recorded.len()];
         self.mode = Mode::Following;
-    }
-
-    /// Forgets the order, after an error.
-    pub(crate) fn reset(&mut self) {
-        *self = Self::default();
     }
 }
 

@@ -1,6 +1,10 @@
 //! A walk over a module before it is sharded: its float parameters, and what is none.
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
+use std::collections::HashMap;
+
+use burn::module::{
+    Module, ModuleVisitor, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer,
+};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::parameter::NAME;
@@ -10,22 +14,33 @@ use crate::parameter::NAME;
 pub(crate) struct Found {
     pub(crate) path: String,
     pub(crate) id: ParamId,
+    /// Shape of the value.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
-    pub(crate) kind: Kind,
+}
+
+/// The float tensors of a module, by kind.
+#[derive(Debug, Default)]
+pub(crate) struct Survey {
+    /// Parameters to shard, trainable or frozen, in the order of the module.
+    pub(crate) parameters: Vec<Found>,
+    /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
+    pub(crate) devices: HashMap<String, Device>,
+    /// Whether there are running states.
+    pub(crate) has_buffers: bool,
+    /// Parameters that carry another reparameterization: path and name.
+    pub(crate) foreign: Vec<(String, String)>,
 }
 
 /// Kinds of float tensors in a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// A parameter, trainable or frozen.
+enum Kind {
     Parameter,
-    /// A running state, such as BatchNorm's.
     Buffer,
-    /// Sharded by an earlier call.
+    /// By an earlier call.
     Sharded,
-    /// Carries another reparameterization, by name.
+    /// With another reparameterization, by name.
     Foreign(String),
 }
 
@@ -33,11 +48,65 @@ pub(crate) enum Kind {
 ///
 /// Burn shows buffers and parameters alike to mappers, but only a parameter keeps what a mapper
 /// attaches: a marker, put on a clone, tells them apart.
-pub(crate) fn survey<M: Module>(module: &M) -> Vec<Found> {
+pub(crate) fn survey<M: Module>(module: &M) -> Survey {
+    let mut kinds = Kinds::default();
     let marked = module.clone().apply_reparameterization(Attach);
-    let mut walk = Walk::default();
-    marked.visit(&mut walk);
-    walk.found
+    marked.visit(&mut kinds);
+    drop(marked);
+    let mut details = Details {
+        path: Vec::new(),
+        nested: 0,
+        kinds: kinds.found.into_iter().collect(),
+        survey: Survey::default(),
+    };
+    module.visit(&mut details);
+    details.survey
+}
+
+/// What a parameter says about itself without being initialized.
+pub(crate) struct Declared<const D: usize> {
+    /// Shape of its value.
+    pub(crate) shape: [usize; D],
+    /// Shape of what records hold of it: a column-layout weight is recorded transposed.
+    pub(crate) recorded: [usize; D],
+    /// Whether it is configured to be trained.
+    pub(crate) is_trainable: bool,
+    /// What it does when loading and saving.
+    pub(crate) mapper: ParamMapper<Tensor<D>>,
+}
+
+impl<const D: usize> Declared<D> {
+    /// Reads it through Burn's own loading, which needs no value: of a lazy parameter the declared
+    /// shape is the recorded one.
+    pub(crate) fn of(param: &Param<Tensor<D>>) -> Self {
+        let device = param.lazy_device();
+        let declared = param.lazy_shape().dims();
+        let probe = param.clone();
+        let probe = probe.transform_for_load(stand_in(declared, &device), param.id);
+        // A plain device keeps no record of it: everything is a parameter to train there.
+        let is_trainable = probe.is_require_grad() || !device.is_autodiff();
+        let loaded = probe.dims();
+        let (_, _, mapper) = probe.consume();
+        let (shape, recorded) = if param.is_initialized() {
+            let saved = mapper.on_save(stand_in(declared, &device));
+            (declared, saved.dims())
+        } else {
+            (loaded, declared)
+        };
+        Self {
+            shape,
+            recorded,
+            is_trainable,
+            mapper,
+        }
+    }
+}
+
+/// A tensor of the full shape and of one element's memory. It is not a number, so that whoever
+/// computes with it by mistake cannot miss it.
+pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    let one = Tensor::<D>::full([1; D], f32::NAN, device);
+    one.expand(shape).set_require_grad(false)
 }
 
 #[derive(Module, Debug)]
@@ -68,23 +137,24 @@ impl Reparameterizer for Attach {
     }
 }
 
+const CONTAINER: &str = "Reparameterization";
+
+/// Finds out what is what, touching nothing.
 #[derive(Default)]
-struct Walk {
+struct Kinds {
     path: Vec<String>,
     /// How deep inside reparameterizations the walk is.
     nested: usize,
-    found: Vec<Found>,
+    found: Vec<(String, Kind)>,
 }
 
-const CONTAINER: &str = "Reparameterization";
-
-impl ModuleVisitor for Walk {
+impl ModuleVisitor for Kinds {
     fn enter_module(&mut self, name: &str, container: &str) {
         if container == CONTAINER {
             if self.nested == 0
-                && let Some(last) = self.found.last_mut()
+                && let Some((_, kind)) = self.found.last_mut()
             {
-                last.kind = match name {
+                *kind = match name {
                     Marker::NAME => Kind::Parameter,
                     NAME => Kind::Sharded,
                     other => Kind::Foreign(other.to_owned()),
@@ -96,29 +166,57 @@ impl ModuleVisitor for Walk {
     }
 
     fn exit_module(&mut self, _name: &str, container: &str) {
-        if container == CONTAINER {
-            self.nested -= 1;
+        self.nested -= usize::from(container == CONTAINER);
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        if self.nested == 0 {
+            self.found.push((self.path.join("."), Kind::Buffer));
         }
+    }
+}
+
+/// Reads what is known of each kind.
+struct Details {
+    path: Vec<String>,
+    nested: usize,
+    kinds: HashMap<String, Kind>,
+    survey: Survey,
+}
+
+impl ModuleVisitor for Details {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        self.nested += usize::from(container == CONTAINER);
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, container: &str) {
+        self.nested -= usize::from(container == CONTAINER);
         self.path.pop();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.nested > 0 {
+        let path = self.path.join(".");
+        let Some(kind) = self.kinds.get(&path).filter(|_| self.nested == 0) else {
             return;
-        }
-        let device = param.lazy_device();
-        let dtype = if param.is_initialized() {
-            param.base().dtype()
-        } else {
-            device.settings().float_dtype.into()
         };
-        self.found.push(Found {
-            path: self.path.join("."),
-            id: param.id,
-            shape: param.lazy_shape().to_vec(),
-            dtype,
-            device,
-            kind: Kind::Buffer,
-        });
+        let device = param.lazy_device();
+        self.survey.devices.insert(path.clone(), device.clone());
+        match kind {
+            Kind::Sharded => {}
+            Kind::Buffer => self.survey.has_buffers = true,
+            Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
+            Kind::Parameter => self.survey.parameters.push(Found {
+                path,
+                id: param.id,
+                shape: Declared::of(param).shape.to_vec(),
+                dtype: match param.is_initialized() {
+                    true => param.base().dtype(),
+                    false => device.settings().float_dtype.into(),
+                },
+                device,
+            }),
+        }
     }
 }

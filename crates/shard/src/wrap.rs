@@ -20,7 +20,7 @@ use crate::policy::{Layout, ShardPolicy, Strategy, matches};
 use crate::record;
 use crate::root::Root;
 use crate::slot::{Holding, Slot};
-use crate::survey::{Found, Kind, survey};
+use crate::survey::{Declared, Found, Survey, stand_in, survey};
 use crate::transport;
 use crate::unit::Unit;
 
@@ -46,20 +46,20 @@ pub fn fully_shard<M: Module>(
     policy: ShardPolicy,
 ) -> Result<M, Error> {
     let group = mesh.along(&policy.axis)?.clone();
-    let found = survey(&module);
-    let parameters = check(&found)?;
+    let survey = survey(&module);
+    check(&survey)?;
+    let parameters = survey.parameters;
     let grouping = Grouping::new(&parameters, &policy)?;
     let units = grouping.units(&group, &policy)?;
     let root = Root::new(group, policy.prefetch);
 
     let earlier = earlier_units(&module);
-    let has_buffers = found.iter().any(|found| found.kind == Kind::Buffer);
     let sharder = Sharder::new(&units);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     let all: Vec<_> = units.into_iter().chain(earlier).collect();
     root.adopt(&all);
-    let module = match has_buffers {
-        true => own_buffers(module, &found),
+    let module = match survey.has_buffers {
+        true => own_buffers(module, survey.devices),
         false => module,
     };
     begin_history(&module);
@@ -67,33 +67,27 @@ pub fn fully_shard<M: Module>(
     Ok(module)
 }
 
-/// The parameters to shard, or why there are none.
-fn check(found: &[Found]) -> Result<Vec<Found>, Error> {
+/// Refuses what cannot be sharded.
+fn check(survey: &Survey) -> Result<(), Error> {
+    if let Some((path, name)) = survey.foreign.first() {
+        return Err(Error::Reparameterized {
+            path: path.clone(),
+            name: name.clone(),
+        });
+    }
     let mut seen = HashMap::new();
-    let mut parameters = Vec::new();
-    for found in found {
-        match &found.kind {
-            Kind::Foreign(name) => {
-                return Err(Error::Reparameterized {
-                    path: found.path.clone(),
-                    name: name.clone(),
-                });
-            }
-            Kind::Buffer | Kind::Sharded => continue,
-            Kind::Parameter => {}
-        }
-        if let Some(first) = seen.insert(found.id, found.path.clone()) {
+    for found in &survey.parameters {
+        if let Some(first) = seen.insert(found.id, &found.path) {
             return Err(Error::Tied {
-                first,
+                first: first.clone(),
                 second: found.path.clone(),
             });
         }
         check_backend(found)?;
-        parameters.push(found.clone());
     }
-    match parameters.is_empty() {
+    match survey.parameters.is_empty() {
         true => Err(Error::NothingToShard),
-        false => Ok(parameters),
+        false => Ok(()),
     }
 }
 
@@ -105,7 +99,10 @@ fn check_backend(found: &Found) -> Result<(), Error> {
         #[allow(unreachable_patterns)]
         other => format!("{other:?}"),
     };
-    let name: String = backend.chars().take_while(|c| c.is_alphanumeric()).collect();
+    let name: String = backend
+        .chars()
+        .take_while(|c| c.is_alphanumeric())
+        .collect();
     Err(Error::Backend {
         path: found.path.clone(),
         feature: name.to_lowercase(),
@@ -260,41 +257,45 @@ impl Reparameterizer for Sharder {
         let unit = generation.unit.clone();
         let device = param.lazy_device();
         let id = param.id;
+        let declared = Declared::of(&param);
         let value = initial::value(&unit, &unit.slots[index], &param);
+        drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
-        // Going through Burn's own loading gives the configured training state and the mappers
-        // without initializing a lazy parameter.
-        let stand_in = stand_in::<D>(&unit.slots[index].shape, &device);
-        let probe = param.transform_for_load(stand_in.clone(), id);
-        // A plain device keeps no record of it: everything is a parameter to train there.
-        let trainable = probe.is_require_grad() || !device.is_autodiff();
-        let (_, _, mapper) = probe.consume();
-        let leaf = Param::initialized(id, value).set_require_grad(trainable);
-        let base = Param::initialized(ParamId::new(), stand_in.clone());
+        let leaf = Param::initialized(id, value).set_require_grad(declared.is_trainable);
+        let base = base(&declared, &device);
+        let own = declared.mapper;
+        let stand_in = stand_in(declared.shape, &device);
         let base = base
-            .load_mapper(record::load(unit.clone(), index, mapper.clone(), stand_in))
-            .save_mapper(record::save(unit, index, mapper));
+            .load_mapper(record::load(unit.clone(), index, own.clone(), stand_in))
+            .save_mapper(record::save(unit, index, own));
         (base, Some(ShardedParam::new(leaf, index, generation)))
     }
 }
 
-/// A tensor of the full shape and of one element's memory. It is not a number, so that whoever
-/// computes with it by mistake cannot miss it.
-fn stand_in<const D: usize>(shape: &[usize], device: &Device) -> Tensor<D> {
-    let mut dims = [1; D];
-    let one = Tensor::<D>::full(dims, f32::NAN, device);
-    dims.copy_from_slice(shape);
-    one.expand(dims).set_require_grad(false)
+/// The parameter itself: a stand-in, recorded in the shape in which it always was.
+fn base<const D: usize>(declared: &Declared<D>, device: &Device) -> Param<Tensor<D>> {
+    let shape = declared.shape;
+    if shape == declared.recorded {
+        return Param::initialized(ParamId::new(), stand_in(shape, device));
+    }
+    // Burn checks records against the declared shape of a lazy parameter.
+    let make = move |device: &Device, _: bool| stand_in(shape, device);
+    Param::uninitialized(
+        ParamId::new(),
+        make,
+        device.clone(),
+        false,
+        declared.recorded.into(),
+    )
 }
 
 /// Gives the module running states of its own. Clones share theirs, and ranks must not.
-fn own_buffers<M: Module>(module: M, found: &[Found]) -> M {
-    let devices = found.iter().map(|found| (found.path.clone(), found.device.clone()));
+fn own_buffers<M: Module>(module: M, devices: HashMap<String, Device>) -> M {
     // Only `valid` makes new ones; it and `train` forget the checkpointing strategy, which the
     // sharded values restore by themselves and stand-ins and buffers get back here.
     module.valid().train().map(&mut Relocate {
         path: Vec::new(),
-        devices: devices.collect(),
+        devices,
     })
 }
 

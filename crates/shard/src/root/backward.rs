@@ -68,11 +68,10 @@ impl Root {
             *generation.state.lock() = State::Sharded;
             progress.open.retain(|(id, _)| *id != access.use_id);
             let gradients = progress.gradients.remove(&access.use_id);
-            let gradients =
-                gradients.unwrap_or_else(|| unit.slots.iter().map(|_| None).collect());
+            let gradients = gradients.unwrap_or_else(|| unit.slots.iter().map(|_| None).collect());
             progress.advance(self, Operation::Reduce(unit.position()))?;
             progress.reduce(self, generation, gradients)?;
-            progress.complete(self.in_flight_limit())
+            Ok(std::mem::take(&mut progress.done))
         })
     }
 
@@ -109,12 +108,12 @@ impl Progress {
     fn finish(&mut self, root: &Root) -> Result<Vec<Reduced>, Error> {
         self.enter_backward(root)?;
         self.advance(root, Operation::Finish)?;
-        let mut reduced = self.complete(0)?;
-        reduced.extend(self.reduce_whole(root)?);
+        self.complete(0)?;
+        self.reduce_whole(root)?;
         self.phase = Phase::Idle;
         self.pass = None;
         self.open.clear();
-        Ok(reduced)
+        Ok(std::mem::take(&mut self.done))
     }
 
     /// Reduces the gradients of one use of a unit. Slots without a gradient on this rank count as
@@ -131,7 +130,9 @@ impl Progress {
         if slots.is_empty() {
             return Ok(());
         }
-        let used = slots.iter().map(|&slot| u8::from(gradients[slot].is_some()));
+        let used = slots
+            .iter()
+            .map(|&slot| u8::from(gradients[slot].is_some()));
         let used: Vec<u8> = used.collect();
         let mut sources = Vec::with_capacity(slots.len());
         for &slot in &slots {
@@ -153,7 +154,10 @@ impl Progress {
             unit.group
                 .start_reduce_scatter(label, used, mean, parts.collect(), into)?
         } else {
-            let into = slots.iter().map(of).map(|slot| root.reduced.take(slot.full_bytes()));
+            let into = slots
+                .iter()
+                .map(of)
+                .map(|slot| root.reduced.take(slot.full_bytes()));
             let into = into.collect();
             let parts = slots.iter().map(of).zip(sources);
             let parts = parts.map(|(slot, source)| slot.full_part(source));
@@ -165,7 +169,9 @@ impl Progress {
             generation: generation.clone(),
             slots,
         });
-        Ok(())
+        // Here, and not where the result is wanted: a rank that only takes part must let go of the
+        // others' gradients at the same place in the order.
+        self.complete(root.in_flight_limit())
     }
 
     /// Puts aside the gradients that are reduced at the end of backward.
@@ -193,22 +199,25 @@ impl Progress {
     }
 
     /// Waits until at most `limit` reductions are under way.
-    fn complete(&mut self, limit: usize) -> Result<Vec<Reduced>, Error> {
-        let mut reduced = Vec::new();
+    fn complete(&mut self, limit: usize) -> Result<(), Error> {
         while self.in_flight.len() > limit {
             let Some(reduction) = self.in_flight.pop_front() else {
                 break;
             };
             // Not before the peers have read them are the full gradients gone.
             let received = reduction.pending.wait_released()?;
-            let leaves = reduction.slots.iter().map(|&slot| (&reduction.generation, slot));
-            reduced.extend(gradients_of(leaves, received.buffers, &received.notes));
+            let leaves = reduction
+                .slots
+                .iter()
+                .map(|&slot| (&reduction.generation, slot));
+            self.done
+                .extend(gradients_of(leaves, received.buffers, &received.notes));
         }
-        Ok(reduced)
+        Ok(())
     }
 
     /// Averages the gradients of all parameters that every rank holds whole, and closes the order.
-    fn reduce_whole(&mut self, root: &Root) -> Result<Vec<Reduced>, Error> {
+    fn reduce_whole(&mut self, root: &Root) -> Result<(), Error> {
         let ended = std::mem::take(&mut self.ended);
         let mut leaves = Vec::new();
         let mut used = Vec::new();
@@ -238,7 +247,9 @@ impl Progress {
         } else {
             let mean = Averaging::mean(root.group.size());
             let label = "parameters kept whole, reduction";
-            let pending = root.group.start_all_reduce(label, note, mean, parts, into)?;
+            let pending = root
+                .group
+                .start_all_reduce(label, note, mean, parts, into)?;
             let received = pending.wait_released()?;
             (received.buffers, received.notes)
         };
@@ -248,7 +259,8 @@ impl Progress {
             .collect();
         self.schedule.close(&needs);
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
-        Ok(gradients_of(leaves, buffers, &notes))
+        self.done.extend(gradients_of(leaves, buffers, &notes));
+        Ok(())
     }
 
     /// A unit that is still open when another is gathered got its gradients too late: its token

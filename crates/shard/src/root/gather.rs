@@ -150,7 +150,9 @@ impl Root {
         }
         if unit.group.size() == 1 {
             // The shard is the whole: nothing to copy, but the same operation in the same order.
-            return self.join_gather(generation, operation);
+            self.join_gather(generation, operation)?;
+            *generation.state.lock() = State::Gathering(None);
+            return Ok(());
         }
         let into = unit
             .gathered_slots()
@@ -162,7 +164,7 @@ impl Root {
             unit.shards(generation),
             into,
         )?;
-        *generation.state.lock() = State::Gathering(pending);
+        *generation.state.lock() = State::Gathering(Some(pending));
         Ok(())
     }
 
@@ -191,38 +193,36 @@ impl Root {
         let unit = &generation.unit;
         let mut state = generation.state.lock();
         let pending = match std::mem::take(&mut *state) {
-            State::Gathering(pending) => Some(pending),
-            State::Sharded => None,
-            unsharded @ State::Unsharded(_) => {
-                *state = unsharded;
+            State::Gathering(pending) => pending,
+            // Gathered before, or nothing to gather.
+            other => {
+                *state = other;
                 return Ok(Vec::new());
             }
         };
         let mut marks = Vec::new();
         let mut full: Vec<_> = unit.slots.iter().map(|_| None).collect();
-        match pending {
-            Some(pending) => {
-                let received = pending.wait()?;
-                for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
-                    let life = Arc::new(());
-                    marks.push(Mark {
-                        bytes: buffer.len(),
-                        life: Arc::downgrade(&life),
-                    });
-                    let marked = Marked {
-                        buffer,
-                        _life: life,
-                    };
-                    let device = generation.value(slot).device().without_autodiff();
-                    let dtype = unit.slots[slot].dtype;
-                    full[slot] = Some(transport::tensor(marked, dtype, &device));
-                }
+        let Some(pending) = pending else {
+            for slot in unit.gathered_slots() {
+                full[slot] = Some(generation.value(slot).inner());
             }
-            None => {
-                for slot in unit.gathered_slots() {
-                    full[slot] = Some(generation.value(slot).inner());
-                }
-            }
+            *state = State::Unsharded(full);
+            return Ok(marks);
+        };
+        let received = pending.wait()?;
+        for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
+            let life = Arc::new(());
+            marks.push(Mark {
+                bytes: buffer.len(),
+                life: Arc::downgrade(&life),
+            });
+            let marked = Marked {
+                buffer,
+                _life: life,
+            };
+            let device = generation.value(slot).device().without_autodiff();
+            let dtype = unit.slots[slot].dtype;
+            full[slot] = Some(transport::tensor(marked, dtype, &device));
         }
         *state = State::Unsharded(full);
         Ok(marks)

@@ -65,6 +65,8 @@ struct Progress {
     /// Units whose gradients have all come in this backward, with those that wait for its end.
     ended: Vec<Ended>,
     in_flight: VecDeque<Reduction>,
+    /// Gradients of reductions that are through, until Burn's `Gradients` are at hand.
+    done: Vec<Reduced>,
     /// Units gathered again whose gradients have not all come.
     open: Vec<(u64, Arc<Unit>)>,
     /// The copy read last without autodiff.

@@ -73,7 +73,9 @@ impl Mlp {
             embed: EmbeddingConfig::new(11, 15).init(device),
             blocks: (0..3).map(|_| Self::block(device)).collect(),
             norm: RmsNormConfig::new(15).init(device),
-            head: LinearConfig::new(15, 7).with_layout(LinearLayout::Col).init(device),
+            head: LinearConfig::new(15, 7)
+                .with_layout(LinearLayout::Col)
+                .init(device),
         }
     }
 
@@ -121,7 +123,9 @@ impl ConvNet {
         };
         Self {
             convs: vec![conv(3, 5), conv(5, 5), conv(5, 7)],
-            norms: [5, 5, 7].map(|n| BatchNormConfig::new(n).init(device)).to_vec(),
+            norms: [5, 5, 7]
+                .map(|n| BatchNormConfig::new(n).init(device))
+                .to_vec(),
             head: LinearConfig::new(7, 3).init(device),
         }
     }
@@ -151,7 +155,9 @@ pub(crate) struct Recurrent {
 impl Recurrent {
     pub(crate) fn new(device: &Device) -> Self {
         Self {
-            layers: (0..2).map(|_| LstmConfig::new(5, 5, true).init(device)).collect(),
+            layers: (0..2)
+                .map(|_| LstmConfig::new(5, 5, true).init(device))
+                .collect(),
             head: LinearConfig::new(5, 3).init(device),
         }
     }

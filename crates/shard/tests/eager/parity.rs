@@ -40,7 +40,10 @@ fn one_unit_agrees() {
 
 #[test]
 fn units_inside_units_agree() {
-    agrees(MLP, &ShardPolicy::new().units(["blocks", "blocks.*", "blocks.*.up", "head"]));
+    agrees(
+        MLP,
+        &ShardPolicy::new().units(["blocks", "blocks.*", "blocks.*.up", "head"]),
+    );
 }
 
 #[test]

@@ -22,7 +22,9 @@ struct Routed {
 impl Routed {
     fn new(device: &Device) -> Self {
         Self {
-            layers: (0..4).map(|_| LinearConfig::new(5, 5).init(device)).collect(),
+            layers: (0..4)
+                .map(|_| LinearConfig::new(5, 5).init(device))
+                .collect(),
             head: LinearConfig::new(5, 3).init(device),
         }
     }
@@ -93,7 +95,9 @@ fn a_loss_without_any_unit_still_takes_part() {
         let loss = match world.rank() {
             0 => touched,
             // Nothing of the model leads to this loss.
-            _ => Tensor::<1>::ones([1], &device).require_grad().mul_scalar(2.0),
+            _ => Tensor::<1>::ones([1], &device)
+                .require_grad()
+                .mul_scalar(2.0),
         };
         let number = backward(loss, &model)?.len();
         assert_eq!(number, 4, "weights and biases of layer 0 and of the head");
@@ -140,17 +144,20 @@ fn children_first_and_the_parent_takes_what_is_left() {
     let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
-        let turn = (world.rank() == 0).then(super::bench::seed_turn);
-        device.seed(super::bench::SEED);
         let mut model = Mlp::new(&device);
-        // Same order of initialization as of the plain module.
         if world.rank() == 0 {
+            let _turn = super::bench::seed_turn();
+            device.seed(super::bench::SEED);
+            // Same order of initialization as of the plain module.
             super::bench::params(&model);
         }
-        drop(turn);
         let mut blocks = Vec::new();
         for block in model.blocks {
-            blocks.push(fully_shard(block, &mesh, ShardPolicy::new().reshard_root(true))?);
+            blocks.push(fully_shard(
+                block,
+                &mesh,
+                ShardPolicy::new().reshard_root(true),
+            )?);
         }
         model.blocks = blocks;
         let mut model = fully_shard(model, &mesh, ShardPolicy::new())?;
