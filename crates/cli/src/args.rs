@@ -1,0 +1,190 @@
+//! The command line, as near to what was typed as possible.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
+#[derive(Debug, Parser)]
+#[command(name = "burn-fsdp", version)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Train a GPT on text, byte by byte, and show what it has learned.
+    Train(TrainArgs),
+}
+
+const AFTER_HELP: &str = "\
+Environment:
+  BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
+                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall
+                   (steps count from 0, warmup included)
+  RUST_LOG         what to log on stderr [default: error]
+
+Exit code:
+  0  done
+  2  the command line, a file or the environment is at fault; nothing was trained
+  3  a rank failed; the message names it";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct TrainArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) data: DataArgs,
+    #[command(flatten)]
+    pub(crate) training: TrainingArgs,
+    #[command(flatten)]
+    pub(crate) sharding: ShardingArgs,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub(crate) struct ModelArgs {
+    /// Transformer blocks
+    #[arg(long, default_value_t = 4)]
+    pub(crate) layers: usize,
+    /// Width of the residual stream
+    #[arg(long, default_value_t = 256)]
+    pub(crate) dim: usize,
+    /// Attention heads of a block; they divide the width
+    #[arg(long, default_value_t = 4)]
+    pub(crate) heads: usize,
+    /// Different tokens; text needs 256, one per byte
+    #[arg(long, default_value_t = 256)]
+    pub(crate) vocab: usize,
+    /// Tokens of a sequence
+    #[arg(long, default_value_t = 128)]
+    pub(crate) seq: usize,
+    /// Seed of the initial weights and of the sample
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Start from the weights in this safetensors file (PyTorch's names and layout)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) init: Option<PathBuf>,
+    /// Write the initial weights to this safetensors file before training
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save_init: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Data")]
+pub(crate) struct DataArgs {
+    /// File or folder to train on, as bytes, its first 16 MiB; the last 5 % of them are held out
+    /// for evaluation [default: the Rust sources that cargo has downloaded]
+    #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
+    pub(crate) data: Option<PathBuf>,
+    /// Train on a computed sequence of tokens: nothing to learn, but the same everywhere
+    #[arg(long)]
+    pub(crate) synthetic: bool,
+    /// Evaluate every so many steps; 0: only at the end. Never with --synthetic
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub(crate) eval_every: usize,
+    /// Batches of held-out text per evaluation, at most; 0: do not evaluate
+    #[arg(long, value_name = "BATCHES", default_value_t = 8)]
+    pub(crate) eval_batches: usize,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Training")]
+pub(crate) struct TrainingArgs {
+    /// Sequences of a step, over all ranks
+    #[arg(long, default_value_t = 16)]
+    pub(crate) batch: usize,
+    /// Measured steps
+    #[arg(long, default_value_t = 120)]
+    pub(crate) steps: usize,
+    /// Unmeasured steps before them; their losses are reported too
+    #[arg(long, value_name = "STEPS", default_value_t = 2)]
+    pub(crate) warmup: usize,
+    /// Learning rate, the highest of the schedule
+    #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
+    pub(crate) lr: f64,
+    /// Learning rate over the steps; cosine falls to a tenth
+    #[arg(long, value_enum, default_value_t = LrSchedule::Constant)]
+    pub(crate) lr_schedule: LrSchedule,
+    /// Steps in which the learning rate rises to its highest
+    #[arg(long, value_name = "STEPS", default_value_t = 0)]
+    pub(crate) lr_warmup: usize,
+    /// AdamW: decay of the mean of gradients
+    #[arg(long, default_value_t = 0.9, allow_negative_numbers = true)]
+    pub(crate) beta1: f32,
+    /// AdamW: decay of the mean of squared gradients
+    #[arg(long, default_value_t = 0.999, allow_negative_numbers = true)]
+    pub(crate) beta2: f32,
+    /// AdamW: added to the denominator
+    #[arg(long, default_value_t = 1e-8, allow_negative_numbers = true)]
+    pub(crate) eps: f32,
+    /// AdamW: decoupled weight decay, applied to every parameter
+    #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
+    pub(crate) weight_decay: f32,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sharding")]
+pub(crate) struct ShardingArgs {
+    /// Ranks, as threads of this process; they divide the batch
+    #[arg(long, default_value_t = 2)]
+    pub(crate) ranks: usize,
+    /// What is divided over the ranks
+    #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
+    pub(crate) strategy: StrategyArg,
+    /// Units gathered ahead of their use
+    #[arg(long, value_name = "UNITS", default_value_t = 1)]
+    pub(crate) prefetch: usize,
+    /// How long a rank waits for the others in one operation before it gives up
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub(crate) deadline: u64,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct OutputArgs {
+    /// Write one JSON line per step to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) metrics: Option<PathBuf>,
+    /// Draw the loss curve into this SVG file
+    #[arg(long, value_name = "FILE", default_value = "loss.svg")]
+    pub(crate) curve: PathBuf,
+    /// Bytes of text to generate after training on text; 0: none
+    #[arg(long, value_name = "BYTES", default_value_t = 200)]
+    pub(crate) sample: usize,
+    /// Print one JSON object instead of the summary, and show no progress
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LrSchedule {
+    Constant,
+    Cosine,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum StrategyArg {
+    /// Parameters, gradients and optimizer state; full weights exist unit by unit
+    FullShard,
+    /// The same, but full weights stay from forward to backward
+    ShardGradOp,
+    /// Nothing: every rank holds everything
+    NoShard,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::Cli;
+
+    #[test]
+    fn the_definition_of_the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,247 @@
+//! What is to be done, complete and valid: nothing after this asks the user for anything.
+
+use std::env;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use burn::optim::AdamWConfig;
+use burn_fsdp::{Fault, Strategy};
+use burn_fsdp_models::{GptConfig, WeightsFile};
+
+use crate::args::{ModelArgs, StrategyArg, TrainArgs, TrainingArgs};
+use crate::data::Data;
+use crate::error::InputError;
+use crate::host;
+use crate::output;
+use crate::schedule::Schedule;
+
+const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
+
+/// A training run.
+#[derive(Debug)]
+pub(crate) struct TrainConfig {
+    pub(crate) model: GptConfig,
+    pub(crate) seed: u64,
+    /// Weights to start from; otherwise they are drawn.
+    pub(crate) init: Option<WeightsFile>,
+    pub(crate) save_init: Option<PathBuf>,
+    pub(crate) data: Data,
+    pub(crate) eval_every: usize,
+    pub(crate) eval_batches: usize,
+    /// Sequences of a step, over all ranks; a multiple of `ranks`.
+    pub(crate) batch: usize,
+    pub(crate) steps: usize,
+    pub(crate) warmup: usize,
+    pub(crate) schedule: Schedule,
+    pub(crate) optimizer: AdamWConfig,
+    pub(crate) ranks: usize,
+    pub(crate) strategy: Strategy,
+    pub(crate) prefetch: usize,
+    pub(crate) deadline: Duration,
+    pub(crate) fault: Option<Fault>,
+    pub(crate) metrics: Option<PathBuf>,
+    pub(crate) curve: PathBuf,
+    pub(crate) sample_bytes: usize,
+    pub(crate) json: bool,
+}
+
+impl TrainConfig {
+    /// Resolves and checks everything, the cheap checks first and the disk last.
+    pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
+        let model = model(&args.model)?;
+        let optimizer = optimizer(&args.training)?;
+        let (batch, ranks) = (args.training.batch, args.sharding.ranks);
+        check_batch(batch, ranks)?;
+        let (steps, warmup) = (args.training.steps, args.training.warmup);
+        check_size(&args)?;
+        if args.sharding.deadline == 0 {
+            return Err(InputError::Zero { flag: "--deadline" });
+        }
+        let fault = fault_from_environment(ranks, steps.saturating_add(warmup))?;
+        check_memory(&model, batch, ranks, args.sharding.strategy)?;
+        let data = Data::read(&args.data, &model, batch)?;
+        let init = args.model.init.as_ref();
+        let init_file = init
+            .map(|path| WeightsFile::open(path, model))
+            .transpose()?;
+        output::check(&args)?;
+        Ok(Self {
+            model,
+            seed: args.model.seed,
+            init: init_file,
+            save_init: args.model.save_init,
+            data,
+            eval_every: args.data.eval_every,
+            eval_batches: args.data.eval_batches,
+            batch,
+            steps,
+            warmup,
+            schedule: Schedule::new(&args.training),
+            optimizer,
+            ranks,
+            strategy: strategy(args.sharding.strategy),
+            prefetch: args.sharding.prefetch,
+            deadline: Duration::from_secs(args.sharding.deadline),
+            fault,
+            metrics: args.output.metrics,
+            curve: args.output.curve,
+            sample_bytes: args.output.sample,
+            json: args.output.json,
+        })
+    }
+
+    /// All steps, the unmeasured ones included.
+    pub(crate) fn num_steps(&self) -> usize {
+        self.warmup + self.steps
+    }
+
+    /// Tokens of a step, over all ranks.
+    pub(crate) fn tokens_per_step(&self) -> usize {
+        self.batch * self.model.seq
+    }
+
+    /// The rows of each global batch that a rank takes.
+    pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
+        let rows = self.batch / self.ranks;
+        rank * rows..(rank + 1) * rows
+    }
+
+    /// Whether to evaluate after this step, counted from 0.
+    pub(crate) fn evaluates_after(&self, step: usize) -> bool {
+        let is_last = step + 1 == self.num_steps();
+        let is_due = self.eval_every > 0 && (step + 1).is_multiple_of(self.eval_every);
+        self.eval_batches > 0 && (is_last || is_due)
+    }
+}
+
+fn model(args: &ModelArgs) -> Result<GptConfig, InputError> {
+    let config = GptConfig {
+        layers: args.layers,
+        dim: args.dim,
+        heads: args.heads,
+        vocab: args.vocab,
+        seq: args.seq,
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+/// AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate, every parameter
+/// decayed, gradients not clipped.
+fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
+    let check = |flag, value: f64, is_valid: bool, expected| match is_valid {
+        true => Ok(()),
+        false => Err(InputError::OutOfRange {
+            flag,
+            value,
+            expected,
+        }),
+    };
+    let not_negative = |value: f64| value.is_finite() && value >= 0.0;
+    check("--lr", args.lr, not_negative(args.lr), "a number from 0 on")?;
+    for (flag, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
+        let is_valid = (0.0..1.0).contains(&value);
+        check(flag, value.into(), is_valid, "from 0 to below 1")?;
+    }
+    let is_positive = args.eps.is_finite() && args.eps > 0.0;
+    check("--eps", args.eps.into(), is_positive, "a number above 0")?;
+    let decay = f64::from(args.weight_decay);
+    check("--weight-decay", decay, not_negative(decay), "a number from 0 on")?;
+    Ok(AdamWConfig::new()
+        .with_beta_1(args.beta1)
+        .with_beta_2(args.beta2)
+        .with_epsilon(args.eps)
+        .with_weight_decay(args.weight_decay)
+        .with_cautious_weight_decay(false)
+        .with_amsgrad(false))
+}
+
+fn check_batch(batch: usize, ranks: usize) -> Result<(), InputError> {
+    for (flag, size) in [("--batch", batch), ("--ranks", ranks)] {
+        if size == 0 {
+            return Err(InputError::Zero { flag });
+        }
+    }
+    match batch.is_multiple_of(ranks) {
+        true => Ok(()),
+        false => Err(InputError::RanksDoNotDivideBatch { ranks, batch }),
+    }
+}
+
+/// Every token of the run must have a position that can be counted.
+fn check_size(args: &TrainArgs) -> Result<(), InputError> {
+    let steps = args.training.steps.checked_add(args.training.warmup);
+    steps
+        .and_then(|steps| steps.checked_add(1))
+        .and_then(|steps| steps.checked_mul(args.training.batch))
+        .and_then(|rows| rows.checked_mul(args.model.seq))
+        .map(|_| ())
+        .ok_or(InputError::TooManyTokens)
+}
+
+/// Refuses what cannot fit, as the allocator would end the process without a word.
+///
+/// All ranks live in this process. They hold parameters, gradients and two moments, divided or not,
+/// and the logits with their gradient. That is a lower bound; what passes may still be too large.
+fn check_memory(
+    model: &GptConfig,
+    batch: usize,
+    ranks: usize,
+    strategy: StrategyArg,
+) -> Result<(), InputError> {
+    let Some(available) = host::memory_bytes() else {
+        return Ok(());
+    };
+    const GIB: u128 = 1 << 30;
+    let params = model.num_params();
+    let copies = match strategy {
+        StrategyArg::NoShard => ranks as u128,
+        StrategyArg::FullShard | StrategyArg::ShardGradOp => 1,
+    };
+    let state = 16 * params as u128 * copies;
+    let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128);
+    let needed = state.saturating_add(logits);
+    let available = u128::from(available);
+    match needed > available {
+        true => Err(InputError::TooLittleMemory {
+            params,
+            ranks,
+            needed: needed.div_ceil(GIB),
+            available: available / GIB,
+        }),
+        false => Ok(()),
+    }
+}
+
+fn strategy(arg: StrategyArg) -> Strategy {
+    match arg {
+        StrategyArg::FullShard => Strategy::FullShard,
+        StrategyArg::ShardGradOp => Strategy::ShardGradOp,
+        StrategyArg::NoShard => Strategy::NoShard,
+    }
+}
+
+/// A fault that can never strike would make a test pass for nothing, so it is refused.
+fn fault_from_environment(ranks: usize, steps: usize) -> Result<Option<Fault>, InputError> {
+    let Some(text) = env::var_os(FAULT_VARIABLE) else {
+        return Ok(None);
+    };
+    let invalid = |problem| Err(InputError::Fault { problem });
+    let fault = match Fault::parse(&text.to_string_lossy()) {
+        Ok(fault) => fault,
+        Err(error) => return invalid(error.to_string()),
+    };
+    if fault.rank >= ranks {
+        return invalid(format!(
+            "there is no rank {} among {ranks}; ranks count from 0",
+            fault.rank
+        ));
+    }
+    if fault.step >= steps as u64 {
+        return invalid(format!(
+            "there is no step {} among {steps}; steps count from 0, warmup included",
+            fault.step
+        ));
+    }
+    Ok(Some(fault))
+}

@@ -1,0 +1,90 @@
+//! The loss curve as a picture.
+
+use std::error::Error;
+
+use plotters::prelude::*;
+
+const SIZE: (u32, u32) = (800, 480);
+
+/// An SVG of the loss over the steps, and of the evaluations where there are any.
+pub(crate) fn draw(losses: &[f64], eval_losses: &[(usize, f64)]) -> String {
+    let points: Vec<(usize, f64)> = losses.iter().copied().enumerate().collect();
+    let mut svg = String::new();
+    // Drawing into memory fails only where a picture makes no sense; then it stays without lines.
+    if draw_into(&mut svg, &finite(&points), &finite(eval_losses)).is_err() {
+        svg.clear();
+        let _ = SVGBackend::with_string(&mut svg, SIZE)
+            .into_drawing_area()
+            .present();
+    }
+    svg
+}
+
+fn draw_into(
+    svg: &mut String,
+    losses: &[(usize, f64)],
+    eval_losses: &[(usize, f64)],
+) -> Result<(), Box<dyn Error>> {
+    let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    let values = losses.iter().chain(eval_losses).map(|(_, loss)| *loss);
+    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), loss| {
+        (low.min(loss), high.max(loss))
+    });
+    // Without any number there is still a frame to draw.
+    let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
+    // A flat line needs some height, too.
+    let margin = (0.05 * (high - low)).max(0.01);
+    let last_step = losses.last().map_or(0, |(step, _)| *step).max(1);
+    let mut chart = ChartBuilder::on(&area)
+        .margin(16)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0..last_step, low - margin..high + margin)?;
+    chart
+        .configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .x_desc("step")
+        .y_desc("loss (nats per token)")
+        .draw()?;
+    chart
+        .draw_series(LineSeries::new(losses.iter().copied(), BLUE.stroke_width(2)))?
+        .label("training")
+        .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], BLUE));
+    if !eval_losses.is_empty() {
+        let line = LineSeries::new(eval_losses.iter().copied(), RED.stroke_width(2));
+        chart
+            .draw_series(line.point_size(3))?
+            .label("held out")
+            .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], RED));
+    }
+    chart
+        .configure_series_labels()
+        .border_style(BLACK)
+        .background_style(WHITE)
+        .draw()?;
+    area.present()?;
+    Ok(())
+}
+
+fn finite(points: &[(usize, f64)]) -> Vec<(usize, f64)> {
+    points
+        .iter()
+        .copied()
+        .filter(|(_, loss)| loss.is_finite())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::draw;
+
+    #[test]
+    fn any_losses_make_a_complete_picture() {
+        for losses in [&[5.5, 4.0, 3.0][..], &[2.0], &[1.0, 1.0], &[f64::NAN], &[]] {
+            let svg = draw(losses, &[(0, 3.5)]);
+            assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{losses:?}");
+        }
+        assert!(draw(&[f64::NAN], &[]).trim_end().ends_with("</svg>"));
+    }
+}

@@ -1,0 +1,112 @@
+//! The tokens to train and to evaluate on.
+
+use burn_fsdp_models::{BYTE_VOCAB, Batches, ByteText, GptConfig, ModelError, TokenStream};
+
+use crate::args::DataArgs;
+use crate::error::InputError;
+
+/// The most text that is read: far more than a run on a CPU sees, and little memory.
+const MAX_TEXT_BYTES: usize = 16 << 20;
+
+/// Where tokens come from.
+#[derive(Debug)]
+pub(crate) enum Data {
+    /// Computed, the same on every machine.
+    Synthetic,
+    /// Read, with its end held out.
+    Text(ByteText),
+}
+
+impl Data {
+    /// Reads what the arguments name, and checks that it is enough for a step.
+    pub(crate) fn read(
+        args: &DataArgs,
+        model: &GptConfig,
+        batch: usize,
+    ) -> Result<Self, InputError> {
+        if args.synthetic {
+            return Ok(Self::Synthetic);
+        }
+        if model.vocab < BYTE_VOCAB {
+            let vocab = model.vocab;
+            return Err(ModelError::VocabTooSmall { vocab }.into());
+        }
+        let (text, source_name) = match &args.data {
+            Some(path) => (
+                ByteText::read(path, MAX_TEXT_BYTES)?,
+                path.display().to_string(),
+            ),
+            None => (
+                ByteText::crate_sources(MAX_TEXT_BYTES)?,
+                "cargo's folder of sources".to_owned(),
+            ),
+        };
+        let found = text.training().period().unwrap_or(usize::MAX);
+        let needed = (batch * model.seq).saturating_add(1);
+        if found < needed {
+            return Err(InputError::TextShorterThanStep {
+                source_name,
+                found,
+                needed,
+                batch,
+                seq: model.seq,
+            });
+        }
+        Ok(Self::Text(text))
+    }
+
+    /// The batches to train on.
+    pub(crate) fn training(&self, model: &GptConfig, batch: usize) -> Batches {
+        let stream = match self {
+            Self::Synthetic => TokenStream::Synthetic { vocab: model.vocab },
+            Self::Text(text) => text.training(),
+        };
+        Batches {
+            stream,
+            batch,
+            seq: model.seq,
+        }
+    }
+
+    /// The batches to evaluate on, if there is anything to learn.
+    pub(crate) fn held_out(&self, model: &GptConfig, batch: usize) -> Option<Batches> {
+        match self {
+            Self::Synthetic => None,
+            Self::Text(text) => Some(Batches {
+                stream: text.held_out(),
+                batch,
+                seq: model.seq,
+            }),
+        }
+    }
+
+    /// What the user should know about the text.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        let Self::Text(text) = self else {
+            return Vec::new();
+        };
+        let mut warnings = Vec::new();
+        if text.num_skipped() > 0 {
+            warnings.push(format!(
+                "{} files or folders of the text could not be read and were skipped",
+                text.num_skipped()
+            ));
+        }
+        warnings
+    }
+}
+
+/// Prints as `16777216 bytes of text in 1200 files`.
+impl std::fmt::Display for Data {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Synthetic => f.write_str("synthetic tokens"),
+            Self::Text(text) => write!(
+                f,
+                "{} bytes of text in {} files, the last 5 % held out",
+                text.num_bytes(),
+                text.num_files()
+            ),
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Why a run did not happen, or did not end.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use burn_fsdp::LaunchError;
+use burn_fsdp_models::ModelError;
+
+/// Why the command did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    /// What the user gave is at fault.
+    #[error(transparent)]
+    Input(#[from] InputError),
+    /// A rank failed; the message names it.
+    #[error(transparent)]
+    Rank(#[from] LaunchError),
+}
+
+impl Failure {
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Input(_) => 2,
+            Self::Rank(_) => 3,
+        })
+    }
+}
+
+/// What is wrong with the command line, the files it names, or the environment.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InputError {
+    #[error("{flag} is 0; it must be at least 1")]
+    Zero { flag: &'static str },
+
+    #[error("{flag} is {value}; it must be {expected}")]
+    OutOfRange {
+        flag: &'static str,
+        value: f64,
+        expected: &'static str,
+    },
+
+    #[error(
+        "{ranks} ranks do not divide a batch of {batch} sequences; \
+         choose a --batch that is a multiple of --ranks"
+    )]
+    RanksDoNotDivideBatch { ranks: usize, batch: usize },
+
+    #[error("--batch, --seq and the number of steps are too large together; choose smaller ones")]
+    TooManyTokens,
+
+    #[error(
+        "{params} parameters on {ranks} ranks need at least {needed} GiB of memory, \
+         this machine has {available} GiB; choose a smaller model or batch"
+    )]
+    TooLittleMemory {
+        params: usize,
+        ranks: usize,
+        needed: u128,
+        available: u128,
+    },
+
+    #[error(
+        "{source_name} has {found} bytes to train on, one step needs {needed} \
+         (--batch {batch} x --seq {seq}, and one more); give more text or choose smaller steps"
+    )]
+    TextShorterThanStep {
+        source_name: String,
+        found: usize,
+        needed: usize,
+        batch: usize,
+        seq: usize,
+    },
+
+    #[error("{flag} {}: {problem}", path.display())]
+    Output {
+        flag: &'static str,
+        path: PathBuf,
+        problem: String,
+    },
+
+    #[error("{first} and {second} name the same file, {}; give each its own", path.display())]
+    SameFile {
+        first: &'static str,
+        second: &'static str,
+        path: PathBuf,
+    },
+
+    #[error("BURN_FSDP_FAULT: {problem}")]
+    Fault { problem: String },
+
+    #[error(transparent)]
+    Model(#[from] ModelError),
+}
+
+/// What can end one rank.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RankError {
+    #[error(transparent)]
+    Engine(#[from] burn_fsdp::Error),
+    #[error(transparent)]
+    Collective(#[from] burn_fsdp::collectives::Error),
+    #[error(transparent)]
+    Mesh(#[from] burn_fsdp::mesh::Error),
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("--metrics {}: {source}", path.display())]
+    Metrics {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+}

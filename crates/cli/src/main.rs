@@ -1,0 +1,64 @@
+//! The `burn-fsdp` command.
+//!
+//! In the order in which a run meets them:
+//!
+//! - `args`: the command line as it was typed.
+//! - `config`: what is to be done, complete and valid (`data`, `schedule`, `output`, `host`).
+//! - `train`: the whole run, from the initial weights to the report.
+//! - `rank`: what one rank does in it (`share`, `evaluation`, `sample`, `progress`, `metrics`).
+//! - `report`, `summary`, `curve`: what is left afterwards.
+//! - `error`: why there is nothing, and the exit code for it.
+
+mod args;
+mod config;
+mod curve;
+mod data;
+mod error;
+mod evaluation;
+mod host;
+mod metrics;
+mod output;
+mod progress;
+mod rank;
+mod report;
+mod sample;
+mod schedule;
+mod share;
+mod summary;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::args::{Cli, Command};
+use crate::config::TrainConfig;
+use crate::error::Failure;
+
+fn main() -> ExitCode {
+    let Cli {
+        command: Command::Train(args),
+    } = Cli::parse();
+    log_to_stderr();
+    let result = TrainConfig::from_args(args)
+        .map_err(Failure::from)
+        .and_then(train::run);
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            failure.exit_code()
+        }
+    }
+}
+
+/// Logs errors, or what `RUST_LOG` asks for. Warnings about sharding are in the report, once for
+/// all ranks.
+fn log_to_stderr() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("error"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+}

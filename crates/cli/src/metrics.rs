@@ -1,0 +1,58 @@
+//! The file of metrics: one JSON line per step, there as soon as the step is done.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::error::RankError;
+
+/// One step.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct StepLine {
+    /// From 0 on, unmeasured steps included.
+    pub(crate) step: usize,
+    /// Mean over the ranks.
+    pub(crate) loss: f64,
+    /// Of all ranks together, by rank 0's clock.
+    pub(crate) tokens_per_s: f64,
+    pub(crate) step_ms: f64,
+    pub(crate) lr: f64,
+    /// Whether the step counts for the report's times.
+    pub(crate) measured: bool,
+    /// Loss on held-out text after this step, where it was evaluated.
+    pub(crate) eval_loss: Option<f64>,
+}
+
+/// Where the lines go, if anywhere.
+#[derive(Debug)]
+pub(crate) struct Metrics(Option<(PathBuf, File)>);
+
+impl Metrics {
+    pub(crate) fn create(path: Option<&Path>) -> Result<Self, RankError> {
+        let create = |path: &Path| match File::create(path) {
+            Ok(file) => Ok((path.to_owned(), file)),
+            Err(source) => Err(failed(path, source)),
+        };
+        Ok(Self(path.map(create).transpose()?))
+    }
+
+    pub(crate) fn write(&mut self, line: &StepLine) -> Result<(), RankError> {
+        let Some((path, file)) = &mut self.0 else {
+            return Ok(());
+        };
+        // One write a line: a reader never sees half of one.
+        let written = serde_json::to_string(line)
+            .map_err(io::Error::from)
+            .and_then(|text| file.write_all(format!("{text}\n").as_bytes()));
+        written.map_err(|source| failed(path, source))
+    }
+}
+
+fn failed(path: &Path, source: io::Error) -> RankError {
+    RankError::Metrics {
+        path: path.to_owned(),
+        source,
+    }
+}

@@ -1,0 +1,214 @@
+//! The results of a run, from those of all ranks.
+
+use burn_fsdp::{OperationCounts, OperationKind, Strategy};
+use serde::Serialize;
+
+use crate::config::TrainConfig;
+use crate::host;
+use crate::rank::RankResult;
+use crate::sample::printable;
+
+/// The object that `--json` prints.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) mode: &'static str,
+    /// How the ranks communicate.
+    pub(crate) engine: &'static str,
+    pub(crate) strategy: &'static str,
+    pub(crate) ranks: usize,
+    /// Of the whole model.
+    pub(crate) params: usize,
+    pub(crate) layers: usize,
+    pub(crate) dim: usize,
+    pub(crate) heads: usize,
+    pub(crate) vocab: usize,
+    pub(crate) seq: usize,
+    pub(crate) batch: usize,
+    pub(crate) steps: usize,
+    pub(crate) warmup: usize,
+    pub(crate) data: String,
+    /// By the median step; absent without measured steps.
+    pub(crate) tokens_per_s: Option<f64>,
+    pub(crate) step_ms: Option<StepMillis>,
+    /// Of all steps, the unmeasured ones first.
+    pub(crate) losses: Vec<f64>,
+    /// The last evaluation's.
+    pub(crate) eval_loss: Option<f64>,
+    /// Step and loss of every evaluation.
+    pub(crate) eval_losses: Vec<(usize, f64)>,
+    /// One entry per rank.
+    pub(crate) state_bytes: Vec<usize>,
+    /// One entry per rank.
+    pub(crate) unsharded_peak_bytes: Vec<usize>,
+    /// One entry per process.
+    pub(crate) peak_rss_bytes: Vec<u64>,
+    /// Of one training step.
+    pub(crate) collectives: Collectives,
+    pub(crate) curve: String,
+    pub(crate) sample: Option<String>,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// Times of the measured steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct StepMillis {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
+}
+
+/// Operations on tensors, each counted once for all ranks.
+#[derive(Debug, Serialize)]
+pub(crate) struct Collectives {
+    pub(crate) all_gather: Count,
+    pub(crate) reduce_scatter: Count,
+    pub(crate) all_reduce: Count,
+    pub(crate) broadcast: Count,
+}
+
+/// Operations of one kind, and the bytes of their full tensors.
+#[derive(Debug, Serialize)]
+pub(crate) struct Count {
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Report {
+    /// Puts together what the ranks say, of which there is at least one.
+    pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankResult>) -> Self {
+        let seconds = slowest(&results);
+        let step_ms = StepMillis::of(&seconds[config.warmup.min(seconds.len())..]);
+        let tokens = config.tokens_per_step() as f64;
+        let collectives = results.first().map(|first| first.collectives);
+        let state_bytes = results.iter().map(|result| result.state_bytes).collect();
+        let unsharded_peak_bytes = results.iter().map(|result| result.unsharded_peak).collect();
+        let warnings = warnings(config, &results);
+        let (losses, eval_losses, sample) = match results.first_mut() {
+            Some(first) => (
+                std::mem::take(&mut first.losses),
+                std::mem::take(&mut first.eval_losses),
+                first.sample.take(),
+            ),
+            None => Default::default(),
+        };
+        Self {
+            mode: "train",
+            engine: "local",
+            strategy: strategy_name(config.strategy),
+            ranks: config.ranks,
+            params: config.model.num_params(),
+            layers: config.model.layers,
+            dim: config.model.dim,
+            heads: config.model.heads,
+            vocab: config.model.vocab,
+            seq: config.model.seq,
+            batch: config.batch,
+            steps: config.steps,
+            warmup: config.warmup,
+            data: config.data.to_string(),
+            tokens_per_s: step_ms.map(|step| 1e3 * tokens / step.median),
+            step_ms,
+            losses,
+            eval_loss: eval_losses.last().map(|(_, loss)| *loss),
+            eval_losses,
+            state_bytes,
+            unsharded_peak_bytes,
+            peak_rss_bytes: host::peak_rss_bytes().into_iter().collect(),
+            collectives: Collectives::of(&collectives.unwrap_or_default()),
+            curve: config.curve.display().to_string(),
+            sample: sample.map(|bytes| printable(&bytes)),
+            warnings,
+        }
+    }
+
+    pub(crate) fn to_json(&self) -> String {
+        // Strings, numbers and lists of them: there is nothing that JSON cannot say.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+/// A step lasts as long as its slowest rank.
+fn slowest(results: &[RankResult]) -> Vec<f64> {
+    let num_steps = results.first().map_or(0, |first| first.seconds.len());
+    let of_step = |step: usize| results.iter().map(move |result| result.seconds[step]);
+    (0..num_steps)
+        .map(|step| of_step(step).fold(0.0, f64::max))
+        .collect()
+}
+
+/// All remarks, each once.
+fn warnings(config: &TrainConfig, results: &[RankResult]) -> Vec<String> {
+    let mut warnings = config.data.warnings();
+    if config.eval_every > 0 && config.data.held_out(&config.model, config.batch).is_none() {
+        warnings.push("--eval-every has no effect with --synthetic".to_owned());
+    }
+    for warning in results.iter().flat_map(|result| &result.warnings) {
+        if !warnings.contains(warning) {
+            warnings.push(warning.clone());
+        }
+    }
+    let losses = results.first().map_or(&[][..], |first| &first.losses);
+    if let Some(step) = losses.iter().position(|loss| !loss.is_finite()) {
+        warnings.push(format!(
+            "the loss is no number from step {step} on; choose a lower --lr"
+        ));
+    }
+    warnings
+}
+
+impl StepMillis {
+    fn of(seconds: &[f64]) -> Option<Self> {
+        let mut sorted = seconds.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let middle = sorted.len() / 2;
+        let median = match sorted.len() % 2 {
+            0 => (sorted[middle - 1] + sorted[middle]) / 2.0,
+            _ => sorted[middle],
+        };
+        Some(Self {
+            median: 1e3 * median,
+            min: 1e3 * min,
+            max: 1e3 * max,
+        })
+    }
+}
+
+impl Collectives {
+    fn of(counts: &OperationCounts) -> Self {
+        let count = |kind| {
+            let tally = counts.of(kind);
+            Count {
+                count: tally.operations,
+                bytes: tally.bytes,
+            }
+        };
+        Self {
+            all_gather: count(OperationKind::AllGather),
+            reduce_scatter: count(OperationKind::ReduceScatter),
+            all_reduce: count(OperationKind::AllReduce),
+            broadcast: count(OperationKind::Broadcast),
+        }
+    }
+}
+
+fn strategy_name(strategy: Strategy) -> &'static str {
+    match strategy {
+        Strategy::FullShard => "full-shard",
+        Strategy::ShardGradOp => "shard-grad-op",
+        Strategy::NoShard => "no-shard",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::StepMillis;
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+        let of = |seconds: &[f64]| StepMillis::of(seconds).map(|step| step.median);
+        assert_eq!(of(&[0.004, 0.001, 0.003, 0.002]), Some(2.5));
+        assert_eq!(of(&[0.004, 0.001, 0.003]), Some(3.0));
+        assert_eq!(of(&[]), None);
+    }
+}

@@ -1,0 +1,135 @@
+//! Text that the trained model makes up.
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp::{ProcessGroup, catch};
+use burn_fsdp_models::{BYTE_VOCAB, Gpt, TokenStream};
+
+use crate::config::TrainConfig;
+use crate::data::Data;
+use crate::error::RankError;
+use crate::share;
+
+/// Below 1, so that likely bytes become likelier: a little training shows better.
+const TEMPERATURE: f64 = 0.8;
+
+/// Bytes of held-out text that the sample goes on from.
+const MAX_PROMPT_BYTES: usize = 32;
+
+/// The start of the held-out text and what the model makes of it, or `None` without text.
+///
+/// All ranks run the sharded model together and go on with rank 0's choice.
+pub(crate) fn generate(
+    model: &Gpt,
+    config: &TrainConfig,
+    world: &ProcessGroup,
+) -> Result<Option<Vec<u8>>, RankError> {
+    let Data::Text(text) = &config.data else {
+        return Ok(None);
+    };
+    if config.sample_bytes == 0 {
+        return Ok(None);
+    }
+    let mut bytes = prompt(&text.held_out(), config.model.seq);
+    let mut random = Random(config.seed);
+    let model = model.valid();
+    for _ in 0..config.sample_bytes {
+        let window = &bytes[bytes.len().saturating_sub(config.model.seq)..];
+        let logits = catch(|| last_logits(&model, window))?;
+        let choice = choose(&logits, random.next_unit());
+        bytes.push(share::byte_of_rank_0(world, "sample", choice)?);
+    }
+    Ok(Some(bytes))
+}
+
+fn prompt(stream: &TokenStream, seq: usize) -> Vec<u8> {
+    match stream {
+        TokenStream::Bytes(range) => {
+            let bytes = range.as_slice();
+            bytes[..bytes.len().min(MAX_PROMPT_BYTES).min(seq)].to_vec()
+        }
+        _ => vec![b'\n'],
+    }
+}
+
+/// Logits of the byte after `window`. The vocabulary may be larger than there are bytes.
+fn last_logits(model: &Gpt, window: &[u8]) -> Vec<f32> {
+    let tokens: Vec<i64> = window.iter().map(|&byte| byte.into()).collect();
+    let num_tokens = tokens.len();
+    let input = TensorData::new(tokens, [1, num_tokens]);
+    let logits = model.forward(Tensor::<2, Int>::from_data(input, &Device::flex()));
+    let last = logits.slice([0..1, num_tokens - 1..num_tokens, 0..BYTE_VOCAB]);
+    last.into_data().iter::<f32>().collect()
+}
+
+/// The byte at `position`, from 0 to 1, when each has room as to its likelihood.
+fn choose(logits: &[f32], position: f64) -> u8 {
+    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let weight = |logit: &f32| (f64::from(logit - highest) / TEMPERATURE).exp();
+    let total: f64 = logits.iter().map(weight).sum();
+    let mut left = position * total;
+    for (byte, logit) in (0..=u8::MAX).zip(logits) {
+        left -= weight(logit);
+        if left < 0.0 {
+            return byte;
+        }
+    }
+    // Also where a model that has diverged gives no numbers at all.
+    u8::MAX
+}
+
+/// SplitMix64: the same numbers on every rank and machine.
+struct Random(u64);
+
+impl Random {
+    /// A number from 0 to below 1.
+    fn next_unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        (z >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// Bytes as text that is safe to print: what is no UTF-8 and no printable character is replaced.
+pub(crate) fn printable(bytes: &[u8]) -> String {
+    let is_safe = |c: char| !c.is_control() || c == '\n' || c == '\t';
+    String::from_utf8_lossy(bytes)
+        .chars()
+        .map(|c| if is_safe(c) { c } else { char::REPLACEMENT_CHARACTER })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_likely_byte_is_chosen_nearly_everywhere() {
+        let mut logits = vec![0.0; BYTE_VOCAB];
+        logits[65] = 20.0;
+        assert!([0.1, 0.5, 0.9].iter().all(|&at| choose(&logits, at) == 65));
+        assert_eq!(choose(&logits, 0.0), 0);
+    }
+
+    #[test]
+    fn a_diverged_model_still_gives_a_byte() {
+        assert_eq!(choose(&[f32::NAN; BYTE_VOCAB], 0.5), u8::MAX);
+    }
+
+    #[test]
+    fn random_numbers_are_spread_over_the_unit() {
+        let mut random = Random(1);
+        let numbers: Vec<f64> = (0..1000).map(|_| random.next_unit()).collect();
+        assert!(numbers.iter().all(|x| (0.0..1.0).contains(x)));
+        let mean = numbers.iter().sum::<f64>() / 1000.0;
+        assert!((mean - 0.5).abs() < 0.05);
+    }
+
+    #[test]
+    fn control_characters_do_not_reach_the_terminal() {
+        assert_eq!(printable(b"a\x1b[2J\xff\n"), "a\u{fffd}[2J\u{fffd}\n");
+    }
+}

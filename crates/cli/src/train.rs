@@ -1,0 +1,63 @@
+//! A whole run: initial weights, ranks, report.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use burn::tensor::Device;
+use burn_fsdp::{LaunchConfig, launch};
+use burn_fsdp_models::{Gpt, ModelError};
+
+use crate::config::TrainConfig;
+use crate::curve;
+use crate::error::{Failure, InputError};
+use crate::output;
+use crate::rank;
+use crate::report::Report;
+
+/// Trains, and leaves the files and the output that the configuration asks for.
+pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
+    let config = Arc::new(config);
+    save_initial_weights(&config).map_err(InputError::from)?;
+    let on_ranks = config.clone();
+    let launch_config = LaunchConfig::new(config.ranks).deadline(config.deadline);
+    let results = launch(launch_config, move |world| rank::train(&on_ranks, &world))?;
+    let report = Report::new(&config, results);
+    // Without a step there is no point to draw.
+    if !report.losses.is_empty() {
+        let svg = curve::draw(&report.losses, &report.eval_losses);
+        output::write_whole("--curve", &config.curve, svg.as_bytes())?;
+    }
+    print(&report, config.json);
+    Ok(())
+}
+
+/// The model on a device, lazy where its weights are drawn.
+///
+/// Only rank 0's values count, so only rank 0 reads the file.
+pub(crate) fn initial_model(
+    config: &TrainConfig,
+    device: &Device,
+    rank: usize,
+) -> Result<Gpt, ModelError> {
+    match &config.init {
+        Some(file) if rank == 0 => file.load(device),
+        _ => config.model.init(device, config.seed),
+    }
+}
+
+/// Writes the weights that training starts from: the same seed gives them again.
+fn save_initial_weights(config: &TrainConfig) -> Result<(), ModelError> {
+    match &config.save_init {
+        Some(path) => initial_model(config, &Device::flex(), 0)?.save(path),
+        None => Ok(()),
+    }
+}
+
+fn print(report: &Report, as_json: bool) {
+    let text = match as_json {
+        true => report.to_json(),
+        false => report.to_string(),
+    };
+    // Whoever reads may have stopped reading; the run was a success all the same.
+    let _ = writeln!(io::stdout(), "{text}");
+}

@@ -1,0 +1,112 @@
+//! Running the command in a folder of its own.
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// A model that trains in milliseconds.
+const TINY: &str = "--layers 2 --dim 16 --heads 2 --vocab 256 --seq 8 --batch 12 --eps 0.01 --lr 0.01";
+
+/// A folder that is empty but for what the test puts there.
+pub(crate) struct Folder(TempDir);
+
+/// How a run ended.
+pub(crate) struct Run {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Folder {
+    pub(crate) fn new() -> Self {
+        Self(tempfile::tempdir().expect("a temporary folder"))
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    pub(crate) fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
+        std::fs::write(self.path(name), contents).expect("a writable folder");
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
+    }
+
+    /// Names of the files that are there, sorted.
+    pub(crate) fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.0.path()).expect("a readable folder");
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// Runs `burn-fsdp train` with the tiny model and these arguments, divided at spaces. A later
+    /// size replaces the tiny model's.
+    pub(crate) fn train(&self, arguments: &str) -> Run {
+        self.train_with(arguments, None)
+    }
+
+    pub(crate) fn train_with_fault(&self, arguments: &str, fault: &str) -> Run {
+        self.train_with(arguments, Some(fault))
+    }
+
+    /// Trains, and parses the last line of stdout.
+    pub(crate) fn report(&self, arguments: &str) -> Value {
+        let run = self.train(&format!("{arguments} --json"));
+        assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
+        let last = run.stdout.lines().last().unwrap_or_default();
+        serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {last}"))
+    }
+
+    fn train_with(&self, arguments: &str, fault: Option<&str>) -> Run {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
+        command.current_dir(self.0.path()).arg("train");
+        command.args(merged(arguments)).env_remove("BURN_FSDP_FAULT");
+        if let Some(fault) = fault {
+            command.env("BURN_FSDP_FAULT", fault);
+        }
+        Run::of(command.output().expect("the command starts"))
+    }
+}
+
+impl Run {
+    fn of(output: Output) -> Self {
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8(output.stdout).expect("UTF-8 on stdout"),
+            stderr: String::from_utf8(output.stderr).expect("UTF-8 on stderr"),
+        }
+    }
+}
+
+pub(crate) fn losses(report: &Value) -> Vec<f64> {
+    let losses = report["losses"].as_array().expect("a list of losses");
+    losses.iter().map(|loss| loss.as_f64().expect("a number")).collect()
+}
+
+/// The largest difference relative to the first list.
+pub(crate) fn relative_difference(want: &[f64], got: &[f64]) -> f64 {
+    assert_eq!(want.len(), got.len());
+    let differences = want.iter().zip(got).map(|(w, g)| ((w - g) / w).abs());
+    differences.fold(0.0, f64::max)
+}
+
+/// The tiny model's arguments without those that are given, and those that are given.
+fn merged(arguments: &str) -> Vec<String> {
+    let given: Vec<&str> = arguments.split_whitespace().collect();
+    let tiny: Vec<&str> = TINY.split_whitespace().collect();
+    let mut merged: Vec<&str> = Vec::new();
+    for pair in tiny.chunks(2) {
+        if !given.contains(&pair[0]) {
+            merged.extend(pair);
+        }
+    }
+    merged.extend(given);
+    merged.into_iter().map(str::to_owned).collect()
+}

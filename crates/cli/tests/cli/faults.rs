@@ -1,0 +1,54 @@
+//! A rank that fails ends the whole command, soon, and by its name.
+
+use std::time::{Duration, Instant};
+
+use crate::command::{Folder, Run};
+
+const ARGUMENTS: &str = "--synthetic --warmup 0 --steps 5 --metrics metrics.jsonl";
+
+fn fails(at: &str, how: &str, deadline: u64) -> (Run, Folder, Duration) {
+    let folder = Folder::new();
+    let start = Instant::now();
+    let run = folder.train_with_fault(
+        &format!("{ARGUMENTS} --deadline {deadline}"),
+        &format!("rank:1,step:3,at:{at},how:{how}"),
+    );
+    assert_eq!(run.code, 3, "{at} {how}: {}", run.stderr);
+    assert_eq!(folder.names(), ["metrics.jsonl"], "no curve of half a run");
+    assert_eq!(folder.read("metrics.jsonl").lines().count(), 3, "{at} {how}");
+    let duration = start.elapsed();
+    (run, folder, duration)
+}
+
+fn error_line(run: &Run) -> &str {
+    let mut lines = run.stderr.lines();
+    lines.find(|line| line.starts_with("error: ")).expect("a line that says what happened")
+}
+
+#[test]
+fn a_panic_is_reported_by_rank() {
+    for at in ["forward", "backward", "collective"] {
+        let (run, _, duration) = fails(at, "panic", 600);
+        assert!(error_line(&run).starts_with("error: rank 1 panicked: "), "{}", run.stderr);
+        assert!(duration < Duration::from_secs(10), "{duration:?}");
+    }
+}
+
+#[test]
+fn an_error_is_reported_by_rank() {
+    for at in ["forward", "backward", "collective"] {
+        let (run, _, duration) = fails(at, "error", 600);
+        assert!(error_line(&run).starts_with("error: rank 1 failed: "), "{}", run.stderr);
+        assert!(duration < Duration::from_secs(10), "{duration:?}");
+    }
+}
+
+#[test]
+fn a_stall_ends_with_the_deadline() {
+    for at in ["forward", "backward", "collective"] {
+        let (run, _, duration) = fails(at, "stall", 2);
+        let line = error_line(&run);
+        assert!(line.contains("waited 2s for ranks [1]"), "{at}: {line}");
+        assert!(duration < Duration::from_secs(7), "{duration:?}");
+    }
+}

@@ -1,0 +1,8 @@
+//! The command as a user runs it: a process with arguments, files, output and an exit code.
+
+mod command;
+mod faults;
+mod files;
+mod input;
+mod report;
+mod start;

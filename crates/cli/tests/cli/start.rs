@@ -1,0 +1,52 @@
+//! Where training starts from, and that the number of ranks does not matter.
+
+use crate::command::{Folder, losses, relative_difference};
+
+const STEPS: &str = "--synthetic --warmup 2 --steps 8";
+
+#[test]
+fn losses_do_not_depend_on_the_number_of_ranks() {
+    let folder = Folder::new();
+    let first = folder.report(&format!("{STEPS} --ranks 1 --save-init init.safetensors"));
+    let want = losses(&first);
+    assert!(want[9] < want[0]);
+    for ranks in 1..=4 {
+        for strategy in ["full-shard", "shard-grad-op", "no-shard"] {
+            let report = folder.report(&format!(
+                "{STEPS} --init init.safetensors --ranks {ranks} --strategy {strategy}"
+            ));
+            let difference = relative_difference(&want, &losses(&report));
+            assert!(difference < 1e-5, "{strategy} on {ranks} ranks: {difference:e}");
+        }
+    }
+}
+
+#[test]
+fn training_starts_from_the_weights_that_were_saved() {
+    let folder = Folder::new();
+    let saved = folder.report(&format!("{STEPS} --seed 7 --save-init init.safetensors"));
+    let loaded = folder.report(&format!("{STEPS} --init init.safetensors"));
+    assert_eq!(losses(&saved), losses(&loaded), "the same bits");
+    let other = folder.report(&format!("{STEPS} --seed 8"));
+    assert_ne!(losses(&saved), losses(&other));
+}
+
+#[test]
+fn saving_loaded_weights_copies_them() {
+    let folder = Folder::new();
+    let none = "--synthetic --warmup 0 --steps 0";
+    folder.report(&format!("{none} --save-init a.safetensors"));
+    folder.report(&format!("{none} --init a.safetensors --save-init b.safetensors"));
+    let read = |name: &str| std::fs::read(folder.path(name)).unwrap();
+    assert_eq!(read("a.safetensors"), read("b.safetensors"));
+    assert_eq!(folder.names(), ["a.safetensors", "b.safetensors"], "no curve without a step");
+}
+
+#[test]
+fn prefetching_changes_no_bit() {
+    let folder = Folder::new();
+    let with = |prefetch: usize| losses(&folder.report(&format!("{STEPS} --prefetch {prefetch}")));
+    let want = with(1);
+    assert_eq!(with(0), want);
+    assert_eq!(with(3), want);
+}
