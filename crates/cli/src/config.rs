@@ -146,7 +146,12 @@ fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
     let is_positive = args.eps.is_finite() && args.eps > 0.0;
     check("--eps", args.eps.into(), is_positive, "a number above 0")?;
     let decay = f64::from(args.weight_decay);
-    check("--weight-decay", decay, not_negative(decay), "a number from 0 on")?;
+    check(
+        "--weight-decay",
+        decay,
+        not_negative(decay),
+        "a number from 0 on",
+    )?;
     Ok(AdamWConfig::new()
         .with_beta_1(args.beta1)
         .with_beta_2(args.beta2)

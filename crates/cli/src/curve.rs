@@ -48,7 +48,10 @@ fn draw_into(
         .y_desc("loss (nats per token)")
         .draw()?;
     chart
-        .draw_series(LineSeries::new(losses.iter().copied(), BLUE.stroke_width(2)))?
+        .draw_series(LineSeries::new(
+            losses.iter().copied(),
+            BLUE.stroke_width(2),
+        ))?
         .label("training")
         .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], BLUE));
     if !eval_losses.is_empty() {
@@ -83,7 +86,10 @@ mod tests {
     fn any_losses_make_a_complete_picture() {
         for losses in [&[5.5, 4.0, 3.0][..], &[2.0], &[1.0, 1.0], &[f64::NAN], &[]] {
             let svg = draw(losses, &[(0, 3.5)]);
-            assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{losses:?}");
+            assert!(
+                svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"),
+                "{losses:?}"
+            );
         }
         assert!(draw(&[f64::NAN], &[]).trim_end().ends_with("</svg>"));
     }

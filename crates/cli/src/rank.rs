@@ -79,11 +79,7 @@ pub(crate) fn train(config: &TrainConfig, world: &ProcessGroup) -> Result<RankRe
     Ok(result)
 }
 
-fn shard(
-    config: &TrainConfig,
-    world: &ProcessGroup,
-    device: &Device,
-) -> Result<Gpt, RankError> {
+fn shard(config: &TrainConfig, world: &ProcessGroup, device: &Device) -> Result<Gpt, RankError> {
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let model = initial_model(config, device, world.rank())?;
     let policy = ShardPolicy::new()

@@ -98,7 +98,13 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
     let is_safe = |c: char| !c.is_control() || c == '\n' || c == '\t';
     String::from_utf8_lossy(bytes)
         .chars()
-        .map(|c| if is_safe(c) { c } else { char::REPLACEMENT_CHARACTER })
+        .map(|c| {
+            if is_safe(c) {
+                c
+            } else {
+                char::REPLACEMENT_CHARACTER
+            }
+        })
         .collect()
 }
 

@@ -62,7 +62,9 @@ mod tests {
 
     #[test]
     fn rises_linearly_to_the_peak() {
-        let rates: Vec<f64> = (0..5).map(|step| schedule(LrSchedule::Constant).at(step)).collect();
+        let rates: Vec<f64> = (0..5)
+            .map(|step| schedule(LrSchedule::Constant).at(step))
+            .collect();
         assert_eq!(rates, [0.5, 1.0, 1.5, 2.0, 2.0]);
     }
 

@@ -11,7 +11,9 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: f32) -> Resul
     let numbers = notes
         .iter()
         .filter_map(|note| note.as_slice().try_into().ok());
-    let sum: f64 = numbers.map(|bytes| f64::from(f32::from_le_bytes(bytes))).sum();
+    let sum: f64 = numbers
+        .map(|bytes| f64::from(f32::from_le_bytes(bytes)))
+        .sum();
     Ok(sum / world.size() as f64)
 }
 
@@ -22,5 +24,9 @@ pub(crate) fn byte_of_rank_0(
     own: u8,
 ) -> Result<u8, Error> {
     let notes = world.exchange(label, vec![own])?;
-    Ok(notes.first().and_then(|note| note.first()).copied().unwrap_or(own))
+    Ok(notes
+        .first()
+        .and_then(|note| note.first())
+        .copied()
+        .unwrap_or(own))
 }

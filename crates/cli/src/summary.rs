@@ -21,7 +21,11 @@ impl fmt::Display for Report {
             writeln!(f)?;
         }
         if let (Some(tokens), Some(step)) = (self.tokens_per_s, self.step_ms) {
-            writeln!(f, "speed      {tokens:.0} tokens/s, {:.1} ms a step", step.median)?;
+            writeln!(
+                f,
+                "speed      {tokens:.0} tokens/s, {:.1} ms a step",
+                step.median
+            )?;
         }
         self.fmt_memory(f)?;
         if !self.losses.is_empty() {

@@ -43,3 +43,7 @@ pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use policy::{Layout, ShardPolicy, Strategy};
 pub use step::{Order, backward, order, reset};
 pub use wrap::fully_shard;
+
+#[doc = include_str!("README.md")]
+#[cfg(doc)]
+pub mod protocol {}

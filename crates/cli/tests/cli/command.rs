@@ -7,7 +7,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// A model that trains in milliseconds.
-const TINY: &str = "--layers 2 --dim 16 --heads 2 --vocab 256 --seq 8 --batch 12 --eps 0.01 --lr 0.01";
+const TINY: &str =
+    "--layers 2 --dim 16 --heads 2 --vocab 256 --seq 8 --batch 12 --eps 0.01 --lr 0.01";
 
 /// A folder that is empty but for what the test puts there.
 pub(crate) struct Folder(TempDir);
@@ -40,7 +41,13 @@ impl Folder {
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).expect("a readable folder");
         let mut names: Vec<String> = entries
-            .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+            .map(|entry| {
+                entry
+                    .expect("an entry")
+                    .file_name()
+                    .to_string_lossy()
+                    .into_owned()
+            })
             .collect();
         names.sort();
         names
@@ -67,7 +74,9 @@ impl Folder {
     fn train_with(&self, arguments: &str, fault: Option<&str>) -> Run {
         let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
         command.current_dir(self.0.path()).arg("train");
-        command.args(merged(arguments)).env_remove("BURN_FSDP_FAULT");
+        command
+            .args(merged(arguments))
+            .env_remove("BURN_FSDP_FAULT");
         if let Some(fault) = fault {
             command.env("BURN_FSDP_FAULT", fault);
         }
@@ -87,7 +96,10 @@ impl Run {
 
 pub(crate) fn losses(report: &Value) -> Vec<f64> {
     let losses = report["losses"].as_array().expect("a list of losses");
-    losses.iter().map(|loss| loss.as_f64().expect("a number")).collect()
+    losses
+        .iter()
+        .map(|loss| loss.as_f64().expect("a number"))
+        .collect()
 }
 
 /// The largest difference relative to the first list.

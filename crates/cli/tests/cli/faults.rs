@@ -15,21 +15,31 @@ fn fails(at: &str, how: &str, deadline: u64) -> (Run, Folder, Duration) {
     );
     assert_eq!(run.code, 3, "{at} {how}: {}", run.stderr);
     assert_eq!(folder.names(), ["metrics.jsonl"], "no curve of half a run");
-    assert_eq!(folder.read("metrics.jsonl").lines().count(), 3, "{at} {how}");
+    assert_eq!(
+        folder.read("metrics.jsonl").lines().count(),
+        3,
+        "{at} {how}"
+    );
     let duration = start.elapsed();
     (run, folder, duration)
 }
 
 fn error_line(run: &Run) -> &str {
     let mut lines = run.stderr.lines();
-    lines.find(|line| line.starts_with("error: ")).expect("a line that says what happened")
+    lines
+        .find(|line| line.starts_with("error: "))
+        .expect("a line that says what happened")
 }
 
 #[test]
 fn a_panic_is_reported_by_rank() {
     for at in ["forward", "backward", "collective"] {
         let (run, _, duration) = fails(at, "panic", 600);
-        assert!(error_line(&run).starts_with("error: rank 1 panicked: "), "{}", run.stderr);
+        assert!(
+            error_line(&run).starts_with("error: rank 1 panicked: "),
+            "{}",
+            run.stderr
+        );
         assert!(duration < Duration::from_secs(10), "{duration:?}");
     }
 }
@@ -38,7 +48,11 @@ fn a_panic_is_reported_by_rank() {
 fn an_error_is_reported_by_rank() {
     for at in ["forward", "backward", "collective"] {
         let (run, _, duration) = fails(at, "error", 600);
-        assert!(error_line(&run).starts_with("error: rank 1 failed: "), "{}", run.stderr);
+        assert!(
+            error_line(&run).starts_with("error: rank 1 failed: "),
+            "{}",
+            run.stderr
+        );
         assert!(duration < Duration::from_secs(10), "{duration:?}");
     }
 }

@@ -27,16 +27,25 @@ fn metrics_have_one_line_per_step() {
 #[test]
 fn evaluations_and_the_schedule_are_in_the_metrics() {
     let folder = Folder::new();
-    folder.write("text", "to be or not to be, that is the question. ".repeat(100));
+    folder.write(
+        "text",
+        "to be or not to be, that is the question. ".repeat(100),
+    );
     let report = folder.report(
         "--data text --warmup 0 --steps 5 --eval-every 2 --metrics metrics.jsonl \
          --lr 1 --lr-schedule cosine --lr-warmup 2",
     );
     let lines = lines(&folder);
-    let evaluated: Vec<bool> = lines.iter().map(|line| line["eval_loss"].is_f64()).collect();
+    let evaluated: Vec<bool> = lines
+        .iter()
+        .map(|line| line["eval_loss"].is_f64())
+        .collect();
     assert_eq!(evaluated, [false, true, false, true, true]);
     assert_eq!(lines[4]["eval_loss"], report["eval_loss"]);
-    let rates: Vec<f64> = lines.iter().map(|line| line["lr"].as_f64().unwrap()).collect();
+    let rates: Vec<f64> = lines
+        .iter()
+        .map(|line| line["lr"].as_f64().unwrap())
+        .collect();
     assert_eq!(rates[..3], [0.5, 1.0, 1.0]);
     assert!((rates[4] - 0.1).abs() < 1e-12);
 }

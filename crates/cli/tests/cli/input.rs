@@ -35,7 +35,9 @@ fn heads_must_divide_dim() {
 
 #[test]
 fn sizes_of_zero_are_named() {
-    for size in ["layers", "dim", "heads", "vocab", "seq", "batch", "ranks", "deadline"] {
+    for size in [
+        "layers", "dim", "heads", "vocab", "seq", "batch", "ranks", "deadline",
+    ] {
         refused_saying(&format!("--synthetic --{size} 0"), &[size, "0"]);
     }
 }
@@ -43,7 +45,12 @@ fn sizes_of_zero_are_named() {
 #[test]
 fn numbers_outside_their_range_are_named() {
     for arguments in [
-        "--lr -1", "--lr NaN", "--beta1 1", "--beta2 -0.5", "--eps 0", "--weight-decay inf",
+        "--lr -1",
+        "--lr NaN",
+        "--beta1 1",
+        "--beta2 -0.5",
+        "--eps 0",
+        "--weight-decay inf",
     ] {
         let (flag, _) = arguments.split_once(' ').unwrap();
         refused_saying(&format!("--synthetic {arguments}"), &[flag, "must be"]);
@@ -67,7 +74,10 @@ fn text_must_be_there_and_long_enough() {
     assert!(refused(&folder, "--data empty").contains("empty: 0 bytes"));
     assert!(refused(&folder, "--data folder").contains("folder: 0 bytes"));
     let message = refused(&folder, "--data short");
-    assert!(message.contains("short has 57 bytes") && message.contains("97"), "{message}");
+    assert!(
+        message.contains("short has 57 bytes") && message.contains("97"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -86,7 +96,11 @@ fn outputs_must_be_writable() {
             let before = folder.names();
             let run = folder.train(&format!("--synthetic {flag} {path}"));
             assert_eq!(run.code, 2, "{flag} {path}: {}", run.stderr);
-            assert!(run.stderr.starts_with(&format!("error: {flag} {path}: ")), "{}", run.stderr);
+            assert!(
+                run.stderr.starts_with(&format!("error: {flag} {path}: ")),
+                "{}",
+                run.stderr
+            );
             assert_eq!(folder.names(), before);
         }
     }
@@ -148,15 +162,22 @@ fn weights_of_another_model_are_refused() {
     let message = refused(&other, "--synthetic --init bad --dim 32");
     assert!(message.contains("shape"), "{message}");
     let message = refused(&other, "--synthetic --init bad --layers 3");
-    assert!(message.contains("blocks.2") && message.contains("missing"), "{message}");
+    assert!(
+        message.contains("blocks.2") && message.contains("missing"),
+        "{message}"
+    );
     let renamed = changed_weights(|header| header.replace("lnf.bias", "lnf.bios"));
     let message = refused(&renamed, "--synthetic --init bad");
-    assert!(message.contains("lnf.bias") && message.contains("missing"), "{message}");
+    assert!(
+        message.contains("lnf.bias") && message.contains("missing"),
+        "{message}"
+    );
 }
 
 #[test]
 fn weights_that_are_no_safetensors_are_refused() {
-    let lying = changed_weights(|header| header.replacen("\"data_offsets\":[", "\"data_offsets\":[9", 1));
+    let lying =
+        changed_weights(|header| header.replacen("\"data_offsets\":[", "\"data_offsets\":[9", 1));
     assert!(refused(&lying, "--synthetic --init bad").contains("not a valid safetensors"));
     let half = Folder::new();
     half.report("--synthetic --warmup 0 --steps 0 --save-init good");

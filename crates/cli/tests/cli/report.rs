@@ -49,7 +49,11 @@ fn collectives_are_counted_by_step() {
         let report = folder.report(&format!("--synthetic --steps 3 --strategy {strategy}"));
         let count = |kind: &str| report["collectives"][kind]["count"].as_u64().unwrap();
         assert_eq!(count("broadcast"), 0);
-        (count("all_gather"), count("reduce_scatter"), count("all_reduce"))
+        (
+            count("all_gather"),
+            count("reduce_scatter"),
+            count("all_reduce"),
+        )
     };
     // Three units: two blocks, and the root, which is kept.
     assert_eq!(counts("full-shard"), (5, 3, 1));
@@ -82,10 +86,20 @@ fn the_summary_is_for_people() {
     folder.write("text", text());
     let run = folder.train("--data text --steps 3 --sample 10");
     assert_eq!(run.code, 0, "{}", run.stderr);
-    for word in ["parameters on 2 ranks", "tokens/s", "held-out", "loss.svg", "sample"] {
+    for word in [
+        "parameters on 2 ranks",
+        "tokens/s",
+        "held-out",
+        "loss.svg",
+        "sample",
+    ] {
         assert!(run.stdout.contains(word), "{word}: {}", run.stdout);
     }
-    assert!(run.stderr.contains("blocks.1"), "the wrap plan: {}", run.stderr);
+    assert!(
+        run.stderr.contains("blocks.1"),
+        "the wrap plan: {}",
+        run.stderr
+    );
 }
 
 #[test]
@@ -93,7 +107,12 @@ fn help_shows_the_defaults_and_the_fault() {
     let run = Folder::new().train("--help");
     assert_eq!(run.code, 0);
     let help = run.stdout;
-    for word in ["[default: full-shard]", "[default: 600]", "--lr-schedule", "BURN_FSDP_FAULT"] {
+    for word in [
+        "[default: full-shard]",
+        "[default: 600]",
+        "--lr-schedule",
+        "BURN_FSDP_FAULT",
+    ] {
         assert!(help.contains(word), "{word}: {help}");
     }
 }

@@ -16,7 +16,10 @@ fn losses_do_not_depend_on_the_number_of_ranks() {
                 "{STEPS} --init init.safetensors --ranks {ranks} --strategy {strategy}"
             ));
             let difference = relative_difference(&want, &losses(&report));
-            assert!(difference < 1e-5, "{strategy} on {ranks} ranks: {difference:e}");
+            assert!(
+                difference < 1e-5,
+                "{strategy} on {ranks} ranks: {difference:e}"
+            );
         }
     }
 }
@@ -36,10 +39,16 @@ fn saving_loaded_weights_copies_them() {
     let folder = Folder::new();
     let none = "--synthetic --warmup 0 --steps 0";
     folder.report(&format!("{none} --save-init a.safetensors"));
-    folder.report(&format!("{none} --init a.safetensors --save-init b.safetensors"));
+    folder.report(&format!(
+        "{none} --init a.safetensors --save-init b.safetensors"
+    ));
     let read = |name: &str| std::fs::read(folder.path(name)).unwrap();
     assert_eq!(read("a.safetensors"), read("b.safetensors"));
-    assert_eq!(folder.names(), ["a.safetensors", "b.safetensors"], "no curve without a step");
+    assert_eq!(
+        folder.names(),
+        ["a.safetensors", "b.safetensors"],
+        "no curve without a step"
+    );
 }
 
 #[test]

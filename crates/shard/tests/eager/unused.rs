@@ -1,4 +1,4 @@
-//! Parameters used twice, at some ranks only, or never; frozen ones; children first.
+//! Parameters used twice, at some ranks only, or never; frozen ones; children first; buffers.
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -10,7 +10,7 @@ use burn_fsdp_shard::{ShardPolicy, backward, fully_shard};
 use super::bench::{
     Case, assert_close, build, device, on_ranks, optimizer, plainly, sharded, whole_params,
 };
-use super::nets::{MLP, Mlp, input};
+use super::nets::{ConvNet, MLP, Mlp, input};
 
 /// Four layers, of which ranks take different ones.
 #[derive(Module, Debug)]
@@ -175,4 +175,50 @@ fn children_first_and_the_parent_takes_what_is_left() {
         let mean = (outcomes[0].0[step] + outcomes[1].0[step]) / 2.0;
         assert!((mean - want.losses[step]).abs() < 1e-5 * mean.abs());
     }
+}
+
+/// The running means of a plain module after forwards on `rank`'s batches alone.
+fn running_means(model: &ConvNet, rank: usize, device: &Device) -> Vec<Vec<f32>> {
+    for step in 0..3 {
+        drop(model.loss(rank, step, device));
+    }
+    means_of(model)
+}
+
+fn means_of(model: &ConvNet) -> Vec<Vec<f32>> {
+    let means = model.norms.iter().map(|norm| {
+        let mean = norm.running_mean.value_sync().into_data();
+        mean.try_to_vec::<f32>().expect("f32")
+    });
+    means.collect()
+}
+
+#[test]
+fn running_states_are_each_ranks_own_though_the_module_was_cloned() {
+    let device = device();
+    let built = || {
+        let _turn = super::bench::seed_turn();
+        device.seed(super::bench::SEED);
+        let model = ConvNet::new(&device);
+        super::bench::params(&model);
+        model
+    };
+    let want: Vec<_> = (0..3)
+        .map(|rank| running_means(&built(), rank, &device))
+        .collect();
+    // One module, cloned into all ranks: its running states are shared until it is sharded.
+    let model = built();
+    let got = on_ranks(3, move |world| {
+        let device = super::bench::device();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 3)?)?;
+        let policy = ShardPolicy::new().units(["convs.*"]);
+        let model = fully_shard(model.clone(), &mesh, policy)?;
+        Ok(running_means(&model, world.rank(), &device))
+    });
+    for (got, want) in got.iter().zip(&want) {
+        for (got, want) in got.iter().flatten().zip(want.iter().flatten()) {
+            assert!((got - want).abs() <= 1e-6, "{got}, expected {want}");
+        }
+    }
+    assert_ne!(got[0], got[1]);
 }

@@ -1,0 +1,184 @@
+//! One training step of a GPT, `full-shard` against `no-shard` on the same ranks and device
+//! settings, in interleaved pairs.
+//!
+//! ```text
+//! cargo bench -p burn-fsdp --bench step -- [--ranks N] [--pairs N] [--json FILE]
+//! ```
+//!
+//! Prints the median ratio of the pairs with its 95 % interval (of the median, by order
+//! statistics), and beside it the time that the ranks need to copy all parameters at once.
+
+use std::time::Instant;
+
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::Device;
+use burn_fsdp::{
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
+    fully_shard, launch, num_params,
+};
+use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
+
+/// The default shape of the peer programs.
+const CONFIG: GptConfig = GptConfig {
+    layers: 6,
+    dim: 384,
+    heads: 6,
+    vocab: 4096,
+    seq: 256,
+};
+const BATCH: usize = 8;
+const WARMUP: usize = 3;
+
+struct Arguments {
+    ranks: usize,
+    pairs: usize,
+    json: Option<String>,
+}
+
+impl Arguments {
+    fn read() -> Self {
+        let mut arguments = Self {
+            ranks: 2,
+            pairs: 24,
+            json: None,
+        };
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let number = |value: Option<String>| {
+                let value = value.and_then(|value| value.parse().ok());
+                value.unwrap_or_else(|| panic!("{word} takes a number"))
+            };
+            match word.as_str() {
+                "--ranks" => arguments.ranks = number(words.next()),
+                "--pairs" => arguments.pairs = number(words.next()),
+                "--json" => arguments.json = words.next(),
+                _ => {}
+            }
+        }
+        arguments
+    }
+}
+
+/// One side of the comparison: a model and its optimizer.
+struct Side {
+    model: Option<Gpt>,
+    optim: ModuleOptimizer,
+    step: usize,
+}
+
+impl Side {
+    fn new(mesh: &ProcessMesh, device: &Device, strategy: Strategy) -> Result<Self, Error> {
+        let model = CONFIG.init(device, 1).expect("the configuration is valid");
+        let policy = ShardPolicy::new().units(["blocks.*"]).strategy(strategy);
+        Ok(Self {
+            model: Some(fully_shard(model, mesh, policy)?),
+            optim: AdamWConfig::new().init(),
+            step: 0,
+        })
+    }
+
+    /// Milliseconds of one step, from the start of all ranks to the end of the last.
+    fn step(&mut self, world: &ProcessGroup, device: &Device) -> Result<f64, Error> {
+        let rows = BATCH / world.size();
+        let batches = batches();
+        let first = world.rank() * rows;
+        let rows = batches.rows(self.step, first..first + rows);
+        let (inputs, targets) = rows.to_tensors(device);
+        let model = self.model.take().expect("a side keeps its model");
+        world.barrier("start of a step")?;
+        let start = Instant::now();
+        let loss = model.loss(inputs, targets);
+        let gradients = backward(loss, &model)?;
+        self.model = Some(self.optim.step(1e-3, model, gradients));
+        world.barrier("end of a step")?;
+        self.step += 1;
+        Ok(start.elapsed().as_secs_f64() * 1e3)
+    }
+}
+
+fn batches() -> Batches {
+    Batches {
+        stream: TokenStream::Synthetic { vocab: CONFIG.vocab },
+        batch: BATCH,
+        seq: CONFIG.seq,
+    }
+}
+
+struct Pair {
+    full_shard: f64,
+    no_shard: f64,
+}
+
+fn measure(world: &ProcessGroup, pairs: usize) -> Result<(Vec<Pair>, usize), Error> {
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+    let mut sharded = Side::new(&mesh, &device, Strategy::FullShard)?;
+    let mut whole = Side::new(&mesh, &device, Strategy::NoShard)?;
+    for _ in 0..WARMUP {
+        sharded.step(world, &device)?;
+        whole.step(world, &device)?;
+    }
+    let mut seen = Vec::with_capacity(pairs);
+    for pair in 0..pairs {
+        // Which side goes first alternates, so that a drift of the machine favours neither.
+        let (full_shard, no_shard) = if pair % 2 == 0 {
+            let first = sharded.step(world, &device)?;
+            (first, whole.step(world, &device)?)
+        } else {
+            let first = whole.step(world, &device)?;
+            (sharded.step(world, &device)?, first)
+        };
+        seen.push(Pair {
+            full_shard,
+            no_shard,
+        });
+    }
+    let params = sharded.model.as_ref().map_or(0, num_params);
+    Ok((seen, params))
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// The 95 % interval of the median, by order statistics.
+fn interval(sorted: &[f64]) -> (f64, f64) {
+    let n = sorted.len() as f64;
+    let half = 0.98 * n.sqrt();
+    let low = (n / 2.0 - half).floor().max(0.0) as usize;
+    let high = ((n / 2.0 + half).ceil() as usize).min(sorted.len() - 1);
+    (sorted[low], sorted[high])
+}
+
+fn main() {
+    let arguments = Arguments::read();
+    let pairs = arguments.pairs.max(1);
+    let results = launch(LaunchConfig::new(arguments.ranks), move |world| {
+        measure(&world, pairs)
+    });
+    let results = results.unwrap_or_else(|error| panic!("{error}"));
+    let (pairs, params) = &results[0];
+    let mut ratios: Vec<_> = pairs.iter().map(|p| p.full_shard / p.no_shard).collect();
+    let ratio = median(&mut ratios);
+    let (low, high) = interval(&ratios);
+    let full_shard = median(&mut pairs.iter().map(|p| p.full_shard).collect::<Vec<_>>());
+    let no_shard = median(&mut pairs.iter().map(|p| p.no_shard).collect::<Vec<_>>());
+    println!("{params} parameters, {} ranks, {} pairs", arguments.ranks, pairs.len());
+    println!("full-shard  {full_shard:9.1} ms a step (median)");
+    println!("no-shard    {no_shard:9.1} ms a step (median)");
+    println!("ratio       {ratio:9.3}  [{low:.3}, {high:.3}]");
+    if let Some(path) = arguments.json {
+        let raw: Vec<_> = pairs
+            .iter()
+            .map(|p| format!("[{:.3}, {:.3}]", p.full_shard, p.no_shard))
+            .collect();
+        let text = format!(
+            "{{\"benchmark\": \"step\", \"params\": {params}, \"ranks\": {}, \"ratio\": {ratio:.4}, \
+             \"interval\": [{low:.4}, {high:.4}], \"full_shard_no_shard_ms\": [{}]}}\n",
+            arguments.ranks,
+            raw.join(", ")
+        );
+        std::fs::write(&path, text).unwrap_or_else(|error| panic!("{path}: {error}"));
+    }
+}

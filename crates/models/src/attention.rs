@@ -1,0 +1,47 @@
+use burn::tensor::activation::softmax;
+use burn::tensor::{Device, Int, Tensor};
+
+use crate::fused;
+
+/// Causal self-attention over the rows of `qkv`, which are queries, keys and
+/// values side by side, each cut into heads.
+///
+/// # Shapes
+///
+/// - qkv: `[batch * time, 3 * dim]`
+/// - output: `[batch * time, dim]`
+pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    if fused::supports(&qkv) {
+        fused::causal_attention(qkv, batch, heads)
+    } else {
+        composed(qkv, batch, heads)
+    }
+}
+
+/// The same of elementary operations, for any backend.
+pub(crate) fn composed(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    let [rows, width] = qkv.dims();
+    let (time, dim) = (rows / batch, width / 3);
+    let head_dim = dim / heads;
+    let mask = causal_mask(time, &qkv.device());
+    let part = |index: usize| -> Tensor<4> {
+        qkv.clone()
+            .narrow(1, index * dim, dim)
+            .reshape([batch, time, heads, head_dim])
+            .swap_dims(1, 2)
+    };
+    let queries = part(0).mul_scalar((head_dim as f64).sqrt().recip());
+    let scores = queries.matmul(part(1).transpose()) + mask;
+    softmax(scores, 3)
+        .matmul(part(2))
+        .swap_dims(1, 2)
+        .reshape([rows, dim])
+}
+
+/// Zero where a position may look, minus infinity ahead of it:
+/// `[1, 1, time, time]`.
+fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
+    let position = |shape| Tensor::<1, Int>::arange(0..time as i64, device).reshape(shape);
+    let ahead = position([1, 1, 1, time]).greater(position([1, 1, time, 1]));
+    Tensor::zeros([1, 1, time, time], device).mask_fill(ahead, f32::NEG_INFINITY)
+}

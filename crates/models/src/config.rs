@@ -1,0 +1,214 @@
+use crate::ModelError;
+
+/// Standard deviation of the initial weights, except for those that write to
+/// the residual stream.
+const INIT_STD: f64 = 0.02;
+
+/// Sizes of a [`Gpt`](crate::Gpt).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GptConfig {
+    /// Number of transformer blocks.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub dim: usize,
+    /// Attention heads of a block; they divide `dim`.
+    pub heads: usize,
+    /// Number of different tokens.
+    pub vocab: usize,
+    /// Longest sequence, in tokens.
+    pub seq: usize,
+}
+
+/// A parameter of the model as PyTorch names and lays it out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterSpec {
+    /// Dotted name, such as `blocks.0.qkv.weight`.
+    pub name: String,
+    /// Shape; weights of linear layers are `[out, in]`.
+    pub shape: Vec<usize>,
+}
+
+impl GptConfig {
+    /// Check that such a model can exist.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, if `heads` does not divide `dim`, or if the number of
+    /// parameters overflows.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let sizes = [
+            ("layers", self.layers),
+            ("dim", self.dim),
+            ("heads", self.heads),
+            ("vocab", self.vocab),
+            ("seq", self.seq),
+        ];
+        if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(ModelError::ZeroSize { name });
+        }
+        if !self.dim.is_multiple_of(self.heads) {
+            return Err(ModelError::HeadsDoNotDivideDim {
+                heads: self.heads,
+                dim: self.dim,
+            });
+        }
+        self.checked_num_params()
+            .map(|_| ())
+            .ok_or(ModelError::TooManyParameters)
+    }
+
+    /// Number of parameters of the whole model.
+    ///
+    /// # Panics
+    ///
+    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    #[must_use]
+    pub fn num_params(&self) -> usize {
+        self.checked_num_params()
+            .expect("a validated configuration has a countable number of parameters")
+    }
+
+    /// Every parameter in the order in which the forward pass meets them.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<ParameterSpec> {
+        let (dim, wide) = (self.dim, 4 * self.dim);
+        let mut specs = vec![
+            spec("wte.weight", &[self.vocab, dim]),
+            spec("wpe.weight", &[self.seq, dim]),
+        ];
+        for layer in 0..self.layers {
+            let block: [(&str, &[usize]); 12] = [
+                ("ln1.weight", &[dim]),
+                ("ln1.bias", &[dim]),
+                ("qkv.weight", &[3 * dim, dim]),
+                ("qkv.bias", &[3 * dim]),
+                ("proj.weight", &[dim, dim]),
+                ("proj.bias", &[dim]),
+                ("ln2.weight", &[dim]),
+                ("ln2.bias", &[dim]),
+                ("fc.weight", &[wide, dim]),
+                ("fc.bias", &[wide]),
+                ("out.weight", &[dim, wide]),
+                ("out.bias", &[dim]),
+            ];
+            specs.extend(
+                block
+                    .into_iter()
+                    .map(|(name, shape)| spec(&format!("blocks.{layer}.{name}"), shape)),
+            );
+        }
+        specs.push(spec("lnf.weight", &[dim]));
+        specs.push(spec("lnf.bias", &[dim]));
+        specs.push(spec("head.weight", &[self.vocab, dim]));
+        specs
+    }
+
+    /// Standard deviation of weights that read from the residual stream.
+    pub(crate) fn init_std(&self) -> f64 {
+        INIT_STD
+    }
+
+    /// Standard deviation of weights that write to the residual stream.
+    ///
+    /// Smaller, so that the stream's variance does not grow with the depth: each
+    /// of the `layers` blocks adds to it twice.
+    pub(crate) fn residual_init_std(&self) -> f64 {
+        INIT_STD / (2.0 * self.layers as f64).sqrt()
+    }
+
+    fn checked_num_params(&self) -> Option<usize> {
+        // Weights 12 dim^2 and vectors 13 dim a block, vectors 2 dim at the end.
+        let dim = self.dim;
+        let block = dim
+            .checked_mul(dim)?
+            .checked_mul(12)?
+            .checked_add(dim.checked_mul(13)?)?;
+        let tables = self.vocab.checked_mul(2)?.checked_add(self.seq)?;
+        block
+            .checked_mul(self.layers)?
+            .checked_add(dim.checked_mul(tables)?)?
+            .checked_add(dim.checked_mul(2)?)
+    }
+}
+
+fn spec(name: &str, shape: &[usize]) -> ParameterSpec {
+    ParameterSpec {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> GptConfig {
+        GptConfig {
+            layers: 3,
+            dim: 8,
+            heads: 2,
+            vocab: 16,
+            seq: 4,
+        }
+    }
+
+    #[test]
+    fn number_of_parameters_is_the_sum_of_their_sizes() {
+        let sum: usize = config()
+            .parameters()
+            .iter()
+            .map(|p| p.shape.iter().product::<usize>())
+            .sum();
+        assert_eq!(config().num_params(), sum);
+    }
+
+    #[test]
+    fn the_default_benchmark_model_has_the_known_size() {
+        let config = GptConfig {
+            layers: 6,
+            dim: 384,
+            heads: 6,
+            vocab: 4096,
+            seq: 256,
+        };
+        assert_eq!(config.num_params(), 13_891_584);
+    }
+
+    #[test]
+    fn a_zero_size_is_named() {
+        let error = GptConfig {
+            vocab: 0,
+            ..config()
+        }
+        .validate()
+        .unwrap_err();
+        assert!(matches!(error, ModelError::ZeroSize { name: "vocab" }));
+    }
+
+    #[test]
+    fn heads_must_divide_dim() {
+        let error = GptConfig {
+            heads: 3,
+            ..config()
+        }
+        .validate()
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "3 heads do not divide dim 8; choose a dim that is a multiple of heads"
+        );
+    }
+
+    #[test]
+    fn sizes_that_overflow_are_refused() {
+        let huge = GptConfig {
+            dim: usize::MAX / 2,
+            heads: 1,
+            ..config()
+        };
+        assert!(matches!(
+            huge.validate(),
+            Err(ModelError::TooManyParameters)
+        ));
+    }
+}

@@ -1,0 +1,139 @@
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+
+use serde::Deserialize;
+
+/// Longest header that is read, so that a wrong length cannot ask for more
+/// memory than any real header needs. The limit of the safetensors crate.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Length of the number in front of the header.
+const LENGTH_BYTES: u64 = 8;
+
+/// The header of a safetensors file, checked against the length of the file.
+///
+/// The safetensors crate makes the same checks, but its errors do not name the
+/// tensor whose size is wrong.
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
+}
+
+/// What the header says about one tensor.
+#[derive(Debug, Deserialize)]
+pub(crate) struct TensorEntry {
+    pub(crate) dtype: String,
+    pub(crate) shape: Vec<usize>,
+    data_offsets: (u64, u64),
+}
+
+/// The header's JSON.
+#[derive(Deserialize)]
+struct HeaderJson {
+    #[serde(rename = "__metadata__")]
+    _metadata: Option<BTreeMap<String, String>>,
+    #[serde(flatten)]
+    tensors: BTreeMap<String, TensorEntry>,
+}
+
+impl Header {
+    /// Read and check a header.
+    ///
+    /// The outer error is the disk's, the inner one says what is wrong with the
+    /// file.
+    pub(crate) fn read(file: &mut impl Read, file_bytes: u64) -> io::Result<Result<Self, String>> {
+        if file_bytes < LENGTH_BYTES {
+            return Ok(Err(format!(
+                "{file_bytes} bytes are too few for the header's length; is the file truncated?"
+            )));
+        }
+        let mut length = [0; LENGTH_BYTES as usize];
+        file.read_exact(&mut length)?;
+        let length = u64::from_le_bytes(length);
+        let available = file_bytes - LENGTH_BYTES;
+        if length > available.min(MAX_HEADER_BYTES) {
+            return Ok(Err(format!(
+                "its header claims {length} bytes, but {available} follow and {MAX_HEADER_BYTES} \
+                 are allowed; is the file truncated?"
+            )));
+        }
+        let mut json = vec![0; length as usize];
+        file.read_exact(&mut json)?;
+        Ok(Self::parse(&json, available - length))
+    }
+
+    fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
+        let HeaderJson { tensors, .. } = serde_json::from_slice(json)
+            .map_err(|error| format!("its header is not what it should be: {error}"))?;
+        for (name, entry) in &tensors {
+            entry
+                .check(data_bytes)
+                .map_err(|problem| format!("tensor {name} {problem}"))?;
+        }
+        check_tiling(&tensors, data_bytes)?;
+        Ok(Self { tensors })
+    }
+}
+
+impl TensorEntry {
+    fn check(&self, data_bytes: u64) -> Result<(), String> {
+        let (start, end) = self.data_offsets;
+        if end < start || end > data_bytes {
+            return Err(format!(
+                "claims bytes {start} to {end} of {data_bytes}; is the file truncated?"
+            ));
+        }
+        let claimed = end - start;
+        match self.num_bytes() {
+            Some(needed) if needed == claimed => Ok(()),
+            Some(needed) => Err(format!(
+                "has {claimed} bytes, its shape {:?} of type {} needs {needed}",
+                self.shape, self.dtype
+            )),
+            // Types that we never load are compared by nobody.
+            None if element_bytes(&self.dtype).is_none() => Ok(()),
+            None => Err(format!("has a shape {:?} too large to exist", self.shape)),
+        }
+    }
+
+    fn num_bytes(&self) -> Option<u64> {
+        self.shape
+            .iter()
+            .try_fold(element_bytes(&self.dtype)?, |bytes, &size| {
+                bytes.checked_mul(size as u64)
+            })
+    }
+}
+
+/// Bytes of an element, for the types that have whole bytes.
+fn element_bytes(dtype: &str) -> Option<u64> {
+    match dtype {
+        "BOOL" | "U8" | "I8" => Some(1),
+        "U16" | "I16" | "F16" | "BF16" => Some(2),
+        "U32" | "I32" | "F32" => Some(4),
+        "U64" | "I64" | "F64" => Some(8),
+        _ => None,
+    }
+}
+
+/// Tensors must cover the data without overlap, and without bytes that belong to
+/// none of them.
+fn check_tiling(tensors: &BTreeMap<String, TensorEntry>, data_bytes: u64) -> Result<(), String> {
+    let mut by_offset: Vec<_> = tensors.iter().collect();
+    by_offset.sort_by_key(|(_, entry)| entry.data_offsets);
+    let mut covered = 0;
+    for (name, entry) in by_offset {
+        let (start, end) = entry.data_offsets;
+        if start != covered {
+            return Err(format!(
+                "tensor {name} starts at byte {start}, the one before it ends at {covered}"
+            ));
+        }
+        covered = end;
+    }
+    if covered == data_bytes {
+        Ok(())
+    } else {
+        Err(format!("its tensors end at byte {covered} of {data_bytes}"))
+    }
+}

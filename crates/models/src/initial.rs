@@ -1,0 +1,51 @@
+use burn::module::{Param, ParamId};
+use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
+/// The stream of random numbers that initial weights are drawn from.
+///
+/// Every parameter has a generator of its own, seeded by the model's seed and the
+/// parameter's number. Its values therefore do not depend on the order in which
+/// parameters are first used, on the device, or on other threads that draw random
+/// numbers at the same time.
+#[derive(Debug)]
+pub(crate) struct InitialValues<'a> {
+    device: &'a Device,
+    seed: u64,
+    drawn: u64,
+}
+
+impl<'a> InitialValues<'a> {
+    pub(crate) fn new(device: &'a Device, seed: u64) -> Self {
+        Self {
+            device,
+            seed,
+            drawn: 0,
+        }
+    }
+
+    /// A lazy matrix of normal values with mean zero.
+    pub(crate) fn normal(&mut self, shape: [usize; 2], std: f64) -> Param<Tensor<2>> {
+        let mut rng = self.next_generator();
+        Param::uninitialized(
+            ParamId::new(),
+            move |device, is_require_grad| {
+                let values = Distribution::Normal(0.0, std);
+                let data = TensorData::random::<f32, _, _>(shape, values, &mut rng);
+                Tensor::from_data(data, device).set_require_grad(is_require_grad)
+            },
+            self.device.clone(),
+            true,
+            Shape::new(shape),
+        )
+    }
+
+    fn next_generator(&mut self) -> StdRng {
+        let mut seed = [0; 32];
+        seed[..8].copy_from_slice(&self.seed.to_le_bytes());
+        seed[8..16].copy_from_slice(&self.drawn.to_le_bytes());
+        self.drawn += 1;
+        StdRng::from_seed(seed)
+    }
+}

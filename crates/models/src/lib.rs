@@ -1,0 +1,53 @@
+//! GPT as a plain Burn module, its weights on disk, and byte-level text.
+//!
+//! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names
+//!   of the usual PyTorch program.
+//! - [`WeightsFile`] and [`Gpt::save`]: safetensors in PyTorch's names and layout. Files to load are
+//!   not trusted.
+//! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
+//!
+//! The crate knows nothing of ranks or shards: whoever divides the work gives each worker its rows.
+//!
+//! ```
+//! use burn::optim::{AdamWConfig, GradientsParams};
+//! use burn::tensor::Device;
+//! use burn_fsdp_models::{Batches, GptConfig, ModelError, TokenStream};
+//!
+//! # fn main() -> Result<(), ModelError> {
+//! let config = GptConfig { layers: 1, dim: 8, heads: 2, vocab: 16, seq: 4 };
+//! let device = Device::flex().autodiff();
+//! let mut model = config.init(&device, 1)?;
+//! let mut optimizer = AdamWConfig::new().init();
+//! let stream = TokenStream::Synthetic { vocab: config.vocab };
+//! let batches = Batches { stream, batch: 2, seq: config.seq };
+//! for step in 0..3 {
+//!     let (inputs, targets) = batches.rows(step, 0..2).to_tensors(&device);
+//!     let gradients = model.loss(inputs, targets).backward();
+//!     let gradients = GradientsParams::from_grads(gradients, &model);
+//!     model = optimizer.step(1e-2, model, gradients);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+#![forbid(unsafe_code)]
+
+mod activation;
+mod attention;
+mod config;
+mod error;
+mod fused;
+mod gpt;
+mod header;
+mod initial;
+mod loss;
+mod norm;
+mod text;
+mod tokens;
+mod weights;
+
+pub use config::{GptConfig, ParameterSpec};
+pub use error::ModelError;
+pub use gpt::{Block, Gpt};
+pub use text::{BYTE_VOCAB, ByteText};
+pub use tokens::{Batches, ByteRange, Rows, TokenStream};
+pub use weights::WeightsFile;

@@ -1,0 +1,141 @@
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+/// A prime, so that the synthetic tokens visit the whole vocabulary.
+const SYNTHETIC_STRIDE: usize = 7919;
+
+/// An endless sequence of tokens.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum TokenStream {
+    /// Token `i` is `i * 7919` modulo the vocabulary: enough to compare the
+    /// arithmetic of two programs, nothing to learn from.
+    Synthetic {
+        /// Number of different tokens.
+        vocab: usize,
+    },
+    /// Bytes, from the start again after the last one.
+    Bytes(ByteRange),
+}
+
+/// A part of some bytes that others may hold parts of too; it is never empty.
+#[derive(Clone, Debug)]
+pub struct ByteRange {
+    bytes: Arc<[u8]>,
+    range: Range<usize>,
+}
+
+impl ByteRange {
+    /// The bytes in `range`, or `None` if it is empty or reaches too far.
+    #[must_use]
+    pub fn new(bytes: Arc<[u8]>, range: Range<usize>) -> Option<Self> {
+        let is_valid = !range.is_empty() && range.end <= bytes.len();
+        is_valid.then_some(Self { bytes, range })
+    }
+
+    /// The bytes themselves.
+    #[must_use]
+    pub fn as_slice(&self) -> &[u8] {
+        &self.bytes[self.range.clone()]
+    }
+}
+
+impl TokenStream {
+    /// The token at a position.
+    #[must_use]
+    pub fn token(&self, index: usize) -> i64 {
+        match self {
+            Self::Synthetic { vocab } => (index % vocab * SYNTHETIC_STRIDE % vocab) as i64,
+            Self::Bytes(range) => {
+                let bytes = range.as_slice();
+                i64::from(bytes[index % bytes.len()])
+            }
+        }
+    }
+
+    /// Number of tokens before the stream repeats itself, if it does.
+    #[must_use]
+    pub fn period(&self) -> Option<usize> {
+        match self {
+            Self::Synthetic { .. } => None,
+            Self::Bytes(range) => Some(range.as_slice().len()),
+        }
+    }
+}
+
+/// A stream cut into batches of rows.
+///
+/// Row `r` of step `s` is the `seq` tokens from position `(s * batch + r) * seq`,
+/// so that every token is an input once before the stream starts again.
+#[derive(Clone, Debug)]
+pub struct Batches {
+    /// Where the tokens come from.
+    pub stream: TokenStream,
+    /// Rows of a step.
+    pub batch: usize,
+    /// Tokens of a row.
+    pub seq: usize,
+}
+
+/// Some rows of a step, with the target of every token: the token after it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rows {
+    inputs: Vec<i64>,
+    targets: Vec<i64>,
+    num_rows: usize,
+}
+
+impl Batches {
+    /// Rows `rows` of the batch of a step.
+    #[must_use]
+    pub fn rows(&self, step: usize, rows: Range<usize>) -> Rows {
+        let start = (step * self.batch + rows.start) * self.seq;
+        let tokens = |shift: usize| -> Vec<i64> {
+            (0..rows.len() * self.seq)
+                .map(|index| self.stream.token(start + index + shift))
+                .collect()
+        };
+        Rows {
+            inputs: tokens(0),
+            targets: tokens(1),
+            num_rows: rows.len(),
+        }
+    }
+
+    /// Number of batches of which no token, input or target, was seen before.
+    ///
+    /// At least one, so that a short text can still be evaluated; `None` if the
+    /// stream does not repeat itself.
+    #[must_use]
+    pub fn num_distinct(&self) -> Option<usize> {
+        let period = self.stream.period()?;
+        let inputs = period.saturating_sub(1);
+        Some((inputs / (self.batch * self.seq)).max(1))
+    }
+}
+
+impl Rows {
+    /// The input tokens, row after row.
+    #[must_use]
+    pub fn inputs(&self) -> &[i64] {
+        &self.inputs
+    }
+
+    /// The targets, row after row.
+    #[must_use]
+    pub fn targets(&self) -> &[i64] {
+        &self.targets
+    }
+
+    /// Inputs and targets as tensors `[rows, seq]`.
+    #[must_use]
+    pub fn to_tensors(&self, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+        let tensor = |tokens: &[i64]| {
+            let shape = [self.num_rows, tokens.len() / self.num_rows.max(1)];
+            Tensor::from_data(TensorData::new(tokens.to_vec(), shape), device)
+        };
+        (tensor(&self.inputs), tensor(&self.targets))
+    }
+}

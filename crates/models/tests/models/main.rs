@@ -1,0 +1,9 @@
+//! Black-box tests of the models crate.
+
+mod gpt;
+mod pytorch;
+
+mod safetensors;
+mod text;
+mod tokens;
+mod weights;

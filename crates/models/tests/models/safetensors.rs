@@ -1,0 +1,74 @@
+//! Safetensors files written by hand, good and bad ones.
+
+use std::fs;
+use std::path::Path;
+
+use burn_fsdp_models::{GptConfig, ParameterSpec};
+use serde_json::{Map, Value, json};
+
+/// A header and data that are written as they are, however wrong.
+#[derive(Clone)]
+pub(crate) struct Container {
+    pub(crate) header: Map<String, Value>,
+    pub(crate) data: Vec<u8>,
+}
+
+impl Container {
+    /// The weights of a model, each value a formula of its parameter's number
+    /// and its own.
+    pub(crate) fn of_model(config: &GptConfig) -> Self {
+        let mut container = Self {
+            header: Map::new(),
+            data: Vec::new(),
+        };
+        for (number, spec) in config.parameters().into_iter().enumerate() {
+            let values = formula_values(number, &spec);
+            container.push(&spec.name, &spec.shape, &values);
+        }
+        container
+    }
+
+    pub(crate) fn push(&mut self, name: &str, shape: &[usize], values: &[f32]) {
+        let start = self.data.len();
+        self.data
+            .extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        let entry = json!({
+            "dtype": "F32",
+            "shape": shape,
+            "data_offsets": [start, self.data.len()],
+        });
+        self.header.insert(name.to_owned(), entry);
+    }
+
+    /// The entry of a tensor, to be made wrong.
+    pub(crate) fn entry(&mut self, name: &str) -> &mut Map<String, Value> {
+        self.header[name]
+            .as_object_mut()
+            .expect("entries are objects")
+    }
+
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let header = serde_json::to_vec(&self.header).expect("a header can be written");
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header);
+        bytes.extend(&self.data);
+        bytes
+    }
+
+    pub(crate) fn write(&self, path: &Path) {
+        fs::write(path, self.to_bytes()).expect("the test folder is writable");
+    }
+}
+
+/// Values that a program in any language can compute again: a sine of the value's
+/// number, around one for the scale of a layer norm and around zero otherwise.
+fn formula_values(number: usize, spec: &ParameterSpec) -> Vec<f32> {
+    let is_scale = spec.name.contains("ln") && spec.name.ends_with("weight");
+    let center = if is_scale { 1.0 } else { 0.0 };
+    (0..spec.shape.iter().product())
+        .map(|index: usize| {
+            let angle = index as f64 * 0.7 + number as f64;
+            (center + 0.2 * angle.sin()) as f32
+        })
+        .collect()
+}
