@@ -23,7 +23,7 @@ Environment:
   BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
                    rank:N,step:N,at:forward|backward|collective,how:panic|error|stall
                    (steps count from 0, warmup included)
-  RUST_LOG         what to log on stderr [default: error]
+  RUST_LOG         what to log on stderr [default: off]
 
 Exit code:
   0  done

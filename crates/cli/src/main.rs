@@ -27,6 +27,7 @@ mod share;
 mod summary;
 mod train;
 
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -53,12 +54,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Logs errors, or what `RUST_LOG` asks for. Warnings about sharding are in the report, once for
-/// all ranks.
+/// Logs what `RUST_LOG` asks for, and nothing by default: errors end the run with a message of their
+/// own, and warnings about sharding are in the report, once for all ranks.
 fn log_to_stderr() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("error"));
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("off"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_writer(io::stderr)
         .init();
 }
