@@ -1,4 +1,4 @@
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_models::{Gpt, GptConfig, ModelError};
@@ -140,16 +140,12 @@ fn gradients_predict_the_change_of_the_loss() {
     let before = loss(&model, &device);
     let value = f64::from(values(before.clone())[0]);
     let grads = GradientsParams::from_grads(before.backward(), &model);
-    let squared_norm: f64 = burn::module::list_param_ids(&model)
-        .into_iter()
-        .filter_map(|id| {
-            let flat = |tensor: Vec<f32>| tensor.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>();
-            grads
-                .get::<1>(id)
-                .map(|g| flat(values(g)))
-                .or_else(|| grads.get::<2>(id).map(|g| flat(values(g))))
-        })
-        .sum();
+    let mut norm = SquaredNorm {
+        grads: &grads,
+        sum: 0.0,
+    };
+    model.visit(&mut norm);
+    let squared_norm = norm.sum;
     let lr = 1e-3;
     let moved = SgdConfig::new().init().step(lr, model, grads);
     let change = value - f64::from(values(loss(&moved, &device))[0]);
@@ -158,4 +154,23 @@ fn gradients_predict_the_change_of_the_loss() {
         (change / predicted - 1.0).abs() < 0.05,
         "{change} {predicted}"
     );
+}
+
+/// Sums the squares of all gradients.
+struct SquaredNorm<'a> {
+    grads: &'a GradientsParams,
+    sum: f64,
+}
+
+impl ModuleVisitor for SquaredNorm<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let grad = self
+            .grads
+            .get::<D>(param.id)
+            .expect("every parameter has one");
+        self.sum += values(grad)
+            .iter()
+            .map(|v| f64::from(*v).powi(2))
+            .sum::<f64>();
+    }
 }
