@@ -37,6 +37,15 @@ impl Folder {
         std::fs::read_to_string(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
     }
 
+    /// Header and data of a safetensors file.
+    pub(crate) fn weights(&self, name: &str) -> (String, Vec<u8>) {
+        let bytes = std::fs::read(self.path(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (length, rest) = bytes.split_first_chunk::<8>().expect("a length");
+        let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
+        let header = String::from_utf8(header.to_vec()).expect("a header of text");
+        (header, data.to_vec())
+    }
+
     /// Names of the files that are there, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).expect("a readable folder");

@@ -15,11 +15,9 @@ fn fails(at: &str, how: &str, deadline: u64) -> (Run, Folder, Duration) {
     );
     assert_eq!(run.code, 3, "{at} {how}: {}", run.stderr);
     assert_eq!(folder.names(), ["metrics.jsonl"], "no curve of half a run");
-    assert_eq!(
-        folder.read("metrics.jsonl").lines().count(),
-        3,
-        "{at} {how}"
-    );
+    // Rank 1 may fail before rank 0 has seen the end of the step before.
+    let num_lines = folder.read("metrics.jsonl").lines().count();
+    assert!((2..=3).contains(&num_lines), "{at} {how}: {num_lines}");
     let duration = start.elapsed();
     (run, folder, duration)
 }

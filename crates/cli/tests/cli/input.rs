@@ -147,12 +147,10 @@ fn sources_of_tokens_exclude_each_other() {
 fn changed_weights(change: impl Fn(&str) -> String) -> Folder {
     let folder = Folder::new();
     folder.report("--synthetic --warmup 0 --steps 0 --save-init good");
-    let good = std::fs::read(folder.path("good")).unwrap();
-    let (length, rest) = good.split_first_chunk::<8>().unwrap();
-    let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
-    let header = change(std::str::from_utf8(header).unwrap());
+    let (header, data) = folder.weights("good");
+    let header = change(&header);
     let length = (header.len() as u64).to_le_bytes();
-    folder.write("bad", [&length, header.as_bytes(), data].concat());
+    folder.write("bad", [&length, header.as_bytes(), &data].concat());
     folder
 }
 

@@ -32,7 +32,10 @@ fn json_has_every_field() {
     assert_eq!(report["peak_rss_bytes"].as_array().unwrap().len(), 1);
     assert!(report["peak_rss_bytes"][0].as_u64().unwrap() > 1 << 20);
     assert!(report["sample"].as_str().unwrap().len() >= 20);
-    assert_eq!(report["warnings"], Value::Array(Vec::new()));
+    // Each remark once, not once per rank: the tables are most of so small a model.
+    let warnings = report["warnings"].as_array().unwrap();
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(warnings[0].as_str().unwrap().contains("`root`"));
     // Parameters and two moments in four bytes each, the matrices divided by two.
     let state = 3 * 4 * ((PARAMS - VECTORS) / 2 + VECTORS);
     assert_eq!(report["state_bytes"], serde_json::json!([state, state]));
