@@ -98,7 +98,9 @@ impl Side {
 
 fn batches() -> Batches {
     Batches {
-        stream: TokenStream::Synthetic { vocab: CONFIG.vocab },
+        stream: TokenStream::Synthetic {
+            vocab: CONFIG.vocab,
+        },
         batch: BATCH,
         seq: CONFIG.seq,
     }
@@ -164,7 +166,11 @@ fn main() {
     let (low, high) = interval(&ratios);
     let full_shard = median(&mut pairs.iter().map(|p| p.full_shard).collect::<Vec<_>>());
     let no_shard = median(&mut pairs.iter().map(|p| p.no_shard).collect::<Vec<_>>());
-    println!("{params} parameters, {} ranks, {} pairs", arguments.ranks, pairs.len());
+    println!(
+        "{params} parameters, {} ranks, {} pairs",
+        arguments.ranks,
+        pairs.len()
+    );
     println!("full-shard  {full_shard:9.1} ms a step (median)");
     println!("no-shard    {no_shard:9.1} ms a step (median)");
     println!("ratio       {ratio:9.3}  [{low:.3}, {high:.3}]");

@@ -30,7 +30,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
         // All ranks evaluate the same number of batches, each its own rows.
         let batches = Batches {
-            stream: TokenStream::Synthetic { vocab: CONFIG.vocab },
+            stream: TokenStream::Synthetic {
+                vocab: CONFIG.vocab,
+            },
             batch: 4,
             seq: CONFIG.seq,
         };

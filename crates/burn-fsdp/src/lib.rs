@@ -46,12 +46,12 @@
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+/// The transport below: buffers, process groups, collectives.
+pub use burn_fsdp_collectives as collectives;
 pub use burn_fsdp_collectives::{
     At, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind, ProcessGroup,
     ProcessMesh, Tally, Unwound, launch,
 };
-/// The transport below: buffers, process groups, collectives.
-pub use burn_fsdp_collectives as collectives;
 /// Meshes, placements and partition arithmetic.
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};

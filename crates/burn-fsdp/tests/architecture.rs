@@ -8,7 +8,10 @@ use cargo_metadata::{DependencyKind, MetadataCommand};
 const ALLOWED: [(&str, &[&str]); 6] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
-    ("burn-fsdp-shard", &["burn-fsdp-mesh", "burn-fsdp-collectives"]),
+    (
+        "burn-fsdp-shard",
+        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+    ),
     (
         "burn-fsdp",
         &["burn-fsdp-mesh", "burn-fsdp-collectives", "burn-fsdp-shard"],
@@ -41,7 +44,10 @@ fn dependencies_flow_one_way() {
                 continue;
             }
             let is_ours = used == "burn-fsdp" || used.starts_with("burn-fsdp-");
-            assert!(!is_ours || allowed.contains(used), "`{name}` must not use `{used}`");
+            assert!(
+                !is_ours || allowed.contains(used),
+                "`{name}` must not use `{used}`"
+            );
             let is_burn = !is_ours && (used == "burn" || used.starts_with("burn-"));
             assert!(
                 !(is_burn && WITHOUT_BURN.contains(&name.as_str())),

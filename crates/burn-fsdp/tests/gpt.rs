@@ -25,7 +25,9 @@ fn checkpointing() -> Device {
 
 fn loss(model: &Gpt, step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tensor<1> {
     let batches = Batches {
-        stream: TokenStream::Synthetic { vocab: CONFIG.vocab },
+        stream: TokenStream::Synthetic {
+            vocab: CONFIG.vocab,
+        },
         batch: BATCH,
         seq: CONFIG.seq,
     };
@@ -76,7 +78,11 @@ fn blocks() -> ShardPolicy {
 fn losses_agree_with_the_plain_model() {
     const STEPS: usize = 10;
     let want = plain_losses(STEPS);
-    for strategy in [Strategy::FullShard, Strategy::ShardGradOp, Strategy::NoShard] {
+    for strategy in [
+        Strategy::FullShard,
+        Strategy::ShardGradOp,
+        Strategy::NoShard,
+    ] {
         for ranks in 1..=4 {
             let outcomes = on_ranks(ranks, move |world, mesh| {
                 let device = checkpointing();
@@ -96,7 +102,10 @@ fn losses_agree_with_the_plain_model() {
                 let sum: f32 = outcomes.iter().map(|losses| losses[step]).sum();
                 let got = sum / ranks as f32;
                 let difference = (got - want).abs() / want;
-                assert!(difference <= 1e-5, "{strategy:?}, {ranks} ranks, step {step}: {got} {want}");
+                assert!(
+                    difference <= 1e-5,
+                    "{strategy:?}, {ranks} ranks, step {step}: {got} {want}"
+                );
             }
         }
     }
@@ -138,7 +147,11 @@ fn a_step_gathers_reduces_and_frees_unit_by_unit() {
         // Backward: each block's gradients are reduced before the next block is asked for.
         let backward = &order.operations[units as usize..];
         for (index, pair) in (0..CONFIG.layers).rev().zip(backward.chunks(2)) {
-            assert_eq!(pair[0], format!("backward unshard blocks.{index}"), "{order}");
+            assert_eq!(
+                pair[0],
+                format!("backward unshard blocks.{index}"),
+                "{order}"
+            );
             assert_eq!(pair[1], format!("reduce blocks.{index}"), "{order}");
         }
     }
@@ -174,13 +187,18 @@ fn a_model_built_outside_and_cloned_into_ranks_is_sharded_apart() {
     });
     for (step, want) in want.iter().enumerate() {
         let got = outcomes.iter().map(|losses| losses[step]).sum::<f32>() / 4.0;
-        assert!((got - want).abs() <= 1e-5 * want, "step {step}: {got} {want}");
+        assert!(
+            (got - want).abs() <= 1e-5 * want,
+            "step {step}: {got} {want}"
+        );
     }
 }
 
 #[test]
 fn a_rank_that_fails_in_backward_is_named_on_every_rank() {
-    let fault = "rank:1,step:1,at:backward,how:error".parse().expect("a fault");
+    let fault = "rank:1,step:1,at:backward,how:error"
+        .parse()
+        .expect("a fault");
     let config = LaunchConfig::new(2).deadline(Duration::from_secs(20));
     let result = launch(config, move |world| {
         world.set_fault(fault);
@@ -190,9 +208,16 @@ fn a_rank_that_fails_in_backward_is_named_on_every_rank() {
         let model = fully_shard(model, &mesh, blocks())?;
         for step in 0..3 {
             world.begin_step(step);
-            let result = backward(loss(&model, step as usize, own_rows(&world), &device), &model);
+            let result = backward(
+                loss(&model, step as usize, own_rows(&world), &device),
+                &model,
+            );
             if let Err(error) = result {
-                assert_eq!(memory(&model)?.unsharded_live, 0, "everything is sharded again");
+                assert_eq!(
+                    memory(&model)?.unsharded_live,
+                    0,
+                    "everything is sharded again"
+                );
                 return Err(error);
             }
         }

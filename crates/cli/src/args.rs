@@ -99,7 +99,7 @@ pub(crate) struct TrainingArgs {
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
     /// Measured steps
-    #[arg(long, default_value_t = 120)]
+    #[arg(long, default_value_t = 100)]
     pub(crate) steps: usize,
     /// Unmeasured steps before them; their losses are reported too
     #[arg(long, value_name = "STEPS", default_value_t = 2)]

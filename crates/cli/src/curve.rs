@@ -44,6 +44,8 @@ fn draw_into(
     chart
         .configure_mesh()
         .light_line_style(TRANSPARENT)
+        .label_style(("sans-serif", 13))
+        .axis_desc_style(("sans-serif", 15))
         .x_desc("step")
         .y_desc("loss (nats per token)")
         .draw()?;
@@ -55,7 +57,7 @@ fn draw_into(
         .label("training")
         .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], BLUE));
     if !eval_losses.is_empty() {
-        let line = LineSeries::new(eval_losses.iter().copied(), RED.stroke_width(2));
+        let line = LineSeries::new(eval_losses.iter().copied(), RED.stroke_width(2).filled());
         chart
             .draw_series(line.point_size(3))?
             .label("held out")
@@ -63,6 +65,7 @@ fn draw_into(
     }
     chart
         .configure_series_labels()
+        .label_font(("sans-serif", 13))
         .border_style(BLACK)
         .background_style(WHITE)
         .draw()?;

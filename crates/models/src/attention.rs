@@ -14,12 +14,12 @@ pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Te
     if fused::supports(&qkv) {
         fused::causal_attention(qkv, batch, heads)
     } else {
-        composed(qkv, batch, heads)
+        composed(&qkv, batch, heads)
     }
 }
 
 /// The same of elementary operations, for any backend.
-pub(crate) fn composed(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+pub(crate) fn composed(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
     let [rows, width] = qkv.dims();
     let (time, dim) = (rows / batch, width / 3);
     let head_dim = dim / heads;

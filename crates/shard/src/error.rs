@@ -112,20 +112,18 @@ pub enum Error {
         /// The unit.
         unit: String,
     },
-    /// The order of operations, once recorded, is not the same on all ranks.
+    /// A child was sharded over another process group than its parent.
     #[error(
-        "rank {rank}: the recorded order of gathers and reductions has hash {got:016x}, rank \
-         {other} has {expected:016x}; all ranks must run the same modules in the same order"
+        "unit `{unit}` is sharded over group `{got}`, its parent over `{expected}`; \
+         shard a module and its children over one group"
     )]
-    Order {
-        /// This rank.
-        rank: usize,
-        /// The rank that differs.
-        other: usize,
-        /// Its hash.
-        expected: u64,
-        /// Our hash.
-        got: u64,
+    Group {
+        /// The unit.
+        unit: String,
+        /// The parent's group.
+        expected: String,
+        /// The unit's group.
+        got: String,
     },
     /// An operation named here met a unit in a state that does not allow it.
     #[error("unit `{unit}`: expected state {expected}, current state {got}; {advice}")]

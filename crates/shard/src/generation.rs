@@ -69,19 +69,20 @@ pub(crate) struct Generation {
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
-    owners: AtomicUsize,
+    /// By slot: how many modules hold the parameter in this generation.
+    owners: Vec<AtomicUsize>,
 }
 
 struct Values {
     own: Vec<Option<Tensor<1>>>,
-    /// Where values not yet moved here are found; dropped once all are here.
-    parent: Option<Arc<Generation>>,
+    /// Values of siblings that have not moved here (yet): those of the generation before.
+    inherited: Vec<Option<Tensor<1>>>,
 }
 
 impl std::fmt::Debug for Generation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Generation")
-            .field("unit", &self.unit.name)
+            .field("unit", &self.unit.label())
             .field("epoch", &self.epoch())
             .field("state", &self.state.lock().name())
             .finish_non_exhaustive()
@@ -94,19 +95,23 @@ impl Generation {
         Self::new(unit, 0, 0, None)
     }
 
-    fn new(unit: Arc<Unit>, epoch: u64, version: u64, parent: Option<Arc<Self>>) -> Arc<Self> {
+    fn new(unit: Arc<Unit>, epoch: u64, version: u64, parent: Option<&Self>) -> Arc<Self> {
+        let slots = 0..unit.slots.len();
         let generation = Arc::new(Self {
             values: Mutex::new(Values {
-                own: (0..unit.slots.len()).map(|_| None).collect(),
-                parent,
+                own: slots.clone().map(|_| None).collect(),
+                inherited: slots
+                    .clone()
+                    .map(|slot| parent.map(|parent| parent.value(slot)))
+                    .collect(),
             }),
+            owners: slots.map(|_| AtomicUsize::new(0)).collect(),
             unit,
             epoch: AtomicU64::new(epoch),
             version: AtomicU64::new(version),
             state: Mutex::new(State::Sharded),
             children: Mutex::default(),
             num_children: Mutex::default(),
-            owners: AtomicUsize::new(0),
         });
         generation.unit.adopt(&generation);
         generation
@@ -132,19 +137,18 @@ impl Generation {
     pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
         let mut values = self.values.lock();
         values.own[slot] = Some(value);
-        if values.own.iter().all(Option::is_some) {
-            values.parent = None;
-        }
+        values.inherited[slot] = None;
     }
 
     /// The value of `slot`, with autodiff if the module has it.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let values = self.values.lock();
-        match (&values.own[slot], &values.parent) {
-            (Some(value), _) => value.clone(),
-            (None, Some(parent)) => parent.value(slot),
-            (None, None) => unreachable!("a first generation is filled before it is used"),
-        }
+        let value = values.own[slot]
+            .as_ref()
+            .or(values.inherited[slot].as_ref());
+        value
+            .expect("a first generation is filled before it is used")
+            .clone()
     }
 
     /// Whether gradients of `slot` are wanted.
@@ -179,7 +183,7 @@ impl Generation {
                 Transition::Map => epoch,
                 _ => self.version(),
             };
-            let child = Self::new(self.unit.clone(), epoch, version, Some(self.clone()));
+            let child = Self::new(self.unit.clone(), epoch, version, Some(self));
             children.push((transition, Arc::downgrade(&child)));
             child
         });
@@ -188,9 +192,13 @@ impl Generation {
         child
     }
 
-    /// Whether a module still holds parameters of this generation.
-    pub(crate) fn is_owned(&self) -> bool {
-        self.owners.load(Ordering::Relaxed) > 0
+    /// Whether a module holds the parameter of `slot` in this generation.
+    pub(crate) fn owns(&self, slot: usize) -> bool {
+        self.owners[slot].load(Ordering::Relaxed) > 0
+    }
+
+    fn is_abandoned(&self) -> bool {
+        (0..self.owners.len()).all(|slot| !self.owns(slot))
     }
 }
 
@@ -201,30 +209,35 @@ fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     hasher.finish()
 }
 
-/// A module's hold on a generation: counted, because backward graphs hold generations too, and
-/// must not make an abandoned copy look alive.
-pub(crate) struct Owned(Arc<Generation>);
+/// A module's hold on one parameter of a generation: counted, because backward graphs hold
+/// generations too, and must not make an abandoned copy look alive.
+pub(crate) struct Owned {
+    generation: Arc<Generation>,
+    /// Which parameter.
+    pub(crate) slot: usize,
+}
 
 impl Owned {
     /// Takes hold.
-    pub(crate) fn new(generation: Arc<Generation>) -> Self {
-        generation.owners.fetch_add(1, Ordering::Relaxed);
-        Self(generation)
+    pub(crate) fn new(generation: Arc<Generation>, slot: usize) -> Self {
+        generation.owners[slot].fetch_add(1, Ordering::Relaxed);
+        Self { generation, slot }
     }
 }
 
 impl Clone for Owned {
     fn clone(&self) -> Self {
-        Self::new(self.0.clone())
+        Self::new(self.generation.clone(), self.slot)
     }
 }
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        if self.0.owners.fetch_sub(1, Ordering::Relaxed) == 1
-            && let Some(root) = self.0.unit.root()
+        self.generation.owners[self.slot].fetch_sub(1, Ordering::Relaxed);
+        if self.generation.is_abandoned()
+            && let Some(root) = self.generation.unit.root()
         {
-            root.forget(&self.0);
+            root.forget(&self.generation);
         }
     }
 }
@@ -233,7 +246,7 @@ impl std::ops::Deref for Owned {
     type Target = Arc<Generation>;
 
     fn deref(&self) -> &Self::Target {
-        &self.0
+        &self.generation
     }
 }
 

@@ -36,8 +36,13 @@ impl ModuleVisitor for Nothing {}
 
 /// The sharded parameters of `module`, in its own order.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
+    visit(module, &mut Nothing)
+}
+
+/// Visits `module` without its shards, and returns them.
+pub(crate) fn visit<M: Module, V: ModuleVisitor>(module: &M, visitor: &mut V) -> Vec<Member> {
     ASKED.with(|asked| *asked.borrow_mut() = Some(Vec::new()));
-    module.visit(&mut Nothing);
+    module.visit(visitor);
     ASKED
         .with(|asked| asked.borrow_mut().take())
         .unwrap_or_default()
@@ -57,13 +62,30 @@ pub(crate) fn answer(generation: &Arc<Generation>, index: usize) -> bool {
     })
 }
 
-/// The root of a sharded module.
+/// The roots of a module: one, unless only children of it were sharded.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`] if it has no sharded parameter.
+pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
+    let mut roots: Vec<Arc<Root>> = Vec::new();
+    for member in members(module) {
+        let root = member.generation.unit.root().ok_or(Error::NotSharded)?;
+        if !roots.iter().any(|known| Arc::ptr_eq(known, &root)) {
+            roots.push(root);
+        }
+    }
+    match roots.is_empty() {
+        true => Err(Error::NotSharded),
+        false => Ok(roots),
+    }
+}
+
+/// The first root of a module.
 ///
 /// # Errors
 ///
 /// [`Error::NotSharded`] if it has no sharded parameter.
 pub(crate) fn root_of<M: Module>(module: &M) -> Result<Arc<Root>, Error> {
-    let members = members(module);
-    let first = members.first().ok_or(Error::NotSharded)?;
-    first.generation.unit.root().ok_or(Error::NotSharded)
+    Ok(roots_of(module)?.swap_remove(0))
 }

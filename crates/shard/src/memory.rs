@@ -1,7 +1,7 @@
 //! What a sharded module holds, and what keeps full weights alive against the policy.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Weak;
 
 use burn::module::Module;
 use burn::tensor::GradientCheckpointingStrategy;
@@ -9,7 +9,6 @@ use burn::tensor::GradientCheckpointingStrategy;
 use crate::error::Error;
 use crate::inspect;
 use crate::root::Root;
-use crate::survey::Found;
 use crate::unit::Unit;
 
 /// Memory of one rank, in bytes.
@@ -55,22 +54,17 @@ impl fmt::Display for Pinned {
 ///
 /// [`Error::NotSharded`].
 pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
-    let root = inspect::root_of(module)?;
+    let roots = inspect::roots_of(module)?;
     let members = inspect::members(module);
     let held = members.iter().map(|member| {
-        let unit = &member.generation.unit;
-        let slot = member.slot();
-        let elements = match slot.is_gathered() {
-            true => slot.partition.len(unit.group.rank()),
-            false => slot.partition.num_elements(),
-        };
-        elements * slot.element.size()
+        let rank = member.generation.unit.group.rank();
+        member.slot().held_bytes(rank)
     });
     Ok(Memory {
         parameters: held.sum(),
-        unsharded_live: root.pool.live_bytes(),
-        unsharded_peak: root.pool.peak_bytes(),
-        pinned: root.watch().pinned,
+        unsharded_live: roots.iter().map(|root| root.pool.live_bytes()).sum(),
+        unsharded_peak: roots.iter().map(|root| root.pool.peak_bytes()).sum(),
+        pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
     })
 }
 
@@ -80,7 +74,9 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
 ///
 /// [`Error::NotSharded`].
 pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
-    inspect::root_of(module)?.pool.reset_peak();
+    for root in inspect::roots_of(module)? {
+        root.pool.reset_peak();
+    }
     Ok(())
 }
 
@@ -96,7 +92,8 @@ pub(crate) struct Mark {
 /// Follows the buffers of dropped full weights to the start of backward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Watch {
-    marks: Vec<(Arc<Unit>, Vec<Mark>)>,
+    /// By unit: its name, the bytes of its full parameters, the buffers.
+    marks: Vec<(String, usize, Vec<Mark>)>,
     pinned: Vec<Pinned>,
 }
 
@@ -107,24 +104,21 @@ impl Watch {
     }
 
     /// The full weights of `unit` now exist.
-    pub(crate) fn unsharded(&mut self, unit: &Arc<Unit>, marks: Vec<Mark>) {
-        self.marks.push((unit.clone(), marks));
+    pub(crate) fn unsharded(&mut self, unit: &Unit, marks: Vec<Mark>) {
+        self.marks
+            .push((unit.label(), unit.gathered_bytes(), marks));
     }
 
     /// Forward is over: no full weight of a unit that drops them should be alive.
     pub(crate) fn check_pins(&mut self) {
-        for (unit, marks) in std::mem::take(&mut self.marks) {
+        for (unit, of, marks) in std::mem::take(&mut self.marks) {
             let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
             let bytes: usize = alive.map(|mark| mark.bytes).sum();
-            let known = self.pinned.iter().any(|pinned| pinned.unit == unit.label());
+            let known = self.pinned.iter().any(|pinned| pinned.unit == unit);
             if bytes == 0 || known {
                 continue;
             }
-            let pinned = Pinned {
-                unit: unit.label().to_owned(),
-                bytes,
-                of: unit.gathered_bytes(),
-            };
+            let pinned = Pinned { unit, bytes, of };
             tracing::warn!(target: "burn_fsdp", "{pinned}");
             self.pinned.push(pinned);
         }
@@ -132,15 +126,14 @@ impl Watch {
 }
 
 /// Says at wrap time what can be known then.
-pub(crate) fn warn_at_wrap(root: &Root, parameters: &[Found]) {
-    let device = &parameters[0].device;
-    let strategy = device.gradient_checkpointing_strategy();
+pub(crate) fn warn_at_wrap(root: &Root) {
     let units = root.units();
     let dropped: Vec<_> = units
         .iter()
-        .filter(|unit| !unit.keep && unit.is_gathered())
+        .filter(|unit| !unit.keeps() && unit.is_gathered())
+        .filter(|unit| unit.strategy == Some(GradientCheckpointingStrategy::Disabled))
         .collect();
-    if !dropped.is_empty() && strategy == Some(GradientCheckpointingStrategy::Disabled) {
+    if !dropped.is_empty() {
         let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
         let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
         tracing::warn!(

@@ -186,7 +186,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let output = B::float_reshape(full.into_primitive(), access.shape());
         let parents = [value.node(), token.node()];
-        if access.generation.unit.keep {
+        if access.generation.unit.keeps() {
             let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
             return match prepared.compute_bound().stateful() {
                 OpsKind::Tracked(prepared) => prepared.finish(access, output),

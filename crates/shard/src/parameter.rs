@@ -9,24 +9,24 @@ use crate::error::throw;
 use crate::generation::{Generation, Owned, Transition};
 use crate::inspect;
 
-/// Path component of a shard below its parameter: `fc.weight.fsdp.shard`.
+/// Name of the reparameterization.
 pub(crate) const NAME: &str = "fsdp";
-const FIELD: &str = "shard";
+/// What Burn calls the container of a reparameterization while visiting and mapping.
+pub(crate) const CONTAINER: &str = "Reparameterization";
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
-/// Optimizers and gradients see it as a parameter of one dimension, below the parameter it
-/// stands for. The parameter itself is a stand-in of the full shape without memory.
+/// Optimizers and gradients see it as a parameter of one dimension, under the path of the
+/// parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Param<Tensor<1>>,
-    slot: usize,
     generation: Owned,
 }
 
 impl std::fmt::Debug for ShardedParam {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let slot = &self.generation.unit.slots[self.slot];
+        let slot = &self.generation.unit.slots[self.generation.slot];
         f.debug_struct("ShardedParam")
             .field("path", &slot.path)
             .field("shape", &slot.shape)
@@ -41,22 +41,15 @@ impl ShardedParam {
         generation.set(slot, value.base());
         Self {
             value,
-            slot,
-            generation: Owned::new(generation),
+            generation: Owned::new(generation, slot),
         }
     }
 
-    fn descend(
-        generation: &Owned,
-        slot: usize,
-        transition: Transition,
-        value: Param<Tensor<1>>,
-    ) -> Self {
-        let generation = generation.descend(slot, transition, value.base());
+    fn descend(from: &Owned, transition: Transition, value: Param<Tensor<1>>) -> Self {
+        let generation = from.descend(from.slot, transition, value.base());
         Self {
             value,
-            slot,
-            generation: Owned::new(generation),
+            generation: Owned::new(generation, from.slot),
         }
     }
 }
@@ -67,7 +60,7 @@ impl Reparameterization for ShardedParam {
     fn apply<const D: usize>(&self, _stand_in: Tensor<D>) -> Tensor<D> {
         let root = self.generation.unit.root();
         root.expect("a sharded module has a root")
-            .access(&self.generation, self.slot)
+            .access(&self.generation, self.generation.slot)
             .unwrap_or_else(|error| throw(error))
     }
 }
@@ -79,45 +72,43 @@ impl Module for ShardedParam {
 
     fn fork(self, device: &Device) -> Self {
         let value = self.value.fork(device);
-        Self::descend(&self.generation, self.slot, Transition::Device, value)
+        Self::descend(&self.generation, Transition::Device, value)
     }
 
     fn to_device(self, device: &Device) -> Self {
         let value = self.value.to_device(device);
-        Self::descend(&self.generation, self.slot, Transition::Device, value)
+        Self::descend(&self.generation, Transition::Device, value)
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        if inspect::answer(&self.generation, self.slot) {
+        if inspect::answer(&self.generation, self.generation.slot) {
             return;
         }
         // A record has just taken the whole value under the parameter's own path.
-        let slot = &self.generation.unit.slots[self.slot];
+        let slot = &self.generation.unit.slots[self.generation.slot];
         if slot.saving.swap(false, Ordering::Relaxed) {
             return;
         }
-        visitor.enter_module(FIELD, "ShardedParam");
+        // Under the path of the parameter it stands for, so that groups by path go on to work.
+        visitor.exit_module(NAME, CONTAINER);
         self.value.visit(visitor);
-        visitor.exit_module(FIELD, "ShardedParam");
+        visitor.enter_module(NAME, CONTAINER);
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        let Self {
-            value,
-            slot,
-            generation,
-        } = self;
-        let loaded = generation.unit.slots[slot].loaded.lock().take();
+        let Self { value, generation } = self;
+        let slot = &generation.unit.slots[generation.slot];
+        let loaded = slot.loaded.lock().take();
         let value = match loaded {
             Some(loaded) => value.map(|old| loaded.set_require_grad(old.is_require_grad())),
             None => {
-                mapper.enter_module(FIELD, "ShardedParam");
+                mapper.exit_module(NAME, CONTAINER);
                 let value = value.map_module(mapper);
-                mapper.exit_module(FIELD, "ShardedParam");
+                mapper.enter_module(NAME, CONTAINER);
                 value
             }
         };
-        Self::descend(&generation, slot, Transition::Map, value)
+        Self::descend(&generation, Transition::Map, value)
     }
 
     fn materialize(self) -> Self {
@@ -126,15 +117,11 @@ impl Module for ShardedParam {
 
     fn valid(&self) -> Self {
         let value = self.value.valid();
-        Self::descend(&self.generation, self.slot, Transition::Valid, value)
+        Self::descend(&self.generation, Transition::Valid, value)
     }
 
     fn train(self) -> Self {
-        let Self {
-            value,
-            slot,
-            generation,
-        } = self;
+        let Self { value, generation } = self;
         let strategy = generation.unit.strategy;
         let value = value.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -146,7 +133,7 @@ impl Module for ShardedParam {
             }
             None => leaf,
         });
-        Self::descend(&generation, slot, Transition::Train, value)
+        Self::descend(&generation, Transition::Train, value)
     }
 }
 

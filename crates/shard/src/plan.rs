@@ -7,7 +7,6 @@ use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
-use crate::slot::Slot;
 
 /// One unit of a [`WrapPlan`]. Sizes in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,11 +77,15 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
         .units()
         .iter()
         .map(|unit| UnitPlan {
-            name: unit.label().to_owned(),
+            name: unit.label(),
             num_params: unit.slots.iter().map(|s| s.partition.num_elements()).sum(),
             unsharded: unit.gathered_bytes(),
-            held: unit.slots.iter().map(|s| held(s, unit.group.rank())).sum(),
-            keeps_unsharded: unit.keep,
+            held: unit
+                .slots
+                .iter()
+                .map(|s| s.held_bytes(unit.group.rank()))
+                .sum(),
+            keeps_unsharded: unit.keeps(),
         })
         .collect();
     let mut plan = WrapPlan {
@@ -103,14 +106,6 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
         ));
     }
     Ok(plan)
-}
-
-fn held(slot: &Slot, rank: usize) -> usize {
-    let elements = match slot.is_gathered() {
-        true => slot.partition.len(rank),
-        false => slot.partition.num_elements(),
-    };
-    elements * slot.element.size()
 }
 
 impl fmt::Display for WrapPlan {
@@ -173,28 +168,17 @@ fn bytes(count: usize) -> String {
 /// Burn's own `Module::num_params` counts every parameter of a sharded module and its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {
     let mut count = Count::default();
-    module.visit(&mut count);
+    inspect::visit(module, &mut count);
     count.elements
 }
 
 #[derive(Default)]
 struct Count {
-    nested: usize,
     elements: usize,
 }
 
 impl ModuleVisitor for Count {
-    fn enter_module(&mut self, _name: &str, container: &str) {
-        self.nested += usize::from(container == "Reparameterization");
-    }
-
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.nested -= usize::from(container == "Reparameterization");
-    }
-
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.nested == 0 {
-            self.elements += param.lazy_shape().num_elements();
-        }
+        self.elements += param.lazy_shape().num_elements();
     }
 }

@@ -54,11 +54,12 @@ pub(crate) fn save<const D: usize>(
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
     move |_stand_in| {
         let slot = &unit.slots[index];
-        slot.saving.store(true, Ordering::Relaxed);
         let whole = unit
-            .current()
+            .current(index)
             .and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
+        // Not before the value is there: what follows must be the visit that it is meant for.
+        slot.saving.store(true, Ordering::Relaxed);
         let mut shape = [0; D];
         shape.copy_from_slice(&slot.shape);
         own.on_save(whole.reshape(shape))

@@ -8,7 +8,7 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_collectives::{Label, ProcessGroup};
 
 use crate::error::Error;
 
@@ -80,7 +80,12 @@ impl Schedule {
     /// The next operation to issue by a rank that needs `wanted`.
     ///
     /// Collective while the order is being recorded.
-    pub(crate) fn next(&mut self, wanted: Operation, group: &ProcessGroup) -> Result<Step, Error> {
+    pub(crate) fn next(
+        &mut self,
+        wanted: Operation,
+        group: &ProcessGroup,
+        label: Label,
+    ) -> Result<Step, Error> {
         if let Mode::Following = self.mode {
             let rest = &self.recorded[self.cursor..];
             let ahead = match wanted {
@@ -95,7 +100,7 @@ impl Schedule {
             self.needed.truncate(self.cursor);
             self.mode = Mode::Recording;
         }
-        let operation = self.agree(wanted, group)?;
+        let operation = self.agree(wanted, group, label)?;
         if operation != Operation::Finish {
             self.recorded.push(operation);
             self.needed.push(true);
@@ -127,11 +132,16 @@ impl Schedule {
     }
 
     /// Which of the operations that the ranks want now comes first.
-    fn agree(&self, wanted: Operation, group: &ProcessGroup) -> Result<Operation, Error> {
+    fn agree(
+        &self,
+        wanted: Operation,
+        group: &ProcessGroup,
+        label: Label,
+    ) -> Result<Operation, Error> {
         if group.size() == 1 {
             return Ok(wanted);
         }
-        let wishes = group.exchange("agree on the next operation", encode(wanted))?;
+        let wishes = group.exchange(label, encode(wanted))?;
         let wishes = wishes.iter().map(|wish| decode(wish));
         Ok(wishes
             .min_by_key(|&wish| self.rank_of(wish))

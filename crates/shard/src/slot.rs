@@ -63,6 +63,15 @@ impl Slot {
         }
     }
 
+    /// Bytes that rank `rank` of the group holds between steps.
+    pub(crate) fn held_bytes(&self, rank: usize) -> usize {
+        let elements = match self.is_gathered() {
+            true => self.partition.len(rank),
+            false => self.partition.num_elements(),
+        };
+        elements * self.element.size()
+    }
+
     /// Whether its elements have to be gathered from other ranks before use.
     pub(crate) fn is_gathered(&self) -> bool {
         self.holding == Holding::Shard

@@ -28,20 +28,18 @@ pub fn backward<M: Module, const D: usize>(
 ) -> Result<GradientsParams, Error> {
     let root = inspect::root_of(module)?;
     let result = catch(|| {
+        let finished = root.num_finished();
         let mut gradients = loss.backward();
         drop(loss);
-        let late = match root.is_pass_open() {
-            true => root.finish_unused()?,
-            false => Vec::new(),
-        };
-        if !late.is_empty() {
-            register(&mut gradients, late, module);
+        if root.num_finished() == finished {
+            let epoch = inspect::members(module)[0].generation.epoch();
+            register(&mut gradients, root.finish_unused(epoch)?, module);
         }
         Ok(GradientsParams::from_grads(gradients, module))
     });
     let result = result.and_then(|inner| inner);
     if result.is_err() {
-        root.reset();
+        reset(module)?;
     }
     result
 }
@@ -65,11 +63,15 @@ impl ModuleVisitor for Place<'_> {
         }
         let leaf = Tensor::<1>::from_dispatch(value.clone().into_dispatch());
         let node = crate::op::node_of(leaf);
-        let found = self.reduced.iter().position(|reduced| reduced.node == node);
-        if let Some(index) = found {
-            let gradient = self.reduced.swap_remove(index).gradient;
-            let shape = value.shape();
-            value.grad_replace(self.gradients, gradient.reshape::<D, _>(shape));
+        // One for each use of the unit.
+        let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
+        let gradients = uses.map(|reduced| reduced.gradient.clone());
+        if let Some(sum) = gradients.reduce(|sum, next| sum + next) {
+            let mut sum = sum.reshape::<D, _>(value.shape());
+            if let Some(earlier) = value.grad(self.gradients) {
+                sum = sum + earlier;
+            }
+            value.grad_replace(self.gradients, sum);
         }
     }
 }
@@ -83,7 +85,9 @@ impl ModuleVisitor for Place<'_> {
 ///
 /// [`Error::NotSharded`].
 pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
-    inspect::root_of(module)?.reset();
+    for root in inspect::roots_of(module)? {
+        root.reset();
+    }
     Ok(())
 }
 
@@ -116,7 +120,7 @@ pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
     let root = inspect::root_of(module)?;
     let (operations, hash) = root.order();
     let units = root.units();
-    let name = |index: usize| units.get(index).map_or("?", |unit| unit.label());
+    let name = |index: usize| units.get(index).map_or("?".to_owned(), |unit| unit.label());
     let operations = operations.iter().map(|operation| match *operation {
         Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
         Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),

@@ -7,7 +7,8 @@ use burn::module::{
 };
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::parameter::NAME;
+use crate::inspect;
+use crate::parameter::{CONTAINER, NAME};
 
 /// What the walk found at one path.
 #[derive(Debug, Clone)]
@@ -25,6 +26,8 @@ pub(crate) struct Found {
 pub(crate) struct Survey {
     /// Parameters to shard, trainable or frozen, in the order of the module.
     pub(crate) parameters: Vec<Found>,
+    /// Paths of parameters that earlier calls sharded.
+    pub(crate) sharded: Vec<String>,
     /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
     pub(crate) devices: HashMap<String, Device>,
     /// Whether there are running states.
@@ -51,7 +54,7 @@ enum Kind {
 pub(crate) fn survey<M: Module>(module: &M) -> Survey {
     let mut kinds = Kinds::default();
     let marked = module.clone().apply_reparameterization(Attach);
-    marked.visit(&mut kinds);
+    inspect::visit(&marked, &mut kinds);
     drop(marked);
     let mut details = Details {
         path: Vec::new(),
@@ -59,7 +62,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Survey {
         kinds: kinds.found.into_iter().collect(),
         survey: Survey::default(),
     };
-    module.visit(&mut details);
+    inspect::visit(module, &mut details);
     details.survey
 }
 
@@ -137,8 +140,6 @@ impl Reparameterizer for Attach {
     }
 }
 
-const CONTAINER: &str = "Reparameterization";
-
 /// Finds out what is what, touching nothing.
 #[derive(Default)]
 struct Kinds {
@@ -204,7 +205,7 @@ impl ModuleVisitor for Details {
         let device = param.lazy_device();
         self.survey.devices.insert(path.clone(), device.clone());
         match kind {
-            Kind::Sharded => {}
+            Kind::Sharded => self.survey.sharded.push(path),
             Kind::Buffer => self.survey.has_buffers = true,
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
             Kind::Parameter => self.survey.parameters.push(Found {

@@ -20,16 +20,25 @@ const LONGEST_CHAIN: usize = 1 << 12;
 /// What a chain falls back to when length does not help.
 const HOPELESS_CHAIN: usize = FIRST_CHAIN + 1;
 
+/// Whether full weights stay from forward to backward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Keep {
+    /// They are dropped after forward and gathered again.
+    No,
+    /// They stay, because this is the root: no longer so below another root.
+    AsRoot,
+    /// They stay, by the strategy.
+    Always,
+}
+
 /// A unit of a sharded module, on one rank.
 pub(crate) struct Unit {
-    /// Path of its module; empty for the root.
-    pub(crate) name: String,
+    name: Mutex<String>,
     /// Its parameters, in the order of the module.
     pub(crate) slots: Vec<Slot>,
     /// The ranks that hold the shards.
     pub(crate) group: ProcessGroup,
-    /// Whether full weights stay from forward to backward.
-    pub(crate) keep: bool,
+    keep: Mutex<Keep>,
     /// The autodiff strategy of the device that the module was built on, which Burn's
     /// `valid().train()` forgets.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
@@ -55,14 +64,14 @@ impl Unit {
         name: String,
         slots: Vec<Slot>,
         group: ProcessGroup,
-        keep: bool,
+        keep: Keep,
         strategy: Option<GradientCheckpointingStrategy>,
     ) -> Self {
         Self {
-            name,
+            name: Mutex::new(name),
             slots,
             group,
-            keep,
+            keep: Mutex::new(keep),
             strategy,
             index: AtomicUsize::new(0),
             chain: AtomicUsize::new(FIRST_CHAIN),
@@ -71,12 +80,30 @@ impl Unit {
         }
     }
 
-    /// The name used in messages and labels.
-    pub(crate) fn label(&self) -> &str {
-        if self.name.is_empty() {
-            "root"
-        } else {
-            &self.name
+    /// The path of its module, for messages and labels.
+    pub(crate) fn label(&self) -> String {
+        let name = self.name.lock();
+        match name.is_empty() {
+            true => "root".to_owned(),
+            false => name.clone(),
+        }
+    }
+
+    /// Whether full weights stay from forward to backward.
+    pub(crate) fn keeps(&self) -> bool {
+        *self.keep.lock() != Keep::No
+    }
+
+    /// Puts the unit, until now of a module of its own, below a root, at `prefix`.
+    pub(crate) fn demote(&self, prefix: &str) {
+        let mut name = self.name.lock();
+        *name = match name.is_empty() {
+            true => prefix.to_owned(),
+            false => format!("{prefix}.{name}"),
+        };
+        let mut keep = self.keep.lock();
+        if *keep == Keep::AsRoot {
+            *keep = Keep::No;
         }
     }
 
@@ -137,23 +164,24 @@ impl Unit {
         live.find(|generation| generation.epoch() == epoch)
     }
 
-    /// The one generation that modules hold now.
+    /// The one generation in which modules hold the parameter of `slot` now.
     ///
     /// # Errors
     ///
     /// [`Error::AmbiguousCopy`] if copies with different values are alive.
-    pub(crate) fn current(&self) -> Result<Arc<Generation>, Error> {
+    pub(crate) fn current(&self, slot: usize) -> Result<Arc<Generation>, Error> {
         let generations = self.generations.lock();
         let mut owned: Vec<_> = generations
             .iter()
             .filter_map(Weak::upgrade)
-            .filter(|generation| generation.is_owned())
+            .filter(|generation| generation.owns(slot))
             .collect();
+        owned.sort_by_key(|generation| generation.version());
         owned.dedup_by_key(|generation| generation.version());
         match owned.len() {
             1 => Ok(owned.swap_remove(0)),
             copies => Err(Error::AmbiguousCopy {
-                unit: self.label().to_owned(),
+                unit: self.label(),
                 copies,
             }),
         }

@@ -22,7 +22,7 @@ use crate::root::Root;
 use crate::slot::{Holding, Slot};
 use crate::survey::{Declared, Found, Survey, stand_in, survey};
 use crate::transport;
-use crate::unit::Unit;
+use crate::unit::{Keep, Unit};
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
 /// used in the same way.
@@ -47,15 +47,22 @@ pub fn fully_shard<M: Module>(
 ) -> Result<M, Error> {
     let group = mesh.along(&policy.axis)?.clone();
     let survey = survey(&module);
-    check(&survey)?;
+    let earlier = earlier_units(&module, &survey.sharded);
+    check(&survey, &earlier)?;
+    for (unit, prefix) in &earlier {
+        check_group(unit, prefix, &group)?;
+    }
     let parameters = survey.parameters;
     let grouping = Grouping::new(&parameters, &policy)?;
     let units = grouping.units(&group, &policy)?;
     let root = Root::new(group, policy.prefetch);
 
-    let earlier = earlier_units(&module);
     let sharder = Sharder::new(&units);
     let module = catch(|| module.apply_reparameterization(sharder))?;
+    for (unit, prefix) in &earlier {
+        unit.demote(prefix);
+    }
+    let earlier = earlier.into_iter().map(|(unit, _)| unit);
     let all: Vec<_> = units.into_iter().chain(earlier).collect();
     root.adopt(&all);
     let module = match survey.has_buffers {
@@ -63,12 +70,12 @@ pub fn fully_shard<M: Module>(
         false => module,
     };
     begin_history(&module);
-    memory::warn_at_wrap(&root, &parameters);
+    memory::warn_at_wrap(&root);
     Ok(module)
 }
 
 /// Refuses what cannot be sharded.
-fn check(survey: &Survey) -> Result<(), Error> {
+fn check(survey: &Survey, earlier: &[(Arc<Unit>, String)]) -> Result<(), Error> {
     if let Some((path, name)) = survey.foreign.first() {
         return Err(Error::Reparameterized {
             path: path.clone(),
@@ -85,9 +92,29 @@ fn check(survey: &Survey) -> Result<(), Error> {
         }
         check_backend(found)?;
     }
-    match survey.parameters.is_empty() {
+    // A parent without parameters of its own still orders the operations of its children.
+    let mut roots = earlier.iter().filter_map(|(unit, _)| unit.root());
+    let first = roots.next();
+    let joins = roots.any(|root| {
+        first
+            .as_ref()
+            .is_some_and(|first| !Arc::ptr_eq(first, &root))
+    });
+    match survey.parameters.is_empty() && !joins {
         true => Err(Error::NothingToShard),
         false => Ok(()),
+    }
+}
+
+fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Error> {
+    let same = unit.group.name() == group.name() && unit.group.size() == group.size();
+    match same {
+        true => Ok(()),
+        false => Err(Error::Group {
+            unit: prefix.to_owned(),
+            expected: group.name().to_owned(),
+            got: unit.group.name().to_owned(),
+        }),
     }
 }
 
@@ -155,8 +182,9 @@ impl Grouping {
                 .map(|found| slot(found, group, policy))
                 .collect();
             let keep = match policy.strategy {
-                Strategy::FullShard => path.is_empty() && policy.keep_root,
-                Strategy::ShardGradOp | Strategy::NoShard => true,
+                Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
+                Strategy::FullShard => Keep::No,
+                Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
             };
             let strategy = members[0].device.gradient_checkpointing_strategy();
             let unit = Unit::new(path.clone(), slots?, group.clone(), keep, strategy);
@@ -200,14 +228,18 @@ fn slot(found: &Found, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Slo
     })
 }
 
-/// Units that earlier calls made, in the order of the module.
-fn earlier_units<M: Module>(module: &M) -> Vec<Arc<Unit>> {
-    let mut units: Vec<Arc<Unit>> = Vec::new();
-    for member in inspect::members(module) {
+/// Units that earlier calls made, in the order of the module, each with the path in `module` of the
+/// module that the call was made on. `paths` are those of their parameters.
+fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<(Arc<Unit>, String)> {
+    let mut units: Vec<(Arc<Unit>, String)> = Vec::new();
+    for (member, path) in inspect::members(module).iter().zip(paths) {
         let unit = &member.generation.unit;
-        if !units.iter().any(|known| Arc::ptr_eq(known, unit)) {
-            units.push(unit.clone());
+        if units.iter().any(|(known, _)| Arc::ptr_eq(known, unit)) {
+            continue;
         }
+        let own = &member.slot().path;
+        let prefix = path.strip_suffix(own.as_str()).unwrap_or_default();
+        units.push((unit.clone(), prefix.trim_end_matches('.').to_owned()));
     }
     units
 }
@@ -322,6 +354,10 @@ impl ModuleMapper for Relocate {
 }
 
 fn relocate<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
+    if tensor.is_require_grad() {
+        // A sharded value, which `train` has put where it belongs.
+        return tensor;
+    }
     let plain = tensor.inner();
     match device.gradient_checkpointing_strategy() {
         Some(strategy) => plain

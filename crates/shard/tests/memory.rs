@@ -192,13 +192,12 @@ fn the_heap_grows_by_activations_and_shards_only() {
     // What the pools keep is there before the step and does not count as growth, so the pools'
     // own bounds are tested above; here it is what Burn holds that counts.
     let (_, peak) = heap_of_one_step(blocks().prefetch(0), checkpointing);
-    // Both ranks: activations, reduced gradients (each its half), weights of one unit.
-    let activations = 2 * NUM_BLOCKS * 6 * 32 * 4 * DIM * 4;
-    let bound = activations + ROOT + NUM_BLOCKS * UNIT + 2 * (2 * ROOT + 2 * UNIT);
-    println!("peak {peak}, bound {bound}");
+    // Both ranks: saved activations (two of the wide ones a block), weights and gradients of a unit.
+    // A set of full weights on both ranks alone would be more.
+    let activations = 2 * NUM_BLOCKS * 2 * 32 * 4 * DIM * 4;
+    let bound = activations + 2 * (2 * ROOT + 2 * UNIT);
+    assert!(bound < 2 * NUM_BLOCKS * UNIT, "the bound can fail");
     assert!(peak <= bound, "{peak} bytes, bound {bound}");
-    let (_, kept) = heap_of_one_step(blocks(), || Device::flex().autodiff());
-    println!("kept {kept}");
 }
 
 #[test]
@@ -249,7 +248,9 @@ fn weights_reshaped_before_use_are_dropped_or_reported() {
     assert_eq!(dropped.pinned, []);
     assert!(dropped.unsharded_peak <= 2 * unit, "{dropped:?}");
     let kept = reshaped(|| Device::flex().autodiff());
-    assert!(kept.pinned.len() >= 5, "{kept:?}");
+    // The first layer's input has no gradient, and backward has used up the last layer's weight
+    // before the engine hears of it.
+    assert!(kept.pinned.len() >= 4, "{kept:?}");
     let text = kept.pinned[0].to_string();
     assert!(text.contains("an operation saved a view"), "{text}");
 }
@@ -345,37 +346,31 @@ fn lazy_layers_are_materialized_one_at_a_time() {
     let _turn = alone();
     let grown = on_ranks(2, |world, mesh| {
         let device = checkpointing();
-        let net = Net::new(&device);
-        // What Burn itself needs to draw the largest parameter.
+        let linear = |_| LinearConfig::new(512, 1024).with_bias(false).init(&device);
+        let net = Reshaped {
+            layers: (0..12).map(linear).collect(),
+        };
         world.barrier("before")?;
         let before = HEAP.current_usage();
         HEAP.reset_peak_usage();
         world.barrier("measured")?;
-        if world.rank() == 0 {
-            drop(LinearConfig::new(DIM, 4 * DIM).init(&device).weight.val());
-        }
-        world.barrier("drawn")?;
-        let drawing = HEAP.peak_usage() - before;
-        world.barrier("before")?;
-        let before = HEAP.current_usage();
-        HEAP.reset_peak_usage();
-        world.barrier("measured")?;
-        let model = fully_shard(net, &mesh, blocks())?;
+        let policy = ShardPolicy::new().units(["layers.*"]);
+        let model = fully_shard(net, &mesh, policy)?;
         world.barrier("sharded")?;
         let peak = HEAP.peak_usage() - before;
         let held = memory(&model)?.parameters;
-        world.barrier("measured")?;
-        let live = HEAP.current_usage() - before;
         world.barrier("measured again")?;
-        Ok((peak, held, drawing, live))
+        Ok((peak, held))
     });
     let held: usize = grown.iter().map(|grown| grown.1).sum();
-    let (peak, _, drawing, live) = grown[0];
-    println!("peak {peak}, shards {held}, unit {UNIT}, drawing {drawing}, live {live}");
-    let bound = held + UNIT + drawing;
+    let unit = 4 * 512 * 1024;
+    assert_eq!(held, 12 * unit);
+    let (peak, _) = grown[0];
+    // One layer on rank 0, its halves on their way to both ranks, and the books.
+    let books = 512 << 10;
     assert!(
-        peak <= bound,
-        "{peak} bytes, {held} of shards, unit {UNIT}"
+        peak <= held + 2 * unit + books,
+        "{peak} bytes, {held} of shards, {unit} a unit"
     );
 }
 

@@ -26,7 +26,7 @@ impl Backward<Flex, 1> for CausalAttention {
 
     fn backward(self, ops: Ops<Packed, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
         unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
-            ops.state.backward(contiguous(grad))
+            ops.state.backward(&contiguous(grad))
         });
     }
 }
@@ -167,7 +167,7 @@ impl Packed {
         scores
     }
 
-    fn backward(&self, grad: FlexTensor) -> FlexTensor {
+    fn backward(&self, grad: &FlexTensor) -> FlexTensor {
         let (time, dim) = (self.time(), self.dim());
         let mut output = FlexTensor::empty(Shape::new([self.batch * time, 3 * dim]), DType::F32);
         output
@@ -176,7 +176,7 @@ impl Packed {
             .enumerate()
             .for_each(|(sequence, output)| {
                 for block in self.blocks(sequence) {
-                    let grad = self.view(&grad, 0, sequence, &block.queries);
+                    let grad = self.view(grad, 0, sequence, &block.queries);
                     self.backward_block(&block, grad, output);
                 }
             });

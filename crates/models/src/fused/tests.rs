@@ -106,7 +106,7 @@ fn attention_is_the_composed_one() {
             assert_same(
                 &x,
                 |x| fused::causal_attention(x, batch, heads),
-                |x| attention::composed(x, batch, heads),
+                |x| attention::composed(&x, batch, heads),
             );
         }
     }

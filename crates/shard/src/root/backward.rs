@@ -65,7 +65,13 @@ impl Root {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            *generation.state.lock() = State::Sharded;
+            {
+                // What is being gathered already is for another use of the unit.
+                let mut state = generation.state.lock();
+                if matches!(*state, State::Unsharded(_)) {
+                    *state = State::Sharded;
+                }
+            }
             progress.open.retain(|(id, _)| *id != access.use_id);
             let gradients = progress.gradients.remove(&access.use_id);
             let gradients = gradients.unwrap_or_else(|| unit.slots.iter().map(|_| None).collect());
@@ -93,12 +99,10 @@ impl Root {
     }
 
     /// Ends a step whose loss used no unit on this rank, so that no node of ours has run: takes
-    /// part in whatever the other ranks reduce.
-    pub(crate) fn finish_unused(&self) -> Result<Vec<Reduced>, Error> {
+    /// part in whatever the other ranks do, with the values of the copy `epoch`.
+    pub(crate) fn finish_unused(&self, epoch: u64) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
-            if progress.pass.is_none() && progress.phase == Phase::Idle {
-                return Ok(Vec::new());
-            }
+            progress.epoch = epoch;
             progress.finish(self)
         })
     }
@@ -111,6 +115,7 @@ impl Progress {
         self.complete(0)?;
         self.reduce_whole(root)?;
         self.phase = Phase::Idle;
+        self.num_finished += 1;
         self.pass = None;
         self.open.clear();
         Ok(std::mem::take(&mut self.done))
@@ -141,7 +146,7 @@ impl Progress {
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.group.rank();
         let mean = Averaging::mean(unit.group.size());
-        let label = format!("{} reduction", unit.label());
+        let label = root.label(format_args!("{} reduction", unit.label()));
         let is_sharded = slots.iter().map(of).any(Slot::is_gathered);
         let pending = if is_sharded {
             let into = slots.iter().map(of).map(|slot| {
@@ -242,11 +247,12 @@ impl Progress {
         let needs = self.schedule.needs();
         let note = [used, needs].concat();
         let (buffers, mut notes) = if parts.is_empty() {
-            let notes = root.group.exchange("end of backward", note)?;
+            let label = root.label(format_args!("end of backward"));
+            let notes = root.group.exchange(label, note)?;
             (Vec::new(), notes)
         } else {
             let mean = Averaging::mean(root.group.size());
-            let label = "parameters kept whole, reduction";
+            let label = root.label(format_args!("parameters kept whole, reduction"));
             let pending = root
                 .group
                 .start_all_reduce(label, note, mean, parts, into)?;

@@ -13,7 +13,7 @@ use crate::schedule::Operation;
 impl Use {
     /// Drops the full parameters: from here on they live as long as the operations using them.
     pub(super) fn close(self) {
-        if !self.generation.unit.keep {
+        if !self.generation.unit.keeps() {
             *self.generation.state.lock() = State::Sharded;
         }
     }
@@ -52,7 +52,7 @@ impl Root {
             let last = progress.reading.upgrade();
             if let Some(last) = last
                 && !Arc::ptr_eq(&last, generation)
-                && !last.unit.keep
+                && !last.unit.keeps()
             {
                 *last.state.lock() = State::Sharded;
             }
@@ -105,7 +105,7 @@ impl Progress {
         }
         pass.left_first |= place.0 != pass.first.0;
         if let Some(last) = pass.current.take() {
-            if last.generation.unit.keep {
+            if last.generation.unit.keeps() {
                 pass.kept.push(last);
             } else {
                 last.close();

@@ -32,7 +32,7 @@ impl Progress {
         }
         self.prefetch_after(root, position)?;
         let marks = root.finish_gather(generation)?;
-        if self.phase == Phase::Forward && !generation.unit.keep {
+        if self.phase == Phase::Forward && !generation.unit.keeps() {
             self.watch.unsharded(&generation.unit, marks);
         }
         Ok(())
@@ -45,7 +45,12 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Option<usize>, Error> {
         loop {
-            let step = self.schedule.next(wanted, &root.group)?;
+            let label = root.label(format_args!("agree on the next operation"));
+            let step = self.schedule.next(wanted, &root.group, label)?;
+            if step.position.is_none() {
+                // The recorded order has come to its end, here or for good.
+                self.discard_prefetched(root);
+            }
             if step.wanted {
                 return Ok(step.position);
             }
@@ -85,16 +90,23 @@ impl Progress {
         let copy = unit.as_ref().and_then(|u| u.generation_of(self.epoch));
         copy.ok_or_else(|| Error::NoCopy {
             rank: root.group.rank(),
-            unit: unit.map_or_else(|| format!("number {index}"), |u| u.label().to_owned()),
+            unit: unit.map_or_else(|| format!("number {index}"), |u| u.label()),
         })
     }
 
     fn take_prefetched(&mut self, position: Option<usize>) -> bool {
-        let ahead = position.is_some() && self.prefetched.front() == position.as_ref();
+        let first = self.prefetched.front().map(|&(place, _)| place);
+        let ahead = position.is_some() && first == position;
         if ahead {
             self.prefetched.pop_front();
         }
         ahead
+    }
+
+    fn discard_prefetched(&mut self, root: &Root) {
+        for (_, operation) in std::mem::take(&mut self.prefetched) {
+            self.discard(root, operation);
+        }
     }
 
     /// Drops what was gathered ahead for `operation`.
@@ -109,12 +121,10 @@ impl Progress {
     /// Starts the gathers that follow `position`, up to the limit. The decision depends on the
     /// order alone, so all ranks take the same.
     fn prefetch_after(&mut self, root: &Root, position: Option<usize>) -> Result<(), Error> {
-        let Some(mut last) = self.prefetched.back().copied().or(position) else {
+        let Some(position) = position else {
             return Ok(());
         };
-        if position.is_none() {
-            return Ok(());
-        }
+        let mut last = self.prefetched.back().map_or(position, |&(place, _)| place);
         while self.prefetched.len() < root.prefetch {
             let Some((next, operation)) = self.schedule.following_unshard(last) else {
                 break;
@@ -130,7 +140,7 @@ impl Progress {
                 break;
             }
             root.start_gather(&generation, operation)?;
-            self.prefetched.push_back(next);
+            self.prefetched.push_back((next, operation));
             last = next;
         }
         Ok(())
@@ -159,7 +169,7 @@ impl Root {
             .map(|slot| self.pool.take(unit.slots[slot].full_bytes()))
             .collect();
         let pending = unit.group.start_all_gather(
-            label(generation, operation),
+            self.gather_label(generation, operation),
             Vec::new(),
             unit.shards(generation),
             into,
@@ -177,7 +187,7 @@ impl Root {
         let unit = &generation.unit;
         if unit.is_gathered() {
             let joined = unit.group.join_all_gather(
-                label(generation, operation),
+                self.gather_label(generation, operation),
                 Vec::new(),
                 unit.shards(generation),
             )?;
@@ -241,19 +251,22 @@ impl Root {
         match &*generation.state.lock() {
             State::Unsharded(full) => Ok(full[slot].clone().expect("gathered slots are filled")),
             other => Err(Error::State {
-                unit: unit.label().to_owned(),
+                unit: unit.label(),
                 expected: "Unsharded",
                 got: other.name(),
                 advice: "run the forward again before this backward",
             }),
         }
     }
-}
 
-fn label(generation: &Generation, operation: Operation) -> Label {
-    let direction = match operation {
-        Operation::UnshardBackward(_) => "backward",
-        _ => "forward",
-    };
-    Label::from(format!("{} unshard, {direction}", generation.unit.label()))
+    fn gather_label(&self, generation: &Generation, operation: Operation) -> Label {
+        let direction = match operation {
+            Operation::UnshardBackward(_) => "backward",
+            _ => "forward",
+        };
+        self.label(format_args!(
+            "{} unshard, {direction},",
+            generation.unit.label()
+        ))
+    }
 }

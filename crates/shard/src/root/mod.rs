@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, At, BufferPool, Pending, ProcessGroup, Received};
+use burn_fsdp_collectives::{Account, At, BufferPool, Label, Pending, ProcessGroup, Received};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::Error;
@@ -28,6 +28,8 @@ pub(crate) struct Root {
     /// Memory of reduced gradients, which belong to the shards.
     reduced: BufferPool,
     prefetch: usize,
+    /// Equal on all ranks for one module, different for two: tells their operations apart.
+    number: u64,
     units: Mutex<Vec<Weak<Unit>>>,
     progress: Mutex<Progress>,
 }
@@ -57,9 +59,10 @@ struct Progress {
     /// The copy of the module in use: see [`Generation::epoch`].
     epoch: u64,
     num_uses: u64,
+    num_finished: u64,
     schedule: Schedule,
     /// Places in the order whose gathers were started ahead of their use.
-    prefetched: VecDeque<usize>,
+    prefetched: VecDeque<(usize, Operation)>,
     /// Full gradients by use, until the unit's last one has come.
     gradients: BTreeMap<u64, Vec<Option<Gradient>>>,
     /// Units whose gradients have all come in this backward, with those that wait for its end.
@@ -126,8 +129,11 @@ struct Reduction {
 impl Root {
     /// A root without units.
     pub(crate) fn new(group: ProcessGroup, prefetch: usize) -> Arc<Self> {
+        // Roots are made by collective calls, before which all ranks have done the same.
+        let number = group.counts().total().operations;
         Arc::new(Self {
             group,
+            number,
             pool: BufferPool::new(),
             reduced: BufferPool::new(),
             prefetch,
@@ -153,6 +159,11 @@ impl Root {
         self.units.lock().get(index).and_then(Weak::upgrade)
     }
 
+    /// What to call `operation` of one of the root's units.
+    fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
+        Label::from(format!("{operation} of module {}", self.number))
+    }
+
     /// How many units are gathered ahead of their use.
     pub(crate) fn prefetch(&self) -> usize {
         self.prefetch
@@ -172,9 +183,9 @@ impl Root {
         self.progress.lock().watch.clone()
     }
 
-    /// Whether a tracked forward is waiting for its backward.
-    pub(crate) fn is_pass_open(&self) -> bool {
-        self.progress.lock().pass.is_some()
+    /// How many times a backward has come to its end.
+    pub(crate) fn num_finished(&self) -> u64 {
+        self.progress.lock().num_finished
     }
 
     /// Back to `Sharded`, with nothing pending: after an error.
@@ -187,6 +198,7 @@ impl Root {
         let watch = std::mem::take(&mut progress.watch);
         *progress = Progress {
             num_uses: progress.num_uses,
+            num_finished: progress.num_finished,
             watch,
             ..Progress::default()
         };
@@ -203,7 +215,9 @@ impl Root {
             let of_pass = progress.epoch == generation.epoch();
             of_pass.then(|| progress.pass.take()).flatten()
         });
-        drop(forgotten);
+        if let Some(last) = forgotten.and_then(|pass| pass.current) {
+            last.close();
+        }
     }
 
     /// Runs a part of a step; an error leaves everything sharded.
