@@ -49,7 +49,7 @@ impl Slot {
     pub(crate) fn part(&self, source: Source) -> Part {
         Part {
             source,
-            partition: self.partition.clone(),
+            partition: self.partition,
             element: self.element,
         }
     }
