@@ -366,10 +366,11 @@ fn lazy_layers_are_materialized_one_at_a_time() {
     let unit = 4 * 512 * 1024;
     assert_eq!(held, 12 * unit);
     let (peak, _) = grown[0];
-    // One layer on rank 0, its halves on their way to both ranks, and the books.
+    // One layer on rank 0, while the halves of the one before are on their way to both ranks: much
+    // less than the twelve that would be there without laziness. And the books.
     let books = 512 << 10;
     assert!(
-        peak <= held + 2 * unit + books,
+        peak <= held + 3 * unit + books,
         "{peak} bytes, {held} of shards, {unit} a unit"
     );
 }
