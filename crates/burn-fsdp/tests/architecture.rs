@@ -5,23 +5,38 @@ use std::collections::{BTreeMap, BTreeSet};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the crates of the workspace that it may use.
-const ALLOWED: [(&str, &[&str]); 6] = [
+const ALLOWED: [(&str, &[&str]); 8] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
     (
         "burn-fsdp-shard",
         &["burn-fsdp-mesh", "burn-fsdp-collectives"],
     ),
+    ("burn-fsdp-checkpoint", &["burn-fsdp-mesh"]),
+    (
+        "burn-fsdp-spmd",
+        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+    ),
     (
         "burn-fsdp",
-        &["burn-fsdp-mesh", "burn-fsdp-collectives", "burn-fsdp-shard"],
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-shard",
+            "burn-fsdp-checkpoint",
+            "burn-fsdp-spmd",
+        ],
     ),
     ("burn-fsdp-models", &[]),
     ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
 ];
 
 /// Crates that must not know Burn.
-const WITHOUT_BURN: [&str; 2] = ["burn-fsdp-mesh", "burn-fsdp-collectives"];
+const WITHOUT_BURN: [&str; 3] = [
+    "burn-fsdp-mesh",
+    "burn-fsdp-collectives",
+    "burn-fsdp-checkpoint",
+];
 
 #[test]
 fn dependencies_flow_one_way() {

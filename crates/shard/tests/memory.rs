@@ -405,8 +405,6 @@ fn forwards_without_a_backward_leave_nothing() {
     });
     let (before, after, unsharded) = seen[0];
     assert_eq!(unsharded, 0);
-    assert!(
-        after <= before + (64 << 10),
-        "{before} bytes grew to {after}"
-    );
+    // A weight left behind by each forward would be a hundred units; tables may still grow.
+    assert!(after <= before + 2 * UNIT, "{before} bytes grew to {after}");
 }

@@ -1,0 +1,1 @@
+//! Sharded checkpoints: format, plan, storage, index.

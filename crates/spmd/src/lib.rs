@@ -1,0 +1,1 @@
+//! A whole train step as one SPMD graph: trace, place, passes, plan, run.
