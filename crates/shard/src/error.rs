@@ -56,15 +56,15 @@ pub enum Error {
     /// The tensors live on a backend that this build has no gather operation for.
     #[error(
         "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
-         compiled in; switch on the feature `{feature}` of `burn-fsdp`"
+         compiled in; {advice}"
     )]
     Backend {
         /// Path of the parameter.
         path: String,
         /// The backend found.
         backend: String,
-        /// The cargo feature that adds it.
-        feature: String,
+        /// The cargo feature that adds it, or those there are.
+        advice: String,
     },
     /// A parameter has an element type that cannot be reduced.
     #[error(

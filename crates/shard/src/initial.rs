@@ -46,7 +46,9 @@ pub(crate) fn value<const D: usize>(
         }
     };
     let received = received.wait_released()?;
-    Ok(leaf(received.buffers[0].as_ref(), slot, &device))
+    let buffer = received.buffers.into_iter().next();
+    let buffer = buffer.expect("one part was asked for");
+    Ok(transport::tensor(buffer, slot.dtype, &device))
 }
 
 fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
@@ -59,7 +61,7 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     transport::source(flat, None)
 }
 
-/// A leaf with memory of its own, which optimizers may update in place.
+/// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
     let bytes = Bytes::from_bytes_vec(bytes.to_vec());
     let len = bytes.len() / slot.element.size();

@@ -15,6 +15,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
@@ -26,12 +28,49 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{Shape, Tensor};
+use burn::backend::{
+    Autodiff, Backend, Dispatch, DispatchDevice, Flex, TensorMetadata, backend_extension,
+};
+use burn::tensor::{Device, Shape, Tensor};
 
-use crate::error::throw;
+use crate::error::{Error, throw};
 use crate::generation::Generation;
 use crate::root::{Reduced, Root};
+
+/// The backends beside Flex that can have the operations, and the features that add them.
+const OPTIONAL_BACKENDS: [(&str, &str); 1] = [("NdArray", "ndarray")];
+
+/// Refuses a device without the operations.
+pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
+    let plain = device.clone().without_autodiff();
+    let backend = match plain.as_dispatch() {
+        DispatchDevice::Flex(_) => return Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => return Ok(()),
+        // Without any other backend compiled in, the arms above are all there are.
+        #[allow(unreachable_patterns)]
+        other => format!("{other:?}"),
+    };
+    let letters = backend.chars().take_while(|c| c.is_alphanumeric());
+    let backend: String = letters.collect();
+    let optional = OPTIONAL_BACKENDS.iter();
+    let feature = optional.clone().find(|(name, _)| *name == backend);
+    Err(Error::Backend {
+        path: path.to_owned(),
+        advice: match feature {
+            Some((_, feature)) => format!("switch on the feature `{feature}` of `burn-fsdp`"),
+            None => format!(
+                "build the module on `Device::flex()`, or on the backend of one of the features {} \
+                 of `burn-fsdp`",
+                optional
+                    .map(|(_, feature)| format!("`{feature}`"))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            ),
+        },
+        backend,
+    })
+}
 
 /// Who is asking for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]
@@ -58,7 +97,7 @@ pub(crate) enum Milestone {
 }
 
 /// The operations. `full` has no autodiff; `value` is what the optimizer sees.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, NdArray: cfg(feature = "ndarray"), Autodiff)]
 pub(crate) trait ShardOps: Backend {
     /// `full` in its final shape, as a function of `value`, hung on `token`.
     fn unshard(
@@ -83,37 +122,50 @@ pub(crate) trait Primitive: Backend {
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-impl Primitive for Flex {
-    fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
-        tensor
-            .try_into_primitive::<Flex>()
-            .expect("a unit's tensors live on one backend")
-    }
+/// The operations on a backend without autodiff: reshapes and nothing else.
+macro_rules! plain_backend {
+    ($backend:ty) => {
+        impl Primitive for $backend {
+            fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
+                tensor
+                    .try_into_primitive::<$backend>()
+                    .expect("a unit's tensors live on one backend")
+            }
 
-    fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
-        let flat = Shape::from([primitive.shape().num_elements()]);
-        Tensor::from_primitive::<Flex>(Flex::float_reshape(primitive, flat))
-    }
+            fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
+                let flat = Shape::from([primitive.shape().num_elements()]);
+                Tensor::from_primitive::<$backend>(<$backend>::float_reshape(primitive, flat))
+            }
+        }
+
+        impl ShardOps for $backend {
+            fn unshard(
+                full: FloatTensor<Self>,
+                _value: FloatTensor<Self>,
+                _token: FloatTensor<Self>,
+                access: Access,
+            ) -> FloatTensor<Self> {
+                <$backend>::float_reshape(full, access.shape())
+            }
+
+            fn chain(
+                token: FloatTensor<Self>,
+                _links: usize,
+                _milestone: Milestone,
+            ) -> FloatTensor<Self> {
+                token
+            }
+
+            fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
+                value
+            }
+        }
+    };
 }
 
-impl ShardOps for Flex {
-    fn unshard(
-        full: FloatTensor<Self>,
-        _value: FloatTensor<Self>,
-        _token: FloatTensor<Self>,
-        access: Access,
-    ) -> FloatTensor<Self> {
-        Flex::float_reshape(full, access.shape())
-    }
-
-    fn chain(token: FloatTensor<Self>, _links: usize, _milestone: Milestone) -> FloatTensor<Self> {
-        token
-    }
-
-    fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
-        value
-    }
-}
+plain_backend!(Flex);
+#[cfg(feature = "ndarray")]
+plain_backend!(NdArray);
 
 /// Gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]

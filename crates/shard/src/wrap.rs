@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use burn::backend::DispatchDevice;
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
@@ -46,7 +45,7 @@ pub fn fully_shard<M: Module>(
     policy: ShardPolicy,
 ) -> Result<M, Error> {
     let group = mesh.along(&policy.axis)?.clone();
-    let survey = survey(&module);
+    let survey = survey(&module)?;
     let earlier = earlier_units(&module, &survey.sharded);
     check(&survey, &earlier)?;
     for (unit, prefix) in &earlier {
@@ -90,7 +89,6 @@ fn check(survey: &Survey, earlier: &[(Arc<Unit>, String)]) -> Result<(), Error> 
                 second: found.path.clone(),
             });
         }
-        check_backend(found)?;
     }
     // A parent without parameters of its own still orders the operations of its children.
     let mut roots = earlier.iter().filter_map(|(unit, _)| unit.root());
@@ -116,25 +114,6 @@ fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Er
             got: unit.group.name().to_owned(),
         }),
     }
-}
-
-fn check_backend(found: &Found) -> Result<(), Error> {
-    let plain = found.device.clone().without_autodiff();
-    let backend = match plain.as_dispatch() {
-        DispatchDevice::Flex(_) => return Ok(()),
-        // Without any other backend compiled in, the arm above is all there is.
-        #[allow(unreachable_patterns)]
-        other => format!("{other:?}"),
-    };
-    let name: String = backend
-        .chars()
-        .take_while(|c| c.is_alphanumeric())
-        .collect();
-    Err(Error::Backend {
-        path: found.path.clone(),
-        feature: name.to_lowercase(),
-        backend: name,
-    })
 }
 
 /// Which parameters belong to which unit: the innermost module that a pattern matches.
