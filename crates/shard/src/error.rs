@@ -30,6 +30,35 @@ pub enum Error {
          call `fully_shard` once per module, children before parents"
     )]
     NothingToShard,
+    /// Every parameter of the module is sharded or replicated already.
+    #[error(
+        "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
+         call `fully_shard` or `replicate` once per module, children before parents"
+    )]
+    AlreadySharded {
+        /// One of the units.
+        unit: String,
+    },
+    /// A pattern of ignored modules names a sharded one.
+    #[error(
+        "parameter `{path}` is to be ignored, but is sharded already; \
+         take its module out of the ignored ones, or do not shard it"
+    )]
+    IgnoredSharded {
+        /// Path of the parameter.
+        path: String,
+    },
+    /// Full weights cannot be resharded to that many ranks.
+    #[error(
+        "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the \
+         shard axis"
+    )]
+    ReshardTo {
+        /// Ranks of a group, as given.
+        got: usize,
+        /// Ranks of the shard axis.
+        ranks: usize,
+    },
     /// A parameter already carries a reparameterization of another kind.
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`; \
@@ -131,11 +160,24 @@ pub enum Error {
         /// The unit.
         unit: String,
         /// The states allowed.
-        expected: &'static str,
+        expected: String,
         /// The state found.
-        got: &'static str,
+        got: String,
         /// What to do.
         advice: &'static str,
+    },
+    /// A gradient hook returned something else than a gradient.
+    #[error(
+        "gradient of `{path}`: the policy's hook returned {got} elements, expected {expected}; \
+         return a tensor of the length that was given"
+    )]
+    Hook {
+        /// Path of the parameter.
+        path: String,
+        /// Elements of the gradient.
+        expected: usize,
+        /// Elements returned.
+        got: usize,
     },
     /// A module without any sharded parameter was passed where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]

@@ -20,6 +20,7 @@
 
 mod error;
 mod generation;
+mod handle;
 mod initial;
 mod inspect;
 mod memory;
@@ -27,6 +28,7 @@ mod op;
 mod parameter;
 mod plan;
 mod policy;
+mod precision;
 mod record;
 mod root;
 mod schedule;
@@ -38,11 +40,13 @@ mod unit;
 mod wrap;
 
 pub use error::{Error, catch};
+pub use handle::{UnitHandle, UnitState, Unsharding, no_sync, units, unused_units};
 pub use memory::{Memory, Pinned, memory, reset_peak};
 pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
-pub use policy::{Layout, ShardPolicy, Strategy};
+pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
+pub use precision::{Precision, cast_input};
 pub use step::{Order, backward, order, reset};
-pub use wrap::fully_shard;
+pub use wrap::{fully_shard, replicate};
 
 #[doc = include_str!("README.md")]
 #[cfg(doc)]

@@ -14,7 +14,7 @@ impl Use {
     /// Drops the full parameters: from here on they live as long as the operations using them.
     pub(super) fn close(self) {
         if !self.generation.unit.keeps() {
-            *self.generation.state.lock() = State::Sharded;
+            self.generation.reshard_after_forward();
         }
     }
 }
@@ -58,7 +58,7 @@ impl Root {
             }
             progress.reading = Arc::downgrade(generation);
             if unit.slots[slot].is_gathered() {
-                if matches!(*generation.state.lock(), State::Sharded) {
+                if generation.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
@@ -66,14 +66,8 @@ impl Root {
             }
             self.full(generation, slot)
         })?;
-        Ok(full.reshape::<D, _>(shape_of(generation, slot)))
+        Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
     }
-}
-
-fn shape_of<const D: usize>(generation: &Generation, slot: usize) -> [usize; D] {
-    let mut shape = [0; D];
-    shape.copy_from_slice(&generation.unit.slots[slot].shape);
-    shape
 }
 
 impl Progress {
@@ -95,6 +89,7 @@ impl Progress {
         }
         if self.pass.is_none() {
             self.epoch = generation.epoch();
+            self.schedules.select(root.choice());
             self.watch.begin();
             self.pass = Some(Pass::begin(root, generation, place));
         }
@@ -125,8 +120,7 @@ impl Progress {
         slot: usize,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        let is_unsharded = matches!(*generation.state.lock(), State::Unsharded(_));
-        if !is_unsharded {
+        if !generation.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
         }
@@ -144,7 +138,7 @@ impl Progress {
             id,
             generation: generation.clone(),
             token: pass.token.clone(),
-            nodes: unit.slots.iter().map(|_| None).collect(),
+            nodes: unit.places(),
         });
         Ok(())
     }

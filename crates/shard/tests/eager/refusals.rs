@@ -55,7 +55,7 @@ fn sharding_twice_is_refused() {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 1)?)?;
         let model = build(MLP, &world, &device(), ShardPolicy::new())?;
         let error = fully_shard(model, &mesh, ShardPolicy::new()).expect_err("twice");
-        assert!(matches!(error, Error::NothingToShard), "{error}");
+        assert!(matches!(error, Error::AlreadySharded { .. }), "{error}");
         Ok(())
     });
 }
