@@ -166,6 +166,23 @@ pub enum Error {
         /// What to do.
         advice: &'static str,
     },
+    /// A checkpointed region uses a tracked tensor that is neither its input nor its module's.
+    #[error(
+        "a checkpointed region captures a tensor with a graph, whose gradient would be lost; \
+         pass it as the region's input, or detach it"
+    )]
+    Captured,
+    /// A checkpointed region computed something else the second time.
+    #[error(
+        "a checkpointed region computed {second} where it had computed {first}; regions must be \
+         deterministic: leave dropout and other random numbers outside"
+    )]
+    Recomputed {
+        /// An element of the first output.
+        first: f32,
+        /// The same of the second.
+        second: f32,
+    },
     /// A gradient hook returned something else than a gradient.
     #[error(
         "gradient of `{path}`: the policy's hook returned {got} elements, expected {expected}; \

@@ -18,6 +18,7 @@
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
+mod checkpoint;
 mod error;
 mod generation;
 mod handle;
@@ -39,6 +40,7 @@ mod transport;
 mod unit;
 mod wrap;
 
+pub use checkpoint::checkpoint;
 pub use error::{Error, catch};
 pub use handle::{UnitHandle, UnitState, Unsharding, no_sync, units, unused_units};
 pub use memory::{Memory, Pinned, memory, reset_peak};

@@ -33,6 +33,7 @@ use burn::backend::{
 };
 use burn::tensor::{Device, Shape, Tensor};
 
+use crate::checkpoint::Recompute;
 use crate::error::{Error, throw};
 use crate::generation::Generation;
 use crate::root::{Reduced, Root};
@@ -79,6 +80,8 @@ pub(crate) struct Access {
     pub(crate) generation: Arc<Generation>,
     pub(crate) slot: usize,
     pub(crate) use_id: u64,
+    /// Whether the full parameters stay until the use's backward.
+    pub(crate) stays: bool,
 }
 
 impl Access {
@@ -109,6 +112,15 @@ pub(crate) trait ShardOps: Backend {
 
     /// `token`, deeper by `links`; the last link announces `milestone`.
     fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self>;
+
+    /// The `output` that a region computed from `input` without a graph, as a node whose backward
+    /// runs `region` again. `token` hangs it above the units that it uses.
+    fn checkpointed(
+        output: FloatTensor<Self>,
+        input: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        region: Arc<dyn Recompute>,
+    ) -> FloatTensor<Self>;
 
     /// Writes the number of `value`'s node to `sink`.
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self>;
@@ -154,6 +166,15 @@ macro_rules! plain_backend {
                 _milestone: Milestone,
             ) -> FloatTensor<Self> {
                 token
+            }
+
+            fn checkpointed(
+                output: FloatTensor<Self>,
+                _input: FloatTensor<Self>,
+                _token: FloatTensor<Self>,
+                _region: Arc<dyn Recompute>,
+            ) -> FloatTensor<Self> {
+                output
             }
 
             fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
@@ -229,6 +250,31 @@ impl<B: Primitive> Backward<B, 1> for Announce {
     }
 }
 
+/// Runs a region again and hands its gradients on.
+#[derive(Debug)]
+struct RunAgain;
+
+impl<B: Primitive> Backward<B, 2> for RunAgain {
+    type State = Arc<dyn Recompute>;
+
+    fn backward(
+        self,
+        ops: Ops<Arc<dyn Recompute>, 2>,
+        grads: &mut Gradients,
+        _: &mut Checkpointer,
+    ) {
+        let [input, _token] = ops.parents;
+        let gradient = grads.consume::<B>(&ops.node);
+        for handed_on in ops.state.backward(B::raise(gradient)) {
+            let input = input.as_ref().map(|input| input.id);
+            if let Some(node) = handed_on.node.or(input) {
+                let gradient = B::float_reshape(B::lower(handed_on.gradient), handed_on.shape);
+                grads.register::<B>(node, gradient);
+            }
+        }
+    }
+}
+
 impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     fn unshard(
         full: FloatTensor<Self>,
@@ -238,7 +284,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let output = B::float_reshape(full.into_primitive(), access.shape());
         let parents = [value.node(), token.node()];
-        if access.generation.unit.keeps() {
+        if access.stays {
             let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
             return match prepared.compute_bound().stateful() {
                 OpsKind::Tracked(prepared) => prepared.finish(access, output),
@@ -280,6 +326,24 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         }
     }
 
+    fn checkpointed(
+        output: FloatTensor<Self>,
+        input: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        region: Arc<dyn Recompute>,
+    ) -> FloatTensor<Self> {
+        if output.is_tracked() {
+            throw(Error::Captured);
+        }
+        let parents = [input.node(), token.node()];
+        let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(RunAgain, parents);
+        let output = output.into_primitive();
+        match prepared.compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(region, output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self> {
         sink.store(value.id().value, Ordering::Relaxed);
         value
@@ -306,8 +370,23 @@ pub(crate) fn chain(token: Tensor<1>, links: usize, milestone: Milestone) -> Ten
     Tensor::from_dispatch(Dispatch::chain(token.into_dispatch(), links, milestone))
 }
 
+/// `output` as a node above `input` and `token` that runs `region` again in backward.
+pub(crate) fn checkpointed<const D: usize, const E: usize>(
+    output: Tensor<E>,
+    input: Tensor<D>,
+    token: Tensor<1>,
+    region: Arc<dyn Recompute>,
+) -> Tensor<E> {
+    Tensor::from_dispatch(Dispatch::checkpointed(
+        output.into_dispatch(),
+        input.into_dispatch(),
+        token.into_dispatch(),
+        region,
+    ))
+}
+
 /// The graph node of a leaf.
-pub(crate) fn node_of(value: Tensor<1>) -> NodeId {
+pub(crate) fn node_of<const D: usize>(value: Tensor<D>) -> NodeId {
     let sink = Arc::new(AtomicU64::new(0));
     drop(Dispatch::identify(value.into_dispatch(), sink.clone()));
     NodeId {

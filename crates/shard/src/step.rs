@@ -66,8 +66,7 @@ impl ModuleVisitor for Place<'_> {
         if D != 1 || !value.is_autodiff() || !value.is_require_grad() {
             return;
         }
-        let leaf = Tensor::<1>::from_dispatch(value.clone().into_dispatch());
-        let node = crate::op::node_of(leaf);
+        let node = crate::op::node_of(value.clone());
         // One for each use of the unit.
         let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
         let gradients = uses.map(|reduced| reduced.gradient.clone());

@@ -7,6 +7,7 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
 
 use super::{Ended, Gradient, Phase, Progress, Reduced, Reduction, Root};
+use crate::checkpoint::{self, Mode};
 use crate::error::Error;
 use crate::generation::{Generation, State};
 use crate::op::{self, Access};
@@ -78,7 +79,11 @@ impl Root {
             } else {
                 progress.hold(self, generation, gradients);
             }
-            Ok(std::mem::take(&mut progress.done))
+            // The gradients of a region's own graph are not those of the step.
+            Ok(match checkpoint::mode() {
+                Mode::Again => Vec::new(),
+                Mode::Off | Mode::Plain => std::mem::take(&mut progress.done),
+            })
         })
     }
 

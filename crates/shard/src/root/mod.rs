@@ -58,6 +58,7 @@ pub(crate) struct Reduced {
 struct Progress {
     phase: Phase,
     pass: Option<Pass>,
+    again: Option<Recomputation>,
     /// The copy of the module in use: see [`Generation::epoch`].
     epoch: u64,
     num_uses: u64,
@@ -103,13 +104,29 @@ struct Pass {
     kept: Vec<Use>,
 }
 
+/// The second forward of a checkpointed region, inside backward.
+struct Recomputation {
+    token: Tensor<1>,
+    uses: Vec<Use>,
+}
+
 /// One use of a unit in a forward: until another unit is touched, each of its parameters has one
 /// autodiff node.
 struct Use {
+    kind: UseKind,
     id: u64,
     generation: Arc<Generation>,
     token: Tensor<1>,
     nodes: Vec<Option<Node>>,
+}
+
+/// What a use of a unit leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UseKind {
+    /// Nodes, for backward.
+    Tracked,
+    /// Nothing: a region that will be run again.
+    Plain,
 }
 
 /// A full gradient, counted while it lives.
