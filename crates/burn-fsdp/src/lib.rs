@@ -55,12 +55,4 @@ pub use burn_fsdp_collectives::{
 /// Meshes, placements and partition arithmetic.
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
-pub use burn_fsdp_shard::{
-    Error, Layout, Memory, Order, Pinned, ShardPolicy, Strategy, UnitPlan, WrapPlan, backward,
-    catch, fully_shard, memory, num_params, order, reset, reset_peak, wrap_plan,
-};
-
-/// The examples of the README, compiled and run as tests.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+pub use burn_fsdp_shard::*;

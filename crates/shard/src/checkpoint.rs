@@ -51,6 +51,8 @@ pub(crate) fn is_preparing() -> bool {
 
 /// `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
+    // A lazy parameter would draw other numbers in the copy.
+    module.visit(&mut Initialize);
     PREPARING.set(true);
     let module = module.clone().map(mapper);
     PREPARING.set(false);
@@ -153,18 +155,24 @@ pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Ten
     }
 }
 
+/// Initializes lazy parameters.
+struct Initialize;
+
+impl ModuleVisitor for Initialize {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        drop(param.base());
+    }
+}
+
 /// Takes plain parameters out of the graph. Sharded ones see to it themselves.
 struct Detach;
 
 impl ModuleMapper for Detach {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match param.is_initialized() {
-            true => param.map(|tensor| {
-                let device = tensor.device();
-                tracked(tensor.inner(), &device)
-            }),
-            false => param,
-        }
+        param.map(|tensor| {
+            let device = tensor.device();
+            tracked(tensor.inner(), &device)
+        })
     }
 }
 

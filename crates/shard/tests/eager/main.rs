@@ -2,6 +2,7 @@
 
 mod accumulate;
 mod bench;
+mod checkpoint;
 mod composable;
 mod counts;
 mod hybrid;
