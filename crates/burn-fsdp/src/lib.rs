@@ -42,23 +42,37 @@
 //! # What is where
 //!
 //! - [`fully_shard`] and [`ShardPolicy`]: what becomes a unit, and when its full weights go.
+//! - [`FullyShardedDataParallel`]: the same as a wrapper with methods; [`auto_units`] proposes units.
+//! - [`clip_grad_norm`], [`LossScaler`], [`check_elementwise`], [`FileBackedOptimizer`]: between
+//!   backward and the optimizer.
+//! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
+//!   running states, and whether ranks agree.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+mod file_backed;
+
 /// The transport below: buffers, process groups, collectives.
 pub use burn_fsdp_collectives as collectives;
 pub use burn_fsdp_collectives::{
-    At, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind, ProcessGroup,
-    ProcessMesh, Tally, Unwound, launch,
+    At, CommCounter, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind,
+    ProcessGroup, ProcessMesh, Tally, Unwound, launch,
 };
 /// Meshes, placements and partition arithmetic.
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::{
+    Agreement, BufferSync, Clip, Clipped, FullTensor, FullyShardedDataParallel, LossScaler,
+    LossScalerState, LossScaling, NonFinite, Norm, UnitGradients, WriteBack, auto_units,
+    check_agreement, check_elementwise, check_names, clip_grad_norm, full_state, grad_norm,
+    gradients_by_unit, parameter_paths, params_with_gradient, summon_full_params, sync_buffers,
+};
+pub use burn_fsdp_shard::{
     Error, Layout, Memory, Order, Pinned, ShardPolicy, Strategy, UnitPlan, WrapPlan, backward,
     catch, fully_shard, memory, num_params, order, reset, reset_peak, wrap_plan,
 };
+pub use file_backed::FileBackedOptimizer;
 
 /// The examples of the README, compiled and run as tests.
 #[cfg(doctest)]

@@ -2,6 +2,8 @@
 
 mod ranks;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use burn_fsdp_collectives::{
     Buffer, CommCounter, ElementType, Error, FullPart, Mesh, OperationKind, Part, ProcessGroup,
     ProcessMesh, Reduction,
@@ -106,7 +108,8 @@ fn a_counter_counts_over_groups_and_says_what_it_saw() -> Result<(), Error> {
         counter.to_string(),
         "fake: 1 barrier; fake: 1 exchange (2 bytes)"
     );
-    let seen = std::panic::catch_unwind(|| counter.expect(&[(OperationKind::Barrier, 2)]));
+    let expect = AssertUnwindSafe(|| counter.expect(&[(OperationKind::Barrier, 2)]));
+    let seen = catch_unwind(expect);
     let message = *seen.unwrap_err().downcast::<String>().expect("formatted");
     assert!(message.contains("expected 2 barrier, got 1"), "{message}");
     assert!(message.contains("1 exchange (2 bytes)"), "{message}");

@@ -16,19 +16,32 @@
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
 //!
+//! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
+//! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
+//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods.
+//!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
+mod agreement;
+mod auto;
+mod buffers;
+mod clip;
+mod elementwise;
 mod error;
+mod full;
 mod generation;
+mod gradients;
 mod initial;
 mod inspect;
 mod memory;
+mod names;
 mod op;
 mod parameter;
 mod plan;
 mod policy;
 mod record;
 mod root;
+mod scaler;
 mod schedule;
 mod slot;
 mod step;
@@ -36,6 +49,7 @@ mod survey;
 mod transport;
 mod unit;
 mod wrap;
+mod wrapper;
 
 pub use error::{Error, catch};
 pub use memory::{Memory, Pinned, memory, reset_peak};
@@ -43,6 +57,17 @@ pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use policy::{Layout, ShardPolicy, Strategy};
 pub use step::{Order, backward, order, reset};
 pub use wrap::fully_shard;
+
+pub use agreement::{Agreement, check_agreement};
+pub use auto::auto_units;
+pub use buffers::{BufferSync, sync_buffers};
+pub use clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
+pub use elementwise::check_elementwise;
+pub use full::{FullTensor, WriteBack, full_state, summon_full_params};
+pub use gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
+pub use names::{check_names, parameter_paths};
+pub use scaler::{LossScaler, LossScalerState, LossScaling};
+pub use wrapper::FullyShardedDataParallel;
 
 #[doc = include_str!("README.md")]
 #[cfg(doc)]

@@ -4,8 +4,10 @@
 //! parameters under their own paths. It loads into a plain module, and into one sharded over any
 //! number of ranks. Taking one is collective and makes every rank hold the whole record.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::LocalKey;
 
 use burn::module::ParamMapper;
 use burn::tensor::Tensor;
@@ -16,6 +18,28 @@ use crate::generation::Generation;
 use crate::transport;
 use crate::unit::Unit;
 
+thread_local! {
+    static PLAIN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:
+/// for a plain copy of the parameter, which is recorded as it would be without us.
+pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
+    with_flag(&PLAIN, body)
+}
+
+/// Runs `body` with a flag of this thread set.
+pub(crate) fn with_flag<T>(flag: &'static LocalKey<Cell<bool>>, body: impl FnOnce() -> T) -> T {
+    struct Restore(&'static LocalKey<Cell<bool>>, bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            self.0.set(self.1);
+        }
+    }
+    let _restore = Restore(flag, flag.replace(true));
+    body()
+}
+
 /// Narrows a whole parameter that is being loaded to this rank's part.
 pub(crate) fn load<const D: usize>(
     unit: Arc<Unit>,
@@ -25,6 +49,9 @@ pub(crate) fn load<const D: usize>(
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
     move |recorded| {
         let whole = own.on_load(recorded);
+        if PLAIN.get() {
+            return whole;
+        }
         let slot = &unit.slots[index];
         if whole.dims()[..] != slot.shape[..] {
             throw(Error::RecordShape {
@@ -33,17 +60,24 @@ pub(crate) fn load<const D: usize>(
                 got: whole.dims().to_vec(),
             });
         }
-        let device = whole.device();
-        let range = match slot.is_gathered() {
-            true => slot.partition.range(unit.group.rank()),
-            false => 0..slot.partition.num_elements(),
-        };
-        let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
-        // Read out, so that the shard does not keep the whole alive.
-        let shard = flat.slice([range]).into_data();
-        *slot.loaded.lock() = Some(Tensor::from_data(shard, (&device, slot.dtype)));
+        narrow(&unit, index, whole);
         stand_in.clone()
     }
+}
+
+/// Puts this rank's part of `whole` where the nested parameter takes it from when the visit that is
+/// under way comes to it.
+pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>) {
+    let slot = &unit.slots[index];
+    let device = whole.device();
+    let range = match slot.is_gathered() {
+        true => slot.partition.range(unit.group.rank()),
+        false => 0..slot.partition.num_elements(),
+    };
+    let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
+    // Read out, so that the shard does not keep the whole alive.
+    let shard = flat.slice([range]).into_data();
+    *slot.loaded.lock() = Some(Tensor::from_data(shard, (&device, slot.dtype)));
 }
 
 /// Gathers the whole parameter for a record.
@@ -52,7 +86,10 @@ pub(crate) fn save<const D: usize>(
     index: usize,
     own: ParamMapper<Tensor<D>>,
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
-    move |_stand_in| {
+    move |stand_in| {
+        if PLAIN.get() {
+            return own.on_save(stand_in);
+        }
         let slot = &unit.slots[index];
         let whole = unit
             .current(index)
