@@ -197,7 +197,8 @@ impl ModuleMapper for Narrow {
         let whole = flat.clone().reshape::<D, _>(Shape::from(wanted));
         match member {
             Some(member) => {
-                record::narrow(&member.generation.unit, member.index, whole);
+                let device = param.lazy_device();
+                record::narrow(&member.generation.unit, member.index, whole, &device);
                 param
             }
             None => param.map(|old| replace(&old, whole)),

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::thread::LocalKey;
 
 use burn::module::ParamMapper;
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
 use crate::error::{Error, throw};
@@ -60,16 +60,16 @@ pub(crate) fn load<const D: usize>(
                 got: whole.dims().to_vec(),
             });
         }
-        narrow(&unit, index, whole);
+        let device = whole.device();
+        narrow(&unit, index, whole, &device);
         stand_in.clone()
     }
 }
 
-/// Puts this rank's part of `whole` where the nested parameter takes it from when the visit that is
-/// under way comes to it.
-pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>) {
+/// Puts this rank's part of `whole` on `device`, where the nested parameter takes it from when the
+/// visit that is under way comes to it.
+pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>, device: &Device) {
     let slot = &unit.slots[index];
-    let device = whole.device();
     let range = match slot.is_gathered() {
         true => slot.partition.range(unit.group.rank()),
         false => 0..slot.partition.num_elements(),
@@ -77,7 +77,7 @@ pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
     // Read out, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
-    *slot.loaded.lock() = Some(Tensor::from_data(shard, (&device, slot.dtype)));
+    *slot.loaded.lock() = Some(Tensor::from_data(shard, (device, slot.dtype)));
 }
 
 /// Gathers the whole parameter for a record.
