@@ -14,23 +14,21 @@ fn buffer(group: &ProcessGroup, num_elements: usize) -> Vec<Buffer> {
     vec![group.pool().take(4 * num_elements)]
 }
 
-fn shard(group: &ProcessGroup, values: &[f32], num_elements: usize) -> Part {
-    Part::new(source(values), flat(group, num_elements), ElementType::F32)
-}
-
 #[test]
 fn a_gather_puts_the_own_shard_in_every_place_as_far_as_it_fits() -> Result<(), Error> {
-    // Seven elements on three ranks: shards of three, two and two.
-    let group = ProcessGroup::fake(3, 1);
-    let own = shard(&group, &[5.0, 6.0], 7);
-    let got = group.all_gather("all", Vec::new(), vec![own], buffer(&group, 7))?;
-    let full: Vec<f32> = values(&got.buffers[0]);
-    assert_eq!(full, [5.0, 6.0, 0.0, 5.0, 6.0, 5.0, 6.0]);
-    let first = ProcessGroup::fake(3, 0);
-    let own = shard(&first, &[1.0, 2.0, 3.0], 7);
-    let got = first.all_gather("all", Vec::new(), vec![own], buffer(&first, 7))?;
-    let full: Vec<f32> = values(&got.buffers[0]);
-    assert_eq!(full, [1.0, 2.0, 3.0, 1.0, 2.0, 1.0, 2.0]);
+    for rank in 0..3 {
+        let group = ProcessGroup::fake(3, rank);
+        let partition = flat(&group, 7);
+        let shard: Vec<f32> = (0..partition.len(rank)).map(|i| 1.0 + i as f32).collect();
+        let own = Part::new(source(&shard), partition, ElementType::F32);
+        let got = group.all_gather("all", Vec::new(), vec![own], buffer(&group, 7))?;
+        let full: Vec<f32> = values(&got.buffers[0]);
+        for other in 0..3 {
+            for (i, got) in full[partition.range(other)].iter().enumerate() {
+                assert_eq!(*got, shard.get(i).copied().unwrap_or(0.0), "{full:?}");
+            }
+        }
+    }
     Ok(())
 }
 
@@ -65,23 +63,27 @@ fn what_only_another_rank_knows_is_zero() -> Result<(), Error> {
     let got = group.broadcast("values", vec![], 0, vec![absent], buffer(&group, 3))?;
     assert_eq!(values::<f32>(&got.buffers[0]), [0.0; 3]);
     let absent = Part::absent(flat(&group, 3), ElementType::F32);
-    let got = group.scatter("values", vec![], 0, vec![absent], buffer(&group, 1))?;
-    assert_eq!(values::<f32>(&got.buffers[0]), [0.0]);
+    let len = flat(&group, 3).len(1);
+    let got = group.scatter("values", vec![], 0, vec![absent], buffer(&group, len))?;
+    assert_eq!(values::<f32>(&got.buffers[0]), vec![0.0; len]);
     let root = ProcessGroup::fake(2, 0);
-    let full = Part::new(source(&[1f32, 2.0, 3.0]), flat(&root, 3), ElementType::F32);
-    let got = root.scatter("values", vec![], 0, vec![full], buffer(&root, 2))?;
-    assert_eq!(values::<f32>(&got.buffers[0]), [1.0, 2.0]);
+    let all = [1f32, 2.0, 3.0];
+    let partition = flat(&root, 3);
+    let own = partition.range(0);
+    let full = Part::new(source(&all), partition, ElementType::F32);
+    let got = root.scatter("values", vec![], 0, vec![full], buffer(&root, own.len()))?;
+    assert_eq!(values::<f32>(&got.buffers[0]), all[own]);
     Ok(())
 }
 
 #[test]
 fn arguments_are_checked_as_among_real_peers() {
     let group = ProcessGroup::fake(2, 0);
-    let short = shard(&group, &[1.0], 3);
+    let short = Part::new(source(&[1f32]), flat(&group, 5), ElementType::F32);
     let error = group
-        .all_gather("short", Vec::new(), vec![short], buffer(&group, 3))
+        .all_gather("short", Vec::new(), vec![short], buffer(&group, 5))
         .unwrap_err();
-    assert!(error.to_string().contains("8 bytes"), "{error}");
+    assert!(error.to_string().contains("parts[0].source"), "{error}");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{build, device, on_ranks};
+use super::gradients::ready;
 use super::nets::{CONV_NET, MLP, Mlp};
 
 #[test]
@@ -30,7 +31,7 @@ fn a_parameter_that_no_unit_manages_is_named_with_the_ranks() {
     let messages = on_ranks(3, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 3)?)?;
-        let mut model = Mlp::new(&device);
+        let mut model = ready(|| Mlp::new(&device));
         // Ranks 0 and 1 hold the same, rank 2 something else.
         let value = if world.rank() == 2 { 0.5 } else { 0.25 };
         struct Fill(f32);

@@ -14,7 +14,7 @@ use super::bench::{
     Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, seed_turn,
     whole_params,
 };
-use super::gradients::{one_step, spoil, values};
+use super::gradients::{one_step, ready, spoil, values};
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
 
 const STEPS: usize = 10;
@@ -200,7 +200,7 @@ fn parameters_that_no_unit_manages_count_from_rank_0() {
     let parts = on_ranks(3, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 3)?)?;
-        let mut model = Mlp::new(&device);
+        let mut model = ready(|| Mlp::new(&device));
         let first = model.blocks.remove(0);
         model
             .blocks

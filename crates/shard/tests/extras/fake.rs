@@ -6,6 +6,7 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard, memory, num_params};
 
 use super::bench::{device, optimizer};
+use super::gradients::ready;
 use super::nets::{MLP, Mlp};
 
 #[test]
@@ -15,7 +16,7 @@ fn a_step_of_one_rank_of_many_is_counted_without_the_others() -> Result<(), Erro
         let mesh = ProcessMesh::new(&group, Mesh::line("shard", ranks)?)?;
         let device = device();
         let policy = ShardPolicy::new().units(["blocks.*"]);
-        let mut model = fully_shard(Mlp::new(&device), &mesh, policy)?;
+        let mut model = fully_shard(ready(|| Mlp::new(&device)), &mesh, policy)?;
         let mut optim = optimizer();
         let mut counter = CommCounter::new([&group]);
         for step in 0..3 {

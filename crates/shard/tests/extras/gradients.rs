@@ -21,6 +21,15 @@ pub(crate) fn one_step(
     Ok((model, gradients))
 }
 
+/// A module whose values are there, made while nobody else draws from the seed that all threads
+/// share.
+pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
+    let _turn = super::bench::seed_turn();
+    let module = build();
+    super::bench::params(&module);
+    module
+}
+
 /// The values of all gradients by path, of sharded and of plain modules.
 pub(crate) fn values<M: Module>(
     module: &M,

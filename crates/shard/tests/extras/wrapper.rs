@@ -14,6 +14,7 @@ use burn_fsdp_shard::{
 use super::bench::{
     Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, plainly, seed_turn,
 };
+use super::gradients::ready;
 use super::nets::{Block, MLP, Mlp, input};
 
 fn blocks() -> ShardPolicy {
@@ -185,10 +186,10 @@ fn wrapped_children_first_and_the_outer_takes_what_is_left() {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
         let child = |_| {
             let policy = ShardPolicy::new().reshard_root(true);
-            FullyShardedDataParallel::new(Mlp::block(&device), &mesh, policy)
+            FullyShardedDataParallel::new(ready(|| Mlp::block(&device)), &mesh, policy)
         };
         let blocks = (0..2).map(child).collect::<Result<Vec<_>, _>>()?;
-        let head = LinearConfig::new(15, 3).init(&device);
+        let head = ready(|| LinearConfig::new(15, 3).init(&device));
         let nested = Nested { blocks, head };
         let paths = parameter_paths(&nested);
         assert!(
@@ -223,7 +224,7 @@ fn a_part_of_the_ranks_may_shard_among_themselves() {
         let half = world.split(world.rank() / 2, world.rank(), "half")?;
         let mesh = ProcessMesh::new(&half, Mesh::line("shard", 2)?)?;
         let counter = CommCounter::new([&world]);
-        let model = FullyShardedDataParallel::new(Mlp::new(&device), &mesh, blocks())?;
+        let model = FullyShardedDataParallel::new(ready(|| Mlp::new(&device)), &mesh, blocks())?;
         let loss = model.loss(half.rank(), 0, &device);
         let gradients = model.backward(loss)?;
         assert!(!gradients.is_empty());
