@@ -42,17 +42,30 @@
 //! # What is where
 //!
 //! - [`fully_shard`] and [`ShardPolicy`]: what becomes a unit, and when its full weights go.
+//! - [`FullyShardedDataParallel`]: the same as a wrapper with methods; [`auto_units`] proposes units.
+//! - [`clip_grad_norm`], [`LossScaler`], [`check_elementwise`], [`FileBackedOptimizer`]: between
+//!   backward and the optimizer.
+//! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
+//!   running states, and whether ranks agree.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+mod file_backed;
+
 /// The transport below: buffers, process groups, collectives.
 pub use burn_fsdp_collectives as collectives;
 pub use burn_fsdp_collectives::{
-    At, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind, ProcessGroup,
-    ProcessMesh, Tally, Unwound, launch,
+    At, CommCounter, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind,
+    ProcessGroup, ProcessMesh, Tally, Unwound, launch,
 };
 /// Meshes, placements and partition arithmetic.
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
+pub use file_backed::FileBackedOptimizer;
+
+/// The examples of the README, compiled and run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

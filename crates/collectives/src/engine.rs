@@ -18,6 +18,11 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Makes the smaller group described; called by all its members and no one else.
     fn subgroup(&self, subgroup: Subgroup) -> Box<dyn Engine>;
+
+    /// Whether the other ranks exist.
+    fn has_peers(&self) -> bool {
+        true
+    }
 }
 
 /// One rank's part in an operation.

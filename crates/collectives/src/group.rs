@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::engine::{Engine, Received, Request, Subgroup};
+use crate::fake::FakeEnd;
 use crate::local::World;
 use crate::lock::lock;
 use crate::operation::Signature;
@@ -62,6 +63,58 @@ impl ProcessGroup {
     /// a single rank and without [`launch`](crate::launch()).
     pub fn solo() -> Self {
         World::new(1, Duration::MAX).groups().swap_remove(0)
+    }
+
+    /// Rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on
+    /// one thread: operations are counted, checked and given buffers as among real peers, and never
+    /// wait.
+    ///
+    /// The other ranks are taken to contribute what this one does. An all-gather puts this rank's
+    /// shard in every rank's place as far as it fits, the rest is zero; a reduction combines `size`
+    /// copies; notes and exchanges come back `size` times. What another rank would have sent, as the
+    /// root of a broadcast or a scatter, is zero: rank 0 has real initial values.
+    /// [`split`](Self::split) finds that all ranks have chosen alike; [`ProcessMesh`](crate::ProcessMesh)
+    /// makes groups of the right sizes.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not below `size`.
+    ///
+    /// ```
+    /// use burn_fsdp_collectives::{OperationKind, ProcessGroup};
+    ///
+    /// # fn main() -> Result<(), burn_fsdp_collectives::Error> {
+    /// let group = ProcessGroup::fake(8, 3);
+    /// group.barrier("nobody to wait for")?;
+    /// assert_eq!(group.counts().of(OperationKind::Barrier).operations, 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[track_caller]
+    pub fn fake(size: usize, rank: usize) -> Self {
+        assert!(rank < size, "rank {rank} of a group of {size} ranks");
+        let state = Arc::new(RankState::new(rank));
+        let engine = Box::new(FakeEnd { rank, size });
+        Self::new("fake".into(), rank, size, engine, state)
+    }
+
+    /// Whether the group was made by [`fake`](Self::fake): its other ranks do not exist.
+    pub fn is_fake(&self) -> bool {
+        !self.0.engine.has_peers()
+    }
+
+    /// A fake group out of this one, in which this rank is `rank` of `size`. Costs the operation
+    /// that a real split would.
+    pub(crate) fn split_fake(
+        &self,
+        size: usize,
+        rank: usize,
+        name: impl Into<Label>,
+    ) -> Result<ProcessGroup, Error> {
+        let name = name.into();
+        self.exchange(format!("split into {}", name.as_str()), Vec::new())?;
+        let engine = Box::new(FakeEnd { rank, size });
+        Ok(Self::new(name, rank, size, engine, self.0.state.clone()))
     }
 
     /// This rank's number in the group, from 0 on.

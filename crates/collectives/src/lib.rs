@@ -6,6 +6,8 @@
 //!   [`split`](ProcessGroup::split)s into smaller groups. A [`ProcessMesh`] has one per mesh axis.
 //! - Operations read [`Source`]s and fill [`Buffer`]s of the rank's [`BufferPool`]. They take lists
 //!   of [`Part`]s, so that many tensors travel in one operation.
+//! - [`ProcessGroup::fake`] is one rank of many on a single thread, and a [`CommCounter`] counts what
+//!   it does: for tests of programs that communicate.
 //! - Reductions add up in rank order: the bits of a result depend on the values and on the size of
 //!   the group alone.
 //! - A rank that fails, differs or does not come turns the operations of all others into an
@@ -38,10 +40,12 @@
 mod arithmetic;
 mod call;
 mod collective;
+mod counter;
 mod counts;
 mod element;
 mod engine;
 mod error;
+mod fake;
 mod fault;
 mod group;
 mod label;
@@ -58,6 +62,7 @@ mod reduction;
 mod source;
 
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+pub use counter::CommCounter;
 pub use counts::{OperationCounts, Tally};
 pub use element::ElementType;
 pub use engine::Received;

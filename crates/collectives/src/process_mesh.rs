@@ -39,6 +39,9 @@ impl ProcessMesh {
         for (axis, index) in layout.axes().iter().zip(&coordinate) {
             groups.push(if axis.size == world.size() {
                 world.clone()
+            } else if world.is_fake() {
+                // There is nobody to ask, and the layout says it all.
+                world.split_fake(axis.size, *index, axis.name.as_str())?
             } else {
                 let color = layout.color_along(&axis.name, world.rank())?;
                 world.split(color, *index, axis.name.as_str())?

@@ -199,6 +199,104 @@ pub enum Error {
     /// A module without any sharded parameter was passed where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
+    /// Sharding changed the names of parameters.
+    #[error(
+        "parameter number {index} was `{expected}` before sharding and is `{got}` after it; \
+         `visit` and `map` of a module written by hand must name the same parameters in the same \
+         order"
+    )]
+    Names {
+        /// Position in the order of the module.
+        index: usize,
+        /// Path before.
+        expected: String,
+        /// Path after.
+        got: String,
+    },
+    /// An option has a value that makes no sense.
+    #[error("{option} is {got}; give it a value that is {expected}")]
+    Option {
+        /// The option.
+        option: &'static str,
+        /// What it may be.
+        expected: &'static str,
+        /// What it was.
+        got: String,
+    },
+    /// The norm of all gradients is infinite or not a number.
+    #[error(
+        "rank {rank}: the norm of all gradients is {norm} (on this rank the first such gradient is \
+         {first}), so they cannot be clipped; skip the step, lower the learning rate or scale the \
+         loss, or clip all the same with `NonFinite::Scale`"
+    )]
+    NonFiniteNorm {
+        /// The norm.
+        norm: f64,
+        /// This rank.
+        rank: usize,
+        /// The first parameter whose gradient on this rank is not finite.
+        first: String,
+    },
+    /// The scale of the loss has become too small to halve.
+    #[error(
+        "the loss scale has fallen to {scale:e} and every step still overflows: the loss or the \
+         gradients are infinite or not a number by themselves; look for the cause in the model, its \
+         data or the learning rate, or compute in bf16 or f32"
+    )]
+    LossScale {
+        /// The last scale.
+        scale: f64,
+    },
+    /// The optimizer needs whole tensors.
+    #[error(
+        "the optimizer updates a shard of `{path}` otherwise than the same elements of the whole \
+         parameter: it computes with whole tensors, as Muon, Adafactor, LAMB and Burn's gradient \
+         clipping by norm do; use an element-wise one (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, \
+         Adan), and `clip_grad_norm` to clip"
+    )]
+    WholeTensors {
+        /// The first parameter of which it is true.
+        path: String,
+    },
+    /// Ranks hold different values of what should be the same everywhere.
+    #[error(
+        "ranks {rank} and {peer} hold different values of `{path}`, which every rank should hold \
+         alike; give both the same values before training: initialize with one seed or load one \
+         record on all ranks, and call `sync_buffers` for running states"
+    )]
+    Disagreement {
+        /// The first rank with its value.
+        rank: usize,
+        /// The first rank with another.
+        peer: usize,
+        /// Path of the parameter or running state.
+        path: String,
+    },
+    /// A closure returned another module than it was given.
+    #[error(
+        "the module returned has {got} at `{path}`, expected {expected}; return the module that the \
+         closure was given, with changed values only"
+    )]
+    Returned {
+        /// Path of the parameter.
+        path: String,
+        /// What the sharded module has there.
+        expected: String,
+        /// What was returned there.
+        got: String,
+    },
+    /// Optimizer state could not be stored or read back.
+    #[error("optimizer state of unit `{unit}`, file {file}: {reason}; {advice}")]
+    OptimizerState {
+        /// The unit.
+        unit: String,
+        /// The file.
+        file: String,
+        /// What went wrong.
+        reason: String,
+        /// What to do.
+        advice: &'static str,
+    },
     /// A collective failed.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),

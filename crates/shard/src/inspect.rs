@@ -6,10 +6,12 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor};
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::generation::Generation;
+use crate::parameter::{CONTAINER, NAME};
 use crate::root::Root;
 use crate::slot::Slot;
 
@@ -18,6 +20,8 @@ use crate::slot::Slot;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
+    /// Of the value that optimizers and gradients see.
+    pub(crate) id: ParamId,
 }
 
 impl Member {
@@ -48,13 +52,45 @@ pub(crate) fn visit<M: Module, V: ModuleVisitor>(module: &M, visitor: &mut V) ->
         .unwrap_or_default()
 }
 
+/// The sharded parameters of `module` with their paths in it, in its own order.
+///
+/// A slot knows only its path in the module that was sharded, which may be a child of this one.
+pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
+    let mut paths = Paths::default();
+    let members = visit(module, &mut paths);
+    paths.sharded.into_iter().zip(members).collect()
+}
+
+#[derive(Default)]
+struct Paths {
+    path: Vec<String>,
+    sharded: Vec<String>,
+}
+
+impl ModuleVisitor for Paths {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if name == NAME && container == CONTAINER {
+            // The parameter itself has just been visited, here.
+            self.sharded.push(self.path.join("."));
+        }
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {}
+}
+
 /// Gives a parameter's name to whoever is asking. Returns whether somebody was.
-pub(crate) fn answer(generation: &Arc<Generation>, index: usize) -> bool {
+pub(crate) fn answer(generation: &Arc<Generation>, index: usize, id: ParamId) -> bool {
     ASKED.with(|asked| match asked.borrow_mut().as_mut() {
         Some(members) => {
             members.push(Member {
                 generation: generation.clone(),
                 index,
+                id,
             });
             true
         }

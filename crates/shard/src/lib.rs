@@ -16,15 +16,27 @@
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
 //!
+//! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
+//! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
+//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods.
+//!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
+mod agreement;
+mod auto;
+mod buffers;
 mod checkpoint;
+mod clip;
+mod elementwise;
 mod error;
+mod full;
 mod generation;
+mod gradients;
 mod handle;
 mod initial;
 mod inspect;
 mod memory;
+mod names;
 mod op;
 mod parameter;
 mod plan;
@@ -32,6 +44,7 @@ mod policy;
 mod precision;
 mod record;
 mod root;
+mod scaler;
 mod schedule;
 mod slot;
 mod step;
@@ -39,6 +52,7 @@ mod survey;
 mod transport;
 mod unit;
 mod wrap;
+mod wrapper;
 
 pub use checkpoint::checkpoint;
 pub use error::{Error, catch};
@@ -49,6 +63,17 @@ pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
 pub use precision::{Precision, cast_input};
 pub use step::{Order, backward, order, reset};
 pub use wrap::{fully_shard, replicate};
+
+pub use agreement::{Agreement, check_agreement};
+pub use auto::auto_units;
+pub use buffers::{BufferSync, sync_buffers};
+pub use clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
+pub use elementwise::check_elementwise;
+pub use full::{FullTensor, WriteBack, full_state, summon_full_params};
+pub use gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
+pub use names::{check_names, parameter_paths};
+pub use scaler::{LossScaler, LossScalerState, LossScaling};
+pub use wrapper::FullyShardedDataParallel;
 
 #[doc = include_str!("README.md")]
 #[cfg(doc)]

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 
 use crate::checkpoint;
 use crate::error::throw;
+use crate::full;
 use crate::generation::{Generation, Owned, Transition};
 use crate::inspect;
 
@@ -58,7 +59,10 @@ impl ShardedParam {
 impl Reparameterization for ShardedParam {
     const NAME: &'static str = NAME;
 
-    fn apply<const D: usize>(&self, _stand_in: Tensor<D>) -> Tensor<D> {
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        if full::keeps_base() {
+            return base;
+        }
         let root = self.generation.unit.root();
         root.expect("a sharded module has a root")
             .access(&self.generation, self.generation.slot)
@@ -82,7 +86,7 @@ impl Module for ShardedParam {
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        if inspect::answer(&self.generation, self.generation.slot) {
+        if inspect::answer(&self.generation, self.generation.slot, self.value.id) {
             return;
         }
         // A record has just taken the whole value under the parameter's own path.

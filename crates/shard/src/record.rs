@@ -4,17 +4,41 @@
 //! parameters under their own paths. It loads into a plain module, and into one sharded over any
 //! number of ranks. Taking one is collective and makes every rank hold the whole record.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::thread::LocalKey;
 
 use burn::module::ParamMapper;
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
 use crate::error::{Error, throw};
 use crate::generation::Generation;
 use crate::transport;
 use crate::unit::Unit;
+
+thread_local! {
+    static PLAIN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:
+/// for a plain copy of the parameter, which is recorded as it would be without us.
+pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
+    with_flag(&PLAIN, body)
+}
+
+/// Runs `body` with a flag of this thread set.
+pub(crate) fn with_flag<T>(flag: &'static LocalKey<Cell<bool>>, body: impl FnOnce() -> T) -> T {
+    struct Restore(&'static LocalKey<Cell<bool>>, bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            self.0.set(self.1);
+        }
+    }
+    let _restore = Restore(flag, flag.replace(true));
+    body()
+}
 
 /// Narrows a whole parameter that is being loaded to this rank's part.
 pub(crate) fn load<const D: usize>(
@@ -25,6 +49,9 @@ pub(crate) fn load<const D: usize>(
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
     move |recorded| {
         let whole = own.on_load(recorded);
+        if PLAIN.get() {
+            return whole;
+        }
         let slot = &unit.slots[index];
         if whole.dims()[..] != slot.shape[..] {
             throw(Error::RecordShape {
@@ -34,13 +61,20 @@ pub(crate) fn load<const D: usize>(
             });
         }
         let device = whole.device();
-        let range = slot.held_range(unit.group.rank());
-        let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
-        // Read out, so that the shard does not keep the whole alive.
-        let shard = flat.slice([range]).into_data();
-        *slot.loaded.lock() = Some(Tensor::from_data(shard, (&device, slot.dtype)));
+        narrow(&unit, index, whole, &device);
         stand_in.clone()
     }
+}
+
+/// Puts this rank's part of `whole` on `device`, where the nested parameter takes it from when the
+/// visit that is under way comes to it.
+pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>, device: &Device) {
+    let slot = &unit.slots[index];
+    let range = slot.held_range(unit.group.rank());
+    let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
+    // Read out, so that the shard does not keep the whole alive.
+    let shard = flat.slice([range]).into_data();
+    *slot.loaded.lock() = Some(Tensor::from_data(shard, (device, slot.dtype)));
 }
 
 /// Gathers the whole parameter for a record.
@@ -49,7 +83,10 @@ pub(crate) fn save<const D: usize>(
     index: usize,
     own: ParamMapper<Tensor<D>>,
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
-    move |_stand_in| {
+    move |stand_in| {
+        if PLAIN.get() {
+            return own.on_save(stand_in);
+        }
         let slot = &unit.slots[index];
         let whole = unit
             .current(index)

@@ -34,6 +34,8 @@ pub(crate) struct Survey {
     pub(crate) devices: HashMap<String, Device>,
     /// Whether there are running states.
     pub(crate) has_buffers: bool,
+    /// Their paths, in the order of the module.
+    pub(crate) buffers: Vec<String>,
     /// Parameters that carry another reparameterization: path and name.
     pub(crate) foreign: Vec<(String, String)>,
 }
@@ -218,7 +220,10 @@ impl ModuleVisitor for Details {
         self.survey.devices.insert(path.clone(), device.clone());
         match kind {
             Kind::Sharded => self.survey.sharded.push(path),
-            Kind::Buffer => self.survey.has_buffers = true,
+            Kind::Buffer => {
+                self.survey.has_buffers = true;
+                self.survey.buffers.push(path);
+            }
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
             Kind::Parameter => self.survey.parameters.push(Found {
                 path,

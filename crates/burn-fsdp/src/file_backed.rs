@@ -1,0 +1,187 @@
+//! Optimizer state in files.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::Module;
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn_fsdp_shard::{Error, gradients_by_unit};
+
+/// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
+/// state of the unit that is being updated, and no other.
+///
+/// AdamW keeps two values for each parameter: with them in files, a rank needs memory for its
+/// parameters and gradients only. Each step reads and writes all state once, so a fast disk and
+/// large batches help. Values are the same bits as with the plain optimizer.
+///
+/// State belongs to the run: the files are removed when this is dropped, and a folder with files of
+/// another run is refused. For a checkpoint, go through [`records`](Self::records) and
+/// [`restore`](Self::restore).
+///
+/// ```no_run
+/// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
+/// # use burn_fsdp::{Error, FileBackedOptimizer, ProcessGroup, backward};
+/// # fn train(world: &ProcessGroup, mut model: Linear, loss: Tensor<1>) -> Result<(), Error> {
+/// let optimizer = AdamWConfig::new().init();
+/// let mut optimizer = FileBackedOptimizer::new(optimizer, "/scratch/adamw", world.rank())?;
+/// let gradients = backward(loss, &model)?;
+/// model = optimizer.step(1e-3, model, gradients)?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct FileBackedOptimizer {
+    /// Without any state.
+    optimizer: ModuleOptimizer,
+    folder: PathBuf,
+    /// By unit, those that have state.
+    files: BTreeMap<String, PathBuf>,
+}
+
+impl std::fmt::Debug for FileBackedOptimizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileBackedOptimizer")
+            .field("folder", &self.folder)
+            .field("num_units", &self.files.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl FileBackedOptimizer {
+    /// Keeps the state of `optimizer` in `folder`, in a subfolder for rank `rank`. State that it has
+    /// already is dropped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerState`] if the subfolder cannot be made, or has something in it.
+    pub fn new(
+        optimizer: ModuleOptimizer,
+        folder: impl AsRef<Path>,
+        rank: usize,
+    ) -> Result<Self, Error> {
+        let folder = folder.as_ref().join(format!("rank-{rank}"));
+        let made = fs::create_dir_all(&folder).and_then(|()| fs::read_dir(&folder));
+        let mut entries = made.map_err(|error| {
+            failure(
+                "all",
+                &folder,
+                &error,
+                "give a folder that can be written to",
+            )
+        })?;
+        if entries.next().is_some() {
+            let reason = "the folder is not empty";
+            let advice = "give a folder that no other run uses, or remove what it left";
+            return Err(failure("all", &folder, &reason, advice));
+        }
+        Ok(Self {
+            optimizer: optimizer.load_record(OptimizerRecord::default()),
+            folder,
+            files: BTreeMap::new(),
+        })
+    }
+
+    /// Updates `module` with `gradients`, as [`ModuleOptimizer::step`] does, unit by unit.
+    ///
+    /// Not collective. Gradients of this rank alone decide what is done, and they are the same for
+    /// all ranks of a sharded module.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerState`] if a file cannot be read or written. Some units are updated by then
+    /// and others are not: go on from a checkpoint.
+    pub fn step<M: Module>(
+        &mut self,
+        learning_rate: impl Into<ModuleLearningRate>,
+        mut module: M,
+        gradients: GradientsParams,
+    ) -> Result<M, Error> {
+        let learning_rate = learning_rate.into();
+        for part in gradients_by_unit(&module, gradients) {
+            let mut optimizer = self.load(&part.unit)?;
+            module = optimizer.step(learning_rate.clone(), module, part.gradients);
+            self.store(part.unit, &optimizer)?;
+        }
+        Ok(module)
+    }
+
+    /// The state of each unit that has one, read one at a time when it is asked for, with the path of
+    /// the unit.
+    pub fn records(&self) -> impl Iterator<Item = Result<(&str, OptimizerRecord), Error>> {
+        self.files.iter().map(|(unit, file)| {
+            let record = OptimizerRecord::load(file);
+            let record = record.map_err(|error| failure(unit, file, &error, DAMAGED))?;
+            Ok((unit.as_str(), record))
+        })
+    }
+
+    /// Sets the state of one unit, as [`records`](Self::records) gave it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerState`] if the file cannot be written.
+    pub fn restore(&mut self, unit: &str, record: OptimizerRecord) -> Result<(), Error> {
+        let optimizer = self.optimizer.clone().load_record(record);
+        self.store(unit.to_owned(), &optimizer)
+    }
+
+    /// Bytes of all state, in files.
+    pub fn file_bytes(&self) -> u64 {
+        let lens = self.files.values().map(|file| fs::metadata(file));
+        lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
+            .sum()
+    }
+
+    fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
+        let optimizer = self.optimizer.clone();
+        match self.files.get(unit) {
+            Some(file) => optimizer
+                .load(file)
+                .map_err(|error| failure(unit, file, &error, DAMAGED)),
+            None => Ok(optimizer),
+        }
+    }
+
+    /// Replaces the file as a whole: a reader sees the old state or the new.
+    fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+        let number = self.files.len();
+        let known = self.files.get(&unit).cloned();
+        let file = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
+        let saved = optimizer.save(&file);
+        saved.map_err(|error| failure(&unit, &file, &error, "make room on the disk"))?;
+        self.files.insert(unit, file);
+        Ok(())
+    }
+}
+
+const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
+
+/// A name that tells people which unit it is, whatever the path is made of.
+fn file_name(number: usize, unit: &str) -> String {
+    let plain = |c: char| match c.is_ascii_alphanumeric() || c == '.' || c == '_' {
+        true => c,
+        false => '-',
+    };
+    let unit: String = unit.chars().map(plain).take(80).collect();
+    format!("{number:05}-{unit}.bpk")
+}
+
+fn failure(unit: &str, file: &Path, reason: &dyn std::fmt::Display, advice: &'static str) -> Error {
+    Error::OptimizerState {
+        unit: unit.to_owned(),
+        file: file.display().to_string(),
+        reason: reason.to_string(),
+        advice,
+    }
+}
+
+impl Drop for FileBackedOptimizer {
+    fn drop(&mut self) {
+        for file in self.files.values() {
+            // Nobody could do anything about a file that cannot be removed.
+            let _ = fs::remove_file(file);
+        }
+        let _ = fs::remove_dir(&self.folder);
+    }
+}

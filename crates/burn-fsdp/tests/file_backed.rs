@@ -1,0 +1,257 @@
+//! Optimizer state in files: the same values, with memory for one unit's state.
+
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp::{
+    Error, FileBackedOptimizer, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy,
+    backward, fully_shard, launch,
+};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static HEAP: PeakAlloc = PeakAlloc;
+
+/// The allocator counts for the whole process: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    layers: Vec<Linear>,
+}
+
+impl Net {
+    fn new(num_layers: usize, side: usize, device: &Device) -> Self {
+        let layer = |_| LinearConfig::new(side, side).init(device);
+        Self {
+            layers: (0..num_layers).map(layer).collect(),
+        }
+    }
+
+    fn loss(&self, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let side = self.layers[0].weight.dims()[0];
+        let x = Tensor::<2>::ones([2, side], device) * (1.0 + (rank + step) as f32 / 8.0);
+        let layers = self.layers.iter();
+        let x = layers.fold(x, |x, layer| x.clone() + layer.forward(x).tanh());
+        x.powf_scalar(2.0).mean()
+    }
+}
+
+/// AdamW with three values for each parameter.
+fn optimizer() -> ModuleOptimizer {
+    AdamWConfig::new().with_amsgrad(true).init()
+}
+
+fn device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+fn on_ranks<T: Send + 'static>(
+    ranks: usize,
+    body: impl Fn(ProcessGroup) -> Result<T, Error> + Send + Sync + 'static,
+) -> Vec<T> {
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
+    launch(config, body).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn build(
+    world: &ProcessGroup,
+    num_layers: usize,
+    side: usize,
+    device: &Device,
+) -> Result<Net, Error> {
+    let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+    let net = Net::new(num_layers, side, device);
+    fully_shard(
+        net,
+        &mesh,
+        ShardPolicy::new().units(["layers.*"]).prefetch(0),
+    )
+}
+
+enum Either {
+    Plain(ModuleOptimizer),
+    Files(FileBackedOptimizer),
+}
+
+impl Either {
+    fn step(&mut self, net: Net, gradients: burn::optim::GradientsParams) -> Result<Net, Error> {
+        match self {
+            Self::Plain(optimizer) => Ok(optimizer.step(1e-2, net, gradients)),
+            Self::Files(optimizer) => optimizer.step(1e-2, net, gradients),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Bits(Vec<u32>);
+
+impl ModuleVisitor for Bits {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // Stand-ins of one element say nothing.
+        if D == 1 {
+            let values = param.base().into_data().try_to_vec::<f32>();
+            self.0
+                .extend(values.expect("f32").into_iter().map(f32::to_bits));
+        }
+    }
+}
+
+/// Bits of this rank's shards after each of five steps.
+fn trained(ranks: usize, folder: Option<&Path>) -> Vec<Vec<Vec<u32>>> {
+    let folder = folder.map(Path::to_owned);
+    on_ranks(ranks, move |world| {
+        let device = device();
+        let mut net = build(&world, 3, 7, &device)?;
+        // Equal in both runs, whatever the seed is.
+        net = net.map(&mut Ramp::default());
+        let mut optimizer = match &folder {
+            None => Either::Plain(optimizer()),
+            Some(folder) => {
+                Either::Files(FileBackedOptimizer::new(optimizer(), folder, world.rank())?)
+            }
+        };
+        let mut seen = Vec::new();
+        for step in 0..5 {
+            let gradients = backward(net.loss(world.rank(), step, &device), &net)?;
+            net = optimizer.step(net, gradients)?;
+            let mut bits = Bits::default();
+            net.visit(&mut bits);
+            seen.push(bits.0);
+        }
+        Ok(seen)
+    })
+}
+
+/// Values by position in the shard.
+#[derive(Default)]
+struct Ramp(usize);
+
+impl burn::module::ModuleMapper for Ramp {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if D != 1 {
+            return param;
+        }
+        self.0 += 1;
+        let offset = self.0;
+        param.map(|old| {
+            let value = |i: usize| ((i * 5 + offset * 3) % 11) as f32 / 40.0 - 0.1;
+            let values: Vec<f32> = (0..old.shape().num_elements()).map(value).collect();
+            let data = burn::tensor::TensorData::new(values, old.shape());
+            Tensor::from_data(data, &old.device()).require_grad()
+        })
+    }
+}
+
+#[test]
+fn the_same_bits_as_with_the_plain_optimizer() {
+    let _turn = alone();
+    for ranks in 1..=3 {
+        let folder = tempfile::tempdir().expect("a folder");
+        let plain = trained(ranks, None);
+        assert_eq!(plain, trained(ranks, Some(folder.path())), "{ranks} ranks");
+        assert_ne!(plain[0][0], plain[0][4], "it trains");
+        let left = std::fs::read_dir(folder.path()).expect("there").count();
+        assert_eq!(left, 0, "nothing is left behind");
+    }
+}
+
+#[test]
+fn state_goes_through_records_into_another_run() {
+    let _turn = alone();
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().to_owned();
+    on_ranks(2, move |world| {
+        let device = device();
+        let mut net = build(&world, 3, 7, &device)?;
+        let mut one = FileBackedOptimizer::new(optimizer(), path.join("one"), world.rank())?;
+        let mut other = FileBackedOptimizer::new(optimizer(), path.join("other"), world.rank())?;
+        let gradients = backward(net.loss(world.rank(), 0, &device), &net)?;
+        net = one.step(1e-2, net, gradients)?;
+        for record in one.records() {
+            let (unit, record) = record?;
+            other.restore(unit, record)?;
+        }
+        assert_eq!(other.records().count(), 3, "one for each layer");
+        let shards = |net: &Net| {
+            let mut bits = Bits::default();
+            net.visit(&mut bits);
+            bits.0
+        };
+        let gradients = backward(net.loss(world.rank(), 1, &device), &net)?;
+        let went_on = one.step(1e-2, net.clone(), gradients)?;
+        let gradients = backward(net.loss(world.rank(), 1, &device), &net)?;
+        let resumed = other.step(1e-2, net, gradients)?;
+        assert_eq!(shards(&went_on), shards(&resumed));
+        Ok(())
+    });
+}
+
+#[test]
+fn a_folder_of_another_run_is_refused() {
+    let _turn = alone();
+    let folder = tempfile::tempdir().expect("a folder");
+    let rank = folder.path().join("rank-0");
+    std::fs::create_dir(&rank).expect("made");
+    std::fs::write(rank.join("00000-root.bpk"), "old").expect("written");
+    let refused = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect_err("not empty");
+    let message = refused.to_string();
+    assert!(
+        message.contains("rank-0: the folder is not empty"),
+        "{message}"
+    );
+    assert!(message.contains("no other run uses"), "{message}");
+}
+
+const NUM_LAYERS: usize = 24;
+const SIDE: usize = 256;
+/// Bytes of the parameters.
+const PARAMETERS: usize = NUM_LAYERS * (SIDE * SIDE + SIDE) * size_of::<f32>();
+/// Bytes of the optimizer's state: three values for each parameter.
+const STATE: usize = 3 * PARAMETERS;
+/// What the process may use: parameters, gradients, and less than as much again for all the rest.
+const ALLOWED: usize = STATE - PARAMETERS / 4;
+
+/// The most bytes that training takes, on one rank.
+fn peak(folder: Option<&Path>) -> usize {
+    let before = HEAP.current_usage();
+    HEAP.reset_peak_usage();
+    let folder = folder.map(Path::to_owned);
+    on_ranks(1, move |world| {
+        let device = device();
+        let mut net = build(&world, NUM_LAYERS, SIDE, &device)?;
+        let mut optimizer = match &folder {
+            None => Either::Plain(optimizer()),
+            Some(folder) => Either::Files(FileBackedOptimizer::new(optimizer(), folder, 0)?),
+        };
+        for step in 0..3 {
+            let gradients = backward(net.loss(0, step, &device), &net)?;
+            net = optimizer.step(net, gradients)?;
+        }
+        if let Either::Files(optimizer) = &optimizer {
+            assert!(optimizer.file_bytes() as usize >= STATE);
+        }
+        Ok(())
+    });
+    HEAP.peak_usage() - before
+}
+
+#[test]
+fn a_model_trains_whose_optimizer_state_exceeds_the_memory_allowed() {
+    let _turn = alone();
+    let folder = tempfile::tempdir().expect("a folder");
+    let with_files = peak(Some(folder.path()));
+    let in_memory = peak(None);
+    println!("state {STATE}, allowed {ALLOWED}, with files {with_files}, in memory {in_memory}");
+    assert!(ALLOWED < STATE);
+    assert!(with_files <= ALLOWED, "{with_files} of {ALLOWED} bytes");
+    assert!(in_memory > ALLOWED, "{in_memory} of {ALLOWED} bytes");
+}

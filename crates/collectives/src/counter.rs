@@ -1,0 +1,89 @@
+//! Counting the operations of a piece of a program.
+
+use std::fmt;
+
+use crate::{OperationCounts, OperationKind, ProcessGroup};
+
+/// Counts the operations that this rank starts on some groups, from its making on.
+///
+/// ```
+/// use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessGroup};
+///
+/// # fn main() -> Result<(), burn_fsdp_collectives::Error> {
+/// let group = ProcessGroup::fake(4, 0);
+/// let counter = CommCounter::new([&group]);
+/// group.barrier("before the step")?;
+/// counter.expect(&[(OperationKind::Barrier, 1)]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct CommCounter {
+    groups: Vec<(ProcessGroup, OperationCounts)>,
+}
+
+impl CommCounter {
+    /// Starts counting. Give each group once: a clone is the same group.
+    pub fn new<'a>(groups: impl IntoIterator<Item = &'a ProcessGroup>) -> Self {
+        let groups = groups.into_iter();
+        Self {
+            groups: groups
+                .map(|group| (group.clone(), group.counts()))
+                .collect(),
+        }
+    }
+
+    /// Starts counting anew.
+    pub fn reset(&mut self) {
+        for (group, before) in &mut self.groups {
+            *before = group.counts();
+        }
+    }
+
+    /// What has come on all groups together.
+    pub fn counts(&self) -> OperationCounts {
+        self.by_group()
+            .map(|(_, counts)| counts)
+            .fold(OperationCounts::default(), |sum, counts| sum + counts)
+    }
+
+    /// What has come on each group, in the order given.
+    pub fn by_group(&self) -> impl Iterator<Item = (&ProcessGroup, OperationCounts)> {
+        let since =
+            |(group, before): &'_ (ProcessGroup, OperationCounts)| group.counts().since(before);
+        self.groups
+            .iter()
+            .map(move |entry| (&entry.0, since(entry)))
+    }
+
+    /// Asserts how many operations of each kind have come on all groups together; of a kind that is
+    /// not named, none.
+    ///
+    /// # Panics
+    ///
+    /// If another number came, with all that was counted.
+    #[track_caller]
+    pub fn expect(&self, expected: &[(OperationKind, u64)]) {
+        let counts = self.counts();
+        for kind in OperationKind::ALL {
+            let named = expected.iter().filter(|(named, _)| *named == kind);
+            let wanted: u64 = named.map(|(_, number)| number).sum();
+            let got = counts.of(kind).operations;
+            assert!(
+                got == wanted,
+                "expected {wanted} {kind}, got {got}; counted: {self}"
+            );
+        }
+    }
+}
+
+/// Prints as `shard: 3 all_gather (120 bytes); replicate: none`.
+impl fmt::Display for CommCounter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (group, counts)) in self.by_group().enumerate() {
+            let separator = if index > 0 { "; " } else { "" };
+            write!(f, "{separator}{}: {counts}", group.name())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,89 @@
+//! Units by size.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+
+/// What Burn calls modules that only hold others.
+const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
+
+/// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost
+/// modules with at least `min_params` parameters (elements) that no unit inside them has taken,
+/// children before parents.
+///
+/// Lists, arrays and tuples never become units, nor does the module itself, which is the root anyway.
+/// What is left over falls to the unit around it. Sizes are those of the whole parameters, also of a
+/// sharded module. Not collective: it depends on the module's structure alone.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Device;
+/// use burn_fsdp_shard::auto_units;
+///
+/// #[derive(Module, Debug)]
+/// struct Net {
+///     layers: Vec<Linear>,
+/// }
+///
+/// let device = Device::flex();
+/// let net = Net { layers: (0..2).map(|_| LinearConfig::new(10, 10).init(&device)).collect() };
+/// assert_eq!(auto_units(&net, 100), ["layers.0", "layers.1"]);
+/// assert_eq!(auto_units(&net, 200), [""; 0]);
+/// ```
+pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
+    let mut sizes = Sizes {
+        min_params: min_params.max(1),
+        open: vec![Open::default()],
+        path: Vec::new(),
+        units: Vec::new(),
+    };
+    crate::inspect::visit(module, &mut sizes);
+    sizes.units
+}
+
+/// A module, or a parameter, while it is being visited.
+#[derive(Default)]
+struct Open {
+    /// Elements that no unit inside has taken.
+    left: usize,
+    /// What Burn calls it, once it has shown a part of it. A parameter has none.
+    kind: Option<String>,
+}
+
+struct Sizes {
+    min_params: usize,
+    open: Vec<Open>,
+    path: Vec<String>,
+    units: Vec<String>,
+}
+
+impl ModuleVisitor for Sizes {
+    fn enter_module(&mut self, name: &str, container: &str) {
+        if let Some(parent) = self.open.last_mut() {
+            parent.kind = Some(container.to_owned());
+        }
+        self.open.push(Open::default());
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        let Some(closed) = self.open.pop() else {
+            return;
+        };
+        let is_module = closed
+            .kind
+            .is_some_and(|kind| !CONTAINERS.contains(&kind.as_str()));
+        if is_module && closed.left >= self.min_params {
+            self.units.push(self.path.join("."));
+        } else if let Some(parent) = self.open.last_mut() {
+            parent.left += closed.left;
+        }
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(open) = self.open.last_mut() {
+            open.left += param.lazy_shape().num_elements();
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Running states, such as BatchNorm's: each rank updates its own.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{Buffer, BufferPool, FullPart, ProcessGroup, Reduction};
+
+use crate::error::Error;
+use crate::inspect;
+use crate::survey::survey;
+use crate::transport;
+
+const LABEL: &str = "running states";
+
+/// What becomes of the ranks' running states.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum BufferSync {
+    /// Each rank keeps its own, and nothing is communicated.
+    Local,
+    /// All ranks take rank 0's: what one rank training alone on its batches would have. To be done
+    /// before saving.
+    #[default]
+    Broadcast,
+    /// All ranks take the mean.
+    Average,
+}
+
+/// Makes the running states of `module` (those of BatchNorm; any float tensor that is not a
+/// parameter) the same on all ranks, and returns the module with them.
+///
+/// Burn keeps a running state in one place for all clones of a module, so clones on this rank see
+/// the new value, too. Parameters are left alone.
+///
+/// Collective over all ranks of the module: one broadcast or all-reduce, of all running states
+/// together; none if there are none, or with [`BufferSync::Local`].
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; [`Error::ElementType`] for a running state that is not `f32`, `f64`, `f16`
+/// or `bf16`; a failed collective.
+pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> {
+    let group = inspect::root_of(&module)?.group.clone();
+    if sync == BufferSync::Local {
+        return Ok(module);
+    }
+    let buffers = buffers(&module)?;
+    if buffers.is_empty() {
+        return Ok(module);
+    }
+    let received = match sync {
+        BufferSync::Local | BufferSync::Average => average(&group, &buffers)?,
+        BufferSync::Broadcast => broadcast(&group, &buffers)?,
+    };
+    let places = buffers.into_iter().map(|buffer| buffer.path);
+    // Also where nothing is replaced: all ranks take the same passes over the module.
+    Ok(module.map(&mut Replace {
+        path: Vec::new(),
+        values: places.zip(received).collect(),
+    }))
+}
+
+/// Empty on rank 0, which has the values.
+fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
+    let is_root = group.rank() == 0;
+    let part = |buffer: &Running| {
+        let part = buffer.part()?;
+        Ok::<_, Error>(match is_root {
+            true => part,
+            false => FullPart::absent(part.num_elements, part.element),
+        })
+    };
+    let parts = buffers.iter().map(part).collect::<Result<_, _>>()?;
+    let into = match is_root {
+        true => Vec::new(),
+        false => buffers.iter().map(Running::room).collect(),
+    };
+    let received = group.broadcast(LABEL, Vec::new(), 0, parts, into)?;
+    Ok(received.buffers)
+}
+
+fn average(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
+    let parts = buffers.iter().map(Running::part);
+    let parts = parts.collect::<Result<_, _>>()?;
+    let into = buffers.iter().map(Running::room).collect();
+    let mean = Reduction::mean(group.size());
+    let received = group.all_reduce(LABEL, Vec::new(), mean, parts, into)?;
+    Ok(received.buffers)
+}
+
+/// One running state.
+struct Running {
+    /// Path in the module.
+    path: String,
+    /// Its elements, without autodiff.
+    flat: Tensor<1>,
+}
+
+impl Running {
+    fn part(&self) -> Result<FullPart, Error> {
+        let element = transport::element_type(self.flat.dtype());
+        let element = element.ok_or_else(|| Error::ElementType {
+            path: self.path.clone(),
+            got: format!("{:?}", self.flat.dtype()),
+        })?;
+        let source = transport::source(self.flat.clone(), None);
+        Ok(FullPart::new(source, element))
+    }
+
+    fn room(&self) -> Buffer {
+        let len = self.flat.shape().num_elements() * self.flat.dtype().size();
+        BufferPool::new().take(len)
+    }
+}
+
+/// The running states of `module`, in its order, up to date.
+fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
+    let paths = survey(module)?.buffers;
+    if paths.is_empty() {
+        return Ok(Vec::new());
+    }
+    // A state shows its last update only after a synchronization, which of all that Burn offers for
+    // whole modules only `valid` does.
+    drop(module.valid());
+    let mut read = Read {
+        path: Vec::new(),
+        wanted: paths,
+        found: Vec::new(),
+    };
+    inspect::visit(module, &mut read);
+    Ok(read.found)
+}
+
+struct Read {
+    path: Vec<String>,
+    wanted: Vec<String>,
+    found: Vec<Running>,
+}
+
+impl ModuleVisitor for Read {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        if self.wanted.contains(&path) {
+            let value = param.base().inner();
+            let len = value.shape().num_elements();
+            let flat = value.reshape::<1, _>([len]);
+            self.found.push(Running { path, flat });
+        }
+    }
+}
+
+/// Puts received running states in their places.
+struct Replace {
+    path: Vec<String>,
+    values: HashMap<String, Buffer>,
+}
+
+impl ModuleMapper for Replace {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.values.remove(&self.path.join(".")) {
+            Some(buffer) => param.map(|old| {
+                let flat = transport::tensor(buffer, old.dtype(), &old.device());
+                flat.reshape::<D, _>(old.shape())
+            }),
+            None => param,
+        }
+    }
+}

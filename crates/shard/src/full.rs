@@ -1,0 +1,363 @@
+//! Whole parameters outside of training: to read, change, export or evaluate.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{DType, Shape, Tensor};
+use burn_fsdp_collectives::{Buffer, BufferPool, Source};
+
+use crate::error::{Error, catch, throw};
+use crate::inspect::{self, Member};
+use crate::record;
+use crate::transport;
+
+/// What becomes of changes to summoned parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteBack {
+    /// Each rank takes its shards from what the closure returned on this rank.
+    Keep,
+    /// They are forgotten.
+    Discard,
+}
+
+/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns
+/// the sharded module: with its shards taken from what `body` returns, or as it was.
+///
+/// The copy is what [`Module::valid`] gives of the unsharded module: same type, same paths, values in
+/// their stored precision, no autodiff. It belongs to `body` alone, which may run it, record it, hand
+/// it to other code, even keep it. Its forward communicates nothing, so ranks may do different things
+/// with it; with [`WriteBack::Keep`] all must return the same values, or the shards of different
+/// modules are put together. Parameters that no unit manages and running states are copied and
+/// written back as well. With [`WriteBack::Discard`] what `body` returns is dropped.
+///
+/// Every rank holds the whole model meanwhile: for a model that fits nowhere there is
+/// [`full_state`].
+///
+/// Collective over all ranks of the module, between steps: one all-gather for each sharded
+/// parameter.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; [`Error::Returned`] if what `body` returns has other parameters or shapes
+/// than the module; a failed collective.
+pub fn summon_full_params<M: Module>(
+    module: M,
+    write_back: WriteBack,
+    body: impl FnOnce(M) -> M,
+) -> Result<M, Error> {
+    inspect::root_of(&module)?;
+    let places = inspect::places(&module);
+    let full = plain(&module, &places)?;
+    let returned = body(full);
+    match write_back {
+        WriteBack::Discard => Ok(module),
+        WriteBack::Keep => take_back(module, places, &returned),
+    }
+}
+
+thread_local! {
+    static KEEPS_BASE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a parameter is being taken out of its reparameterization with the value put in its place.
+pub(crate) fn keeps_base() -> bool {
+    KEEPS_BASE.get()
+}
+
+/// The module without autodiff and without shards.
+fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
+    let members = places.iter().cloned().collect();
+    // `valid` also gives the copy running states of its own.
+    let filled = catch(|| {
+        module.valid().map(&mut Fill {
+            path: Vec::new(),
+            members,
+        })
+    })?;
+    // Burn lets go of a reparameterization in `materialize` alone.
+    Ok(record::with_flag(&KEEPS_BASE, || filled.materialize()))
+}
+
+/// Puts the whole value in the place of each stand-in.
+struct Fill {
+    path: Vec<String>,
+    members: HashMap<String, Member>,
+}
+
+impl ModuleMapper for Fill {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        // The shard comes after the stand-in, under the same path.
+        let Some(member) = self.members.remove(&self.path.join(".")) else {
+            return param;
+        };
+        let whole = record::whole(&member.generation, member.index);
+        let whole = whole.unwrap_or_else(|error| throw(error));
+        let mut shape = [0; D];
+        shape.copy_from_slice(&member.slot().shape);
+        let (_, _, mapper) = param.consume();
+        let on_load = Arc::new(mapper);
+        let on_save = on_load.clone();
+        // Not the id of the shard: in a record of the copy it would be given to the stand-in.
+        Param::initialized(ParamId::new(), whole.reshape::<D, _>(shape))
+            .set_require_grad(member.generation.is_trainable(member.index))
+            .load_mapper(move |value| record::plainly(|| on_load.on_load(value)))
+            .save_mapper(move |value| record::plainly(|| on_save.on_save(value)))
+    }
+}
+
+/// The sharded module with the values of `full`.
+fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
+    // Running states show their last update after `valid` only.
+    let mut values = Values::default();
+    full.valid().visit(&mut values);
+    let mut narrow = Narrow {
+        path: Vec::new(),
+        members: places.into_iter().collect(),
+        values: values.found,
+        problem: None,
+    };
+    let module = catch(|| module.map(&mut narrow))?;
+    let extra = narrow.values.into_keys().min();
+    let problem = narrow
+        .problem
+        .or_else(|| extra.map(|path| (path, "no such parameter".to_owned(), "one".to_owned())));
+    match problem {
+        None => Ok(module),
+        Some((path, expected, got)) => Err(Error::Returned {
+            path,
+            expected,
+            got,
+        }),
+    }
+}
+
+/// Shape and elements by path.
+#[derive(Default)]
+struct Values {
+    path: Vec<String>,
+    found: HashMap<String, (Vec<usize>, Tensor<1>)>,
+}
+
+impl ModuleVisitor for Values {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.found.insert(self.path.join("."), flatten(param.val()));
+    }
+}
+
+/// Cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
+struct Narrow {
+    path: Vec<String>,
+    members: HashMap<String, Member>,
+    values: HashMap<String, (Vec<usize>, Tensor<1>)>,
+    /// Path, expected, got. The module is mapped to its end, so that all ranks take the same pass.
+    problem: Option<(String, String, String)>,
+}
+
+impl ModuleMapper for Narrow {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.path.join(".");
+        let member = self.members.remove(&path);
+        let wanted = match &member {
+            Some(member) => member.slot().shape.clone(),
+            None => param.lazy_shape().to_vec(),
+        };
+        let value = self.values.remove(&path);
+        let Some((_, flat)) = value.as_ref().filter(|(shape, _)| *shape == wanted) else {
+            let got = value.map_or("nothing".to_owned(), |(shape, _)| format!("{shape:?}"));
+            let problem = (path, format!("shape {wanted:?}"), got);
+            self.problem.get_or_insert(problem);
+            return param;
+        };
+        let whole = flat.clone().reshape::<D, _>(Shape::from(wanted));
+        match member {
+            Some(member) => {
+                let device = param.lazy_device();
+                record::narrow(&member.generation.unit, member.index, whole, &device);
+                param
+            }
+            None => param.map(|old| replace(&old, whole)),
+        }
+    }
+}
+
+/// A leaf of the device and training state of `old`.
+fn replace<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+    let data = value.into_data();
+    let new = Tensor::from_data(data, (&old.device(), old.dtype()));
+    match old.is_require_grad() {
+        true => new.require_grad(),
+        false => new,
+    }
+}
+
+/// A whole tensor of a module, as [`full_state`] gives it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FullTensor<'a> {
+    /// Path in the module, such as `blocks.3.fc.weight`.
+    pub path: &'a str,
+    /// Shape of the value, as `Param::val` gives it.
+    pub shape: &'a [usize],
+    /// Element type.
+    pub dtype: DType,
+    /// The elements in row-major order, in the machine's byte order.
+    pub bytes: &'a [u8],
+}
+
+/// Calls `visit` on rank 0 with each float tensor of a sharded module, whole, one after another in the
+/// order of the module: parameters, sharded or not, and running states, of which it gives rank 0's
+/// own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
+///
+/// No rank ever holds more than one whole parameter for it, and only rank 0 does. `visit` is not
+/// called on the other ranks, which only send; it cannot stop the sequence, as they could not know.
+///
+/// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; a failed collective.
+pub fn full_state<M: Module>(
+    module: &M,
+    mut visit: impl FnMut(FullTensor<'_>),
+) -> Result<(), Error> {
+    let root = inspect::root_of(module)?;
+    let is_first = root.group.rank() == 0;
+    for tensor in tensors(module) {
+        let source = match &tensor.held {
+            Held::Sharded(member) => match gather(member)? {
+                Some(buffer) => Source::new(buffer),
+                None => continue,
+            },
+            Held::Here(flat) => transport::source(flat.clone(), None),
+        };
+        if is_first {
+            visit(FullTensor {
+                path: &tensor.path,
+                shape: &tensor.shape,
+                dtype: tensor.dtype,
+                bytes: source.as_bytes(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The whole parameter, on rank 0 of its group.
+fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
+    let (slot, group) = (member.slot(), &member.generation.unit.group);
+    let value = member.generation.value(member.index).inner();
+    let part = slot.part(transport::source(value, None), slot.element);
+    let into = match group.rank() {
+        0 => vec![BufferPool::new().take(slot.full_bytes())],
+        _ => Vec::new(),
+    };
+    let label = format!("{} whole value", slot.path);
+    let received = group.gather(label, Vec::new(), 0, vec![part], into)?;
+    Ok(received.buffers.into_iter().next())
+}
+
+/// A float tensor of a module.
+struct FloatTensor {
+    path: String,
+    shape: Vec<usize>,
+    dtype: DType,
+    held: Held,
+}
+
+/// Where the elements are.
+enum Held {
+    /// Cut among ranks.
+    Sharded(Member),
+    /// On this rank, flat.
+    Here(Tensor<1>),
+}
+
+/// All float tensors of `module`, in its order.
+fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
+    // Running states show their last update after `valid` only.
+    drop(module.valid());
+    let mut all = All {
+        path: Vec::new(),
+        members: inspect::places(module).into_iter().collect(),
+        found: Vec::new(),
+    };
+    inspect::visit(module, &mut all);
+    all.found
+}
+
+struct All {
+    path: Vec<String>,
+    members: HashMap<String, Member>,
+    found: Vec<FloatTensor>,
+}
+
+impl ModuleVisitor for All {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let path = self.path.join(".");
+        let tensor = match self.members.remove(&path) {
+            Some(member) => {
+                let slot = member.slot();
+                FloatTensor {
+                    shape: slot.shape.clone(),
+                    dtype: slot.dtype,
+                    held: match slot.is_gathered() {
+                        true => Held::Sharded(member),
+                        false => Held::Here(member.generation.value(member.index).inner()),
+                    },
+                    path,
+                }
+            }
+            None => {
+                let (shape, flat) = flatten(param.val());
+                FloatTensor {
+                    shape,
+                    dtype: flat.dtype(),
+                    held: Held::Here(flat),
+                    path,
+                }
+            }
+        };
+        self.found.push(tensor);
+    }
+}
+
+/// Shape and elements, without autodiff.
+fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
+    let shape = value.dims().to_vec();
+    let len: usize = shape.iter().product();
+    (shape, value.inner().reshape::<1, _>([len]))
+}

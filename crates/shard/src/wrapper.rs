@@ -1,0 +1,266 @@
+//! The engine as a wrapper around a module.
+
+use std::fmt;
+use std::ops::Deref;
+
+use burn::module::{
+    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::ProcessMesh;
+
+use crate::agreement::{self, Agreement};
+use crate::buffers::{self, BufferSync};
+use crate::clip::{self, Clip, Clipped};
+use crate::elementwise;
+use crate::error::Error;
+use crate::full::{self, WriteBack};
+use crate::inspect;
+use crate::names::{check_names, parameter_paths};
+use crate::plan::{self, wrap_plan};
+use crate::policy::ShardPolicy;
+use crate::step;
+use crate::wrap::fully_shard;
+
+/// A fully sharded module with the verbs that go with it as methods: the wrapper form of
+/// [`fully_shard`].
+///
+/// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the
+/// module, so that `model.forward(x)` and `model.blocks` go on to work. It may be a field of another
+/// module, which may be wrapped in turn: the outer one takes the parameters that are left and orders
+/// the operations of both. Its optimizer is made as ever, and may be made before or after.
+///
+/// ```no_run
+/// # use burn::{module::Module, nn::{Linear, LinearConfig}, optim::AdamWConfig, tensor::{Device, Tensor}};
+/// # use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+/// # use burn_fsdp_mesh::Mesh;
+/// # use burn_fsdp_shard::{Clip, Error, FullyShardedDataParallel, ShardPolicy};
+/// # fn train(world: &ProcessGroup, net: Linear, batch: Tensor<2>) -> Result<(), Error> {
+/// let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+/// let mut model = FullyShardedDataParallel::new(net, &mesh, ShardPolicy::new())?;
+/// let mut optimizer = AdamWConfig::new().init();
+/// model.check_elementwise(&optimizer)?;
+/// println!("{model}");
+/// let gradients = model.backward(model.forward(batch).mean())?;
+/// let clipped = model.clip_grad_norm(gradients, Clip::to(1.0))?;
+/// model = optimizer.step(1e-3, model, clipped.gradients);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct FullyShardedDataParallel<M> {
+    module: M,
+    policy: ShardPolicy,
+}
+
+impl<M: Module> FullyShardedDataParallel<M> {
+    /// Shards `module` as [`fully_shard`] does, and wraps it.
+    ///
+    /// Collective: all ranks of the policy's axis call it, with the same module structure and policy.
+    /// For a part of the ranks, make the mesh of a group that was split off.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`fully_shard`]; [`Error::AlreadySharded`] if nothing is left to shard;
+    /// [`Error::Names`] if the module's own `map` loses parameters.
+    pub fn new(module: M, mesh: &ProcessMesh, policy: ShardPolicy) -> Result<Self, Error> {
+        let paths = parameter_paths(&module);
+        let module = fully_shard(module, mesh, policy.clone())?;
+        check_names(&paths, &module)?;
+        Ok(Self { module, policy })
+    }
+
+    /// The sharded module.
+    pub fn module(&self) -> &M {
+        &self.module
+    }
+
+    /// The sharded module, without the wrapper.
+    pub fn into_inner(self) -> M {
+        self.module
+    }
+
+    /// How it was sharded.
+    pub fn policy(&self) -> &ShardPolicy {
+        &self.policy
+    }
+
+    /// See [`backward`](crate::backward). Collective.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn backward<const D: usize>(&self, loss: Tensor<D>) -> Result<GradientsParams, Error> {
+        step::backward(loss, &self.module)
+    }
+
+    /// See [`clip_grad_norm`](crate::clip_grad_norm). Collective.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn clip_grad_norm(&self, gradients: GradientsParams, clip: Clip) -> Result<Clipped, Error> {
+        clip::clip_grad_norm(&self.module, gradients, clip)
+    }
+
+    /// See [`check_elementwise`](crate::check_elementwise).
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn check_elementwise(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+        elementwise::check_elementwise(optimizer, self)
+    }
+
+    /// See [`summon_full_params`](crate::summon_full_params). Collective.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn summon_full_params(
+        self,
+        write_back: WriteBack,
+        body: impl FnOnce(M) -> M,
+    ) -> Result<Self, Error> {
+        let module = full::summon_full_params(self.module, write_back, body)?;
+        Ok(Self {
+            module,
+            policy: self.policy,
+        })
+    }
+
+    /// See [`sync_buffers`](crate::sync_buffers). Collective.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn sync_buffers(self, sync: BufferSync) -> Result<Self, Error> {
+        let module = buffers::sync_buffers(self.module, sync)?;
+        Ok(Self {
+            module,
+            policy: self.policy,
+        })
+    }
+
+    /// See [`check_agreement`](crate::check_agreement). Collective.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn check_agreement(&self, of: Agreement) -> Result<(), Error> {
+        agreement::check_agreement(&self.module, of)
+    }
+
+    fn with(self, treat: impl FnOnce(M) -> M) -> Self {
+        Self {
+            module: treat(self.module),
+            policy: self.policy,
+        }
+    }
+}
+
+fn unit_names<M: Module>(module: &M) -> Vec<String> {
+    let mut names = Vec::new();
+    for member in inspect::members(module) {
+        let name = member.generation.unit.label();
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
+impl<M> Deref for FullyShardedDataParallel<M> {
+    type Target = M;
+
+    fn deref(&self) -> &M {
+        &self.module
+    }
+}
+
+/// Everything is the module's own: the wrapper has no parameters and no place in their paths.
+impl<M: Module> Module for FullyShardedDataParallel<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.module.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.with(|module| module.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.with(|module| module.to_device(device))
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        self.module.visit(visitor);
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        self.with(|module| module.map(mapper))
+    }
+
+    fn materialize(self) -> Self {
+        self.with(Module::materialize)
+    }
+
+    fn num_params(&self) -> usize {
+        plan::num_params(&self.module)
+    }
+
+    fn valid(&self) -> Self {
+        Self {
+            module: self.module.valid(),
+            policy: self.policy.clone(),
+        }
+    }
+
+    fn train(self) -> Self {
+        self.with(Module::train)
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplayDefault for FullyShardedDataParallel<M> {
+    fn content(&self, content: Content) -> Option<Content> {
+        content
+            .add_debug_attribute("strategy", &self.policy.strategy)
+            .add("module", &self.module)
+            .optional()
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplay for FullyShardedDataParallel<M> {}
+
+/// Prints the configuration: ranks, strategy, element types, and the table of units.
+impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let members = inspect::members(&self.module);
+        let (Ok(root), Ok(plan)) = (inspect::root_of(&self.module), wrap_plan(&self.module)) else {
+            return f.write_str("FullyShardedDataParallel, not sharded any more");
+        };
+        let mut dtypes: Vec<String> = members
+            .iter()
+            .map(|member| format!("{:?}", member.slot().dtype).to_lowercase())
+            .collect();
+        dtypes.sort();
+        dtypes.dedup();
+        let ShardPolicy {
+            strategy,
+            layout,
+            whole_below,
+            axis,
+            ..
+        } = &self.policy;
+        writeln!(
+            f,
+            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {layout:?} \
+             shards of {}, whole below {whole_below} elements, {} units prefetched",
+            root.group.rank(),
+            root.group.size(),
+            dtypes.join(" and "),
+            root.prefetch(),
+        )?;
+        write!(f, "{plan}")
+    }
+}

@@ -1,0 +1,138 @@
+//! Which optimizers may work on shards.
+
+use burn::grad_clipping::GradientClipping;
+use burn::module::{Module, ParamGroup};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LambConfig, LionConfig,
+    ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
+};
+use burn_fsdp_shard::{Error, ShardPolicy, Strategy, backward, check_elementwise};
+
+use super::bench::{build, device, on_ranks};
+use super::nets::{MLP, Mlp};
+
+fn blocks() -> ShardPolicy {
+    ShardPolicy::new().units(["blocks.*"])
+}
+
+/// The verdict on each of some optimizers, the same on all of two ranks.
+fn verdicts(
+    optimizers: fn() -> Vec<(&'static str, ModuleOptimizer)>,
+    policy: ShardPolicy,
+) -> Vec<(&'static str, Option<String>)> {
+    let by_rank = on_ranks(2, move |world| {
+        let model = build(MLP, &world, &device(), policy.clone())?;
+        let verdict = |(name, optimizer): (_, ModuleOptimizer)| {
+            let verdict = check_elementwise(&optimizer, &model);
+            (name, verdict.err().map(|error| error.to_string()))
+        };
+        Ok(optimizers().into_iter().map(verdict).collect::<Vec<_>>())
+    });
+    assert_eq!(by_rank[0], by_rank[1]);
+    by_rank.into_iter().next().expect("a rank")
+}
+
+fn elementwise() -> Vec<(&'static str, ModuleOptimizer)> {
+    let momentum = MomentumConfig::new().with_nesterov(true);
+    vec![
+        ("sgd", SgdConfig::new().init()),
+        (
+            "sgd with momentum",
+            SgdConfig::new().with_momentum(Some(momentum)).init(),
+        ),
+        ("adam", AdamConfig::new().init()),
+        ("adamw", AdamWConfig::new().with_weight_decay(0.1).init()),
+        ("amsgrad", AdamWConfig::new().with_amsgrad(true).init()),
+        ("adagrad", AdaGradConfig::new().init()),
+        ("rmsprop", RmsPropConfig::new().init()),
+        ("centered", RmsPropConfig::new().with_centered(true).init()),
+        ("lion", LionConfig::new().init()),
+        ("adan", AdanConfig::new().init()),
+        (
+            "clipping by value",
+            AdamWConfig::new()
+                .init()
+                .with_grad_clipping(GradientClipping::Value(0.01)),
+        ),
+    ]
+}
+
+fn whole() -> Vec<(&'static str, ModuleOptimizer)> {
+    let clipping = |threshold| {
+        AdamWConfig::new()
+            .init()
+            .with_grad_clipping(GradientClipping::Norm(threshold))
+    };
+    vec![
+        ("muon", MuonConfig::new().init()),
+        ("adafactor", AdafactorConfig::new().init()),
+        ("lamb", LambConfig::new().init()),
+        ("clipping by norm", clipping(1.0)),
+        ("clipping by a large norm", clipping(1e12)),
+    ]
+}
+
+#[test]
+fn elementwise_optimizers_pass() {
+    for (name, verdict) in verdicts(elementwise, blocks()) {
+        assert_eq!(verdict, None, "{name}");
+    }
+}
+
+#[test]
+fn optimizers_that_need_whole_tensors_are_refused() {
+    for (name, verdict) in verdicts(whole, blocks()) {
+        let message = verdict.unwrap_or_else(|| panic!("{name} should be refused"));
+        assert!(message.contains("`embed.weight`"), "{name}: {message}");
+        assert!(message.contains("clip_grad_norm"), "{name}: {message}");
+    }
+}
+
+#[test]
+fn one_group_among_others_is_found_by_its_path() {
+    let grouped = || {
+        let hidden = ParamGroup::from_predicate("blocks.1.up.weight");
+        let optimizer = AdamWConfig::new().init();
+        vec![(
+            "muon",
+            optimizer.with_group(hidden, MuonConfig::new().build(), None),
+        )]
+    };
+    let message = verdicts(grouped, blocks()).swap_remove(0).1;
+    let message = message.expect("refused");
+    assert!(message.contains("`blocks.1.up.weight`"), "{message}");
+}
+
+#[test]
+fn what_is_whole_and_flat_must_not_be_a_matrix_to_the_optimizer() {
+    let replicas = ShardPolicy::new().strategy(Strategy::NoShard);
+    let verdicts = verdicts(whole, replicas);
+    let refused = |name| {
+        let found = verdicts.iter().find(|(other, _)| *other == name);
+        found.is_some_and(|(_, verdict)| verdict.is_some())
+    };
+    assert!(refused("muon") && refused("adafactor"));
+    // A norm does not ask for the shape.
+    assert!(!refused("lamb") && !refused("clipping by norm"));
+}
+
+#[test]
+fn the_optimizer_and_its_state_are_left_alone() {
+    on_ranks(1, |world| {
+        let device = device();
+        let mut model = build(MLP, &world, &device, blocks())?;
+        let mut optimizer = AdamWConfig::new().init();
+        let gradients = backward(model.loss(0, 0, &device), &model)?;
+        model = optimizer.step(1e-2, model, gradients);
+        let before = optimizer.to_record().len();
+        check_elementwise(&optimizer, &model)?;
+        assert_eq!(optimizer.to_record().len(), before);
+        assert!(before > 0);
+        let frozen = model.freeze();
+        check_elementwise(&MuonConfig::new().init(), &frozen)?;
+        let plain = check_elementwise(&optimizer, &Mlp::new(&device)).expect_err("plain");
+        assert!(matches!(plain, Error::NotSharded), "{plain}");
+        Ok(())
+    });
+}

@@ -1,0 +1,25 @@
+//! What stands beside the eager engine: clipping, scaling, buffers, whole parameters, the wrapper.
+
+#[allow(
+    dead_code,
+    reason = "shared with the engine's tests, which use other parts"
+)]
+#[path = "../eager/bench.rs"]
+mod bench;
+#[allow(
+    dead_code,
+    reason = "shared with the engine's tests, which use other parts"
+)]
+#[path = "../eager/nets.rs"]
+mod nets;
+
+mod agreement;
+mod auto;
+mod buffers;
+mod clip;
+mod elementwise;
+mod fake;
+mod full;
+mod gradients;
+mod scaler;
+mod wrapper;
