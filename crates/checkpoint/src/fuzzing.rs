@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::index::{INDEX_FILE, SEAL_FILE, seal};
+use crate::shard_header::LENGTH_BYTES;
 use crate::storage::Memory;
 use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verification, shard_header};
 
@@ -28,9 +29,14 @@ pub fn index(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Any bytes as the start of a rank's file.
+/// Any bytes as a rank's file, of which the header is read.
 pub fn shard_header(data: &[u8]) -> Result<(), Error> {
-    let header = shard_header::decode(Path::new("rank"), data, data.len() as u64)?;
+    let path = Path::new("rank");
+    let length = data.first_chunk().map(|length| u64::from_le_bytes(*length));
+    let end = length.and_then(|length| usize::try_from(length.checked_add(LENGTH_BYTES)?).ok());
+    let header = end.and_then(|end| data.get(..end));
+    let header = header.ok_or_else(|| Error::invalid(path, "it ends within its header"))?;
+    let header = shard_header::decode(path, header, data.len() as u64)?;
     for (name, info) in header.tensors() {
         assert!(info.data_offsets.0 <= info.data_offsets.1, "{name}");
     }

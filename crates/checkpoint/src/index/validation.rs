@@ -74,7 +74,10 @@ impl Index {
         });
         match total {
             Some(_) => Ok(()),
-            None => Err(Error::invalid(path, "its files have too many bytes to count")),
+            None => Err(Error::invalid(
+                path,
+                "its files have too many bytes to count",
+            )),
         }
     }
 
