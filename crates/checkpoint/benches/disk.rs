@@ -51,7 +51,7 @@ const RATIOS: [(&str, &str); 4] = [
     ("load_warm_unverified", "raw_read_warm"),
 ];
 
-type Failure = Box<dyn std::error::Error>;
+type Failure = BoxError;
 
 struct Options {
     ranks: usize,

@@ -16,7 +16,7 @@ use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 /// under way, whose failure is then only logged.
 pub struct BackgroundSaver {
     /// Taken when the thread is to end.
-    jobs: Option<Sender<Job>>,
+    jobs: Option<Sender<Box<Job>>>,
     results: Receiver<Result<Saved, Error>>,
     thread: Option<JoinHandle<()>>,
     /// The step of the save whose result is still to come.
@@ -38,15 +38,15 @@ impl BackgroundSaver {
         checkpoints: Checkpoints,
         mut rendezvous: Box<dyn Rendezvous>,
     ) -> Result<Self, Error> {
-        let (jobs, received) = channel::<Job>();
+        let (jobs, received) = channel::<Box<Job>>();
         let (sender, results) = channel();
         let root = checkpoints.root().to_owned();
         let run = move || {
-            for Job {
-                request,
-                mut snapshot,
-            } in received
-            {
+            for job in received {
+                let Job {
+                    request,
+                    mut snapshot,
+                } = *job;
                 let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
                 drop(snapshot);
                 if let Err(mpsc_error) = sender.send(saved) {
@@ -83,7 +83,7 @@ impl BackgroundSaver {
     ) -> Result<Option<Saved>, Error> {
         let last = self.wait()?;
         let step = request.training.step;
-        let job = Job { request, snapshot };
+        let job = Box::new(Job { request, snapshot });
         let sent = self.jobs.as_ref().map(|jobs| jobs.send(job));
         if !matches!(sent, Some(Ok(()))) {
             return Err(gone(step));

@@ -69,9 +69,15 @@ pub struct ThreadRendezvous {
 
 enum Ends {
     /// Rank 0: to and from every other rank, from rank 1 on.
-    Root(Vec<(Sender<Vec<u8>>, Receiver<Vec<u8>>)>),
+    Root(Vec<Wire>),
     /// Another rank: to and from rank 0.
-    Leaf(Sender<Vec<u8>>, Receiver<Vec<u8>>),
+    Leaf(Wire),
+}
+
+/// To and from one other rank.
+struct Wire {
+    to: Sender<Vec<u8>>,
+    from: Receiver<Vec<u8>>,
 }
 
 impl ThreadRendezvous {
@@ -91,8 +97,17 @@ impl ThreadRendezvous {
         for rank in 1..world_size {
             let (to_leaf, from_root) = channel();
             let (to_root, from_leaf) = channel();
-            root.push((to_leaf, from_leaf));
-            leaves.push(end(rank, Ends::Leaf(to_root, from_root)));
+            root.push(Wire {
+                to: to_leaf,
+                from: from_leaf,
+            });
+            leaves.push(end(
+                rank,
+                Ends::Leaf(Wire {
+                    to: to_root,
+                    from: from_root,
+                }),
+            ));
         }
         let mut all = Vec::with_capacity(world_size);
         if world_size > 0 {
@@ -135,13 +150,13 @@ impl Rendezvous for ThreadRendezvous {
         self.guarded(|ends, until| match ends {
             Ends::Root(leaves) => {
                 let mut all = vec![bytes];
-                for (index, (_, from)) in leaves.iter().enumerate() {
-                    all.push(receive(from, index + 1, until)?);
+                for (index, leaf) in leaves.iter().enumerate() {
+                    all.push(receive(&leaf.from, index + 1, until)?);
                 }
                 Ok(Some(all))
             }
-            Ends::Leaf(to_root, _) => {
-                send(to_root, 0, bytes)?;
+            Ends::Leaf(root) => {
+                send(&root.to, 0, bytes)?;
                 Ok(None)
             }
         })
@@ -153,12 +168,12 @@ impl Rendezvous for ThreadRendezvous {
                 let bytes = bytes.ok_or("rank 0 gave nothing to broadcast")?;
                 // Everybody who is still there hears it, even if somebody else is gone.
                 let mut sent = Ok(());
-                for (index, (to, _)) in leaves.iter().enumerate() {
-                    sent = sent.and(send(to, index + 1, bytes.clone()));
+                for (index, leaf) in leaves.iter().enumerate() {
+                    sent = sent.and(send(&leaf.to, index + 1, bytes.clone()));
                 }
                 sent.map(|()| bytes)
             }
-            Ends::Leaf(_, from_root) => receive(from_root, 0, until),
+            Ends::Leaf(root) => receive(&root.from, 0, until),
         })
     }
 }

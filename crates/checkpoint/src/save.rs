@@ -168,7 +168,7 @@ fn finish(
     tracing::info!(step = committed.step, path = %committed.path.display(), "saved");
     Ok(Saved {
         step: committed.step,
-        path: committed.path.clone(),
+        path: committed.path,
         removed,
         removal_failure,
     })

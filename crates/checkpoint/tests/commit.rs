@@ -249,7 +249,7 @@ fn other_things_in_the_folder_are_left_alone() {
 #[test]
 fn receipts_must_be_of_this_save_and_plan() {
     let memory = Memory::new();
-    let checkpoints = checkpoints(memory.clone());
+    let checkpoints = checkpoints(memory);
     let plan = plan();
     let begin = |step| Staging::create(&checkpoints, step, Existing::Refuse).expect("creates");
     let write = |staging: &Staging, plan: &WritePlan, rank| {

@@ -113,7 +113,9 @@ impl Memory {
         let synced_len = bytes.len();
         disk.files.insert(node, FileNode { bytes, synced_len });
         let dir = disk.dirs.get_mut(&parent).ok_or_else(not_found)?;
-        dir.entries.insert(name, node);
+        if let Some(old) = dir.entries.insert(name, node) {
+            disk.files.remove(&old);
+        }
         Ok(())
     }
 
