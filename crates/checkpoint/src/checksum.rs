@@ -18,6 +18,12 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
+/// Bytes that pass through a core at a time: half of the caches next to it.
+///
+/// What was just read into such a block, or is about to be written from it, is found in the cache by the
+/// checksum, and the other way round.
+pub(crate) const BLOCK_BYTES: usize = 128 << 10;
+
 /// CRC-32 (IEEE 802.3) of some bytes.
 pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes)

@@ -4,10 +4,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::checksum::{CHUNK_BYTES, crc32};
+use crate::checksum::{BLOCK_BYTES, CHUNK_BYTES, crc32};
 use crate::folder_name::{Hidden, State, Ticket};
 use crate::index::{FORMAT_VERSION, INDEX_FILE, IndexContent, SEAL_FILE, seal};
 use crate::shard_header::{self, StoredTensor};
@@ -368,7 +369,7 @@ fn header(plan: &WritePlan, rank: usize, world_size: usize) -> Result<Vec<u8>, S
     shard_header::encode(tensors.collect(), metadata)
 }
 
-/// Writes a part chunk by chunk: the copy into the page cache finds what the checksum has just read
+/// Writes a part block by block: the copy into the page cache finds what the checksum has just read
 /// still in the core's cache, so that the checksum costs no second pass over memory.
 fn write_part(
     file: &mut dyn WriteFile,
@@ -399,8 +400,12 @@ fn write_part(
     }
     let mut checksums = Vec::with_capacity(data.len().div_ceil(CHUNK_BYTES as usize));
     for chunk in data.chunks(CHUNK_BYTES as usize) {
-        checksums.push(crc32(chunk));
-        file.write_all(chunk).map_err(Error::io("write", path))?;
+        let mut hasher = Hasher::new();
+        for block in chunk.chunks(BLOCK_BYTES) {
+            hasher.update(block);
+            file.write_all(block).map_err(Error::io("write", path))?;
+        }
+        checksums.push(hasher.finalize());
     }
     Ok(Checksums(checksums))
 }

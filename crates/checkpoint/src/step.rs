@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use crate::checksum::crc32;
+use crc32fast::Hasher;
+
+use crate::checksum::{BLOCK_BYTES, crc32};
 use crate::index::{INDEX_FILE, PartEntry, SEAL_FILE, seal};
 use crate::read_plan::check_region;
 use crate::region::{Overlap, Runs, overlaps};
@@ -465,13 +467,16 @@ impl Step {
         let mut bytes = vec![0; entry.header_bytes as usize];
         let read = file.read_exact_at(&mut bytes, 0);
         read.map_err(Error::io("read", &path))?;
-        check_crc32(
-            &path,
-            None,
-            0..entry.header_bytes,
-            &bytes,
-            entry.header_crc32,
-        )?;
+        let got = crc32(&bytes);
+        if got != entry.header_crc32 {
+            return Err(Error::Checksum {
+                path,
+                tensor: None,
+                bytes: 0..entry.header_bytes,
+                expected: entry.header_crc32,
+                got,
+            });
+        }
         let length = bytes
             .first_chunk()
             .map(|length| u64::from_le_bytes(*length));
@@ -575,12 +580,24 @@ impl PartReader<'_> {
     }
 
     fn read_chunk(&self, bytes: Range<u64>, expected: u32, buffer: &mut [u8]) -> Result<(), Error> {
-        self.read(bytes.start - self.part.bytes.start, buffer)?;
-        if crc32(buffer) == expected {
+        let mut from = bytes.start - self.part.bytes.start;
+        let mut hasher = Hasher::new();
+        for block in buffer.chunks_mut(BLOCK_BYTES) {
+            self.read(from, block)?;
+            hasher.update(block);
+            from += block.len() as u64;
+        }
+        let got = hasher.finalize();
+        if got == expected {
             return Ok(());
         }
-        let path = self.step.file_path(self.part.file);
-        check_crc32(&path, Some(&self.tensor.name), bytes, buffer, expected)
+        Err(Error::Checksum {
+            path: self.step.file_path(self.part.file),
+            tensor: Some(self.tensor.name.clone()),
+            bytes,
+            expected,
+            got,
+        })
     }
 }
 
@@ -591,26 +608,6 @@ fn overlap(
 ) -> impl Iterator<Item = Overlap> {
     let from = Runs::new(&part.region, &tensor.shape);
     overlaps(from, Runs::new(region, &tensor.shape))
-}
-
-fn check_crc32(
-    path: &Path,
-    tensor: Option<&str>,
-    range: Range<u64>,
-    bytes: &[u8],
-    expected: u32,
-) -> Result<(), Error> {
-    let got = crc32(bytes);
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::Checksum {
-        path: path.to_owned(),
-        tensor: tensor.map(ToOwned::to_owned),
-        bytes: range,
-        expected,
-        got,
-    })
 }
 
 fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Index, Error> {
