@@ -47,11 +47,16 @@
 //!   backward and the optimizer.
 //! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
 //!   running states, and whether ranks agree.
+//! - [`snapshot`], [`restore`], [`steps`]: checkpoints, for any number of ranks.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+mod checkpoints;
 mod file_backed;
+
+/// Steps on disk: format, plans, storage, commit, consolidation.
+pub use burn_fsdp_checkpoint as steps;
 
 /// The transport below: buffers, process groups, collectives.
 pub use burn_fsdp_collectives as collectives;
@@ -63,6 +68,9 @@ pub use burn_fsdp_collectives::{
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
+pub use checkpoints::{
+    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_model, snapshot,
+};
 pub use file_backed::FileBackedOptimizer;
 
 /// The examples of the README, compiled and run as tests.

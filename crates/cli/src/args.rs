@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
 #[derive(Debug, Parser)]
@@ -15,7 +16,79 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Train a GPT on text, byte by byte, and show what it has learned.
-    Train(TrainArgs),
+    Train(Box<TrainArgs>),
+    /// Write the model of a saved step as plain safetensors
+    Consolidate(ConsolidateArgs),
+    /// Show what is in a saved step, and verify every byte of it
+    Inspect(InspectArgs),
+    /// Let the model of a saved step go on from a text
+    Generate(GenerateArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConsolidateArgs {
+    /// Folder of a step, or of checkpoints, of which the newest step is taken
+    pub(crate) step: PathBuf,
+    /// File to write; a folder with --max-shard-size
+    pub(crate) out: PathBuf,
+    /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub(crate) max_shard_size: Option<u64>,
+    /// Replace what is there
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Folder of a step, or of checkpoints, of which the newest step is taken
+    pub(crate) step: PathBuf,
+    /// Read the index alone, and verify nothing
+    #[arg(long)]
+    pub(crate) no_verify: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Folder of a step, or of checkpoints, of which the newest step is taken
+    pub(crate) step: PathBuf,
+    /// Text to go on from
+    #[arg(long)]
+    pub(crate) prompt: String,
+    /// Bytes to generate
+    #[arg(long, default_value_t = 200)]
+    pub(crate) bytes: usize,
+    /// Seed of the random choices
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+}
+
+/// A number of bytes, with or without a unit.
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" => 1000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        _ => return Err("expected a number of bytes, such as 500MB or 2GiB".to_owned()),
+    };
+    let number: u64 = number
+        .parse()
+        .map_err(|_| "expected a whole number".to_owned())?;
+    match number.checked_mul(factor) {
+        Some(0) | None => Err("expected between 1 byte and what 64 bits can count".to_owned()),
+        Some(bytes) => Ok(bytes),
+    }
 }
 
 const AFTER_HELP: &str = "\
@@ -41,6 +114,8 @@ pub(crate) struct TrainArgs {
     pub(crate) training: TrainingArgs,
     #[command(flatten)]
     pub(crate) sharding: ShardingArgs,
+    #[command(flatten)]
+    pub(crate) checkpoint: CheckpointArgs,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
 }
@@ -125,6 +200,25 @@ pub(crate) struct TrainingArgs {
     /// AdamW: decoupled weight decay, applied to every parameter
     #[arg(long, default_value_t = 0.01, allow_negative_numbers = true)]
     pub(crate) weight_decay: f32,
+    /// Micro-batches of a step; with the ranks, they divide the batch
+    #[arg(long, value_name = "MICRO_BATCHES", default_value_t = 1)]
+    pub(crate) accumulate: usize,
+    /// Reduce gradients once a step, not for each micro-batch: less traffic, whole gradients
+    #[arg(long)]
+    pub(crate) no_sync: bool,
+    /// Scale gradients down to this norm, taken over all parameters
+    #[arg(long, value_name = "MAX_NORM", allow_negative_numbers = true)]
+    pub(crate) clip_grad_norm: Option<f64>,
+    /// Type in which parameters and activations compute; f16 scales the loss. The optimizer's copy
+    /// stays f32
+    #[arg(long, value_enum, default_value_t = Float::F32)]
+    pub(crate) precision: Float,
+    /// Type in which gradients travel [default: that of --precision]
+    #[arg(long, value_enum)]
+    pub(crate) reduce_dtype: Option<Float>,
+    /// Compute each block's activations again in backward, instead of keeping them
+    #[arg(long)]
+    pub(crate) activation_checkpointing: bool,
 }
 
 #[derive(Debug, Args)]
@@ -139,9 +233,51 @@ pub(crate) struct ShardingArgs {
     /// Units gathered ahead of their use
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
+    /// With --strategy hybrid-shard: copies of the shards; they divide the ranks
+    #[arg(long, value_name = "REPLICAS", default_value_t = 2)]
+    pub(crate) replicate_size: usize,
+    /// Make units of modules with at least so many parameters [default: the transformer blocks]
+    #[arg(long, value_name = "PARAMETERS")]
+    pub(crate) unit_size: Option<usize>,
+    /// Keep the optimizer's state in files of this folder, a unit at a time in memory
+    #[arg(long, value_name = "FOLDER", conflicts_with = "checkpoint_dir")]
+    pub(crate) offload: Option<PathBuf>,
     /// How long a rank waits for the others in one operation before it gives up
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) deadline: u64,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Checkpoints")]
+pub(crate) struct CheckpointArgs {
+    /// Save into this folder at the end, and when SIGTERM or SIGINT ends the run early
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) checkpoint_dir: Option<PathBuf>,
+    /// Save every so many steps, too, in the background
+    #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
+    pub(crate) save_every: Option<usize>,
+    /// Keep this many saved steps, the newest [default: all]
+    #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
+    pub(crate) keep_last: Option<std::num::NonZeroUsize>,
+    /// Go on from a saved step, or start fresh where there is none
+    #[arg(
+        long,
+        value_enum,
+        value_name = "WHICH",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "newest",
+        requires = "checkpoint_dir"
+    )]
+    pub(crate) resume: Option<ResumeFrom>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ResumeFrom {
+    /// The newest step; it is an error if that is damaged
+    Newest,
+    /// The newest step that is whole, every byte of it verified
+    NewestGood,
 }
 
 #[derive(Debug, Args)]
@@ -161,7 +297,8 @@ pub(crate) struct OutputArgs {
     pub(crate) json: bool,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum LrSchedule {
     Constant,
     Cosine,
@@ -175,6 +312,15 @@ pub(crate) enum StrategyArg {
     ShardGradOp,
     /// Nothing: every rank holds everything
     NoShard,
+    /// Shards inside groups of ranks, copies of them across
+    HybridShard,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Float {
+    F32,
+    Bf16,
+    F16,
 }
 
 #[cfg(test)]

@@ -1,14 +1,20 @@
 //! What is to be done, complete and valid: nothing after this asks the user for anything.
 
 use std::env;
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use burn::optim::AdamWConfig;
-use burn_fsdp::{Fault, Strategy};
+use burn::tensor::FloatDType;
+use burn_fsdp::{Clip, Fault, Precision, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
-use crate::args::{ModelArgs, StrategyArg, TrainArgs, TrainingArgs};
+use crate::args::{
+    CheckpointArgs, Float, ModelArgs, ResumeFrom, StrategyArg, TrainArgs, TrainingArgs,
+};
 use crate::data::Data;
 use crate::error::InputError;
 use crate::host;
@@ -35,8 +41,9 @@ pub(crate) struct TrainConfig {
     pub(crate) schedule: Schedule,
     pub(crate) optimizer: AdamWConfig,
     pub(crate) ranks: usize,
-    pub(crate) strategy: Strategy,
-    pub(crate) prefetch: usize,
+    pub(crate) sharding: Sharding,
+    pub(crate) step: StepConfig,
+    pub(crate) checkpoints: Option<CheckpointConfig>,
     pub(crate) deadline: Duration,
     pub(crate) fault: Option<Fault>,
     pub(crate) metrics: Option<PathBuf>,
@@ -45,20 +52,60 @@ pub(crate) struct TrainConfig {
     pub(crate) json: bool,
 }
 
+/// How the model is divided.
+#[derive(Debug)]
+pub(crate) struct Sharding {
+    /// What was asked for, as it is reported.
+    pub(crate) name: &'static str,
+    pub(crate) strategy: Strategy,
+    /// Copies of the shards; 1 without hybrid sharding.
+    pub(crate) replicas: usize,
+    pub(crate) prefetch: usize,
+    /// Least parameters of a unit; otherwise the blocks are the units.
+    pub(crate) unit_size: Option<usize>,
+    pub(crate) precision: Precision,
+    /// Where the optimizer's state lies, if not in memory.
+    pub(crate) offload: Option<PathBuf>,
+}
+
+/// What a step is made of.
+#[derive(Debug)]
+pub(crate) struct StepConfig {
+    pub(crate) accumulate: usize,
+    pub(crate) no_sync: bool,
+    pub(crate) clip: Option<Clip>,
+    pub(crate) scales_loss: bool,
+    pub(crate) activation_checkpointing: bool,
+}
+
+/// Where and when to save.
+#[derive(Debug)]
+pub(crate) struct CheckpointConfig {
+    pub(crate) folder: PathBuf,
+    pub(crate) save_every: Option<usize>,
+    pub(crate) keep_last: Option<NonZeroUsize>,
+    pub(crate) resume: Option<ResumeFrom>,
+    /// Set by a signal: finish the step, save, and end.
+    pub(crate) stop: Arc<AtomicBool>,
+}
+
 impl TrainConfig {
     /// Resolves and checks everything, the cheap checks first and the disk last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let model = model(&args.model)?;
         let optimizer = optimizer(&args.training)?;
         let (batch, ranks) = (args.training.batch, args.sharding.ranks);
-        check_batch(batch, ranks)?;
+        let accumulate = args.training.accumulate;
+        check_batch(batch, ranks, accumulate)?;
+        let sharding = sharding(&args)?;
+        let step = step(&args.training)?;
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
         if args.sharding.deadline == 0 {
             return Err(InputError::Zero { flag: "--deadline" });
         }
         let fault = fault_from_environment(ranks, steps.saturating_add(warmup))?;
-        check_memory(&model, batch, ranks, args.sharding.strategy)?;
+        check_memory(&model, batch, ranks, &sharding)?;
         let data = Data::read(&args.data, &model, batch)?;
         let init = args.model.init.as_ref();
         let init_file = init
@@ -79,8 +126,9 @@ impl TrainConfig {
             schedule: Schedule::new(&args.training),
             optimizer,
             ranks,
-            strategy: strategy(args.sharding.strategy),
-            prefetch: args.sharding.prefetch,
+            sharding,
+            step,
+            checkpoints: checkpoints(args.checkpoint)?,
             deadline: Duration::from_secs(args.sharding.deadline),
             fault,
             metrics: args.output.metrics,
@@ -104,6 +152,13 @@ impl TrainConfig {
     pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
         let rows = self.batch / self.ranks;
         rank * rows..(rank + 1) * rows
+    }
+
+    /// Those of a micro-batch.
+    pub(crate) fn micro_rows_of(&self, rank: usize, micro: usize) -> std::ops::Range<usize> {
+        let rows = self.batch / self.ranks / self.step.accumulate;
+        let start = self.rows_of(rank).start + micro * rows;
+        start..start + rows
     }
 
     /// Whether to evaluate after this step, counted from 0.
@@ -161,16 +216,121 @@ fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
         .with_amsgrad(false))
 }
 
-fn check_batch(batch: usize, ranks: usize) -> Result<(), InputError> {
-    for (flag, size) in [("--batch", batch), ("--ranks", ranks)] {
+fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), InputError> {
+    for (flag, size) in [
+        ("--batch", batch),
+        ("--ranks", ranks),
+        ("--accumulate", accumulate),
+    ] {
         if size == 0 {
             return Err(InputError::Zero { flag });
         }
     }
-    match batch.is_multiple_of(ranks) {
-        true => Ok(()),
-        false => Err(InputError::RanksDoNotDivideBatch { ranks, batch }),
+    if !batch.is_multiple_of(ranks) {
+        return Err(InputError::RanksDoNotDivideBatch { ranks, batch });
     }
+    match (batch / ranks).is_multiple_of(accumulate) {
+        true => Ok(()),
+        false => Err(InputError::MicroBatchesDoNotDivide {
+            accumulate,
+            rows: batch / ranks,
+        }),
+    }
+}
+
+fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
+    let given = &args.sharding;
+    let (name, strategy) = match given.strategy {
+        StrategyArg::FullShard => ("full-shard", Strategy::FullShard),
+        StrategyArg::ShardGradOp => ("shard-grad-op", Strategy::ShardGradOp),
+        StrategyArg::NoShard => ("no-shard", Strategy::NoShard),
+        StrategyArg::HybridShard => ("hybrid-shard", Strategy::FullShard),
+    };
+    let replicas = match given.strategy {
+        StrategyArg::HybridShard => given.replicate_size,
+        _ => 1,
+    };
+    if replicas == 0 || !given.ranks.is_multiple_of(replicas) {
+        return Err(InputError::ReplicasDoNotDivideRanks {
+            replicas,
+            ranks: given.ranks,
+        });
+    }
+    if given.unit_size == Some(0) {
+        return Err(InputError::Zero {
+            flag: "--unit-size",
+        });
+    }
+    let mut precision = match float(args.training.precision) {
+        None => Precision::default(),
+        Some(compute) => Precision::new(compute),
+    };
+    if let Some(reduce) = args.training.reduce_dtype {
+        precision = precision.reduce(float(reduce).unwrap_or(FloatDType::F32));
+    }
+    Ok(Sharding {
+        name,
+        strategy,
+        replicas,
+        prefetch: given.prefetch,
+        unit_size: given.unit_size,
+        precision,
+        offload: given.offload.clone(),
+    })
+}
+
+/// `None` for what the model is built in anyway.
+fn float(float: Float) -> Option<FloatDType> {
+    match float {
+        Float::F32 => None,
+        Float::Bf16 => Some(FloatDType::BF16),
+        Float::F16 => Some(FloatDType::F16),
+    }
+}
+
+fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
+    if let Some(value) = args.clip_grad_norm
+        && !(value.is_finite() && value > 0.0)
+    {
+        return Err(InputError::OutOfRange {
+            flag: "--clip-grad-norm",
+            value,
+            expected: "a number above 0",
+        });
+    }
+    Ok(StepConfig {
+        accumulate: args.accumulate,
+        no_sync: args.no_sync,
+        clip: args.clip_grad_norm.map(Clip::to),
+        scales_loss: args.precision == Float::F16,
+        activation_checkpointing: args.activation_checkpointing,
+    })
+}
+
+/// From here on a signal is for the run to obey.
+fn checkpoints(args: CheckpointArgs) -> Result<Option<CheckpointConfig>, InputError> {
+    let Some(folder) = args.checkpoint_dir else {
+        return Ok(None);
+    };
+    if args.save_every == Some(0) {
+        return Err(InputError::Zero {
+            flag: "--save-every",
+        });
+    }
+    if folder.exists() && !folder.is_dir() {
+        return Err(InputError::Output {
+            flag: "--checkpoint-dir",
+            path: folder,
+            problem: "not a folder".to_owned(),
+        });
+    }
+    Ok(Some(CheckpointConfig {
+        folder,
+        save_every: args.save_every,
+        keep_last: args.keep_last,
+        resume: args.resume,
+        stop: Arc::default(),
+    }))
 }
 
 /// Every token of the run must have a position that can be counted.
@@ -192,18 +352,22 @@ fn check_memory(
     model: &GptConfig,
     batch: usize,
     ranks: usize,
-    strategy: StrategyArg,
+    sharding: &Sharding,
 ) -> Result<(), InputError> {
     let Some(available) = host::memory_bytes() else {
         return Ok(());
     };
     const GIB: u128 = 1 << 30;
     let params = model.num_params();
-    let copies = match strategy {
-        StrategyArg::NoShard => ranks as u128,
-        StrategyArg::FullShard | StrategyArg::ShardGradOp => 1,
+    let copies = match sharding.strategy {
+        Strategy::NoShard => ranks as u128,
+        Strategy::FullShard | Strategy::ShardGradOp => sharding.replicas as u128,
     };
-    let state = 16 * params as u128 * copies;
+    let values = match sharding.offload {
+        Some(_) => 2,
+        None => 4,
+    };
+    let state = 4 * values * params as u128 * copies;
     let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128);
     let needed = state.saturating_add(logits);
     let available = u128::from(available);
@@ -215,14 +379,6 @@ fn check_memory(
             available: available / GIB,
         }),
         false => Ok(()),
-    }
-}
-
-fn strategy(arg: StrategyArg) -> Strategy {
-    match arg {
-        StrategyArg::FullShard => Strategy::FullShard,
-        StrategyArg::ShardGradOp => Strategy::ShardGradOp,
-        StrategyArg::NoShard => Strategy::NoShard,
     }
 }
 

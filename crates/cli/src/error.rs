@@ -45,6 +45,26 @@ pub(crate) enum InputError {
     )]
     RanksDoNotDivideBatch { ranks: usize, batch: usize },
 
+    #[error(
+        "{accumulate} micro-batches do not divide the {rows} sequences of a rank; \
+         choose an --accumulate that divides --batch / --ranks"
+    )]
+    MicroBatchesDoNotDivide { accumulate: usize, rows: usize },
+
+    #[error(
+        "--replicate-size is {replicas}; it must divide the {ranks} ranks, each copy having as many"
+    )]
+    ReplicasDoNotDivideRanks { replicas: usize, ranks: usize },
+
+    #[error(transparent)]
+    Step(#[from] burn_fsdp::steps::Error),
+
+    #[error("{} is no model that this command knows: {problem}", path.display())]
+    UnknownModel { path: PathBuf, problem: String },
+
+    #[error("--prompt is empty; give at least one character to go on from")]
+    EmptyPrompt,
+
     #[error("--batch, --seq and the number of steps are too large together; choose smaller ones")]
     TooManyTokens,
 
@@ -103,6 +123,19 @@ pub(crate) enum RankError {
     Mesh(#[from] burn_fsdp::mesh::Error),
     #[error(transparent)]
     Model(#[from] ModelError),
+    #[error(transparent)]
+    Checkpoint(#[from] burn_fsdp::CheckpointError),
+    #[error(transparent)]
+    Step(#[from] burn_fsdp::steps::Error),
+    #[error(
+        "{} was saved by a model of {found}, this run trains {expected}; give the same sizes",
+        path.display()
+    )]
+    OtherModel {
+        path: PathBuf,
+        expected: String,
+        found: String,
+    },
     #[error("--metrics {}: {source}", path.display())]
     Metrics {
         path: PathBuf,

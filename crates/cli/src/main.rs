@@ -5,23 +5,30 @@
 //! - `args`: the command line as it was typed.
 //! - `config`: what is to be done, complete and valid (`data`, `schedule`, `output`, `host`).
 //! - `train`: the whole run, from the initial weights to the report.
-//! - `rank`: what one rank does in it (`share`, `evaluation`, `sample`, `progress`, `metrics`).
+//! - `rank`: what one rank does in it (`optimizer`, `share`, `evaluation`, `sample`, `progress`,
+//!   `metrics`, `saving`).
 //! - `report`, `summary`, `curve`: what is left afterwards.
+//! - `consolidate`, `inspect`, `generate`: what can be done with a saved step.
 //! - `error`: why there is nothing, and the exit code for it.
 
 mod args;
 mod config;
+mod consolidate;
 mod curve;
 mod data;
 mod error;
 mod evaluation;
+mod generate;
 mod host;
+mod inspect;
 mod metrics;
+mod optimizer;
 mod output;
 mod progress;
 mod rank;
 mod report;
 mod sample;
+mod saving;
 mod schedule;
 mod share;
 mod summary;
@@ -38,13 +45,16 @@ use crate::config::TrainConfig;
 use crate::error::Failure;
 
 fn main() -> ExitCode {
-    let Cli {
-        command: Command::Train(args),
-    } = Cli::parse();
+    let Cli { command } = Cli::parse();
     log_to_stderr();
-    let result = TrainConfig::from_args(args)
-        .map_err(Failure::from)
-        .and_then(train::run);
+    let result = match command {
+        Command::Train(args) => TrainConfig::from_args(*args)
+            .map_err(Failure::from)
+            .and_then(train::run),
+        Command::Consolidate(args) => consolidate::run(args),
+        Command::Inspect(args) => inspect::run(args),
+        Command::Generate(args) => generate::run(args),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {

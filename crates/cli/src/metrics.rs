@@ -1,10 +1,10 @@
 //! The file of metrics: one JSON line per step, there as soon as the step is done.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::error::RankError;
 
@@ -38,6 +38,28 @@ impl Metrics {
         Ok(Self(path.map(create).transpose()?))
     }
 
+    /// Goes on with the file of a run that is resumed at `step`: its lines before that stay, what comes
+    /// after and what is torn goes. Without a file, one is begun.
+    pub(crate) fn resume(path: Option<&Path>, step: usize) -> Result<Self, RankError> {
+        let Some(path) = path else {
+            return Ok(Self(None));
+        };
+        let old = match fs::read(path) {
+            Ok(old) => old,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(failed(path, error)),
+        };
+        let mut file = File::create(path).map_err(|error| failed(path, error))?;
+        let lines = old.split_inclusive(|&byte| byte == b'\n');
+        let kept: Vec<u8> = lines
+            .filter(|line| is_before(line, step))
+            .flatten()
+            .copied()
+            .collect();
+        file.write_all(&kept).map_err(|error| failed(path, error))?;
+        Ok(Self(Some((path.to_owned(), file))))
+    }
+
     pub(crate) fn write(&mut self, line: &StepLine) -> Result<(), RankError> {
         let Some((path, file)) = &mut self.0 else {
             return Ok(());
@@ -48,6 +70,16 @@ impl Metrics {
             .and_then(|text| file.write_all(format!("{text}\n").as_bytes()));
         written.map_err(|source| failed(path, source))
     }
+}
+
+/// Whether a line is whole and of a step before `step`.
+fn is_before(line: &[u8], step: usize) -> bool {
+    #[derive(Deserialize)]
+    struct Numbered {
+        step: usize,
+    }
+    line.ends_with(b"\n")
+        && serde_json::from_slice::<Numbered>(line).is_ok_and(|line| line.step < step)
 }
 
 fn failed(path: &Path, source: io::Error) -> RankError {

@@ -11,7 +11,7 @@ const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    pub(crate) fn new(config: &TrainConfig, is_first: bool) -> Self {
+    pub(crate) fn new(config: &TrainConfig, is_first: bool, first_step: usize) -> Self {
         let target = match is_first && !config.json {
             // Hides itself when stderr is no terminal.
             true => ProgressDrawTarget::stderr(),
@@ -20,6 +20,7 @@ impl Progress {
         let bar = ProgressBar::with_draw_target(Some(config.num_steps() as u64), target);
         let style = ProgressStyle::with_template(TEMPLATE);
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(first_step as u64);
         Self(bar)
     }
 

@@ -1,6 +1,6 @@
 //! The results of a run, from those of all ranks.
 
-use burn_fsdp::{OperationCounts, OperationKind, Strategy};
+use burn_fsdp::{OperationCounts, OperationKind};
 use serde::Serialize;
 
 use crate::config::TrainConfig;
@@ -30,7 +30,9 @@ pub(crate) struct Report {
     /// By the median step; absent without measured steps.
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) step_ms: Option<StepMillis>,
-    /// Of all steps, the unmeasured ones first.
+    /// The step that the run went on from; 0 if it is fresh.
+    pub(crate) first_step: usize,
+    /// Of all steps from there on, the unmeasured ones first.
     pub(crate) losses: Vec<f64>,
     /// The last evaluation's.
     pub(crate) eval_loss: Option<f64>,
@@ -46,6 +48,10 @@ pub(crate) struct Report {
     pub(crate) collectives: Collectives,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
+    /// The newest step in --checkpoint-dir that this run has saved.
+    pub(crate) saved_step: Option<u64>,
+    /// Whether a signal ended the run before its last step.
+    pub(crate) interrupted: bool,
     pub(crate) warnings: Vec<String>,
 }
 
@@ -77,7 +83,12 @@ impl Report {
     /// Puts together what the ranks say, of which there is at least one.
     pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankResult>) -> Self {
         let seconds = slowest(&results);
-        let step_ms = StepMillis::of(&seconds[config.warmup.min(seconds.len())..]);
+        let first = results.first();
+        let first_step = first.map_or(0, |first| first.first_step);
+        let unmeasured = config.warmup.saturating_sub(first_step);
+        let step_ms = StepMillis::of(&seconds[unmeasured.min(seconds.len())..]);
+        let saved_step = first.and_then(|first| first.saved_step);
+        let interrupted = first.is_some_and(|first| first.interrupted);
         let tokens = config.tokens_per_step() as f64;
         let collectives = results.first().map(|first| first.collectives);
         let state_bytes = results.iter().map(|result| result.state_bytes).collect();
@@ -94,7 +105,7 @@ impl Report {
         Self {
             mode: "train",
             engine: "local",
-            strategy: strategy_name(config.strategy),
+            strategy: config.sharding.name,
             ranks: config.ranks,
             params: config.model.num_params(),
             layers: config.model.layers,
@@ -108,6 +119,7 @@ impl Report {
             data: config.data.to_string(),
             tokens_per_s: step_ms.map(|step| 1e3 * tokens / step.median),
             step_ms,
+            first_step,
             losses,
             eval_loss: eval_losses.last().map(|(_, loss)| *loss),
             eval_losses,
@@ -117,6 +129,8 @@ impl Report {
             collectives: Collectives::of(&collectives.unwrap_or_default()),
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),
+            saved_step,
+            interrupted,
             warnings,
         }
     }
@@ -189,14 +203,6 @@ impl Collectives {
             all_reduce: count(OperationKind::AllReduce),
             broadcast: count(OperationKind::Broadcast),
         }
-    }
-}
-
-fn strategy_name(strategy: Strategy) -> &'static str {
-    match strategy {
-        Strategy::FullShard => "full-shard",
-        Strategy::ShardGradOp => "shard-grad-op",
-        Strategy::NoShard => "no-shard",
     }
 }
 

@@ -30,16 +30,40 @@ pub(crate) fn generate(
     if config.sample_bytes == 0 {
         return Ok(None);
     }
-    let mut bytes = prompt(&text.held_out(), config.model.seq);
-    let mut random = Random(config.seed);
-    let model = model.valid();
-    for _ in 0..config.sample_bytes {
-        let window = &bytes[bytes.len().saturating_sub(config.model.seq)..];
-        let logits = catch(|| last_logits(&model, window))?;
-        let choice = choose(&logits, random.next_unit());
-        bytes.push(share::byte_of_rank_0(world, "sample", choice)?);
+    let prompt = prompt(&text.held_out(), config.model.seq);
+    let sample = Sample {
+        seq: config.model.seq,
+        num_bytes: config.sample_bytes,
+        seed: config.seed,
+    };
+    sample.go_on(&model.valid(), prompt, world).map(Some)
+}
+
+/// What to generate.
+pub(crate) struct Sample {
+    /// Most bytes that the model looks back on.
+    pub(crate) seq: usize,
+    pub(crate) num_bytes: usize,
+    pub(crate) seed: u64,
+}
+
+impl Sample {
+    /// `bytes`, and those that the model adds. The model is without autodiff.
+    pub(crate) fn go_on(
+        &self,
+        model: &Gpt,
+        mut bytes: Vec<u8>,
+        world: &ProcessGroup,
+    ) -> Result<Vec<u8>, RankError> {
+        let mut random = Random(self.seed);
+        for _ in 0..self.num_bytes {
+            let window = &bytes[bytes.len().saturating_sub(self.seq)..];
+            let logits = catch(|| last_logits(model, window))?;
+            let choice = choose(&logits, random.next_unit());
+            bytes.push(share::byte_of_rank_0(world, "sample", choice)?);
+        }
+        Ok(bytes)
     }
-    Ok(Some(bytes))
 }
 
 fn prompt(stream: &TokenStream, seq: usize) -> Vec<u8> {

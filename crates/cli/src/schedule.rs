@@ -2,13 +2,15 @@
 
 use std::f64::consts::PI;
 
+use serde::Serialize;
+
 use crate::args::{LrSchedule, TrainingArgs};
 
 /// What is left of the learning rate at the end of a cosine schedule.
 const COSINE_FLOOR: f64 = 0.1;
 
 /// A learning rate that rises linearly, then stays or falls.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Schedule {
     /// The highest learning rate.
     peak: f64,

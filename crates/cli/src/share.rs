@@ -17,6 +17,47 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: f32) -> Resul
     Ok(sum / world.size() as f64)
 }
 
+/// What the ranks tell each other at the end of a step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StepEnd {
+    /// The mean loss, the same bits on every rank.
+    pub(crate) loss: f64,
+    /// Whether any rank was told to stop.
+    pub(crate) stop: bool,
+}
+
+/// The mean loss, and whether to stop: one exchange.
+pub(crate) fn step_end(
+    world: &ProcessGroup,
+    own_loss: f32,
+    own_stop: bool,
+) -> Result<StepEnd, Error> {
+    let note = [&own_loss.to_le_bytes()[..], &[u8::from(own_stop)]].concat();
+    let notes = world.exchange("end of step", note)?;
+    let losses = notes.iter().filter_map(|note| note.first_chunk().copied());
+    let sum: f64 = losses
+        .map(|bytes| f64::from(f32::from_le_bytes(bytes)))
+        .sum();
+    Ok(StepEnd {
+        loss: sum / world.size() as f64,
+        stop: notes.iter().any(|note| note.last() == Some(&1)),
+    })
+}
+
+/// Rank 0's number, on every rank.
+pub(crate) fn number_of_rank_0(
+    world: &ProcessGroup,
+    label: &'static str,
+    own: Option<u64>,
+) -> Result<Option<u64>, Error> {
+    let note = own.map(u64::to_le_bytes).map(Vec::from).unwrap_or_default();
+    let notes = world.exchange(label, note)?;
+    let first = notes
+        .first()
+        .and_then(|note| note.as_slice().try_into().ok());
+    Ok(first.map(u64::from_le_bytes))
+}
+
 /// Rank 0's byte, on every rank.
 pub(crate) fn byte_of_rank_0(
     world: &ProcessGroup,

@@ -13,6 +13,9 @@ impl fmt::Display for Report {
             "trained {} parameters on {} ranks ({}), {}",
             self.params, self.ranks, self.strategy, self.data
         )?;
+        if self.first_step > 0 {
+            writeln!(f, "resumed    from step {}", self.first_step)?;
+        }
         if let (Some(first), Some(last)) = (self.losses.first(), self.losses.last()) {
             write!(f, "loss       {first:.4} -> {last:.4}")?;
             if let Some(eval_loss) = self.eval_loss {
@@ -30,6 +33,14 @@ impl fmt::Display for Report {
         self.fmt_memory(f)?;
         if !self.losses.is_empty() {
             writeln!(f, "curve      {}", self.curve)?;
+        }
+        match (self.saved_step, self.interrupted) {
+            (Some(step), true) => writeln!(
+                f,
+                "stopped    by a signal, after saving step {step}; --resume goes on from it"
+            )?,
+            (Some(step), false) => writeln!(f, "saved      step {step}")?,
+            (None, _) => {}
         }
         for warning in &self.warnings {
             writeln!(f, "warning    {warning}")?;

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
 use burn_fsdp_models::{Gpt, ModelError};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
 
 use crate::config::TrainConfig;
 use crate::curve;
@@ -18,6 +20,7 @@ use crate::report::Report;
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
     save_initial_weights(&config).map_err(InputError::from)?;
+    obey_signals(&config);
     let on_ranks = config.clone();
     let launch_config = LaunchConfig::new(config.ranks).deadline(config.deadline);
     let results = launch(launch_config, move |world| rank::train(&on_ranks, &world))?;
@@ -29,6 +32,20 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
     print(&report, config.json);
     Ok(())
+}
+
+/// A first signal ends the run after its step and a save; a second one ends it at once, as without
+/// a folder for checkpoints the first does.
+fn obey_signals(config: &TrainConfig) {
+    let Some(checkpoints) = &config.checkpoints else {
+        return;
+    };
+    for signal in [SIGTERM, SIGINT] {
+        let stop = &checkpoints.stop;
+        // Where the system refuses, signals do what they always did.
+        let _ = flag::register_conditional_shutdown(signal, 1, stop.clone());
+        let _ = flag::register(signal, stop.clone());
+    }
 }
 
 /// The model on a device, lazy where its weights are drawn.

@@ -1,11 +1,13 @@
 use crate::ModelError;
+use serde::{Deserialize, Serialize};
 
 /// Standard deviation of the initial weights, except for those that write to
 /// the residual stream.
 const INIT_STD: f64 = 0.02;
 
 /// Sizes of a [`Gpt`](crate::Gpt).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GptConfig {
     /// Number of transformer blocks.
     pub layers: usize,

@@ -183,6 +183,16 @@ pub enum Error {
         /// The same of the second.
         second: f32,
     },
+    /// What was read for a tensor has another length than what this rank holds of it.
+    #[error("`{path}`: expected {expected} bytes for this rank's part, got {got}")]
+    LocalLength {
+        /// Path of the tensor.
+        path: String,
+        /// Bytes that this rank holds.
+        expected: usize,
+        /// Bytes read.
+        got: usize,
+    },
     /// A gradient hook returned something else than a gradient.
     #[error(
         "gradient of `{path}`: the policy's hook returned {got} elements, expected {expected}; \

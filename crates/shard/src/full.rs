@@ -283,15 +283,15 @@ fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
 }
 
 /// A float tensor of a module.
-struct FloatTensor {
-    path: String,
-    shape: Vec<usize>,
-    dtype: DType,
-    held: Held,
+pub(crate) struct FloatTensor {
+    pub(crate) path: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+    pub(crate) held: Held,
 }
 
 /// Where the elements are.
-enum Held {
+pub(crate) enum Held {
     /// Cut among ranks.
     Sharded(Member),
     /// On this rank, flat.
@@ -299,7 +299,7 @@ enum Held {
 }
 
 /// All float tensors of `module`, in its order.
-fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
+pub(crate) fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
     // Running states show their last update after `valid` only.
     drop(module.valid());
     let mut all = All {

@@ -1,0 +1,420 @@
+//! Checkpoints of a sharded training: what the engine and the optimizer hold, as tensors of
+//! [`steps`](crate::steps), and back.
+//!
+//! Parameters and their optimizer state are named by path, so that a step loads into any number of
+//! ranks, any mesh and either layout.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, DType, Shape};
+use burn_fsdp_checkpoint::{
+    BoxError, Dtype, Error as StepError, ExpectedTensor, Extra, Layout, Region, Rendezvous,
+    Snapshot, Step, TensorEntry, TensorKind, TensorSpec, WritePlan,
+};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_mesh::{Mesh, Partition};
+use burn_fsdp_shard::{LocalPart, LocalTensor, load_local_state, local_ids, local_state};
+use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use thiserror::Error as ThisError;
+
+/// Why a training could not be saved or restored.
+#[derive(Debug, ThisError)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The step cannot be written or read, or does not fit the model.
+    #[error(transparent)]
+    Step(#[from] StepError),
+    /// The model cannot be read or filled.
+    #[error(transparent)]
+    Engine(#[from] burn_fsdp_shard::Error),
+    /// The state of the optimizer cannot be taken apart or put together.
+    #[error("state of the optimizer: {reason}")]
+    Optimizer {
+        /// What is wrong.
+        reason: String,
+    },
+    /// A tensor is of a type that checkpoints do not hold.
+    #[error("`{name}` is of type {dtype:?}; checkpoints hold f64, f32, f16 and bf16")]
+    Type {
+        /// The tensor.
+        name: String,
+        /// Its type.
+        dtype: DType,
+    },
+}
+
+fn optimizer_error(reason: impl ToString) -> CheckpointError {
+    CheckpointError::Optimizer {
+        reason: reason.to_string(),
+    }
+}
+
+/// One rank's part of a training at one moment.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct TrainingSnapshot {
+    /// Who writes what; the same on every rank.
+    pub plan: Arc<WritePlan>,
+    /// The bytes. Those of the model are shared, not copied: training may go on.
+    pub snapshot: Snapshot,
+    /// What the optimizer keeps beside tensors, for
+    /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).
+    pub optimizer: Value,
+}
+
+/// Name of a piece of optimizer state.
+fn state_name(path: &str, field: &str) -> String {
+    format!("optimizer.{path}.{field}")
+}
+
+/// What an optimizer keeps for one parameter beside tensors.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Kept {
+    /// By field.
+    scalars: BTreeMap<String, Number>,
+    /// The path by which the optimizer finds the parameter's group.
+    group_path: Option<String>,
+}
+
+/// A number of any kind that the optimizer's records have.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+enum Number {
+    Int(i64),
+    UInt(u64),
+    Float(f64),
+    Bool(bool),
+}
+
+impl From<Scalar> for Number {
+    fn from(scalar: Scalar) -> Self {
+        match scalar {
+            Scalar::Int(value) => Self::Int(value),
+            Scalar::UInt(value) => Self::UInt(value),
+            Scalar::Float(value) => Self::Float(value),
+            Scalar::Bool(value) => Self::Bool(value),
+        }
+    }
+}
+
+impl From<Number> for Scalar {
+    fn from(number: Number) -> Self {
+        match number {
+            Number::Int(value) => Self::Int(value),
+            Number::UInt(value) => Self::UInt(value),
+            Number::Float(value) => Self::Float(value),
+            Number::Bool(value) => Self::Bool(value),
+        }
+    }
+}
+
+/// Takes a snapshot of a sharded model and its optimizer. `mesh` is that of all ranks that save,
+/// `axis` the one over which the model is sharded.
+///
+/// Not collective, but all ranks must take theirs at the same point. Running states are stored once:
+/// call [`sync_buffers`](crate::sync_buffers) before, if the model has any.
+///
+/// # Errors
+///
+/// A tensor of another type than checkpoints hold; an optimizer with state of parameters that are not
+/// sharded, which is each rank's own.
+pub fn snapshot<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    mesh: &Mesh,
+    axis: &str,
+) -> Result<TrainingSnapshot, CheckpointError> {
+    let mut specs = Vec::new();
+    let mut snapshot = Snapshot::new();
+    let mut held = HashMap::new();
+    for tensor in local_state(model)? {
+        let layout = layout_of(&tensor, mesh, axis)?;
+        let kind = match tensor.part {
+            LocalPart::Own => TensorKind::Buffer,
+            _ => TensorKind::Parameter,
+        };
+        let dtype = dtype_of(&tensor.path, tensor.dtype)?;
+        let spec = TensorSpec::new(&tensor.path, tensor.shape.clone(), dtype, kind, layout);
+        specs.push(spec.clone());
+        snapshot.insert(&tensor.path, Elements(tensor.elements.clone()));
+        let elements = tensor.elements.len() / tensor.dtype.size();
+        held.insert(tensor.path, (spec, elements));
+    }
+    let state = OptimizerParts::take(optimizer)?;
+    let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
+    let mut taken = 0;
+    for local in local_ids(model)? {
+        let id = local.id.val();
+        let (spec, elements) = &held[&local.path];
+        let of_parameter = kept.entry(local.path.clone()).or_default();
+        of_parameter.group_path = state.paths.get(&id.to_string()).cloned();
+        let scalars = state.scalars_of(id);
+        of_parameter.scalars = scalars
+            .map(|(field, scalar)| (field, scalar.into()))
+            .collect();
+        let mut tensors: Vec<_> = state.tensors_of(id).collect();
+        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+        taken += tensors.len();
+        for (field, tensor) in tensors {
+            let name = state_name(&local.path, &field);
+            if tensor.shape.num_elements() != *elements {
+                return Err(optimizer_error(format!(
+                    "`{name}` has {} elements, the parameter {elements} on this rank; only \
+                     element-wise state can be resharded",
+                    tensor.shape.num_elements()
+                )));
+            }
+            let dtype = dtype_of(&name, tensor.dtype)?;
+            let kind = TensorKind::OptimizerState;
+            let spec = TensorSpec::new(&name, spec.shape.clone(), dtype, kind, spec.layout.clone());
+            specs.push(spec.with("path", local.path.clone()).with("field", field));
+            let bytes = tensor.to_bytes().map_err(optimizer_error)?;
+            snapshot.insert(name, Elements(bytes));
+        }
+    }
+    if taken != state.tensors.len() {
+        return Err(optimizer_error(format!(
+            "{} tensors belong to parameters that are not sharded, and are each rank's own",
+            state.tensors.len() - taken
+        )));
+    }
+    Ok(TrainingSnapshot {
+        plan: Arc::new(WritePlan::new(mesh, specs)?),
+        snapshot,
+        optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
+    })
+}
+
+/// Bytes of whatever owner, for the checkpoint's snapshot.
+struct Elements<T>(T);
+
+impl AsRef<[u8]> for Elements<burn_fsdp_collectives::Source> {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl AsRef<[u8]> for Elements<Bytes> {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+fn layout_of(tensor: &LocalTensor, mesh: &Mesh, axis: &str) -> Result<Layout, CheckpointError> {
+    let LocalPart::Shard { partition, .. } = &tensor.part else {
+        return Ok(Layout::replicated(mesh));
+    };
+    let flat = Partition::flat(partition.num_elements(), partition.num_shards());
+    Ok(match flat.as_ref() == Ok(partition) {
+        true => Layout::flat(mesh, axis)?,
+        false => Layout::dim(mesh, axis, 0)?,
+    })
+}
+
+fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointError> {
+    match dtype {
+        DType::F64 => Ok(Dtype::F64),
+        DType::F32 | DType::Flex32 => Ok(Dtype::F32),
+        DType::F16 => Ok(Dtype::F16),
+        DType::BF16 => Ok(Dtype::BF16),
+        dtype => Err(CheckpointError::Type {
+            name: name.to_owned(),
+            dtype,
+        }),
+    }
+}
+
+/// An optimizer's record, taken apart.
+struct OptimizerParts {
+    scalars: BTreeMap<String, Scalar>,
+    paths: BTreeMap<String, String>,
+    tensors: Vec<PackedTensor>,
+}
+
+impl OptimizerParts {
+    fn take(optimizer: &ModuleOptimizer) -> Result<Self, CheckpointError> {
+        let bytes = optimizer.into_bytes().map_err(optimizer_error)?;
+        let reader = Reader::from_bytes(bytes).map_err(optimizer_error)?;
+        Ok(Self {
+            scalars: reader.scalars().clone(),
+            paths: reader.metadata().clone(),
+            tensors: reader.into_tensors().map_err(optimizer_error)?,
+        })
+    }
+
+    fn scalars_of(&self, id: u64) -> impl Iterator<Item = (String, Scalar)> {
+        let prefix = format!("{id}.");
+        self.scalars.iter().filter_map(move |(name, scalar)| {
+            let field = name.strip_prefix(&prefix)?;
+            Some((field.to_owned(), *scalar))
+        })
+    }
+
+    fn tensors_of(&self, id: u64) -> impl Iterator<Item = (String, &PackedTensor)> {
+        let prefix = format!("{id}.");
+        self.tensors.iter().filter_map(move |tensor| {
+            let field = tensor.name.strip_prefix(&prefix)?;
+            Some((field.to_owned(), tensor))
+        })
+    }
+}
+
+/// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
+/// were that saved it. Each rank reads the bytes that it needs.
+///
+/// Not collective. `optimizer` is configured as the one that was saved; its state is replaced.
+///
+/// # Errors
+///
+/// Tensors of the model that the step lacks or has in another shape, tensors of the step that the
+/// model lacks, damage: nothing is changed then.
+pub fn restore<M: Module>(
+    model: M,
+    optimizer: ModuleOptimizer,
+    step: &Step,
+) -> Result<(M, ModuleOptimizer), CheckpointError> {
+    let state = local_state(&model)?;
+    let optimizer = restore_optimizer(&model, &state, optimizer, step)?;
+    Ok((restore_model(model, step)?, optimizer))
+}
+
+/// Gives a sharded model the parameters and running states of `step`.
+///
+/// Not collective.
+///
+/// # Errors
+///
+/// As [`restore`].
+pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointError> {
+    let state = local_state(&model)?;
+    let expected: Result<Vec<_>, CheckpointError> = state
+        .iter()
+        .map(|tensor| {
+            Ok(ExpectedTensor {
+                name: tensor.path.clone(),
+                shape: tensor.shape.clone(),
+                dtype: Some(dtype_of(&tensor.path, tensor.dtype)?),
+            })
+        })
+        .collect();
+    let is_model = |tensor: &TensorEntry| tensor.kind.is_model();
+    step.compare(&expected?, is_model, Extra::Refuse)?;
+    load_local_state(model, |tensor| {
+        Ok(Some(step.read(&tensor.path, &region_of(tensor))?))
+    })
+}
+
+fn region_of(tensor: &LocalTensor) -> Region {
+    match &tensor.part {
+        LocalPart::Shard { range, .. } => Region::Flat(range.clone()),
+        LocalPart::Whole | LocalPart::Own => Region::Flat(0..tensor.shape.iter().product()),
+    }
+}
+
+fn restore_optimizer<M: Module>(
+    model: &M,
+    state: &[LocalTensor],
+    optimizer: ModuleOptimizer,
+    step: &Step,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let ids: HashMap<_, _> = local_ids(model)?
+        .into_iter()
+        .map(|local| (local.path, local.id.val()))
+        .collect();
+    let held: HashMap<_, _> = state.iter().map(|tensor| (&tensor.path, tensor)).collect();
+    let mut tensors = Vec::new();
+    let entries = step.index().tensors.iter();
+    for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
+        let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
+        let (Some(path), Some(field)) = (text("path"), text("field")) else {
+            return Err(optimizer_error(format!(
+                "`{}` names no parameter",
+                entry.name
+            )));
+        };
+        let found = ids.get(path).zip(held.get(&path.to_owned()));
+        let Some((id, local)) = found.filter(|(_, local)| local.shape == entry.shape) else {
+            return Err(optimizer_error(format!(
+                "`{}` of shape {:?} belongs to `{path}`, which the model has not, or in another shape",
+                entry.name, entry.shape
+            )));
+        };
+        let region = region_of(local);
+        let bytes = Bytes::from_bytes_vec(step.read(&entry.name, &region)?);
+        let dtype = burn_dtype(&entry.name, entry.dtype)?;
+        let shape = Shape::from([region.len()]);
+        let name = format!("{id}.{field}");
+        tensors.push(PackedTensor::new(name, dtype, shape, Some(*id), bytes));
+    }
+    let kept = match &step.index().training.optimizer {
+        Value::Null => BTreeMap::new(),
+        kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
+    };
+    let mut writer = Writer::new(tensors);
+    for (path, kept) in kept {
+        let Some(id) = ids.get(&path) else {
+            let reason = format!("the step has state of `{path}`, which the model has not");
+            return Err(optimizer_error(reason));
+        };
+        for (field, number) in kept.scalars {
+            writer = writer.with_scalar(&format!("{id}.{field}"), number.into());
+        }
+        if let Some(group) = kept.group_path {
+            writer = writer.with_metadata(&id.to_string(), &group);
+        }
+    }
+    let bytes = writer.into_bytes().map_err(optimizer_error)?;
+    let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
+    Ok(optimizer.load_record(record))
+}
+
+fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
+    match dtype {
+        Dtype::F64 => Ok(DType::F64),
+        Dtype::F32 => Ok(DType::F32),
+        Dtype::F16 => Ok(DType::F16),
+        Dtype::BF16 => Ok(DType::BF16),
+        other => Err(optimizer_error(format!("`{name}` is of type {other}"))),
+    }
+}
+
+/// The ranks of a save, meeting over a process group of their own.
+///
+/// For saves in the background, [`split`](ProcessGroup::split) the group off: its operations must not
+/// mix with those of the training.
+#[derive(Debug)]
+pub struct GroupRendezvous(ProcessGroup);
+
+impl GroupRendezvous {
+    /// Meets over `group`.
+    pub fn new(group: ProcessGroup) -> Self {
+        Self(group)
+    }
+}
+
+impl Rendezvous for GroupRendezvous {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.0.size()
+    }
+
+    fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError> {
+        let all = self.0.exchange("checkpoint, gather", bytes)?;
+        Ok((self.0.rank() == 0).then_some(all))
+    }
+
+    fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
+        let own = bytes.unwrap_or_default();
+        let all = self.0.exchange("checkpoint, broadcast", own)?;
+        all.into_iter()
+            .next()
+            .ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+    }
+}
