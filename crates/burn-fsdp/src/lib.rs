@@ -62,16 +62,7 @@ pub use burn_fsdp_collectives::{
 /// Meshes, placements and partition arithmetic.
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
-pub use burn_fsdp_shard::{
-    Agreement, BufferSync, Clip, Clipped, FullTensor, FullyShardedDataParallel, LossScaler,
-    LossScalerState, LossScaling, NonFinite, Norm, UnitGradients, WriteBack, auto_units,
-    check_agreement, check_elementwise, check_names, clip_grad_norm, full_state, grad_norm,
-    gradients_by_unit, parameter_paths, params_with_gradient, summon_full_params, sync_buffers,
-};
-pub use burn_fsdp_shard::{
-    Error, Layout, Memory, Order, Pinned, ShardPolicy, Strategy, UnitPlan, WrapPlan, backward,
-    catch, fully_shard, memory, num_params, order, reset, reset_peak, wrap_plan,
-};
+pub use burn_fsdp_shard::*;
 pub use file_backed::FileBackedOptimizer;
 
 /// The examples of the README, compiled and run as tests.

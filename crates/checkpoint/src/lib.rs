@@ -1,1 +1,111 @@
-//! Sharded checkpoints: format, plan, storage, index.
+//! Sharded checkpoints: saved by any number of ranks, loaded by any other.
+//!
+//! | word | meaning |
+//! |---|---|
+//! | step | a folder with everything that a run needs to go on: `step-000120` |
+//! | part | the elements of a tensor that one rank wrote; every element is in exactly one part |
+//! | [`Region`] | some elements of a tensor: a flat range, or a box |
+//! | [`Layout`] | how a tensor lies on a mesh, hence which region each rank holds |
+//! | [`WritePlan`], [`ReadPlan`] | who writes which part, which bytes hold a region; pure |
+//! | [`Index`] | what is in which file of a step, with a checksum of every byte |
+//! | [`Staging`] | a step that is being written, beside, under a hidden name |
+//! | commit | the rename that makes a step visible, when all of it is synced |
+//!
+//! - [`save`] runs a whole save with the other ranks, over any [`Rendezvous`]; [`BackgroundSaver`]
+//!   does so on a thread while the training goes on. [`Staging`] and [`write_shard`] are the phases,
+//!   for those who meet in another way.
+//! - [`Checkpoints`] is a folder of steps: the newest, the newest good one, and which may go.
+//! - [`Step`] reads any region of any tensor, whatever the ranks were that saved it.
+//! - [`consolidate_to_file`] and [`consolidate_to_folder`] make plain safetensors of a step;
+//!   [`Inspection`] shows what is in it.
+//!
+//! The format and the commit protocol, with the argument why a step is there whole or not at all,
+//! are in `README.md` beside the code.
+//!
+//! The crate deals in named tensors of bytes. It knows nothing of Burn, devices or communication.
+//! Files are untrusted: whatever is in them, the worst that comes of it is an [`Error`], and no
+//! memory is taken beyond [`Limits`] and what the caller asked for.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use burn_fsdp_checkpoint::{
+//!     Alone, Checkpoints, Dtype, Layout, Mesh, Region, SaveRequest, Snapshot, TensorKind, TensorSpec,
+//!     TrainingState, WritePlan, save,
+//! };
+//!
+//! # let dir = tempfile::tempdir()?;
+//! # let dir = dir.path();
+//! // One rank saves a matrix of 2 x 3 elements ...
+//! let mesh = Mesh::line("shard", 1)?;
+//! let layout = Layout::flat(&mesh, "shard")?;
+//! let weight = TensorSpec::new("weight", [2, 3], Dtype::U8, TensorKind::Parameter, layout);
+//! let plan = Arc::new(WritePlan::new(&mesh, vec![weight])?);
+//! let training = TrainingState { step: 7, ..TrainingState::default() };
+//! let mut snapshot = Snapshot::new();
+//! snapshot.insert("weight", vec![1, 2, 3, 4, 5, 6]);
+//! let checkpoints = Checkpoints::new(dir);
+//! save(&checkpoints, &SaveRequest::new(plan, training), &mut snapshot, &mut Alone)?;
+//!
+//! // ... and the second of two loads its flat shard.
+//! let step = checkpoints.newest()?;
+//! assert_eq!(step.index().training.step, 7);
+//! assert_eq!(step.read("weight", &Region::Flat(3..6))?, [4, 5, 6]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod background;
+mod checkpoints;
+mod checksum;
+mod consolidation;
+mod error;
+mod folder_name;
+#[doc(hidden)]
+pub mod fuzzing;
+mod index;
+mod inspection;
+mod layout;
+mod limits;
+mod read_plan;
+mod region;
+mod rendezvous;
+mod save;
+mod shard_header;
+mod source;
+mod staging;
+mod step;
+pub mod storage;
+mod tensor;
+mod training_state;
+mod write_plan;
+
+pub use background::BackgroundSaver;
+pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
+pub use checkpoints::{Check, Checkpoints, NewestGood, Skipped};
+pub use checksum::Checksums;
+pub use consolidation::{
+    Consolidated, ConsolidationConfig, consolidate_to_file, consolidate_to_folder,
+};
+pub use error::{BoxError, Error};
+pub use folder_name::Ticket;
+pub use index::{FORMAT_VERSION, FileEntry, Index, PartEntry, TensorEntry};
+pub use inspection::{InspectedFile, InspectedTensor, Inspection, Totals};
+pub use layout::{Cut, Layout};
+pub use limits::Limits;
+pub use read_plan::{FileRange, ReadPlan};
+pub use region::Region;
+pub use rendezvous::{Alone, Rendezvous, ThreadRendezvous};
+pub use safetensors::Dtype;
+pub use save::{SaveRequest, Saved, save};
+pub use source::{PartBytes, Snapshot, Source};
+pub use staging::{Committed, Existing, Receipt, Staging, write_shard};
+pub use step::{ExpectedTensor, Extra, Progress, Step, Verification};
+pub use tensor::{TensorKind, TensorSpec};
+pub use training_state::{DataPosition, LossScale, TrainingState};
+pub use write_plan::{Assignment, WritePlan};
+
+/// The beginning of a foreign text, for a message.
+fn shortened(text: &str) -> String {
+    text.chars().take(100).collect()
+}

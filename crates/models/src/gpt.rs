@@ -1,6 +1,6 @@
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 
 use crate::activation::gelu;
 use crate::attention::causal_attention;
@@ -83,7 +83,7 @@ impl Gpt {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.flat_logits(tokens);
+        let logits = self.flat_logits(tokens, Block::forward);
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -100,8 +100,31 @@ impl Gpt {
     /// As [`forward`](Self::forward).
     #[must_use]
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        self.loss_with(tokens, targets, Block::forward)
+    }
+
+    /// [`loss`](Self::loss), with each block run by `run`: by [`Block::forward`], and with whatever
+    /// the caller does around it, such as computing it again in the backward pass.
+    ///
+    /// Logits of 16 bits become 32 bits before the logarithm is taken.
+    ///
+    /// # Panics
+    ///
+    /// As [`forward`](Self::forward).
+    #[must_use]
+    pub fn loss_with(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        run: impl Fn(&Block, Tensor<2>, usize) -> Tensor<2>,
+    ) -> Tensor<1> {
         let [batch, time] = targets.dims();
-        cross_entropy(self.flat_logits(tokens), targets.reshape([batch * time]))
+        let logits = self.flat_logits(tokens, run);
+        let logits = match logits.dtype().size() < 4 {
+            true => logits.cast(DType::F32),
+            false => logits,
+        };
+        cross_entropy(logits, targets.reshape([batch * time]))
     }
 
     /// Logits as `[batch * time, vocab]`.
@@ -110,13 +133,17 @@ impl Gpt {
     /// linear layer then multiplies with its weight as it is. On inputs of three
     /// dimensions Burn reshapes the weight first, and autodiff keeps that view,
     /// and with it the weight, until the backward pass.
-    fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+    fn flat_logits(
+        &self,
+        tokens: Tensor<2, Int>,
+        run: impl Fn(&Block, Tensor<2>, usize) -> Tensor<2>,
+    ) -> Tensor<2> {
         let [batch, time] = tokens.dims();
         let positions = Tensor::<1, Int>::arange(0..time as i64, &tokens.device());
         let x = self.wte.forward(tokens) + self.wpe.forward(positions.unsqueeze());
         let mut x = x.flatten(0, 1);
         for block in &self.blocks {
-            x = block.forward(x, batch);
+            x = run(block, x, batch);
         }
         self.head.forward(layer_norm(&self.lnf, x))
     }
@@ -141,8 +168,13 @@ impl Block {
         }
     }
 
-    /// One step of the residual stream `[batch * time, dim]`.
-    fn forward(&self, x: Tensor<2>, batch: usize) -> Tensor<2> {
+    /// One step of the residual stream.
+    ///
+    /// # Shapes
+    ///
+    /// - x and output: `[batch * time, dim]`, sequences end to end
+    #[must_use]
+    pub fn forward(&self, x: Tensor<2>, batch: usize) -> Tensor<2> {
         let qkv = self.qkv.forward(layer_norm(&self.ln1, x.clone()));
         let x = x + self.proj.forward(causal_attention(qkv, batch, self.heads));
         let wide = gelu(self.fc.forward(layer_norm(&self.ln2, x.clone())));

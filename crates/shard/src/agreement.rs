@@ -42,7 +42,7 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
         path: Vec::new(),
         members: inspect::places(module).into_iter().collect(),
         left_out: match of {
-            Agreement::Parameters => survey(module).buffers,
+            Agreement::Parameters => survey(module)?.buffers,
             Agreement::ParametersAndBuffers => {
                 // Running states show their last update after `valid` only.
                 drop(module.valid());

@@ -44,7 +44,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     if sync == BufferSync::Local {
         return Ok(module);
     }
-    let buffers = buffers(&module);
+    let buffers = buffers(&module)?;
     if buffers.is_empty() {
         return Ok(module);
     }
@@ -114,10 +114,10 @@ impl Running {
 }
 
 /// The running states of `module`, in its order, up to date.
-fn buffers<M: Module>(module: &M) -> Vec<Running> {
-    let paths = survey(module).buffers;
+fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
+    let paths = survey(module)?.buffers;
     if paths.is_empty() {
-        return Vec::new();
+        return Ok(Vec::new());
     }
     // A state shows its last update only after a synchronization, which of all that Burn offers for
     // whole modules only `valid` does.
@@ -128,7 +128,7 @@ fn buffers<M: Module>(module: &M) -> Vec<Running> {
         found: Vec::new(),
     };
     inspect::visit(module, &mut read);
-    read.found
+    Ok(read.found)
 }
 
 struct Read {

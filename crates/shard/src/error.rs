@@ -30,6 +30,35 @@ pub enum Error {
          call `fully_shard` once per module, children before parents"
     )]
     NothingToShard,
+    /// Every parameter of the module is sharded or replicated already.
+    #[error(
+        "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
+         call `fully_shard` or `replicate` once per module, children before parents"
+    )]
+    AlreadySharded {
+        /// One of the units.
+        unit: String,
+    },
+    /// A pattern of ignored modules names a sharded one.
+    #[error(
+        "parameter `{path}` is to be ignored, but is sharded already; \
+         take its module out of the ignored ones, or do not shard it"
+    )]
+    IgnoredSharded {
+        /// Path of the parameter.
+        path: String,
+    },
+    /// Full weights cannot be resharded to that many ranks.
+    #[error(
+        "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the \
+         shard axis"
+    )]
+    ReshardTo {
+        /// Ranks of a group, as given.
+        got: usize,
+        /// Ranks of the shard axis.
+        ranks: usize,
+    },
     /// A parameter already carries a reparameterization of another kind.
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`; \
@@ -56,15 +85,15 @@ pub enum Error {
     /// The tensors live on a backend that this build has no gather operation for.
     #[error(
         "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
-         compiled in; switch on the feature `{feature}` of `burn-fsdp`"
+         compiled in; {advice}"
     )]
     Backend {
         /// Path of the parameter.
         path: String,
         /// The backend found.
         backend: String,
-        /// The cargo feature that adds it.
-        feature: String,
+        /// The cargo feature that adds it, or those there are.
+        advice: String,
     },
     /// A parameter has an element type that cannot be reduced.
     #[error(
@@ -131,24 +160,45 @@ pub enum Error {
         /// The unit.
         unit: String,
         /// The states allowed.
-        expected: &'static str,
+        expected: String,
         /// The state found.
-        got: &'static str,
+        got: String,
         /// What to do.
         advice: &'static str,
+    },
+    /// A checkpointed region uses a tracked tensor that is neither its input nor its module's.
+    #[error(
+        "a checkpointed region captures a tensor with a graph, whose gradient would be lost; \
+         pass it as the region's input, or detach it"
+    )]
+    Captured,
+    /// A checkpointed region computed something else the second time.
+    #[error(
+        "a checkpointed region computed {second} where it had computed {first}; regions must be \
+         deterministic: leave dropout and other random numbers outside"
+    )]
+    Recomputed {
+        /// An element of the first output.
+        first: f32,
+        /// The same of the second.
+        second: f32,
+    },
+    /// A gradient hook returned something else than a gradient.
+    #[error(
+        "gradient of `{path}`: the policy's hook returned {got} elements, expected {expected}; \
+         return a tensor of the length that was given"
+    )]
+    Hook {
+        /// Path of the parameter.
+        path: String,
+        /// Elements of the gradient.
+        expected: usize,
+        /// Elements returned.
+        got: usize,
     },
     /// A module without any sharded parameter was passed where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
-    /// The whole module is sharded already.
-    #[error(
-        "the module is fully sharded already, in {units}; shard a module once, its children before \
-         it, and use the sharded module itself"
-    )]
-    AlreadySharded {
-        /// Its units.
-        units: String,
-    },
     /// Sharding changed the names of parameters.
     #[error(
         "parameter number {index} was `{expected}` before sharding and is `{got}` after it; \

@@ -272,7 +272,7 @@ pub fn full_state<M: Module>(
 fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.group);
     let value = member.generation.value(member.index).inner();
-    let part = slot.part(transport::source(value, None));
+    let part = slot.part(transport::source(value, None), slot.element);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],
         _ => Vec::new(),

@@ -15,9 +15,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Pending, Received};
+use burn_fsdp_collectives::{Partition, Pending, Received};
 use parking_lot::Mutex;
 
+use crate::handle::UnitState;
 use crate::unit::Unit;
 
 /// What happened to a module's parameters.
@@ -46,17 +47,6 @@ pub(crate) enum State {
     Unsharded(Vec<Option<Tensor<1>>>),
 }
 
-impl State {
-    /// The name used in messages.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            State::Sharded => "Sharded",
-            State::Gathering(_) => "Gathering",
-            State::Unsharded(_) => "Unsharded",
-        }
-    }
-}
-
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
     /// The unit whose values these are.
@@ -66,6 +56,9 @@ pub(crate) struct Generation {
     version: AtomicU64,
     /// The life cycle of the full parameters.
     pub(crate) state: Mutex<State>,
+    /// This rank's pieces among its neighbours, between forward and backward, where full
+    /// parameters are resharded to a smaller group; by slot.
+    pub(crate) pieces: Mutex<Option<Vec<Option<Tensor<1>>>>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
@@ -84,7 +77,7 @@ impl std::fmt::Debug for Generation {
         f.debug_struct("Generation")
             .field("unit", &self.unit.label())
             .field("epoch", &self.epoch())
-            .field("state", &self.state.lock().name())
+            .field("state", &self.unit_state())
             .finish_non_exhaustive()
     }
 }
@@ -110,6 +103,7 @@ impl Generation {
             epoch: AtomicU64::new(epoch),
             version: AtomicU64::new(version),
             state: Mutex::new(State::Sharded),
+            pieces: Mutex::default(),
             children: Mutex::default(),
             num_children: Mutex::default(),
         });
@@ -195,6 +189,49 @@ impl Generation {
     /// Whether a module holds the parameter of `slot` in this generation.
     pub(crate) fn owns(&self, slot: usize) -> bool {
         self.owners[slot].load(Ordering::Relaxed) > 0
+    }
+
+    /// What exists of the full parameters.
+    pub(crate) fn unit_state(&self) -> UnitState {
+        match *self.state.lock() {
+            State::Sharded => UnitState::Sharded,
+            State::Gathering(_) => UnitState::Gathering,
+            State::Unsharded(_) => UnitState::Unsharded,
+        }
+    }
+
+    /// Drops the full parameters, or cancels their gather.
+    pub(crate) fn reshard(&self) {
+        *self.state.lock() = State::Sharded;
+    }
+
+    /// Drops the full parameters, but for this rank's pieces of them where neighbours gather again.
+    pub(crate) fn reshard_after_forward(&self) {
+        let state = std::mem::take(&mut *self.state.lock());
+        let (Some(neighbours), State::Unsharded(full)) = (&self.unit.groups.neighbours, state)
+        else {
+            return;
+        };
+        let pieces = self.unit.slots.iter().zip(full).map(|(slot, full)| {
+            let full = full?;
+            let elements = slot.partition.num_elements();
+            let cut = Partition::flat(elements, neighbours.size()).ok()?;
+            let device = full.device();
+            // Read out, so that the piece does not keep the whole alive.
+            let piece = full.slice([cut.range(neighbours.rank())]).into_data();
+            Some(Tensor::from_data(piece, (&device, slot.compute)))
+        });
+        *self.pieces.lock() = Some(pieces.collect());
+    }
+
+    /// Whether the full parameters exist.
+    pub(crate) fn is_unsharded(&self) -> bool {
+        matches!(*self.state.lock(), State::Unsharded(_))
+    }
+
+    /// Whether only the shards exist, and nothing is on its way.
+    pub(crate) fn is_sharded(&self) -> bool {
+        matches!(*self.state.lock(), State::Sharded)
     }
 
     fn is_abandoned(&self) -> bool {

@@ -2,51 +2,102 @@
 
 use burn::module::Param;
 use burn::tensor::{Bytes, Device, Tensor, TensorData};
-use burn_fsdp_collectives::{BufferPool, Source};
+use burn_fsdp_collectives::{BufferPool, FullPart, ProcessGroup, Received, Source};
 
 use crate::error::Error;
-use crate::slot::{Holding, Slot};
+use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
 /// This rank's value of `param`, from rank 0's. No other rank initializes the parameter, and no
 /// rank holds more than one whole parameter on its account.
+///
+/// With replicas, the first of them receives from rank 0 and hands its shard on.
 pub(crate) fn value<const D: usize>(
     unit: &Unit,
     slot: &Slot,
     param: &Param<Tensor<D>>,
 ) -> Result<Tensor<1>, Error> {
-    let group = &unit.group;
     let device = param.lazy_device();
-    let source = match group.rank() {
-        0 => source_of(param, slot),
-        _ => Source::empty(),
+    let is_first = match &unit.groups.replicas {
+        Some(replicas) => replicas.rank() == 0,
+        None => true,
     };
-    let label = format!("{} initial value", slot.path);
-    let receive = |elements: usize| vec![BufferPool::new().take(elements * slot.element.size())];
-    let received = match slot.holding {
-        Holding::Shard => {
-            let into = receive(slot.partition.len(group.rank()));
-            group.start_scatter(label, Vec::new(), 0, vec![slot.part(source)], into)?
-        }
-        Holding::Whole | Holding::Replica => {
-            let own = source.clone();
-            // The source of a broadcast receives nothing: it has it.
-            let into = match group.rank() {
-                0 => Vec::new(),
-                _ => receive(slot.partition.num_elements()),
+    let held = match is_first {
+        true => {
+            let source = match unit.group.rank() {
+                0 => source_of(param, slot),
+                _ => Source::empty(),
             };
-            let part = slot.full_part(source);
-            let sent = group.start_broadcast(label, Vec::new(), 0, vec![part], into)?;
-            if group.rank() == 0 {
-                sent.wait_released()?;
-                return Ok(leaf(own.as_bytes(), slot, &device));
-            }
-            sent
+            Some(from_first(unit, slot, source, &device)?)
         }
+        false => None,
     };
-    let received = received.wait_released()?;
-    Ok(leaf(received.buffers[0].as_ref(), slot, &device))
+    match &unit.groups.replicas {
+        Some(replicas) => {
+            let elements = slot.held_elements(unit.group.rank());
+            broadcast(replicas, slot, elements, held, &device)
+        }
+        None => Ok(held.expect("the only replica is the first")),
+    }
+}
+
+/// This rank's part of what rank 0 of the shard group holds whole.
+fn from_first(
+    unit: &Unit,
+    slot: &Slot,
+    source: Source,
+    device: &Device,
+) -> Result<Tensor<1>, Error> {
+    let group = &unit.group;
+    if !slot.is_gathered() {
+        let whole = (group.rank() == 0).then(|| leaf(source.as_bytes(), slot, device));
+        return broadcast(group, slot, slot.partition.num_elements(), whole, device);
+    }
+    let elements = slot.partition.len(group.rank());
+    let into = vec![BufferPool::new().take(elements * slot.element.size())];
+    let part = slot.part(source, slot.element);
+    let received = group
+        .start_scatter(label(slot), Vec::new(), 0, vec![part], into)?
+        .wait_released()?;
+    Ok(first_tensor(received, slot, device))
+}
+
+/// The tensor of `elements` elements that rank 0 of `group` has.
+fn broadcast(
+    group: &ProcessGroup,
+    slot: &Slot,
+    elements: usize,
+    own: Option<Tensor<1>>,
+    device: &Device,
+) -> Result<Tensor<1>, Error> {
+    let part = FullPart {
+        source: match &own {
+            Some(own) => transport::source(own.clone(), None),
+            None => Source::empty(),
+        },
+        num_elements: elements,
+        element: slot.element,
+    };
+    // The source of a broadcast receives nothing: it has it.
+    let into = match own {
+        Some(_) => Vec::new(),
+        None => vec![BufferPool::new().take(elements * slot.element.size())],
+    };
+    let received = group
+        .start_broadcast(label(slot), Vec::new(), 0, vec![part], into)?
+        .wait_released()?;
+    Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
+}
+
+fn label(slot: &Slot) -> String {
+    format!("{} initial value", slot.path)
+}
+
+fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {
+    let buffer = received.buffers.into_iter().next();
+    let buffer = buffer.expect("one part was asked for");
+    transport::tensor(buffer, slot.dtype, device)
 }
 
 fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
@@ -59,7 +110,7 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     transport::source(flat, None)
 }
 
-/// A leaf with memory of its own, which optimizers may update in place.
+/// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
     let bytes = Bytes::from_bytes_vec(bytes.to_vec());
     let len = bytes.len() / slot.element.size();

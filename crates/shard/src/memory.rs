@@ -21,8 +21,23 @@ pub struct Memory {
     pub unsharded_live: usize,
     /// The most of them alive at once since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
+    /// Bytes of gradients that steps without reduction have left on this rank, whole; among those
+    /// alive.
+    pub unreduced: usize,
     /// Units whose full weights outlived their forward though the policy drops them.
     pub pinned: Vec<Pinned>,
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "parameters held    {:>12} B", self.parameters)?;
+        writeln!(f, "unsharded, now     {:>12} B", self.unsharded_live)?;
+        writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
+        writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
+        self.pinned
+            .iter()
+            .try_for_each(|pinned| writeln!(f, "{pinned}"))
+    }
 }
 
 /// A unit whose full weights are kept alive by something other than the engine.
@@ -64,6 +79,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
         parameters: held.sum(),
         unsharded_live: roots.iter().map(|root| root.pool.live_bytes()).sum(),
         unsharded_peak: roots.iter().map(|root| root.pool.peak_bytes()).sum(),
+        unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
         pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
     })
 }

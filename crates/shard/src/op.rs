@@ -15,6 +15,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
@@ -26,12 +28,50 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
-use burn::tensor::{Shape, Tensor};
+use burn::backend::{
+    Autodiff, Backend, Dispatch, DispatchDevice, Flex, TensorMetadata, backend_extension,
+};
+use burn::tensor::{Device, Shape, Tensor};
 
-use crate::error::throw;
+use crate::checkpoint::Recompute;
+use crate::error::{Error, throw};
 use crate::generation::Generation;
 use crate::root::{Reduced, Root};
+
+/// The backends beside Flex that can have the operations, and the features that add them.
+const OPTIONAL_BACKENDS: [(&str, &str); 1] = [("NdArray", "ndarray")];
+
+/// Refuses a device without the operations.
+pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
+    let plain = device.clone().without_autodiff();
+    let backend = match plain.as_dispatch() {
+        DispatchDevice::Flex(_) => return Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => return Ok(()),
+        // Without any other backend compiled in, the arms above are all there are.
+        #[allow(unreachable_patterns)]
+        other => format!("{other:?}"),
+    };
+    let letters = backend.chars().take_while(|c| c.is_alphanumeric());
+    let backend: String = letters.collect();
+    let optional = OPTIONAL_BACKENDS.iter();
+    let feature = optional.clone().find(|(name, _)| *name == backend);
+    Err(Error::Backend {
+        path: path.to_owned(),
+        advice: match feature {
+            Some((_, feature)) => format!("switch on the feature `{feature}` of `burn-fsdp`"),
+            None => format!(
+                "build the module on `Device::flex()`, or on the backend of one of the features {} \
+                 of `burn-fsdp`",
+                optional
+                    .map(|(_, feature)| format!("`{feature}`"))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            ),
+        },
+        backend,
+    })
+}
 
 /// Who is asking for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]
@@ -40,6 +80,8 @@ pub(crate) struct Access {
     pub(crate) generation: Arc<Generation>,
     pub(crate) slot: usize,
     pub(crate) use_id: u64,
+    /// Whether the full parameters stay until the use's backward.
+    pub(crate) stays: bool,
 }
 
 impl Access {
@@ -58,7 +100,7 @@ pub(crate) enum Milestone {
 }
 
 /// The operations. `full` has no autodiff; `value` is what the optimizer sees.
-#[backend_extension(Flex, Autodiff)]
+#[backend_extension(Flex, NdArray: cfg(feature = "ndarray"), Autodiff)]
 pub(crate) trait ShardOps: Backend {
     /// `full` in its final shape, as a function of `value`, hung on `token`.
     fn unshard(
@@ -70,6 +112,15 @@ pub(crate) trait ShardOps: Backend {
 
     /// `token`, deeper by `links`; the last link announces `milestone`.
     fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self>;
+
+    /// The `output` that a region computed from `input` without a graph, as a node whose backward
+    /// runs `region` again. `token` hangs it above the units that it uses.
+    fn checkpointed(
+        output: FloatTensor<Self>,
+        input: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        region: Arc<dyn Recompute>,
+    ) -> FloatTensor<Self>;
 
     /// Writes the number of `value`'s node to `sink`.
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self>;
@@ -83,37 +134,59 @@ pub(crate) trait Primitive: Backend {
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
-impl Primitive for Flex {
-    fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
-        tensor
-            .try_into_primitive::<Flex>()
-            .expect("a unit's tensors live on one backend")
-    }
+/// The operations on a backend without autodiff: reshapes and nothing else.
+macro_rules! plain_backend {
+    ($backend:ty) => {
+        impl Primitive for $backend {
+            fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
+                tensor
+                    .try_into_primitive::<$backend>()
+                    .expect("a unit's tensors live on one backend")
+            }
 
-    fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
-        let flat = Shape::from([primitive.shape().num_elements()]);
-        Tensor::from_primitive::<Flex>(Flex::float_reshape(primitive, flat))
-    }
+            fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
+                let flat = Shape::from([primitive.shape().num_elements()]);
+                Tensor::from_primitive::<$backend>(<$backend>::float_reshape(primitive, flat))
+            }
+        }
+
+        impl ShardOps for $backend {
+            fn unshard(
+                full: FloatTensor<Self>,
+                _value: FloatTensor<Self>,
+                _token: FloatTensor<Self>,
+                access: Access,
+            ) -> FloatTensor<Self> {
+                <$backend>::float_reshape(full, access.shape())
+            }
+
+            fn chain(
+                token: FloatTensor<Self>,
+                _links: usize,
+                _milestone: Milestone,
+            ) -> FloatTensor<Self> {
+                token
+            }
+
+            fn checkpointed(
+                output: FloatTensor<Self>,
+                _input: FloatTensor<Self>,
+                _token: FloatTensor<Self>,
+                _region: Arc<dyn Recompute>,
+            ) -> FloatTensor<Self> {
+                output
+            }
+
+            fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
+                value
+            }
+        }
+    };
 }
 
-impl ShardOps for Flex {
-    fn unshard(
-        full: FloatTensor<Self>,
-        _value: FloatTensor<Self>,
-        _token: FloatTensor<Self>,
-        access: Access,
-    ) -> FloatTensor<Self> {
-        Flex::float_reshape(full, access.shape())
-    }
-
-    fn chain(token: FloatTensor<Self>, _links: usize, _milestone: Milestone) -> FloatTensor<Self> {
-        token
-    }
-
-    fn identify(value: FloatTensor<Self>, _sink: Arc<AtomicU64>) -> FloatTensor<Self> {
-        value
-    }
-}
+plain_backend!(Flex);
+#[cfg(feature = "ndarray")]
+plain_backend!(NdArray);
 
 /// Gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]
@@ -177,6 +250,31 @@ impl<B: Primitive> Backward<B, 1> for Announce {
     }
 }
 
+/// Runs a region again and hands its gradients on.
+#[derive(Debug)]
+struct RunAgain;
+
+impl<B: Primitive> Backward<B, 2> for RunAgain {
+    type State = Arc<dyn Recompute>;
+
+    fn backward(
+        self,
+        ops: Ops<Arc<dyn Recompute>, 2>,
+        grads: &mut Gradients,
+        _: &mut Checkpointer,
+    ) {
+        let [input, _token] = ops.parents;
+        let gradient = grads.consume::<B>(&ops.node);
+        for handed_on in ops.state.backward(B::raise(gradient)) {
+            let input = input.as_ref().map(|input| input.id);
+            if let Some(node) = handed_on.node.or(input) {
+                let gradient = B::float_reshape(B::lower(handed_on.gradient), handed_on.shape);
+                grads.register::<B>(node, gradient);
+            }
+        }
+    }
+}
+
 impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     fn unshard(
         full: FloatTensor<Self>,
@@ -186,7 +284,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     ) -> FloatTensor<Self> {
         let output = B::float_reshape(full.into_primitive(), access.shape());
         let parents = [value.node(), token.node()];
-        if access.generation.unit.keeps() {
+        if access.stays {
             let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
             return match prepared.compute_bound().stateful() {
                 OpsKind::Tracked(prepared) => prepared.finish(access, output),
@@ -228,6 +326,24 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         }
     }
 
+    fn checkpointed(
+        output: FloatTensor<Self>,
+        input: FloatTensor<Self>,
+        token: FloatTensor<Self>,
+        region: Arc<dyn Recompute>,
+    ) -> FloatTensor<Self> {
+        if output.is_tracked() {
+            throw(Error::Captured);
+        }
+        let parents = [input.node(), token.node()];
+        let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(RunAgain, parents);
+        let output = output.into_primitive();
+        match prepared.compute_bound().stateful() {
+            OpsKind::Tracked(prepared) => prepared.finish(region, output),
+            OpsKind::UnTracked(prepared) => prepared.finish(output),
+        }
+    }
+
     fn identify(value: FloatTensor<Self>, sink: Arc<AtomicU64>) -> FloatTensor<Self> {
         sink.store(value.id().value, Ordering::Relaxed);
         value
@@ -254,8 +370,23 @@ pub(crate) fn chain(token: Tensor<1>, links: usize, milestone: Milestone) -> Ten
     Tensor::from_dispatch(Dispatch::chain(token.into_dispatch(), links, milestone))
 }
 
+/// `output` as a node above `input` and `token` that runs `region` again in backward.
+pub(crate) fn checkpointed<const D: usize, const E: usize>(
+    output: Tensor<E>,
+    input: Tensor<D>,
+    token: Tensor<1>,
+    region: Arc<dyn Recompute>,
+) -> Tensor<E> {
+    Tensor::from_dispatch(Dispatch::checkpointed(
+        output.into_dispatch(),
+        input.into_dispatch(),
+        token.into_dispatch(),
+        region,
+    ))
+}
+
 /// The graph node of a leaf.
-pub(crate) fn node_of(value: Tensor<1>) -> NodeId {
+pub(crate) fn node_of<const D: usize>(value: Tensor<D>) -> NodeId {
     let sink = Arc::new(AtomicU64::new(0));
     drop(Dispatch::identify(value.into_dispatch(), sink.clone()));
     NodeId {

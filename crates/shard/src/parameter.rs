@@ -5,6 +5,7 @@ use burn::tensor::{Device, Tensor};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use crate::checkpoint;
 use crate::error::throw;
 use crate::full;
 use crate::generation::{Generation, Owned, Transition};
@@ -100,6 +101,9 @@ impl Module for ShardedParam {
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        if checkpoint::is_preparing() {
+            return self;
+        }
         let Self { value, generation } = self;
         let slot = &generation.unit.slots[generation.slot];
         let loaded = slot.loaded.lock().take();

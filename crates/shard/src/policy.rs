@@ -1,5 +1,12 @@
 //! What is gathered together, and when full weights are dropped.
 
+use std::fmt;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use crate::precision::Precision;
+
 /// Where the full weights live between a unit's forward and its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Strategy {
@@ -32,6 +39,59 @@ pub struct ShardPolicy {
     pub(crate) prefetch: usize,
     pub(crate) keep_root: bool,
     pub(crate) axis: String,
+    pub(crate) replicate_axis: Option<String>,
+    pub(crate) precision: Precision,
+    pub(crate) factors: Option<DivideFactors>,
+    pub(crate) ignored: Vec<String>,
+    pub(crate) reshard_to: Option<usize>,
+    pub(crate) reduce_group: ReduceGroup,
+    pub(crate) hook: Option<GradientHook>,
+}
+
+/// What gradients are divided by, in place of the number of ranks: each rank's by `pre`, the sum by
+/// `post`. Sums are made in 32 bits, so the split matters for bit-equality with other systems only.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DivideFactors {
+    /// Divides each rank's gradient before the sum.
+    pub pre: f64,
+    /// Divides the sum.
+    pub post: f64,
+}
+
+impl DivideFactors {
+    /// The split of `ranks` that keeps 16-bit sums in range, as fairscale and PyTorch make it: the
+    /// largest power of two up to about the root, and the rest.
+    pub fn balanced(ranks: usize) -> Self {
+        let mut pre = 1;
+        while ranks % pre == 0 && ranks / pre > pre {
+            pre *= 2;
+        }
+        Self {
+            pre: pre as f64,
+            post: ranks as f64 / pre as f64,
+        }
+    }
+}
+
+/// Which communicator reductions go through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ReduceGroup {
+    /// That of the gathers: one queue.
+    #[default]
+    Shared,
+    /// One of their own, so that an engine with queues per communicator can overlap the two.
+    Own,
+}
+
+/// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
+/// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
+#[derive(Clone)]
+pub(crate) struct GradientHook(pub(crate) Arc<dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync>);
+
+impl fmt::Debug for GradientHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GradientHook")
+    }
 }
 
 /// How a parameter's elements are cut into shards.
@@ -61,6 +121,13 @@ impl ShardPolicy {
             prefetch: 1,
             keep_root: true,
             axis: "shard".to_owned(),
+            replicate_axis: None,
+            precision: Precision::default(),
+            factors: None,
+            ignored: Vec::new(),
+            reshard_to: None,
+            reduce_group: ReduceGroup::Shared,
+            hook: None,
         }
     }
 
@@ -110,6 +177,59 @@ impl ShardPolicy {
         self.axis = axis.into();
         self
     }
+
+    /// Hybrid sharding: the mesh axis over which the shards are replicated. Gathers and
+    /// reduce-scatters stay on the shard axis, inside a node; one all-reduce a unit of the shards'
+    /// gradients crosses the replicate axis.
+    pub fn replicate_axis(mut self, axis: impl Into<String>) -> Self {
+        self.replicate_axis = Some(axis.into());
+        self
+    }
+
+    /// Mixed precision. Default: everything in the type in which the module was built.
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
+
+    /// What gradients are divided by. Default: the number of ranks.
+    pub fn divide_factors(mut self, factors: DivideFactors) -> Self {
+        self.factors = Some(factors);
+        self
+    }
+
+    /// Modules, by pattern, whose parameters are left alone: neither sharded nor reduced, and each
+    /// rank's own.
+    pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        self.ignored = patterns.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// After forward, full weights are not dropped to the shard but to one of `ranks` pieces, so
+    /// that the gather of backward stays within groups of `ranks` neighbours. Between 1, which is
+    /// [`Strategy::ShardGradOp`], and all of the shard axis, which is [`Strategy::FullShard`]; a
+    /// divisor of its size.
+    pub fn reshard_after_forward_to(mut self, ranks: usize) -> Self {
+        self.reshard_to = Some(ranks);
+        self
+    }
+
+    /// Which communicator reductions go through.
+    pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
+        self.reduce_group = group;
+        self
+    }
+
+    /// A function that changes this rank's full gradient of a parameter before it is reduced: it
+    /// gets the parameter's path and the flat gradient, and returns one of the same length. Called
+    /// on every rank that has a gradient.
+    pub fn gradient_hook(
+        mut self,
+        hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
+    ) -> Self {
+        self.hook = Some(GradientHook(Arc::new(hook)));
+        self
+    }
 }
 
 /// Whether the module at `path` matches `pattern`, segment by segment.
@@ -128,7 +248,28 @@ pub(crate) fn matches(pattern: &str, path: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::matches;
+    use super::{DivideFactors, matches};
+
+    #[test]
+    fn factors_are_those_of_the_table() {
+        let pairs = [
+            (1, 1.0, 1.0),
+            (2, 2.0, 1.0),
+            (3, 2.0, 1.5),
+            (4, 2.0, 2.0),
+            (6, 4.0, 1.5),
+            (8, 4.0, 2.0),
+            (12, 4.0, 3.0),
+            (16, 4.0, 4.0),
+            (32, 8.0, 4.0),
+            (64, 8.0, 8.0),
+            (128, 16.0, 8.0),
+            (256, 16.0, 16.0),
+        ];
+        for (ranks, pre, post) in pairs {
+            assert_eq!(DivideFactors::balanced(ranks), DivideFactors { pre, post });
+        }
+    }
 
     #[test]
     fn a_star_stands_for_exactly_one_segment() {

@@ -70,10 +70,7 @@ pub(crate) fn load<const D: usize>(
 /// visit that is under way comes to it.
 pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>, device: &Device) {
     let slot = &unit.slots[index];
-    let range = match slot.is_gathered() {
-        true => slot.partition.range(unit.group.rank()),
-        false => 0..slot.partition.num_elements(),
-    };
+    let range = slot.held_range(unit.group.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
     // Read out, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
@@ -97,9 +94,7 @@ pub(crate) fn save<const D: usize>(
         let whole = whole.unwrap_or_else(|error| throw(error));
         // Not before the value is there: what follows must be the visit that it is meant for.
         slot.saving.store(true, Ordering::Relaxed);
-        let mut shape = [0; D];
-        shape.copy_from_slice(&slot.shape);
-        own.on_save(whole.reshape(shape))
+        own.on_save(whole.reshape(slot.dims::<D>()))
     }
 }
 
@@ -114,7 +109,7 @@ pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, 
         return Ok(value);
     }
     let device = value.device();
-    let part = slot.part(transport::source(value, None));
+    let part = slot.part(transport::source(value, None), slot.element);
     let into = BufferPool::new().take(slot.full_bytes());
     let label = format!("{} whole value", slot.path);
     let received = unit

@@ -5,6 +5,7 @@
 //! that only other ranks need. The argument why all ranks issue the same sequence is in the
 //! README beside this file.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -23,6 +24,18 @@ pub(crate) enum Operation {
     Reduce(usize),
     /// End of backward: reduce the parameters kept whole.
     Finish,
+}
+
+impl Operation {
+    /// The unit that it is about.
+    pub(crate) fn unit(self) -> Option<usize> {
+        match self {
+            Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
+                Some(unit)
+            }
+            Self::Finish => None,
+        }
+    }
 }
 
 impl fmt::Display for Operation {
@@ -55,6 +68,39 @@ pub(crate) struct Schedule {
     mode: Mode,
 }
 
+/// The orders of one rank's root: one for each choice of units that reduce, because a step without
+/// reductions is another sequence than a step with them.
+#[derive(Debug, Default)]
+pub(crate) struct Schedules {
+    /// By unit: whether it reduces in the step under way.
+    choice: Vec<bool>,
+    known: BTreeMap<Vec<bool>, Schedule>,
+}
+
+impl Schedules {
+    /// Takes the order for `choice`, the same on all ranks.
+    pub(crate) fn select(&mut self, choice: Vec<bool>) {
+        if choice != self.choice {
+            if let Some(left) = self.known.get_mut(&self.choice)
+                && left.cursor > 0
+            {
+                left.rewind();
+            }
+            self.choice = choice;
+        }
+    }
+
+    /// The order of the step under way.
+    pub(crate) fn current(&mut self) -> &mut Schedule {
+        self.known.entry(self.choice.clone()).or_default()
+    }
+
+    /// The order of the last step that has one.
+    pub(crate) fn last(&self) -> Option<&Schedule> {
+        self.known.get(&self.choice)
+    }
+}
+
 #[derive(Debug, Default)]
 enum Mode {
     /// Every operation is agreed on with the other ranks before it is issued.
@@ -84,7 +130,7 @@ impl Schedule {
         &mut self,
         wanted: Operation,
         group: &ProcessGroup,
-        label: Label,
+        label: impl FnOnce() -> Label,
     ) -> Result<Step, Error> {
         if let Mode::Following = self.mode {
             let rest = &self.recorded[self.cursor..];
@@ -136,12 +182,12 @@ impl Schedule {
         &self,
         wanted: Operation,
         group: &ProcessGroup,
-        label: Label,
+        label: impl FnOnce() -> Label,
     ) -> Result<Operation, Error> {
         if group.size() == 1 {
             return Ok(wanted);
         }
-        let wishes = group.exchange(label, encode(wanted))?;
+        let wishes = group.exchange(label(), encode(wanted))?;
         let wishes = wishes.iter().map(|wish| decode(wish));
         Ok(wishes
             .min_by_key(|&wish| self.rank_of(wish))

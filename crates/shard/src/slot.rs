@@ -1,5 +1,6 @@
 //! One parameter's place in its unit: what never changes over the life of the module.
 
+use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 
 use burn::tensor::{DType, Tensor};
@@ -29,6 +30,14 @@ pub(crate) struct Slot {
     pub(crate) dtype: DType,
     /// The same, in the words of the transport.
     pub(crate) element: ElementType,
+    /// Element type in which the parameter computes.
+    pub(crate) compute: DType,
+    /// The same, in the words of the transport.
+    pub(crate) compute_element: ElementType,
+    /// Element type in which gradients are reduced.
+    pub(crate) reduce: DType,
+    /// The same, in the words of the transport.
+    pub(crate) reduce_element: ElementType,
     /// How the flat elements are cut; one shard where every rank holds the whole.
     pub(crate) partition: Partition,
     /// What this rank holds.
@@ -40,36 +49,61 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    /// Bytes of the whole parameter.
+    /// Bytes of the whole parameter as it is stored.
     pub(crate) fn full_bytes(&self) -> usize {
         self.partition.num_elements() * self.element.size()
     }
 
-    /// The parameter as a part of a collective among the shards' holders.
-    pub(crate) fn part(&self, source: Source) -> Part {
+    /// Bytes of the whole parameter, or of its gradient, as it computes.
+    pub(crate) fn unsharded_bytes(&self) -> usize {
+        self.partition.num_elements() * self.compute_element.size()
+    }
+
+    /// The parameter as a part of a collective among the shards' holders, with elements of the
+    /// type `element`.
+    pub(crate) fn part(&self, source: Source, element: ElementType) -> Part {
         Part {
             source,
             partition: self.partition,
-            element: self.element,
+            element,
         }
     }
 
     /// The parameter as a part of a collective among whole tensors.
-    pub(crate) fn full_part(&self, source: Source) -> FullPart {
+    pub(crate) fn full_part(&self, source: Source, element: ElementType) -> FullPart {
         FullPart {
             source,
             num_elements: self.partition.num_elements(),
-            element: self.element,
+            element,
         }
+    }
+
+    /// Elements of a reduced gradient on rank `rank`: those of what it holds.
+    pub(crate) fn held_elements(&self, rank: usize) -> usize {
+        match self.is_gathered() {
+            true => self.partition.len(rank),
+            false => self.partition.num_elements(),
+        }
+    }
+
+    /// The elements that rank `rank` of the group holds between steps.
+    pub(crate) fn held_range(&self, rank: usize) -> Range<usize> {
+        match self.is_gathered() {
+            true => self.partition.range(rank),
+            false => 0..self.partition.num_elements(),
+        }
+    }
+
+    /// The shape, as an array of the parameter's rank.
+    pub(crate) fn dims<const D: usize>(&self) -> [usize; D] {
+        let mut dims = [0; D];
+        dims.copy_from_slice(&self.shape);
+        dims
     }
 
     /// Bytes that rank `rank` of the group holds between steps.
     pub(crate) fn held_bytes(&self, rank: usize) -> usize {
-        let elements = match self.is_gathered() {
-            true => self.partition.len(rank),
-            false => self.partition.num_elements(),
-        };
-        elements * self.element.size()
+        self.held_elements(rank) * self.element.size()
     }
 
     /// Whether its elements have to be gathered from other ranks before use.

@@ -26,14 +26,19 @@ pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
 ) -> Result<GradientsParams, Error> {
-    let root = inspect::root_of(module)?;
+    let roots = inspect::roots_of(module)?;
     let result = catch(|| {
-        let finished = root.num_finished();
+        let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
         let mut gradients = loss.backward();
         drop(loss);
-        if root.num_finished() == finished {
-            let epoch = inspect::members(module)[0].generation.epoch();
-            register(&mut gradients, root.finish_unused(epoch)?, module);
+        for (root, finished) in roots.iter().zip(finished) {
+            if root.num_finished() == finished {
+                let members = inspect::members(module);
+                let mut members = members.iter().map(|member| &member.generation);
+                let own = members.find(|generation| root.owns(&generation.unit));
+                let epoch = own.map_or(0, |generation| generation.epoch());
+                register(&mut gradients, root.finish_unused(epoch)?, module);
+            }
         }
         Ok(GradientsParams::from_grads(gradients, module))
     });
@@ -61,8 +66,7 @@ impl ModuleVisitor for Place<'_> {
         if D != 1 || !value.is_autodiff() || !value.is_require_grad() {
             return;
         }
-        let leaf = Tensor::<1>::from_dispatch(value.clone().into_dispatch());
-        let node = crate::op::node_of(leaf);
+        let node = crate::op::node_of(value.clone());
         // One for each use of the unit.
         let uses = self.reduced.iter().filter(|reduced| reduced.node == node);
         let gradients = uses.map(|reduced| reduced.gradient.clone());

@@ -7,7 +7,9 @@ use burn::module::{
 };
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::error::Error;
 use crate::inspect;
+use crate::op;
 use crate::parameter::{CONTAINER, NAME};
 
 /// What the walk found at one path.
@@ -53,11 +55,18 @@ enum Kind {
 ///
 /// Burn shows buffers and parameters alike to mappers, but only a parameter keeps what a mapper
 /// attaches: a marker, put on a clone, tells them apart.
-pub(crate) fn survey<M: Module>(module: &M) -> Survey {
+///
+/// # Errors
+///
+/// [`Error::Backend`], before anything is computed there.
+pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let mut kinds = Kinds::default();
     let marked = module.clone().apply_reparameterization(Attach);
     inspect::visit(&marked, &mut kinds);
     drop(marked);
+    for (path, device) in &kinds.devices {
+        op::check_backend(path, device)?;
+    }
     let mut details = Details {
         path: Vec::new(),
         nested: 0,
@@ -65,7 +74,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Survey {
         survey: Survey::default(),
     };
     inspect::visit(module, &mut details);
-    details.survey
+    Ok(details.survey)
 }
 
 /// What a parameter says about itself without being initialized.
@@ -149,6 +158,7 @@ struct Kinds {
     /// How deep inside reparameterizations the walk is.
     nested: usize,
     found: Vec<(String, Kind)>,
+    devices: Vec<(String, Device)>,
 }
 
 impl ModuleVisitor for Kinds {
@@ -173,9 +183,11 @@ impl ModuleVisitor for Kinds {
         self.path.pop();
     }
 
-    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.nested == 0 {
-            self.found.push((self.path.join("."), Kind::Buffer));
+            let path = self.path.join(".");
+            self.devices.push((path.clone(), param.lazy_device()));
+            self.found.push((path, Kind::Buffer));
         }
     }
 }

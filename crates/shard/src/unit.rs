@@ -1,14 +1,16 @@
 //! A unit: the parameters that are gathered, freed and reduced together.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::tensor::GradientCheckpointingStrategy;
-use burn_fsdp_collectives::{Part, ProcessGroup};
+use burn::tensor::{GradientCheckpointingStrategy, Tensor};
+use burn_fsdp_collectives::{Part, ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::generation::{Generation, State};
+use crate::policy::{DivideFactors, GradientHook};
+use crate::precision::cast;
 use crate::root::Root;
 use crate::slot::{Holding, Slot};
 use crate::transport;
@@ -31,6 +33,37 @@ pub(crate) enum Keep {
     Always,
 }
 
+/// The groups that a unit's operations go through.
+#[derive(Clone)]
+pub(crate) struct Groups {
+    /// The ranks that hold the shards.
+    pub(crate) shard: ProcessGroup,
+    /// The same ranks, for reductions.
+    pub(crate) reduce: ProcessGroup,
+    /// The ranks that hold the same shards, with hybrid sharding.
+    pub(crate) replicas: Option<ProcessGroup>,
+    /// The neighbours that share the full parameters between forward and backward, where that are
+    /// fewer than hold the shards.
+    pub(crate) neighbours: Option<ProcessGroup>,
+}
+
+/// How a unit treats its gradients.
+#[derive(Clone, Default)]
+pub(crate) struct Gradients {
+    pub(crate) factors: Option<DivideFactors>,
+    pub(crate) hook: Option<GradientHook>,
+}
+
+/// What may be switched between steps, on all ranks alike.
+pub(crate) struct Switches {
+    /// Gradients are reduced after backward; otherwise they stay on this rank.
+    pub(crate) sync: AtomicBool,
+    /// Reduced gradients cross to the replicas; otherwise they wait.
+    pub(crate) all_reduce: AtomicBool,
+    /// Full parameters are dropped when backward is through with them.
+    pub(crate) reshard_after_backward: AtomicBool,
+}
+
 /// A unit of a sharded module, on one rank.
 pub(crate) struct Unit {
     name: Mutex<String>,
@@ -38,6 +71,14 @@ pub(crate) struct Unit {
     pub(crate) slots: Vec<Slot>,
     /// The ranks that hold the shards.
     pub(crate) group: ProcessGroup,
+    /// All groups that its operations go through.
+    pub(crate) groups: Groups,
+    /// What is done to gradients.
+    pub(crate) gradients: Gradients,
+    /// What may be switched between steps.
+    pub(crate) switches: Switches,
+    /// Whether `replicate` made it.
+    pub(crate) is_replica: bool,
     keep: Mutex<Keep>,
     /// The autodiff strategy of the device that the module was built on, which Burn's
     /// `valid().train()` forgets.
@@ -63,14 +104,22 @@ impl Unit {
     pub(crate) fn new(
         name: String,
         slots: Vec<Slot>,
-        group: ProcessGroup,
+        groups: Groups,
         keep: Keep,
         strategy: Option<GradientCheckpointingStrategy>,
     ) -> Self {
         Self {
             name: Mutex::new(name),
             slots,
-            group,
+            group: groups.shard.clone(),
+            groups,
+            gradients: Gradients::default(),
+            switches: Switches {
+                sync: AtomicBool::new(true),
+                all_reduce: AtomicBool::new(true),
+                reshard_after_backward: AtomicBool::new(true),
+            },
+            is_replica: false,
             keep: Mutex::new(keep),
             strategy,
             index: AtomicUsize::new(0),
@@ -92,6 +141,30 @@ impl Unit {
     /// Whether full weights stay from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No
+    }
+
+    /// Whether full weights are dropped after forward from now on.
+    pub(crate) fn set_keeps(&self, keeps: bool) {
+        *self.keep.lock() = match keeps {
+            true => Keep::Always,
+            false => Keep::No,
+        };
+    }
+
+    /// Whether gradients are reduced after backward.
+    pub(crate) fn syncs(&self) -> bool {
+        self.switches.sync.load(Ordering::Relaxed)
+    }
+
+    /// One empty place for each slot.
+    pub(crate) fn places<T>(&self) -> Vec<Option<T>> {
+        self.slots.iter().map(|_| None).collect()
+    }
+
+    /// How the gradients of the ranks become one: their mean, or by the policy's factors.
+    pub(crate) fn averaging(&self) -> Reduction {
+        let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
+        averaging(self.group.size() * replicas, self.gradients.factors)
     }
 
     /// Puts the unit, until now of a module of its own, below a root, at `prefix`.
@@ -126,7 +199,7 @@ impl Unit {
     /// Bytes of the full parameters that a gather makes.
     pub(crate) fn gathered_bytes(&self) -> usize {
         let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
-        gathered.map(Slot::full_bytes).sum()
+        gathered.map(Slot::unsharded_bytes).sum()
     }
 
     /// Whether its use needs a gather at all.
@@ -191,18 +264,31 @@ impl Unit {
     pub(crate) fn reshard_all(&self) {
         for generation in self.generations.lock().iter().filter_map(Weak::upgrade) {
             *generation.state.lock() = State::Sharded;
+            *generation.pieces.lock() = None;
         }
     }
 
-    /// This rank's shards, ready to be gathered.
+    /// Drops what forward has left for the neighbours' gathers.
+    pub(crate) fn drop_pieces(&self) {
+        for generation in self.generations.lock().iter().filter_map(Weak::upgrade) {
+            *generation.pieces.lock() = None;
+        }
+    }
+
+    /// This rank's shards, ready to be gathered, in the type that computes.
     pub(crate) fn shards(&self, generation: &Generation) -> Vec<Part> {
         self.gathered_slots()
             .map(|index| {
                 let slot = &self.slots[index];
-                let value = generation.value(index).inner();
-                slot.part(transport::source(value, None))
+                let value = self.computing(generation, index);
+                slot.part(transport::source(value, None), slot.compute_element)
             })
             .collect()
+    }
+
+    /// What this rank holds of the parameter in slot `index`, in the type that computes.
+    pub(crate) fn computing(&self, generation: &Generation, index: usize) -> Tensor<1> {
+        cast(generation.value(index).inner(), self.slots[index].compute)
     }
 
     /// The slots that a gather fills, in order.
@@ -224,5 +310,15 @@ impl Unit {
             .filter(|&index| self.slots[index].holding == Holding::Whole)
             .filter(|&index| generation.is_trainable(index))
             .collect()
+    }
+}
+
+/// The mean over `ranks`, or what `factors` make of the sum.
+pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
+    match factors {
+        Some(DivideFactors { pre, post }) => Reduction::sum()
+            .pre_scaled(1.0 / pre)
+            .post_scaled(1.0 / post),
+        None => Reduction::mean(ranks),
     }
 }

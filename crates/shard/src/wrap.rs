@@ -1,10 +1,9 @@
 //! `fully_shard`: from a plain module to a sharded one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use burn::backend::DispatchDevice;
 use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
@@ -16,13 +15,13 @@ use crate::initial;
 use crate::inspect;
 use crate::memory;
 use crate::parameter::ShardedParam;
-use crate::policy::{Layout, ShardPolicy, Strategy, matches};
+use crate::policy::{Layout, ReduceGroup, ShardPolicy, Strategy, matches};
 use crate::record;
 use crate::root::Root;
 use crate::slot::{Holding, Slot};
 use crate::survey::{Declared, Found, Survey, stand_in, survey};
 use crate::transport;
-use crate::unit::{Keep, Unit};
+use crate::unit::{Gradients, Groups, Keep, Unit};
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
 /// used in the same way.
@@ -45,25 +44,76 @@ pub fn fully_shard<M: Module>(
     mesh: &ProcessMesh,
     policy: ShardPolicy,
 ) -> Result<M, Error> {
-    let group = mesh.along(&policy.axis)?.clone();
-    let survey = survey(&module);
-    let earlier = earlier_units(&module, &survey.sharded);
-    check(&survey, &earlier)?;
-    for (unit, prefix) in &earlier {
-        check_group(unit, prefix, &group)?;
-    }
-    let parameters = survey.parameters;
-    let grouping = Grouping::new(&parameters, &policy)?;
-    let units = grouping.units(&group, &policy)?;
-    let root = Root::new(group, policy.prefetch);
+    wrap(module, mesh, &policy, Form::Shard)
+}
 
-    let sharder = Sharder::new(&units);
+/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from
+/// rank 0's values, and gradients are averaged by one all-reduce a unit. The policy's strategy
+/// does not apply; its units say what is reduced together.
+///
+/// Submodules that are sharded already stay so, each under a root of its own. A parent's
+/// [`fully_shard`] leaves a replicated module alone, with everything in it.
+///
+/// Collective: all ranks of the axes call it, with the same module structure and policy.
+///
+/// # Errors
+///
+/// As [`fully_shard`].
+pub fn replicate<M: Module>(
+    module: M,
+    mesh: &ProcessMesh,
+    policy: ShardPolicy,
+) -> Result<M, Error> {
+    wrap(
+        module,
+        mesh,
+        &policy.strategy(Strategy::NoShard),
+        Form::Replicate,
+    )
+}
+
+/// Which verb a call is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Shard,
+    Replicate,
+}
+
+fn wrap<M: Module>(
+    module: M,
+    mesh: &ProcessMesh,
+    policy: &ShardPolicy,
+    form: Form,
+) -> Result<M, Error> {
+    let ranks = Ranks::new(mesh, policy)?;
+    let survey = survey(&module)?;
+    let earlier = earlier_units(&module, &survey.sharded);
+    let (left_alone, adopted) = match form {
+        Form::Replicate => (earlier, Vec::new()),
+        Form::Shard => split_off_replicas(earlier),
+    };
+    let ignored = Ignored::new(&survey, policy)?;
+    let parameters: Vec<_> = survey
+        .parameters
+        .iter()
+        .filter(|found| !ignored.contains(&found.path))
+        .cloned()
+        .collect();
+    check(&survey, &parameters, &adopted, &left_alone)?;
+    for (unit, prefix) in &adopted {
+        check_group(unit, prefix, &ranks.groups.shard)?;
+    }
+    let grouping = Grouping::new(&parameters, policy)?;
+    let units = grouping.units(&ranks.groups, policy, form)?;
+    let root = Root::new(ranks.all, policy);
+
+    let sharder = Sharder::new(&units, ignored);
     let module = catch(|| module.apply_reparameterization(sharder))?;
-    for (unit, prefix) in &earlier {
+    for (unit, prefix) in &adopted {
         unit.demote(prefix);
     }
-    let earlier = earlier.into_iter().map(|(unit, _)| unit);
-    let all: Vec<_> = units.into_iter().chain(earlier).collect();
+    let adopted = adopted.into_iter().map(|(unit, _)| unit);
+    let all: Vec<_> = units.into_iter().chain(adopted).collect();
     root.adopt(&all);
     let module = match survey.has_buffers {
         true => own_buffers(module, survey.devices),
@@ -74,8 +124,159 @@ pub fn fully_shard<M: Module>(
     Ok(module)
 }
 
+/// The groups of ranks that a call is about.
+struct Ranks {
+    /// All that train the module together.
+    all: ProcessGroup,
+    groups: Groups,
+}
+
+impl Ranks {
+    fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
+        let shard = mesh.along(&policy.axis)?.clone();
+        let replicas = match &policy.replicate_axis {
+            Some(axis) => Some(mesh.along(axis)?.clone()),
+            None => None,
+        };
+        let all = match &replicas {
+            None => shard.clone(),
+            Some(replicas) if replicas.size() * shard.size() == mesh.world().size() => {
+                mesh.world().clone()
+            }
+            Some(_) => {
+                // What the other axes say is the same for all ranks that train together.
+                let axes = mesh.layout().axes().iter().zip(mesh.coordinate());
+                let ours = |name: &str| {
+                    name == policy.axis || Some(name) == policy.replicate_axis.as_deref()
+                };
+                let others = axes.filter(|(axis, _)| !ours(&axis.name));
+                let color = others.fold(0, |color, (axis, index)| color * axis.size + index);
+                let world = mesh.world();
+                world.split(color, world.rank(), "replicate and shard")?
+            }
+        };
+        if policy.strategy == Strategy::NoShard {
+            // One all-reduce over all of them.
+            return Ok(Self {
+                groups: Groups {
+                    shard: all.clone(),
+                    reduce: all.clone(),
+                    replicas: None,
+                    neighbours: None,
+                },
+                all,
+            });
+        }
+        let reduce = match policy.reduce_group {
+            ReduceGroup::Shared => shard.clone(),
+            ReduceGroup::Own => shard.split(0, shard.rank(), "reductions")?,
+        };
+        let neighbours = match policy.reshard_to {
+            None => None,
+            Some(ranks) => neighbours(&shard, ranks)?,
+        };
+        Ok(Self {
+            all,
+            groups: Groups {
+                shard,
+                reduce,
+                replicas,
+                neighbours,
+            },
+        })
+    }
+}
+
+/// The group of this rank's `ranks` neighbours; `None` if that is nobody or everybody.
+fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>, Error> {
+    if ranks == 0 || shard.size() % ranks != 0 {
+        return Err(Error::ReshardTo {
+            got: ranks,
+            ranks: shard.size(),
+        });
+    }
+    if ranks == 1 || ranks == shard.size() {
+        return Ok(None);
+    }
+    let group = shard.split(shard.rank() / ranks, shard.rank(), "neighbours")?;
+    Ok(Some(group))
+}
+
+/// Units with the paths of the modules that they were made on.
+type Placed = Vec<(Arc<Unit>, String)>;
+
+/// Separates replicated modules, and whatever lies in them, from units that a parent adopts.
+fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
+    let roots = earlier.iter().filter(|(unit, _)| unit.is_replica);
+    let roots: Vec<String> = roots.map(|(_, prefix)| prefix.clone()).collect();
+    let is_inside = |prefix: &str| {
+        let mut roots = roots.iter();
+        roots.any(|root| {
+            let rest = prefix.strip_prefix(root.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        })
+    };
+    earlier
+        .into_iter()
+        .partition(|(_, prefix)| is_inside(prefix))
+}
+
+/// Paths of parameters that the policy leaves alone.
+struct Ignored(HashSet<String>);
+
+impl Ignored {
+    fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
+        let pattern_of = |path: &str| {
+            let mut patterns = policy.ignored.iter();
+            patterns.find(|pattern| ancestors(path).any(|module| matches(pattern, module)))
+        };
+        if let Some(path) = survey
+            .sharded
+            .iter()
+            .find(|path| pattern_of(path).is_some())
+        {
+            return Err(Error::IgnoredSharded { path: path.clone() });
+        }
+        let paths = survey.parameters.iter().map(|found| &found.path);
+        let ignored: HashSet<_> = paths
+            .filter(|path| pattern_of(path).is_some())
+            .cloned()
+            .collect();
+        for pattern in &policy.ignored {
+            if !ignored
+                .iter()
+                .any(|path| ancestors(path).any(|module| matches(pattern, module)))
+            {
+                return Err(unmatched(
+                    pattern,
+                    survey.parameters.iter().map(|found| found.path.as_str()),
+                ));
+            }
+        }
+        Ok(Self(ignored))
+    }
+
+    fn contains(&self, path: &str) -> bool {
+        self.0.contains(path)
+    }
+}
+
+fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
+    let modules: BTreeSet<_> = paths.flat_map(ancestors).collect();
+    let names: Vec<_> = modules.into_iter().take(12).collect();
+    Error::UnmatchedPattern {
+        pattern: pattern.to_owned(),
+        modules: names.join(", "),
+    }
+}
+
 /// Refuses what cannot be sharded.
-fn check(survey: &Survey, earlier: &[(Arc<Unit>, String)]) -> Result<(), Error> {
+fn check(
+    survey: &Survey,
+    parameters: &[Found],
+    adopted: &Placed,
+    left_alone: &Placed,
+) -> Result<(), Error> {
     if let Some((path, name)) = survey.foreign.first() {
         return Err(Error::Reparameterized {
             path: path.clone(),
@@ -83,27 +284,25 @@ fn check(survey: &Survey, earlier: &[(Arc<Unit>, String)]) -> Result<(), Error> 
         });
     }
     let mut seen = HashMap::new();
-    for found in &survey.parameters {
+    for found in parameters {
         if let Some(first) = seen.insert(found.id, &found.path) {
             return Err(Error::Tied {
                 first: first.clone(),
                 second: found.path.clone(),
             });
         }
-        check_backend(found)?;
     }
     // A parent without parameters of its own still orders the operations of its children.
-    let mut roots = earlier.iter().filter_map(|(unit, _)| unit.root());
-    let first = roots.next();
-    let joins = roots.any(|root| {
-        first
-            .as_ref()
-            .is_some_and(|first| !Arc::ptr_eq(first, &root))
-    });
-    match survey.parameters.is_empty() && !joins {
-        true => Err(Error::NothingToShard),
-        false => Ok(()),
+    let mut roots: Vec<_> = adopted.iter().filter_map(|(unit, _)| unit.root()).collect();
+    roots.dedup_by(|a, b| Arc::ptr_eq(a, b));
+    if !parameters.is_empty() || roots.len() > 1 {
+        return Ok(());
     }
+    let mut known = adopted.iter().chain(left_alone);
+    Err(match known.next() {
+        Some((unit, _)) => Error::AlreadySharded { unit: unit.label() },
+        None => Error::NothingToShard,
+    })
 }
 
 fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Error> {
@@ -118,25 +317,6 @@ fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Er
     }
 }
 
-fn check_backend(found: &Found) -> Result<(), Error> {
-    let plain = found.device.clone().without_autodiff();
-    let backend = match plain.as_dispatch() {
-        DispatchDevice::Flex(_) => return Ok(()),
-        // Without any other backend compiled in, the arm above is all there is.
-        #[allow(unreachable_patterns)]
-        other => format!("{other:?}"),
-    };
-    let name: String = backend
-        .chars()
-        .take_while(|c| c.is_alphanumeric())
-        .collect();
-    Err(Error::Backend {
-        path: found.path.clone(),
-        feature: name.to_lowercase(),
-        backend: name,
-    })
-}
-
 /// Which parameters belong to which unit: the innermost module that a pattern matches.
 struct Grouping {
     /// By unit path, in the order of first appearance; the root has the empty path.
@@ -147,11 +327,9 @@ impl Grouping {
     fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
         let mut matched = vec![false; policy.patterns.len()];
         let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
-        let mut modules = BTreeMap::new();
         for found in parameters {
             let mut unit = String::new();
             for module in ancestors(&found.path) {
-                modules.insert(module.to_owned(), ());
                 for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
                     if matches(pattern, module) {
                         *matched = true;
@@ -165,29 +343,37 @@ impl Grouping {
             }
         }
         if let Some(index) = matched.iter().position(|matched| !matched) {
-            let names: Vec<_> = modules.into_keys().take(12).collect();
-            return Err(Error::UnmatchedPattern {
-                pattern: policy.patterns[index].clone(),
-                modules: names.join(", "),
-            });
+            let paths = parameters.iter().map(|found| found.path.as_str());
+            return Err(unmatched(&policy.patterns[index], paths));
         }
         by_unit.retain(|(_, members)| !members.is_empty());
         Ok(Self { by_unit })
     }
 
-    fn units(&self, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Vec<Arc<Unit>>, Error> {
+    fn units(
+        &self,
+        groups: &Groups,
+        policy: &ShardPolicy,
+        form: Form,
+    ) -> Result<Vec<Arc<Unit>>, Error> {
         let units = self.by_unit.iter().map(|(path, members)| {
             let slots: Result<Vec<_>, _> = members
                 .iter()
-                .map(|found| slot(found, group, policy))
+                .map(|found| slot(found, groups.shard.size(), policy))
                 .collect();
             let keep = match policy.strategy {
                 Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
+                Strategy::FullShard if policy.reshard_to == Some(1) => Keep::Always,
                 Strategy::FullShard => Keep::No,
                 Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
             };
             let strategy = members[0].device.gradient_checkpointing_strategy();
-            let unit = Unit::new(path.clone(), slots?, group.clone(), keep, strategy);
+            let mut unit = Unit::new(path.clone(), slots?, groups.clone(), keep, strategy);
+            unit.is_replica = form == Form::Replicate;
+            unit.gradients = Gradients {
+                factors: policy.factors,
+                hook: policy.hook.clone(),
+            };
             Ok(Arc::new(unit))
         });
         units.collect()
@@ -199,12 +385,17 @@ fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-fn slot(found: &Found, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Slot, Error> {
+fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, Error> {
     let num_elements: usize = found.shape.iter().product();
-    let element = transport::element_type(found.dtype).ok_or_else(|| Error::ElementType {
-        path: found.path.clone(),
-        got: format!("{:?}", found.dtype),
-    })?;
+    let compute = policy.precision.compute_of(&found.path, found.dtype);
+    let reduce = policy.precision.reduce_of(compute);
+    let element_of = |dtype| {
+        transport::element_type(dtype).ok_or_else(|| Error::ElementType {
+            path: found.path.clone(),
+            got: format!("{dtype:?}"),
+        })
+    };
+    let element = element_of(found.dtype)?;
     let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
     let holding = match policy.strategy {
         Strategy::NoShard => Holding::Replica,
@@ -212,8 +403,8 @@ fn slot(found: &Found, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Slo
         _ => Holding::Shard,
     };
     let partition = match (holding, policy.layout) {
-        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, group.size())?,
-        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, group.size())?,
+        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, num_shards)?,
+        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, num_shards)?,
         (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
     };
     Ok(Slot {
@@ -221,6 +412,10 @@ fn slot(found: &Found, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Slo
         shape: found.shape.clone(),
         dtype: found.dtype,
         element,
+        compute,
+        compute_element: element_of(compute)?,
+        reduce,
+        reduce_element: element_of(reduce)?,
         partition,
         holding,
         loaded: Default::default(),
@@ -230,8 +425,8 @@ fn slot(found: &Found, group: &ProcessGroup, policy: &ShardPolicy) -> Result<Slo
 
 /// Units that earlier calls made, in the order of the module, each with the path in `module` of the
 /// module that the call was made on. `paths` are those of their parameters.
-fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<(Arc<Unit>, String)> {
-    let mut units: Vec<(Arc<Unit>, String)> = Vec::new();
+fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Placed {
+    let mut units = Placed::new();
     for (member, path) in inspect::members(module).iter().zip(paths) {
         let unit = &member.generation.unit;
         if units.iter().any(|(known, _)| Arc::ptr_eq(known, unit)) {
@@ -260,10 +455,11 @@ fn begin_history<M: Module>(module: &M) {
 /// Replaces each parameter by a stand-in with its value beside it.
 struct Sharder {
     places: HashMap<String, (Arc<Generation>, usize)>,
+    ignored: Ignored,
 }
 
 impl Sharder {
-    fn new(units: &[Arc<Unit>]) -> Self {
+    fn new(units: &[Arc<Unit>], ignored: Ignored) -> Self {
         let mut places = HashMap::new();
         for unit in units {
             let generation = Generation::first(unit.clone());
@@ -271,7 +467,7 @@ impl Sharder {
                 places.insert(slot.path.clone(), (generation.clone(), index));
             }
         }
-        Self { places }
+        Self { places, ignored }
     }
 }
 
@@ -284,6 +480,10 @@ impl Reparameterizer for Sharder {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
         let Some((generation, index)) = self.places.remove(path) else {
+            let param = match self.ignored.contains(path) && param.is_initialized() {
+                true => own_leaf(param),
+                false => param,
+            };
             return (param, None);
         };
         let unit = generation.unit.clone();
@@ -302,6 +502,18 @@ impl Reparameterizer for Sharder {
             .save_mapper(record::save(unit, index, own));
         (base, Some(ShardedParam::new(leaf, index, generation)))
     }
+}
+
+/// The parameter with a leaf of this rank's own: ranks that share a leaf share a graph, and would
+/// wait for each other's backward.
+fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    param.map(|tensor| {
+        let is_trainable = tensor.is_require_grad();
+        let device = tensor.device();
+        let dtype = tensor.dtype();
+        let data = tensor.inner().into_data();
+        Tensor::from_data(data, (&device, dtype)).set_require_grad(is_trainable)
+    })
 }
 
 /// The parameter itself: a stand-in, recorded in the shape in which it always was.

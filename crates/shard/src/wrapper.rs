@@ -66,14 +66,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     /// [`Error::Names`] if the module's own `map` loses parameters.
     pub fn new(module: M, mesh: &ProcessMesh, policy: ShardPolicy) -> Result<Self, Error> {
         let paths = parameter_paths(&module);
-        let units = unit_names(&module);
-        let module = match fully_shard(module, mesh, policy.clone()) {
-            Err(Error::NothingToShard) if !units.is_empty() => {
-                let units = units.join(", ");
-                return Err(Error::AlreadySharded { units });
-            }
-            sharded => sharded?,
-        };
+        let module = fully_shard(module, mesh, policy.clone())?;
         check_names(&paths, &module)?;
         Ok(Self { module, policy })
     }

@@ -1,17 +1,21 @@
 //! Backward: gather again, collect gradients, reduce them unit by unit.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Reduction as Averaging, Source};
+use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
 
 use super::{Ended, Gradient, Phase, Progress, Reduced, Reduction, Root};
+use crate::checkpoint::{self, Mode};
 use crate::error::Error;
 use crate::generation::{Generation, State};
 use crate::op::{self, Access};
+use crate::precision::cast;
 use crate::schedule::Operation;
 use crate::slot::Slot;
 use crate::transport;
+use crate::unit::{Unit, averaging};
 
 impl Root {
     /// The full parameter, for a recomputation inside backward.
@@ -21,8 +25,7 @@ impl Root {
         self.step(|progress| {
             progress.enter_backward(self)?;
             let gathered = unit.slots[access.slot].is_gathered();
-            let is_unsharded = matches!(*generation.state.lock(), State::Unsharded(_));
-            if gathered && !is_unsharded {
+            if gathered && !generation.is_unsharded() {
                 progress.note_late_units();
                 progress.open.push((access.use_id, unit.clone()));
                 let operation = Operation::UnshardBackward(unit.position());
@@ -36,7 +39,7 @@ impl Root {
     pub(crate) fn receive(&self, access: &Access, gradient: Tensor<1>) {
         let unit = &access.generation.unit;
         let bytes = match unit.slots[access.slot].is_gathered() {
-            true => unit.slots[access.slot].full_bytes(),
+            true => unit.slots[access.slot].unsharded_bytes(),
             false => 0,
         };
         let account = self.pool.account(bytes);
@@ -44,18 +47,12 @@ impl Root {
         let of_use = progress
             .gradients
             .entry(access.use_id)
-            .or_insert_with(|| unit.slots.iter().map(|_| None).collect());
-        let place = &mut of_use[access.slot];
-        *place = Some(match place.take() {
-            Some(earlier) => Gradient {
-                tensor: earlier.tensor + gradient,
-                account: earlier.account,
-            },
-            None => Gradient {
-                tensor: gradient,
-                account,
-            },
-        });
+            .or_insert_with(|| unit.places());
+        let gradient = Gradient {
+            tensor: gradient,
+            account,
+        };
+        gradient.add_to(&mut of_use[access.slot]);
     }
 
     /// The last gradient of a use has come: free the full parameters, start the reduction.
@@ -65,19 +62,28 @@ impl Root {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            {
-                // What is being gathered already is for another use of the unit.
-                let mut state = generation.state.lock();
-                if matches!(*state, State::Unsharded(_)) {
-                    *state = State::Sharded;
-                }
+            // Without a reduction there may be no optimizer step before the next forward: what stays
+            // from forward to backward may as well stay until then.
+            let stays = unit.keeps() && !unit.syncs();
+            let reshards = unit.switches.reshard_after_backward.load(Relaxed);
+            // What is being gathered already is for another use of the unit.
+            if reshards && !stays && generation.is_unsharded() {
+                *generation.state.lock() = State::Sharded;
             }
             progress.open.retain(|(id, _)| *id != access.use_id);
             let gradients = progress.gradients.remove(&access.use_id);
-            let gradients = gradients.unwrap_or_else(|| unit.slots.iter().map(|_| None).collect());
-            progress.advance(self, Operation::Reduce(unit.position()))?;
-            progress.reduce(self, generation, gradients)?;
-            Ok(std::mem::take(&mut progress.done))
+            let gradients = gradients.unwrap_or_else(|| unit.places());
+            if unit.syncs() {
+                progress.advance(self, Operation::Reduce(unit.position()))?;
+                progress.reduce(self, generation, gradients)?;
+            } else {
+                progress.hold(self, generation, gradients);
+            }
+            // The gradients of a region's own graph are not those of the step.
+            Ok(match checkpoint::mode() {
+                Mode::Again => Vec::new(),
+                Mode::Off | Mode::Plain => std::mem::take(&mut progress.done),
+            })
         })
     }
 
@@ -111,9 +117,13 @@ impl Root {
 impl Progress {
     fn finish(&mut self, root: &Root) -> Result<Vec<Reduced>, Error> {
         self.enter_backward(root)?;
+        self.reduce_held(root)?;
         self.advance(root, Operation::Finish)?;
-        self.complete(0)?;
+        self.complete(root, 0)?;
         self.reduce_whole(root)?;
+        for unit in root.units() {
+            unit.drop_pieces();
+        }
         self.phase = Phase::Idle;
         self.num_finished += 1;
         self.pass = None;
@@ -121,8 +131,51 @@ impl Progress {
         Ok(std::mem::take(&mut self.done))
     }
 
-    /// Reduces the gradients of one use of a unit. Slots without a gradient on this rank count as
-    /// zero; a flag for each travels with the reduction.
+    /// Keeps the gradients of one use of a unit on this rank, in the type in which they will be
+    /// reduced.
+    fn hold(
+        &mut self,
+        root: &Root,
+        generation: &Arc<Generation>,
+        gradients: Vec<Option<Gradient>>,
+    ) {
+        let unit = &generation.unit;
+        let held = self
+            .held
+            .entry(unit.position())
+            .or_insert_with(|| unit.places());
+        for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
+            let Some(gradient) = gradient else { continue };
+            let gradient = match gradient.tensor.dtype() == slot.reduce {
+                true => gradient,
+                false => Gradient {
+                    tensor: cast(gradient.tensor, slot.reduce),
+                    account: root
+                        .pool
+                        .account(slot.partition.num_elements() * slot.reduce_element.size()),
+                },
+            };
+            gradient.add_to(place);
+        }
+        self.ended(generation);
+    }
+
+    /// Reduces what steps without reduction have left of units that this step did not use.
+    fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
+        let held: Vec<_> = self.held.keys().copied().collect();
+        for index in held {
+            let generation = self.copy_in_use(root, index)?;
+            if generation.unit.syncs() {
+                self.advance(root, Operation::Reduce(index))?;
+                let nothing = generation.unit.places();
+                self.reduce(root, &generation, nothing)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
+    /// gradient on this rank count as zero; a flag for each travels with the reduction.
     pub(super) fn reduce(
         &mut self,
         root: &Root,
@@ -130,6 +183,18 @@ impl Progress {
         mut gradients: Vec<Option<Gradient>>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
+        unit.drop_pieces();
+        if let Some(held) = self.held.remove(&unit.position()) {
+            for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
+                if let Some(gradient) = place {
+                    let tensor = gradient.tensor.clone();
+                    gradient.tensor = cast(tensor, slot.reduce);
+                }
+                if let Some(held) = held {
+                    held.add_to(place);
+                }
+            }
+        }
         self.keep_whole(generation, &mut gradients);
         let slots = unit.reduced_slots(generation);
         if slots.is_empty() {
@@ -140,34 +205,28 @@ impl Progress {
             .map(|&slot| u8::from(gradients[slot].is_some()));
         let used: Vec<u8> = used.collect();
         let mut sources = Vec::with_capacity(slots.len());
-        for &slot in &slots {
-            sources.push(source_of(gradients[slot].take(), &unit.slots[slot]));
+        for &index in &slots {
+            let slot = &unit.slots[index];
+            sources.push(source_of(gradients[index].take(), slot, unit)?);
         }
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.group.rank();
-        let mean = Averaging::mean(unit.group.size());
+        let mean = widened(unit.averaging(), slots.iter().map(of));
         let label = root.label(format_args!("{} reduction", unit.label()));
+        let into = slots.iter().map(of).map(|slot| {
+            root.reduced
+                .take(slot.held_elements(own) * slot.element.size())
+        });
+        let into = into.collect();
         let is_sharded = slots.iter().map(of).any(Slot::is_gathered);
+        let parts = slots.iter().map(of).zip(sources);
+        let group = &unit.groups.reduce;
         let pending = if is_sharded {
-            let into = slots.iter().map(of).map(|slot| {
-                let elements = slot.partition.len(own);
-                root.reduced.take(elements * slot.element.size())
-            });
-            let into = into.collect();
-            let parts = slots.iter().map(of).zip(sources);
-            let parts = parts.map(|(slot, source)| slot.part(source));
-            unit.group
-                .start_reduce_scatter(label, used, mean, parts.collect(), into)?
+            let parts = parts.map(|(slot, source)| slot.part(source, slot.reduce_element));
+            group.start_reduce_scatter(label, used, mean, parts.collect(), into)?
         } else {
-            let into = slots
-                .iter()
-                .map(of)
-                .map(|slot| root.reduced.take(slot.full_bytes()));
-            let into = into.collect();
-            let parts = slots.iter().map(of).zip(sources);
-            let parts = parts.map(|(slot, source)| slot.full_part(source));
-            unit.group
-                .start_all_reduce(label, used, mean, parts.collect(), into)?
+            let parts = parts.map(|(slot, source)| slot.full_part(source, slot.reduce_element));
+            group.start_all_reduce(label, used, mean, parts.collect(), into)?
         };
         self.in_flight.push_back(Reduction {
             pending,
@@ -176,11 +235,11 @@ impl Progress {
         });
         // Here, and not where the result is wanted: a rank that only takes part must let go of the
         // others' gradients at the same place in the order.
-        self.complete(root.in_flight_limit())
+        self.complete(root, root.in_flight_limit())
     }
 
-    /// Puts aside the gradients that are reduced at the end of backward.
-    fn keep_whole(&mut self, generation: &Arc<Generation>, gradients: &mut [Option<Gradient>]) {
+    /// The books of a unit whose backward has ended.
+    fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
         let known = self
             .ended
             .iter()
@@ -188,11 +247,16 @@ impl Progress {
         let index = known.unwrap_or_else(|| {
             self.ended.push(Ended {
                 generation: generation.clone(),
-                whole: gradients.iter().map(|_| None).collect(),
+                whole: generation.unit.places(),
             });
             self.ended.len() - 1
         });
-        let whole = &mut self.ended[index].whole;
+        &mut self.ended[index]
+    }
+
+    /// Puts aside the gradients that are reduced at the end of backward.
+    fn keep_whole(&mut self, generation: &Arc<Generation>, gradients: &mut [Option<Gradient>]) {
+        let whole = &mut self.ended(generation).whole;
         for slot in generation.unit.whole_slots(generation) {
             if let Some(gradient) = gradients[slot].take() {
                 whole[slot] = Some(match whole[slot].take() {
@@ -204,21 +268,86 @@ impl Progress {
     }
 
     /// Waits until at most `limit` reductions are under way.
-    fn complete(&mut self, limit: usize) -> Result<(), Error> {
+    fn complete(&mut self, root: &Root, limit: usize) -> Result<(), Error> {
         while self.in_flight.len() > limit {
             let Some(reduction) = self.in_flight.pop_front() else {
                 break;
             };
+            let Reduction {
+                pending,
+                generation,
+                slots,
+            } = reduction;
             // Not before the peers have read them are the full gradients gone.
-            let received = reduction.pending.wait_released()?;
-            let leaves = reduction
-                .slots
-                .iter()
-                .map(|&slot| (&reduction.generation, slot));
-            self.done
-                .extend(gradients_of(leaves, received.buffers, &received.notes));
+            let Received { buffers, notes, .. } = pending.wait_released()?;
+            let used: Vec<u8> = (0..slots.len())
+                .map(|index| u8::from(is_used(&notes, index)))
+                .collect();
+            let (buffers, notes) = match &generation.unit.groups.replicas {
+                None => (buffers, vec![used]),
+                Some(replicas) => {
+                    let sums = tensors(&generation, &slots, buffers);
+                    match self.cross(root, replicas, &generation, &slots, sums, used)? {
+                        Some(crossed) => (crossed.buffers, crossed.notes),
+                        None => continue,
+                    }
+                }
+            };
+            let leaves = slots.iter().map(|&slot| (&generation, slot));
+            self.done.extend(gradients_of(leaves, buffers, &notes));
         }
         Ok(())
+    }
+
+    /// Adds up the shards' gradients of all replicas; or puts them aside, where that is switched
+    /// off.
+    fn cross(
+        &mut self,
+        root: &Root,
+        replicas: &ProcessGroup,
+        generation: &Generation,
+        slots: &[usize],
+        sums: Vec<Tensor<1>>,
+        mut used: Vec<u8>,
+    ) -> Result<Option<Received>, Error> {
+        let unit = &generation.unit;
+        let mut aside = self
+            .partial
+            .remove(&unit.position())
+            .unwrap_or_else(|| unit.places());
+        let mut waiting = unit.places();
+        for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
+            waiting[index] = match (aside[index].take(), *used) {
+                (None, 0) => None,
+                (None, _) => Some(sum),
+                (Some(earlier), 0) => Some(earlier),
+                (Some(earlier), _) => Some(earlier + sum),
+            };
+            *used = u8::from(waiting[index].is_some());
+        }
+        if !unit.switches.all_reduce.load(Relaxed) {
+            self.partial.insert(unit.position(), waiting);
+            return Ok(None);
+        }
+        let own = unit.group.rank();
+        let mut parts = Vec::with_capacity(slots.len());
+        let mut into = Vec::with_capacity(slots.len());
+        for &index in slots {
+            let slot = &unit.slots[index];
+            let bytes = slot.held_elements(own) * slot.element.size();
+            parts.push(FullPart {
+                source: match waiting[index].take() {
+                    Some(sum) => transport::source(sum, None),
+                    None => Source::new(vec![0; bytes]),
+                },
+                num_elements: slot.held_elements(own),
+                element: slot.element,
+            });
+            into.push(root.reduced.take(bytes));
+        }
+        let label = root.label(format_args!("{} reduction over replicas", unit.label()));
+        let pending = replicas.start_all_reduce(label, used, Averaging::sum(), parts, into)?;
+        Ok(Some(pending.wait_released()?))
     }
 
     /// Averages the gradients of all parameters that every rank holds whole, and closes the order.
@@ -230,6 +359,9 @@ impl Progress {
         let mut into = Vec::new();
         for mut unit_end in ended {
             let generation = unit_end.generation;
+            if !generation.unit.syncs() {
+                continue;
+            }
             for index in generation.unit.whole_slots(&generation) {
                 let slot = &generation.unit.slots[index];
                 let gradient = unit_end.whole[index].take();
@@ -238,20 +370,25 @@ impl Progress {
                     tensor,
                     account: root.pool.account(0),
                 });
-                parts.push(slot.full_part(source_of(gradient, slot)));
+                let source = source_of(gradient, slot, &generation.unit)?;
+                parts.push(slot.full_part(source, slot.reduce_element));
                 into.push(root.reduced.take(slot.full_bytes()));
                 leaves.push((generation.clone(), index));
             }
         }
         let num_leaves = leaves.len();
-        let needs = self.schedule.needs();
+        let needs = self.schedules.current().needs();
         let note = [used, needs].concat();
         let (buffers, mut notes) = if parts.is_empty() {
             let label = root.label(format_args!("end of backward"));
             let notes = root.group.exchange(label, note)?;
             (Vec::new(), notes)
         } else {
-            let mean = Averaging::mean(root.group.size());
+            let mean = averaging(root.group.size(), root.factors);
+            let slots = leaves
+                .iter()
+                .map(|(generation, slot)| &generation.unit.slots[*slot]);
+            let mean = widened(mean, slots);
             let label = root.label(format_args!("parameters kept whole, reduction"));
             let pending = root
                 .group
@@ -263,7 +400,7 @@ impl Progress {
             .iter_mut()
             .map(|note| note.split_off(num_leaves.min(note.len())))
             .collect();
-        self.schedule.close(&needs);
+        self.schedules.current().close(&needs);
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
         self.done.extend(gradients_of(leaves, buffers, &notes));
         Ok(())
@@ -287,11 +424,10 @@ fn gradients_of<'a, B>(
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
 {
-    let is_used = |index: usize| notes.iter().any(|note| note.get(index) == Some(&1));
     leaves
         .zip(buffers)
         .enumerate()
-        .filter(|(index, _)| is_used(*index))
+        .filter(|(index, _)| is_used(notes, *index))
         .map(|(_, ((generation, slot), buffer))| {
             let value = generation.value(slot);
             let device = value.device().without_autodiff();
@@ -304,10 +440,60 @@ where
         .collect()
 }
 
-/// A gradient as a source; zeros where this rank has none.
-fn source_of(gradient: Option<Gradient>, slot: &Slot) -> Source {
-    match gradient {
-        Some(Gradient { tensor, account }) => transport::source(tensor, Some(account)),
-        None => Source::new(vec![0; slot.full_bytes()]),
+/// Whether any rank flagged place `index`.
+fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
+    notes.iter().any(|note| note.get(index) == Some(&1))
+}
+
+/// Reduced gradients as tensors, in the type of the shards.
+fn tensors<B>(generation: &Generation, slots: &[usize], buffers: Vec<B>) -> Vec<Tensor<1>>
+where
+    B: AsRef<[u8]> + Send + Sync + 'static,
+{
+    let tensor = |(&index, buffer): (&usize, B)| {
+        let device = generation.value(index).device().without_autodiff();
+        transport::tensor(buffer, generation.unit.slots[index].dtype, &device)
+    };
+    slots.iter().zip(buffers).map(tensor).collect()
+}
+
+/// `reduction` with results in the type of the shards, where gradients travel in another.
+fn widened<'a>(reduction: Averaging, mut slots: impl Iterator<Item = &'a Slot>) -> Averaging {
+    match slots.find(|slot| slot.reduce_element != slot.element) {
+        Some(slot) => reduction.output(slot.element),
+        None => reduction,
+    }
+}
+
+/// A gradient as a source, as the policy's hook wants it; zeros where this rank has none.
+fn source_of(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Source, Error> {
+    let elements = slot.partition.num_elements();
+    let Some(Gradient { tensor, account }) = gradient else {
+        return Ok(Source::new(vec![0; elements * slot.reduce_element.size()]));
+    };
+    let tensor = match &unit.gradients.hook {
+        Some(hook) => (hook.0)(&slot.path, tensor),
+        None => tensor,
+    };
+    if tensor.dims() != [elements] {
+        return Err(Error::Hook {
+            path: slot.path.clone(),
+            expected: elements,
+            got: tensor.dims()[0],
+        });
+    }
+    Ok(transport::source(cast(tensor, slot.reduce), Some(account)))
+}
+
+impl Gradient {
+    /// Adds to what is there.
+    fn add_to(self, place: &mut Option<Self>) {
+        *place = Some(match place.take() {
+            Some(earlier) => Self {
+                tensor: earlier.tensor + self.tensor,
+                account: earlier.account,
+            },
+            None => self,
+        });
     }
 }

@@ -4,17 +4,53 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use super::{Pass, Phase, Progress, Root, Use};
+use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
+use crate::checkpoint::{self, Mode};
 use crate::error::Error;
 use crate::generation::{Generation, State};
 use crate::op::{self, Access, Milestone};
 use crate::schedule::Operation;
 
 impl Use {
+    fn new(kind: UseKind, id: u64, generation: &Arc<Generation>, token: &Tensor<1>) -> Self {
+        Self {
+            kind,
+            id,
+            generation: generation.clone(),
+            token: token.clone(),
+            nodes: generation.unit.places(),
+        }
+    }
+
+    /// The autodiff node of a parameter, as a function of `value`, made at the first access.
+    fn node_of<const D: usize>(
+        &mut self,
+        root: &Arc<Root>,
+        slot: usize,
+        value: Tensor<1>,
+        stays: bool,
+    ) -> Result<Tensor<D>, Error> {
+        if let Some(node) = &self.nodes[slot] {
+            let node = node.downcast_ref::<Tensor<D>>();
+            return Ok(node.expect("a slot keeps its rank").clone());
+        }
+        let full = root.full(&self.generation, slot)?;
+        let access = Access {
+            root: root.clone(),
+            generation: self.generation.clone(),
+            slot,
+            use_id: self.id,
+            stays,
+        };
+        let node: Tensor<D> = op::unshard(full, value, &self.token, access);
+        self.nodes[slot] = Some(Box::new(node.clone()));
+        Ok(node)
+    }
+
     /// Drops the full parameters: from here on they live as long as the operations using them.
     pub(super) fn close(self) {
         if !self.generation.unit.keeps() {
-            *self.generation.state.lock() = State::Sharded;
+            self.generation.reshard_after_forward();
         }
     }
 }
@@ -30,15 +66,51 @@ impl Root {
         if !generation.value(slot).is_autodiff() {
             return self.read(generation, slot);
         }
+        if checkpoint::mode() == Mode::Again {
+            return self.access_again(generation, slot);
+        }
         self.step(|progress| {
             if progress.phase == Phase::Backward {
                 // That backward never came to its end: an unwinding that was not ours.
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
-            progress.open_use(self, generation, slot)?;
+            if checkpoint::mode() == Mode::Plain {
+                progress.open_use(self, generation, slot, UseKind::Plain)?;
+                return progress.plain(self, generation, slot);
+            }
+            progress.open_use(self, generation, slot, UseKind::Tracked)?;
             progress.node(self, slot)
         })
+    }
+
+    /// A full parameter for the second forward of a checkpointed region: it stays until the region's
+    /// backward, which follows at once.
+    fn access_again<const D: usize>(
+        self: &Arc<Self>,
+        generation: &Arc<Generation>,
+        slot: usize,
+    ) -> Result<Tensor<D>, Error> {
+        self.step(|progress| {
+            progress.enter_backward(self)?;
+            let index = progress.open_again(self, generation, slot)?;
+            let again = progress.again.as_mut().expect("a recomputation has begun");
+            checkpoint::touch(self, &again.token);
+            let current = &mut again.uses[index];
+            // A leaf of its own: the parameter's may be in the graph around the region.
+            let device = generation.value(slot).device();
+            let leaf = Tensor::zeros([1], &device);
+            let leaf = match generation.is_trainable(slot) {
+                true => leaf.require_grad(),
+                false => leaf,
+            };
+            current.node_of(self, slot, leaf, true)
+        })
+    }
+
+    /// The second forward of a region is over.
+    pub(crate) fn end_recomputation(&self) {
+        self.progress.lock().again = None;
     }
 
     /// A full parameter without autodiff: gather, run, free.
@@ -58,7 +130,7 @@ impl Root {
             }
             progress.reading = Arc::downgrade(generation);
             if unit.slots[slot].is_gathered() {
-                if matches!(*generation.state.lock(), State::Sharded) {
+                if generation.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
@@ -66,14 +138,8 @@ impl Root {
             }
             self.full(generation, slot)
         })?;
-        Ok(full.reshape::<D, _>(shape_of(generation, slot)))
+        Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
     }
-}
-
-fn shape_of<const D: usize>(generation: &Generation, slot: usize) -> [usize; D] {
-    let mut shape = [0; D];
-    shape.copy_from_slice(&generation.unit.slots[slot].shape);
-    shape
 }
 
 impl Progress {
@@ -83,6 +149,7 @@ impl Progress {
         root: &Arc<Root>,
         generation: &Arc<Generation>,
         slot: usize,
+        kind: UseKind,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         let place = (unit.position(), slot);
@@ -95,11 +162,13 @@ impl Progress {
         }
         if self.pass.is_none() {
             self.epoch = generation.epoch();
+            self.schedules.select(root.choice());
             self.watch.begin();
             self.pass = Some(Pass::begin(root, generation, place));
         }
         let pass = self.pass.as_mut().expect("a pass has begun");
-        let is_current = |used: &Use| Arc::ptr_eq(&used.generation, generation);
+        let is_current =
+            |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
         if pass.current.as_ref().is_some_and(is_current) {
             return Ok(());
         }
@@ -115,7 +184,7 @@ impl Progress {
             pass.current = Some(pass.kept.swap_remove(index));
             return Ok(());
         }
-        self.begin_use(root, generation, slot)
+        self.begin_use(root, generation, slot, kind)
     }
 
     fn begin_use(
@@ -123,51 +192,79 @@ impl Progress {
         root: &Arc<Root>,
         generation: &Arc<Generation>,
         slot: usize,
+        kind: UseKind,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        let is_unsharded = matches!(*generation.state.lock(), State::Unsharded(_));
-        if !is_unsharded {
+        if !generation.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
         }
+        let id = self.next_use();
+        let pass = self.pass.as_mut().expect("a pass has begun");
+        if kind == UseKind::Tracked {
+            let end = unit_end(root, generation, slot, id);
+            pass.token = op::chain(pass.token.clone(), unit.chain(), end);
+        }
+        pass.current = Some(Use::new(kind, id, generation, &pass.token));
+        Ok(())
+    }
+
+    fn next_use(&mut self) -> u64 {
         let id = self.num_uses;
         self.num_uses += 1;
-        let end = Milestone::UnitEnd(Access {
-            root: root.clone(),
-            generation: generation.clone(),
-            slot,
-            use_id: id,
+        id
+    }
+
+    /// The use of the unit of `generation` in the recomputation under way, begun if need be.
+    fn open_again(
+        &mut self,
+        root: &Arc<Root>,
+        generation: &Arc<Generation>,
+        slot: usize,
+    ) -> Result<usize, Error> {
+        let again = self.again.get_or_insert_with(|| Recomputation {
+            token: leaf_token(generation, slot),
+            uses: Vec::new(),
         });
-        let pass = self.pass.as_mut().expect("a pass has begun");
-        pass.token = op::chain(pass.token.clone(), unit.chain(), end);
-        pass.current = Some(Use {
-            id,
-            generation: generation.clone(),
-            token: pass.token.clone(),
-            nodes: unit.slots.iter().map(|_| None).collect(),
-        });
-        Ok(())
+        let is_known = |used: &Use| Arc::ptr_eq(&used.generation, generation);
+        if let Some(index) = again.uses.iter().position(is_known) {
+            return Ok(index);
+        }
+        let unit = &generation.unit;
+        if !generation.is_unsharded() {
+            let operation = Operation::UnshardBackward(unit.position());
+            self.unshard(root, operation, generation)?;
+        }
+        let id = self.next_use();
+        let again = self.again.as_mut().expect("a recomputation has begun");
+        let end = unit_end(root, generation, slot, id);
+        again.token = op::chain(again.token.clone(), unit.chain(), end);
+        let begun = Use::new(UseKind::Tracked, id, generation, &again.token);
+        again.uses.push(begun);
+        Ok(again.uses.len() - 1)
+    }
+
+    /// A parameter for a region whose graph is made later.
+    fn plain<const D: usize>(
+        &mut self,
+        root: &Arc<Root>,
+        generation: &Arc<Generation>,
+        slot: usize,
+    ) -> Result<Tensor<D>, Error> {
+        let pass = self.pass.as_ref().expect("a pass has begun");
+        checkpoint::touch(root, &pass.token);
+        let full = root.full(generation, slot)?;
+        let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
+        Ok(checkpoint::tracked(full, &generation.value(slot).device()))
     }
 
     /// The autodiff node of a parameter in the current use, made at the first access.
     fn node<const D: usize>(&mut self, root: &Arc<Root>, slot: usize) -> Result<Tensor<D>, Error> {
         let pass = self.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
-        if let Some(node) = &current.nodes[slot] {
-            let node = node.downcast_ref::<Tensor<D>>();
-            return Ok(node.expect("a slot keeps its rank").clone());
-        }
-        let full = root.full(&current.generation, slot)?;
-        let access = Access {
-            root: root.clone(),
-            generation: current.generation.clone(),
-            slot,
-            use_id: current.id,
-        };
         let value = current.generation.value(slot);
-        let node: Tensor<D> = op::unshard(full, value, &current.token, access);
-        current.nodes[slot] = Some(Box::new(node.clone()));
-        Ok(node)
+        let stays = current.generation.unit.keeps();
+        current.node_of(root, slot, value, stays)
     }
 
     /// Lets go of a pass whose forward is over: its graph keeps what its backward needs.
@@ -182,9 +279,7 @@ impl Progress {
 
 impl Pass {
     fn begin(root: &Arc<Root>, generation: &Generation, first: (usize, usize)) -> Self {
-        let value = generation.value(first.1);
-        // On the value's own device, so that both carry the same checkpointing strategy.
-        let token = Tensor::<1>::zeros([1], &value.device()).require_grad();
+        let token = leaf_token(generation, first.1);
         Self {
             first,
             left_first: false,
@@ -193,4 +288,20 @@ impl Pass {
             kept: Vec::new(),
         }
     }
+}
+
+/// The beginning of a token, on the device of a unit's values, so that both carry the same
+/// checkpointing strategy.
+fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
+    Tensor::<1>::zeros([1], &generation.value(slot).device()).require_grad()
+}
+
+fn unit_end(root: &Arc<Root>, generation: &Arc<Generation>, slot: usize, use_id: u64) -> Milestone {
+    Milestone::UnitEnd(Access {
+        root: root.clone(),
+        generation: generation.clone(),
+        slot,
+        use_id,
+        stays: generation.unit.keeps(),
+    })
 }

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use burn_fsdp_collectives::Label;
+use burn_fsdp_collectives::{Label, Part, Partition, ProcessGroup};
 
 use super::{Phase, Progress, Root};
 use crate::error::Error;
 use crate::generation::{Generation, State};
+use crate::handle::UnitState;
 use crate::memory::Mark;
 use crate::schedule::Operation;
 use crate::transport::{self, Marked};
@@ -22,8 +23,7 @@ impl Progress {
     ) -> Result<(), Error> {
         let position = self.advance(root, operation)?;
         let ahead = self.take_prefetched(position);
-        let sharded = matches!(*generation.state.lock(), State::Sharded);
-        if sharded {
+        if generation.is_sharded() {
             if ahead {
                 // Another copy of the module was prefetched than the one now used.
                 self.discard(root, operation);
@@ -45,8 +45,8 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Option<usize>, Error> {
         loop {
-            let label = root.label(format_args!("agree on the next operation"));
-            let step = self.schedule.next(wanted, &root.group, label)?;
+            let label = || root.label(format_args!("agree on the next operation"));
+            let step = self.schedules.current().next(wanted, &root.group, label)?;
             if step.position.is_none() {
                 // The recorded order has come to its end, here or for good.
                 self.discard_prefetched(root);
@@ -67,17 +67,26 @@ impl Progress {
     ) -> Result<(), Error> {
         match operation {
             Operation::UnshardForward(index) | Operation::UnshardBackward(index) => {
-                if self.take_prefetched(position) {
+                let generation = self.copy_in_use(root, index)?;
+                let is_ahead = self.take_prefetched(position);
+                let forward = matches!(operation, Operation::UnshardForward(_));
+                if forward && generation.unit.groups.neighbours.is_some() {
+                    // The neighbours will want this rank's piece in backward.
+                    if !is_ahead {
+                        root.start_gather(&generation, operation)?;
+                    }
+                    root.finish_gather(&generation)?;
+                    generation.reshard_after_forward();
+                } else if is_ahead {
                     self.discard(root, operation);
                 } else {
-                    let generation = self.copy_in_use(root, index)?;
                     root.join_gather(&generation, operation)?;
                 }
                 self.prefetch_after(root, position)
             }
             Operation::Reduce(index) => {
                 let generation = self.copy_in_use(root, index)?;
-                let nothing = generation.unit.slots.iter().map(|_| None).collect();
+                let nothing = generation.unit.places();
                 self.reduce(root, &generation, nothing)
             }
             Operation::Finish => unreachable!("the end of backward comes last on every rank"),
@@ -85,7 +94,7 @@ impl Progress {
     }
 
     /// The values of unit `index` in the copy of the module that this pass uses.
-    fn copy_in_use(&self, root: &Root, index: usize) -> Result<Arc<Generation>, Error> {
+    pub(super) fn copy_in_use(&self, root: &Root, index: usize) -> Result<Arc<Generation>, Error> {
         let unit = root.unit(index);
         let copy = unit.as_ref().and_then(|u| u.generation_of(self.epoch));
         copy.ok_or_else(|| Error::NoCopy {
@@ -126,7 +135,7 @@ impl Progress {
         };
         let mut last = self.prefetched.back().map_or(position, |&(place, _)| place);
         while self.prefetched.len() < root.prefetch {
-            let Some((next, operation)) = self.schedule.following_unshard(last) else {
+            let Some((next, operation)) = self.schedules.current().following_unshard(last) else {
                 break;
             };
             let (Operation::UnshardForward(index) | Operation::UnshardBackward(index)) = operation
@@ -136,7 +145,7 @@ impl Progress {
             let Ok(generation) = self.copy_in_use(root, index) else {
                 break;
             };
-            if !matches!(*generation.state.lock(), State::Sharded) {
+            if !generation.is_sharded() {
                 break;
             }
             root.start_gather(&generation, operation)?;
@@ -148,6 +157,22 @@ impl Progress {
 }
 
 impl Root {
+    /// Starts a gather that the program asks for itself, outside of the order.
+    pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
+        self.step(|_| match generation.is_sharded() {
+            true => self.start_gather(
+                generation,
+                Operation::UnshardForward(generation.unit.position()),
+            ),
+            false => Ok(()),
+        })
+    }
+
+    /// Waits for it.
+    pub(crate) fn await_by_hand(&self, generation: &Generation) -> Result<(), Error> {
+        self.step(|_| self.finish_gather(generation).map(drop))
+    }
+
     /// Publishes this rank's shards and allocates the full parameters.
     pub(super) fn start_gather(
         &self,
@@ -166,14 +191,11 @@ impl Root {
         }
         let into = unit
             .gathered_slots()
-            .map(|slot| self.pool.take(unit.slots[slot].full_bytes()))
+            .map(|slot| self.pool.take(unit.slots[slot].unsharded_bytes()))
             .collect();
-        let pending = unit.group.start_all_gather(
-            self.gather_label(generation, operation),
-            Vec::new(),
-            unit.shards(generation),
-            into,
-        )?;
+        let (group, parts) = sources(generation, operation)?;
+        let label = self.gather_label(generation, operation);
+        let pending = group.start_all_gather(label, Vec::new(), parts, into)?;
         *generation.state.lock() = State::Gathering(Some(pending));
         Ok(())
     }
@@ -186,12 +208,9 @@ impl Root {
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         if unit.is_gathered() {
-            let joined = unit.group.join_all_gather(
-                self.gather_label(generation, operation),
-                Vec::new(),
-                unit.shards(generation),
-            )?;
-            joined.wait()?;
+            let (group, parts) = sources(generation, operation)?;
+            let label = self.gather_label(generation, operation);
+            group.join_all_gather(label, Vec::new(), parts)?.wait()?;
         }
         Ok(())
     }
@@ -211,10 +230,10 @@ impl Root {
             }
         };
         let mut marks = Vec::new();
-        let mut full: Vec<_> = unit.slots.iter().map(|_| None).collect();
+        let mut full = unit.places();
         let Some(pending) = pending else {
             for slot in unit.gathered_slots() {
-                full[slot] = Some(generation.value(slot).inner());
+                full[slot] = Some(unit.computing(generation, slot));
             }
             *state = State::Unsharded(full);
             return Ok(marks);
@@ -231,7 +250,7 @@ impl Root {
                 _life: life,
             };
             let device = generation.value(slot).device().without_autodiff();
-            let dtype = unit.slots[slot].dtype;
+            let dtype = unit.slots[slot].compute;
             full[slot] = Some(transport::tensor(marked, dtype, &device));
         }
         *state = State::Unsharded(full);
@@ -246,17 +265,17 @@ impl Root {
     ) -> Result<burn::tensor::Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
-            return Ok(generation.value(slot).inner());
+            return Ok(unit.computing(generation, slot));
         }
-        match &*generation.state.lock() {
-            State::Unsharded(full) => Ok(full[slot].clone().expect("gathered slots are filled")),
-            other => Err(Error::State {
-                unit: unit.label(),
-                expected: "Unsharded",
-                got: other.name(),
-                advice: "run the forward again before this backward",
-            }),
+        if let State::Unsharded(full) = &*generation.state.lock() {
+            return Ok(full[slot].clone().expect("gathered slots are filled"));
         }
+        Err(Error::State {
+            unit: unit.label(),
+            expected: UnitState::Unsharded.to_string(),
+            got: generation.unit_state().to_string(),
+            advice: "run the forward again before this backward",
+        })
     }
 
     fn gather_label(&self, generation: &Generation, operation: Operation) -> Label {
@@ -268,5 +287,31 @@ impl Root {
             "{} unshard, {direction},",
             generation.unit.label()
         ))
+    }
+}
+
+/// What this rank publishes for a gather, and to whom: its piece among the neighbours if forward
+/// has left one, otherwise its shard.
+fn sources(
+    generation: &Generation,
+    operation: Operation,
+) -> Result<(&ProcessGroup, Vec<Part>), Error> {
+    let unit = &generation.unit;
+    let pieces = generation.pieces.lock();
+    match (&unit.groups.neighbours, &*pieces, operation) {
+        (Some(neighbours), Some(pieces), Operation::UnshardBackward(_)) => {
+            let parts = unit.gathered_slots().map(|index| {
+                let slot = &unit.slots[index];
+                let piece = pieces[index].clone().expect("gathered slots have pieces");
+                Ok(Part {
+                    source: transport::source(piece, None),
+                    partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
+                    element: slot.compute_element,
+                })
+            });
+            let parts: Result<_, Error> = parts.collect();
+            Ok((neighbours, parts?))
+        }
+        _ => Ok((&unit.group, unit.shards(generation))),
     }
 }

@@ -16,7 +16,8 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::error::Error;
 use crate::generation::{Generation, Node};
 use crate::memory::Watch;
-use crate::schedule::{Operation, Schedule};
+use crate::policy::{DivideFactors, ShardPolicy};
+use crate::schedule::{Operation, Schedules};
 use crate::unit::Unit;
 
 /// The outermost unit's state on one rank.
@@ -28,6 +29,7 @@ pub(crate) struct Root {
     /// Memory of reduced gradients, which belong to the shards.
     reduced: BufferPool,
     prefetch: usize,
+    factors: Option<DivideFactors>,
     /// Equal on all ranks for one module, different for two: tells their operations apart.
     number: u64,
     units: Mutex<Vec<Weak<Unit>>>,
@@ -56,17 +58,22 @@ pub(crate) struct Reduced {
 struct Progress {
     phase: Phase,
     pass: Option<Pass>,
+    again: Option<Recomputation>,
     /// The copy of the module in use: see [`Generation::epoch`].
     epoch: u64,
     num_uses: u64,
     num_finished: u64,
-    schedule: Schedule,
+    schedules: Schedules,
     /// Places in the order whose gathers were started ahead of their use.
     prefetched: VecDeque<(usize, Operation)>,
     /// Full gradients by use, until the unit's last one has come.
     gradients: BTreeMap<u64, Vec<Option<Gradient>>>,
     /// Units whose gradients have all come in this backward, with those that wait for its end.
     ended: Vec<Ended>,
+    /// Gradients of steps without reduction, by unit, until its next reduction.
+    held: BTreeMap<usize, Vec<Option<Gradient>>>,
+    /// Shards' gradients that have not crossed to the replicas yet, by unit.
+    partial: BTreeMap<usize, Vec<Option<Tensor<1>>>>,
     in_flight: VecDeque<Reduction>,
     /// Gradients of reductions that are through, until Burn's `Gradients` are at hand.
     done: Vec<Reduced>,
@@ -97,13 +104,29 @@ struct Pass {
     kept: Vec<Use>,
 }
 
+/// The second forward of a checkpointed region, inside backward.
+struct Recomputation {
+    token: Tensor<1>,
+    uses: Vec<Use>,
+}
+
 /// One use of a unit in a forward: until another unit is touched, each of its parameters has one
 /// autodiff node.
 struct Use {
+    kind: UseKind,
     id: u64,
     generation: Arc<Generation>,
     token: Tensor<1>,
     nodes: Vec<Option<Node>>,
+}
+
+/// What a use of a unit leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UseKind {
+    /// Nodes, for backward.
+    Tracked,
+    /// Nothing: a region that will be run again.
+    Plain,
 }
 
 /// A full gradient, counted while it lives.
@@ -127,8 +150,8 @@ struct Reduction {
 }
 
 impl Root {
-    /// A root without units.
-    pub(crate) fn new(group: ProcessGroup, prefetch: usize) -> Arc<Self> {
+    /// A root without units, of all ranks in `group`.
+    pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy) -> Arc<Self> {
         // Roots are made by collective calls, before which all ranks have done the same.
         let number = group.counts().total().operations;
         Arc::new(Self {
@@ -136,7 +159,8 @@ impl Root {
             number,
             pool: BufferPool::new(),
             reduced: BufferPool::new(),
-            prefetch,
+            prefetch: policy.prefetch,
+            factors: policy.factors,
             units: Mutex::default(),
             progress: Mutex::default(),
         })
@@ -153,6 +177,16 @@ impl Root {
     /// The units that still exist, in order.
     pub(crate) fn units(&self) -> Vec<Arc<Unit>> {
         self.units.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether `unit` is one of the root's.
+    pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
+        self.units().iter().any(|known| Arc::ptr_eq(known, unit))
+    }
+
+    /// By unit: whether it reduces its gradients.
+    fn choice(&self) -> Vec<bool> {
+        self.units().iter().map(|unit| unit.syncs()).collect()
     }
 
     fn unit(&self, index: usize) -> Option<Arc<Unit>> {
@@ -172,10 +206,10 @@ impl Root {
     /// The recorded order of operations and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
         let progress = self.progress.lock();
-        (
-            progress.schedule.recorded().to_vec(),
-            progress.schedule.hash(),
-        )
+        match progress.schedules.last() {
+            Some(schedule) => (schedule.recorded().to_vec(), schedule.hash()),
+            None => (Vec::new(), 0),
+        }
     }
 
     /// What the first steps found out about memory.
@@ -186,6 +220,28 @@ impl Root {
     /// How many times a backward has come to its end.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress.lock().num_finished
+    }
+
+    /// Bytes of gradients held back on this rank, by steps without reduction.
+    pub(crate) fn held_bytes(&self) -> usize {
+        let progress = self.progress.lock();
+        let held = progress.held.values().flatten().flatten();
+        held.map(|gradient| gradient.account.len()).sum()
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward: `advice` says what to do.
+    pub(crate) fn expect_between_steps(&self, advice: &'static str) -> Result<(), Error> {
+        match self.progress.try_lock().map(|progress| progress.phase) {
+            Some(Phase::Idle | Phase::Forward) => Ok(()),
+            Some(Phase::Backward) | None => Err(Error::State {
+                unit: "root".to_owned(),
+                expected: "Idle".to_owned(),
+                got: "Backward".to_owned(),
+                advice,
+            }),
+        }
     }
 
     /// Back to `Sharded`, with nothing pending: after an error.

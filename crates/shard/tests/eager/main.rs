@@ -1,10 +1,15 @@
 //! The eager engine against one rank without sharding, ranks as threads.
 
+mod accumulate;
 mod bench;
+mod checkpoint;
+mod composable;
 mod counts;
+mod hybrid;
 mod lifecycle;
 mod nets;
 mod parity;
+mod precision;
 mod records;
 mod refusals;
 mod unused;

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessMesh;
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ShardPolicy, fully_shard, memory, wrap_plan};
@@ -55,7 +55,7 @@ fn sharding_twice_is_refused() {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 1)?)?;
         let model = build(MLP, &world, &device(), ShardPolicy::new())?;
         let error = fully_shard(model, &mesh, ShardPolicy::new()).expect_err("twice");
-        assert!(matches!(error, Error::NothingToShard), "{error}");
+        assert!(matches!(error, Error::AlreadySharded { .. }), "{error}");
         Ok(())
     });
 }
@@ -99,6 +99,36 @@ fn a_unit_with_most_parameters_is_warned_about() {
             "{plan}"
         );
         assert!(plan.to_string().contains("warning: "), "{plan}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_backend_without_operations_names_the_features() {
+    let message = refusal(
+        || LinearConfig::new(2, 2).init(&Device::capture().autodiff()),
+        ShardPolicy::new(),
+    );
+    assert!(message.contains("`weight`"), "{message}");
+    assert!(message.contains("`Capture`"), "{message}");
+    assert!(message.contains("features `ndarray`"), "{message}");
+}
+
+/// With the backend's feature on, the same module is sharded.
+#[cfg(feature = "ndarray")]
+#[test]
+fn a_backend_with_its_feature_on_trains() {
+    use burn::optim::GradientsParams;
+    use burn_fsdp_shard::backward;
+
+    on_ranks(2, |world| {
+        let device = Device::ndarray().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let model = LinearConfig::new(3, 5).init(&device);
+        let model: Linear = fully_shard(model, &mesh, ShardPolicy::new())?;
+        let loss = model.forward(Tensor::<2>::ones([2, 3], &device)).sum();
+        let gradients: GradientsParams = backward(loss, &model)?;
+        assert_eq!(gradients.len(), 2);
         Ok(())
     });
 }

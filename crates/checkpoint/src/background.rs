@@ -1,0 +1,158 @@
+//! Saving while the training goes on.
+
+use std::fmt;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+
+use crate::rendezvous::Rendezvous;
+use crate::save::save;
+use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
+
+/// Saves snapshots on a thread of its own, one at a time.
+///
+/// Every rank has one, with its end of a rendezvous that nothing else uses. A failed save harms
+/// nothing that was saved before; it is reported by the next call of [`start`](Self::start),
+/// [`poll`](Self::poll) or [`wait`](Self::wait), on every rank. Dropping the saver waits for the save
+/// under way, whose failure is then only logged.
+pub struct BackgroundSaver {
+    /// Taken when the thread is to end.
+    jobs: Option<Sender<Box<Job>>>,
+    results: Receiver<Result<Saved, Error>>,
+    thread: Option<JoinHandle<()>>,
+    /// The step of the save whose result is still to come.
+    pending: Option<u64>,
+}
+
+struct Job {
+    request: SaveRequest,
+    snapshot: Snapshot,
+}
+
+impl BackgroundSaver {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] if the system gives no thread.
+    pub fn new(
+        checkpoints: Checkpoints,
+        mut rendezvous: Box<dyn Rendezvous>,
+    ) -> Result<Self, Error> {
+        let (jobs, received) = channel::<Box<Job>>();
+        let (sender, results) = channel();
+        let root = checkpoints.root().to_owned();
+        let run = move || {
+            for job in received {
+                let Job {
+                    request,
+                    mut snapshot,
+                } = *job;
+                let saved = save(&checkpoints, &request, &mut snapshot, &mut *rendezvous);
+                drop(snapshot);
+                if let Err(mpsc_error) = sender.send(saved) {
+                    // Nobody asks any more: the saver was dropped.
+                    if let Err(error) = mpsc_error.0 {
+                        tracing::error!(%error, "a background save failed");
+                    }
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("checkpoint".to_owned())
+            .spawn(run)
+            .map_err(Error::io("start a thread to save into", root))?;
+        Ok(Self {
+            jobs: Some(jobs),
+            results,
+            thread: Some(thread),
+            pending: None,
+        })
+    }
+
+    /// Waits for the last save, then begins the next. Returns what the last one was, if nobody asked
+    /// before.
+    ///
+    /// # Errors
+    ///
+    /// That of the last save; the new one is then *not* begun, on any rank. Call again to go on.
+    pub fn start(
+        &mut self,
+        request: SaveRequest,
+        snapshot: Snapshot,
+    ) -> Result<Option<Saved>, Error> {
+        let last = self.wait()?;
+        let step = request.training.step;
+        let job = Box::new(Job { request, snapshot });
+        let sent = self.jobs.as_ref().map(|jobs| jobs.send(job));
+        if !matches!(sent, Some(Ok(()))) {
+            return Err(gone(step));
+        }
+        self.pending = Some(step);
+        Ok(last)
+    }
+
+    /// What came of the save under way, if it is done; `None` if it is not or there is none.
+    ///
+    /// # Errors
+    ///
+    /// That of the save.
+    pub fn poll(&mut self) -> Result<Option<Saved>, Error> {
+        let Some(step) = self.pending else {
+            return Ok(None);
+        };
+        let result = match self.results.try_recv() {
+            Err(TryRecvError::Empty) => return Ok(None),
+            Err(TryRecvError::Disconnected) => Err(gone(step)),
+            Ok(result) => result,
+        };
+        self.pending = None;
+        result.map(Some)
+    }
+
+    /// Waits for the save under way; `None` if there is none.
+    ///
+    /// # Errors
+    ///
+    /// That of the save.
+    pub fn wait(&mut self) -> Result<Option<Saved>, Error> {
+        let Some(step) = self.pending.take() else {
+            return Ok(None);
+        };
+        let result = self.results.recv().unwrap_or_else(|_| Err(gone(step)));
+        result.map(Some)
+    }
+
+    /// The step that is being saved, or whose result nobody asked for yet.
+    pub fn pending(&self) -> Option<u64> {
+        self.pending
+    }
+}
+
+impl Drop for BackgroundSaver {
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            tracing::error!(%error, "a background save failed");
+        }
+        self.jobs = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of background saves panicked");
+        }
+    }
+}
+
+impl fmt::Debug for BackgroundSaver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BackgroundSaver")
+            .field("pending", &self.pending)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The thread ended in a panic, of the rendezvous most likely.
+fn gone(step: u64) -> Error {
+    let reason = "the thread of background saves is gone; make a new saver".to_owned();
+    Error::Panicked { step, reason }
+}

@@ -1,0 +1,55 @@
+//! CRC-32 of chunks, so that parts of a tensor can be verified without reading all of it.
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// Bytes of a chunk in what this version writes.
+///
+/// Small enough to stay in a core's cache between checksum and copy, and to keep what a rank reads
+/// too much at the ends of its range small; large enough that a terabyte has a 9 MB index.
+pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
+
+/// Chunk sizes that are read. The largest bounds the memory that a read takes for itself.
+pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
+
+/// The CRC-32 of each chunk of a part, the last of which may be shorter.
+///
+/// Serialised as one text of 8 hexadecimal digits a chunk: half the bytes of a list of numbers.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Checksums(pub Vec<u32>);
+
+/// Bytes that pass through a core at a time: half of the caches next to it.
+///
+/// What was just read into such a block, or is about to be written from it, is found in the cache by the
+/// checksum, and the other way round.
+pub(crate) const BLOCK_BYTES: usize = 128 << 10;
+
+/// CRC-32 (IEEE 802.3) of some bytes.
+pub(crate) fn crc32(bytes: &[u8]) -> u32 {
+    crc32fast::hash(bytes)
+}
+
+impl Serialize for Checksums {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        use std::fmt::Write;
+        let mut text = String::with_capacity(8 * self.0.len());
+        for crc in &self.0 {
+            write!(text, "{crc:08x}").map_err(serde::ser::Error::custom)?;
+        }
+        serializer.serialize_str(&text)
+    }
+}
+
+impl<'de> Deserialize<'de> for Checksums {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
+        let digits = text.as_bytes().chunks(8).map(|digits| {
+            let is_hex = digits.len() == 8 && digits.iter().all(u8::is_ascii_hexdigit);
+            let digits = std::str::from_utf8(digits).ok().filter(|_| is_hex)?;
+            u32::from_str_radix(digits, 16).ok()
+        });
+        let crcs: Option<Vec<u32>> = digits.collect();
+        crcs.map(Self)
+            .ok_or_else(|| D::Error::custom("checksums are 8 hexadecimal digits each"))
+    }
+}

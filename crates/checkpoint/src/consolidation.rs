@@ -1,0 +1,293 @@
+//! From a sharded step to plain safetensors files.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use crate::folder_name::nonce;
+use crate::shard_header::{self, StoredTensor};
+use crate::staging::write_synced;
+use crate::storage;
+use crate::{Error, Region, Step, TensorEntry};
+
+/// Bytes that are in memory at a time.
+const BLOCK_BYTES: usize = 16 << 20;
+
+/// What to write, and how.
+#[derive(Debug, Clone)]
+pub struct ConsolidationConfig {
+    /// In a folder: begin a new file before one would have more bytes of tensors than this. A tensor is
+    /// never split, so that a larger one has a file of its own. One file if `None`.
+    pub max_shard_size: Option<u64>,
+    /// The metadata of the files. By default `format: pt`, which readers of Hugging Face's models ask
+    /// for.
+    pub metadata: HashMap<String, String>,
+    /// Whether to replace an output that is there. A folder is replaced only if it is empty.
+    pub replace: bool,
+}
+
+impl Default for ConsolidationConfig {
+    fn default() -> Self {
+        Self {
+            max_shard_size: None,
+            metadata: HashMap::from([("format".to_owned(), "pt".to_owned())]),
+            replace: false,
+        }
+    }
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Consolidated {
+    /// The files, in order; the index of a sharded model is not among them.
+    pub files: Vec<PathBuf>,
+    /// Number of tensors.
+    pub num_tensors: usize,
+    /// Bytes of all tensors.
+    pub total_size: u64,
+}
+
+/// `model.safetensors.index.json`.
+#[derive(Serialize)]
+struct WeightIndex {
+    metadata: WeightMetadata,
+    weight_map: BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+struct WeightMetadata {
+    total_size: u64,
+}
+
+/// Writes the model's tensors for which `is_wanted` into one safetensors file, whole, under their
+/// own names. [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
+///
+/// The file is written beside and renamed, so that it is there whole or not at all. At most 16 MiB of
+/// tensors are in memory. Optimizer state is never written.
+///
+/// # Errors
+///
+/// [`Error::Exists`]; [`Error::Argument`] if no tensor is wanted; those of [`Step::read_into`];
+/// [`Error::Io`].
+pub fn consolidate_to_file(
+    step: &Step,
+    out: &Path,
+    config: &ConsolidationConfig,
+    is_wanted: impl Fn(&TensorEntry) -> bool,
+) -> Result<Consolidated, Error> {
+    let storage = &**step.storage();
+    if !config.replace && storage.exists(out).map_err(Error::io("look for", out))? {
+        return Err(Error::Exists {
+            path: out.to_owned(),
+        });
+    }
+    let tensors = wanted(step, is_wanted)?;
+    let parent = parent(out);
+    let made = storage.create_dir_all(parent);
+    made.map_err(Error::io("create", parent))?;
+    let partial = beside(out)?;
+    let written = write_file(step, &partial, &tensors, config).and_then(|()| {
+        let renamed = storage.rename(&partial, out);
+        renamed.map_err(Error::io("rename", &partial))
+    });
+    if let Err(error) = written {
+        discard(storage.remove_file(&partial), &partial);
+        return Err(error);
+    }
+    let synced = storage.sync_dir(parent);
+    synced.map_err(Error::io("sync", parent))?;
+    Ok(Consolidated {
+        files: vec![out.to_owned()],
+        num_tensors: tensors.len(),
+        total_size: total_size(&tensors),
+    })
+}
+
+/// Writes the model's tensors for which `is_wanted` into a folder as Hugging Face's models have
+/// them: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
+/// `model.safetensors.index.json` if they do not fit
+/// [`max_shard_size`](ConsolidationConfig::max_shard_size).
+///
+/// Otherwise as [`consolidate_to_file`]; here the folder as a whole is written beside and renamed.
+///
+/// # Errors
+///
+/// As [`consolidate_to_file`].
+pub fn consolidate_to_folder(
+    step: &Step,
+    out: &Path,
+    config: &ConsolidationConfig,
+    is_wanted: impl Fn(&TensorEntry) -> bool,
+) -> Result<Consolidated, Error> {
+    let storage = &**step.storage();
+    if storage.exists(out).map_err(Error::io("look for", out))? {
+        let is_empty = storage.list(out).is_ok_and(|entries| entries.is_empty());
+        if !(config.replace && is_empty) {
+            return Err(Error::Exists {
+                path: out.to_owned(),
+            });
+        }
+    }
+    let tensors = wanted(step, is_wanted)?;
+    let shards = split(&tensors, config.max_shard_size);
+    let parent = parent(out);
+    let made = storage.create_dir_all(parent);
+    made.map_err(Error::io("create", parent))?;
+    let partial = beside(out)?;
+    let made = storage.create_dir(&partial);
+    made.map_err(Error::io("create", &partial))?;
+    let written = write_folder(step, &partial, &shards, config).and_then(|names| {
+        let renamed = storage.rename(&partial, out);
+        renamed.map_err(Error::io("rename", &partial))?;
+        Ok(names)
+    });
+    let names = match written {
+        Ok(names) => names,
+        Err(error) => {
+            discard(storage::remove_tree(storage, &partial), &partial);
+            return Err(error);
+        }
+    };
+    let synced = storage.sync_dir(parent);
+    synced.map_err(Error::io("sync", parent))?;
+    Ok(Consolidated {
+        files: names.iter().map(|name| out.join(name)).collect(),
+        num_tensors: tensors.len(),
+        total_size: total_size(&tensors),
+    })
+}
+
+fn wanted(
+    step: &Step,
+    is_wanted: impl Fn(&TensorEntry) -> bool,
+) -> Result<Vec<&TensorEntry>, Error> {
+    let tensors = step.index().tensors.iter();
+    let tensors: Vec<_> = tensors
+        .filter(|tensor| tensor.kind.is_model() && is_wanted(tensor))
+        .collect();
+    match tensors.is_empty() {
+        true => Err(Error::Argument {
+            argument: "is_wanted",
+            expected: "true for some tensor of the model".to_owned(),
+            got: format!("false for all in {}", step.path().display()),
+        }),
+        false => Ok(tensors),
+    }
+}
+
+/// Tensors in their order, filed until a file is full.
+fn split<'a>(tensors: &[&'a TensorEntry], max_size: Option<u64>) -> Vec<Vec<&'a TensorEntry>> {
+    let mut shards: Vec<Vec<&TensorEntry>> = Vec::new();
+    let mut size = 0u64;
+    for tensor in tensors {
+        let with_it = size.saturating_add(tensor.num_bytes());
+        match shards.last_mut() {
+            Some(shard) if max_size.is_none_or(|most| with_it <= most) => {
+                shard.push(tensor);
+                size = with_it;
+            }
+            _ => {
+                shards.push(vec![tensor]);
+                size = tensor.num_bytes();
+            }
+        }
+    }
+    shards
+}
+
+fn write_folder(
+    step: &Step,
+    dir: &Path,
+    shards: &[Vec<&TensorEntry>],
+    config: &ConsolidationConfig,
+) -> Result<Vec<String>, Error> {
+    let storage = &**step.storage();
+    let mut names = Vec::new();
+    let mut weight_map = BTreeMap::new();
+    for (number, shard) in shards.iter().enumerate() {
+        let name = match shards.len() {
+            1 => "model.safetensors".to_owned(),
+            total => format!("model-{:05}-of-{total:05}.safetensors", number + 1),
+        };
+        write_file(step, &dir.join(&name), shard, config)?;
+        weight_map.extend(
+            shard
+                .iter()
+                .map(|tensor| (tensor.name.clone(), name.clone())),
+        );
+        names.push(name);
+    }
+    if shards.len() > 1 {
+        let path = dir.join("model.safetensors.index.json");
+        let total_size = shards.iter().map(|shard| total_size(shard)).sum();
+        let index = WeightIndex {
+            metadata: WeightMetadata { total_size },
+            weight_map,
+        };
+        let json = serde_json::to_vec_pretty(&index)
+            .map_err(|error| Error::invalid(&path, error.to_string()))?;
+        write_synced(storage, &path, &json)?;
+    }
+    storage.sync_dir(dir).map_err(Error::io("sync", dir))?;
+    Ok(names)
+}
+
+/// Writes whole tensors into one file, wide elements first, so that all are aligned.
+fn write_file(
+    step: &Step,
+    path: &Path,
+    tensors: &[&TensorEntry],
+    config: &ConsolidationConfig,
+) -> Result<(), Error> {
+    let mut tensors = tensors.to_vec();
+    tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.item_bytes()));
+    let stored = tensors.iter().map(|tensor| StoredTensor {
+        name: tensor.name.clone(),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone(),
+        num_bytes: tensor.num_elements() * tensor.item_bytes(),
+    });
+    let header = shard_header::encode(stored.collect(), config.metadata.clone())
+        .map_err(|problem| Error::invalid(path, problem))?;
+    let file = step.storage().create_file(path);
+    let mut file = file.map_err(Error::io("create", path))?;
+    file.write_all(&header).map_err(Error::io("write", path))?;
+    let mut block = Vec::new();
+    for tensor in tensors {
+        let len = BLOCK_BYTES / tensor.item_bytes();
+        for start in (0..tensor.num_elements()).step_by(len) {
+            let end = (start + len).min(tensor.num_elements());
+            block.resize((end - start) * tensor.item_bytes(), 0);
+            step.read_into(&tensor.name, &Region::Flat(start..end), &mut block)?;
+            file.write_all(&block).map_err(Error::io("write", path))?;
+        }
+    }
+    file.sync().map_err(Error::io("sync", path))
+}
+
+fn total_size(tensors: &[&TensorEntry]) -> u64 {
+    tensors.iter().map(|tensor| tensor.num_bytes()).sum()
+}
+
+fn parent(out: &Path) -> &Path {
+    out.parent().unwrap_or(Path::new(""))
+}
+
+/// A hidden name in the same folder.
+fn beside(out: &Path) -> Result<PathBuf, Error> {
+    let name = out.file_name().ok_or_else(|| Error::Argument {
+        argument: "out",
+        expected: "the name of a file or folder".to_owned(),
+        got: out.display().to_string(),
+    })?;
+    let name = name.to_string_lossy();
+    Ok(out.with_file_name(format!(".{name}.partial-{}", nonce())))
+}
+
+/// What remains of a failed attempt harms nothing but space.
+fn discard(removed: std::io::Result<()>, path: &Path) {
+    if let Err(error) = removed {
+        tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");
+    }
+}

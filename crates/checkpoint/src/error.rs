@@ -1,0 +1,341 @@
+//! What can go wrong with a checkpoint.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::{Dtype, Region};
+
+/// Why a checkpoint could not be written or read. Sizes and ranges are in bytes unless said otherwise.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    // === Storage ===
+    /// The storage refused an operation.
+    #[error("cannot {operation} {path}: {source}", path = path.display())]
+    Io {
+        /// What was tried, such as `write`.
+        operation: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// What the storage said.
+        source: io::Error,
+    },
+
+    /// Another save is going on in the same folder.
+    #[error("{path} is locked by another save into the same folder; give each run its own checkpoint folder", path = path.display())]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+    },
+
+    /// A step, or an output, that is there already.
+    #[error("{path} exists already; choose another name, or allow to replace it", path = path.display())]
+    Exists {
+        /// What is in the way.
+        path: PathBuf,
+    },
+
+    // === Damaged or foreign files ===
+    /// A folder that is not a step: it has no index, or no checksum of the index.
+    #[error("{path} is not a checkpoint: it has no {missing}; give the folder of a step, such as step-000100", path = path.display())]
+    NotACheckpoint {
+        /// The folder.
+        path: PathBuf,
+        /// The file that it lacks.
+        missing: String,
+    },
+
+    /// A version of the format that this program does not know.
+    #[error("{path} has format version {got}, but this program reads version {expected}; use a newer burn-fsdp", path = path.display())]
+    Version {
+        /// The index.
+        path: PathBuf,
+        /// The version that is read.
+        expected: u32,
+        /// The version that was found.
+        got: u64,
+    },
+
+    /// Bytes that are not those that were written.
+    #[error(
+        "{path} is damaged: bytes {start} to {end}{of} have checksum {got:08x} instead of {expected:08x}; restore the file or resume from another step",
+        path = path.display(), start = bytes.start, end = bytes.end, of = of_tensor(tensor)
+    )]
+    Checksum {
+        /// The damaged file.
+        path: PathBuf,
+        /// The tensor that the bytes belong to; none for headers and the index.
+        tensor: Option<String>,
+        /// The bytes of the file that the checksum covers.
+        bytes: Range<u64>,
+        /// CRC-32 when written.
+        expected: u32,
+        /// CRC-32 now.
+        got: u32,
+    },
+
+    /// A file that is shorter or longer than it was written.
+    #[error("{path} has {got} bytes instead of {expected}{of}; restore the file or resume from another step", path = path.display(), of = cut_tensor(tensor))]
+    FileSize {
+        /// The damaged file.
+        path: PathBuf,
+        /// The first tensor whose bytes are missing, if any are.
+        tensor: Option<String>,
+        /// Bytes when written.
+        expected: u64,
+        /// Bytes now.
+        got: u64,
+    },
+
+    /// A file that contradicts itself or the index.
+    #[error("{path} is not valid{of}: {problem}; it is damaged or was not written by burn-fsdp", path = path.display(), of = of_tensor(tensor))]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// The tensor that is concerned, if it is a single one.
+        tensor: Option<String>,
+        /// What is wrong.
+        problem: String,
+    },
+
+    /// Something larger than this program is willing to read.
+    #[error("{path}: {what} is {got} but at most {limit} is read; if the file is to be trusted, raise the limit", path = path.display())]
+    Limit {
+        /// The file.
+        path: PathBuf,
+        /// What is too large.
+        what: &'static str,
+        /// The most that is read.
+        limit: u64,
+        /// What was found.
+        got: u64,
+    },
+
+    // === What was asked for ===
+    /// A folder of checkpoints without a whole step.
+    #[error("{path} has no whole step; save one first or give another folder", path = path.display())]
+    NoStep {
+        /// The folder.
+        path: PathBuf,
+    },
+
+    /// Tensors that the model has and the checkpoint lacks.
+    #[error("{path} lacks {count} tensors that the model has: {list}; load it into the model that it was saved from, or leave these out", path = path.display(), count = names.len(), list = list(names))]
+    Missing {
+        /// The step.
+        path: PathBuf,
+        /// Their names.
+        names: Vec<String>,
+    },
+
+    /// Tensors that the checkpoint has and the model lacks.
+    #[error("{path} has {count} tensors that the model lacks: {list}; load it into the model that it was saved from, or allow for them", path = path.display(), count = names.len(), list = list(names))]
+    Unexpected {
+        /// The step.
+        path: PathBuf,
+        /// Their names.
+        names: Vec<String>,
+    },
+
+    /// A tensor of another shape.
+    #[error("tensor {tensor:?} has shape {got:?} in {path} but {expected:?} in the model; build the model with the configuration that is in the checkpoint", path = path.display())]
+    Shape {
+        /// The step.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Shape in the model.
+        expected: Vec<usize>,
+        /// Shape in the checkpoint.
+        got: Vec<usize>,
+    },
+
+    /// A tensor of another element type.
+    #[error("tensor {tensor:?} is {got} in {path} but {expected} in the model; build the model with that dtype", path = path.display())]
+    Type {
+        /// The step.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Dtype in the model.
+        expected: Dtype,
+        /// Dtype in the checkpoint.
+        got: Dtype,
+    },
+
+    /// A region that a tensor does not have.
+    #[error(
+        "tensor {tensor:?} of shape {shape:?} has no {region}: {problem}; ask for elements inside its shape"
+    )]
+    Region {
+        /// The tensor.
+        tensor: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// The region.
+        region: Region,
+        /// What is wrong with it.
+        problem: String,
+    },
+
+    /// Data or a buffer that has not the size of its part.
+    #[error(
+        "{region} of tensor {tensor:?} takes {expected} bytes, but {got} were given; leave padding out"
+    )]
+    Length {
+        /// The tensor.
+        tensor: String,
+        /// The part.
+        region: Region,
+        /// Bytes of the part.
+        expected: usize,
+        /// Bytes given.
+        got: usize,
+    },
+
+    /// A tensor that cannot be saved as described.
+    #[error("cannot save tensor {tensor:?}: {problem}")]
+    Tensor {
+        /// The tensor.
+        tensor: String,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+
+    /// The source of a tensor's data failed.
+    #[error("cannot get the data of tensor {tensor:?} to save: {source}")]
+    Source {
+        /// The tensor.
+        tensor: String,
+        /// What the source said.
+        source: BoxError,
+    },
+
+    /// Arguments that do not fit each other.
+    #[error("{argument} should be {expected} but is {got}; correct the call")]
+    Argument {
+        /// Which argument.
+        argument: &'static str,
+        /// What it should have been.
+        expected: String,
+        /// What it was.
+        got: String,
+    },
+
+    /// An invalid mesh or partition.
+    #[error(transparent)]
+    Layout(#[from] burn_fsdp_mesh::Error),
+
+    // === Several ranks ===
+    /// Another rank failed to save; nothing was committed.
+    #[error(
+        "step {step} was not saved because rank {rank} failed: {reason}; older steps are as they were; see to that failure and save again"
+    )]
+    PeerFailed {
+        /// The step that was to be saved.
+        step: u64,
+        /// The rank that failed.
+        rank: usize,
+        /// Why it did.
+        reason: String,
+    },
+
+    /// The ranks could not meet.
+    #[error(
+        "rank {rank} could not meet the other ranks to save step {step}: {source}; older steps are as they were"
+    )]
+    Rendezvous {
+        /// The step that was to be saved.
+        step: u64,
+        /// The rank that says so.
+        rank: usize,
+        /// What the rendezvous said.
+        source: BoxError,
+    },
+
+    /// The thread of a background save panicked.
+    #[error(
+        "saving step {step} in the background panicked: {reason}; older steps are as they were"
+    )]
+    Panicked {
+        /// The step that was to be saved.
+        step: u64,
+        /// The panic's message.
+        reason: String,
+    },
+}
+
+/// An error of code that this crate calls back.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+impl Error {
+    /// Whether a file is missing, damaged or foreign, so that another step may be good.
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Self::NotACheckpoint { .. }
+            | Self::Version { .. }
+            | Self::Checksum { .. }
+            | Self::FileSize { .. }
+            | Self::Invalid { .. }
+            | Self::Limit { .. } => true,
+            // A disk that cannot read its sectors is damage as well.
+            Self::Io { .. } => true,
+            _ => false,
+        }
+    }
+
+    pub(crate) fn io(
+        operation: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::Io {
+            operation,
+            path,
+            source,
+        }
+    }
+
+    pub(crate) fn invalid(path: &Path, problem: impl Into<String>) -> Self {
+        Self::Invalid {
+            path: path.to_owned(),
+            tensor: None,
+            problem: problem.into(),
+        }
+    }
+
+    pub(crate) fn invalid_tensor(path: &Path, tensor: &str, problem: impl Into<String>) -> Self {
+        Self::Invalid {
+            path: path.to_owned(),
+            tensor: Some(tensor.to_owned()),
+            problem: problem.into(),
+        }
+    }
+}
+
+fn of_tensor(tensor: &Option<String>) -> String {
+    tensor
+        .as_ref()
+        .map_or_else(String::new, |name| format!(" (tensor {name:?})"))
+}
+
+fn cut_tensor(tensor: &Option<String>) -> String {
+    tensor
+        .as_ref()
+        .map_or_else(String::new, |name| format!(", cut in tensor {name:?}"))
+}
+
+/// The first few names, quoted.
+fn list(names: &[String]) -> String {
+    const SHOWN: usize = 8;
+    let shown: Vec<_> = names
+        .iter()
+        .take(SHOWN)
+        .map(|name| format!("{name:?}"))
+        .collect();
+    match names.len() > SHOWN {
+        true => format!("{}, ...", shown.join(", ")),
+        false => shown.join(", "),
+    }
+}

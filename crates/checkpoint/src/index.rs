@@ -1,0 +1,226 @@
+//! The index of a step: what is in which file, and how to know that it is unharmed.
+
+use std::ops::Range;
+use std::path::Path;
+
+use burn_fsdp_mesh::{Axis, Mesh};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::checksum::crc32;
+use crate::{Checksums, Dtype, Error, Layout, Region, TensorKind, TrainingState};
+
+mod validation;
+
+/// Name of the index in the folder of a step.
+pub(crate) const INDEX_FILE: &str = "index.json";
+
+/// Name of the file with the checksum of the index.
+pub(crate) const SEAL_FILE: &str = "index.json.crc32";
+
+/// What every index says that it is.
+const FORMAT: &str = "burn-fsdp-checkpoint";
+
+/// The version of the format that this crate writes and reads.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// Everything about a step but the bytes of its tensors.
+///
+/// An index that was read or is about to be written is valid: names are unique, the parts of
+/// every tensor tile it without gap or overlap, the parts in every file do so too, every range is
+/// inside its file, and no file lies outside of the folder.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Index {
+    format: String,
+    version: u32,
+    /// Number of ranks that saved; one file each.
+    pub world_size: usize,
+    /// How they were laid out.
+    #[serde(deserialize_with = "read_mesh")]
+    pub mesh: Mesh,
+    /// Bytes that one checksum covers; the last of a part may cover fewer.
+    pub chunk_bytes: u64,
+    /// The files, by rank.
+    pub files: Vec<FileEntry>,
+    /// The tensors, in the order of the model.
+    pub tensors: Vec<TensorEntry>,
+    /// Where the training stood.
+    pub training: TrainingState,
+    /// The model's configuration.
+    pub model: Value,
+}
+
+/// The file of one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileEntry {
+    /// Name in the folder of the step.
+    pub name: String,
+    /// Bytes of the whole file.
+    pub bytes: u64,
+    /// Bytes before the first tensor's.
+    pub header_bytes: u64,
+    /// CRC-32 of these.
+    pub header_crc32: u32,
+}
+
+/// One tensor and where its parts are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorEntry {
+    /// Unique name.
+    pub name: String,
+    /// Shape of the whole tensor, in elements.
+    pub shape: Vec<usize>,
+    /// Element type.
+    pub dtype: Dtype,
+    /// What it is for.
+    pub kind: TensorKind,
+    /// How it lay on the ranks that saved it. Says nothing about where the parts are.
+    pub layout: Layout,
+    /// What else was kept with it.
+    pub metadata: Map<String, Value>,
+    /// Its parts, in order, each stored once.
+    pub parts: Vec<PartEntry>,
+}
+
+/// One part of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartEntry {
+    /// Which of [`Index::files`].
+    pub file: usize,
+    /// Bytes of that file.
+    pub bytes: Range<u64>,
+    /// The elements of the tensor that it holds.
+    pub region: Region,
+    /// CRC-32 of each [`chunk_bytes`](Index::chunk_bytes) of it.
+    pub crc32: Checksums,
+}
+
+/// What an index is put together from.
+pub(crate) struct IndexContent {
+    pub(crate) mesh: Mesh,
+    pub(crate) chunk_bytes: u64,
+    pub(crate) files: Vec<FileEntry>,
+    pub(crate) tensors: Vec<TensorEntry>,
+    pub(crate) training: TrainingState,
+    pub(crate) model: Value,
+}
+
+impl Index {
+    pub(crate) fn new(content: IndexContent) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            version: FORMAT_VERSION,
+            world_size: content.files.len(),
+            mesh: content.mesh,
+            chunk_bytes: content.chunk_bytes,
+            files: content.files,
+            tensors: content.tensors,
+            training: content.training,
+            model: content.model,
+        }
+    }
+
+    /// Reads and validates an index. `path` is for messages.
+    pub(crate) fn from_json(path: &Path, json: &[u8]) -> Result<Self, Error> {
+        /// The fields that every version has.
+        #[derive(Deserialize)]
+        struct Head {
+            format: String,
+            version: u64,
+        }
+        let unreadable = |error: serde_json::Error| {
+            Error::invalid(path, format!("it cannot be read as an index: {error}"))
+        };
+        let head: Head = serde_json::from_slice(json).map_err(unreadable)?;
+        if head.format != FORMAT {
+            let problem = format!(
+                "its format should be {FORMAT:?} but is {:?}",
+                crate::shortened(&head.format)
+            );
+            return Err(Error::invalid(path, problem));
+        }
+        if head.version != u64::from(FORMAT_VERSION) {
+            return Err(Error::Version {
+                path: path.to_owned(),
+                expected: FORMAT_VERSION,
+                got: head.version,
+            });
+        }
+        let index: Self = serde_json::from_slice(json).map_err(unreadable)?;
+        index.validate(path)?;
+        Ok(index)
+    }
+
+    pub(crate) fn to_json(&self, path: &Path) -> Result<Vec<u8>, Error> {
+        let mut json = serde_json::to_vec(self)
+            .map_err(|error| Error::invalid(path, format!("it cannot be written: {error}")))?;
+        json.push(b'\n');
+        Ok(json)
+    }
+
+    /// The tensor of this name. For many look-ups use [`Step::tensor`](crate::Step::tensor).
+    pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
+        self.tensors.iter().find(|tensor| tensor.name == name)
+    }
+
+    /// Bytes of all tensors.
+    pub fn tensor_bytes(&self) -> u64 {
+        self.tensors.iter().map(TensorEntry::num_bytes).sum()
+    }
+}
+
+impl TensorEntry {
+    /// Number of elements.
+    pub fn num_elements(&self) -> usize {
+        crate::region::num_elements(&self.shape).unwrap_or(0)
+    }
+
+    /// Bytes of one element.
+    pub fn item_bytes(&self) -> usize {
+        self.dtype.bitsize() / 8
+    }
+
+    /// Bytes of the whole tensor.
+    pub fn num_bytes(&self) -> u64 {
+        self.num_elements() as u64 * self.item_bytes() as u64
+    }
+}
+
+impl PartEntry {
+    /// The chunks of the part: `(bytes of the file, checksum)`.
+    pub(crate) fn chunks(
+        &self,
+        chunk_bytes: u64,
+    ) -> impl ExactSizeIterator<Item = (Range<u64>, u32)> + '_ {
+        self.crc32.0.iter().enumerate().map(move |(index, crc)| {
+            let start = self.bytes.start + index as u64 * chunk_bytes;
+            (start..(start + chunk_bytes).min(self.bytes.end), *crc)
+        })
+    }
+}
+
+/// The exact text of the file that seals an index.
+///
+/// A reader makes the text anew from the index that it finds and compares, so that any change of
+/// either file is seen.
+pub(crate) fn seal(index_json: &[u8]) -> String {
+    format!("{:08x} {}\n", crc32(index_json), index_json.len())
+}
+
+/// Few axes only: a mesh compares every name with every other.
+fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, D::Error> {
+    use serde::de::Error as _;
+    const MAX_AXES: usize = 64;
+    let axes = Vec::<Axis>::deserialize(deserializer)?;
+    if axes.len() > MAX_AXES {
+        return Err(D::Error::custom(format!(
+            "a mesh of {} axes; at most {MAX_AXES} are read",
+            axes.len()
+        )));
+    }
+    Mesh::try_from(axes).map_err(D::Error::custom)
+}

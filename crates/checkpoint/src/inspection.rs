@@ -1,0 +1,211 @@
+//! What is in a step, to be shown.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
+
+/// What is in a step. Prints as a table, with nothing but what is known without reading tensors.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Inspection {
+    /// The folder.
+    pub path: PathBuf,
+    /// Version of the format.
+    pub version: u32,
+    /// Number of ranks that saved.
+    pub world_size: usize,
+    /// How they were laid out, as it prints.
+    pub mesh: String,
+    /// The files, by rank.
+    pub files: Vec<InspectedFile>,
+    /// The tensors, in the order of the model.
+    pub tensors: Vec<InspectedTensor>,
+    /// Where the training stood.
+    pub training: TrainingState,
+    /// The model's configuration.
+    pub model: Value,
+}
+
+/// One file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct InspectedFile {
+    /// Its name.
+    pub name: String,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Number of parts in it.
+    pub num_parts: usize,
+}
+
+/// One tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct InspectedTensor {
+    /// Its name.
+    pub name: String,
+    /// What it is for.
+    pub kind: TensorKind,
+    /// Its element type.
+    pub dtype: Dtype,
+    /// Its shape, in elements.
+    pub shape: Vec<usize>,
+    /// Bytes of the whole tensor.
+    pub bytes: u64,
+    /// How it lay on the ranks that saved it.
+    pub layout: String,
+    /// Number of parts that it is stored in.
+    pub num_parts: usize,
+}
+
+impl Inspection {
+    /// What is in `step`, from its index.
+    pub fn new(step: &Step) -> Self {
+        let index = step.index();
+        let mut num_parts = vec![0; index.files.len()];
+        for part in index.tensors.iter().flat_map(|tensor| &tensor.parts) {
+            num_parts[part.file] += 1;
+        }
+        let files = index.files.iter().zip(num_parts);
+        let files = files.map(|(file, num_parts)| InspectedFile {
+            name: file.name.clone(),
+            bytes: file.bytes,
+            num_parts,
+        });
+        let tensors = index.tensors.iter().map(|tensor| InspectedTensor {
+            name: tensor.name.clone(),
+            kind: tensor.kind,
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            bytes: tensor.num_bytes(),
+            layout: tensor.layout.to_string(),
+            num_parts: tensor.parts.len(),
+        });
+        Self {
+            path: step.path().to_owned(),
+            version: FORMAT_VERSION,
+            world_size: index.world_size,
+            mesh: index.mesh.to_string(),
+            files: files.collect(),
+            tensors: tensors.collect(),
+            training: index.training.clone(),
+            model: index.model.clone(),
+        }
+    }
+
+    /// Tensors, elements and bytes of one kind.
+    pub fn totals(&self, kind: TensorKind) -> Totals {
+        let mut totals = Totals::default();
+        for tensor in self.tensors.iter().filter(|tensor| tensor.kind == kind) {
+            totals.num_tensors += 1;
+            totals.num_elements += crate::region::num_elements(&tensor.shape).unwrap_or(0) as u64;
+            totals.bytes += tensor.bytes;
+        }
+        totals
+    }
+}
+
+/// How much there is of something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Totals {
+    /// Number of tensors.
+    pub num_tensors: usize,
+    /// Number of elements.
+    pub num_elements: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Inspection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let training = &self.training;
+        writeln!(f, "{}", self.path.display())?;
+        writeln!(
+            f,
+            "format version {}, saved by {} ranks ({})",
+            self.version, self.world_size, self.mesh
+        )?;
+        writeln!(
+            f,
+            "step {}, seed {}, epoch {}, sample {}",
+            training.step, training.seed, training.data.epoch, training.data.sample
+        )?;
+        for (title, value) in [
+            ("learning rate", &training.learning_rate),
+            ("optimizer", &training.optimizer),
+            ("model", &self.model),
+        ] {
+            if !value.is_null() {
+                writeln!(f, "{title}: {value}")?;
+            }
+        }
+        if let Some(loss_scale) = &training.loss_scale {
+            writeln!(f, "loss scale: {}", loss_scale.scale)?;
+        }
+        for (name, value) in &training.sections {
+            writeln!(f, "{name:?}: {value}")?;
+        }
+        writeln!(f)?;
+        for file in &self.files {
+            let InspectedFile {
+                name,
+                bytes,
+                num_parts,
+            } = file;
+            writeln!(f, "{name}: {bytes} bytes, {num_parts} parts")?;
+        }
+        writeln!(f)?;
+        let (name, layout) = (self.width(|t| &t.name), self.width(|t| &t.layout));
+        writeln!(
+            f,
+            "{:<name$}  {:<15}  {:<6}  {:>14}  {:<layout$}  {:>5}  shape",
+            "tensor", "kind", "dtype", "bytes", "layout", "parts"
+        )?;
+        for tensor in &self.tensors {
+            writeln!(
+                f,
+                "{:<name$}  {:<15}  {:<6}  {:>14}  {:<layout$}  {:>5}  {:?}",
+                shown(&tensor.name),
+                tensor.kind,
+                tensor.dtype.to_string(),
+                tensor.bytes,
+                tensor.layout,
+                tensor.num_parts,
+                tensor.shape
+            )?;
+        }
+        writeln!(f)?;
+        for kind in [
+            TensorKind::Parameter,
+            TensorKind::Buffer,
+            TensorKind::OptimizerState,
+        ] {
+            let totals = self.totals(kind);
+            writeln!(
+                f,
+                "{kind:<15}  {:>6} tensors  {:>16} elements  {:>16} bytes",
+                totals.num_tensors, totals.num_elements, totals.bytes
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl Inspection {
+    /// Characters of the widest text of a column.
+    fn width(&self, text: impl Fn(&InspectedTensor) -> &String) -> usize {
+        let widths = self.tensors.iter().map(|t| shown(text(t)).chars().count());
+        widths.max().unwrap_or(0).max("tensor".len())
+    }
+}
+
+/// A name without what could move a terminal's cursor.
+fn shown(name: &str) -> String {
+    name.chars()
+        .flat_map(|c| match c.is_control() {
+            true => c.escape_default().collect::<Vec<_>>(),
+            false => vec![c],
+        })
+        .collect()
+}

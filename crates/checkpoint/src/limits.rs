@@ -1,0 +1,21 @@
+//! How much of a foreign file is taken into memory.
+
+/// Sizes above which a file is refused before anything is allocated for it.
+///
+/// The largest allocation besides the caller's own buffers is a small multiple of these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of `index.json`. The default of 64 MiB indexes about 7 TB of tensors.
+    pub index_bytes: u64,
+    /// Bytes of the header of a rank's file. The default of 100 MB is that of safetensors itself.
+    pub header_bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            index_bytes: 64 << 20,
+            header_bytes: 100_000_000,
+        }
+    }
+}

@@ -1,0 +1,402 @@
+//! Which elements of a tensor: ranges and boxes, and where two of them overlap.
+
+use std::fmt;
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// Some elements of a tensor, stored and read in row-major order.
+///
+/// Rows of dim 0 follow each other in row-major order, so that a flat shard and a shard of dim 0
+/// are both [`Flat`](Self::Flat). Shards of other dims are boxes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Region {
+    /// These elements, counted in row-major order over the whole tensor.
+    Flat(Range<usize>),
+    /// Along every dim `d`, the indices `offsets[d]..offsets[d] + sizes[d]`.
+    Box {
+        /// The first index along each dim.
+        offsets: Vec<usize>,
+        /// The number of indices along each dim.
+        sizes: Vec<usize>,
+    },
+}
+
+impl Region {
+    /// All elements of a tensor of this shape.
+    ///
+    /// Saturates where the shape has more elements than a `usize` counts; no tensor of a
+    /// checkpoint has.
+    pub fn whole(shape: &[usize]) -> Self {
+        Self::Flat(0..num_elements(shape).unwrap_or(usize::MAX))
+    }
+
+    /// Number of elements; saturates if a box has more than a `usize` counts.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Flat(range) => range.len(),
+            Self::Box { sizes, .. } => num_elements(sizes).unwrap_or(usize::MAX),
+        }
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The shape in which the elements are stored: that of the box; whole rows keep their shape;
+    /// any other range is one-dimensional.
+    pub(crate) fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
+        match self {
+            Self::Box { sizes, .. } => sizes.clone(),
+            Self::Flat(range) if *range == (0..num_elements(shape).unwrap_or(usize::MAX)) => {
+                shape.to_vec()
+            }
+            Self::Flat(range) => {
+                let row_len = shape.get(1..).and_then(num_elements).unwrap_or(0);
+                let is_rows = row_len > 0
+                    && range.start.is_multiple_of(row_len)
+                    && range.end.is_multiple_of(row_len);
+                if !is_rows {
+                    return vec![range.len()];
+                }
+                let mut stored = shape.to_vec();
+                stored[0] = range.len() / row_len;
+                stored
+            }
+        }
+    }
+
+    /// What is wrong with this as a region of a tensor of this shape, whose elements a `usize` counts.
+    pub(crate) fn check(&self, shape: &[usize]) -> Result<(), String> {
+        match self {
+            Self::Flat(range) => {
+                let total = num_elements(shape).ok_or("the shape is too large")?;
+                if range.start > range.end || range.end > total {
+                    return Err(format!("the tensor has {total} elements"));
+                }
+            }
+            Self::Box { offsets, sizes } => {
+                if offsets.len() != shape.len() || sizes.len() != shape.len() {
+                    return Err(format!("the tensor has {} dims", shape.len()));
+                }
+                for (dim, full) in shape.iter().enumerate() {
+                    let end = offsets[dim].checked_add(sizes[dim]);
+                    if end.is_none_or(|end| end > *full) {
+                        return Err(format!("dim {dim} has {full} indices"));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Prints as `elements 0..12` or `box [0..4, 2..6]`.
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flat(range) => write!(f, "elements {}..{}", range.start, range.end),
+            Self::Box { offsets, sizes } => {
+                f.write_str("box [")?;
+                for (dim, (offset, size)) in offsets.iter().zip(sizes).enumerate() {
+                    let comma = if dim == 0 { "" } else { ", " };
+                    write!(f, "{comma}{offset}..{}", offset.saturating_add(*size))?;
+                }
+                f.write_str("]")
+            }
+        }
+    }
+}
+
+/// The product of a shape, if a `usize` counts it. An empty dim makes it 0 whatever the others are.
+pub(crate) fn num_elements(shape: &[usize]) -> Option<usize> {
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    shape
+        .iter()
+        .try_fold(1usize, |product, dim| product.checked_mul(*dim))
+}
+
+/// A region as runs of elements that are contiguous in the whole tensor, in its order.
+///
+/// All runs are of one length. A run is found from its number, so that even a region of very many
+/// runs costs no memory.
+#[derive(Debug, Clone)]
+pub(crate) struct Runs {
+    /// The first element of the first run.
+    base: usize,
+    /// Elements of each run.
+    run_len: usize,
+    num_runs: usize,
+    /// The dims along which runs follow each other: `(number, elements from one to the next)`.
+    dims: Vec<(usize, usize)>,
+}
+
+impl Runs {
+    /// The region must have passed [`Region::check`] for the shape.
+    pub(crate) fn new(region: &Region, shape: &[usize]) -> Self {
+        match region {
+            Region::Flat(range) => Self {
+                base: range.start,
+                run_len: range.len(),
+                num_runs: usize::from(!range.is_empty()),
+                dims: Vec::new(),
+            },
+            Region::Box { sizes, .. } if sizes.contains(&0) => Self {
+                base: 0,
+                run_len: 0,
+                num_runs: 0,
+                dims: Vec::new(),
+            },
+            Region::Box { offsets, sizes } => {
+                let mut stride = 1;
+                let mut base = 0;
+                let mut run_len = 1;
+                let mut dims = Vec::new();
+                // As long as all later dims are whole, a dim makes the run longer.
+                let mut is_run = true;
+                for dim in (0..shape.len()).rev() {
+                    base += offsets[dim] * stride;
+                    match is_run {
+                        true => run_len *= sizes[dim],
+                        false => dims.push((sizes[dim], stride)),
+                    }
+                    is_run &= sizes[dim] == shape[dim];
+                    stride *= shape[dim];
+                }
+                dims.reverse();
+                Self {
+                    base,
+                    run_len,
+                    num_runs: dims.iter().map(|(number, _)| number).product(),
+                    dims,
+                }
+            }
+        }
+    }
+
+    /// The elements of a run, counted in the whole tensor.
+    fn run(&self, index: usize) -> Range<usize> {
+        let mut rest = index;
+        let mut start = self.base;
+        for (number, stride) in self.dims.iter().rev() {
+            start += rest % number * stride;
+            rest /= number;
+        }
+        start..start + self.run_len
+    }
+
+    /// The first run at or after `from` that ends after `element`.
+    fn seek(&self, from: usize, element: usize) -> usize {
+        let (mut low, mut high) = (from, self.num_runs);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            match self.run(middle).end > element {
+                true => high = middle,
+                false => low = middle + 1,
+            }
+        }
+        low
+    }
+}
+
+/// Elements that two regions of one tensor share and that are contiguous in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Overlap {
+    /// The first of them, counted in the first region.
+    pub(crate) from: usize,
+    /// The first of them, counted in the second region.
+    pub(crate) to: usize,
+    /// How many.
+    pub(crate) len: usize,
+}
+
+/// What two regions share, in ascending order in both, each piece as long as can be.
+pub(crate) fn overlaps(from: Runs, to: Runs) -> impl Iterator<Item = Overlap> {
+    let mut pieces = Overlaps {
+        from,
+        to,
+        from_run: 0,
+        to_run: 0,
+    };
+    let mut pending: Option<Overlap> = None;
+    std::iter::from_fn(move || {
+        loop {
+            let next = pieces.next();
+            match (&mut pending, next) {
+                (Some(last), Some(next))
+                    if last.from + last.len == next.from && last.to + last.len == next.to =>
+                {
+                    last.len += next.len;
+                }
+                (None, None) => return None,
+                (_, next) => {
+                    if let Some(done) = std::mem::replace(&mut pending, next) {
+                        return Some(done);
+                    }
+                }
+            }
+        }
+    })
+}
+
+struct Overlaps {
+    from: Runs,
+    to: Runs,
+    from_run: usize,
+    to_run: usize,
+}
+
+impl Iterator for Overlaps {
+    type Item = Overlap;
+
+    fn next(&mut self) -> Option<Overlap> {
+        while self.from_run < self.from.num_runs && self.to_run < self.to.num_runs {
+            let from = self.from.run(self.from_run);
+            let to = self.to.run(self.to_run);
+            if from.end <= to.start {
+                self.from_run = self.from.seek(self.from_run + 1, to.start);
+                continue;
+            }
+            if to.end <= from.start {
+                self.to_run = self.to.seek(self.to_run + 1, from.start);
+                continue;
+            }
+            let start = from.start.max(to.start);
+            let end = from.end.min(to.end);
+            let overlap = Overlap {
+                from: self.from_run * self.from.run_len + (start - from.start),
+                to: self.to_run * self.to.run_len + (start - to.start),
+                len: end - start,
+            };
+            self.from_run += usize::from(from.end == end);
+            self.to_run += usize::from(to.end == end);
+            return Some(overlap);
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every element of a region, in order, by its definition.
+    fn elements(region: &Region, shape: &[usize]) -> Vec<usize> {
+        let total = num_elements(shape).expect("small");
+        let inside = |element: &usize| match region {
+            Region::Flat(range) => range.contains(element),
+            Region::Box { offsets, sizes } => {
+                let mut rest = *element;
+                (0..shape.len()).rev().all(|dim| {
+                    let index = rest % shape[dim];
+                    rest /= shape[dim];
+                    (offsets[dim]..offsets[dim] + sizes[dim]).contains(&index)
+                })
+            }
+        };
+        (0..total).filter(inside).collect()
+    }
+
+    fn regions(shape: &[usize]) -> Vec<Region> {
+        let total = num_elements(shape).expect("small");
+        let mut all = vec![Region::whole(shape)];
+        for start in [0, 1, total / 3] {
+            for end in [start, total / 2, total] {
+                if start <= end && end <= total {
+                    all.push(Region::Flat(start..end));
+                }
+            }
+        }
+        let mut boxes = vec![(Vec::new(), Vec::new())];
+        for full in shape {
+            boxes = boxes
+                .into_iter()
+                .flat_map(|(offsets, sizes): (Vec<usize>, Vec<usize>)| {
+                    let choices = [(0, *full), (0, full / 2), (full / 2, full - full / 2)];
+                    choices.map(|(offset, size)| {
+                        let offsets = [offsets.clone(), vec![offset]].concat();
+                        (offsets, [sizes.clone(), vec![size]].concat())
+                    })
+                })
+                .collect();
+        }
+        all.extend(
+            boxes
+                .into_iter()
+                .map(|(offsets, sizes)| Region::Box { offsets, sizes }),
+        );
+        all
+    }
+
+    #[test]
+    fn runs_and_overlaps_agree_with_the_definition() {
+        for shape in [
+            vec![],
+            vec![7],
+            vec![3, 5],
+            vec![2, 3, 4],
+            vec![2, 1, 3, 2],
+            vec![3, 0, 2],
+        ] {
+            let regions = regions(&shape);
+            for from in &regions {
+                from.check(&shape).expect("inside");
+                let from_elements = elements(from, &shape);
+                assert_eq!(from.len(), from_elements.len(), "{from} of {shape:?}");
+                for to in &regions {
+                    let to_elements = elements(to, &shape);
+                    let mut found = Vec::new();
+                    let mut previous: Option<Overlap> = None;
+                    for piece in overlaps(Runs::new(from, &shape), Runs::new(to, &shape)) {
+                        for i in 0..piece.len {
+                            assert_eq!(from_elements[piece.from + i], to_elements[piece.to + i]);
+                            found.push(to_elements[piece.to + i]);
+                        }
+                        if let Some(last) = previous {
+                            let joins = last.from + last.len == piece.from
+                                && last.to + last.len == piece.to;
+                            assert!(!joins, "two pieces that could be one");
+                        }
+                        previous = Some(piece);
+                    }
+                    let mut shared = to_elements.clone();
+                    shared.retain(|element| from_elements.contains(element));
+                    assert_eq!(found, shared, "{from} and {to} of {shape:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_region_of_very_many_runs_is_searched_not_walked() {
+        let shape = [1 << 40, 4];
+        let column = Region::Box {
+            offsets: vec![0, 1],
+            sizes: vec![1 << 40, 1],
+        };
+        let end = 4 << 40;
+        let last = Region::Flat(end - 8..end);
+        let found: Vec<_> =
+            overlaps(Runs::new(&column, &shape), Runs::new(&last, &shape)).collect();
+        let first = (1 << 40) - 2;
+        assert_eq!(
+            found,
+            [
+                Overlap {
+                    from: first,
+                    to: 1,
+                    len: 1
+                },
+                Overlap {
+                    from: first + 1,
+                    to: 5,
+                    len: 1
+                }
+            ]
+        );
+    }
+}

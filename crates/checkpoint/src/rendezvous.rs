@@ -1,0 +1,201 @@
+//! How the ranks of a save meet, without this crate knowing how they communicate.
+
+use std::fmt;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use crate::error::BoxError;
+
+/// One rank's end of what connects the ranks that save together.
+///
+/// A save makes the same calls in the same order on every rank: `broadcast`, `gather`, `broadcast`.
+/// Implement it over a process group *of its own* if saves run in the background: they must not mix
+/// with the collectives of the training. Calls must end with an error when a peer does not come.
+pub trait Rendezvous: Send {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// Number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Brings every rank's bytes to rank 0, in the order of ranks; `None` on the others.
+    ///
+    /// # Errors
+    ///
+    /// A peer failed or did not come in time.
+    fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError>;
+
+    /// Brings the bytes of rank 0, which alone gives some, to every rank.
+    ///
+    /// # Errors
+    ///
+    /// A peer failed or did not come in time.
+    fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError>;
+}
+
+/// The rendezvous of a world of one rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Alone;
+
+impl Rendezvous for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn world_size(&self) -> usize {
+        1
+    }
+
+    fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError> {
+        Ok(Some(vec![bytes]))
+    }
+
+    fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
+        bytes.ok_or_else(|| "rank 0 gave nothing to broadcast".into())
+    }
+}
+
+/// The rendezvous of ranks that are threads of this process.
+///
+/// After one failed call all later ones fail: a late message of a failed save must not be taken for
+/// one of the next.
+pub struct ThreadRendezvous {
+    rank: usize,
+    world_size: usize,
+    deadline: Duration,
+    ends: Ends,
+    failure: Option<String>,
+}
+
+enum Ends {
+    /// Rank 0: to and from every other rank, from rank 1 on.
+    Root(Vec<Wire>),
+    /// Another rank: to and from rank 0.
+    Leaf(Wire),
+}
+
+/// To and from one other rank.
+struct Wire {
+    to: Sender<Vec<u8>>,
+    from: Receiver<Vec<u8>>,
+}
+
+impl ThreadRendezvous {
+    /// The ends of `world_size` ranks, in their order. A call fails when a peer has not come for
+    /// `deadline`, which must allow for the slowest rank to write its file; at once when a peer's end
+    /// was dropped.
+    pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {
+        let end = |rank, ends| Self {
+            rank,
+            world_size,
+            deadline,
+            ends,
+            failure: None,
+        };
+        let mut root = Vec::new();
+        let mut leaves = Vec::new();
+        for rank in 1..world_size {
+            let (to_leaf, from_root) = channel();
+            let (to_root, from_leaf) = channel();
+            root.push(Wire {
+                to: to_leaf,
+                from: from_leaf,
+            });
+            leaves.push(end(
+                rank,
+                Ends::Leaf(Wire {
+                    to: to_root,
+                    from: from_root,
+                }),
+            ));
+        }
+        let mut all = Vec::with_capacity(world_size);
+        if world_size > 0 {
+            all.push(end(0, Ends::Root(root)));
+        }
+        all.extend(leaves);
+        all
+    }
+
+    fn guarded<T>(
+        &mut self,
+        call: impl FnOnce(&mut Ends, Instant) -> Result<T, String>,
+    ) -> Result<T, BoxError> {
+        if let Some(failure) = &self.failure {
+            let again = format!("an earlier call failed ({failure}); make a new rendezvous");
+            return Err(again.into());
+        }
+        let until = Instant::now() + self.deadline;
+        call(&mut self.ends, until).map_err(|problem| {
+            let problem = match problem.ends_with("in time") {
+                true => format!("{problem} ({:?})", self.deadline),
+                false => problem,
+            };
+            self.failure = Some(problem.clone());
+            problem.into()
+        })
+    }
+}
+
+impl Rendezvous for ThreadRendezvous {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError> {
+        self.guarded(|ends, until| match ends {
+            Ends::Root(leaves) => {
+                let mut all = vec![bytes];
+                for (index, leaf) in leaves.iter().enumerate() {
+                    all.push(receive(&leaf.from, index + 1, until)?);
+                }
+                Ok(Some(all))
+            }
+            Ends::Leaf(root) => {
+                send(&root.to, 0, bytes)?;
+                Ok(None)
+            }
+        })
+    }
+
+    fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
+        self.guarded(|ends, until| match ends {
+            Ends::Root(leaves) => {
+                let bytes = bytes.ok_or("rank 0 gave nothing to broadcast")?;
+                // Everybody who is still there hears it, even if somebody else is gone.
+                let mut sent = Ok(());
+                for (index, leaf) in leaves.iter().enumerate() {
+                    sent = sent.and(send(&leaf.to, index + 1, bytes.clone()));
+                }
+                sent.map(|()| bytes)
+            }
+            Ends::Leaf(root) => receive(&root.from, 0, until),
+        })
+    }
+}
+
+impl fmt::Debug for ThreadRendezvous {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThreadRendezvous")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .field("failure", &self.failure)
+            .finish_non_exhaustive()
+    }
+}
+
+fn send(to: &Sender<Vec<u8>>, rank: usize, bytes: Vec<u8>) -> Result<(), String> {
+    to.send(bytes).map_err(|_| format!("rank {rank} has left"))
+}
+
+fn receive(from: &Receiver<Vec<u8>>, rank: usize, until: Instant) -> Result<Vec<u8>, String> {
+    let left = until.saturating_duration_since(Instant::now());
+    from.recv_timeout(left).map_err(|error| match error {
+        RecvTimeoutError::Timeout => format!("rank {rank} did not come in time"),
+        RecvTimeoutError::Disconnected => format!("rank {rank} has left"),
+    })
+}

@@ -1,0 +1,205 @@
+//! One save, from the first to the last word between the ranks.
+
+use std::num::NonZeroUsize;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::BoxError;
+use crate::rendezvous::Rendezvous;
+use crate::source::Source;
+use crate::staging::write_shard;
+use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingState, WritePlan};
+
+/// What to save beside the bytes of the tensors; the same on every rank.
+#[derive(Debug, Clone)]
+pub struct SaveRequest {
+    /// Who writes what. Made once for a training, and shared by its saves.
+    pub plan: Arc<WritePlan>,
+    /// Where the training stands; its step names the folder.
+    pub training: TrainingState,
+    /// The model's configuration.
+    pub model: Value,
+    /// How many steps to keep, this one included; all if `None`.
+    pub keep_last: Option<NonZeroUsize>,
+    /// What to do if the step is there already.
+    pub existing: Existing,
+}
+
+impl SaveRequest {
+    /// A request that keeps all steps and refuses to replace one.
+    pub fn new(plan: Arc<WritePlan>, training: TrainingState) -> Self {
+        Self {
+            plan,
+            training,
+            model: Value::Null,
+            keep_last: None,
+            existing: Existing::default(),
+        }
+    }
+}
+
+/// A step that was saved: whole, synced and visible. The same on every rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Saved {
+    /// The step.
+    pub step: u64,
+    /// Its folder.
+    pub path: PathBuf,
+    /// Older steps that were removed to make room, oldest first.
+    pub removed: Vec<u64>,
+    /// Why no more of them could be removed, if so. The new step is good all the same.
+    pub removal_failure: Option<String>,
+}
+
+/// A failure on the way to the other ranks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Failure {
+    rank: usize,
+    reason: String,
+}
+
+/// Saves a step together with the other ranks, each of which calls this with the same request.
+///
+/// # Errors
+///
+/// On every rank, if any rank failed: its own error where it happened, [`Error::PeerFailed`] on the
+/// others. [`Error::Rendezvous`] if the ranks could not meet. The folder holds what it held before.
+pub fn save(
+    checkpoints: &Checkpoints,
+    request: &SaveRequest,
+    source: &mut dyn Source,
+    rendezvous: &mut dyn Rendezvous,
+) -> Result<Saved, Error> {
+    let step = request.training.step;
+    let rank = rendezvous.rank();
+    let (plan_size, world_size) = (request.plan.mesh().size(), rendezvous.world_size());
+    if plan_size != world_size {
+        return Err(Error::Argument {
+            argument: "plan",
+            expected: format!("for the {world_size} ranks of the rendezvous"),
+            got: format!("for {plan_size} ranks"),
+        });
+    }
+    let failed = |failure: Failure| Error::PeerFailed {
+        step,
+        rank: failure.rank,
+        reason: failure.reason,
+    };
+    let lost = |source: BoxError| Error::Rendezvous { step, rank, source };
+
+    // Rank 0 makes the folder and tells its name.
+    let staging = (rank == 0).then(|| {
+        guarded(step, || {
+            Staging::create(checkpoints, step, request.existing)
+        })
+    });
+    let start = staging.as_ref().map(|staging| match staging {
+        Ok(staging) => Ok(staging.ticket().clone()),
+        Err(error) => Err(failure(rank, error)),
+    });
+    let start: Result<Ticket, Failure> = exchange(rendezvous, start).map_err(&lost)?;
+    let staging = staging.transpose()?;
+    let ticket = start.map_err(failed)?;
+
+    // Every rank writes its file and reports, failed or not: rank 0 waits for all.
+    let receipt = guarded(step, || {
+        write_shard(checkpoints, &ticket, &request.plan, rank, source)
+    });
+    let report: Result<&Receipt, Failure> = receipt.as_ref().map_err(|error| failure(rank, error));
+    let report = serde_json::to_vec(&report).map_err(|error| lost(error.into()))?;
+    let reports = rendezvous.gather(report).map_err(&lost)?;
+
+    // Rank 0 commits if all succeeded, and tells.
+    let outcome = staging.map(|staging| {
+        guarded(step, || {
+            let reports = reports.unwrap_or_default();
+            finish(staging, request, &reports, failed)
+        })
+    });
+    let verdict = outcome.as_ref().map(|outcome| match outcome {
+        Ok(saved) => Ok(saved.clone()),
+        Err(Error::PeerFailed { rank, reason, .. }) => Err(Failure {
+            rank: *rank,
+            reason: reason.clone(),
+        }),
+        Err(error) => Err(failure(rank, error)),
+    });
+    let verdict = exchange(rendezvous, verdict).map_err(&lost);
+    // The nearest error says most: this rank's own, then that of the commit, then what was heard.
+    receipt?;
+    if let Some(outcome) = outcome {
+        // A step that is there is saved, even if not everybody could be told.
+        return outcome;
+    }
+    verdict?.map_err(failed)
+}
+
+fn finish(
+    staging: Staging,
+    request: &SaveRequest,
+    reports: &[Vec<u8>],
+    failed: impl Fn(Failure) -> Error,
+) -> Result<Saved, Error> {
+    let mut receipts = Vec::with_capacity(reports.len());
+    for (rank, report) in reports.iter().enumerate() {
+        let unreadable = |error: serde_json::Error| Failure {
+            rank,
+            reason: format!("its report cannot be read: {error}"),
+        };
+        let report: Result<Receipt, Failure> =
+            serde_json::from_slice(report).map_err(|error| failed(unreadable(error)))?;
+        receipts.push(report.map_err(&failed)?);
+    }
+    let (training, model) = (request.training.clone(), request.model.clone());
+    let committed = staging.commit(&request.plan, receipts, training, model)?;
+    let (removed, removal_failure) = match request.keep_last.map(|keep| committed.keep_last(keep)) {
+        None => (Vec::new(), None),
+        Some(Ok(removed)) => (removed, None),
+        Some(Err(error)) => {
+            tracing::warn!(%error, "cannot remove older steps");
+            (Vec::new(), Some(error.to_string()))
+        }
+    };
+    tracing::info!(step = committed.step, path = %committed.path.display(), "saved");
+    Ok(Saved {
+        step: committed.step,
+        path: committed.path,
+        removed,
+        removal_failure,
+    })
+}
+
+/// Broadcasts what rank 0 has to say.
+fn exchange<T: Serialize + DeserializeOwned>(
+    rendezvous: &mut dyn Rendezvous,
+    word: Option<T>,
+) -> Result<T, BoxError> {
+    let bytes = word.map(|word| serde_json::to_vec(&word)).transpose()?;
+    Ok(serde_json::from_slice(&rendezvous.broadcast(bytes)?)?)
+}
+
+fn failure(rank: usize, error: &Error) -> Failure {
+    let reason = error.to_string();
+    Failure { rank, reason }
+}
+
+/// Turns a panic into an error, so that this rank still meets the others.
+fn guarded<T>(step: u64, body: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
+        let reason = payload
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| {
+                payload
+                    .downcast_ref::<&str>()
+                    .map(|text| (*text).to_owned())
+            })
+            .unwrap_or_else(|| "no message".to_owned());
+        Err(Error::Panicked { step, reason })
+    })
+}

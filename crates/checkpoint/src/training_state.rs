@@ -1,0 +1,44 @@
+//! What a run needs, beside tensors, to go on as if it had never stopped.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// Where the training stands. Numbers come back as the same bits.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TrainingState {
+    /// Optimizer steps done; also the name of the step's folder.
+    pub step: u64,
+    /// Seed of the run.
+    pub seed: u64,
+    /// Where the run stands in its data.
+    pub data: DataPosition,
+    /// State of the loss scaler, if there is one.
+    pub loss_scale: Option<LossScale>,
+    /// The learning-rate schedule: its configuration and where it stands.
+    pub learning_rate: Value,
+    /// Hyperparameters of the optimizer and of its groups.
+    pub optimizer: Value,
+    /// Anything else, by name.
+    pub sections: Map<String, Value>,
+}
+
+/// Where a run stands in its data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataPosition {
+    /// Passes over the data that are done.
+    pub epoch: u64,
+    /// Samples of the current pass that are done, over all ranks.
+    pub sample: u64,
+}
+
+/// State of a dynamic loss scaler.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LossScale {
+    /// The factor; finite.
+    pub scale: f64,
+    /// Steps since the factor last changed.
+    pub good_steps: u64,
+}

@@ -1,0 +1,213 @@
+//! Who writes which part of what. Pure: every rank makes the same plan from the same tensors.
+
+use std::cmp::Reverse;
+use std::collections::{HashMap, HashSet};
+
+use burn_fsdp_mesh::Mesh;
+
+use crate::tensor::check_tensor;
+use crate::{Error, Region, TensorSpec};
+
+/// What each rank writes when these tensors are saved.
+///
+/// Every element is written by exactly one of the ranks that hold it. Where several hold the same
+/// part, the one with the least to write gets it, the largest parts first.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WritePlan {
+    mesh: Mesh,
+    tensors: Vec<TensorSpec>,
+    /// By rank.
+    ranks: Vec<Vec<Assignment>>,
+}
+
+/// A part that one rank writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Assignment {
+    /// Which of [`WritePlan::tensors`].
+    pub tensor: usize,
+    /// The elements to write.
+    pub region: Region,
+    /// Bytes to write.
+    pub num_bytes: usize,
+}
+
+impl WritePlan {
+    /// The plan to save tensors that lie on a mesh as their layouts say.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tensor`] for a name, shape or dtype that cannot be saved or a name given twice;
+    /// [`Layout::region`](crate::Layout::region)'s errors for a layout that does not fit.
+    pub fn new(mesh: &Mesh, tensors: Vec<TensorSpec>) -> Result<Self, Error> {
+        let regions = |tensor: &TensorSpec| {
+            (0..mesh.size())
+                .map(|rank| tensor.layout.region(&tensor.shape, mesh, rank))
+                .collect::<Result<Vec<_>, _>>()
+        };
+        let regions = tensors.iter().map(|tensor| {
+            regions(tensor).map_err(|error| Error::Tensor {
+                tensor: tensor.name.clone(),
+                problem: error.to_string(),
+            })
+        });
+        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        Self::of_regions(mesh, tensors, regions)
+    }
+
+    /// The plan for tensors that lie on the ranks in another way than by a layout:
+    /// `regions[tensor][rank]` is what a rank holds, with empty ranges for nothing.
+    ///
+    /// The regions of a tensor may be the same or not overlap; that they tile it is verified when the
+    /// step is committed.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Tensor`], [`Error::Region`], or [`Error::Argument`] if there is not one region for
+    /// each tensor and rank.
+    pub fn of_regions(
+        mesh: &Mesh,
+        tensors: Vec<TensorSpec>,
+        regions: Vec<Vec<Region>>,
+    ) -> Result<Self, Error> {
+        let num_ranks = mesh.size();
+        if regions.len() != tensors.len() || regions.iter().any(|by| by.len() != num_ranks) {
+            return Err(Error::Argument {
+                argument: "regions",
+                expected: format!("{} tensors by {num_ranks} ranks", tensors.len()),
+                got: format!("{} lists of regions", regions.len()),
+            });
+        }
+        let mut names = HashSet::new();
+        let mut parts = Vec::new();
+        for (index, (tensor, by_rank)) in tensors.iter().zip(&regions).enumerate() {
+            let invalid = |problem| Error::Tensor {
+                tensor: tensor.name.clone(),
+                problem,
+            };
+            if !names.insert(&tensor.name) {
+                let problem = "there are two of that name; save tied tensors once";
+                return Err(invalid(problem.to_owned()));
+            }
+            let item_bytes =
+                check_tensor(&tensor.name, &tensor.shape, tensor.dtype).map_err(invalid)?;
+            parts.extend(parts_of(index, tensor, by_rank, item_bytes)?);
+        }
+        Ok(Self {
+            ranks: assign(parts, num_ranks, &tensors),
+            mesh: mesh.clone(),
+            tensors,
+        })
+    }
+
+    /// The ranks that save.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// The tensors to save, as given.
+    pub fn tensors(&self) -> &[TensorSpec] {
+        &self.tensors
+    }
+
+    /// What a rank writes, in the order of its file.
+    ///
+    /// # Panics
+    ///
+    /// If the mesh has no such rank.
+    #[track_caller]
+    pub fn of_rank(&self, rank: usize) -> &[Assignment] {
+        &self.ranks[rank]
+    }
+
+    /// Bytes of tensors that a rank writes.
+    ///
+    /// # Panics
+    ///
+    /// If the mesh has no such rank.
+    #[track_caller]
+    pub fn bytes_of_rank(&self, rank: usize) -> u64 {
+        let parts = self.of_rank(rank).iter();
+        parts.map(|part| part.num_bytes as u64).sum()
+    }
+}
+
+/// A part and the ranks that hold it, in ascending order.
+struct Part {
+    assignment: Assignment,
+    holders: Vec<usize>,
+}
+
+fn parts_of(
+    index: usize,
+    tensor: &TensorSpec,
+    by_rank: &[Region],
+    item_bytes: usize,
+) -> Result<Vec<Part>, Error> {
+    let mut parts: Vec<Part> = Vec::new();
+    let mut known = HashMap::new();
+    for (rank, region) in by_rank.iter().enumerate() {
+        region
+            .check(&tensor.shape)
+            .map_err(|problem| Error::Region {
+                tensor: tensor.name.clone(),
+                shape: tensor.shape.clone(),
+                region: region.clone(),
+                problem,
+            })?;
+        if region.is_empty() {
+            continue;
+        }
+        let part = *known.entry(region).or_insert_with(|| {
+            let assignment = Assignment {
+                tensor: index,
+                region: region.clone(),
+                num_bytes: region.len() * item_bytes,
+            };
+            let holders = Vec::new();
+            parts.push(Part {
+                assignment,
+                holders,
+            });
+            parts.len() - 1
+        });
+        parts[part].holders.push(rank);
+    }
+    // A tensor of no elements is stored as well, or it would be missing when loading.
+    let is_empty = tensor.shape.contains(&0);
+    if is_empty {
+        let assignment = Assignment {
+            tensor: index,
+            region: Region::Flat(0..0),
+            num_bytes: 0,
+        };
+        parts.push(Part {
+            assignment,
+            holders: (0..by_rank.len()).collect(),
+        });
+    }
+    Ok(parts)
+}
+
+fn assign(parts: Vec<Part>, num_ranks: usize, tensors: &[TensorSpec]) -> Vec<Vec<Assignment>> {
+    let mut ranks = vec![Vec::new(); num_ranks];
+    let mut loads = vec![0u64; num_ranks];
+    let (mut shared, owned): (Vec<_>, Vec<_>) =
+        parts.into_iter().partition(|part| part.holders.len() > 1);
+    shared.sort_by_key(|part| Reverse(part.assignment.num_bytes));
+    for Part {
+        assignment,
+        holders,
+    } in owned.into_iter().chain(shared)
+    {
+        let Some(writer) = holders.into_iter().min_by_key(|rank| loads[*rank]) else {
+            continue;
+        };
+        loads[writer] += assignment.num_bytes as u64;
+        ranks[writer].push(assignment);
+    }
+    for parts in &mut ranks {
+        // Wide elements first, so that every tensor is aligned to its elements.
+        parts.sort_by_key(|part| (Reverse(tensors[part.tensor].dtype.bitsize()), part.tensor));
+    }
+    ranks
+}

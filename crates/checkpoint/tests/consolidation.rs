@@ -1,0 +1,213 @@
+//! Plain safetensors out of a sharded step.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use burn_fsdp_checkpoint::storage::{Memory, Storage};
+use burn_fsdp_checkpoint::{
+    Checkpoints, ConsolidationConfig, Dtype, Error, Inspection, Layout, Region, Step, TensorKind,
+    TensorSpec, WritePlan, consolidate_to_file, consolidate_to_folder,
+};
+use common::{KINDS, Kind};
+use safetensors::SafeTensors;
+
+fn saved(memory: &Memory, kind: Kind) -> Step {
+    let checkpoints = Checkpoints::with_storage(Arc::new(memory.clone()), "run");
+    common::save_step(&checkpoints, &common::plan(&common::line(3), kind), 1);
+    checkpoints.newest().expect("opens")
+}
+
+fn model() -> Vec<TensorSpec> {
+    let tensors = common::tensors(&common::line(3), Kind::Flat);
+    tensors
+        .into_iter()
+        .filter(|tensor| tensor.kind.is_model())
+        .collect()
+}
+
+fn assert_tensor(file: &SafeTensors<'_>, tensor: &TensorSpec) {
+    let view = file.tensor(&tensor.name).expect("there");
+    assert_eq!(view.shape(), tensor.shape);
+    assert_eq!(view.dtype(), tensor.dtype);
+    let whole = Region::whole(&tensor.shape);
+    assert_eq!(
+        view.data(),
+        common::part_of(tensor, &whole),
+        "{}",
+        tensor.name
+    );
+}
+
+#[test]
+fn one_file_has_the_model_and_nothing_else() {
+    for kind in KINDS {
+        let memory = Memory::new();
+        let step = saved(&memory, kind);
+        let out = Path::new("out/model.safetensors");
+        let config = ConsolidationConfig::default();
+        let done = consolidate_to_file(&step, out, &config, |_| true).expect("writes");
+        let bytes = memory.read(out).expect("there");
+        let file = SafeTensors::deserialize(&bytes).expect("reads");
+        assert_eq!(file.len(), model().len());
+        for tensor in model() {
+            assert_tensor(&file, &tensor);
+        }
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).expect("reads");
+        let metadata = metadata.metadata().as_ref().expect("some");
+        assert_eq!(metadata["format"], "pt");
+        assert_eq!(done.num_tensors, model().len());
+        assert_eq!(
+            done.total_size,
+            model().iter().map(common::num_bytes).sum::<usize>() as u64
+        );
+
+        let error = consolidate_to_file(&step, out, &config, |_| true);
+        assert!(matches!(error, Err(Error::Exists { .. })));
+        let config = ConsolidationConfig {
+            replace: true,
+            ..config
+        };
+        consolidate_to_file(&step, out, &config, |tensor| tensor.name == "scalar").expect("writes");
+        let bytes = memory.read(out).expect("there");
+        let file = SafeTensors::deserialize(&bytes).expect("reads");
+        assert_eq!(file.names(), ["scalar"]);
+        consolidate_to_file(&step, out, &config, |_| false).expect_err("nothing to write");
+        let left: Vec<_> = memory.list(Path::new("out")).expect("there");
+        assert_eq!(left.len(), 1, "{left:?}");
+    }
+}
+
+#[test]
+fn a_folder_is_sharded_as_hugging_face_has_it() {
+    let memory = Memory::new();
+    let step = saved(&memory, Kind::Columns);
+    for max in [1, 100, 200, 500, 1 << 20] {
+        let out = Path::new("out").join(max.to_string());
+        let config = ConsolidationConfig {
+            max_shard_size: Some(max),
+            ..ConsolidationConfig::default()
+        };
+        let done = consolidate_to_folder(&step, &out, &config, |_| true).expect("writes");
+        let total = done.files.len();
+        let mut found = BTreeSet::new();
+        for (number, path) in done.files.iter().enumerate() {
+            let name = match total {
+                1 => "model.safetensors".to_owned(),
+                _ => format!("model-{:05}-of-{total:05}.safetensors", number + 1),
+            };
+            assert_eq!(path, &out.join(name));
+            let bytes = memory.read(path).expect("there");
+            let file = SafeTensors::deserialize(&bytes).expect("reads");
+            let size: usize = file.iter().map(|(_, view)| view.data().len()).sum();
+            assert!(
+                size as u64 <= max
+                    || file.iter().filter(|(_, v)| !v.data().is_empty()).count() == 1
+            );
+            for tensor in model()
+                .iter()
+                .filter(|tensor| file.tensor(&tensor.name).is_ok())
+            {
+                assert_tensor(&file, tensor);
+                assert!(found.insert(tensor.name.clone()), "twice");
+            }
+        }
+        assert_eq!(found.len(), model().len());
+        let index = memory.read(&out.join("model.safetensors.index.json"));
+        assert_eq!(index.is_some(), total > 1);
+        if let Some(index) = index {
+            let index: serde_json::Value = serde_json::from_slice(&index).expect("JSON");
+            assert_eq!(index["metadata"]["total_size"], done.total_size);
+            let map = index["weight_map"].as_object().expect("a map");
+            assert!(map.keys().eq(&found));
+        }
+        let error = consolidate_to_folder(&step, &out, &config, |_| true);
+        assert!(matches!(error, Err(Error::Exists { .. })));
+    }
+}
+
+#[test]
+fn damage_leaves_no_output() {
+    let memory = Memory::new();
+    let step = saved(&memory, Kind::Flat);
+    let path = step.path().join("rank-00002.safetensors");
+    let mut bytes = memory.read(&path).expect("there");
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    memory.write(&path, bytes).expect("in memory");
+    let config = ConsolidationConfig::default();
+    let out = Path::new("out/model");
+    // The last part in the file is of the narrowest elements, which are the model's.
+    let error = consolidate_to_folder(&step, out, &config, |_| true).expect_err("damaged");
+    assert!(error.is_damage(), "{error}");
+    consolidate_to_file(&step, out, &config, |_| true).expect_err("damaged");
+    assert_eq!(memory.list(Path::new("out")).expect("there").len(), 0);
+}
+
+#[test]
+fn large_tensors_pass_through_in_blocks() {
+    let mesh = common::line(2);
+    let layout = Layout::dim(&mesh, "shard", 1).expect("an axis");
+    let shape = [1500, 4001];
+    let tensor = TensorSpec::new("big", shape, Dtype::F32, TensorKind::Parameter, layout);
+    let plan = Arc::new(WritePlan::new(&mesh, vec![tensor.clone()]).expect("fits"));
+    let dir = tempfile::tempdir().expect("a folder");
+    let checkpoints = Checkpoints::new(dir.path().join("run"));
+    let request = common::request(&plan, 1);
+    let whole = common::truth("big", common::num_bytes(&tensor));
+    // Cut out by hand: the definition in `common` is slow for so much.
+    let source =
+        |tensor: &TensorSpec, region: &Region| -> Result<Vec<u8>, burn_fsdp_checkpoint::BoxError> {
+            let Region::Box { offsets, sizes } = region else {
+                panic!("shards of dim 1 are boxes");
+            };
+            let rows = whole.chunks(tensor.shape[1] * 4);
+            let row = |row: &[u8]| row[offsets[1] * 4..(offsets[1] + sizes[1]) * 4].to_vec();
+            Ok(rows.flat_map(row).collect())
+        };
+    let ends = burn_fsdp_checkpoint::ThreadRendezvous::new(2, std::time::Duration::from_secs(60));
+    std::thread::scope(|scope| {
+        for mut end in ends {
+            let (checkpoints, request, mut source) = (&checkpoints, &request, &source);
+            scope.spawn(move || {
+                burn_fsdp_checkpoint::save(checkpoints, request, &mut source, &mut end)
+                    .expect("saves")
+            });
+        }
+    });
+    let step = checkpoints.newest().expect("opens");
+    let out = dir.path().join("model.safetensors");
+    consolidate_to_file(&step, &out, &ConsolidationConfig::default(), |_| true).expect("writes");
+    let bytes = std::fs::read(&out).expect("there");
+    let file = SafeTensors::deserialize(&bytes).expect("reads");
+    assert!(file.tensor("big").expect("there").data() == whole);
+}
+
+#[test]
+fn an_inspection_shows_everything_and_survives_json() {
+    let memory = Memory::new();
+    let step = saved(&memory, Kind::Rows);
+    let inspection = Inspection::new(&step);
+    let printed = inspection.to_string();
+    for text in [
+        "step-000001",
+        "shard=3",
+        "embedding.weight",
+        "optimizer state",
+        "BF16",
+        "[3, 5, 2]",
+        "shard(0)",
+        "\\n",
+    ] {
+        assert!(printed.contains(text), "{text:?} is not in {printed}");
+    }
+    let state = inspection.totals(TensorKind::OptimizerState);
+    assert_eq!(
+        (state.num_tensors, state.num_elements, state.bytes),
+        (2, 210, 840)
+    );
+    let json = serde_json::to_value(&inspection).expect("JSON");
+    assert_eq!(json["tensors"][0]["name"], "embedding.weight");
+}

@@ -1,0 +1,561 @@
+//! Damaged and malicious files: an error that says where, never a wrong byte, never a panic.
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use burn_fsdp_checkpoint::storage::{FileSystem, Memory, Storage};
+use burn_fsdp_checkpoint::{
+    Check, Checkpoints, Dtype, Error, ExpectedTensor, Extra, Layout, Limits, Region, Step,
+    TensorKind, TensorSpec, WritePlan, fuzzing,
+};
+use common::Kind;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use serde_json::{Value, json};
+
+const FILES: [&str; 4] = [
+    "index.json",
+    "index.json.crc32",
+    "rank-00000.safetensors",
+    "rank-00001.safetensors",
+];
+
+fn checkpoints(memory: &Memory) -> Checkpoints {
+    Checkpoints::with_storage(Arc::new(memory.clone()), "run")
+}
+
+fn in_step(step: u64, file: &str) -> PathBuf {
+    Path::new("run").join(format!("step-{step:06}")).join(file)
+}
+
+/// Small tensors of all kinds and one of several chunks a rank.
+fn plan() -> Arc<WritePlan> {
+    let mesh = common::line(2);
+    let mut tensors = common::tensors(&mesh, Kind::Flat);
+    let layout = Layout::dim(&mesh, "shard", 1).expect("an axis");
+    let shape = [700, 1001];
+    tensors.push(TensorSpec::new(
+        "big",
+        shape,
+        Dtype::F32,
+        TensorKind::Parameter,
+        layout,
+    ));
+    Arc::new(WritePlan::new(&mesh, tensors).expect("fits"))
+}
+
+fn copy(memory: &Memory, step: u64) -> Vec<Vec<u8>> {
+    let read = |file: &&str| memory.read(&in_step(step, file)).expect("there");
+    FILES.iter().map(read).collect()
+}
+
+fn assert_names(error: &Error, text: &str) {
+    let message = error.to_string();
+    assert!(message.contains(text), "{message:?} does not name {text:?}");
+}
+
+#[test]
+fn bit_flips_and_truncations_are_detected_where_they_are() {
+    let memory = Memory::new();
+    let plan = plan();
+    common::save_step(&checkpoints(&memory), &plan, 1);
+    common::save_step(&checkpoints(&memory), &plan, 2);
+    let whole = copy(&memory, 2);
+    let index = checkpoints(&memory).open(2).expect("opens").index().clone();
+    let mut random = StdRng::seed_from_u64(4);
+    for case in 0..1000 {
+        let number = random.random_range(0..FILES.len());
+        let mut bytes = whole[number].clone();
+        // Half of the places are in the first kilobytes, where the headers are.
+        let most = match random.random_bool(0.5) {
+            true => bytes.len(),
+            false => bytes.len().min(4096),
+        };
+        let place = random.random_range(0..most);
+        let is_flip = random.random_bool(0.7);
+        match is_flip {
+            true => bytes[place] ^= 1 << random.random_range(0..8),
+            false if random.random_bool(0.1) => bytes.push(0),
+            false => bytes.truncate(place),
+        }
+        memory
+            .write(&in_step(2, FILES[number]), bytes)
+            .expect("in memory");
+
+        let found = checkpoints(&memory).newest_good(Check::Everything);
+        let found = found.expect("lists");
+        let good = found.step.expect("the older step is good");
+        assert_eq!(
+            good.index().training.step,
+            1,
+            "case {case}: {place} of {number}"
+        );
+        assert_eq!(found.skipped.len(), 1);
+        let error = &found.skipped[0].error;
+        assert!(error.is_damage());
+        assert_names(error, FILES[number]);
+        if number >= 2 && is_flip {
+            let flipped = index.tensors.iter().find(|tensor| {
+                let mut parts = tensor.parts.iter();
+                parts.any(|part| part.file == number - 2 && part.bytes.contains(&(place as u64)))
+            });
+            match flipped {
+                Some(tensor) => assert_names(error, &format!("{:?}", tensor.name)),
+                None => assert_names(error, "bytes 0 to"),
+            }
+            // Whoever does not verify everything first still gets no wrong byte.
+            let step = checkpoints(&memory).open(2).expect("the index is whole");
+            let mut num_errors = 0;
+            for tensor in plan.tensors().iter().filter(|_| case % 50 == 0) {
+                match step.read(&tensor.name, &Region::whole(&tensor.shape)) {
+                    Ok(got) => {
+                        let truth = common::part_of(tensor, &Region::whole(&tensor.shape));
+                        assert!(got == truth, "{} is wrong", tensor.name);
+                    }
+                    Err(error) => {
+                        assert!(error.is_damage());
+                        num_errors += 1;
+                    }
+                }
+            }
+            assert!(case % 50 != 0 || num_errors > 0);
+        }
+        memory
+            .write(&in_step(2, FILES[number]), whole[number].clone())
+            .expect("in memory");
+    }
+    let step = checkpoints(&memory).newest().expect("opens");
+    step.verify(|_| ()).expect("restored");
+}
+
+#[test]
+fn all_damage_is_told_at_once_and_progress_reaches_the_end() {
+    let memory = Memory::new();
+    common::save_step(&checkpoints(&memory), &plan(), 1);
+    for file in &FILES[2..] {
+        let mut bytes = memory.read(&in_step(1, file)).expect("there");
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        memory.write(&in_step(1, file), bytes).expect("in memory");
+    }
+    let step = checkpoints(&memory).newest().expect("opens");
+    let mut last = (0, 0);
+    let damage = step.damage(|progress| {
+        assert!(progress.done >= last.0);
+        last = (progress.done, progress.total);
+    });
+    assert_eq!(damage.len(), 2);
+    assert_names(&damage[0], FILES[2]);
+    assert_names(&damage[1], FILES[3]);
+    assert_eq!(last.0, last.1);
+}
+
+#[test]
+fn a_missing_file_is_named() {
+    for file in FILES {
+        let memory = Memory::new();
+        common::save_step(&checkpoints(&memory), &plan(), 1);
+        memory.remove_file(&in_step(1, file)).expect("there");
+        let found = checkpoints(&memory)
+            .newest_good(Check::Sizes)
+            .expect("lists");
+        assert!(found.step.is_none());
+        assert_names(&found.skipped[0].error, file);
+    }
+    let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
+    assert!(matches!(error, Error::NoStep { .. }));
+}
+
+/// A step whose index is edited and sealed again, as somebody would who means harm.
+fn with_index(edit: impl FnOnce(&mut Value)) -> Result<Step, Error> {
+    let memory = Memory::new();
+    common::save_step(&checkpoints(&memory), &plan(), 1);
+    let json = memory.read(&in_step(1, FILES[0])).expect("there");
+    let mut index: Value = serde_json::from_slice(&json).expect("JSON");
+    edit(&mut index);
+    with_index_text(&memory, index.to_string())
+}
+
+fn with_index_text(memory: &Memory, json: String) -> Result<Step, Error> {
+    let seal = format!("{:08x} {}\n", crc32fast::hash(json.as_bytes()), json.len());
+    memory
+        .write(&in_step(1, FILES[0]), json.into_bytes())
+        .expect("in memory");
+    memory
+        .write(&in_step(1, FILES[1]), seal.into_bytes())
+        .expect("in memory");
+    checkpoints(memory).open(1)
+}
+
+#[test]
+fn malicious_indices_are_refused() {
+    with_index(|_| ()).expect("an unchanged index is fine");
+    type Edit = fn(&mut Value);
+    let edits: &[(&str, Edit)] = &[
+        ("format version 2", |i| i["version"] = json!(2)),
+        ("format", |i| i["format"] = json!("x".repeat(10_000))),
+        ("chunk_bytes", |i| i["chunk_bytes"] = json!(0)),
+        ("chunk_bytes", |i| i["chunk_bytes"] = json!(1u64 << 40)),
+        ("world_size", |i| i["world_size"] = json!(3)),
+        ("world_size", |i| i["mesh"][0]["size"] = json!(u64::MAX)),
+        ("at most 64", |i| {
+            i["mesh"] = vec![json!({"name": "a", "size": 1}); 65].into()
+        }),
+        ("plain name", |i| {
+            i["files"][0]["name"] = json!("../rank.safetensors")
+        }),
+        ("plain name", |i| {
+            i["files"][0]["name"] = json!("/tmp/rank.safetensors")
+        }),
+        ("plain name", |i| {
+            i["files"][0]["name"] = json!("a\\rank.safetensors")
+        }),
+        ("plain name", |i| i["files"][0]["name"] = json!("..")),
+        ("plain name", |i| {
+            i["files"][0]["name"] = json!("\u{202e}.safetensors")
+        }),
+        ("plain name", |i| {
+            i["files"][0]["name"] = json!("index.json")
+        }),
+        ("occurs twice", |i| {
+            i["files"][0]["name"] = i["files"][1]["name"].clone()
+        }),
+        ("impossible sizes", |i| {
+            i["files"][0]["bytes"] = json!(u64::MAX)
+        }),
+        ("impossible sizes", |i| {
+            i["files"][0]["header_bytes"] = json!(u64::MAX)
+        }),
+        ("impossible sizes", |i| {
+            i["files"][0]["header_bytes"] = json!(7)
+        }),
+        ("to count", |i| {
+            i["files"][0]["bytes"] = json!(i64::MAX);
+            i["files"][1]["bytes"] = json!(i64::MAX);
+        }),
+        ("two of that name", |i| {
+            i["tensors"][1]["name"] = i["tensors"][0]["name"].clone()
+        }),
+        ("name must be", |i| i["tensors"][0]["name"] = json!("")),
+        ("name must be", |i| {
+            i["tensors"][0]["name"] = json!("__metadata__")
+        }),
+        ("too large", |i| {
+            i["tensors"][0]["shape"] = json!([u64::MAX, 2])
+        }),
+        ("at most 16", |i| {
+            i["tensors"][0]["shape"] = vec![1; 17].into()
+        }),
+        ("whole bytes", |i| i["tensors"][0]["dtype"] = json!("F4")),
+        ("unknown variant", |i| {
+            i["tensors"][0]["dtype"] = json!("F31")
+        }),
+        ("unknown field", |i| i["more"] = json!(1)),
+        ("missing field", |i| {
+            i.as_object_mut().expect("a map").remove("training");
+        }),
+        ("parts hold", |i| {
+            i["tensors"][0]["parts"]
+                .as_array_mut()
+                .expect("a list")
+                .pop();
+        }),
+        ("two parts in file", |i| {
+            let part = i["tensors"][0]["parts"][0].clone();
+            i["tensors"][0]["parts"]
+                .as_array_mut()
+                .expect("a list")
+                .push(part);
+        }),
+        ("does not exist", |i| {
+            i["tensors"][0]["parts"][0]["file"] = json!(2)
+        }),
+        ("bytes after byte", |i| {
+            i["tensors"][0]["parts"][0]["bytes"]["end"] = json!(1u64 << 60)
+        }),
+        ("bytes after byte", |i| {
+            i["tensors"][0]["parts"][0]["bytes"]["start"] = json!(1u64 << 61)
+        }),
+        ("bytes after byte", |i| {
+            i["tensors"][0]["parts"][0]["bytes"] = json!({"start": 0, "end": 212})
+        }),
+        ("instead of", |i| {
+            // Overlapping bytes of two tensors in one file.
+            let first = i["tensors"][9]["parts"][0]["bytes"].clone();
+            i["tensors"][10]["parts"][0]["bytes"] = first;
+        }),
+        ("parts hold elements", |i| {
+            // Overlapping elements of one tensor, with bytes and checksums to match.
+            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 52, "end": 104}});
+        }),
+        ("it has no elements", |i| {
+            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 53, "end": 1000}});
+        }),
+        ("it has no elements", |i| {
+            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 50, "end": 3}});
+        }),
+        ("overlap", |i| {
+            let parts = &mut i["tensors"][11]["parts"];
+            assert!(
+                parts[0]["region"]["box"].is_object(),
+                "shards of dim 1 are boxes"
+            );
+            parts[1]["region"]["box"]["offsets"] = json!([0, 0]);
+        }),
+        ("it has no box", |i| {
+            i["tensors"][11]["parts"][1]["region"]["box"]["offsets"] = json!([0, u64::MAX]);
+        }),
+        ("it has no box", |i| {
+            i["tensors"][11]["parts"][1]["region"]["box"]["offsets"] = json!([0]);
+        }),
+        ("all ranges or all boxes", |i| {
+            i["tensors"][11]["parts"][1]["region"] =
+                json!({"flat": {"start": 0, "end": 700 * 500}});
+        }),
+        ("checksums for", |i| {
+            i["tensors"][0]["parts"][0]["crc32"] = json!("")
+        }),
+        ("hexadecimal", |i| {
+            i["tensors"][0]["parts"][0]["crc32"] = json!("0123456")
+        }),
+        ("hexadecimal", |i| {
+            i["tensors"][0]["parts"][0]["crc32"] = json!("+1234567")
+        }),
+        ("hexadecimal", |i| {
+            i["tensors"][0]["parts"][0]["crc32"] = json!("\u{e9}\u{e9}\u{e9}\u{e9}")
+        }),
+        ("invalid type", |i| i["training"] = json!(null)),
+    ];
+    for (expected, edit) in edits {
+        let error = with_index(edit).expect_err(expected);
+        assert_names(&error, "index.json");
+        assert_names(&error, expected);
+    }
+}
+
+#[test]
+fn malicious_text_is_refused_without_much_memory_or_stack() {
+    let memory = Memory::new();
+    common::save_step(&checkpoints(&memory), &plan(), 1);
+    let head = r#"{"format":"burn-fsdp-checkpoint","version":1,"model":"#;
+    let depth = 1 << 20;
+    let deep = format!("{head}{}{}}}", "[".repeat(depth), "]".repeat(depth));
+    let error = with_index_text(&memory, deep).expect_err("too deep");
+    assert_names(&error, "recursion limit");
+    let twice = format!("{head}1,\"model\":2}}");
+    let error = with_index_text(&memory, twice).expect_err("two models");
+    assert_names(&error, "duplicate field");
+    for text in ["", "null", "[]", "{}", "\u{0}", "{\"format\":\"x\""] {
+        let error = with_index_text(&memory, text.to_owned()).expect_err(text);
+        assert_names(&error, "index.json");
+    }
+    let limits = Limits {
+        index_bytes: 100,
+        ..Limits::default()
+    };
+    let error = checkpoints(&memory).with_limits(limits);
+    let error = with_index_text(&memory, " ".repeat(101))
+        .and(error.open(1))
+        .expect_err("too large");
+    assert_names(&error, "index.json");
+    let error = checkpoints(&memory)
+        .with_limits(limits)
+        .open(1)
+        .expect_err("too large");
+    assert!(
+        matches!(
+            error,
+            Error::Limit {
+                limit: 100,
+                got: 101,
+                ..
+            }
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn headers_that_lie_are_refused() {
+    // The index vouches for a header of another length.
+    let memory = Memory::new();
+    common::save_step(&checkpoints(&memory), &plan(), 1);
+    let mut bytes = memory.read(&in_step(1, FILES[2])).expect("there");
+    bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    let json = memory.read(&in_step(1, FILES[0])).expect("there");
+    let mut index: Value = serde_json::from_slice(&json).expect("JSON");
+    let header_bytes = index["files"][0]["header_bytes"].as_u64().expect("a size") as usize;
+    index["files"][0]["header_crc32"] = crc32fast::hash(&bytes[..header_bytes]).into();
+    memory
+        .write(&in_step(1, FILES[2]), bytes.clone())
+        .expect("in memory");
+    let step = with_index_text(&memory, index.to_string()).expect("the index is fine");
+    let error = step.verify(|_| ()).expect_err("a lie");
+    assert_names(&error, "its header should have");
+    // Of other tensors.
+    bytes[..8].copy_from_slice(&(header_bytes as u64 - 8).to_le_bytes());
+    let place = bytes
+        .windows(6)
+        .position(|text| text == b"scalar")
+        .expect("a name");
+    bytes[place] = b'S';
+    index["files"][0]["header_crc32"] = crc32fast::hash(&bytes[..header_bytes]).into();
+    memory
+        .write(&in_step(1, FILES[2]), bytes)
+        .expect("in memory");
+    let step = with_index_text(&memory, index.to_string()).expect("the index is fine");
+    let error = step.verify(|_| ()).expect_err("a lie");
+    assert_names(&error, "\"scalar\"");
+    // Larger than is read.
+    let limits = Limits {
+        header_bytes: 16,
+        ..Limits::default()
+    };
+    let step = checkpoints(&memory)
+        .with_limits(limits)
+        .open(1)
+        .expect("opens");
+    assert!(matches!(
+        step.verify(|_| ()),
+        Err(Error::Limit { limit: 16, .. })
+    ));
+
+    let header = |json: &str| {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(json.as_bytes());
+        bytes
+    };
+    let tensor = r#"{"dtype":"U8","shape":[0],"data_offsets":[0,0]}"#;
+    fuzzing::shard_header(&header(&format!(r#"{{"a":{tensor}}}"#))).expect("fine");
+    for (expected, json) in [
+        ("occurs twice", format!(r#"{{"a":{tensor},"a":{tensor}}}"#)),
+        (
+            "contradicts",
+            r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}"#.to_owned(),
+        ),
+        (
+            "contradicts",
+            r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]}}"#.to_owned(),
+        ),
+        (
+            "contradicts",
+            format!(
+                r#"{{"a":{{"dtype":"F64","shape":[{0},{0}],"data_offsets":[0,8]}}}}"#,
+                u64::MAX
+            ),
+        ),
+        (
+            "tensors take 3 bytes",
+            r#"{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}"#.to_owned(),
+        ),
+    ] {
+        let error = fuzzing::shard_header(&header(&json)).expect_err(&json);
+        assert_names(&error, expected);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn nothing_but_regular_files_is_opened() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let checkpoints = Checkpoints::new(dir.path());
+    common::save_step(&checkpoints, &plan(), 1);
+    let file = checkpoints.path(1).join(FILES[2]);
+    let outside = dir.path().join("outside");
+    std::fs::rename(&file, &outside).expect("renames");
+    std::os::unix::fs::symlink(&outside, &file).expect("links");
+    let step = checkpoints.open(1).expect("the index is fine");
+    let error = step.verify(|_| ()).expect_err("a link");
+    assert_names(&error, "not a regular file");
+    // A pipe that nobody writes to would block whoever opens it.
+    std::fs::remove_file(&file).expect("removes");
+    let made = std::process::Command::new("mkfifo").arg(&file).status();
+    if made.is_ok_and(|status| status.success()) {
+        let error = step.verify(|_| ()).expect_err("a pipe");
+        assert_names(&error, "not a regular file");
+    }
+    assert!(FileSystem.open_file(dir.path()).is_err());
+}
+
+#[test]
+fn wrong_calls_are_errors() {
+    let memory = Memory::new();
+    common::save_step(&checkpoints(&memory), &plan(), 1);
+    let step = checkpoints(&memory).open(1).expect("opens");
+    let flat = |range| Region::Flat(range);
+    assert!(matches!(
+        step.read("none", &flat(0..1)),
+        Err(Error::Missing { .. })
+    ));
+    let error = step.read("scalar", &flat(0..2)).expect_err("one element");
+    assert!(matches!(error, Error::Region { .. }), "{error}");
+    #[expect(clippy::reversed_empty_ranges)]
+    let error = step.read("scalar", &flat(1..0)).expect_err("backwards");
+    assert!(matches!(error, Error::Region { .. }), "{error}");
+    let error = step
+        .read_into("scalar", &flat(0..1), &mut [0; 5])
+        .expect_err("five bytes");
+    assert!(
+        matches!(
+            error,
+            Error::Length {
+                expected: 4,
+                got: 5,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(step.read("empty", &flat(0..0)).expect("nothing").is_empty());
+}
+
+#[test]
+fn models_that_differ_are_told_apart() {
+    let memory = Memory::new();
+    let plan = plan();
+    common::save_step(&checkpoints(&memory), &plan, 1);
+    let step = checkpoints(&memory).open(1).expect("opens");
+    let expected = |tensor: &TensorSpec| ExpectedTensor {
+        name: tensor.name.clone(),
+        shape: tensor.shape.clone(),
+        dtype: Some(tensor.dtype),
+    };
+    let all: Vec<_> = plan.tensors().iter().map(expected).collect();
+    step.compare(&all, |_| true, Extra::Refuse)
+        .expect("the same");
+    let model: Vec<_> = plan
+        .tensors()
+        .iter()
+        .filter(|tensor| tensor.kind.is_model())
+        .map(expected)
+        .collect();
+    step.compare(&model, |tensor| tensor.kind.is_model(), Extra::Refuse)
+        .expect("the same model");
+    step.compare(&model[1..], |_| true, Extra::Ignore)
+        .expect("a part");
+    let error = step.compare(&model[1..], |t| t.kind.is_model(), Extra::Refuse);
+    let error = error.expect_err("one too many");
+    assert!(matches!(&error, Error::Unexpected { names, .. } if names == &[model[0].name.clone()]));
+    let mut other = model.clone();
+    other[2].name = "other".to_owned();
+    other[3].name = "another".to_owned();
+    let error = step
+        .compare(&other, |_| true, Extra::Ignore)
+        .expect_err("two too few");
+    assert_names(&error, "\"other\", \"another\"");
+    let mut other = model.clone();
+    other[0].shape = vec![15, 7];
+    let error = step
+        .compare(&other, |_| true, Extra::Ignore)
+        .expect_err("a shape");
+    assert_names(&error, "[7, 15]");
+    assert_names(&error, "[15, 7]");
+    let mut other = model;
+    other[0].dtype = Some(Dtype::BF16);
+    let error = step
+        .compare(&other, |_| true, Extra::Ignore)
+        .expect_err("a dtype");
+    assert_names(&error, "F32");
+}

@@ -1,0 +1,334 @@
+//! Activation checkpointing: a part of the model whose activations are computed again in backward.
+//!
+//! Forward runs the region without a graph and keeps its input alone. Backward runs it once more,
+//! this time with a graph of its own, differentiates that, and hands the gradients on. Sharded
+//! units take part in both: gathered for the forward, and gathered once more for the
+//! recomputation *and* its backward together. The order of operations is that of the README, with
+//! a unit's second gather where its recomputation begins.
+//!
+//! The inner graph shares no leaf with the outer one: Burn locks a graph while it goes backward
+//! through it, and leaves of two graphs make them one.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::sync::Arc;
+
+use burn::backend::autodiff::NodeId;
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Device, Gradients, Int, Shape, Tensor};
+
+use crate::error::{Error, throw};
+use crate::op;
+use crate::root::Root;
+
+/// What a rank's thread is doing to a region, if anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Mode {
+    /// No region, or an ordinary forward and backward.
+    #[default]
+    Off,
+    /// The region's forward, without a graph.
+    Plain,
+    /// The region's second forward, or its backward.
+    Again,
+}
+
+thread_local! {
+    static MODE: Cell<Mode> = const { Cell::new(Mode::Off) };
+    static PREPARING: Cell<bool> = const { Cell::new(false) };
+    static TOUCHED: RefCell<Vec<(Arc<Root>, Tensor<1>)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What this thread is doing.
+pub(crate) fn mode() -> Mode {
+    MODE.get()
+}
+
+/// Whether a module is being made ready for a region: what is sharded stays as it is.
+pub(crate) fn is_preparing() -> bool {
+    PREPARING.get()
+}
+
+/// `module` with its plain parameters as `mapper` makes them.
+fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
+    // A lazy parameter would draw other numbers in the copy.
+    module.visit(&mut Initialize);
+    PREPARING.set(true);
+    let module = module.clone().map(mapper);
+    PREPARING.set(false);
+    module
+}
+
+/// A region has used a unit of `root`; `token` is that of the pass around it.
+pub(crate) fn touch(root: &Arc<Root>, token: &Tensor<1>) {
+    TOUCHED.with_borrow_mut(|touched| {
+        if !touched.iter().any(|(known, _)| Arc::ptr_eq(known, root)) {
+            touched.push((root.clone(), token.clone()));
+        }
+    });
+}
+
+/// Runs `body` in `mode`; returns the roots whose units it used, with their tokens.
+fn within<T>(mode: Mode, body: impl FnOnce() -> T) -> (T, Vec<(Arc<Root>, Tensor<1>)>) {
+    struct Back(Mode);
+    impl Drop for Back {
+        fn drop(&mut self) {
+            MODE.set(self.0);
+        }
+    }
+    let _back = Back(MODE.replace(mode));
+    TOUCHED.take();
+    let result = body();
+    (result, TOUCHED.take())
+}
+
+/// `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest
+/// again. Saves the activations of the region for the price of a second forward.
+///
+/// Checkpoint one unit at a time: full weights of all units in a region exist together in its
+/// backward. With [`ShardPolicy::units`](crate::ShardPolicy::units) `["blocks.*"]`, call it once
+/// around each block.
+///
+/// `module` may be sharded, hold sharded modules, or be plain. `forward` must compute the same
+/// both times: no dropout (its random numbers differ), and nothing tracked may be captured, since
+/// its gradient would be lost; both are errors. Running statistics, such as BatchNorm's, are
+/// updated twice a step. Outside of training, or inside another region, `forward` is just called.
+///
+/// All ranks must do so alike.
+///
+/// # Errors
+///
+/// As those of a forward and a backward, which unwind: see [`catch`](crate::catch).
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_shard::checkpoint;
+///
+/// let device = Device::flex().autodiff();
+/// let layer: Linear = LinearConfig::new(4, 4).init(&device);
+/// let input = Tensor::<2>::ones([2, 4], &device);
+/// let output = checkpoint(&layer, input, |layer, input| layer.forward(input).exp());
+/// let gradients = output.sum().backward();
+/// assert!(layer.weight.val().grad(&gradients).is_some());
+/// ```
+pub fn checkpoint<M, F, const D: usize, const E: usize>(
+    module: &M,
+    input: Tensor<D>,
+    forward: F,
+) -> Tensor<E>
+where
+    M: Module + Sync + 'static,
+    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
+{
+    if !input.is_autodiff() || mode() != Mode::Off {
+        return forward(module, input);
+    }
+    let device = input.device();
+    let (output, touched) = within(Mode::Plain, || {
+        let plain = prepared(module, &mut Detach);
+        forward(&plain, tracked(input.clone().inner(), &device))
+    });
+    let tokens = touched.into_iter().map(|(_, token)| token);
+    let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
+        // Something to hang on, where the input has no gradient.
+        Tensor::zeros([1], &device).require_grad()
+    });
+    let region = Region::<M, F, D, E> {
+        module: module.clone(),
+        input: input.clone().inner(),
+        device,
+        sample: Sample::of(&output),
+        forward,
+    };
+    let region: Arc<dyn Recompute> = Arc::new(region);
+    op::checkpointed(output, input, token, region)
+}
+
+/// A plain tensor on the autodiff device `device`, untracked.
+pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
+    match device.gradient_checkpointing_strategy() {
+        Some(strategy) => tensor
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy),
+        None => tensor,
+    }
+}
+
+/// Initializes lazy parameters.
+struct Initialize;
+
+impl ModuleVisitor for Initialize {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        drop(param.base());
+    }
+}
+
+/// Takes plain parameters out of the graph. Sharded ones see to it themselves.
+struct Detach;
+
+impl ModuleMapper for Detach {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| {
+            let device = tensor.device();
+            tracked(tensor.inner(), &device)
+        })
+    }
+}
+
+/// Gives plain parameters leaves of the region's own.
+struct OwnLeaves;
+
+impl ModuleMapper for OwnLeaves {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| {
+            let device = tensor.device();
+            let is_trainable = tensor.is_require_grad();
+            tracked(tensor.inner(), &device).set_require_grad(is_trainable)
+        })
+    }
+}
+
+/// A gradient that a region hands on: for which node, of what shape.
+pub(crate) struct HandedOn {
+    /// The leaf in the outer graph; `None` for the region's input.
+    pub(crate) node: Option<NodeId>,
+    /// Flat and plain.
+    pub(crate) gradient: Tensor<1>,
+    /// Shape of the leaf.
+    pub(crate) shape: Shape,
+}
+
+/// A region, whatever its types.
+pub(crate) trait Recompute: fmt::Debug + Send + Sync {
+    /// Runs the region again, with a graph, and differentiates it by `gradient`, flat and plain.
+    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
+}
+
+struct Region<M, F, const D: usize, const E: usize> {
+    module: M,
+    input: Tensor<D>,
+    device: Device,
+    sample: Sample,
+    forward: F,
+}
+
+impl<M, F, const D: usize, const E: usize> fmt::Debug for Region<M, F, D, E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region").finish_non_exhaustive()
+    }
+}
+
+impl<M, F, const D: usize, const E: usize> Recompute for Region<M, F, D, E>
+where
+    M: Module + Sync,
+    F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync,
+{
+    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn> {
+        let input = tracked(self.input.clone(), &self.device).require_grad();
+        let module = prepared(&self.module, &mut OwnLeaves);
+        let (mut gradients, _) = within(Mode::Again, || {
+            let (output, touched) = within(Mode::Again, || (self.forward)(&module, input.clone()));
+            for (root, _) in touched {
+                root.end_recomputation();
+            }
+            if let Err(error) = self.sample.compare(&output) {
+                throw(error);
+            }
+            let gradient = tracked(gradient.reshape(output.shape()), &self.device);
+            (output * gradient).sum().backward()
+        });
+        let mut handed_on = Vec::new();
+        if let Some(gradient) = input.grad_remove(&mut gradients) {
+            handed_on.push(HandedOn::new(None, gradient));
+        }
+        let mut leaves = Leaves {
+            nodes: Vec::new(),
+            gradients,
+            handed_on,
+        };
+        self.module.visit(&mut leaves);
+        leaves.nodes.reverse();
+        module.visit(&mut Collect(&mut leaves));
+        leaves.handed_on
+    }
+}
+
+impl HandedOn {
+    fn new<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> Self {
+        let shape = gradient.shape();
+        Self {
+            node,
+            gradient: gradient.reshape([shape.num_elements()]),
+            shape,
+        }
+    }
+}
+
+/// The nodes of a module's own leaves, and the gradients of the region's.
+struct Leaves {
+    nodes: Vec<Option<NodeId>>,
+    gradients: Gradients,
+    handed_on: Vec<HandedOn>,
+}
+
+impl ModuleVisitor for Leaves {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.base();
+        let is_leaf = value.is_autodiff() && value.is_require_grad();
+        self.nodes.push(is_leaf.then(|| op::node_of(value)));
+    }
+}
+
+/// Takes the gradients of the region's leaves, in the same order.
+struct Collect<'a>(&'a mut Leaves);
+
+impl ModuleVisitor for Collect<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(Some(node)) = self.0.nodes.pop() else {
+            return;
+        };
+        if let Some(gradient) = param.base().grad_remove(&mut self.0.gradients) {
+            self.0.handed_on.push(HandedOn::new(Some(node), gradient));
+        }
+    }
+}
+
+/// A few elements of a region's output: enough to notice that the second forward computed
+/// something else.
+struct Sample(Vec<f32>);
+
+impl Sample {
+    const SIZE: usize = 64;
+    /// Relative to the largest of them. Equal kernels give equal bits; random numbers do not come
+    /// close.
+    const TOLERANCE: f32 = 1e-2;
+
+    fn of<const E: usize>(output: &Tensor<E>) -> Self {
+        let elements = output.shape().num_elements();
+        let step = elements.div_ceil(Self::SIZE).max(1);
+        let places: Vec<i64> = (0..elements)
+            .step_by(step)
+            .map(|place| place as i64)
+            .collect();
+        let plain = output.clone().inner().reshape([elements]);
+        let places = Tensor::<1, Int>::from_data(&places[..], &plain.device());
+        let values = plain.select(0, places).into_data().convert::<f32>();
+        Self(values.try_to_vec().unwrap_or_default())
+    }
+
+    fn compare<const E: usize>(&self, output: &Tensor<E>) -> Result<(), Error> {
+        let again = Self::of(output);
+        let scale = self
+            .0
+            .iter()
+            .fold(0.0f32, |max, value| max.max(value.abs()));
+        for (&first, &second) in self.0.iter().zip(&again.0) {
+            let differs = (first - second).abs() > Self::TOLERANCE * scale;
+            if differs || first.is_nan() != second.is_nan() {
+                return Err(Error::Recomputed { first, second });
+            }
+        }
+        Ok(())
+    }
+}

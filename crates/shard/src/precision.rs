@@ -1,0 +1,91 @@
+//! Mixed precision: in which types parameters compute and gradients travel.
+
+use burn::tensor::{DType, FloatDType, Tensor};
+
+use crate::error::Error;
+use crate::inspect;
+use crate::policy::matches;
+use burn::module::Module;
+
+/// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
+/// the module was built: the master copy.
+///
+/// ```
+/// use burn::tensor::FloatDType;
+/// use burn_fsdp_shard::{Precision, ShardPolicy};
+///
+/// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
+/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["*.norm"]));
+/// # let _ = policy;
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[must_use]
+pub struct Precision {
+    compute: Option<FloatDType>,
+    reduce: Option<FloatDType>,
+    full_in: Vec<String>,
+}
+
+impl Precision {
+    /// Full parameters, and so activations and gradients, of type `compute`. Shards are cast
+    /// before they are gathered, which for 16 bits halves the traffic.
+    pub fn new(compute: FloatDType) -> Self {
+        Self {
+            compute: Some(compute),
+            ..Self::default()
+        }
+    }
+
+    /// Gradients are cast to `dtype` before they are reduced. Default: they travel in the type in
+    /// which they were computed. Sums are made in 32 bits in any case, and arrive at the shards in
+    /// the shards' type without having been rounded.
+    pub fn reduce(mut self, dtype: FloatDType) -> Self {
+        self.reduce = Some(dtype);
+        self
+    }
+
+    /// Parameters in modules that match one of `patterns` compute in the shards' type. For
+    /// normalization layers, say: whoever calls them casts what goes in, with [`Tensor::cast`].
+    pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        self.full_in = patterns.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// The type in which the parameter at `path`, stored as `stored`, computes.
+    pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
+        let modules = || path.match_indices('.').map(|(end, _)| &path[..end]);
+        let is_full = |pattern: &String| modules().any(|module| matches(pattern, module));
+        match self.compute {
+            Some(compute) if !self.full_in.iter().any(is_full) => compute.into(),
+            _ => stored,
+        }
+    }
+
+    /// The type in which gradients computed in `compute` are reduced.
+    pub(crate) fn reduce_of(&self, compute: DType) -> DType {
+        self.reduce.map_or(compute, Into::into)
+    }
+}
+
+/// `tensor` in `dtype`; the same tensor if it is of that type already.
+pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match tensor.dtype() == dtype {
+        true => tensor,
+        false => tensor.cast(dtype),
+    }
+}
+
+/// `input` in the type in which the parameters of the sharded `module` compute: that of its first
+/// unit. Burn has no forward hooks, so programs cast what they feed to a module by this.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn cast_input<M: Module, const D: usize>(
+    module: &M,
+    input: Tensor<D>,
+) -> Result<Tensor<D>, Error> {
+    let members = inspect::members(module);
+    let first = members.first().ok_or(Error::NotSharded)?;
+    Ok(cast(input, first.slot().compute))
+}

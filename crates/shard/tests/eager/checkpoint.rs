@@ -1,0 +1,180 @@
+//! Regions whose activations are computed again.
+
+use burn::module::Module;
+use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::{gelu, relu};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::OperationKind;
+use burn_fsdp_shard::{ShardPolicy, Strategy, UnitState, backward, catch, checkpoint, units};
+
+use super::bench::{Case, assert_close, build, device, on_ranks, plainly, sharded};
+use super::nets::{Block, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
+
+fn square<const D: usize>(output: Tensor<D>) -> Tensor<1> {
+    output.powf_scalar(2.0).mean()
+}
+
+/// A region around each unit.
+fn around_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
+    for block in &model.blocks {
+        x = checkpoint(block, x, |block: &Block, x| block.forward(x));
+    }
+    square(model.head.forward(model.norm.forward(x)))
+}
+
+/// A region inside each unit: some of its parameters are used outside of it.
+fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
+    for block in &model.blocks {
+        let y = block.norm.forward(x.clone());
+        let y = checkpoint(block, y, |block: &Block, y| {
+            gelu(block.up.forward(y.clone())) * block.gate.forward(y)
+        });
+        x = x + block.down.forward(y);
+    }
+    square(model.head.forward(model.norm.forward(x)))
+}
+
+/// One region around everything but the tokens.
+fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
+    checkpoint(model, x, |model: &Mlp, x| {
+        let mut x = x;
+        for block in &model.blocks {
+            x = block.forward(x);
+        }
+        square(model.head.forward(model.norm.forward(x)))
+    })
+}
+
+fn recurrent(model: &Recurrent, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+    let mut x = input([2, 6, 5], rank, step, device);
+    for layer in &model.layers {
+        x = checkpoint(layer, x, |layer: &burn::nn::Lstm, x| {
+            layer.forward(x, None).0
+        });
+    }
+    square(model.head.forward(x))
+}
+
+fn agrees<M: Module + 'static>(
+    case: Case<M>,
+    loss: fn(&M, usize, usize, &Device) -> Tensor<1>,
+    policy: &ShardPolicy,
+) {
+    let again = Case { loss, ..case };
+    for ranks in 1..=4 {
+        let want = plainly(case, ranks, 10);
+        assert_close(&plainly(again, ranks, 10), &want, 1e-5);
+        assert_close(&sharded(again, ranks, 10, policy.clone()), &want, 1e-5);
+    }
+}
+
+#[test]
+fn regions_change_nothing() {
+    let blocks = ShardPolicy::new().units(["blocks.*"]);
+    agrees(MLP, around_units, &blocks);
+    agrees(MLP, inside_units, &blocks);
+    agrees(MLP, around_all, &blocks);
+    agrees(MLP, around_units, &ShardPolicy::new());
+    agrees(
+        MLP,
+        around_units,
+        &blocks.clone().strategy(Strategy::ShardGradOp),
+    );
+    agrees(
+        MLP,
+        around_units,
+        &blocks.clone().strategy(Strategy::NoShard),
+    );
+    agrees(MLP, around_units, &blocks.clone().prefetch(0));
+    agrees(
+        RECURRENT,
+        recurrent,
+        &ShardPolicy::new().units(["layers.*"]),
+    );
+}
+
+/// A region around a unit costs no gather more than the unit alone.
+#[test]
+fn gathers_are_as_many_as_without() {
+    for prefetch in 0..3 {
+        let counts = on_ranks(3, move |world| {
+            let device = device();
+            let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
+            let model = build(MLP, &world, &device, policy)?;
+            let mut since = world.counts();
+            for step in 0..3 {
+                let before = world.counts();
+                backward(around_units(&model, world.rank(), step, &device), &model)?;
+                since = world.counts().since(&before);
+                assert!(
+                    units(&model)?
+                        .iter()
+                        .all(|unit| unit.state() == UnitState::Sharded)
+                );
+            }
+            Ok(since)
+        });
+        for counts in counts {
+            assert_eq!(counts.of(OperationKind::AllGather).operations, 7);
+            assert_eq!(counts.of(OperationKind::ReduceScatter).operations, 4);
+            assert_eq!(counts.of(OperationKind::AllReduce).operations, 1);
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Dropping {
+    linear: Linear,
+    dropout: Dropout,
+}
+
+#[test]
+fn random_numbers_and_captured_tensors_are_errors() {
+    let device = device();
+    let model = Dropping {
+        linear: LinearConfig::new(32, 32).init(&device),
+        dropout: DropoutConfig::new(0.5).init(),
+    };
+    let x = Tensor::<2>::ones([8, 32], &device);
+    let loss = checkpoint(&model, x.clone(), |model: &Dropping, x| {
+        model.dropout.forward(model.linear.forward(x))
+    });
+    let message = catch(|| loss.sum().backward()).err().map(|e| e.to_string());
+    let message = message.unwrap_or_default();
+    assert!(message.contains("must be deterministic"), "{message}");
+
+    let other = model.linear.weight.val();
+    let captured = catch(|| {
+        checkpoint(&model, x, move |model: &Dropping, x| {
+            relu(model.linear.forward(x)).matmul(other.clone())
+        })
+    });
+    let message = captured.err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(
+        message.contains("captures a tensor with a graph"),
+        "{message}"
+    );
+}
+
+/// A parameter that is used inside a region and outside has both gradients.
+#[test]
+fn plain_parameters_may_be_shared_with_the_outside() {
+    let device = device();
+    let linear: Linear = LinearConfig::new(5, 5).init(&device);
+    let x = Tensor::<2>::ones([3, 5], &device);
+    let gradient = |loss: Tensor<1>| {
+        let gradients = GradientsParams::from_grads(loss.backward(), &linear);
+        gradients
+            .get::<2>(linear.weight.id)
+            .expect("used")
+            .into_data()
+    };
+    let want = gradient(square(linear.forward(relu(linear.forward(x.clone())))));
+    let hidden = checkpoint(&linear, x, |linear: &Linear, x| relu(linear.forward(x)));
+    let got = gradient(square(linear.forward(hidden)));
+    got.assert_approx_eq::<f32>(&want, burn::tensor::Tolerance::relative(1e-6));
+}
