@@ -99,7 +99,7 @@ fn each_parameter_with_a_gradient_is_listed_once_and_in_order() {
             let (model, gradients) = one_step(&world, ShardPolicy::new().units(["blocks.*"]))?;
             Ok(params_with_gradient(&model, &gradients))
         }) {
-            let plain = Mlp::new(&device());
+            let plain = ready(|| Mlp::new(&device()));
             let paths = super::bench::params(&plain).into_iter();
             let all: Vec<_> = paths.map(|(path, _)| path).collect();
             assert_eq!(listed, all);
