@@ -7,9 +7,7 @@ use burn_fsdp::steps::{
     BackgroundSaver, Check, Checkpoints, DataPosition, Existing, LossScale, SaveRequest, Saved,
     Step, TrainingState,
 };
-use burn_fsdp::{
-    GroupRendezvous, LossScaler, LossScalerState, ProcessGroup, ProcessMesh, restore, snapshot,
-};
+use burn_fsdp::{GroupRendezvous, LossScaler, LossScalerState, ProcessMesh, restore, snapshot};
 use burn_fsdp_models::{Gpt, GptConfig};
 use serde_json::json;
 
@@ -145,7 +143,7 @@ impl<'a> Saving<'a> {
             },
             loss_scale: scaler.map(|scaler| LossScale {
                 scale: scaler.state().scale,
-                good_steps: scaler.state().growth_tracker,
+                good_steps: scaler.state().growth_tracker.into(),
             }),
             learning_rate: json!(config.schedule),
             optimizer: taken.optimizer,
@@ -220,7 +218,7 @@ pub(crate) fn resume(
     if let (Some(scaler), Some(saved)) = (scaler, training.loss_scale) {
         let mut state: LossScalerState = scaler.state();
         state.scale = saved.scale;
-        state.growth_tracker = saved.good_steps;
+        state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
         *scaler = scaler.clone().with_state(state);
     }
     Ok(Resumed {

@@ -3,10 +3,10 @@
 use std::fmt;
 use std::sync::Weak;
 
-use burn::module::Module;
-use burn::tensor::GradientCheckpointingStrategy;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::{GradientCheckpointingStrategy, Tensor};
 
-use crate::error::Error;
+use crate::error::{Error, catch};
 use crate::inspect;
 use crate::root::Root;
 use crate::unit::Unit;
@@ -94,6 +94,36 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
         root.pool.reset_peak();
     }
     Ok(())
+}
+
+/// A loss that reads every float parameter once and computes nothing else: the sum of their means.
+/// What it makes [`memory()`] show is what the parameters cost without activations.
+///
+/// Collective: all ranks call it with the same module.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`], or a failed collective.
+pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
+    inspect::root_of(module)?;
+    let mut means = Means::default();
+    catch(|| inspect::visit(module, &mut means))?;
+    means.sum.ok_or(Error::NotSharded)
+}
+
+#[derive(Default)]
+struct Means {
+    sum: Option<Tensor<1>>,
+}
+
+impl ModuleVisitor for Means {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let mean = param.val().mean();
+        self.sum = Some(match self.sum.take() {
+            Some(sum) => sum + mean,
+            None => mean,
+        });
+    }
 }
 
 /// One buffer of full weights, by its life.

@@ -488,12 +488,14 @@ impl Reparameterizer for Sharder {
         };
         let unit = generation.unit.clone();
         let device = param.lazy_device();
-        let id = param.id;
         let declared = Declared::of(&param);
         let value = initial::value(&unit, &unit.slots[index], &param);
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
-        let leaf = Param::initialized(id, value).set_require_grad(declared.is_trainable);
+        // An id of its own: a record gives the parameter the id that it had when it was taken, and two
+        // parameters of one id would be given one gradient.
+        let leaf = Param::initialized(ParamId::new(), value);
+        let leaf = leaf.set_require_grad(declared.is_trainable);
         let base = base(&declared, &device);
         let own = declared.mapper;
         let stand_in = stand_in(declared.shape, &device);

@@ -160,17 +160,6 @@ impl<M: Module> FullyShardedDataParallel<M> {
     }
 }
 
-fn unit_names<M: Module>(module: &M) -> Vec<String> {
-    let mut names = Vec::new();
-    for member in inspect::members(module) {
-        let name = member.generation.unit.label();
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    names
-}
-
 impl<M> Deref for FullyShardedDataParallel<M> {
     type Target = M;
 

@@ -62,6 +62,38 @@ impl Folder {
         names
     }
 
+    /// The same of a folder in it.
+    pub(crate) fn names_in(&self, folder: &str) -> Vec<String> {
+        let entries = std::fs::read_dir(self.path(folder)).expect("a readable folder");
+        let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("an entry").file_name();
+        let mut names: Vec<_> = entries.map(name).collect();
+        names.retain(|name| !name.to_string_lossy().starts_with('.'));
+        names.sort();
+        let texts = names
+            .into_iter()
+            .map(|name| name.to_string_lossy().into_owned());
+        texts.collect()
+    }
+
+    /// The command with these arguments, divided at spaces, in this folder.
+    pub(crate) fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
+        command
+            .current_dir(self.0.path())
+            .args(arguments.split_whitespace())
+            .env_remove("BURN_FSDP_FAULT");
+        command
+    }
+
+    /// Runs it.
+    pub(crate) fn run(&self, arguments: &str) -> Run {
+        Run::of(
+            self.command(arguments)
+                .output()
+                .expect("the command starts"),
+        )
+    }
+
     /// Runs `burn-fsdp train` with the tiny model and these arguments, divided at spaces. A later
     /// size replaces the tiny model's.
     pub(crate) fn train(&self, arguments: &str) -> Run {

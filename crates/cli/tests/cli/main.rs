@@ -1,7 +1,9 @@
 //! The command as a user runs it: a process with arguments, files, output and an exit code.
 
+mod checkpoints;
 mod command;
 mod faults;
+mod features;
 mod files;
 mod input;
 mod report;

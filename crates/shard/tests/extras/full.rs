@@ -2,13 +2,15 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Tensor};
-use burn_fsdp_collectives::{CommCounter, OperationKind};
+use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    BufferSync, ShardPolicy, Strategy, WriteBack, backward, full_state, summon_full_params,
-    sync_buffers,
+    BufferSync, ShardPolicy, Strategy, WriteBack, backward, full_state, fully_shard,
+    summon_full_params, sync_buffers,
 };
 
 use super::bench::{Case, build, device, on_ranks, optimizer, params, whole_params};
+use super::gradients::ready;
 use super::nets::{CONV_NET, ConvNet, MLP, Mlp, RECURRENT};
 
 fn blocks() -> ShardPolicy {
@@ -246,6 +248,24 @@ fn running_states_are_streamed_with_their_last_update() {
                 own.try_to_vec::<f32>().expect("f32")
             );
         }
+        Ok(())
+    });
+}
+
+#[test]
+fn a_record_from_before_sharding_loads_and_trains_on() {
+    on_ranks(2, |world| {
+        let device = device();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let plain = ready(|| Mlp::new(&device));
+        // The ids in the record are those that the shards have.
+        let record = plain.clone().into_record();
+        let model = fully_shard(plain, &mesh, blocks())?.load_record(record);
+        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+        let before = gradients.len();
+        let model = optimizer().step(1e-2, model, gradients);
+        let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
+        assert_eq!(gradients.len(), before);
         Ok(())
     });
 }

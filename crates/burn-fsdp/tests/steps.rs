@@ -1,0 +1,248 @@
+//! Steps of a real training: saved by N ranks, loaded by M.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::steps::{
+    Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
+    save,
+};
+use burn_fsdp::{
+    CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, ProcessGroup, ProcessMesh,
+    ShardPolicy, backward, fully_shard, launch, restore, snapshot, summon_full_params,
+};
+use burn_fsdp_models::{Gpt, GptConfig};
+
+const CONFIG: GptConfig = GptConfig {
+    vocab: 19,
+    seq: 8,
+    layers: 2,
+    heads: 2,
+    dim: 6,
+};
+
+fn optimizer() -> ModuleOptimizer {
+    AdamWConfig::new().with_epsilon(1e-3).init()
+}
+
+fn loss(model: &Gpt, step: usize, device: &Device) -> Tensor<1> {
+    let tokens = |start: usize| {
+        let start = start as i64;
+        let tokens = Tensor::<1, Int>::arange(start..start + 16, device);
+        tokens.remainder_scalar(19).reshape([2, 8])
+    };
+    model.loss(tokens(step), tokens(step + 1))
+}
+
+fn sharded(
+    world: &ProcessGroup,
+    device: &Device,
+    layout: Layout,
+) -> Result<(ProcessMesh, Gpt), CheckpointError> {
+    let mesh = Mesh::line("shard", world.size()).map_err(Error::from)?;
+    let mesh = ProcessMesh::new(world, mesh).map_err(Error::from)?;
+    let model = CONFIG.init(device, 4).expect("valid");
+    let policy = ShardPolicy::new().units(["blocks.*"]).layout(layout);
+    Ok((mesh.clone(), fully_shard(model, &mesh, policy)?))
+}
+
+/// Every rank trains on the same batch, so that the values do not depend on the number of ranks by
+/// more than rounding; what is saved is whatever came out.
+fn save_at(ranks: usize, layout: Layout, folder: &Path) {
+    let folder = Arc::new(folder.to_owned());
+    launch(LaunchConfig::new(ranks), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let (mesh, mut model) = sharded(&world, &device, layout)?;
+        let mut optim = optimizer();
+        for step in 0..2 {
+            let gradients = backward(loss(&model, step, &device), &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        let mut taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
+        let training = TrainingState {
+            step: 2,
+            optimizer: taken.optimizer,
+            ..TrainingState::default()
+        };
+        let request = SaveRequest::new(taken.plan, training);
+        let group = world
+            .split(0, world.rank(), "checkpoints")
+            .map_err(Error::from)?;
+        let mut meet = GroupRendezvous::new(group);
+        save(
+            &Checkpoints::new(&*folder),
+            &request,
+            &mut taken.snapshot,
+            &mut meet,
+        )?;
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+/// What every tensor of a step is, whole.
+fn truth(step: &Step) -> Vec<(String, Vec<u8>)> {
+    let tensors = step.index().tensors.iter();
+    let whole = tensors.map(|tensor| {
+        let all = Region::Flat(0..tensor.shape.iter().product());
+        (
+            tensor.name.clone(),
+            step.read(&tensor.name, &all).expect("whole"),
+        )
+    });
+    whole.collect()
+}
+
+#[test]
+fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
+    for (n, save_layout, load_layout) in (1..=8).map(|n| match n % 2 {
+        0 => (n, Layout::Flat, Layout::Rows),
+        _ => (n, Layout::Rows, Layout::Flat),
+    }) {
+        let folder = tempfile::tempdir().expect("a folder");
+        save_at(n, save_layout, folder.path());
+        let want = Arc::new(truth(
+            &Checkpoints::new(folder.path()).newest().expect("saved"),
+        ));
+        let kinds = |kind| {
+            want.iter()
+                .filter(move |(name, _)| name.starts_with("optimizer.") == kind)
+        };
+        assert_eq!(kinds(true).count(), 2 * kinds(false).count());
+        for m in 1..=8 {
+            for layout in [save_layout, load_layout] {
+                let from = folder.path().to_owned();
+                let to = tempfile::tempdir().expect("a folder");
+                let again = to.path().to_owned();
+                let resumed = launch(LaunchConfig::new(m), move |world| {
+                    let device = Device::flex().autodiff().gradient_checkpointing();
+                    let (mesh, model) = sharded(&world, &device, layout)?;
+                    let step = Checkpoints::new(&from).newest()?;
+                    let (model, optim) = restore(model, optimizer(), &step)?;
+                    // What was loaded, saved again.
+                    let mut taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
+                    let training = TrainingState {
+                        step: 2,
+                        optimizer: taken.optimizer,
+                        ..TrainingState::default()
+                    };
+                    assert_eq!(training.optimizer, step.index().training.optimizer);
+                    let request = SaveRequest::new(taken.plan, training);
+                    let mut meet = GroupRendezvous::new(world.clone());
+                    save(
+                        &Checkpoints::new(&again),
+                        &request,
+                        &mut taken.snapshot,
+                        &mut meet,
+                    )?;
+                    Ok::<_, CheckpointError>(())
+                });
+                resumed.unwrap_or_else(|error| panic!("{error}"));
+                let got = truth(&Checkpoints::new(to.path()).newest().expect("saved"));
+                assert!(got == *want, "saved at {n}, loaded at {m}");
+            }
+        }
+    }
+}
+
+/// The truth itself: one rank of a plain model, and the next step after resuming.
+#[test]
+fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
+    let device = Device::flex().autodiff();
+    let mut plain = CONFIG.init(&device, 4).expect("valid");
+    let mut optim = optimizer();
+    let mut losses = Vec::new();
+    for step in 0..4 {
+        let loss = loss(&plain, step, &device);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &plain);
+        plain = optim.step(1e-2, plain, gradients);
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    save_at(1, Layout::Flat, folder.path());
+    let from = folder.path().to_owned();
+    let plain = Arc::new(plain);
+    launch(LaunchConfig::new(1), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let step = Checkpoints::new(&from).newest()?;
+        let (mut model, mut optim) = restore(model, optimizer(), &step)?;
+        for step in 2..4 {
+            let loss = loss(&model, step, &device);
+            let got = loss.clone().into_scalar::<f32>();
+            assert_eq!(got.to_bits(), losses[step].to_bits(), "step {step}");
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        summon_full_params(model, burn_fsdp::WriteBack::Discard, |full: Gpt| {
+            let bytes = |model: &Gpt| {
+                model
+                    .clone()
+                    .into_record()
+                    .into_bytes()
+                    .map(|b| b.len())
+                    .ok()
+            };
+            assert_eq!(bytes(&full), bytes(&plain));
+            full
+        })?;
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn a_step_of_another_model_is_refused_by_name() {
+    let folder = tempfile::tempdir().expect("a folder");
+    save_at(2, Layout::Flat, folder.path());
+    let from = folder.path().to_owned();
+    let message = launch(LaunchConfig::new(1), move |world| {
+        let device = Device::flex().autodiff();
+        let mesh = Mesh::line("shard", 1).map_err(Error::from)?;
+        let mesh = ProcessMesh::new(&world, mesh).map_err(Error::from)?;
+        let model = GptConfig { dim: 8, ..CONFIG }
+            .init(&device, 4)
+            .expect("valid");
+        let model = fully_shard(model, &mesh, ShardPolicy::new())?;
+        let step = Checkpoints::new(&from).newest()?;
+        let refused = restore(model, optimizer(), &step).err();
+        Ok::<_, CheckpointError>(refused.map(|error| error.to_string()))
+    });
+    let message = message.unwrap_or_else(|error| panic!("{error}"));
+    let message = message[0].clone().unwrap_or_default();
+    assert!(message.contains("wte.weight"), "{message}");
+}
+
+/// A shard over 16 MiB is cut into chunks and comes back whole.
+#[test]
+fn large_shards_come_back() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mesh = Mesh::line("shard", 1).expect("one rank");
+    let layout = burn_fsdp::steps::Layout::flat(&mesh, "shard").expect("an axis");
+    let elements = (17 << 20) / 4 + 3;
+    let spec = burn_fsdp::steps::TensorSpec::new(
+        "large",
+        [elements],
+        burn_fsdp::steps::Dtype::F32,
+        TensorKind::Parameter,
+        layout,
+    );
+    let plan = Arc::new(burn_fsdp::steps::WritePlan::new(&mesh, vec![spec]).expect("a plan"));
+    let bytes: Vec<u8> = (0..4 * elements).map(|i| (i * 31 % 251) as u8).collect();
+    let mut snapshot = Snapshot::new();
+    snapshot.insert("large", bytes.clone());
+    let request = SaveRequest {
+        existing: Existing::Refuse,
+        ..SaveRequest::new(plan, TrainingState::default())
+    };
+    let checkpoints = Checkpoints::new(folder.path());
+    save(&checkpoints, &request, &mut snapshot, &mut Alone).expect("saved");
+    let step = checkpoints.newest().expect("saved");
+    let got = step
+        .read("large", &Region::Flat(0..elements))
+        .expect("read");
+    assert!(got == bytes);
+}

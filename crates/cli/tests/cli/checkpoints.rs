@@ -1,0 +1,295 @@
+//! Saving, resuming, and what can be done with a saved step.
+
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::command::{Folder, losses};
+
+const DIR: &str = "--synthetic --checkpoint-dir steps --metrics metrics.jsonl";
+
+/// Step and bits of the loss, from the file of metrics.
+fn metrics(folder: &Folder) -> Vec<(u64, u64)> {
+    let lines = folder.read("metrics.jsonl");
+    let parse = |line: &str| -> Value { serde_json::from_str(line).expect("a whole line") };
+    let pair = |line: Value| {
+        let loss = line["loss"].as_f64().expect("a number");
+        (line["step"].as_u64().expect("a number"), loss.to_bits())
+    };
+    lines.lines().map(parse).map(pair).collect()
+}
+
+#[test]
+fn a_resumed_run_goes_on_to_the_bit() {
+    for extra in [
+        "",
+        "--ranks 1",
+        "--ranks 3",
+        "--precision bf16",
+        "--precision f16",
+        "--strategy no-shard",
+    ] {
+        let whole = Folder::new();
+        whole.report(&format!("{DIR} --warmup 0 --steps 8 {extra}"));
+        let folder = Folder::new();
+        folder.report(&format!("{DIR} --warmup 0 --steps 4 {extra}"));
+        assert_eq!(folder.names_in("steps"), ["step-000004"]);
+        let report = folder.report(&format!("{DIR} --warmup 0 --steps 8 --resume {extra}"));
+        assert_eq!(report["first_step"], 4);
+        assert_eq!(report["saved_step"], 8);
+        assert_eq!(losses(&report).len(), 4);
+        assert_eq!(metrics(&folder), metrics(&whole), "{extra}");
+    }
+}
+
+#[test]
+fn another_number_of_ranks_may_go_on() {
+    let whole = Folder::new();
+    whole.report(&format!("{DIR} --ranks 1 --warmup 0 --steps 6"));
+    let folder = Folder::new();
+    folder.report(&format!("{DIR} --ranks 4 --warmup 0 --steps 3"));
+    folder.report(&format!(
+        "{DIR} --ranks 3 --warmup 0 --steps 6 --resume --strategy shard-grad-op"
+    ));
+    for ((step, got), (_, want)) in metrics(&folder).into_iter().zip(metrics(&whole)) {
+        let (got, want) = (f64::from_bits(got), f64::from_bits(want));
+        assert!(
+            (got - want).abs() <= 1e-5 * want,
+            "step {step}: {got} {want}"
+        );
+    }
+}
+
+#[test]
+fn resuming_without_a_step_starts_fresh_and_only_new_steps_are_kept() {
+    let folder = Folder::new();
+    let report = folder.report(&format!(
+        "{DIR} --warmup 0 --steps 9 --save-every 2 --keep-last 2 --resume"
+    ));
+    assert_eq!(report["first_step"], 0);
+    assert_eq!(folder.names_in("steps"), ["step-000008", "step-000009"]);
+}
+
+#[test]
+fn torn_lines_and_later_ones_go() {
+    let folder = Folder::new();
+    folder.report(&format!("{DIR} --warmup 0 --steps 4"));
+    let mut lines = folder.read("metrics.jsonl");
+    lines.push_str("{\"step\":4,\"loss\":1.0}\n{\"step\":5,\"lo");
+    folder.write("metrics.jsonl", lines);
+    folder.report(&format!("{DIR} --warmup 0 --steps 6 --resume"));
+    let steps: Vec<_> = metrics(&folder).into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn a_damaged_step_is_an_error_or_passed_over() {
+    let folder = Folder::new();
+    folder.report(&format!("{DIR} --warmup 0 --steps 4 --save-every 2"));
+    let file = "steps/step-000004/rank-00001.safetensors";
+    let file = match folder.path(file).exists() {
+        true => file.to_owned(),
+        false => format!(
+            "steps/step-000004/{}",
+            folder.names_in("steps/step-000004")[1]
+        ),
+    };
+    let mut bytes = std::fs::read(folder.path(&file)).expect("a file");
+    let last = bytes.len() - 3;
+    bytes[last] ^= 4;
+    folder.write(&file, bytes);
+    let run = folder.train(&format!("{DIR} --warmup 0 --steps 6 --resume"));
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    assert!(run.stderr.contains("step-000004"), "{}", run.stderr);
+    let report = folder.report(&format!("{DIR} --warmup 0 --steps 6 --resume=newest-good"));
+    assert_eq!(report["first_step"], 2);
+    assert!(
+        report["warnings"][0]
+            .as_str()
+            .is_some_and(|text| text.contains("step-000004 skipped"))
+    );
+    let inspected = folder.run("inspect steps/step-000006");
+    assert_eq!(inspected.code, 0, "{}", inspected.stderr);
+}
+
+#[test]
+fn a_signal_ends_the_run_after_a_save() {
+    let folder = Folder::new();
+    let mut child = folder
+        .command("train --layers 2 --dim 16 --heads 2 --seq 8 --batch 12 --steps 100000 --json")
+        .args(DIR.split(' '))
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("a process");
+    while !folder.path("metrics.jsonl").exists() || folder.read("metrics.jsonl").is_empty() {
+        sleep(Duration::from_millis(10));
+    }
+    let kill = Command::new("kill")
+        .args(["-TERM", &child.id().to_string()])
+        .status();
+    assert!(kill.expect("kill").success());
+    let status = child.wait().expect("an end");
+    assert_eq!(status.code(), Some(0));
+    let done = metrics(&folder).len();
+    assert_eq!(folder.names_in("steps"), [format!("step-{done:06}")]);
+    let report = folder.report(&format!("{DIR} --warmup 0 --steps {} --resume", done + 1));
+    assert_eq!(report["first_step"], done);
+}
+
+/// Killed without a chance to say goodbye, at random moments, saving included. More of them with
+/// `BURN_FSDP_KILLS`.
+#[test]
+fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
+    let kills: u64 = std::env::var("BURN_FSDP_KILLS")
+        .ok()
+        .and_then(|kills| kills.parse().ok())
+        .unwrap_or(5);
+    let arguments = "--layers 2 --dim 64 --heads 2 --seq 64 --ranks 2 --warmup 0 --steps 60 \
+                     --save-every 1 --keep-last 3";
+    let whole = Folder::new();
+    whole.report(&format!("{DIR} {arguments}"));
+    let folder = Folder::new();
+    let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut killed = 0;
+    while killed < kills {
+        let mut child = folder
+            .command("train --batch 12 --eps 0.01 --lr 0.01 --vocab 256 --resume --json")
+            .args(DIR.split(' '))
+            .args(arguments.split_whitespace())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("a process");
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        sleep(Duration::from_millis(30 + random % 400));
+        child.kill().expect("kill");
+        child.wait().expect("an end");
+        killed += 1;
+    }
+    let report = folder.report(&format!("{DIR} {arguments} --resume"));
+    println!(
+        "killed {killed} times, resumed last from step {}",
+        report["first_step"]
+    );
+    assert_eq!(metrics(&folder), metrics(&whole));
+    let same =
+        |file: &str| std::fs::read(folder.path(file)).ok() == std::fs::read(whole.path(file)).ok();
+    for file in whole.names_in("steps/step-000060") {
+        let is_index = file.ends_with(".json");
+        assert!(
+            is_index || same(&format!("steps/step-000060/{file}")),
+            "{file}"
+        );
+    }
+}
+
+#[test]
+fn a_step_is_consolidated_inspected_and_sampled() {
+    let folder = Folder::new();
+    folder.write(
+        "text",
+        "to be or not to be, that is the question. ".repeat(200),
+    );
+    folder.report("--data text --checkpoint-dir steps --warmup 0 --steps 20 --sample 0");
+    let shown = folder.run("inspect steps");
+    assert_eq!(shown.code, 0, "{}", shown.stderr);
+    for text in [
+        "blocks.1.qkv.weight",
+        "optimizer.wte.weight.moment_1",
+        "every byte is as it was",
+    ] {
+        assert!(shown.stdout.contains(text), "{text} in {}", shown.stdout);
+    }
+    let json = folder.run("inspect steps --json --no-verify");
+    let json: Value = serde_json::from_str(&json.stdout).expect("an object");
+    assert_eq!(json["training"]["step"], 20);
+
+    let made = folder.run("consolidate steps model.safetensors");
+    assert_eq!(made.code, 0, "{}", made.stderr);
+    let (header, _) = folder.weights("model.safetensors");
+    assert!(
+        header.contains("\"blocks.0.fc.weight\"") && !header.contains("moment"),
+        "{header}"
+    );
+    let again = folder.run("consolidate steps model.safetensors");
+    assert_eq!(again.code, 2);
+    assert!(
+        again.stderr.contains("model.safetensors"),
+        "{}",
+        again.stderr
+    );
+    let made = folder.run("consolidate steps/step-000020 parts --max-shard-size 10KB");
+    assert_eq!(made.code, 0, "{}", made.stderr);
+    let names = folder.names_in("parts");
+    assert!(
+        names.len() > 2 && names.contains(&"model.safetensors.index.json".to_owned()),
+        "{names:?}"
+    );
+
+    let said = folder.run("generate steps --prompt tobe --bytes 12");
+    assert_eq!(said.code, 0, "{}", said.stderr);
+    assert!(said.stdout.starts_with("tobe"), "{}", said.stdout);
+    assert_eq!(
+        folder.run("generate steps --prompt tobe --bytes 12").stdout,
+        said.stdout
+    );
+}
+
+#[test]
+fn wrong_paths_and_sizes_are_the_users_fault() {
+    let folder = Folder::new();
+    folder.write("file", "no step");
+    for (arguments, text) in [
+        ("inspect nowhere", "nowhere"),
+        ("inspect file", "file"),
+        ("consolidate nowhere out", "nowhere"),
+        ("generate nowhere --prompt a", "nowhere"),
+        (
+            "consolidate nowhere out --max-shard-size 5x",
+            "500MB or 2GiB",
+        ),
+    ] {
+        let run = folder.run(arguments);
+        assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);
+        assert!(run.stderr.contains(text), "{arguments}: {}", run.stderr);
+    }
+    for (arguments, text) in [
+        ("--synthetic --resume", "--checkpoint-dir"),
+        ("--synthetic --checkpoint-dir file", "not a folder"),
+        (
+            "--synthetic --checkpoint-dir steps --save-every 0",
+            "--save-every is 0",
+        ),
+        (
+            "--synthetic --checkpoint-dir steps --offload x",
+            "cannot be used with",
+        ),
+        (
+            "--synthetic --accumulate 4",
+            "4 micro-batches do not divide the 6 sequences",
+        ),
+        (
+            "--synthetic --ranks 3 --strategy hybrid-shard",
+            "must divide the 3 ranks",
+        ),
+        ("--synthetic --clip-grad-norm -1", "a number above 0"),
+        ("--synthetic --unit-size 0", "--unit-size is 0"),
+    ] {
+        let run = folder.train(arguments);
+        assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);
+        assert!(run.stderr.contains(text), "{arguments}: {}", run.stderr);
+    }
+    let report = folder.report(&format!("{DIR} --warmup 0 --steps 2"));
+    assert_eq!(report["saved_step"], 2);
+    let run = folder.train(&format!("{DIR} --warmup 0 --steps 3 --resume --heads 4"));
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    assert!(
+        run.stderr.contains("was saved by a model of"),
+        "{}",
+        run.stderr
+    );
+}
