@@ -3,5 +3,7 @@
 
 mod error;
 pub mod graph;
+pub mod trace;
 
 pub use error::Error;
+pub use trace::{Batch, BatchMapper};
