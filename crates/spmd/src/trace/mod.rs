@@ -9,6 +9,7 @@ mod batch;
 mod capture;
 mod module;
 mod optimizer;
+mod parameters;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use burn_ir::{OperationIr, TensorId};
 
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
+pub use parameters::{ParameterSpec, parameters};
 
 use crate::Error;
 use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};

@@ -136,3 +136,22 @@ impl ModuleVisitor for Leaves<'_> {
         self.path.pop();
     }
 }
+
+/// For every tensor of the module, whether it requires a gradient.
+pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
+    struct Trained(Vec<bool>);
+    impl ModuleVisitor for Trained {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(param.base().is_require_grad());
+        }
+        fn visit_int<const D: usize>(&mut self, _: &Param<Tensor<D, Int>>) {
+            self.0.push(false);
+        }
+        fn visit_bool<const D: usize>(&mut self, _: &Param<Tensor<D, Bool>>) {
+            self.0.push(false);
+        }
+    }
+    let mut visitor = Trained(Vec::new());
+    module.visit(&mut visitor);
+    visitor.0
+}
