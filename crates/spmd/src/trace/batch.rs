@@ -29,7 +29,7 @@ use crate::trace::capture::Captured;
 ///     }
 /// }
 /// ```
-pub trait Batch: Clone {
+pub trait Batch: Clone + 'static {
     /// Gives every tensor to the mapper, always in the same order and under the same names, and
     /// returns the batch of what comes back.
     fn map(self, mapper: &mut impl BatchMapper) -> Self;

@@ -31,7 +31,7 @@ fn trained(num_ranks: usize, style: DataParallel) -> (Vec<f64>, Vec<(String, Vec
         let mut parameters = Vec::new();
         for path in paths {
             let data = step.parameter(&path)?;
-            parameters.push((path.to_string(), data.to_vec::<f32>().unwrap()));
+            parameters.push((path.to_string(), data.try_to_vec::<f32>().unwrap()));
         }
         Ok((losses, parameters))
     };
@@ -59,7 +59,7 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
                 );
             }
             for (path, values) in parameters {
-                let expected = expected.parameters[&path].to_vec::<f32>().unwrap();
+                let expected = expected.parameters[&path].try_to_vec::<f32>().unwrap();
                 let largest = expected
                     .iter()
                     .fold(0f32, |most, value| most.max(value.abs()));
