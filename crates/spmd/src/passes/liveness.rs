@@ -4,7 +4,7 @@ use burn_ir::{TensorId, TensorStatus};
 
 use super::GraphTransform;
 use crate::Error;
-use crate::graph::{Graph, Node, set_status};
+use crate::graph::{Graph, Node, Stage, set_status};
 
 /// Frees every value at its last use, in place where that is possible.
 ///
@@ -37,8 +37,33 @@ impl GraphTransform for Liveness {
             .into_iter()
             .filter(|node| !node.is_drop())
             .collect();
+        let mut started: BTreeMap<TensorId, Vec<TensorId>> = BTreeMap::new();
         for (index, node) in nodes.iter().enumerate() {
             last_use.extend(node.inputs().map(|input| (input, index)));
+            match node.collective.as_ref().map(|collective| collective.stage) {
+                Some(Stage::Start) => {
+                    started.extend(
+                        node.outputs()
+                            .next()
+                            .map(|key| (key, node.inputs().collect())),
+                    );
+                }
+                // Peers read what was sent until the wait.
+                Some(Stage::Wait) => {
+                    let sources = node.inputs().next().and_then(|key| started.remove(&key));
+                    last_use.extend(
+                        sources
+                            .unwrap_or_default()
+                            .into_iter()
+                            .map(|id| (id, index)),
+                    );
+                }
+                _ => {}
+            }
+        }
+        let mut ends_at: BTreeMap<usize, Vec<TensorId>> = BTreeMap::new();
+        for (id, index) in &last_use {
+            ends_at.entry(*index).or_default().push(*id);
         }
         let mut scheduled = Vec::with_capacity(nodes.len());
         for (index, mut node) in nodes.into_iter().enumerate() {
@@ -57,7 +82,9 @@ impl GraphTransform for Liveness {
                 }
             });
             let unread = |id: &TensorId| !last_use.contains_key(id) && !kept.contains(id);
-            let dropped = twice.into_iter().filter(|id| ends(id));
+            // Those that the operation could not take: mentioned twice, or not at all.
+            let ended = ends_at.remove(&index).unwrap_or_default().into_iter();
+            let dropped = ended.filter(|id| ends(id) && (twice.contains(id) || !seen.contains(id)));
             let dropped: Vec<_> = dropped.chain(node.outputs().filter(unread)).collect();
             let phase = node.phase;
             scheduled.push(node);

@@ -8,13 +8,32 @@
 pub mod schedule;
 pub mod verify;
 
+mod bucket;
+mod cse;
 mod dead_code;
+mod dedup;
+mod early_optimizer;
 mod liveness;
+mod recompute;
+mod regather;
+mod rewrite;
 mod shard;
+mod split;
+mod stand_ins;
+mod unit;
 
+pub use bucket::Bucket;
+pub use cse::CommonSubexpressions;
 pub use dead_code::DeadCode;
+pub use dedup::Deduplicate;
+pub use early_optimizer::EarlyOptimizer;
 pub use liveness::Liveness;
+pub use recompute::Recompute;
+pub use regather::Regather;
 pub use shard::InsertCollectives;
+pub use split::{Prefetch, SinkWaits, Split};
+pub use stand_ins::StandIns;
+pub use unit::unit_of;
 pub use verify::verify;
 
 use crate::Error;

@@ -2,7 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{DeadCode, GraphTransform, InsertCollectives, Liveness, Pipeline};
+use super::{
+    Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer, GraphTransform,
+    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
+    StandIns,
+};
 use crate::Error;
 use crate::graph::Graph;
 use crate::place::DataParallel;
@@ -10,31 +14,80 @@ use crate::place::DataParallel;
 /// Which passes run, and how.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub struct Options {}
+pub struct Options {
+    /// Compute cheap values again in backward instead of keeping them: on by default.
+    pub recompute: Option<Recompute>,
+    /// Free gathered weights after forward and gather them again in backward: on by default.
+    pub reshard_after_forward: bool,
+    /// How collectives are joined; `None` for one per tensor.
+    pub bucket: Option<Bucket>,
+    /// Start the next unit's gather before this unit computes: off by default, because ranks that are
+    /// threads move the bytes when they wait.
+    pub prefetch: bool,
+    /// Update parameters as soon as their gradient is complete: on by default.
+    pub early_optimizer: bool,
+}
 
 impl Default for Options {
     fn default() -> Self {
-        Self {}
+        Self {
+            recompute: Some(Recompute::default()),
+            reshard_after_forward: true,
+            bucket: Some(Bucket::default()),
+            prefetch: false,
+            early_optimizer: true,
+        }
     }
 }
 
-/// The passes for that many ranks. `transforms` are the user's.
+impl Options {
+    /// Only what is needed for the step to be right.
+    pub fn none() -> Self {
+        Self {
+            recompute: None,
+            reshard_after_forward: false,
+            bucket: None,
+            prefetch: false,
+            early_optimizer: false,
+        }
+    }
+}
+
+/// The passes for that many ranks. `transforms` are the user's, and come before bucketing.
 pub fn pipeline(
     num_ranks: usize,
     style: DataParallel,
     options: &Options,
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
-    let _ = options;
-    let mut pipeline = Pipeline::new().then(DeadCode);
-    // One rank alone has nobody to exchange with; a group of one has itself.
-    pipeline = pipeline.then(InsertCollectives {
+    let mut pipeline = Pipeline::new()
+        .then(DeadCode)
+        .then(CommonSubexpressions)
+        .then(StandIns);
+    if let Some(recompute) = options.recompute {
+        pipeline = pipeline.then(recompute);
+    }
+    // One rank takes the same path as many.
+    let insert = InsertCollectives {
         num_ranks,
         style,
         axis: "data".into(),
-    });
+    };
+    pipeline = pipeline.then(insert).then(Deduplicate);
+    if options.reshard_after_forward && style == DataParallel::FullyShard {
+        pipeline = pipeline.then(Regather);
+    }
     for transform in transforms {
         pipeline = pipeline.then(Shared(transform.clone()));
+    }
+    if let Some(bucket) = options.bucket {
+        pipeline = pipeline.then(bucket);
+    }
+    if options.prefetch {
+        pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
+    }
+    if options.early_optimizer {
+        pipeline = pipeline.then(EarlyOptimizer);
     }
     pipeline.then(Liveness)
 }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn_ir::{TensorId, TensorStatus};
 
+use super::unit_of;
 use crate::Error;
 use crate::graph::{CollectiveKind, Graph, Node, Phase, Stage};
 
@@ -308,8 +309,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Gathers are of consecutive units; what the gather before last brought must be gone when a gather
-/// begins.
+/// What the unit before the last brought must be gone when a unit begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&"regather") {
         return None;
@@ -326,24 +326,37 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
             collective.kind == CollectiveKind::AllGather && collective.stage != Stage::Start
         })
     };
-    let nodes = graph.nodes().iter().enumerate();
-    let gathers: Vec<_> = nodes.filter(|(_, node)| is_gather(node)).collect();
-    for window in gathers.windows(3) {
-        let [(index, node), _, (after_next, _)] = window else {
+    // Gathers of one unit in a row are one visit of it.
+    let mut visits: Vec<(&str, Vec<(usize, &Node)>)> = Vec::new();
+    for (index, node) in graph
+        .nodes()
+        .iter()
+        .enumerate()
+        .filter(|(_, node)| is_gather(node))
+    {
+        let parts = node
+            .collective
+            .as_ref()
+            .and_then(|collective| collective.parts.first());
+        let unit = parts.map_or("", |part| unit_of(&part.path));
+        match visits.last_mut() {
+            Some((last, gathers)) if *last == unit => gathers.push((index, node)),
+            _ => visits.push((unit, vec![(index, node)])),
+        }
+    }
+    for window in visits.windows(3) {
+        let [(unit, gathers), _, (next, after_next)] = window else {
             continue;
         };
-        if last_read(node).is_some_and(|last| last > *after_next) {
-            let labels = node
-                .collective
-                .as_ref()
-                .map(|collective| collective.label.clone());
-            return Fault::new(
-                *index,
-                format!(
-                    "its weights ({}) are read after the gather at node {after_next}",
-                    labels.unwrap_or_else(|| "".into())
-                ),
-            );
+        let Some((begins, _)) = after_next.first() else {
+            continue;
+        };
+        for (index, node) in gathers {
+            if last_read(node).is_some_and(|last| last > *begins) {
+                let reason =
+                    format!("weights of {unit} are read after {next} is gathered at node {begins}");
+                return Fault::new(*index, reason);
+            }
         }
     }
     None

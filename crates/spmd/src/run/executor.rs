@@ -207,7 +207,11 @@ impl<B: BackendIr> Executor<B> {
             .collect();
         let taken = |input: &&TensorIr| input.status == TensorStatus::ReadWrite;
         let freed = node.operation.inputs().filter(taken).map(|input| input.id);
-        self.table.write(&written, freed, index);
+        match node.collective.as_ref().map(|collective| collective.stage) {
+            // The results were counted when their memory was reserved.
+            Some(Stage::Wait) => self.table.replace(&written, freed),
+            _ => self.table.write(&written, freed, index),
+        }
         Ok(())
     }
 
@@ -290,7 +294,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(value)
     }
 
-    /// Where a result lies; nowhere yet if its collective was only started.
+    /// Where a result lies.
     fn place(&mut self, output: &TensorIr) -> Option<Place> {
         let tensor = TensorIr {
             status: TensorStatus::ReadOnly,

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use burn_backend::TensorMetadata;
 use burn_flex::FlexTensor;
-use burn_ir::{BackendIr, HandleKind, TensorId};
+use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 
 /// Which tensors lie in which memory, and how many bytes that is.
 ///
@@ -41,6 +41,14 @@ impl Place {
             // Odd, so that it is no address of tensor memory.
             address: address.unwrap_or((id.value() as usize) << 1 | 1),
             num_bytes,
+        }
+    }
+
+    /// The memory that a collective under way writes.
+    pub(super) fn reserved(output: &TensorIr) -> Self {
+        Self {
+            address: (output.id.value() as usize) << 1 | 1,
+            num_bytes: output.shape.num_elements() * output.dtype.size(),
         }
     }
 
@@ -110,6 +118,20 @@ impl MemoryTable {
             self.peak_node = Some(node);
         }
         for id in taken {
+            self.remove(id);
+        }
+        for (id, place) in written {
+            self.add(*id, *place);
+        }
+    }
+
+    /// Counts the results of a collective instead of the memory that was reserved for them.
+    pub(super) fn replace(
+        &mut self,
+        written: &[(TensorId, Place)],
+        reserved: impl Iterator<Item = TensorId>,
+    ) {
+        for id in reserved {
             self.remove(id);
         }
         for (id, place) in written {
