@@ -202,12 +202,18 @@ impl<B: BackendIr> Executor<B> {
             run.map_err(|payload| failed(index, node, message(payload.as_ref())))?;
         }
         let outputs = node.operation.outputs();
-        let written: Vec<_> = outputs
-            .filter_map(|output| Some((output.id, self.place(output)?)))
-            .collect();
+        let stage = node.collective.as_ref().map(|collective| collective.stage);
+        let written: Vec<_> = match stage {
+            Some(Stage::Start) => outputs
+                .map(|output| (output.id, Place::reserved(output)))
+                .collect(),
+            _ => outputs
+                .filter_map(|output| Some((output.id, self.place(output)?)))
+                .collect(),
+        };
         let taken = |input: &&TensorIr| input.status == TensorStatus::ReadWrite;
         let freed = node.operation.inputs().filter(taken).map(|input| input.id);
-        match node.collective.as_ref().map(|collective| collective.stage) {
+        match stage {
             // The results were counted when their memory was reserved.
             Some(Stage::Wait) => self.table.replace(&written, freed),
             _ => self.table.write(&written, freed, index),

@@ -2,6 +2,7 @@
 
 use burn::tensor::Device;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
+use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
 
 use crate::compiled::seeded;
@@ -12,11 +13,16 @@ const STEPS: usize = 10;
 const ROWS: usize = 12;
 
 /// Losses and parameters of a GPT trained by that many ranks.
-fn trained(num_ranks: usize, style: DataParallel) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
+fn trained(
+    num_ranks: usize,
+    style: DataParallel,
+    options: Options,
+) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
     Device::flex().seed(1);
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), style).verified();
+        let mode = Mode::data_parallel(world.clone(), style);
+        let mode = mode.with_options(options.clone()).verified();
         let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
         let rows = ROWS / num_ranks;
         let mut losses = Vec::new();
@@ -49,7 +55,7 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
     for style in [DataParallel::Replicate, DataParallel::FullyShard] {
         for num_ranks in [1, 2, 3, 4] {
-            let (losses, parameters) = trained(num_ranks, style);
+            let (losses, parameters) = trained(num_ranks, style, Options::default());
             for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
                 let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
                 let allowed = if num_ranks == 1 { 0.0 } else { 1e-5 };
@@ -89,5 +95,73 @@ fn ranks_with_other_batch_shapes_are_told() {
     };
     let told = launch(LaunchConfig::new(2), body).unwrap();
     assert_eq!(told, [true, true]);
-    let _ = OperationKind::ALL;
+}
+
+#[test]
+fn passes_do_not_change_a_bit() {
+    let _guard = seeded();
+    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        let expected = trained(2, style, Options::none());
+        let mut prefetch = Options::default();
+        prefetch.prefetch = true;
+        for options in [Options::default(), prefetch] {
+            assert_eq!(trained(2, style, options), expected, "{style:?}");
+        }
+    }
+}
+
+/// Collectives of the third step, by kind.
+fn counts(num_ranks: usize, style: DataParallel, options: Options) -> [u64; 3] {
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style);
+        let mode = mode.with_options(options.clone()).verified();
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let batch = tokens(0, world.rank(), 1, &device);
+        step.step(1e-2, &batch)?;
+        step.step(1e-2, &batch)?;
+        let before = world.counts();
+        step.step(1e-2, &batch)?;
+        let after = world.counts();
+        let kinds = [
+            OperationKind::AllGather,
+            OperationKind::ReduceScatter,
+            OperationKind::AllReduce,
+        ];
+        Ok(kinds.map(|kind| after.of(kind).operations - before.of(kind).operations))
+    };
+    let mut counts = launch(LaunchConfig::new(num_ranks), body).unwrap();
+    assert!(counts.windows(2).all(|pair| pair[0] == pair[1]));
+    counts.swap_remove(0)
+}
+
+#[test]
+fn collectives_are_as_many_as_the_formula_says() {
+    let _guard = seeded();
+    const BLOCKS: u64 = 3;
+    // wte, wpe, blocks, lnf, head.
+    const UNITS: u64 = BLOCKS + 4;
+    // Of a block: two norms of two, four linears of attention and two others of two; and the rest.
+    const PARAMETERS: u64 = BLOCKS * (4 + 8 + 4) + 1 + 1 + 2 + 1;
+    for num_ranks in [1, 2, 4] {
+        let (shard, replicate) = (DataParallel::FullyShard, DataParallel::Replicate);
+        let defaults = Options::default();
+        // Every unit is gathered once in forward, the blocks again in backward: embeddings are not
+        // read there, and the last two units are still there.
+        assert_eq!(
+            counts(num_ranks, shard, defaults.clone()),
+            [UNITS + BLOCKS, UNITS, 1]
+        );
+        let mut kept = defaults.clone();
+        kept.reshard_after_forward = false;
+        assert_eq!(counts(num_ranks, shard, kept), [UNITS, UNITS, 1]);
+        // All gradients and the loss fit into the first bucket of 1 MiB.
+        assert_eq!(counts(num_ranks, replicate, defaults), [0, 0, 1]);
+        let none = Options::none();
+        assert_eq!(
+            counts(num_ranks, shard, none.clone()),
+            [PARAMETERS, PARAMETERS, 1]
+        );
+        assert_eq!(counts(num_ranks, replicate, none), [0, 0, PARAMETERS + 1]);
+    }
 }
