@@ -51,9 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut times = Vec::new();
         let mut loss = 0.0;
         for index in 0..steps {
-            let tokens = batches
-                .rows(index, first..first + rows)
-                .to_tensors(&device);
+            let tokens = batches.rows(index, first..first + rows).to_tensors(&device);
             if index == 2 {
                 step.reset_peak();
             }

@@ -5,3 +5,5 @@ mod eager;
 mod limits;
 mod models;
 mod parallel;
+mod passes;
+mod scale;
