@@ -14,7 +14,7 @@ use burn_fsdp_mesh::Partition;
 use burn_ir::{BackendIr, TensorId};
 
 use crate::Error;
-use crate::graph::{Graph, Parameter, ParameterLayout};
+use crate::graph::{Graph, Parameter, ParameterLayout, Role};
 use crate::initial::InitialValues;
 use crate::passes::{GraphTransform, Pipeline, schedule};
 use crate::place::DataParallel;
@@ -128,17 +128,49 @@ where
     B: Batch,
     O: Optimizer,
 {
-    compile_on::<Flex, M, B, O>(
-        init,
-        loss,
-        optimizer,
-        mode,
-        &Device::flex(),
-        Default::default(),
-    )
+    compile_with(init, loss, optimizer, mode, Vec::new())
 }
 
-/// [`compile`] for another backend: parameters are initialised on `device`, and steps run on
+/// [`compile`] with overrides: parts of the module that cannot be traced as they are.
+///
+/// # Errors
+///
+/// As [`compile`]; [`Error::OverrideChangedParameters`] if an override does.
+pub fn compile_with<M, B, O>(
+    init: impl Fn(&Device) -> M + Send + 'static,
+    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+    overrides: Vec<Box<dyn Override<M>>>,
+) -> Result<CompiledStep<B>, Error>
+where
+    M: Module + 'static,
+    B: Batch,
+    O: Optimizer,
+{
+    let on = Default::default();
+    compile_on::<Flex, M, B, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
+}
+
+/// Replaces parts of a module while it is traced, and rewrites what the trace made of them.
+///
+/// Training starts from the values of the module that `init` makes; what replaces a part must have the
+/// same parameters under the same paths.
+pub trait Override<M>: Send {
+    /// The module to trace instead.
+    fn replace(&self, module: M) -> M;
+
+    /// Rewrites the graph of the trace, before any pass. By default nothing changes.
+    ///
+    /// # Errors
+    ///
+    /// If the graph is not what it expects.
+    fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
+        Ok(graph)
+    }
+}
+
+/// [`compile_with`] for another backend: parameters are initialised on `device`, and steps run on
 /// `backend_device`.
 ///
 /// # Errors
@@ -149,6 +181,7 @@ pub fn compile_on<Be, M, B, O>(
     loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
     optimizer: O,
     mode: Mode,
+    overrides: Vec<Box<dyn Override<M>>>,
     device: &Device,
     backend_device: Be::Device,
 ) -> Result<CompiledStep<B, Be>, Error>
@@ -159,6 +192,16 @@ where
     O: Optimizer,
 {
     let specs = parameters(&init)?;
+    let replaced = |device: &Device| {
+        let module = init(device);
+        overrides
+            .iter()
+            .fold(module, |module, part| part.replace(module))
+    };
+    let traced = parameters(replaced)?;
+    if let Some(path) = first_difference(&specs, &traced) {
+        return Err(Error::OverrideChangedParameters { path });
+    }
     let ranks: Vec<usize> = specs
         .iter()
         .filter(|spec| spec.is_trained)
@@ -168,13 +211,15 @@ where
     let initial = InitialValues::new(&init, &specs, &mode, device)?;
     let executor = Executor::new(backend_device, mode.group.clone());
     let tracer = move |batch: &B, config: TraceConfig| {
-        trace(
-            &init,
-            |model: &M, batch: B| loss(model, batch),
-            &optimizer,
-            batch,
-            config,
-        )
+        let init = |device: &Device| {
+            let parts = overrides.iter();
+            parts.fold(init(device), |module, part| part.replace(module))
+        };
+        let loss = |model: &M, batch: B| loss(model, batch);
+        let graph = trace(init, loss, &optimizer, batch, config)?;
+        overrides
+            .iter()
+            .try_fold(graph, |graph, part| part.rewrite(graph))
     };
     Ok(CompiledStep {
         tracer: Box::new(tracer),
@@ -183,6 +228,7 @@ where
         scalars,
         executor,
         initial: Some(initial),
+        restored: BTreeMap::new(),
         graphs: VecDeque::new(),
         loaded: None,
         current: None,
@@ -191,6 +237,14 @@ where
         num_traces: 0,
         batch: PhantomData,
     })
+}
+
+/// The first path at which two modules differ.
+fn first_difference(a: &[ParameterSpec], b: &[ParameterSpec]) -> Option<String> {
+    let longest = a.len().max(b.len());
+    let index = (0..longest).find(|index| a.get(*index) != b.get(*index))?;
+    let spec = a.get(index).or(b.get(index))?;
+    Some(spec.path.to_string())
 }
 
 type Tracer<B> = Box<dyn Fn(&B, TraceConfig) -> Result<Graph, Error> + Send>;
@@ -212,6 +266,8 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     executor: Executor<Be>,
     /// Until the first graph says where they go.
     initial: Option<InitialValues>,
+    /// States that were set before there was a graph, by path and slot.
+    restored: BTreeMap<(String, String), TensorData>,
     /// The one used last at the back.
     graphs: VecDeque<(Key, Arc<Graph>)>,
     /// The graph whose constants are loaded.
@@ -232,7 +288,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
     /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
-    /// every call returns [`Error::Poisoned`] until all parameters are set.
+    /// every call returns [`Error::Poisoned`].
     pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
         self.run(learning_rate, batch, None)
     }
@@ -311,6 +367,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 self.executor.set(id, data);
             }
         }
+        self.restore(&graph)?;
         if !self
             .loaded
             .as_ref()
@@ -464,8 +521,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let (parameter, _) = self.located(path)?;
         let mut states = Vec::new();
         for id in &parameter.states {
-            let Some(crate::graph::Role::State { slot, .. }) = graph.value(*id).map(|v| &v.role)
-            else {
+            let Some(Role::State { slot, .. }) = graph.value(*id).map(|v| &v.role) else {
                 continue;
             };
             if self.executor.has(*id) {
@@ -474,6 +530,71 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             }
         }
         Ok(states)
+    }
+
+    /// Continues a run after that many steps: the optimizer's counters are set to it, and every state
+    /// must be set with [`set_state`](Self::set_state) before the next step.
+    pub fn resume(&mut self, steps: u64, learning_rate: f64) {
+        for _ in self.steps..steps {
+            self.scalars.advance(learning_rate);
+        }
+        self.steps = self.steps.max(steps);
+    }
+
+    /// Sets a state of the optimizer as a whole, under the name that [`states`](Self::states) gives it.
+    /// Every rank must call it with the same data.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
+    /// is found by the next step.
+    pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
+        self.spec(path)?;
+        let key = (path.to_owned(), slot.to_owned());
+        self.restored.insert(key, data);
+        Ok(())
+    }
+
+    /// Puts the states that were set where a graph has them.
+    fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
+        let rank = self.mode.group.rank();
+        for ((path, slot), data) in std::mem::take(&mut self.restored) {
+            let parameter = graph.parameter(&path);
+            let states = parameter
+                .map(|parameter| parameter.states.as_slice())
+                .unwrap_or_default();
+            let named = states
+                .iter()
+                .filter_map(|id| Some((*id, graph.value(*id)?)));
+            let named: Vec<_> = named
+                .filter_map(|(id, value)| match &value.role {
+                    Role::State { slot, .. } => Some((id, slot.clone())),
+                    _ => None,
+                })
+                .collect();
+            let found = named.iter().find(|(_, other)| **other == *slot);
+            let (Some(parameter), Some((id, _))) = (parameter, found) else {
+                let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
+                return Err(Error::UnknownName {
+                    what: "optimizer state",
+                    name: format!("{path} {slot}"),
+                    known: known.join(", "),
+                });
+            };
+            if data.shape().to_vec() != parameter.shape || data.dtype() != parameter.dtype {
+                return Err(Error::TensorMismatch {
+                    what: "optimizer state",
+                    name: format!("{path} {slot}"),
+                    expected: parameter.shape.clone(),
+                    expected_dtype: parameter.dtype,
+                    got: data.shape().to_vec(),
+                    got_dtype: data.dtype(),
+                });
+            }
+            let local = localize(&data, &parameter.layout, rank);
+            self.executor.set(*id, local);
+        }
+        Ok(())
     }
 
     fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {

@@ -118,6 +118,23 @@ pub enum Error {
         reason: String,
     },
 
+    /// An override whose module has other parameters.
+    #[error(
+        "an override changes parameter \"{path}\"; replace parts by ones with the same parameters \
+         under the same paths"
+    )]
+    OverrideChangedParameters {
+        /// The first path at which the modules differ.
+        path: String,
+    },
+
+    /// A value that must be there when a step begins.
+    #[error("{what} has no value; set it before the step")]
+    Missing {
+        /// What it is.
+        what: String,
+    },
+
     /// A pass that was applied twice.
     #[error("pass {pass} has been applied to this graph already; apply it once")]
     PassTwice {
@@ -190,7 +207,7 @@ pub enum Error {
     /// An earlier step failed half way.
     #[error(
         "an earlier step failed ({reason}), so parameters and optimizer states are of no one step; \
-         set them again, or start over from a checkpoint"
+         compile again and start from a checkpoint"
     )]
     Poisoned {
         /// How that step failed.

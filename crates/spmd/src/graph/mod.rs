@@ -37,7 +37,7 @@ mod print;
 mod storage;
 mod value;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
@@ -294,18 +294,11 @@ impl Graph {
 
     /// Forgets temporary values and constants that nothing mentions any more.
     pub fn prune(&mut self) {
-        let mut mentioned: BTreeSet<TensorId> = self.kept();
-        for node in &self.nodes {
-            mentioned.extend(node.inputs());
-            mentioned.extend(node.outputs());
-        }
-        self.constants.retain(|id, _| {
-            mentioned.contains(id)
-                && self
-                    .nodes
-                    .iter()
-                    .any(|node| node.inputs().any(|input| input == *id))
-        });
+        let read: HashSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
+        let mut mentioned = read.clone();
+        mentioned.extend(self.kept());
+        mentioned.extend(self.nodes.iter().flat_map(Node::outputs));
+        self.constants.retain(|id, _| read.contains(id));
         let constants = &self.constants;
         self.values.retain(|id, value| match value.role {
             Role::Constant => constants.contains_key(id),

@@ -1,5 +1,7 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
+
+use burn_ir::TensorId;
 
 use super::GraphTransform;
 use crate::Error;
@@ -42,21 +44,26 @@ impl GraphTransform for EarlyOptimizer {
                 _ => rest.push(node),
             }
         }
-        // The node after which each part may run: the last that writes its gradient or reads its parameter.
+        // The node after which each part may run: the last that writes its gradient or reads its
+        // parameter.
+        let mut last: HashMap<TensorId, usize> = HashMap::new();
+        for (index, node) in rest.iter().enumerate() {
+            last.extend(node.inputs().map(|id| (id, index)));
+        }
+        let written: HashMap<TensorId, usize> = rest
+            .iter()
+            .enumerate()
+            .flat_map(|(index, node)| node.outputs().map(move |id| (id, index)))
+            .collect();
         let mut ready: BTreeMap<usize, Vec<Arc<str>>> = BTreeMap::new();
         for parameter in graph.parameters() {
             if !parts.contains_key(&parameter.path) {
                 continue;
             }
-            let touches = |node: &Node| {
-                node.inputs().any(|id| id == parameter.value)
-                    || node.outputs().any(|id| Some(id) == parameter.gradient)
-            };
-            let last = rest
-                .iter()
-                .rposition(touches)
-                .unwrap_or(rest.len().saturating_sub(1));
-            ready.entry(last).or_default().push(parameter.path.clone());
+            let read = last.get(&parameter.value).copied();
+            let complete = parameter.gradient.and_then(|id| written.get(&id).copied());
+            let at = read.max(complete).unwrap_or(rest.len().saturating_sub(1));
+            ready.entry(at).or_default().push(parameter.path.clone());
         }
         let mut scheduled = Vec::new();
         for (index, node) in rest.into_iter().enumerate() {

@@ -9,9 +9,9 @@ use crate::graph::{Graph, Node, Phase, Storage, rename, storage_of};
 
 /// Computes cheap values of forward again in backward instead of keeping them in between.
 ///
-/// Values are considered from the last to the first. One is not kept if it is written by an elementwise
-/// operation or is a view, and if what it takes to compute it again takes less memory than it does, counting
-/// only what would not be kept anyway. The same operations on the same values give the same bits.
+/// Values are considered from the last to the first. One is not kept if elementwise operations lead to
+/// it from values that take less memory than it does, counting only what would not be kept anyway. The
+/// same operations on the same values give the same bits.
 ///
 /// ```text
 /// before                                  after
@@ -121,13 +121,29 @@ impl<'a> Choice<'a> {
 
     /// The value whose memory this one lies in.
     fn owner(&self, mut id: TensorId) -> TensorId {
-        while let Some(node) = self.writers.get(&id) {
-            match storage_of(node) {
-                Storage::View(base) => id = base,
-                _ => break,
-            }
+        while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
+            id = base;
         }
         id
+    }
+
+    /// What a node makes a view of, if it does; a reshape of a strided view copies.
+    fn base(&self, node: &Node) -> Option<TensorId> {
+        match storage_of(node) {
+            Storage::View(base) if !is_reshape(node) || self.is_contiguous(base) => Some(base),
+            _ => None,
+        }
+    }
+
+    fn is_contiguous(&self, mut id: TensorId) -> bool {
+        while let Some(node) = self.writers.get(&id) {
+            match storage_of(node) {
+                Storage::View(base) if is_reshape(node) => id = base,
+                Storage::View(_) => return false,
+                _ => return true,
+            }
+        }
+        true
     }
 
     fn bytes(&self, id: TensorId) -> usize {
@@ -146,58 +162,61 @@ impl<'a> Choice<'a> {
             if kept.contains(&owner) || !can_repeat || self.bytes(owner) < self.min_bytes {
                 continue;
             }
-            let mut plan = BTreeMap::new();
-            let mut needs = BTreeSet::new();
-            for id in &readers {
-                self.trace_back(*id, owner, &mut plan, &mut needs);
-            }
-            let new: usize = needs
+            let mut plan = Plan::default();
+            let can_plan = readers.iter().all(|id| self.plan(*id, owner, &mut plan));
+            let new: usize = plan
+                .needs
                 .iter()
                 .filter(|id| !self.saved.contains_key(id))
                 .map(|id| self.bytes(*id))
                 .sum();
-            if new < self.bytes(owner) {
+            if can_plan && new < self.bytes(owner) {
                 self.saved.remove(&owner);
-                for id in needs {
+                for id in plan.needs {
                     self.saved.entry(id).or_default().insert(id);
                 }
-                chosen.extend(plan);
+                chosen.extend(plan.nodes);
             }
         }
         chosen
     }
 
-    /// Plans how to make a value again from what is saved or can be: `needs` are owners of memory.
-    fn trace_back(
-        &self,
-        id: TensorId,
-        owner: TensorId,
-        plan: &mut BTreeMap<TensorId, Node>,
-        needs: &mut BTreeSet<TensorId>,
-    ) {
-        let Some(node) = self.writers.get(&id) else {
-            return;
+    /// Plans how to make a value again: through cheap operations, back to what is kept anyway. False if
+    /// that takes too many of them.
+    fn plan(&self, id: TensorId, owner: TensorId, plan: &mut Plan) -> bool {
+        const MOST: usize = 24;
+        let Some(node) = self.writers.get(&id).copied() else {
+            // Given.
+            return true;
         };
-        if plan.contains_key(&id) {
-            return;
+        if plan.nodes.contains_key(&id) {
+            return true;
         }
         let own = self.owner(id);
-        let is_given = !self.writers.contains_key(&own);
-        let is_view = own != id;
-        if id != owner && own != owner && !is_view && !is_given {
-            // Further back: kept from here on, and considered on its own later.
-            needs.insert(own);
-            return;
+        if own == id && id != owner && (self.saved.contains_key(&id) || !is_cheap(node)) {
+            plan.needs.insert(id);
+            return true;
         }
-        if is_view && own != owner && !is_given {
-            needs.insert(own);
+        plan.nodes.insert(id, node.clone());
+        plan.nodes.len() <= MOST && node.inputs().all(|input| self.plan(input, owner, plan))
+    }
+}
+
+/// How to make a value again.
+#[derive(Default)]
+struct Plan {
+    nodes: BTreeMap<TensorId, Node>,
+    /// What must be kept for it.
+    needs: BTreeSet<TensorId>,
+}
+
+fn is_reshape(node: &Node) -> bool {
+    use BaseOperationIr as Base;
+    match &node.operation {
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            matches!(op, Base::Reshape(_))
         }
-        if is_view || id == owner {
-            plan.insert(id, (*node).clone());
-            for input in node.inputs() {
-                self.trace_back(input, owner, plan, needs);
-            }
-        }
+        _ => false,
     }
 }
 
@@ -246,7 +265,8 @@ fn is_cheap(node: &Node) -> bool {
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
             matches!(
                 op,
-                Base::MaskFill(_)
+                Base::Reshape(_)
+                    | Base::MaskFill(_)
                     | Base::MaskWhere(_)
                     | Base::Equal(_)
                     | Base::EqualElem(_)

@@ -103,10 +103,18 @@ impl Insertion<'_> {
             }
             sharded.insert(value, (path, partition, shape));
         }
+        let by_path: BTreeMap<_, _> = sharded
+            .values()
+            .map(
+                |(path, partition, shape): &(Arc<str>, Partition, Vec<usize>)| {
+                    (path.clone(), (*partition, shape.clone()))
+                },
+            )
+            .collect();
         let mut scheduled = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
-                self.flatten(&node, &sharded)?;
+                self.flatten(&node, &by_path)?;
                 scheduled.push(node);
                 continue;
             }
@@ -192,13 +200,12 @@ impl Insertion<'_> {
     fn flatten(
         &mut self,
         node: &Node,
-        sharded: &BTreeMap<TensorId, (Arc<str>, Partition, Vec<usize>)>,
+        by_path: &BTreeMap<Arc<str>, (Partition, Vec<usize>)>,
     ) -> Result<(), Error> {
         let Some(path) = &node.path else {
             return Ok(());
         };
-        let found = sharded.values().find(|(other, ..)| other == path);
-        let Some((_, partition, shape)) = found else {
+        let Some((partition, shape)) = by_path.get(path) else {
             return Ok(());
         };
         // Shapes in the operation are still those of the trace.
@@ -222,6 +229,10 @@ impl Insertion<'_> {
     /// Averages gradients and loss after the node that writes them.
     fn average(&mut self, nodes: Vec<Node>) -> Result<(), Error> {
         let loss = self.graph.loss();
+        let parameters = self.graph.parameters().iter().enumerate();
+        let owners: BTreeMap<TensorId, usize> = parameters
+            .filter_map(|(index, parameter)| Some((parameter.gradient?, index)))
+            .collect();
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
@@ -237,9 +248,7 @@ impl Insertion<'_> {
                     let mean = self.reduce(&mut scheduled, output, &"loss".into(), None, phase)?;
                     self.graph.set_loss(mean);
                 }
-                let parameters = self.graph.parameters().iter();
-                let owner = parameters.clone().position(|p| p.gradient == Some(output));
-                if let Some(owner) = owner {
+                if let Some(owner) = owners.get(&output).copied() {
                     let parameter = &self.graph.parameters()[owner];
                     let (path, layout) = (parameter.path.clone(), parameter.layout.clone());
                     let partition = match layout {

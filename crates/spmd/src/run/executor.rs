@@ -78,22 +78,17 @@ impl<B: BackendIr> Executor<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] if it is not there or the backend cannot be read.
+    /// [`Error::Missing`], or [`Error::Internal`] if the backend cannot be read.
     pub fn get(&mut self, id: TensorId) -> Result<TensorData, Error> {
-        if !self.present.contains_key(&id) {
-            return Err(Error::Internal(format!(
-                "value {} is not there",
-                id.value()
-            )));
+        match self.present.get(&id).cloned() {
+            Some((shape, dtype)) => self.read(id, shape, dtype),
+            None => Err(Error::Missing {
+                what: format!("value {}", id.value()),
+            }),
         }
-        self.read(id)
     }
 
-    fn read(&mut self, id: TensorId) -> Result<TensorData, Error> {
-        let (shape, dtype) = match self.present.get(&id) {
-            Some((shape, dtype)) => (shape.clone(), *dtype),
-            None => (vec![1], DType::F32),
-        };
+    fn read(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Result<TensorData, Error> {
         let tensor = TensorIr {
             id,
             shape: Shape::from(shape),
@@ -144,7 +139,7 @@ impl<B: BackendIr> Executor<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::GroupSize`], [`Error::Internal`] for a value that is missing, before anything runs;
+    /// [`Error::GroupSize`], [`Error::Missing`] for a value, before anything runs;
     /// [`Error::Execution`] or [`Error::Collective`] from a node.
     pub fn run(
         &mut self,
@@ -176,10 +171,9 @@ impl<B: BackendIr> Executor<B> {
             for input in node.inputs() {
                 if graph.is_given(input) && !self.present.contains_key(&input) {
                     let role = graph.value(input).map(|value| value.role.to_string());
-                    return Err(Error::Internal(format!(
-                        "{} is not there",
-                        role.unwrap_or_default()
-                    )));
+                    return Err(Error::Missing {
+                        what: role.unwrap_or_default(),
+                    });
                 }
             }
         }
@@ -272,7 +266,11 @@ impl<B: BackendIr> Executor<B> {
         let loss = graph
             .loss()
             .ok_or_else(|| Error::Internal("the graph has no loss".to_owned()))?;
-        let value = self.read(loss)?;
+        let (shape, dtype) = match graph.value(loss) {
+            Some(value) => (value.shape.clone(), value.dtype),
+            None => (vec![1], DType::F32),
+        };
+        let value = self.read(loss, shape, dtype)?;
         // All at once: an update may read what another replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
         for (index, update) in graph.updates().iter().enumerate() {
