@@ -325,7 +325,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             self.executor.set(*id, data);
         }
         let loss = self.executor.run(&graph, &scalars, timeline);
-        let loss = loss.inspect_err(|error| self.poisoned = Some(error.to_string()))?;
+        let loss = loss.inspect_err(|error| {
+            // Others are found before anything has changed.
+            if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
+                self.poisoned = Some(error.to_string());
+            }
+        })?;
         self.scalars.advance(learning_rate);
         self.steps += 1;
         self.current = Some(graph);
@@ -489,14 +494,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         let spec = self.spec(path)?;
         if data.shape().to_vec() != spec.shape || data.dtype() != spec.dtype {
-            return Err(Error::TensorMismatch {
-                what: "parameter",
-                name: path.to_owned(),
-                expected: spec.shape.clone(),
-                expected_dtype: spec.dtype,
-                got: data.shape().to_vec(),
-                got_dtype: data.dtype(),
-            });
+            return Err(Error::mismatch(
+                "parameter",
+                path.to_owned(),
+                (&spec.shape, spec.dtype),
+                &data,
+            ));
         }
         if let Some(initial) = &mut self.initial {
             return initial.set(path, data, &self.mode);
@@ -582,14 +585,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 });
             };
             if data.shape().to_vec() != parameter.shape || data.dtype() != parameter.dtype {
-                return Err(Error::TensorMismatch {
-                    what: "optimizer state",
-                    name: format!("{path} {slot}"),
-                    expected: parameter.shape.clone(),
-                    expected_dtype: parameter.dtype,
-                    got: data.shape().to_vec(),
-                    got_dtype: data.dtype(),
-                });
+                return Err(Error::mismatch(
+                    "optimizer state",
+                    format!("{path} {slot}"),
+                    (&parameter.shape, parameter.dtype),
+                    &data,
+                ));
             }
             let local = localize(&data, &parameter.layout, rank);
             self.executor.set(*id, local);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::DType;
+use burn::tensor::{DType, TensorData};
 
 /// Why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -60,22 +60,18 @@ pub enum Error {
 
     /// A tensor is not of the shape or type that the graph was traced with.
     #[error(
-        "{what} \"{name}\" is {got_dtype:?} {got:?} where the graph has {expected_dtype:?} \
-         {expected:?}; pass a tensor of that shape and type, or compile for this one"
+        "{what} \"{name}\" is {got} where the graph has {expected}; pass a tensor of that shape and \
+         type, or compile for this one"
     )]
     TensorMismatch {
         /// What is named: an input, a parameter, a state.
         what: &'static str,
         /// The name.
         name: String,
-        /// Shape in the graph.
-        expected: Vec<usize>,
-        /// Element type in the graph.
-        expected_dtype: DType,
-        /// Shape given.
-        got: Vec<usize>,
-        /// Element type given.
-        got_dtype: DType,
+        /// Type and shape in the graph.
+        expected: String,
+        /// Type and shape given.
+        got: String,
     },
 
     /// An optimizer whose step is not the same for every element cannot run on shards.
@@ -261,6 +257,24 @@ impl std::fmt::Display for After<'_> {
         match self.0 {
             Some(pass) => write!(f, " after pass {pass}"),
             None => Ok(()),
+        }
+    }
+}
+
+impl Error {
+    /// A tensor of another shape or type.
+    pub(crate) fn mismatch(
+        what: &'static str,
+        name: impl Into<String>,
+        expected: (&[usize], DType),
+        data: &TensorData,
+    ) -> Self {
+        let text = |shape: &[usize], dtype: DType| format!("{dtype:?} {shape:?}");
+        Self::TensorMismatch {
+            what,
+            name: name.into(),
+            expected: text(expected.0, expected.1),
+            got: text(&data.shape().to_vec(), data.dtype()),
         }
     }
 }

@@ -105,14 +105,12 @@ impl InitialValues {
                 Error::Internal(format!("parameter {} has no value", parameter.path))
             })?;
             if held.data.dtype() != parameter.dtype {
-                return Err(Error::TensorMismatch {
-                    what: "parameter",
-                    name: parameter.path.to_string(),
-                    expected: parameter.shape.clone(),
-                    expected_dtype: parameter.dtype,
-                    got: held.spec.shape,
-                    got_dtype: held.data.dtype(),
-                });
+                return Err(Error::mismatch(
+                    "parameter",
+                    parameter.path.to_string(),
+                    (&parameter.shape, parameter.dtype),
+                    &held.data,
+                ));
             }
             let data = match held.layout == parameter.layout {
                 true => held.data,
@@ -156,14 +154,12 @@ impl Receiver<'_> {
         if let Some(data) = &data
             && data.dtype() != spec.dtype
         {
-            return Err(Error::TensorMismatch {
-                what: "parameter",
-                name: spec.path.to_string(),
-                expected: spec.shape.clone(),
-                expected_dtype: spec.dtype,
-                got: data.shape().to_vec(),
-                got_dtype: data.dtype(),
-            });
+            return Err(Error::mismatch(
+                "parameter",
+                spec.path.to_string(),
+                (&spec.shape, spec.dtype),
+                data,
+            ));
         }
         let group = &self.mode.group;
         let is_sharded = spec.is_trained && self.mode.style == DataParallel::FullyShard;

@@ -96,13 +96,14 @@ impl Node {
     /// dropped, repeated or merged with another.
     pub fn is_opaque(&self) -> bool {
         use burn_ir::{FloatOperationIr as F, NumericOperationIr as N};
-        match &self.operation {
-            OperationIr::Float(_, F::Random(_)) => true,
-            OperationIr::NumericInt(_, N::IntRandom(_)) => true,
-            OperationIr::NumericFloat(_, N::IntRandom(_)) => true,
-            OperationIr::Custom(_) | OperationIr::Distributed(_) => true,
-            _ => false,
-        }
+        matches!(
+            &self.operation,
+            OperationIr::Float(_, F::Random(_))
+                | OperationIr::NumericInt(_, N::IntRandom(_))
+                | OperationIr::NumericFloat(_, N::IntRandom(_))
+                | OperationIr::Custom(_)
+                | OperationIr::Distributed(_)
+        )
     }
 
     /// Name of the operation, such as `Float.Matmul`.
