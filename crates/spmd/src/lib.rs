@@ -1,1 +1,51 @@
 //! A whole train step as one SPMD graph: trace, place, passes, plan, run.
+//!
+//! [`compile`] turns an unmodified Burn module, a loss closure and a bare Burn optimizer into a
+//! [`CompiledStep`] that runs on every rank of a process group:
+//!
+//! ```text
+//! trace  ->  dead code, common subexpressions  ->  recompute  ->  insert collectives  ->
+//! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  liveness  ->  run
+//! ```
+//!
+//! | module | stage |
+//! |---|---|
+//! | [`graph`] | the step as data: nodes in execution order, values by role and path |
+//! | [`trace`] | from closures to a graph, on fake tensors |
+//! | [`place`] | who has which part of which value |
+//! | [`passes`] | functions from graph to graph, and the verifier |
+//! | [`run`] | the executor, its table of memory, and timelines |
+//!
+//! On one rank a compiled step gives the bits of Burn's own loop. What it does not do is hide its order:
+//! the list of nodes is the schedule, with every gather, wait and drop in it.
+//!
+//! # How many collectives
+//!
+//! A unit is a module whose parameters travel together, see [`unit_of`](passes::unit_of). Let U be the number
+//! of units, P that of parameters, B that of units whose weights backward reads and that are not among the last
+//! two of forward, and say that no unit is larger than a bucket. A step of
+//! [`DataParallel::FullyShard`] then takes
+//!
+//! | | all-gathers | reduce-scatters | all-reduces |
+//! |---|---|---|---|
+//! | by default | U + B | U | 1, the loss |
+//! | weights kept until backward | U | U | 1 |
+//! | no buckets, weights kept | P | P | 1 |
+//!
+//! and one of [`DataParallel::Replicate`] as many all-reduces as buckets of gradients and loss, or P + 1
+//! without buckets; all of it whatever the number of ranks, one included.
+#![forbid(unsafe_code)]
+
+mod compile;
+mod error;
+pub mod graph;
+mod initial;
+pub mod passes;
+pub mod place;
+pub mod run;
+pub mod trace;
+
+pub use compile::{CompiledStep, Mode, Override, compile, compile_on, compile_with, lower};
+pub use error::Error;
+pub use place::DataParallel;
+pub use trace::{Batch, BatchMapper};

@@ -1,0 +1,753 @@
+//! The whole way from closures to steps.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use burn::backend::Flex;
+use burn::module::Module;
+use burn::optim::Optimizer;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
+use burn_fsdp_mesh::Partition;
+use burn_ir::{BackendIr, TensorId};
+
+use crate::Error;
+use crate::graph::{Graph, Parameter, ParameterLayout, Role};
+use crate::initial::InitialValues;
+use crate::passes::{GraphTransform, Pipeline, schedule};
+use crate::place::DataParallel;
+use crate::run::{Executor, MemoryTable, Timeline, element_type};
+use crate::trace::{
+    Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
+    parameters, specs_of, trace,
+};
+
+/// How a step is compiled: over which ranks, and by which passes.
+#[derive(Debug, Clone)]
+pub struct Mode {
+    pub(crate) group: ProcessGroup,
+    pub(crate) style: DataParallel,
+    pub(crate) options: schedule::Options,
+    pub(crate) cache: usize,
+    pub(crate) verify: bool,
+    pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
+}
+
+impl Mode {
+    /// A single rank.
+    pub fn single() -> Self {
+        Self::data_parallel(ProcessGroup::solo(), DataParallel::Replicate)
+    }
+
+    /// The ranks of a group divide the batch among them.
+    pub fn data_parallel(group: ProcessGroup, style: DataParallel) -> Self {
+        Self {
+            group,
+            style,
+            options: schedule::Options::default(),
+            cache: 8,
+            verify: cfg!(debug_assertions),
+            transforms: Vec::new(),
+        }
+    }
+
+    /// Which passes schedule the graph, and how.
+    #[must_use]
+    pub fn with_options(mut self, options: schedule::Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// How many graphs are kept: one for the first step, and one for every other set of input shapes.
+    /// 8 by default, at least 1; the one used longest ago goes first.
+    #[must_use]
+    pub fn with_cache(mut self, num_graphs: usize) -> Self {
+        self.cache = num_graphs.max(1);
+        self
+    }
+
+    /// Verifies the graph after each pass, as debug builds always do.
+    #[must_use]
+    pub fn verified(mut self) -> Self {
+        self.verify = true;
+        self
+    }
+
+    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
+    #[must_use]
+    pub fn with_transform(mut self, transform: impl GraphTransform + 'static) -> Self {
+        self.transforms.push(Arc::new(transform));
+        self
+    }
+}
+
+/// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
+/// step of `optimizer` for every parameter. All ranks of the mode's group must call it, with the same
+/// arguments.
+///
+/// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
+/// gives on rank 0; no rank ever holds more than its shards and one whole parameter.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_spmd::{Mode, compile};
+///
+/// let mut step = compile(
+///     |device: &Device| LinearConfig::new(3, 1).init(device),
+///     |model: &Linear, (x, y): (Tensor<2>, Tensor<2>)| (model.forward(x) - y).square().mean(),
+///     AdamWConfig::new().build(),
+///     Mode::single(),
+/// )?;
+/// let device = Device::flex();
+/// let batch = (Tensor::ones([8, 3], &device), Tensor::zeros([8, 1], &device));
+/// let first = step.step(1e-1, &batch)?;
+/// for _ in 0..10 {
+///     step.step(1e-1, &batch)?;
+/// }
+/// assert!(step.step(1e-1, &batch)? < first);
+/// assert_eq!(step.parameter("weight")?.shape().to_vec(), [3, 1]);
+/// # Ok::<(), burn_fsdp_spmd::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::ElementType`];
+/// [`Error::Collective`].
+pub fn compile<M, B, O>(
+    init: impl Fn(&Device) -> M + Send + 'static,
+    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+) -> Result<CompiledStep<B>, Error>
+where
+    M: Module + 'static,
+    B: Batch,
+    O: Optimizer,
+{
+    compile_with(init, loss, optimizer, mode, Vec::new())
+}
+
+/// [`compile`] with overrides: parts of the module that cannot be traced as they are.
+///
+/// # Errors
+///
+/// As [`compile`]; [`Error::OverrideChangedParameters`] if an override does.
+pub fn compile_with<M, B, O>(
+    init: impl Fn(&Device) -> M + Send + 'static,
+    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+    overrides: Vec<Box<dyn Override<M>>>,
+) -> Result<CompiledStep<B>, Error>
+where
+    M: Module + 'static,
+    B: Batch,
+    O: Optimizer,
+{
+    let on = Default::default();
+    compile_on::<Flex, M, B, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
+}
+
+/// Replaces parts of a module while it is traced, and rewrites what the trace made of them.
+///
+/// Training starts from the values of the module that `init` makes; what replaces a part must have the
+/// same parameters under the same paths.
+pub trait Override<M>: Send {
+    /// The module to trace instead.
+    fn replace(&self, module: M) -> M;
+
+    /// Rewrites the graph of the trace, before any pass. By default nothing changes.
+    ///
+    /// # Errors
+    ///
+    /// If the graph is not what it expects.
+    fn rewrite(&self, graph: Graph) -> Result<Graph, Error> {
+        Ok(graph)
+    }
+}
+
+/// [`compile_with`] for another backend: parameters are initialised on `device`, and steps run on
+/// `backend_device`.
+///
+/// # Errors
+///
+/// As [`compile`].
+pub fn compile_on<Be, M, B, O>(
+    init: impl Fn(&Device) -> M + Send + 'static,
+    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+    overrides: Vec<Box<dyn Override<M>>>,
+    device: &Device,
+    backend_device: Be::Device,
+) -> Result<CompiledStep<B, Be>, Error>
+where
+    Be: BackendIr,
+    M: Module + 'static,
+    B: Batch,
+    O: Optimizer,
+{
+    let specs = parameters(&init)?;
+    let replaced = |device: &Device| {
+        let module = init(device);
+        overrides
+            .iter()
+            .fold(module, |module, part| part.replace(module))
+    };
+    let traced = parameters(replaced)?;
+    if let Some(path) = first_difference(&specs, &traced) {
+        return Err(Error::OverrideChangedParameters { path });
+    }
+    let ranks: Vec<usize> = specs
+        .iter()
+        .filter(|spec| spec.is_trained)
+        .map(|spec| spec.shape.len())
+        .collect();
+    let scalars = HostScalars::new(&optimizer, ranks)?;
+    let initial = InitialValues::new(&init, &specs, &mode, device)?;
+    let executor = Executor::new(backend_device, mode.group.clone());
+    let tracer = move |batch: &B, config: TraceConfig| {
+        let init = |device: &Device| {
+            let parts = overrides.iter();
+            parts.fold(init(device), |module, part| part.replace(module))
+        };
+        let loss = |model: &M, batch: B| loss(model, batch);
+        let graph = trace(init, loss, &optimizer, batch, config)?;
+        overrides
+            .iter()
+            .try_fold(graph, |graph, part| part.rewrite(graph))
+    };
+    Ok(CompiledStep {
+        tracer: Box::new(tracer),
+        mode,
+        specs,
+        scalars,
+        executor,
+        initial: Some(initial),
+        restored: BTreeMap::new(),
+        graphs: VecDeque::new(),
+        loaded: None,
+        current: None,
+        steps: 0,
+        poisoned: None,
+        num_traces: 0,
+        batch: PhantomData,
+    })
+}
+
+/// The first path at which two modules differ.
+fn first_difference(a: &[ParameterSpec], b: &[ParameterSpec]) -> Option<String> {
+    let longest = a.len().max(b.len());
+    let index = (0..longest).find(|index| a.get(*index) != b.get(*index))?;
+    let spec = a.get(index).or(b.get(index))?;
+    Some(spec.path.to_string())
+}
+
+type Tracer<B> = Box<dyn Fn(&B, TraceConfig) -> Result<Graph, Error> + Send>;
+
+/// What a graph was made for.
+#[derive(Debug, Clone, PartialEq)]
+struct Key {
+    inputs: Vec<InputSpec>,
+    step: OptimizerStep,
+    structure: BTreeMap<usize, Vec<String>>,
+}
+
+/// A compiled train step with its parameters and optimizer states, of one rank.
+pub struct CompiledStep<B, Be: BackendIr = Flex> {
+    tracer: Tracer<B>,
+    mode: Mode,
+    specs: Vec<ParameterSpec>,
+    scalars: HostScalars,
+    executor: Executor<Be>,
+    /// Until the first graph says where they go.
+    initial: Option<InitialValues>,
+    /// States that were set before there was a graph, by path and slot.
+    restored: BTreeMap<(String, String), TensorData>,
+    /// The one used last at the back.
+    graphs: VecDeque<(Key, Arc<Graph>)>,
+    /// The graph whose constants are loaded.
+    loaded: Option<Arc<Graph>>,
+    /// Of the last step: it knows parameters, layouts and ids.
+    current: Option<Arc<Graph>>,
+    steps: u64,
+    poisoned: Option<String>,
+    num_traces: usize,
+    batch: PhantomData<fn(B)>,
+}
+
+impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// Runs one train step and returns the loss, averaged over the ranks. All ranks must call it,
+    /// each with its part of the batch, all parts of the same shapes.
+    ///
+    /// # Errors
+    ///
+    /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
+    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
+    /// every call returns [`Error::Poisoned`].
+    pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
+        self.run(learning_rate, batch, None)
+    }
+
+    /// [`step`](Self::step), and what it did when.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn step_with_timeline(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<(f64, Timeline), Error> {
+        self.prepare(learning_rate, batch)?;
+        let mut timeline = Timeline::new();
+        let loss = self.run(learning_rate, batch, Some(&mut timeline))?;
+        Ok((loss, timeline))
+    }
+
+    fn run(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+        timeline: Option<&mut Timeline>,
+    ) -> Result<f64, Error> {
+        if let Some(reason) = &self.poisoned {
+            return Err(Error::Poisoned {
+                reason: reason.clone(),
+            });
+        }
+        let (graph, scalars) = self.prepare(learning_rate, batch)?;
+        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
+            self.executor.set(*id, data);
+        }
+        let loss = self.executor.run(&graph, &scalars, timeline);
+        let loss = loss.inspect_err(|error| {
+            // Others are found before anything has changed.
+            if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
+                self.poisoned = Some(error.to_string());
+            }
+        })?;
+        self.scalars.advance(learning_rate);
+        self.steps += 1;
+        self.current = Some(graph);
+        loss.iter::<f64>()
+            .next()
+            .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
+    }
+
+    /// The graph for such a batch, made if there is none, and the scalars of the next step.
+    fn prepare(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<(Arc<Graph>, StepScalars), Error> {
+        let scalars = self.scalars.peek(learning_rate)?;
+        let key = Key {
+            inputs: specs_of(batch)?,
+            step: match self.steps {
+                0 => OptimizerStep::First,
+                _ => OptimizerStep::Next,
+            },
+            structure: scalars.structure().clone(),
+        };
+        let found = self.graphs.iter().position(|(other, _)| *other == key);
+        let entry = match found.and_then(|index| self.graphs.remove(index)) {
+            Some(entry) => entry,
+            None => {
+                let graph = self.make(learning_rate, batch, key.step)?;
+                (key, Arc::new(graph))
+            }
+        };
+        let graph = entry.1.clone();
+        self.graphs.push_back(entry);
+        while self.graphs.len() > self.mode.cache {
+            self.graphs.pop_front();
+        }
+        if let Some(initial) = self.initial.take() {
+            for (id, data) in initial.into_values(&graph, &self.mode)? {
+                self.executor.set(id, data);
+            }
+        }
+        self.restore(&graph)?;
+        if !self
+            .loaded
+            .as_ref()
+            .is_some_and(|loaded| Arc::ptr_eq(loaded, &graph))
+        {
+            self.executor.load_constants(&graph);
+            self.loaded = Some(graph.clone());
+        }
+        self.current = Some(graph.clone());
+        Ok((graph, scalars))
+    }
+
+    fn make(&mut self, learning_rate: f64, batch: &B, step: OptimizerStep) -> Result<Graph, Error> {
+        let config = TraceConfig {
+            step,
+            learning_rate,
+        };
+        self.num_traces += 1;
+        let graph = (self.tracer)(batch, config)?;
+        let graph = lower(graph, &self.mode)?;
+        self.agree(&graph)?;
+        Ok(graph)
+    }
+
+    /// Makes sure that all ranks have the same graph.
+    fn agree(&self, graph: &Graph) -> Result<(), Error> {
+        let fingerprint = graph.fingerprint().to_le_bytes().to_vec();
+        let all = self.mode.group.exchange("compiled graph", fingerprint);
+        let all = all.map_err(|source| Error::Collective {
+            node: 0,
+            source: Arc::new(source),
+        })?;
+        match all.iter().position(|other| *other != all[0]) {
+            Some(rank) => Err(Error::GraphsDiffer { rank }),
+            None => Ok(()),
+        }
+    }
+
+    /// The graph of the last step, or of the batch prepared last; `None` before.
+    pub fn graph(&self) -> Option<&Graph> {
+        self.current.as_deref()
+    }
+
+    /// Makes the graph for a batch, as [`step`](Self::step) would, and runs nothing. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of tracing.
+    pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
+        Ok(self.prepare(learning_rate, batch)?.0)
+    }
+
+    /// How many graphs have been traced so far.
+    pub fn num_traces(&self) -> usize {
+        self.num_traces
+    }
+
+    /// Number of steps done.
+    pub fn num_steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// What this rank's tensors take.
+    pub fn memory(&self) -> &MemoryTable {
+        self.executor.table()
+    }
+
+    /// Begins a new measurement of the peak.
+    pub fn reset_peak(&mut self) {
+        self.executor.table_mut().reset_peak();
+    }
+
+    /// The tensors of the module in the order in which it is visited.
+    pub fn parameters(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+
+    /// A parameter or buffer as a whole. All ranks must call it, and all get it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`], [`Error::Collective`].
+    pub fn parameter(&mut self, path: &str) -> Result<TensorData, Error> {
+        self.spec(path)?;
+        if let Some(initial) = &self.initial {
+            return initial.whole(path, &self.mode);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = self.executor.get(value)?;
+        self.whole(&parameter, local)
+    }
+
+    /// This rank's part of a parameter: all of it, or a flat shard without padding.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`].
+    pub fn shard(&mut self, path: &str) -> Result<TensorData, Error> {
+        self.spec(path)?;
+        if let Some(initial) = &self.initial {
+            return initial.local(path);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = self.executor.get(value)?;
+        match parameter.layout {
+            ParameterLayout::Whole => Ok(local),
+            ParameterLayout::Flat(partition) => {
+                let own = partition.len(self.mode.group.rank());
+                Ok(slice(&local, 0..own))
+            }
+        }
+    }
+
+    /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
+    pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
+        let spec = self.spec(path)?;
+        if data.shape().to_vec() != spec.shape || data.dtype() != spec.dtype {
+            return Err(Error::mismatch(
+                "parameter",
+                path.to_owned(),
+                (&spec.shape, spec.dtype),
+                &data,
+            ));
+        }
+        if let Some(initial) = &mut self.initial {
+            return initial.set(path, data, &self.mode);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = localize(&data, &parameter.layout, self.mode.group.rank());
+        self.executor.set(value, local);
+        Ok(())
+    }
+
+    /// The optimizer's states of a parameter as wholes, by name; empty before the first step. All ranks
+    /// must call it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`], [`Error::Collective`].
+    pub fn states(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
+        self.spec(path)?;
+        let Some(graph) = self.current.clone() else {
+            return Ok(Vec::new());
+        };
+        let (parameter, _) = self.located(path)?;
+        let mut states = Vec::new();
+        for id in &parameter.states {
+            let Some(Role::State { slot, .. }) = graph.value(*id).map(|v| &v.role) else {
+                continue;
+            };
+            if self.executor.has(*id) {
+                let local = self.executor.get(*id)?;
+                states.push((slot.to_string(), self.whole(&parameter, local)?));
+            }
+        }
+        Ok(states)
+    }
+
+    /// Continues a run after that many steps: the optimizer's counters are set to it, and every state
+    /// must be set with [`set_state`](Self::set_state) before the next step.
+    pub fn resume(&mut self, steps: u64, learning_rate: f64) {
+        for _ in self.steps..steps {
+            self.scalars.advance(learning_rate);
+        }
+        self.steps = self.steps.max(steps);
+    }
+
+    /// Sets a state of the optimizer as a whole, under the name that [`states`](Self::states) gives it.
+    /// Every rank must call it with the same data.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
+    /// is found by the next step.
+    pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
+        self.spec(path)?;
+        let key = (path.to_owned(), slot.to_owned());
+        self.restored.insert(key, data);
+        Ok(())
+    }
+
+    /// Puts the states that were set where a graph has them.
+    fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
+        let rank = self.mode.group.rank();
+        for ((path, slot), data) in std::mem::take(&mut self.restored) {
+            let parameter = graph.parameter(&path);
+            let states = parameter
+                .map(|parameter| parameter.states.as_slice())
+                .unwrap_or_default();
+            let named = states
+                .iter()
+                .filter_map(|id| Some((*id, graph.value(*id)?)));
+            let named: Vec<_> = named
+                .filter_map(|(id, value)| match &value.role {
+                    Role::State { slot, .. } => Some((id, slot.clone())),
+                    _ => None,
+                })
+                .collect();
+            let found = named.iter().find(|(_, other)| **other == *slot);
+            let (Some(parameter), Some((id, _))) = (parameter, found) else {
+                let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
+                return Err(Error::UnknownName {
+                    what: "optimizer state",
+                    name: format!("{path} {slot}"),
+                    known: known.join(", "),
+                });
+            };
+            if data.shape().to_vec() != parameter.shape || data.dtype() != parameter.dtype {
+                return Err(Error::mismatch(
+                    "optimizer state",
+                    format!("{path} {slot}"),
+                    (&parameter.shape, parameter.dtype),
+                    &data,
+                ));
+            }
+            let local = localize(&data, &parameter.layout, rank);
+            self.executor.set(*id, local);
+        }
+        Ok(())
+    }
+
+    fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
+        let found = self.specs.iter().find(|spec| &*spec.path == path);
+        found.ok_or_else(|| {
+            let known = self.specs.iter().take(8).map(|spec| spec.path.as_ref());
+            Error::UnknownName {
+                what: "parameter",
+                name: path.to_owned(),
+                known: known.collect::<Vec<_>>().join(", "),
+            }
+        })
+    }
+
+    fn located(&self, path: &str) -> Result<(Parameter, TensorId), Error> {
+        let graph = self.current.as_ref();
+        let parameter = graph.and_then(|graph| graph.parameter(path)).cloned();
+        let parameter =
+            parameter.ok_or_else(|| Error::Internal(format!("parameter {path} is in no graph")))?;
+        let value = parameter.value;
+        Ok((parameter, value))
+    }
+
+    fn whole(&self, parameter: &Parameter, local: TensorData) -> Result<TensorData, Error> {
+        match parameter.layout {
+            ParameterLayout::Whole => Ok(local),
+            ParameterLayout::Flat(partition) => gather(
+                &self.mode.group,
+                &parameter.path,
+                &local,
+                partition,
+                &parameter.shape,
+            ),
+        }
+    }
+}
+
+/// Applies the passes of a mode to a graph of one rank.
+///
+/// # Errors
+///
+/// Those of the passes.
+pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
+    let mut pipeline = schedule::pipeline(
+        mode.group.size(),
+        mode.style,
+        &mode.options,
+        &mode.transforms,
+    );
+    if mode.verify {
+        pipeline = pipeline.verified();
+    }
+    Pipeline::run(&pipeline, graph)
+}
+
+/// The part of a whole tensor that a rank holds, padded.
+pub(crate) fn localize(data: &TensorData, layout: &ParameterLayout, rank: usize) -> TensorData {
+    match layout {
+        ParameterLayout::Whole => data.clone(),
+        ParameterLayout::Flat(partition) => {
+            let size = data.dtype().size();
+            let range = partition.range(rank);
+            let mut bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
+            bytes.resize(partition.chunk_len() * size, 0);
+            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], data.dtype())
+        }
+    }
+}
+
+fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorData {
+    let size = data.dtype().size();
+    let bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
+    TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
+}
+
+/// The whole of which every rank has a flat padded shard.
+pub(crate) fn gather(
+    group: &ProcessGroup,
+    path: &str,
+    local: &TensorData,
+    partition: Partition,
+    shape: &[usize],
+) -> Result<TensorData, Error> {
+    let dtype = local.dtype();
+    let element = element_of(path, dtype)?;
+    let own = partition.len(group.rank()) * dtype.size();
+    let source = Source::new(local.as_bytes()[..own].to_vec());
+    let into = group.pool().take(partition.num_elements() * dtype.size());
+    let part = Part::new(source, partition, element);
+    let received = group
+        .all_gather(format!("read {path}"), Vec::new(), vec![part], vec![into])
+        .map_err(collective)?;
+    let bytes = received.buffers[0].as_ref().to_vec();
+    Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
+}
+
+pub(crate) fn element_of(path: &str, dtype: burn::tensor::DType) -> Result<ElementType, Error> {
+    element_type(dtype).ok_or_else(|| Error::ElementType {
+        path: path.to_owned(),
+        dtype,
+    })
+}
+
+/// What rank 0 has, on all ranks.
+pub(crate) fn broadcast(
+    group: &ProcessGroup,
+    path: &str,
+    data: Option<TensorData>,
+    spec: &ParameterSpec,
+) -> Result<TensorData, Error> {
+    let num_bytes = spec.shape.iter().product::<usize>() * spec.dtype.size();
+    let bytes = ElementType::U8;
+    let label = format!("initial {path}");
+    let (parts, into) = match &data {
+        Some(data) => (
+            vec![FullPart::new(Source::new(data.as_bytes().to_vec()), bytes)],
+            vec![],
+        ),
+        None => (
+            vec![FullPart::absent(num_bytes, bytes)],
+            vec![group.pool().take(num_bytes)],
+        ),
+    };
+    let received = group
+        .broadcast(label, Vec::new(), 0, parts, into)
+        .map_err(collective)?;
+    match data {
+        Some(data) => Ok(data),
+        None => {
+            let bytes = received.buffers[0].as_ref().to_vec();
+            Ok(TensorData::from_bytes_vec(
+                bytes,
+                spec.shape.clone(),
+                spec.dtype,
+            ))
+        }
+    }
+}
+
+pub(crate) fn collective(source: burn_fsdp_collectives::Error) -> Error {
+    Error::Collective {
+        node: 0,
+        source: Arc::new(source),
+    }
+}
+
+impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompiledStep")
+            .field("mode", &self.mode)
+            .field("steps", &self.steps)
+            .field("graphs", &self.graphs.len())
+            .finish_non_exhaustive()
+    }
+}

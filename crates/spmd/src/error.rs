@@ -1,0 +1,280 @@
+//! What can go wrong between a loss closure and a step that ran.
+
+use std::sync::Arc;
+
+use burn::tensor::{DType, TensorData};
+
+/// Why a step could not be traced, transformed or run.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The model or the loss does something that a graph cannot hold: it reads the value of a tensor
+    /// that is only computed when the step runs, say.
+    #[error(
+        "cannot capture {stage}: {reason}{}; keep values on the device inside the loss, or train this \
+         model with the eager engine (fully_shard)",
+        Produced(produced_by)
+    )]
+    Uncapturable {
+        /// What was being traced: the module, the loss or the optimizer.
+        stage: &'static str,
+        /// The operation whose result was asked for, if it is known.
+        produced_by: Option<String>,
+        /// What Burn said.
+        reason: String,
+    },
+
+    /// The loss is not one number.
+    #[error("the loss has shape {shape:?}; reduce it to one element, with mean() for instance")]
+    LossShape {
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+
+    /// No parameter gets a gradient.
+    #[error(
+        "the loss depends on no parameter that requires a gradient; use the model in the loss, and \
+         leave at least one parameter unfrozen"
+    )]
+    NoGradient,
+
+    /// Two tensors of a batch or two parameters have one name.
+    #[error("{what} \"{name}\" occurs twice; give every one its own name")]
+    DuplicateName {
+        /// What is named: an input, a parameter.
+        what: &'static str,
+        /// The name.
+        name: String,
+    },
+
+    /// A name that nothing has.
+    #[error("there is no {what} \"{name}\"; there are {known}")]
+    UnknownName {
+        /// What is named: an input, a parameter.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// The first names there are.
+        known: String,
+    },
+
+    /// A tensor is not of the shape or type that the graph was traced with.
+    #[error(
+        "{what} \"{name}\" is {got} where the graph has {expected}; pass a tensor of that shape and \
+         type, or compile for this one"
+    )]
+    TensorMismatch {
+        /// What is named: an input, a parameter, a state.
+        what: &'static str,
+        /// The name.
+        name: String,
+        /// Type and shape in the graph.
+        expected: String,
+        /// Type and shape given.
+        got: String,
+    },
+
+    /// An optimizer whose step is not the same for every element cannot run on shards.
+    #[error(
+        "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on \
+         a shard of it; use DataParallel::Replicate, or an elementwise optimizer such as AdamW"
+    )]
+    OptimizerNotElementwise {
+        /// The parameter.
+        path: String,
+        /// The operation that combines elements.
+        operation: String,
+    },
+
+    /// An optimizer whose step does not settle into one sequence of operations.
+    #[error(
+        "the optimizer cannot be traced for parameter \"{path}\": {reason}; use another optimizer \
+         or the eager engine"
+    )]
+    UntraceableOptimizer {
+        /// The parameter.
+        path: String,
+        /// What differs.
+        reason: String,
+    },
+
+    /// A placement that a rule cannot work with.
+    #[error(
+        "{operation} (node {node}) cannot be placed: {reason}; its inputs are {inputs}; choose \
+         other placements or replicate one of them"
+    )]
+    Placement {
+        /// Index of the node in the graph.
+        node: usize,
+        /// Its operation.
+        operation: String,
+        /// The inputs, each with shape and placement.
+        inputs: String,
+        /// What the rule objects to.
+        reason: String,
+    },
+
+    /// An override whose module has other parameters.
+    #[error(
+        "an override changes parameter \"{path}\"; replace parts by ones with the same parameters \
+         under the same paths"
+    )]
+    OverrideChangedParameters {
+        /// The first path at which the modules differ.
+        path: String,
+    },
+
+    /// A value that must be there when a step begins.
+    #[error("{what} has no value; set it before the step")]
+    Missing {
+        /// What it is.
+        what: String,
+    },
+
+    /// A pass that was applied twice.
+    #[error("pass {pass} has been applied to this graph already; apply it once")]
+    PassTwice {
+        /// The pass.
+        pass: &'static str,
+    },
+
+    /// A pass before one that it builds on, or after one that it must precede.
+    #[error("pass {pass} must come {relation} pass {other}; reorder the passes")]
+    PassOrder {
+        /// The pass.
+        pass: &'static str,
+        /// `after` or `before`.
+        relation: &'static str,
+        /// The other pass.
+        other: &'static str,
+    },
+
+    /// A graph that breaks a rule of the verifier.
+    #[error(
+        "the graph{} breaks the rule \"{rule}\" at node {node} ({operation}): {reason}; this is a \
+         fault of the last pass",
+        After(after)
+    )]
+    InvalidGraph {
+        /// The rule.
+        rule: &'static str,
+        /// The pass that made the graph, if any.
+        after: Option<&'static str>,
+        /// Index of the node at fault.
+        node: usize,
+        /// The node.
+        operation: String,
+        /// What is wrong.
+        reason: String,
+    },
+
+    /// A process group that does not fit the graph.
+    #[error(
+        "the graph was made for {expected} ranks, but the group has {got}; compile it for {got}"
+    )]
+    GroupSize {
+        /// Ranks that the graph was made for.
+        expected: usize,
+        /// Ranks of the group.
+        got: usize,
+    },
+
+    /// The ranks do not run the same graph.
+    #[error(
+        "rank {rank} runs another graph than rank 0; give all ranks the same model, mode and batch \
+         shapes"
+    )]
+    GraphsDiffer {
+        /// The first rank that differs.
+        rank: usize,
+    },
+
+    /// An operation failed while the step ran.
+    #[error("node {node} ({operation}) failed: {reason}")]
+    Execution {
+        /// Index of the node in the schedule.
+        node: usize,
+        /// Its operation.
+        operation: String,
+        /// What the backend said.
+        reason: String,
+    },
+
+    /// An earlier step failed half way.
+    #[error(
+        "an earlier step failed ({reason}), so parameters and optimizer states are of no one step; \
+         compile again and start from a checkpoint"
+    )]
+    Poisoned {
+        /// How that step failed.
+        reason: String,
+    },
+
+    /// A collective operation failed.
+    #[error("at node {node}: {source}")]
+    Collective {
+        /// Index of the node in the schedule.
+        node: usize,
+        /// What happened.
+        source: Arc<burn_fsdp_collectives::Error>,
+    },
+
+    /// An element type that the ranks cannot exchange.
+    #[error(
+        "parameter \"{path}\" has element type {dtype:?}, which collectives cannot move; use a float type"
+    )]
+    ElementType {
+        /// The parameter.
+        path: String,
+        /// Its element type.
+        dtype: DType,
+    },
+
+    /// A layout that does not exist.
+    #[error(transparent)]
+    Layout(#[from] burn_fsdp_mesh::Error),
+
+    /// Something the crate relies on does not hold: a fault of this crate or of Burn.
+    #[error("internal error: {0}; please report it")]
+    Internal(String),
+}
+
+struct Produced<'a>(&'a Option<String>);
+
+impl std::fmt::Display for Produced<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(operation) => write!(f, " (the value is computed by {operation})"),
+            None => Ok(()),
+        }
+    }
+}
+
+struct After<'a>(&'a Option<&'static str>);
+
+impl std::fmt::Display for After<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(pass) => write!(f, " after pass {pass}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Error {
+    /// A tensor of another shape or type.
+    pub(crate) fn mismatch(
+        what: &'static str,
+        name: impl Into<String>,
+        expected: (&[usize], DType),
+        data: &TensorData,
+    ) -> Self {
+        let text = |shape: &[usize], dtype: DType| format!("{dtype:?} {shape:?}");
+        Self::TensorMismatch {
+            what,
+            name: name.into(),
+            expected: text(expected.0, expected.1),
+            got: text(&data.shape().to_vec(), data.dtype()),
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! The train step as data: values, and nodes in execution order.
+//!
+//! A [`Graph`] wraps Burn's own [`OperationIr`]. What it adds is what a train step needs to be
+//! placed, scheduled and planned:
+//!
+//! - The list of [`Node`]s **is the schedule**: they run in this order, on every rank. Every node
+//!   knows its [`Phase`]; collectives carry a typed [`Collective`] beside their `OperationIr::Custom`.
+//! - Every [`Value`] has a shape, a dtype and a [`Role`], which says by path what it is: parameter,
+//!   buffer, input, gradient, optimizer state. Every value is written by one node at most (static
+//!   single assignment); values with no writer are given from outside, see [`Role::is_given`].
+//! - An [`Update`] feeds a value computed in one step back into a given value for the next: new
+//!   parameters, optimizer states and changed buffers. Updates happen together, after the last node.
+//! - Scalars that change from step to step (learning rate, bias correction) are not constants: their
+//!   node has a [`ScalarSlot`], and the executor patches them.
+//!
+//! Shapes are those on **one rank**: passes that shard a value change its shape.
+//!
+//! # Liveness
+//!
+//! A graph fresh from tracing has no [`OperationIr::Drop`] nodes, and every read is marked
+//! `ReadOnly`. The liveness pass marks the last read of a value `ReadWrite` (the backend takes the
+//! memory: it frees or reuses it in place) and adds drops for what cannot be marked.
+//! See [`passes::liveness`](crate::passes::liveness).
+//!
+//! ```text
+//! %0 parameter fc.weight f32[4, 2]
+//! %1 input tokens f32[8, 4]
+//! %2 = Float.Matmul(%1, %0)            f32[8, 2]  forward
+//! %3 = NumericFloat.Mean(%2)           f32[1]     forward   <- loss
+//! ...
+//! update %0 <- %9
+//! ```
+
+mod collective;
+mod node;
+mod print;
+mod storage;
+mod value;
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::sync::Arc;
+
+use burn::tensor::{DType, TensorData};
+use burn_ir::{OperationIr, TensorId, TensorIr};
+
+pub use collective::{Collective, CollectiveKind, CollectivePart, Stage};
+pub use node::{Node, Phase, ScalarSlot, operation_name};
+pub use storage::{Storage, storage_of};
+pub use value::{Parameter, ParameterLayout, Role, Update, Value};
+
+pub(crate) use node::{rename, set_status};
+
+/// A train step, or a part of one. See the [module](self).
+#[derive(Debug, Clone, Default)]
+pub struct Graph {
+    /// In execution order.
+    nodes: Vec<Node>,
+    values: BTreeMap<TensorId, Value>,
+    /// Data of the values of role [`Role::Constant`].
+    constants: BTreeMap<TensorId, Arc<TensorData>>,
+    /// Values of role [`Role::Input`], in the order of the batch.
+    inputs: Vec<TensorId>,
+    /// Every parameter and buffer, in the order in which the module is visited.
+    parameters: Vec<Parameter>,
+    updates: Vec<Update>,
+    loss: Option<TensorId>,
+    num_ranks: usize,
+    applied: Vec<&'static str>,
+    next_id: u64,
+}
+
+impl Graph {
+    /// A graph without nodes, for one rank.
+    pub fn new() -> Self {
+        Self {
+            num_ranks: 1,
+            ..Self::default()
+        }
+    }
+
+    /// The nodes in execution order.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// Replaces the schedule. Values that no node mentions any more stay declared until
+    /// [`prune`](Self::prune).
+    pub fn set_nodes(&mut self, nodes: Vec<Node>) {
+        self.nodes = nodes;
+    }
+
+    /// Takes the schedule out, to be put back by [`set_nodes`](Self::set_nodes).
+    pub fn take_nodes(&mut self) -> Vec<Node> {
+        std::mem::take(&mut self.nodes)
+    }
+
+    /// Appends a node.
+    pub fn push(&mut self, node: Node) {
+        self.nodes.push(node);
+    }
+
+    /// Everything that nodes read or write.
+    pub fn values(&self) -> impl ExactSizeIterator<Item = &Value> {
+        self.values.values()
+    }
+
+    /// The value of that id.
+    pub fn value(&self, id: TensorId) -> Option<&Value> {
+        self.values.get(&id)
+    }
+
+    /// The value of that id, to be changed. Changing its shape or type changes it in every node that
+    /// mentions it only with [`sync_nodes`](Self::sync_nodes).
+    pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
+        self.values.get_mut(&id)
+    }
+
+    /// Declares a value of a new id.
+    pub fn add_value(
+        &mut self,
+        shape: impl Into<Vec<usize>>,
+        dtype: DType,
+        role: Role,
+    ) -> TensorId {
+        let id = self.fresh_id();
+        self.insert_value(Value::new(id, shape, dtype, role));
+        id
+    }
+
+    /// Declares a value, or replaces the declaration of its id.
+    pub fn insert_value(&mut self, value: Value) {
+        self.next_id = self.next_id.max(value.id.value() + 1);
+        self.values.insert(value.id, value);
+    }
+
+    /// An id that no value has.
+    fn fresh_id(&mut self) -> TensorId {
+        let id = TensorId::new(self.next_id);
+        self.next_id += 1;
+        id
+    }
+
+    /// A value as an operation that reads it mentions it: read-only.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Internal`](crate::Error::Internal) if there is none of that id.
+    pub fn read(&self, id: TensorId) -> Result<TensorIr, crate::Error> {
+        let value = self.values.get(&id);
+        value
+            .map(Value::to_read)
+            .ok_or_else(|| crate::Error::Internal(format!("value {} is not declared", id.value())))
+    }
+
+    /// A value as the operation that writes it mentions it: not yet initialised.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub fn write(&self, id: TensorId) -> Result<TensorIr, crate::Error> {
+        let TensorIr {
+            id, shape, dtype, ..
+        } = self.read(id)?;
+        Ok(TensorIr::uninit(id, shape, dtype))
+    }
+
+    /// Data of the constants: values that are the same in every step.
+    pub fn constants(&self) -> &BTreeMap<TensorId, Arc<TensorData>> {
+        &self.constants
+    }
+
+    /// Declares a constant of that id.
+    pub fn insert_constant(&mut self, id: TensorId, data: Arc<TensorData>) {
+        let shape = data.shape().to_vec();
+        self.insert_value(Value::new(id, shape, data.dtype(), Role::Constant));
+        self.constants.insert(id, data);
+    }
+
+    /// The tensors of a batch, in its order.
+    pub fn inputs(&self) -> &[TensorId] {
+        &self.inputs
+    }
+
+    /// Declares an input, after those there are.
+    pub fn add_input(&mut self, id: TensorId) {
+        self.inputs.push(id);
+    }
+
+    /// Every parameter and buffer of the module, in the order in which it is visited.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// The parameters and buffers, to be changed by passes that shard them.
+    pub fn parameters_mut(&mut self) -> &mut Vec<Parameter> {
+        &mut self.parameters
+    }
+
+    /// The parameter or buffer of that path.
+    pub fn parameter(&self, path: &str) -> Option<&Parameter> {
+        self.parameters.iter().find(|p| &*p.path == path)
+    }
+
+    /// What is fed back after the last node.
+    pub fn updates(&self) -> &[Update] {
+        &self.updates
+    }
+
+    /// What is fed back, to be changed.
+    pub fn updates_mut(&mut self) -> &mut Vec<Update> {
+        &mut self.updates
+    }
+
+    /// The loss: one element.
+    pub fn loss(&self) -> Option<TensorId> {
+        self.loss
+    }
+
+    /// Declares which value is the loss.
+    pub fn set_loss(&mut self, id: TensorId) {
+        self.loss = Some(id);
+    }
+
+    /// Number of ranks that run this graph together.
+    pub fn num_ranks(&self) -> usize {
+        self.num_ranks
+    }
+
+    /// Declares for how many ranks the graph is.
+    pub fn set_num_ranks(&mut self, num_ranks: usize) {
+        self.num_ranks = num_ranks;
+    }
+
+    /// The passes that made this graph, in order.
+    pub fn applied(&self) -> &[&'static str] {
+        &self.applied
+    }
+
+    pub(crate) fn mark_applied(&mut self, pass: &'static str) {
+        self.applied.push(pass);
+    }
+
+    /// The values that must outlive the last node: the loss, the sources of all updates, and given
+    /// values that no update replaces (the next step reads them again).
+    pub fn kept(&self) -> BTreeSet<TensorId> {
+        let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
+        let given = self.values.values().filter(|v| match v.role {
+            Role::Input(_) => false,
+            _ => v.role.is_given() && !replaced.contains(&v.id),
+        });
+        given
+            .map(|v| v.id)
+            .chain(self.loss)
+            .chain(self.updates.iter().map(|u| u.from))
+            .collect()
+    }
+
+    /// The index of the node that writes each value.
+    pub fn writers(&self) -> BTreeMap<TensorId, usize> {
+        let mut writers = BTreeMap::new();
+        for (index, node) in self.nodes.iter().enumerate() {
+            for output in node.outputs() {
+                writers.insert(output, index);
+            }
+        }
+        writers
+    }
+
+    /// The indices of the nodes that read each value, in order, drops left out.
+    pub fn readers(&self) -> BTreeMap<TensorId, Vec<usize>> {
+        let mut readers: BTreeMap<TensorId, Vec<usize>> = BTreeMap::new();
+        for (index, node) in self.nodes.iter().enumerate() {
+            if node.is_drop() {
+                continue;
+            }
+            for input in node.inputs() {
+                let indices = readers.entry(input).or_default();
+                if indices.last() != Some(&index) {
+                    indices.push(index);
+                }
+            }
+        }
+        readers
+    }
+
+    /// Writes the shapes and types of the values into all nodes that mention them.
+    pub fn sync_nodes(&mut self) {
+        let mut nodes = self.take_nodes();
+        for node in &mut nodes {
+            node::set_values(&mut node.operation, &self.values);
+        }
+        self.set_nodes(nodes);
+    }
+
+    /// Forgets temporary values and constants that nothing mentions any more.
+    pub fn prune(&mut self) {
+        let read: HashSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
+        let mut mentioned = read.clone();
+        mentioned.extend(self.kept());
+        mentioned.extend(self.nodes.iter().flat_map(Node::outputs));
+        self.constants.retain(|id, _| read.contains(id));
+        let constants = &self.constants;
+        self.values.retain(|id, value| match value.role {
+            Role::Constant => constants.contains_key(id),
+            Role::Temporary | Role::Gradient(_) => mentioned.contains(id),
+            _ => true,
+        });
+    }
+
+    /// The collectives in the order in which they are started, for comparison between ranks.
+    pub fn collectives(&self) -> impl Iterator<Item = (usize, &Collective)> {
+        let nodes = self.nodes.iter().enumerate();
+        nodes.filter_map(|(index, node)| {
+            let collective = node.collective.as_ref()?;
+            (collective.stage != Stage::Wait).then_some((index, collective))
+        })
+    }
+
+    /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles
+    /// and updates, without the data of constants.
+    pub fn fingerprint(&self) -> u64 {
+        print::fingerprint(self)
+    }
+
+    /// Whether the value is one that a drop may free.
+    pub fn is_given(&self, id: TensorId) -> bool {
+        self.values.get(&id).is_some_and(|v| v.role.is_given())
+    }
+}
+
+/// Takes the operations, for those who want Burn's own graph.
+impl From<&Graph> for burn_ir::GraphIr {
+    fn from(graph: &Graph) -> Self {
+        let operations: Vec<OperationIr> = graph
+            .nodes
+            .iter()
+            .map(|node| node.operation.clone())
+            .collect();
+        Self::new(operations)
+    }
+}

@@ -1,0 +1,235 @@
+//! What the step does, one operation at a time.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
+
+use super::{Collective, Value};
+
+/// One operation of the schedule.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Node {
+    /// What Burn runs. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
+    pub operation: OperationIr,
+    /// Which part of the step it belongs to.
+    pub phase: Phase,
+    /// What the ranks do together here, if anything.
+    pub collective: Option<Collective>,
+    /// Where its scalars come from, if they change from step to step.
+    pub scalars: Option<ScalarSlot>,
+    /// The parameter that it serves: optimizer nodes, and operations on one parameter.
+    pub path: Option<Arc<str>>,
+}
+
+/// Part of a train step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// From the batch to the loss.
+    Forward,
+    /// From the loss to the gradients.
+    Backward,
+    /// From the gradients to new parameters.
+    Optimizer,
+}
+
+impl fmt::Display for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Optimizer => "optimizer",
+        })
+    }
+}
+
+/// Host scalars of an optimizer operation: they are patched before each step.
+///
+/// The executor runs the optimizer on one element per step and reads the scalars of the operation
+/// at `position` in its trace for parameters of rank `rank`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ScalarSlot {
+    /// Rank of the parameter's tensor.
+    pub rank: usize,
+    /// Which operation of the optimizer's step it is.
+    pub position: usize,
+}
+
+impl Node {
+    /// A node of that phase without further marks.
+    pub fn new(operation: OperationIr, phase: Phase) -> Self {
+        Self {
+            operation,
+            phase,
+            collective: None,
+            scalars: None,
+            path: None,
+        }
+    }
+
+    /// A node that drops a value.
+    pub fn drop_of(value: TensorIr, phase: Phase) -> Self {
+        let value = TensorIr {
+            status: TensorStatus::ReadWrite,
+            ..value
+        };
+        Self::new(OperationIr::Drop(value), phase)
+    }
+
+    /// Ids of what it reads, as often as it mentions them.
+    pub fn inputs(&self) -> impl Iterator<Item = TensorId> + '_ {
+        self.operation.inputs().map(|tensor| tensor.id)
+    }
+
+    /// Ids of what it writes.
+    pub fn outputs(&self) -> impl Iterator<Item = TensorId> + '_ {
+        self.operation.outputs().map(|tensor| tensor.id)
+    }
+
+    /// Whether it frees a value and does nothing else.
+    pub fn is_drop(&self) -> bool {
+        matches!(self.operation, OperationIr::Drop(_))
+    }
+
+    /// Whether its result depends on what ran before, or on the other ranks: such a node is never
+    /// dropped, repeated or merged with another.
+    pub fn is_opaque(&self) -> bool {
+        use burn_ir::{FloatOperationIr as F, NumericOperationIr as N};
+        matches!(
+            &self.operation,
+            OperationIr::Float(_, F::Random(_))
+                | OperationIr::NumericInt(_, N::IntRandom(_))
+                | OperationIr::NumericFloat(_, N::IntRandom(_))
+                | OperationIr::Custom(_)
+                | OperationIr::Distributed(_)
+        )
+    }
+
+    /// Name of the operation, such as `Float.Matmul`.
+    pub fn name(&self) -> String {
+        match &self.collective {
+            Some(collective) => collective.name(),
+            None => operation_name(&self.operation),
+        }
+    }
+
+    /// The operation's scalars in Burn's order.
+    pub fn scalar_values(&self) -> Vec<ScalarIr> {
+        struct Collect(Vec<ScalarIr>);
+        impl IrVisitorMut for Collect {
+            fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
+                self.0.push(*scalar);
+            }
+        }
+        let mut collect = Collect(Vec::new());
+        // Burn's visitor wants to mutate; the copy is not kept.
+        self.operation.clone().visit_mut(&mut collect);
+        collect.0
+    }
+
+    /// Replaces the operation's scalars; those beyond the end of `scalars` stay as they are.
+    pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) {
+        struct Patch<'a>(std::slice::Iter<'a, ScalarIr>);
+        impl IrVisitorMut for Patch<'_> {
+            fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
+                if let Some(new) = self.0.next() {
+                    *scalar = *new;
+                }
+            }
+        }
+        self.operation.visit_mut(&mut Patch(scalars.iter()));
+    }
+}
+
+/// Name of an operation, such as `Float.Matmul` or `Module.Conv2d`.
+pub fn operation_name(operation: &OperationIr) -> String {
+    if let OperationIr::Custom(custom) = operation {
+        return format!("Custom.{}", custom.id);
+    }
+    // Burn's Debug form begins with the path of variants; the rest may be long.
+    let mut head = Head(String::new());
+    let _ = fmt::write(&mut head, format_args!("{operation:?}"));
+    let words = head
+        .0
+        .split(['(', ' ', '{', ','])
+        .filter(|word| !word.is_empty());
+    let mut name = String::new();
+    for word in words.filter(|word| word.starts_with(char::is_uppercase)) {
+        let is_dtype = word.chars().any(|c| c.is_ascii_digit())
+            && word.chars().next().is_some_and(|c| "FIUB".contains(c))
+            && word.len() <= 6
+            && !word.contains('d');
+        if word.ends_with("Ir") || is_dtype && !name.is_empty() {
+            if word.ends_with("Ir") {
+                break;
+            }
+            continue;
+        }
+        if !name.is_empty() {
+            name.push('.');
+        }
+        name.push_str(word);
+        if name.contains('.') {
+            break;
+        }
+    }
+    name
+}
+
+/// Keeps the first characters that are written to it.
+struct Head(String);
+
+impl fmt::Write for Head {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.0.push_str(text);
+        if self.0.len() > 96 {
+            Err(fmt::Error)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// Gives every tensor of an operation the id that `map` has for it.
+pub(crate) fn rename(operation: &mut OperationIr, map: &BTreeMap<TensorId, TensorId>) {
+    struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
+    impl IrVisitorMut for Rename<'_> {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if let Some(id) = self.0.get(&tensor.id) {
+                tensor.id = *id;
+            }
+        }
+    }
+    operation.visit_mut(&mut Rename(map));
+}
+
+/// Marks every tensor that an operation reads.
+pub(crate) fn set_status(
+    operation: &mut OperationIr,
+    status: impl FnMut(TensorId) -> TensorStatus,
+) {
+    struct Mark<F>(F);
+    impl<F: FnMut(TensorId) -> TensorStatus> IrVisitorMut for Mark<F> {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if tensor.status != TensorStatus::NotInit {
+                tensor.status = (self.0)(tensor.id);
+            }
+        }
+    }
+    operation.visit_mut(&mut Mark(status));
+}
+
+/// Gives every tensor of an operation the shape and type of its value.
+pub(super) fn set_values(operation: &mut OperationIr, values: &BTreeMap<TensorId, Value>) {
+    struct Sync<'a>(&'a BTreeMap<TensorId, Value>);
+    impl IrVisitorMut for Sync<'_> {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if let Some(value) = self.0.get(&tensor.id) {
+                tensor.shape = value.shape.clone().into();
+                tensor.dtype = value.dtype;
+            }
+        }
+    }
+    operation.visit_mut(&mut Sync(values));
+}

@@ -1,0 +1,197 @@
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn_fsdp_mesh::ReduceOp;
+use burn_ir::TensorId;
+
+use super::GraphTransform;
+use super::shard::collective_node;
+use super::unit::unit_of;
+use crate::Error;
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Stage};
+
+/// Joins collectives, so that many tensors travel in one operation.
+///
+/// All-gathers of a unit are joined where the first of them is, reduce-scatters of a unit where the last
+/// of them is, all-reduces of all units where the last of a bucket is. A bucket is closed when the next
+/// tensor would make it larger than the cap; the first of each kind is smaller, so that communication
+/// begins early. A tensor that is larger is a bucket of its own.
+///
+/// ```text
+/// before                                after
+/// %9 = all_gather(%0) [fc.weight]       %9, %11 = all_gather(%0, %2) [fc]
+/// %4 = Float.Matmul(%1, %9)             %4 = Float.Matmul(%1, %9)
+/// %11 = all_gather(%2) [fc.bias]        %5 = NumericFloat.Add(%4, %11)
+/// %5 = NumericFloat.Add(%4, %11)
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bucket {
+    /// Bytes of the first bucket of each kind: 1 MiB by default.
+    pub first_bytes: usize,
+    /// Bytes of every other bucket: 25 MiB by default.
+    pub cap_bytes: usize,
+}
+
+impl Default for Bucket {
+    fn default() -> Self {
+        Self {
+            first_bytes: 1 << 20,
+            cap_bytes: 25 << 20,
+        }
+    }
+}
+
+impl GraphTransform for Bucket {
+    fn name(&self) -> &'static str {
+        "bucket collectives"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["insert collectives", "deduplicate collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["split collectives", "liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let nodes = graph.take_nodes();
+        let buckets = self.assign(&nodes);
+        // A bucket of gathers runs where its first member is, one of reductions where its last is.
+        let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();
+        for bucket in &buckets {
+            let ends = (bucket.nodes.first(), bucket.nodes.last());
+            let (Some(first), Some(last)) = ends else {
+                continue;
+            };
+            let at = if bucket.key.kind == CollectiveKind::AllGather {
+                first
+            } else {
+                last
+            };
+            runs_at.entry(*at).or_default().push(bucket);
+        }
+        let mut scheduled = Vec::with_capacity(nodes.len());
+        for (index, node) in nodes.iter().enumerate() {
+            for bucket in runs_at.remove(&index).unwrap_or_default() {
+                scheduled.push(bucket.join(&graph, &nodes, node)?);
+            }
+            let is_joined = matches!(&node.collective, Some(c) if c.stage == Stage::Whole);
+            if !is_joined {
+                scheduled.push(node.clone());
+            }
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+/// Collectives of one key can be joined.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    kind: CollectiveKind,
+    axis: Arc<str>,
+    reduction: Option<String>,
+    unit: Option<Arc<str>>,
+}
+
+/// The nodes that become one.
+struct Members {
+    key: Key,
+    nodes: Vec<usize>,
+    num_bytes: usize,
+}
+
+impl Bucket {
+    fn assign(&self, nodes: &[Node]) -> Vec<Members> {
+        let mut closed = Vec::new();
+        let mut open: BTreeMap<Key, Members> = BTreeMap::new();
+        let mut begun: BTreeMap<CollectiveKind, usize> = BTreeMap::new();
+        let mut visited: Option<Arc<str>> = None;
+        for (index, node) in nodes.iter().enumerate() {
+            let Some(collective) = &node.collective else {
+                continue;
+            };
+            if collective.stage != Stage::Whole {
+                continue;
+            }
+            let key = key_of(collective);
+            if collective.kind == CollectiveKind::AllGather && key.unit != visited {
+                // Another unit's visit: what is gathered for this one later is not joined.
+                visited = key.unit.clone();
+                let gathers = open
+                    .keys()
+                    .filter(|key| key.kind == CollectiveKind::AllGather);
+                for key in gathers.cloned().collect::<Vec<_>>() {
+                    closed.extend(open.remove(&key));
+                }
+            }
+            let num_bytes = collective.num_bytes();
+            let begin = |begun: &mut BTreeMap<CollectiveKind, usize>| {
+                *begun.entry(collective.kind).or_default() += 1;
+                Members {
+                    key: key.clone(),
+                    nodes: Vec::new(),
+                    num_bytes: 0,
+                }
+            };
+            let members = open.entry(key.clone()).or_insert_with(|| begin(&mut begun));
+            let is_first = begun.get(&collective.kind) == Some(&1);
+            let limit = if is_first {
+                self.first_bytes
+            } else {
+                self.cap_bytes
+            };
+            if !members.nodes.is_empty() && members.num_bytes + num_bytes > limit {
+                closed.push(std::mem::replace(members, begin(&mut begun)));
+            }
+            members.nodes.push(index);
+            members.num_bytes += num_bytes;
+        }
+        closed.extend(open.into_values());
+        closed
+    }
+}
+
+fn key_of(collective: &Collective) -> Key {
+    let unit = collective
+        .parts
+        .first()
+        .map(|part| unit_of(&part.path).into());
+    Key {
+        kind: collective.kind,
+        axis: collective.axis.clone(),
+        reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
+        // Whole gradients cross units: none of them is freed by the reduction.
+        unit: unit.filter(|_| collective.kind != CollectiveKind::AllReduce),
+    }
+}
+
+impl Members {
+    /// The node that does what all of them do.
+    fn join(&self, graph: &Graph, nodes: &[Node], at: &Node) -> Result<Node, Error> {
+        let members: Vec<&Node> = self
+            .nodes
+            .iter()
+            .filter_map(|index| nodes.get(*index))
+            .collect();
+        let collectives = members.iter().filter_map(|node| node.collective.as_ref());
+        let collectives: Vec<&Collective> = collectives.collect();
+        let Some(first) = collectives.first() else {
+            return Err(Error::Internal("a bucket is empty".to_owned()));
+        };
+        let label: Arc<str> = match (&self.key.unit, collectives.len()) {
+            (_, 1) => first.label.clone(),
+            (Some(unit), n) => format!("{unit} ({} and {} more)", first.label, n - 1).into(),
+            (None, n) => format!("{} and {} more", first.label, n - 1).into(),
+        };
+        let collective = Collective {
+            label,
+            parts: collectives.iter().flat_map(|c| c.parts.clone()).collect(),
+            ..(*first).clone()
+        };
+        let inputs: Vec<TensorId> = members.iter().flat_map(|node| node.inputs()).collect();
+        let outputs: Vec<TensorId> = members.iter().flat_map(|node| node.outputs()).collect();
+        collective_node(graph, collective, &inputs, &outputs, at.phase)
+    }
+}

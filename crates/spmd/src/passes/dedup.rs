@@ -1,0 +1,86 @@
+use std::collections::{BTreeMap, HashMap};
+
+use burn_ir::TensorId;
+
+use super::GraphTransform;
+use crate::Error;
+use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
+
+/// Runs equal collectives once: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
+///
+/// A weight is gathered at its first use then, and stays until its last, in backward. To free it in between,
+/// [`Regather`](super::Regather) comes next.
+///
+/// ```text
+/// before                          after
+/// %9 = all_gather(%0)             %9 = all_gather(%0)
+/// %4 = Float.Matmul(%1, %9)       %4 = Float.Matmul(%1, %9)
+/// %10 = all_gather(%0)            %5 = Float.Matmul(%4, %9)
+/// %5 = Float.Matmul(%4, %10)
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Deduplicate;
+
+impl GraphTransform for Deduplicate {
+    fn name(&self) -> &'static str {
+        "deduplicate collectives"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["insert collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        // It would undo them.
+        &[
+            "regather",
+            "bucket collectives",
+            "split collectives",
+            "liveness",
+        ]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let mut seen: HashMap<(CollectiveKind, String, Vec<TensorId>), Vec<TensorId>> =
+            HashMap::new();
+        let mut same: BTreeMap<TensorId, TensorId> = BTreeMap::new();
+        let kept = graph.kept();
+        let mut scheduled = Vec::new();
+        for mut node in graph.take_nodes() {
+            rename(&mut node.operation, &same);
+            if let Some(Collective {
+                kind,
+                axis,
+                stage: Stage::Whole,
+                reduction,
+                ..
+            }) = &node.collective
+            {
+                let key = (
+                    *kind,
+                    format!("{axis} {reduction:?}"),
+                    node.inputs().collect(),
+                );
+                let outputs: Vec<_> = node.outputs().collect();
+                match seen.get(&key) {
+                    Some(first) if !outputs.iter().any(|id| kept.contains(id)) => {
+                        same.extend(outputs.into_iter().zip(first.iter().copied()));
+                        continue;
+                    }
+                    _ => {
+                        seen.insert(key, outputs);
+                    }
+                }
+            }
+            scheduled.push(node);
+        }
+        for parameter in graph.parameters_mut() {
+            if let Some(gradient) = parameter.gradient.and_then(|id| same.get(&id)) {
+                parameter.gradient = Some(*gradient);
+            }
+        }
+        graph.set_nodes(scheduled);
+        graph.prune();
+        Ok(graph)
+    }
+}

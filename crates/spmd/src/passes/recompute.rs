@@ -1,0 +1,285 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_ir::{BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
+
+use super::GraphTransform;
+use super::rewrite::repeat;
+use crate::Error;
+use crate::graph::{Graph, Node, Phase, Storage, rename, storage_of};
+
+/// Computes cheap values of forward again in backward instead of keeping them in between.
+///
+/// Values are considered from the last to the first. One is not kept if elementwise operations lead to
+/// it from values that take less memory than it does, counting only what would not be kept anyway. The
+/// same operations on the same values give the same bits.
+///
+/// ```text
+/// before                                  after
+/// %3 = Float.Exp(%2)          forward     %3 = Float.Exp(%2)          forward
+/// %4 = Float.Matmul(%3, %0)   forward     %4 = Float.Matmul(%3, %0)   forward
+/// ...                                     ...
+/// %9 = Float.Matmul(%8, %3)   backward    %12 = Float.Exp(%2)         backward
+///                                         %9 = Float.Matmul(%8, %12)  backward
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Recompute {
+    /// Smaller values are kept: 4096 bytes by default.
+    pub min_bytes: usize,
+}
+
+impl Default for Recompute {
+    fn default() -> Self {
+        Self { min_bytes: 4096 }
+    }
+}
+
+impl GraphTransform for Recompute {
+    fn name(&self) -> &'static str {
+        "recompute"
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["insert collectives", "liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let chosen = Choice::new(&graph, self.min_bytes).choose();
+        let mut scheduled = Vec::new();
+        let mut again: BTreeMap<TensorId, TensorId> = BTreeMap::new();
+        for mut node in graph.take_nodes() {
+            if node.phase == Phase::Backward {
+                let wanted: Vec<_> = node.inputs().filter(|id| chosen.contains_key(id)).collect();
+                for id in wanted {
+                    emit(&mut graph, &chosen, id, &mut again, &mut scheduled)?;
+                }
+                rename(&mut node.operation, &again);
+            }
+            scheduled.push(node);
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+/// Schedules what makes a chosen value, and before it what that takes.
+fn emit(
+    graph: &mut Graph,
+    chosen: &BTreeMap<TensorId, Node>,
+    id: TensorId,
+    again: &mut BTreeMap<TensorId, TensorId>,
+    scheduled: &mut Vec<Node>,
+) -> Result<(), Error> {
+    let Some(node) = chosen.get(&id).filter(|_| !again.contains_key(&id)) else {
+        return Ok(());
+    };
+    for input in node.inputs() {
+        emit(graph, chosen, input, again, scheduled)?;
+    }
+    let mut copy = repeat(graph, node, again)?;
+    copy.phase = Phase::Backward;
+    scheduled.push(copy);
+    Ok(())
+}
+
+struct Choice<'a> {
+    graph: &'a Graph,
+    writers: BTreeMap<TensorId, &'a Node>,
+    /// What backward reads of forward, by memory: the value that owns it.
+    saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
+    min_bytes: usize,
+    order: Vec<TensorId>,
+}
+
+impl<'a> Choice<'a> {
+    fn new(graph: &'a Graph, min_bytes: usize) -> Self {
+        let mut choice = Self {
+            graph,
+            writers: BTreeMap::new(),
+            saved: BTreeMap::new(),
+            min_bytes,
+            order: Vec::new(),
+        };
+        for node in graph.nodes() {
+            for id in node.outputs() {
+                if node.phase == Phase::Forward {
+                    choice.writers.insert(id, node);
+                    choice.order.push(id);
+                }
+            }
+        }
+        for node in graph
+            .nodes()
+            .iter()
+            .filter(|node| node.phase == Phase::Backward)
+        {
+            for id in node.inputs().filter(|id| choice.writers.contains_key(id)) {
+                choice.saved.entry(choice.owner(id)).or_default().insert(id);
+            }
+        }
+        choice
+    }
+
+    /// The value whose memory this one lies in.
+    fn owner(&self, mut id: TensorId) -> TensorId {
+        while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
+            id = base;
+        }
+        id
+    }
+
+    /// What a node makes a view of, if it does; a reshape of a strided view copies.
+    fn base(&self, node: &Node) -> Option<TensorId> {
+        match storage_of(node) {
+            Storage::View(base) if !is_reshape(node) || self.is_contiguous(base) => Some(base),
+            _ => None,
+        }
+    }
+
+    fn is_contiguous(&self, mut id: TensorId) -> bool {
+        while let Some(node) = self.writers.get(&id) {
+            match storage_of(node) {
+                Storage::View(base) if is_reshape(node) => id = base,
+                Storage::View(_) => return false,
+                _ => return true,
+            }
+        }
+        true
+    }
+
+    fn bytes(&self, id: TensorId) -> usize {
+        self.graph.value(id).map_or(0, |value| value.num_bytes())
+    }
+
+    /// The values to compute again, and the nodes that do.
+    fn choose(mut self) -> BTreeMap<TensorId, Node> {
+        let kept = self.graph.kept();
+        let mut chosen = BTreeMap::new();
+        for owner in self.order.clone().into_iter().rev() {
+            let Some(readers) = self.saved.get(&owner).cloned() else {
+                continue;
+            };
+            let can_repeat = self.writers.get(&owner).is_some_and(|node| is_cheap(node));
+            if kept.contains(&owner) || !can_repeat || self.bytes(owner) < self.min_bytes {
+                continue;
+            }
+            let mut plan = Plan::default();
+            let can_plan = readers.iter().all(|id| self.plan(*id, owner, &mut plan));
+            let new: usize = plan
+                .needs
+                .iter()
+                .filter(|id| !self.saved.contains_key(id))
+                .map(|id| self.bytes(*id))
+                .sum();
+            if can_plan && new < self.bytes(owner) {
+                self.saved.remove(&owner);
+                for id in plan.needs {
+                    self.saved.entry(id).or_default().insert(id);
+                }
+                chosen.extend(plan.nodes);
+            }
+        }
+        chosen
+    }
+
+    /// Plans how to make a value again: through cheap operations, back to what is kept anyway. False if
+    /// that takes too many of them.
+    fn plan(&self, id: TensorId, owner: TensorId, plan: &mut Plan) -> bool {
+        const MOST: usize = 24;
+        let Some(node) = self.writers.get(&id).copied() else {
+            // Given.
+            return true;
+        };
+        if plan.nodes.contains_key(&id) {
+            return true;
+        }
+        let own = self.owner(id);
+        if own == id && id != owner && (self.saved.contains_key(&id) || !is_cheap(node)) {
+            plan.needs.insert(id);
+            return true;
+        }
+        plan.nodes.insert(id, node.clone());
+        plan.nodes.len() <= MOST && node.inputs().all(|input| self.plan(input, owner, plan))
+    }
+}
+
+/// How to make a value again.
+#[derive(Default)]
+struct Plan {
+    nodes: BTreeMap<TensorId, Node>,
+    /// What must be kept for it.
+    needs: BTreeSet<TensorId>,
+}
+
+fn is_reshape(node: &Node) -> bool {
+    use BaseOperationIr as Base;
+    match &node.operation {
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            matches!(op, Base::Reshape(_))
+        }
+        _ => false,
+    }
+}
+
+/// Whether computing again costs no more than reading and writing memory.
+fn is_cheap(node: &Node) -> bool {
+    use BaseOperationIr as Base;
+    use FloatOperationIr as F;
+    use NumericOperationIr as N;
+    match &node.operation {
+        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
+            op,
+            N::Add(_)
+                | N::AddScalar(_)
+                | N::Sub(_)
+                | N::SubScalar(_)
+                | N::Mul(_)
+                | N::MulScalar(_)
+                | N::Div(_)
+                | N::DivScalar(_)
+                | N::Neg(_)
+                | N::Abs(_)
+                | N::Sign(_)
+                | N::Powi(_)
+                | N::Clamp(_)
+                | N::Full(_)
+                | N::Greater(_)
+                | N::GreaterElem(_)
+                | N::GreaterEqual(_)
+                | N::GreaterEqualElem(_)
+                | N::Lower(_)
+                | N::LowerElem(_)
+                | N::LowerEqual(_)
+                | N::LowerEqualElem(_)
+        ),
+        OperationIr::Float(_, op) => matches!(
+            op,
+            F::Exp(_)
+                | F::Log(_)
+                | F::Log1p(_)
+                | F::Erf(_)
+                | F::PowfScalar(_)
+                | F::Sqrt(_)
+                | F::Tanh(_)
+                | F::Recip(_)
+        ),
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            matches!(
+                op,
+                Base::Reshape(_)
+                    | Base::MaskFill(_)
+                    | Base::MaskWhere(_)
+                    | Base::Equal(_)
+                    | Base::EqualElem(_)
+                    | Base::NotEqual(_)
+                    | Base::NotEqualElem(_)
+                    | Base::Cast(_)
+                    | Base::Zeros(_)
+                    | Base::Ones(_)
+                    | Base::RepeatDim(_)
+                    | Base::Cat(_)
+            )
+        }
+        OperationIr::Activation(_) | OperationIr::Bool(_) => true,
+        _ => false,
+    }
+}

@@ -1,0 +1,171 @@
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use burn_ir::{BaseOperationIr, OperationIr, TensorId};
+
+use super::GraphTransform;
+use super::rewrite::repeat;
+use super::unit::unit_of;
+use crate::Error;
+use crate::graph::{CollectiveKind, Graph, Node, Storage, rename, storage_of};
+
+/// Frees gathered weights after each visit of their unit and gathers them again for the next: forward
+/// and backward each have their own.
+///
+/// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a
+/// later use of them gathers again; the last two units of forward are the first of backward and stay. Views
+/// and casts of a weight are made again, too: they would keep its memory. No pass may come after it that merges
+/// gathers, and the verifier checks that the weights die before the unit after next from here on.
+///
+/// ```text
+/// before                            after
+/// %9 = all_gather(%0)  [blocks.0]   %9 = all_gather(%0)
+/// %4 = Float.Matmul(%1, %9)         %4 = Float.Matmul(%1, %9)
+/// ... blocks.1, blocks.2 ...        ... blocks.1, blocks.2 ...
+/// %7 = Float.Matmul(%6, %9)         %20 = all_gather(%0)
+///                                   %7 = Float.Matmul(%6, %20)
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Regather;
+
+impl GraphTransform for Regather {
+    fn name(&self) -> &'static str {
+        "regather"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["deduplicate collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["bucket collectives", "split collectives", "liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let nodes = graph.take_nodes();
+        let mut weights = Weights::of(&nodes);
+        let mut scheduled = Vec::with_capacity(nodes.len());
+        for mut node in nodes {
+            if weights.is_source(&node) {
+                // Emitted where it is used.
+                continue;
+            }
+            let used: Vec<TensorId> = node
+                .inputs()
+                .filter(|id| weights.sources.contains_key(id))
+                .collect();
+            let mut current = BTreeMap::new();
+            for id in used {
+                let now = weights.make(&mut graph, &mut scheduled, id, &node)?;
+                current.insert(id, now);
+            }
+            rename(&mut node.operation, &current);
+            scheduled.push(node);
+        }
+        graph.set_nodes(scheduled);
+        graph.prune();
+        Ok(graph)
+    }
+}
+
+/// Gathered weights and what is made of one of them alone.
+struct Weights {
+    /// The node that makes each value, and the unit of the weight that it is made of.
+    sources: BTreeMap<TensorId, (Node, Arc<str>)>,
+    /// The units whose weights are there, the older first.
+    resident: VecDeque<Arc<str>>,
+    /// What each value is called in the visit of its unit.
+    made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
+}
+
+impl Weights {
+    fn of(nodes: &[Node]) -> Self {
+        let mut sources: BTreeMap<TensorId, (Node, Arc<str>)> = BTreeMap::new();
+        for node in nodes {
+            let unit: Option<Arc<str>> = match &node.collective {
+                Some(collective) if collective.kind == CollectiveKind::AllGather => collective
+                    .parts
+                    .first()
+                    .map(|part| unit_of(&part.path).into()),
+                Some(_) => None,
+                None => match (follows(node), node.inputs().next()) {
+                    (true, Some(input)) => sources.get(&input).map(|(_, unit)| unit.clone()),
+                    _ => None,
+                },
+            };
+            if let Some(unit) = unit {
+                let outputs: Vec<_> = node.outputs().collect();
+                sources.extend(
+                    outputs
+                        .into_iter()
+                        .map(|id| (id, (node.clone(), unit.clone()))),
+                );
+            }
+        }
+        Self {
+            sources,
+            resident: VecDeque::new(),
+            made: BTreeMap::new(),
+        }
+    }
+
+    fn is_source(&self, node: &Node) -> bool {
+        node.outputs()
+            .any(|output| self.sources.contains_key(&output))
+    }
+
+    /// The value of that name in the present visit of its unit; made if it is not there.
+    fn make(
+        &mut self,
+        graph: &mut Graph,
+        scheduled: &mut Vec<Node>,
+        id: TensorId,
+        user: &Node,
+    ) -> Result<TensorId, Error> {
+        let missing = || Error::Internal(format!("%{} is made of no weight", id.value()));
+        let (source, unit) = self.sources.get(&id).cloned().ok_or_else(missing)?;
+        self.enter(&unit);
+        if let Some(now) = self.made.get(&unit).and_then(|made| made.get(&id)) {
+            return Ok(*now);
+        }
+        let mut map = BTreeMap::new();
+        for input in source.inputs() {
+            if self.sources.contains_key(&input) {
+                let now = self.make(graph, scheduled, input, user)?;
+                map.insert(input, now);
+            }
+        }
+        let mut node = repeat(graph, &source, &mut map)?;
+        node.phase = user.phase;
+        scheduled.push(node);
+        let made = self.made.entry(unit).or_default();
+        made.extend(
+            source
+                .outputs()
+                .filter_map(|output| Some((output, *map.get(&output)?))),
+        );
+        made.get(&id).copied().ok_or_else(missing)
+    }
+
+    /// Begins a visit, unless the unit is there.
+    fn enter(&mut self, unit: &Arc<str>) {
+        if self.resident.contains(unit) {
+            return;
+        }
+        self.resident.push_back(unit.clone());
+        if self.resident.len() > 2
+            && let Some(gone) = self.resident.pop_front()
+        {
+            self.made.remove(&gone);
+        }
+    }
+}
+
+/// Whether a node makes a view or a copy of its only input.
+fn follows(node: &Node) -> bool {
+    let is_cast = matches!(
+        node.operation,
+        OperationIr::BaseFloat(BaseOperationIr::Cast(_))
+    );
+    is_cast || matches!(storage_of(node), Storage::View(_))
+}

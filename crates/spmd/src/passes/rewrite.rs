@@ -1,0 +1,26 @@
+//! Steps that several passes share.
+
+use std::collections::BTreeMap;
+
+use burn_ir::TensorId;
+
+use crate::Error;
+use crate::graph::{Graph, Node, rename};
+
+/// A copy of a node that writes new temporary values; `map` knows them under the old names
+/// afterwards.
+pub(super) fn repeat(
+    graph: &mut Graph,
+    node: &Node,
+    map: &mut BTreeMap<TensorId, TensorId>,
+) -> Result<Node, Error> {
+    for output in node.outputs() {
+        let tensor = graph.read(output)?;
+        let role = crate::graph::Role::Temporary;
+        let fresh = graph.add_value(tensor.shape.to_vec(), tensor.dtype, role);
+        map.insert(output, fresh);
+    }
+    let mut copy = node.clone();
+    rename(&mut copy.operation, map);
+    Ok(copy)
+}

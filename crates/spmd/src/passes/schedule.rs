@@ -1,0 +1,115 @@
+//! The passes of a compiled step, in order.
+
+use std::sync::Arc;
+
+use super::{
+    Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer, GraphTransform,
+    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
+    StandIns,
+};
+use crate::Error;
+use crate::graph::Graph;
+use crate::place::DataParallel;
+
+/// Which passes run, and how.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Options {
+    /// Compute cheap values again in backward instead of keeping them: on by default.
+    pub recompute: Option<Recompute>,
+    /// Free gathered weights after forward and gather them again in backward: on by default.
+    pub reshard_after_forward: bool,
+    /// How collectives are joined; `None` for one per tensor.
+    pub bucket: Option<Bucket>,
+    /// Start the next unit's gather before this unit computes: off by default, because ranks that are
+    /// threads move the bytes when they wait.
+    pub prefetch: bool,
+    /// Update parameters as soon as their gradient is complete: on by default.
+    pub early_optimizer: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            recompute: Some(Recompute::default()),
+            reshard_after_forward: true,
+            bucket: Some(Bucket::default()),
+            prefetch: false,
+            early_optimizer: true,
+        }
+    }
+}
+
+impl Options {
+    /// Only what is needed for the step to be right.
+    pub fn none() -> Self {
+        Self {
+            recompute: None,
+            reshard_after_forward: false,
+            bucket: None,
+            prefetch: false,
+            early_optimizer: false,
+        }
+    }
+}
+
+/// The passes for that many ranks. `transforms` are the user's, and come before bucketing.
+pub fn pipeline(
+    num_ranks: usize,
+    style: DataParallel,
+    options: &Options,
+    transforms: &[Arc<dyn GraphTransform>],
+) -> Pipeline {
+    let mut pipeline = Pipeline::new()
+        .then(DeadCode)
+        .then(CommonSubexpressions)
+        .then(StandIns);
+    if let Some(recompute) = options.recompute {
+        pipeline = pipeline.then(recompute);
+    }
+    // One rank takes the same path as many.
+    let insert = InsertCollectives {
+        num_ranks,
+        style,
+        axis: "data".into(),
+    };
+    pipeline = pipeline.then(insert).then(Deduplicate);
+    if options.reshard_after_forward && style == DataParallel::FullyShard {
+        pipeline = pipeline.then(Regather);
+    }
+    for transform in transforms {
+        pipeline = pipeline.then(Shared(transform.clone()));
+    }
+    if let Some(bucket) = options.bucket {
+        pipeline = pipeline.then(bucket);
+    }
+    if options.prefetch {
+        pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
+    }
+    if options.early_optimizer {
+        pipeline = pipeline.then(EarlyOptimizer);
+    }
+    pipeline.then(Liveness)
+}
+
+/// A pass that is used by several pipelines.
+#[derive(Debug)]
+struct Shared(Arc<dyn GraphTransform>);
+
+impl GraphTransform for Shared {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        self.0.after()
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        self.0.before()
+    }
+
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        self.0.transform(graph)
+    }
+}

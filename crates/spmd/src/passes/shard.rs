@@ -1,0 +1,404 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn_fsdp_mesh::{Partition, ReduceOp};
+use burn_ir::{CustomOpIr, FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
+
+use super::GraphTransform;
+use crate::Error;
+use crate::graph::{
+    Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Phase, Role, Stage,
+    operation_name,
+};
+use crate::place::DataParallel;
+
+/// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
+/// divide the batch among them.
+///
+/// With [`DataParallel::Replicate`] every gradient is averaged by an all-reduce before the optimizer
+/// reads it. With [`DataParallel::FullyShard`] parameters become flat padded shards, an all-gather
+/// precedes every use, gradients are averaged by a reduce-scatter, and the optimizer works on shards,
+/// which needs an optimizer that treats all elements alike.
+///
+/// ```text
+/// before                                after (fully sharded on 2 ranks)
+/// %0 parameter w f32[3, 3]              %0 parameter w f32[5]
+/// %4 = Float.Matmul(%1, %0)             %9 = all_gather(%0)
+///                                       %4 = Float.Matmul(%1, %9)
+/// ...                                   ...
+/// %7 = Float.Matmul(%8, %4)             %7 = Float.Matmul(%8, %4)
+///                                       %10 = reduce_scatter(%7)
+/// %11 = NumericFloat.Sub(%0, %7)        %11 = NumericFloat.Sub(%0, %10)
+/// ```
+///
+/// The loss is averaged, too, so that every rank returns that of the whole batch.
+#[derive(Debug, Clone)]
+pub struct InsertCollectives {
+    /// Number of ranks that divide the batch.
+    pub num_ranks: usize,
+    /// What they do with parameters.
+    pub style: DataParallel,
+    /// Name of the mesh axis.
+    pub axis: Arc<str>,
+}
+
+impl GraphTransform for InsertCollectives {
+    fn name(&self) -> &'static str {
+        "insert collectives"
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["liveness"]
+    }
+
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        let mut insertion = Insertion {
+            pass: self,
+            graph,
+            averaged: BTreeMap::new(),
+        };
+        insertion.graph.set_num_ranks(self.num_ranks);
+        let nodes = insertion.graph.take_nodes();
+        let nodes = match self.style {
+            DataParallel::Replicate => nodes,
+            DataParallel::FullyShard => insertion.shard(nodes)?,
+        };
+        insertion.average(nodes)?;
+        let Insertion { mut graph, .. } = insertion;
+        graph.sync_nodes();
+        Ok(graph)
+    }
+}
+
+struct Insertion<'a> {
+    pass: &'a InsertCollectives,
+    graph: Graph,
+    /// What the optimizer reads instead of each gradient.
+    averaged: BTreeMap<TensorId, TensorId>,
+}
+
+impl Insertion<'_> {
+    /// Cuts the parameters, and puts a gather before every use.
+    fn shard(&mut self, nodes: Vec<Node>) -> Result<Vec<Node>, Error> {
+        let mut sharded = BTreeMap::new();
+        for index in 0..self.graph.parameters().len() {
+            let parameter = &self.graph.parameters()[index];
+            if parameter.is_buffer {
+                continue;
+            }
+            let (value, path, dtype) = (parameter.value, parameter.path.clone(), parameter.dtype);
+            if crate::run::element_type(dtype).is_none() {
+                return Err(Error::ElementType {
+                    path: path.to_string(),
+                    dtype,
+                });
+            }
+            let partition = Partition::flat(parameter.num_elements(), self.pass.num_ranks)?;
+            let states = parameter.states.clone();
+            let shape = parameter.shape.clone();
+            self.check_states(&path, &states, &shape)?;
+            self.graph.parameters_mut()[index].layout = ParameterLayout::Flat(partition);
+            for id in states.into_iter().chain([value]) {
+                self.set_shape(id, vec![partition.chunk_len()]);
+            }
+            sharded.insert(value, (path, partition, shape));
+        }
+        let by_path: BTreeMap<_, _> = sharded
+            .values()
+            .map(
+                |(path, partition, shape): &(Arc<str>, Partition, Vec<usize>)| {
+                    (path.clone(), (*partition, shape.clone()))
+                },
+            )
+            .collect();
+        let mut scheduled = Vec::with_capacity(nodes.len() * 2);
+        for mut node in nodes {
+            if node.phase == Phase::Optimizer {
+                self.flatten(&node, &by_path)?;
+                scheduled.push(node);
+                continue;
+            }
+            let read: BTreeSet<TensorId> = node
+                .inputs()
+                .filter(|id| sharded.contains_key(id))
+                .collect();
+            let mut gathered = BTreeMap::new();
+            for id in read {
+                let (path, partition, shape) = &sharded[&id];
+                let full = self.gather(&mut scheduled, id, path, *partition, shape, node.phase)?;
+                gathered.insert(id, full);
+            }
+            crate::graph::rename(&mut node.operation, &gathered);
+            scheduled.push(node);
+        }
+        Ok(scheduled)
+    }
+
+    fn check_states(&self, path: &str, states: &[TensorId], shape: &[usize]) -> Result<(), Error> {
+        let other = states.iter().find_map(|id| {
+            let value = self.graph.value(*id)?;
+            (value.shape != shape).then(|| value.role.to_string())
+        });
+        match other {
+            Some(state) => Err(Error::OptimizerNotElementwise {
+                path: path.to_owned(),
+                operation: format!("its {state} has another shape"),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    fn set_shape(&mut self, id: TensorId, shape: Vec<usize>) {
+        if let Some(value) = self.graph.value_mut(id) {
+            value.shape = shape;
+        }
+    }
+
+    fn gather(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        shard: TensorId,
+        path: &Arc<str>,
+        partition: Partition,
+        shape: &[usize],
+        phase: Phase,
+    ) -> Result<TensorId, Error> {
+        let dtype = self.graph.read(shard)?.dtype;
+        let full = self.graph.add_value(shape.to_vec(), dtype, Role::Temporary);
+        let collective = self.collective(CollectiveKind::AllGather, path, partition, dtype);
+        let node = collective_node(&self.graph, collective, &[shard], &[full], phase)?;
+        scheduled.push(node);
+        Ok(full)
+    }
+
+    fn collective(
+        &self,
+        kind: CollectiveKind,
+        path: &Arc<str>,
+        partition: Partition,
+        dtype: burn::tensor::DType,
+    ) -> Collective {
+        let reduction = match kind {
+            CollectiveKind::AllGather => None,
+            _ => Some(ReduceOp::Mean),
+        };
+        Collective {
+            kind,
+            axis: self.pass.axis.clone(),
+            label: path.clone(),
+            parts: vec![CollectivePart {
+                path: path.clone(),
+                partition,
+                dtype,
+            }],
+            reduction,
+            stage: Stage::Whole,
+        }
+    }
+
+    /// Gives the results of an optimizer's operation the shape of the shard.
+    fn flatten(
+        &mut self,
+        node: &Node,
+        by_path: &BTreeMap<Arc<str>, (Partition, Vec<usize>)>,
+    ) -> Result<(), Error> {
+        let Some(path) = &node.path else {
+            return Ok(());
+        };
+        let Some((partition, shape)) = by_path.get(path) else {
+            return Ok(());
+        };
+        // Shapes in the operation are still those of the trace.
+        let keeps_shape = node
+            .operation
+            .nodes()
+            .iter()
+            .all(|tensor| tensor.shape.to_vec() == *shape);
+        if !is_elementwise(&node.operation) || !keeps_shape {
+            return Err(Error::OptimizerNotElementwise {
+                path: path.to_string(),
+                operation: operation_name(&node.operation),
+            });
+        }
+        for output in node.outputs() {
+            self.set_shape(output, vec![partition.chunk_len()]);
+        }
+        Ok(())
+    }
+
+    /// Averages gradients and loss after the node that writes them.
+    fn average(&mut self, nodes: Vec<Node>) -> Result<(), Error> {
+        let loss = self.graph.loss();
+        let parameters = self.graph.parameters().iter().enumerate();
+        let owners: BTreeMap<TensorId, usize> = parameters
+            .filter_map(|(index, parameter)| Some((parameter.gradient?, index)))
+            .collect();
+        let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
+        for mut node in nodes {
+            if node.phase == Phase::Optimizer {
+                crate::graph::rename(&mut node.operation, &self.averaged);
+                scheduled.push(node);
+                continue;
+            }
+            let outputs: Vec<TensorId> = node.outputs().collect();
+            let phase = node.phase;
+            scheduled.push(node);
+            for output in outputs {
+                if Some(output) == loss {
+                    let mean = self.reduce(&mut scheduled, output, &"loss".into(), None, phase)?;
+                    self.graph.set_loss(mean);
+                }
+                if let Some(owner) = owners.get(&output).copied() {
+                    let parameter = &self.graph.parameters()[owner];
+                    let (path, layout) = (parameter.path.clone(), parameter.layout.clone());
+                    let partition = match layout {
+                        ParameterLayout::Whole => None,
+                        ParameterLayout::Flat(partition) => Some(partition),
+                    };
+                    let mean = self.reduce(&mut scheduled, output, &path, partition, phase)?;
+                    self.averaged.insert(output, mean);
+                    self.graph.parameters_mut()[owner].gradient = Some(mean);
+                }
+            }
+        }
+        self.graph.set_nodes(scheduled);
+        Ok(())
+    }
+
+    fn reduce(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        local: TensorId,
+        path: &Arc<str>,
+        partition: Option<Partition>,
+        phase: Phase,
+    ) -> Result<TensorId, Error> {
+        let (shape, dtype) = match self.graph.value_mut(local) {
+            Some(value) => {
+                let role = std::mem::replace(&mut value.role, Role::Temporary);
+                let known = (value.shape.clone(), value.dtype);
+                let shape = match partition {
+                    Some(partition) => vec![partition.chunk_len()],
+                    None => known.0.clone(),
+                };
+                let mean = self.graph.add_value(shape, known.1, role);
+                return self.push_reduce(scheduled, local, mean, path, partition, phase);
+            }
+            None => (Vec::<usize>::new(), "undeclared"),
+        };
+        Err(Error::Internal(format!(
+            "gradient of {path} is {dtype} {shape:?}"
+        )))
+    }
+
+    fn push_reduce(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        local: TensorId,
+        mean: TensorId,
+        path: &Arc<str>,
+        partition: Option<Partition>,
+        phase: Phase,
+    ) -> Result<TensorId, Error> {
+        let tensor = self.graph.read(local)?;
+        let (kind, partition) = match partition {
+            Some(partition) => (CollectiveKind::ReduceScatter, partition),
+            None => {
+                let whole = Partition::flat(tensor.shape.num_elements(), self.pass.num_ranks)?;
+                (CollectiveKind::AllReduce, whole)
+            }
+        };
+        let collective = self.collective(kind, path, partition, tensor.dtype);
+        let node = collective_node(&self.graph, collective, &[local], &[mean], phase)?;
+        scheduled.push(node);
+        Ok(mean)
+    }
+}
+
+/// A node that runs a collective.
+///
+/// # Errors
+///
+/// [`Error::Internal`] for values that are not declared.
+pub(super) fn collective_node(
+    graph: &Graph,
+    collective: Collective,
+    inputs: &[TensorId],
+    outputs: &[TensorId],
+    phase: Phase,
+) -> Result<Node, Error> {
+    let inputs = inputs
+        .iter()
+        .map(|id| graph.read(*id))
+        .collect::<Result<Vec<_>, _>>()?;
+    let outputs = outputs
+        .iter()
+        .map(|id| graph.write(*id))
+        .collect::<Result<Vec<_>, _>>()?;
+    let custom = CustomOpIr {
+        id: collective.name(),
+        inputs,
+        outputs,
+        scalars: Vec::new(),
+    };
+    let mut node = Node::new(OperationIr::Custom(custom), phase);
+    node.collective = Some(collective);
+    Ok(node)
+}
+
+/// Whether every element of the results depends on the elements at its own place alone.
+fn is_elementwise(operation: &OperationIr) -> bool {
+    use burn_ir::BaseOperationIr as Base;
+    match operation {
+        OperationIr::NumericFloat(_, op) => matches!(
+            op,
+            NumericOperationIr::Add(_)
+                | NumericOperationIr::AddScalar(_)
+                | NumericOperationIr::Sub(_)
+                | NumericOperationIr::SubScalar(_)
+                | NumericOperationIr::Mul(_)
+                | NumericOperationIr::MulScalar(_)
+                | NumericOperationIr::Div(_)
+                | NumericOperationIr::DivScalar(_)
+                | NumericOperationIr::Abs(_)
+                | NumericOperationIr::Sign(_)
+                | NumericOperationIr::Neg(_)
+                | NumericOperationIr::Powi(_)
+                | NumericOperationIr::Clamp(_)
+                | NumericOperationIr::Full(_)
+                | NumericOperationIr::Greater(_)
+                | NumericOperationIr::GreaterElem(_)
+                | NumericOperationIr::GreaterEqual(_)
+                | NumericOperationIr::GreaterEqualElem(_)
+                | NumericOperationIr::Lower(_)
+                | NumericOperationIr::LowerElem(_)
+                | NumericOperationIr::LowerEqual(_)
+                | NumericOperationIr::LowerEqualElem(_)
+        ),
+        OperationIr::Float(_, op) => matches!(
+            op,
+            FloatOperationIr::Exp(_)
+                | FloatOperationIr::Log(_)
+                | FloatOperationIr::Log1p(_)
+                | FloatOperationIr::PowfScalar(_)
+                | FloatOperationIr::Powf(_)
+                | FloatOperationIr::Sqrt(_)
+                | FloatOperationIr::Recip(_)
+                | FloatOperationIr::Tanh(_)
+        ),
+        OperationIr::BaseFloat(op) | OperationIr::BaseBool(op) => matches!(
+            op,
+            Base::MaskFill(_)
+                | Base::MaskWhere(_)
+                | Base::Equal(_)
+                | Base::NotEqual(_)
+                | Base::EqualElem(_)
+                | Base::NotEqualElem(_)
+                | Base::Zeros(_)
+                | Base::Ones(_)
+                | Base::Cast(_)
+        ),
+        OperationIr::Bool(op) => !format!("{op:?}").starts_with("Into"),
+        _ => false,
+    }
+}

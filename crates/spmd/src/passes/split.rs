@@ -1,0 +1,209 @@
+use std::collections::{BTreeSet, VecDeque};
+
+use burn_ir::TensorId;
+
+use super::GraphTransform;
+use super::shard::collective_node;
+use crate::Error;
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Role, Stage};
+
+/// Splits every collective into its start and its wait, so that the passes after it can put something
+/// in between.
+///
+/// ```text
+/// before                          after
+/// %9 = all_gather(%0)             %20 = start_all_gather(%0)
+///                                 %9 = wait_all_gather(%20)
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Split;
+
+impl GraphTransform for Split {
+    fn name(&self) -> &'static str {
+        "split collectives"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["insert collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let mut scheduled = Vec::new();
+        for node in graph.take_nodes() {
+            match &node.collective {
+                Some(collective) if collective.stage == Stage::Whole => {
+                    let inputs: Vec<_> = node.inputs().collect();
+                    let outputs: Vec<_> = node.outputs().collect();
+                    let mut pending = Vec::new();
+                    for output in &outputs {
+                        let tensor = graph.read(*output)?;
+                        let shape = tensor.shape.to_vec();
+                        pending.push(graph.add_value(shape, tensor.dtype, Role::Temporary));
+                    }
+                    let stage = |stage| Collective {
+                        stage,
+                        ..collective.clone()
+                    };
+                    let phase = node.phase;
+                    let start = stage(Stage::Start);
+                    scheduled.push(collective_node(&graph, start, &inputs, &pending, phase)?);
+                    let wait = stage(Stage::Wait);
+                    scheduled.push(collective_node(&graph, wait, &pending, &outputs, phase)?);
+                }
+                _ => scheduled.push(node),
+            }
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+/// Starts each all-gather before the wait of the one before it, so that the next unit's weights travel
+/// while this unit computes. One is in flight at a time, beside the unit in use.
+///
+/// ```text
+/// before                                  after
+/// start_all_gather [blocks.0]             start_all_gather [blocks.0]
+/// wait_all_gather [blocks.0]              wait_all_gather [blocks.0]
+/// ... blocks.0 ...                        start_all_gather [blocks.1]
+/// start_all_gather [blocks.1]             ... blocks.0 ...
+/// wait_all_gather [blocks.1]              wait_all_gather [blocks.1]
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Prefetch;
+
+impl GraphTransform for Prefetch {
+    fn name(&self) -> &'static str {
+        "prefetch"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["split collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let nodes = graph.take_nodes();
+        let is = |node: &Node, stage| {
+            let collective = node.collective.as_ref();
+            collective.is_some_and(|c| c.kind == CollectiveKind::AllGather && c.stage == stage)
+        };
+        let mut starts: VecDeque<usize> = VecDeque::new();
+        for (index, node) in nodes.iter().enumerate() {
+            if is(node, Stage::Start) {
+                starts.push_back(index);
+            }
+        }
+        // The first gather has nothing before it.
+        let mut early: BTreeSet<usize> = BTreeSet::new();
+        let mut next = starts.into_iter().skip(1);
+        let mut scheduled = Vec::with_capacity(nodes.len());
+        for (index, node) in nodes.iter().enumerate() {
+            if early.contains(&index) {
+                continue;
+            }
+            scheduled.push(node.clone());
+            // Shards are given, so that a start may move anywhere before its place.
+            if is(node, Stage::Wait)
+                && let Some(start) = next.next()
+                && start > index
+            {
+                early.insert(start);
+                let mut moved = nodes[start].clone();
+                moved.phase = node.phase;
+                scheduled.push(moved);
+            }
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+/// Moves each wait down to where its result is read first, so that other work comes in between; but a
+/// reduction waits at the latest when the next one starts, because until then it holds whole gradients.
+///
+/// ```text
+/// before                             after
+/// %20 = start_reduce_scatter(%7)     %20 = start_reduce_scatter(%7)
+/// %9 = wait_reduce_scatter(%20)      %8 = Float.Matmul(%1, %2)
+/// %8 = Float.Matmul(%1, %2)          %9 = wait_reduce_scatter(%20)
+/// %10 = NumericFloat.Add(%8, %9)     %10 = NumericFloat.Add(%8, %9)
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SinkWaits;
+
+impl GraphTransform for SinkWaits {
+    fn name(&self) -> &'static str {
+        "sink waits"
+    }
+
+    fn after(&self) -> &'static [&'static str] {
+        &["split collectives"]
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let mut scheduled: Vec<Node> = Vec::new();
+        let mut held: VecDeque<Node> = VecDeque::new();
+        for node in graph.take_nodes() {
+            let stage = node
+                .collective
+                .as_ref()
+                .map(|collective| (collective.kind, collective.stage));
+            match stage {
+                Some((_, Stage::Wait)) => {
+                    held.push_back(node);
+                    continue;
+                }
+                // Before the next reduction, those before it are done, in order.
+                Some((kind, Stage::Start)) if kind != CollectiveKind::AllGather => {
+                    let is_reduction = |node: &Node| {
+                        let collective = node.collective.as_ref();
+                        collective.is_some_and(|c| c.kind != CollectiveKind::AllGather)
+                    };
+                    release(&mut held, &mut scheduled, is_reduction);
+                }
+                _ => {}
+            }
+            let reads: Vec<TensorId> = node.inputs().collect();
+            release(&mut held, &mut scheduled, |wait| {
+                wait.outputs().any(|id| reads.contains(&id))
+            });
+            scheduled.push(node);
+        }
+        scheduled.extend(held);
+        let mut phase = None;
+        for node in &mut scheduled {
+            if node.collective.is_some() {
+                node.phase = phase.map_or(node.phase, |phase| node.phase.max(phase));
+            }
+            phase = Some(phase.map_or(node.phase, |phase: crate::graph::Phase| {
+                phase.max(node.phase)
+            }));
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+/// Schedules the waits that fit.
+fn release(held: &mut VecDeque<Node>, scheduled: &mut Vec<Node>, fits: impl Fn(&Node) -> bool) {
+    let mut rest = VecDeque::new();
+    for wait in held.drain(..) {
+        match fits(&wait) {
+            true => scheduled.push(wait),
+            false => rest.push_back(wait),
+        }
+    }
+    *held = rest;
+}

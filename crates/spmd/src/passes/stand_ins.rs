@@ -1,0 +1,57 @@
+use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
+
+use super::GraphTransform;
+use crate::Error;
+use crate::graph::{Graph, Node, Role};
+
+/// Gives operations that want only the shape of a weight a stand-in of that shape: one element,
+/// expanded. Otherwise backward would keep, or gather again, weights that nothing reads.
+///
+/// ```text
+/// before                                    after
+/// %7 = EmbeddingBackward(%w, %5, %6)        %8 = Zeros()              f32[1, 1]
+///                                           %9 = Expand(%8)           f32[1000, 64]
+///                                           %7 = EmbeddingBackward(%9, %5, %6)
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct StandIns;
+
+impl GraphTransform for StandIns {
+    fn name(&self) -> &'static str {
+        "stand-ins"
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["insert collectives", "liveness"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let mut scheduled = Vec::new();
+        for mut node in graph.take_nodes() {
+            let phase = node.phase;
+            if let OperationIr::Module(ModuleOperationIr::EmbeddingBackward(op)) =
+                &mut node.operation
+            {
+                let weights = &op.weights;
+                let ones = vec![1; weights.shape.num_dims()];
+                let element = graph.add_value(ones, weights.dtype, Role::Temporary);
+                let shape = weights.shape.to_vec();
+                let whole = graph.add_value(shape, weights.dtype, Role::Temporary);
+                let out = graph.write(element)?;
+                let zeros = OperationIr::BaseFloat(BaseOperationIr::Zeros(CreationOpIr { out }));
+                let expand = OperationIr::BaseFloat(BaseOperationIr::Expand(ShapeOpIr {
+                    input: graph.read(element)?,
+                    out: graph.write(whole)?,
+                }));
+                scheduled.extend([Node::new(zeros, phase), Node::new(expand, phase)]);
+                op.weights = TensorIr {
+                    id: whole,
+                    ..op.weights.clone()
+                };
+            }
+            scheduled.push(node);
+        }
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}

@@ -1,0 +1,390 @@
+//! What every graph must be like, whichever passes made it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_ir::{TensorId, TensorStatus};
+
+use super::unit_of;
+use crate::Error;
+use crate::graph::{CollectiveKind, Graph, Node, Phase, Stage};
+
+/// A rule, its name and what it finds.
+type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
+
+/// Where a graph breaks a rule, and how.
+struct Fault {
+    node: usize,
+    reason: String,
+}
+
+impl Fault {
+    fn new(node: usize, reason: impl Into<String>) -> Option<Self> {
+        Some(Self {
+            node,
+            reason: reason.into(),
+        })
+    }
+}
+
+/// The rules, in the order in which they are checked.
+const RULES: &[Rule] = &[
+    (
+        "every value is declared, with the shape and type that nodes give it",
+        declared,
+    ),
+    (
+        "every value is written once, and given ones never",
+        written_once,
+    ),
+    ("no value is read before it is written", written_before_read),
+    ("no value is read after it is dropped", alive_when_read),
+    ("what must outlive the step is never dropped", kept_is_kept),
+    ("phases come in order", phases_in_order),
+    (
+        "collectives have the parts that their node reads and writes",
+        parts_match,
+    ),
+    ("every start has one wait, after it", waits_follow_starts),
+    (
+        "gathered weights die before the unit after next",
+        gathered_die,
+    ),
+    (
+        "updates feed values of their own shape and type",
+        updates_match,
+    ),
+];
+
+/// The names of the rules.
+pub fn rules() -> impl Iterator<Item = &'static str> {
+    RULES.iter().map(|(name, _)| *name)
+}
+
+/// Checks every rule.
+///
+/// # Errors
+///
+/// [`Error::InvalidGraph`] with the first rule broken and the node at fault.
+pub fn verify(graph: &Graph) -> Result<(), Error> {
+    for (rule, check) in RULES {
+        if let Some(Fault { node, reason }) = check(graph) {
+            return Err(Error::InvalidGraph {
+                rule,
+                after: None,
+                node,
+                operation: graph.nodes().get(node).map_or_else(String::new, Node::name),
+                reason,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Checks that ranks start the same collectives in the same order.
+///
+/// # Errors
+///
+/// [`Error::InvalidGraph`] with the first node of a rank that differs from rank 0.
+pub fn verify_ranks<'a>(graphs: impl IntoIterator<Item = &'a Graph>) -> Result<(), Error> {
+    let mut graphs = graphs.into_iter();
+    let Some(first) = graphs.next() else {
+        return Ok(());
+    };
+    for (index, other) in graphs.enumerate() {
+        let mut expected = first.collectives();
+        let mut got = other.collectives();
+        loop {
+            let (node, reason) = match (expected.next(), got.next()) {
+                (None, None) => break,
+                (Some((_, a)), Some((_, b))) if a == b => continue,
+                (Some((_, a)), Some((node, b))) => (
+                    node,
+                    format!(
+                        "{} {} where rank 0 has {} {}",
+                        b.name(),
+                        b.label,
+                        a.name(),
+                        a.label
+                    ),
+                ),
+                (Some((_, a)), None) => (
+                    other.nodes().len(),
+                    format!("{} {} is missing", a.name(), a.label),
+                ),
+                (None, Some((node, b))) => {
+                    (node, format!("{} {} is one too many", b.name(), b.label))
+                }
+            };
+            return Err(Error::InvalidGraph {
+                rule: "every rank starts the same collectives in the same order",
+                after: other.applied().last().copied(),
+                node,
+                operation: other.nodes().get(node).map_or_else(String::new, Node::name),
+                reason: format!("on rank {}: {reason}", index + 1),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn declared(graph: &Graph) -> Option<Fault> {
+    for (index, node) in graph.nodes().iter().enumerate() {
+        for tensor in node.operation.nodes() {
+            let Some(value) = graph.value(tensor.id) else {
+                return Fault::new(index, format!("%{} is not declared", tensor.id.value()));
+            };
+            if value.shape != tensor.shape.to_vec() || value.dtype != tensor.dtype {
+                return Fault::new(
+                    index,
+                    format!(
+                        "%{} is {:?} {:?} here and {:?} {:?} as declared",
+                        tensor.id.value(),
+                        tensor.dtype,
+                        tensor.shape.to_vec(),
+                        value.dtype,
+                        value.shape
+                    ),
+                );
+            }
+        }
+    }
+    None
+}
+
+fn written_once(graph: &Graph) -> Option<Fault> {
+    let mut written = BTreeSet::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        for output in node.outputs() {
+            if graph.is_given(output) {
+                return Fault::new(
+                    index,
+                    format!("it writes %{}, which is given", output.value()),
+                );
+            }
+            if !written.insert(output) {
+                return Fault::new(index, format!("it writes %{} again", output.value()));
+            }
+        }
+    }
+    None
+}
+
+fn written_before_read(graph: &Graph) -> Option<Fault> {
+    let mut written = BTreeSet::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let early = |id: &TensorId| !graph.is_given(*id) && !written.contains(id);
+        if let Some(id) = node.inputs().find(early) {
+            return Fault::new(index, format!("nothing has written %{} yet", id.value()));
+        }
+        written.extend(node.outputs());
+    }
+    let end = graph.nodes().len();
+    let sources = graph
+        .updates()
+        .iter()
+        .map(|update| update.from)
+        .chain(graph.loss());
+    let missing = sources
+        .into_iter()
+        .find(|id| !graph.is_given(*id) && !written.contains(id))?;
+    Fault::new(end, format!("nothing writes %{}", missing.value()))
+}
+
+fn alive_when_read(graph: &Graph) -> Option<Fault> {
+    let mut dropped: BTreeMap<TensorId, usize> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if let Some((id, at)) = node.inputs().find_map(|id| Some((id, dropped.get(&id)?))) {
+            return Fault::new(index, format!("%{} is gone since node {at}", id.value()));
+        }
+        let taken = node.operation.inputs();
+        let taken = taken.filter(|tensor| tensor.status == TensorStatus::ReadWrite);
+        for tensor in taken {
+            let mentions = node.inputs().filter(|id| *id == tensor.id).count();
+            if mentions > 1 {
+                return Fault::new(
+                    index,
+                    format!("it takes %{} and reads it again", tensor.id.value()),
+                );
+            }
+            dropped.insert(tensor.id, index);
+        }
+    }
+    None
+}
+
+fn kept_is_kept(graph: &Graph) -> Option<Fault> {
+    let kept = graph.kept();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let taken = |tensor: &&burn_ir::TensorIr| tensor.status == TensorStatus::ReadWrite;
+        let gone = node
+            .operation
+            .inputs()
+            .filter(taken)
+            .find(|tensor| kept.contains(&tensor.id));
+        if let Some(tensor) = gone {
+            return Fault::new(index, format!("it takes %{}", tensor.id.value()));
+        }
+    }
+    None
+}
+
+fn phases_in_order(graph: &Graph) -> Option<Fault> {
+    // Optimizer nodes may run as soon as their gradient is there; forward never follows backward.
+    let mut seen_backward = false;
+    for (index, node) in graph.nodes().iter().enumerate() {
+        match node.phase {
+            Phase::Backward => seen_backward = true,
+            Phase::Forward if seen_backward => {
+                return Fault::new(index, "a forward node follows backward ones");
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+fn parts_match(graph: &Graph) -> Option<Fault> {
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let Some(collective) = &node.collective else {
+            continue;
+        };
+        let inputs: Vec<_> = node.operation.inputs().collect();
+        let outputs: Vec<_> = node.operation.outputs().collect();
+        let num_parts = collective.parts.len();
+        if inputs.len() != num_parts || outputs.len() != num_parts {
+            return Fault::new(
+                index,
+                format!(
+                    "{num_parts} parts, {} inputs, {} outputs",
+                    inputs.len(),
+                    outputs.len()
+                ),
+            );
+        }
+        for ((part, input), output) in collective.parts.iter().zip(inputs).zip(outputs) {
+            let (whole, chunk) = (part.partition.num_elements(), part.partition.chunk_len());
+            let (expected_in, expected_out) = match (collective.kind, collective.stage) {
+                (CollectiveKind::AllReduce, _) => (whole, whole),
+                (CollectiveKind::AllGather, Stage::Wait) => (whole, whole),
+                (CollectiveKind::AllGather, _) => (chunk, whole),
+                (CollectiveKind::ReduceScatter, Stage::Wait) => (chunk, chunk),
+                (CollectiveKind::ReduceScatter, _) => (whole, chunk),
+            };
+            let (got_in, got_out) = (input.shape.num_elements(), output.shape.num_elements());
+            if (got_in, got_out) != (expected_in, expected_out) {
+                return Fault::new(
+                    index,
+                    format!(
+                        "part {} goes from {got_in} to {got_out} elements instead of \
+                         {expected_in} to {expected_out}",
+                        part.path
+                    ),
+                );
+            }
+        }
+    }
+    None
+}
+
+fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
+    let mut started: BTreeMap<TensorId, usize> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        match node.collective.as_ref().map(|collective| collective.stage) {
+            Some(Stage::Start) => started.extend(node.outputs().map(|output| (output, index))),
+            Some(Stage::Wait) => {
+                for input in node.inputs() {
+                    if started.remove(&input).is_none() {
+                        return Fault::new(index, format!("%{} was not started", input.value()));
+                    }
+                }
+            }
+            Some(Stage::Whole) | None => {
+                if let Some(id) = node.inputs().find(|id| started.contains_key(id)) {
+                    return Fault::new(index, format!("%{} is still on its way", id.value()));
+                }
+            }
+        }
+    }
+    let (id, node) = started.into_iter().next()?;
+    Fault::new(node, format!("nothing waits for %{}", id.value()))
+}
+
+/// What the unit before the last brought must be gone when a unit begins.
+fn gathered_die(graph: &Graph) -> Option<Fault> {
+    if !graph.applied().contains(&"regather") {
+        return None;
+    }
+    let readers = graph.readers();
+    let last_read = |node: &Node| {
+        let outputs = node.outputs();
+        outputs
+            .filter_map(|id| readers.get(&id)?.last().copied())
+            .max()
+    };
+    let is_gather = |node: &Node| {
+        node.collective.as_ref().is_some_and(|collective| {
+            collective.kind == CollectiveKind::AllGather && collective.stage != Stage::Start
+        })
+    };
+    // Gathers of one unit in a row are one visit of it.
+    let mut visits: Vec<(&str, Vec<(usize, &Node)>)> = Vec::new();
+    for (index, node) in graph
+        .nodes()
+        .iter()
+        .enumerate()
+        .filter(|(_, node)| is_gather(node))
+    {
+        let parts = node
+            .collective
+            .as_ref()
+            .and_then(|collective| collective.parts.first());
+        let unit = parts.map_or("", |part| unit_of(&part.path));
+        match visits.last_mut() {
+            Some((last, gathers)) if *last == unit => gathers.push((index, node)),
+            _ => visits.push((unit, vec![(index, node)])),
+        }
+    }
+    for window in visits.windows(3) {
+        let [(unit, gathers), _, (next, after_next)] = window else {
+            continue;
+        };
+        let Some((begins, _)) = after_next.first() else {
+            continue;
+        };
+        for (index, node) in gathers {
+            if last_read(node).is_some_and(|last| last > *begins) {
+                let reason =
+                    format!("weights of {unit} are read after {next} is gathered at node {begins}");
+                return Fault::new(*index, reason);
+            }
+        }
+    }
+    None
+}
+
+fn updates_match(graph: &Graph) -> Option<Fault> {
+    let end = graph.nodes().len();
+    let mut replaced = BTreeSet::new();
+    for update in graph.updates() {
+        let (into, from) = (graph.value(update.into), graph.value(update.from));
+        let (Some(into), Some(from)) = (into, from) else {
+            return Fault::new(
+                end,
+                format!("update of %{} is undeclared", update.into.value()),
+            );
+        };
+        if (&into.shape, into.dtype) != (&from.shape, from.dtype) {
+            return Fault::new(
+                end,
+                format!("{} {:?} becomes {:?}", into.role, into.shape, from.shape),
+            );
+        }
+        if !into.role.is_given() || !replaced.insert(into.id) {
+            return Fault::new(
+                end,
+                format!("%{} cannot be replaced (again)", into.id.value()),
+            );
+        }
+    }
+    None
+}

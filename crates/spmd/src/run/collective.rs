@@ -1,0 +1,167 @@
+//! Collectives over the executor's tensors.
+
+use std::any::Any;
+
+use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
+use burn_backend::try_read_sync;
+use burn_flex::FlexTensor;
+use burn_fsdp_collectives::{
+    Buffer, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction, Source,
+};
+use burn_ir::BackendIr;
+
+use crate::graph::{Collective, CollectiveKind};
+
+/// An operation that has been started.
+pub(super) struct Started {
+    pending: Pending,
+    /// Length of each result in elements, padding included, and its type.
+    results: Vec<(usize, DType)>,
+}
+
+/// Why a collective did not run.
+pub(super) enum Failure {
+    Collective(burn_fsdp_collectives::Error),
+    Other(String),
+}
+
+impl From<burn_fsdp_collectives::Error> for Failure {
+    fn from(error: burn_fsdp_collectives::Error) -> Self {
+        Self::Collective(error)
+    }
+}
+
+/// Starts a collective of these tensors, one per part.
+pub(super) fn start<B: BackendIr>(
+    group: &ProcessGroup,
+    collective: &Collective,
+    tensors: Vec<B::FloatTensorPrimitive>,
+) -> Result<Started, Failure> {
+    let mut parts = Vec::new();
+    let mut full_parts = Vec::new();
+    let mut into = Vec::new();
+    let mut results = Vec::new();
+    for (part, tensor) in collective.parts.iter().zip(tensors) {
+        let (partition, dtype) = (part.partition, part.dtype);
+        let element = element_type(dtype)
+            .ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
+        let (whole, own) = (partition.num_elements(), partition.len(group.rank()));
+        let (given, received, padded) = match collective.kind {
+            CollectiveKind::AllGather => (own, whole, whole),
+            CollectiveKind::ReduceScatter => (whole, own, partition.chunk_len()),
+            CollectiveKind::AllReduce => (whole, whole, whole),
+        };
+        let source = source::<B>(tensor, given * dtype.size())?;
+        into.push(group.pool().take(received * dtype.size()));
+        results.push((padded, dtype));
+        match collective.kind {
+            CollectiveKind::AllReduce => full_parts.push(FullPart::new(source, element)),
+            _ => parts.push(Part::new(source, partition, element)),
+        }
+    }
+    let label = collective.label.to_string();
+    let reduction = reduction(collective.reduction);
+    let pending = match collective.kind {
+        CollectiveKind::AllGather => group.start_all_gather(label, Vec::new(), parts, into)?,
+        CollectiveKind::ReduceScatter => {
+            group.start_reduce_scatter(label, Vec::new(), reduction, parts, into)?
+        }
+        CollectiveKind::AllReduce => {
+            group.start_all_reduce(label, Vec::new(), reduction, full_parts, into)?
+        }
+    };
+    Ok(Started { pending, results })
+}
+
+impl Started {
+    /// The flat results, one per part, as host data without a copy.
+    pub(super) fn wait(self) -> Result<Vec<TensorData>, Failure> {
+        // Until the peers have read them, sources could not be updated in place.
+        let received = self.pending.wait_released()?;
+        let buffers = received.buffers.into_iter().zip(self.results);
+        Ok(buffers
+            .map(|(buffer, (len, dtype))| data(buffer, len, dtype))
+            .collect())
+    }
+}
+
+fn reduction(op: Option<ReduceOp>) -> Reduction {
+    let sum = Reduction::sum();
+    match op {
+        Some(op) => Reduction { op, ..sum },
+        None => sum,
+    }
+}
+
+/// A received buffer as flat data of `len` elements, padded with zeros.
+fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
+    let num_bytes = len * dtype.size();
+    let bytes = match buffer.len() == num_bytes {
+        true => Bytes::from_shared(bytes::Bytes::from_owner(buffer), AllocationProperty::Native),
+        false => {
+            let mut padded = vec![0; num_bytes];
+            padded[..buffer.len()].copy_from_slice(buffer.as_ref());
+            Bytes::from_bytes_vec(padded)
+        }
+    };
+    TensorData::from_bytes(bytes, [len], dtype)
+}
+
+/// The transport's name of a float type.
+pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
+    match dtype {
+        DType::F64 => Some(ElementType::F64),
+        DType::F32 | DType::Flex32 => Some(ElementType::F32),
+        DType::F16 => Some(ElementType::F16),
+        DType::BF16 => Some(ElementType::BF16),
+        _ => None,
+    }
+}
+
+/// The first bytes of a tensor in the order of its dims: read where they lie on Flex, read back elsewhere.
+fn source<B: BackendIr>(
+    tensor: B::FloatTensorPrimitive,
+    num_bytes: usize,
+) -> Result<Source, Failure> {
+    if let Some(flex) = (&tensor as &dyn Any).downcast_ref::<FlexTensor>() {
+        let flex = match flex.layout().contiguous_offsets() {
+            Some(_) => flex.clone(),
+            None => flex.to_contiguous(),
+        };
+        drop(tensor);
+        let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
+        let start = start * flex.dtype().size();
+        return Ok(Source::new(FlexBytes {
+            tensor: flex,
+            start,
+            end: start + num_bytes,
+        }));
+    }
+    let data = try_read_sync(B::float_into_data(tensor))
+        .ok_or_else(|| Failure::Other("the backend cannot be read synchronously".to_owned()))?
+        .map_err(|error| Failure::Other(error.to_string()))?;
+    Ok(Source::new(HostBytes { data, num_bytes }))
+}
+
+struct FlexBytes {
+    tensor: FlexTensor,
+    start: usize,
+    end: usize,
+}
+
+impl AsRef<[u8]> for FlexBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.tensor.bytes()[self.start..self.end]
+    }
+}
+
+struct HostBytes {
+    data: TensorData,
+    num_bytes: usize,
+}
+
+impl AsRef<[u8]> for HostBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.data.as_bytes()[..self.num_bytes]
+    }
+}

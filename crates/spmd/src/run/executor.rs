@@ -1,0 +1,342 @@
+use std::collections::BTreeMap;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Instant;
+
+use burn::tensor::{DType, Shape, TensorData};
+use burn_backend::try_read_sync;
+use burn_fsdp_collectives::ProcessGroup;
+use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_router::TensorInterpreter;
+
+use super::collective::{self, Failure, Started};
+use super::memory::Place;
+use super::{MemoryTable, Timeline};
+use crate::Error;
+use crate::graph::{Graph, Node, Stage};
+use crate::trace::{StepScalars, message};
+
+/// One rank's tensors, and what runs graphs over them.
+///
+/// Parameters, buffers and states stay in it from step to step, under the ids that they have in the
+/// graph. A failed run leaves them in no defined state.
+pub struct Executor<B: BackendIr> {
+    interpreter: TensorInterpreter<B>,
+    group: ProcessGroup,
+    table: MemoryTable,
+    /// Collectives under way, by the first value that they write.
+    started: BTreeMap<TensorId, Started>,
+    /// Given values that are there.
+    present: BTreeMap<TensorId, (Vec<usize>, DType)>,
+    constants: Vec<TensorId>,
+}
+
+impl<B: BackendIr> Executor<B> {
+    /// Without any tensors.
+    pub fn new(device: B::Device, group: ProcessGroup) -> Self {
+        Self {
+            interpreter: TensorInterpreter::new(device),
+            group,
+            table: MemoryTable::default(),
+            started: BTreeMap::new(),
+            present: BTreeMap::new(),
+            constants: Vec::new(),
+        }
+    }
+
+    /// The ranks that run together.
+    pub fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// What the tensors take.
+    pub fn table(&self) -> &MemoryTable {
+        &self.table
+    }
+
+    /// The same, to begin a measurement.
+    pub fn table_mut(&mut self) -> &mut MemoryTable {
+        &mut self.table
+    }
+
+    /// Sets a given value.
+    pub fn set(&mut self, id: TensorId, data: TensorData) {
+        let known = (data.shape().to_vec(), data.dtype());
+        self.table.remove(id);
+        self.interpreter.register_tensor_data_id(id, data);
+        self.present.insert(id, known);
+        self.count(id);
+    }
+
+    /// Whether a given value is there.
+    pub fn has(&self, id: TensorId) -> bool {
+        self.present.contains_key(&id)
+    }
+
+    /// Reads a given value back to the host.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Missing`], or [`Error::Internal`] if the backend cannot be read.
+    pub fn get(&mut self, id: TensorId) -> Result<TensorData, Error> {
+        match self.present.get(&id).cloned() {
+            Some((shape, dtype)) => self.read(id, shape, dtype),
+            None => Err(Error::Missing {
+                what: format!("value {}", id.value()),
+            }),
+        }
+    }
+
+    fn read(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Result<TensorData, Error> {
+        let tensor = TensorIr {
+            id,
+            shape: Shape::from(shape),
+            status: TensorStatus::ReadOnly,
+            dtype,
+        };
+        let data = match self.interpreter.get_tensor(&tensor) {
+            HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),
+            HandleKind::Int(tensor) => try_read_sync(B::int_into_data(tensor)),
+            HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
+            HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
+        };
+        data.ok_or_else(|| Error::Internal("the backend cannot be read synchronously".to_owned()))?
+            .map_err(|error| Error::Internal(error.to_string()))
+    }
+
+    /// Frees a given value.
+    pub fn remove(&mut self, id: TensorId) {
+        if self.present.remove(&id).is_some() {
+            self.free(id);
+        }
+    }
+
+    fn free(&mut self, id: TensorId) {
+        self.table.remove(id);
+        let tensor = TensorIr {
+            id,
+            shape: Shape::from(vec![0]),
+            status: TensorStatus::ReadWrite,
+            dtype: DType::F32,
+        };
+        self.interpreter.register_op(OperationIr::Drop(tensor));
+    }
+
+    /// Makes the constants of a graph available, and frees those of the graph before.
+    pub fn load_constants(&mut self, graph: &Graph) {
+        for id in std::mem::take(&mut self.constants) {
+            self.remove(id);
+        }
+        for (id, data) in graph.constants() {
+            self.set(*id, data.as_ref().clone());
+            self.constants.push(*id);
+        }
+    }
+
+    /// Runs a graph once and returns the loss. Every given value that its nodes read must be there;
+    /// inputs are gone afterwards. All ranks of the group must call it, with equal graphs.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::GroupSize`], [`Error::Missing`] for a value, before anything runs;
+    /// [`Error::Execution`] or [`Error::Collective`] from a node.
+    pub fn run(
+        &mut self,
+        graph: &Graph,
+        scalars: &StepScalars,
+        mut timeline: Option<&mut Timeline>,
+    ) -> Result<TensorData, Error> {
+        self.check(graph)?;
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let start = timeline.is_some().then(Instant::now);
+            self.run_node(index, node, scalars)?;
+            if let (Some(timeline), Some(start)) = (&mut timeline, start)
+                && !node.is_drop()
+            {
+                timeline.record(index, node, start, self.table.live_bytes());
+            }
+        }
+        self.finish(graph)
+    }
+
+    fn check(&self, graph: &Graph) -> Result<(), Error> {
+        if graph.num_ranks() != self.group.size() {
+            return Err(Error::GroupSize {
+                expected: graph.num_ranks(),
+                got: self.group.size(),
+            });
+        }
+        for node in graph.nodes() {
+            for input in node.inputs() {
+                if graph.is_given(input) && !self.present.contains_key(&input) {
+                    let role = graph.value(input).map(|value| value.role.to_string());
+                    return Err(Error::Missing {
+                        what: role.unwrap_or_default(),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn run_node(&mut self, index: usize, node: &Node, scalars: &StepScalars) -> Result<(), Error> {
+        if node.collective.is_some() {
+            self.run_collective(index, node)?;
+        } else {
+            let mut operation = node.operation.clone();
+            if let Some(slot) = node.scalars
+                && let Some(values) = scalars.get(slot.rank, slot.position)
+            {
+                let mut patched = Node::new(operation, node.phase);
+                patched.set_scalar_values(values);
+                operation = patched.operation;
+            }
+            let run = catch_unwind(AssertUnwindSafe(|| self.interpreter.register_op(operation)));
+            run.map_err(|payload| failed(index, node, message(payload.as_ref())))?;
+        }
+        let outputs = node.operation.outputs();
+        let stage = node.collective.as_ref().map(|collective| collective.stage);
+        let written: Vec<_> = match stage {
+            Some(Stage::Start) => outputs
+                .map(|output| (output.id, Place::reserved(output)))
+                .collect(),
+            _ => outputs
+                .filter_map(|output| Some((output.id, self.place(output)?)))
+                .collect(),
+        };
+        let taken = |input: &&TensorIr| input.status == TensorStatus::ReadWrite;
+        let freed = node.operation.inputs().filter(taken).map(|input| input.id);
+        match stage {
+            // The results were counted when their memory was reserved.
+            Some(Stage::Wait) => self.table.replace(&written, freed),
+            _ => self.table.write(&written, freed, index),
+        }
+        Ok(())
+    }
+
+    fn run_collective(&mut self, index: usize, node: &Node) -> Result<(), Error> {
+        let Some(collective) = &node.collective else {
+            return Ok(());
+        };
+        let fail = |failure| match failure {
+            Failure::Collective(source) => Error::Collective {
+                node: index,
+                source: Arc::new(source),
+            },
+            Failure::Other(reason) => failed(index, node, reason),
+        };
+        let started = match collective.stage {
+            Stage::Wait => {
+                let key = node.inputs().next();
+                let started = key.and_then(|key| self.started.remove(&key));
+                started.ok_or_else(|| failed(index, node, "it was not started".to_owned()))?
+            }
+            Stage::Whole | Stage::Start => {
+                let mut tensors = Vec::new();
+                for input in node.operation.inputs() {
+                    match self.interpreter.get_tensor(input) {
+                        HandleKind::Float(tensor) => tensors.push(tensor),
+                        other => {
+                            let reason = format!("it moves float tensors, not {}", other.name());
+                            return Err(failed(index, node, reason));
+                        }
+                    }
+                }
+                collective::start::<B>(&self.group, collective, tensors).map_err(fail)?
+            }
+        };
+        if collective.stage == Stage::Start {
+            if let Some(key) = node.outputs().next() {
+                self.started.insert(key, started);
+            }
+            return Ok(());
+        }
+        let results = started.wait().map_err(fail)?;
+        for (output, data) in node.operation.outputs().zip(results) {
+            let (bytes, ..) = data.into_parts();
+            let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
+            self.interpreter.register_tensor_data_id(output.id, data);
+        }
+        Ok(())
+    }
+
+    /// Feeds back what the step computed, and frees what it leaves.
+    fn finish(&mut self, graph: &Graph) -> Result<TensorData, Error> {
+        let loss = graph
+            .loss()
+            .ok_or_else(|| Error::Internal("the graph has no loss".to_owned()))?;
+        let (shape, dtype) = match graph.value(loss) {
+            Some(value) => (value.shape.clone(), value.dtype),
+            None => (vec![1], DType::F32),
+        };
+        let value = self.read(loss, shape, dtype)?;
+        // All at once: an update may read what another replaces.
+        let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
+        for (index, update) in graph.updates().iter().enumerate() {
+            self.interpreter.register_alias(fresh(index), update.from);
+            self.table.rename(update.from, fresh(index));
+        }
+        let sources = graph.updates().iter().map(|update| update.from);
+        for source in sources.chain([loss]) {
+            if !graph.is_given(source) {
+                self.free(source);
+            }
+        }
+        for (index, update) in graph.updates().iter().enumerate() {
+            self.interpreter.register_alias(update.into, fresh(index));
+            self.table.rename(fresh(index), update.into);
+            self.free(fresh(index));
+            if let Some(value) = graph.value(update.into) {
+                let known = (value.shape.clone(), value.dtype);
+                self.present.insert(update.into, known);
+            }
+        }
+        for input in graph.inputs() {
+            self.remove(*input);
+        }
+        Ok(value)
+    }
+
+    /// Where a result lies.
+    fn place(&mut self, output: &TensorIr) -> Option<Place> {
+        let tensor = TensorIr {
+            status: TensorStatus::ReadOnly,
+            ..output.clone()
+        };
+        let handle = catch_unwind(AssertUnwindSafe(|| self.interpreter.get_tensor(&tensor)));
+        Some(Place::of::<B>(output.id, &handle.ok()?))
+    }
+
+    fn count(&mut self, id: TensorId) {
+        let Some((shape, dtype)) = self.present.get(&id) else {
+            return;
+        };
+        let tensor = TensorIr {
+            id,
+            shape: Shape::from(shape.clone()),
+            status: TensorStatus::ReadOnly,
+            dtype: *dtype,
+        };
+        let handle = self.interpreter.get_tensor(&tensor);
+        let place = Place::of::<B>(id, &handle);
+        self.table.insert(id, place);
+    }
+}
+
+fn failed(index: usize, node: &Node, reason: String) -> Error {
+    Error::Execution {
+        node: index,
+        operation: node.name(),
+        reason,
+    }
+}
+
+impl<B: BackendIr> fmt::Debug for Executor<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Executor")
+            .field("group", &self.group)
+            .field("live_bytes", &self.table.live_bytes())
+            .finish_non_exhaustive()
+    }
+}

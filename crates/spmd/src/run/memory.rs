@@ -1,0 +1,179 @@
+//! The executor's own table of live tensor bytes.
+
+use std::any::Any;
+use std::collections::HashMap;
+
+use burn_backend::TensorMetadata;
+use burn_flex::FlexTensor;
+use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
+
+/// Which tensors lie in which memory, and how many bytes that is.
+///
+/// Tensors are counted by the memory that they lie in, once, however many views there are. On Flex
+/// that memory is known exactly; on other backends every tensor counts as memory of its own size.
+#[derive(Debug, Clone, Default)]
+pub struct MemoryTable {
+    /// Number of values and bytes, by address of the memory.
+    storages: HashMap<usize, (usize, usize)>,
+    values: HashMap<TensorId, usize>,
+    live_bytes: usize,
+    peak_bytes: usize,
+    peak_node: Option<usize>,
+}
+
+/// Where a tensor lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    address: usize,
+    num_bytes: usize,
+}
+
+impl Place {
+    pub(super) fn of<B: BackendIr>(id: TensorId, tensor: &HandleKind<B>) -> Self {
+        let found = match tensor {
+            HandleKind::Float(tensor) => Self::of_primitive(tensor),
+            HandleKind::Int(tensor) => Self::of_primitive(tensor),
+            HandleKind::Bool(tensor) => Self::of_primitive(tensor),
+            HandleKind::Quantized(tensor) => Self::of_primitive(tensor),
+        };
+        let (address, num_bytes) = found;
+        Self {
+            // Odd, so that it is no address of tensor memory.
+            address: address.unwrap_or((id.value() as usize) << 1 | 1),
+            num_bytes,
+        }
+    }
+
+    /// The memory that a collective under way writes.
+    pub(super) fn reserved(output: &TensorIr) -> Self {
+        Self {
+            address: (output.id.value() as usize) << 1 | 1,
+            num_bytes: output.shape.num_elements() * output.dtype.size(),
+        }
+    }
+
+    fn of_primitive<T: TensorMetadata + Any>(tensor: &T) -> (Option<usize>, usize) {
+        match (tensor as &dyn Any).downcast_ref::<FlexTensor>() {
+            Some(flex) => {
+                let bytes = flex.bytes();
+                (Some(bytes.as_ptr() as usize), bytes.len())
+            }
+            None => (None, tensor.shape().num_elements() * tensor.dtype().size()),
+        }
+    }
+}
+
+impl MemoryTable {
+    /// Bytes of all tensors now.
+    pub fn live_bytes(&self) -> usize {
+        self.live_bytes
+    }
+
+    /// The most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results
+    /// count beside its inputs, unless they are written in place.
+    pub fn peak_bytes(&self) -> usize {
+        self.peak_bytes
+    }
+
+    /// The node at which the peak was reached, if it was while a graph ran.
+    pub fn peak_node(&self) -> Option<usize> {
+        self.peak_node
+    }
+
+    /// Begins a new measurement.
+    pub fn reset_peak(&mut self) {
+        self.peak_bytes = self.live_bytes;
+        self.peak_node = None;
+    }
+
+    /// Counts a tensor that comes from outside.
+    pub(super) fn insert(&mut self, id: TensorId, place: Place) {
+        self.remove(id);
+        self.add(id, place);
+        if self.live_bytes > self.peak_bytes {
+            self.peak_bytes = self.live_bytes;
+            self.peak_node = None;
+        }
+    }
+
+    /// Counts what a node wrote, and no more what it took. Both are there while the node runs, except
+    /// for what it wrote in the memory of what it took.
+    pub(super) fn write(
+        &mut self,
+        written: &[(TensorId, Place)],
+        taken: impl Iterator<Item = TensorId>,
+        node: usize,
+    ) {
+        let is_new = |place: &Place| {
+            let known = self.storages.get(&place.address);
+            known.is_none_or(|(_, num_bytes)| *num_bytes != place.num_bytes)
+        };
+        let new = written
+            .iter()
+            .map(|(_, place)| place)
+            .filter(|place| is_new(place));
+        let during = self.live_bytes + new.map(|place| place.num_bytes).sum::<usize>();
+        if during > self.peak_bytes {
+            self.peak_bytes = during;
+            self.peak_node = Some(node);
+        }
+        for id in taken {
+            self.remove(id);
+        }
+        for (id, place) in written {
+            self.add(*id, *place);
+        }
+    }
+
+    /// Counts the results of a collective instead of the memory that was reserved for them.
+    pub(super) fn replace(
+        &mut self,
+        written: &[(TensorId, Place)],
+        reserved: impl Iterator<Item = TensorId>,
+    ) {
+        for id in reserved {
+            self.remove(id);
+        }
+        for (id, place) in written {
+            self.add(*id, *place);
+        }
+    }
+
+    fn add(&mut self, id: TensorId, place: Place) {
+        if place.num_bytes == 0 {
+            return;
+        }
+        let entry = self.storages.entry(place.address).or_insert((0, 0));
+        if entry.0 == 0 {
+            entry.1 = place.num_bytes;
+            self.live_bytes += place.num_bytes;
+        }
+        entry.0 += 1;
+        self.values.insert(id, place.address);
+    }
+
+    /// Counts a tensor no more.
+    pub(super) fn remove(&mut self, id: TensorId) {
+        let Some(address) = self.values.remove(&id) else {
+            return;
+        };
+        if let Some(entry) = self.storages.get_mut(&address) {
+            entry.0 -= 1;
+            if entry.0 == 0 {
+                self.live_bytes -= entry.1;
+                self.storages.remove(&address);
+            }
+        }
+    }
+
+    /// Names a tensor differently.
+    pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
+        self.remove(into);
+        if let Some(address) = self.values.get(&from).copied() {
+            self.values.insert(into, address);
+            if let Some(entry) = self.storages.get_mut(&address) {
+                entry.0 += 1;
+            }
+        }
+    }
+}

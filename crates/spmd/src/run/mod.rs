@@ -1,0 +1,16 @@
+//! Running a graph on a Burn backend.
+//!
+//! An [`Executor`] owns one rank's tensors and replays a graph's nodes through Burn's
+//! [`TensorInterpreter`](burn_router::TensorInterpreter), which works for every backend.
+//! Collectives go to the rank's [`ProcessGroup`](burn_fsdp_collectives::ProcessGroup). It counts the bytes
+//! of all tensors it holds in a table of its own ([`MemoryTable`]) and can record a [`Timeline`].
+
+mod collective;
+mod executor;
+mod memory;
+mod timeline;
+
+pub(crate) use collective::element_type;
+pub use executor::Executor;
+pub use memory::MemoryTable;
+pub use timeline::{Span, Timeline};

@@ -1,0 +1,275 @@
+//! Batches: what a loss takes beside the model.
+
+use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+
+use crate::Error;
+use crate::trace::capture::Captured;
+
+/// The tensors that a loss closure takes beside the model.
+///
+/// Implemented for tensors and for tuples and arrays of batches; implement it for a struct by mapping its
+/// fields in a fixed order:
+///
+/// ```
+/// use burn::tensor::{Int, Tensor};
+/// use burn_fsdp_spmd::{Batch, BatchMapper};
+///
+/// #[derive(Clone)]
+/// struct Labelled {
+///     images: Tensor<4>,
+///     labels: Tensor<1, Int>,
+/// }
+///
+/// impl Batch for Labelled {
+///     fn map(self, mapper: &mut impl BatchMapper) -> Self {
+///         Self {
+///             images: mapper.float("images", self.images),
+///             labels: mapper.int("labels", self.labels),
+///         }
+///     }
+/// }
+/// ```
+pub trait Batch: Clone + 'static {
+    /// Gives every tensor to the mapper, always in the same order and under the same names, and
+    /// returns the batch of what comes back.
+    fn map(self, mapper: &mut impl BatchMapper) -> Self;
+}
+
+/// What is done with each tensor of a batch.
+pub trait BatchMapper {
+    /// For a float tensor of that name.
+    fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D>;
+    /// For an int tensor of that name.
+    fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int>;
+    /// For a bool tensor of that name.
+    fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool>;
+    /// Begins a part of that name: names inside it are `name.inner`.
+    fn enter(&mut self, name: &str);
+    /// Ends it.
+    fn exit(&mut self);
+}
+
+impl<const D: usize> Batch for Tensor<D> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.float("", self)
+    }
+}
+
+impl<const D: usize> Batch for Tensor<D, Int> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.int("", self)
+    }
+}
+
+impl<const D: usize> Batch for Tensor<D, Bool> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        mapper.bool("", self)
+    }
+}
+
+impl Batch for () {
+    fn map(self, _: &mut impl BatchMapper) -> Self {}
+}
+
+impl<B: Batch, const N: usize> Batch for [B; N] {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        let mut index = 0;
+        self.map(|part| {
+            mapper.enter(&index.to_string());
+            let part = part.map(mapper);
+            mapper.exit();
+            index += 1;
+            part
+        })
+    }
+}
+
+macro_rules! tuple_batch {
+    ($($name:ident $index:literal),+) => {
+        impl<$($name: Batch),+> Batch for ($($name,)+) {
+            fn map(self, mapper: &mut impl BatchMapper) -> Self {
+                #[allow(non_snake_case, reason = "the type parameters name the parts")]
+                let ($($name,)+) = self;
+                ($({
+                    mapper.enter($index);
+                    let part = $name.map(mapper);
+                    mapper.exit();
+                    part
+                },)+)
+            }
+        }
+    };
+}
+
+tuple_batch!(A "0");
+tuple_batch!(A "0", B "1");
+tuple_batch!(A "0", B "1", C "2");
+tuple_batch!(A "0", B "1", C "2", E "3");
+tuple_batch!(A "0", B "1", C "2", E "3", F "4");
+tuple_batch!(A "0", B "1", C "2", E "3", F "4", G "5");
+
+/// Name, shape and type of a tensor of a batch.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct InputSpec {
+    /// Such as `0` for the first of a tuple, or `images`.
+    pub name: String,
+    /// Shape on this rank.
+    pub shape: Vec<usize>,
+    /// Type of the elements.
+    pub dtype: DType,
+}
+
+/// Names, shapes and types of a batch's tensors: what a graph is compiled for.
+///
+/// # Errors
+///
+/// [`Error::DuplicateName`] if two tensors have one name.
+pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
+    let mut specs =
+        Walk::new(|name: String, shape: Vec<usize>, dtype| InputSpec { name, shape, dtype });
+    let _ = batch.clone().map(&mut specs);
+    let found = specs.found;
+    for (index, spec) in found.iter().enumerate() {
+        if found[..index].iter().any(|other| other.name == spec.name) {
+            return Err(Error::DuplicateName {
+                what: "input",
+                name: spec.name.clone(),
+            });
+        }
+    }
+    Ok(found)
+}
+
+/// The data of a batch's tensors, by name, read back to the host.
+pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
+    struct Read {
+        path: Path,
+        found: Vec<(String, TensorData)>,
+    }
+    impl BatchMapper for Read {
+        fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
+            self.found.push((self.path.of(name), tensor.to_data()));
+            tensor
+        }
+        fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+            self.found.push((self.path.of(name), tensor.to_data()));
+            tensor
+        }
+        fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+            self.found.push((self.path.of(name), tensor.to_data()));
+            tensor
+        }
+        fn enter(&mut self, name: &str) {
+            self.path.0.push(name.to_owned());
+        }
+        fn exit(&mut self) {
+            self.path.0.pop();
+        }
+    }
+    let mut read = Read {
+        path: Path::default(),
+        found: Vec::new(),
+    };
+    let _ = batch.clone().map(&mut read);
+    read.found
+}
+
+/// Where a mapper is in a batch.
+#[derive(Default)]
+pub(super) struct Path(pub(super) Vec<String>);
+
+impl Path {
+    pub(super) fn of(&self, leaf: &str) -> String {
+        let names = self.0.iter().map(String::as_str);
+        let names: Vec<_> = names
+            .chain([leaf])
+            .filter(|name| !name.is_empty())
+            .collect();
+        match names.is_empty() {
+            true => "batch".to_owned(),
+            false => names.join("."),
+        }
+    }
+}
+
+struct Walk<T, F> {
+    path: Path,
+    found: Vec<T>,
+    make: F,
+}
+
+impl<T, F: FnMut(String, Vec<usize>, DType) -> T> Walk<T, F> {
+    fn new(make: F) -> Self {
+        Self {
+            path: Path::default(),
+            found: Vec::new(),
+            make,
+        }
+    }
+
+    fn add(&mut self, name: &str, shape: Vec<usize>, dtype: DType) {
+        let item = (self.make)(self.path.of(name), shape, dtype);
+        self.found.push(item);
+    }
+}
+
+impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
+    fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
+        self.add(name, tensor.dims().to_vec(), tensor.dtype());
+        tensor
+    }
+
+    fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+        self.add(name, tensor.dims().to_vec(), tensor.dtype());
+        tensor
+    }
+
+    fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+        self.add(name, tensor.dims().to_vec(), tensor.dtype());
+        tensor
+    }
+
+    fn enter(&mut self, name: &str) {
+        self.path.0.push(name.to_owned());
+    }
+
+    fn exit(&mut self) {
+        self.path.0.pop();
+    }
+}
+
+/// Replaces every tensor of a batch by a fake one of the same shape and type on the capture device.
+pub(super) struct Fake<'a, F> {
+    pub(super) device: &'a Device,
+    pub(super) path: Path,
+    /// Told the name and the tensor's id in the graph.
+    pub(super) found: F,
+}
+
+impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
+    fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
+        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
+        (self.found)(self.path.of(name), super::capture::float_id(&fake));
+        fake
+    }
+
+    fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
+        (self.found)(self.path.of(name), super::capture::int_id(&fake));
+        fake
+    }
+
+    fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+        let fake = Tensor::empty(tensor.shape(), self.device);
+        (self.found)(self.path.of(name), super::capture::bool_id(&fake));
+        fake
+    }
+
+    fn enter(&mut self, name: &str) {
+        self.path.0.push(name.to_owned());
+    }
+
+    fn exit(&mut self) {
+        self.path.0.pop();
+    }
+}

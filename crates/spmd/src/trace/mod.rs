@@ -1,0 +1,463 @@
+//! From a module, a loss and an optimizer to a graph.
+//!
+//! [`trace`] runs the closures once on Burn's capture device, which records operations and computes
+//! nothing: parameters and batch are fake tensors of the right shapes. What comes out is a
+//! [`Graph`] of forward, backward and optimizer in which every tensor is known by path, without the
+//! operations that initialise parameters. The model is not changed, and may be any Burn module.
+
+mod batch;
+mod capture;
+mod module;
+mod optimizer;
+mod parameters;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::optim::Optimizer;
+use burn::tensor::{Device, Tensor};
+use burn_ir::{OperationIr, TensorId};
+
+pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
+pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
+pub use parameters::{ParameterSpec, parameters};
+
+use crate::Error;
+use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};
+use crate::graph::{rename, set_status};
+use capture::{Captured, Recording, Tape, float_id, record};
+use module::{Leaf, leaves, with_fakes};
+use optimizer::Template;
+
+pub(crate) use capture::message;
+
+/// How to trace.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TraceConfig {
+    /// Which step of the optimizer the graph ends with.
+    pub step: OptimizerStep,
+    /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
+    /// uses the same operations for them; see [`StepScalars::structure`].
+    pub learning_rate: f64,
+}
+
+impl Default for TraceConfig {
+    /// A later step at learning rate 0.001.
+    fn default() -> Self {
+        Self {
+            step: OptimizerStep::Next,
+            learning_rate: 1e-3,
+        }
+    }
+}
+
+/// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and a step of
+/// `optimizer` for every parameter that has one.
+///
+/// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
+/// never initialised. Of `batch` only shapes and types are used.
+///
+/// Values have the same ids in graphs of the same model, whichever step and batch they were traced
+/// with, as far as they are parameters, buffers, inputs and states.
+///
+/// # Errors
+///
+/// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the
+/// capture device refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`];
+/// [`Error::UntraceableOptimizer`].
+pub fn trace<M, B, O>(
+    init: impl FnOnce(&Device) -> M,
+    loss: impl FnOnce(&M, B) -> Tensor<1>,
+    optimizer: &O,
+    batch: &B,
+    config: TraceConfig,
+) -> Result<Graph, Error>
+where
+    M: Module,
+    B: Batch,
+    O: Optimizer,
+{
+    let specs = specs_of(batch)?;
+    let recording = record("the module", |device, progress| {
+        let tracked = device.clone().autodiff();
+        let model = with_fakes(init(&tracked), device, &tracked);
+        let before = leaves(&model, None);
+        let mut inputs = Vec::new();
+        let fake = batch.clone().map(&mut batch::Fake {
+            device: &tracked,
+            path: batch::Path::default(),
+            found: |_, captured| inputs.push(captured),
+        });
+        progress.enter("the loss");
+        let value = loss(&model, fake);
+        let shape = value.dims();
+        if shape != [1] {
+            return Err(Error::LossShape {
+                shape: shape.to_vec(),
+            });
+        }
+        let captured = float_id(&value);
+        let tracked = value.try_into_primitive::<Tape>();
+        let (Some(loss), Ok(tracked)) = (captured, tracked) else {
+            return Err(Error::NoGradient);
+        };
+        progress.enter("the backward pass");
+        let mut gradients = tracked.backward();
+        let with_gradients = leaves(&model, Some(&mut gradients));
+        progress.enter("the buffers of the module");
+        // Running statistics take their pending update when the mode of the module changes.
+        let _ = model.clone().train();
+        let after = leaves(&model, None);
+        Ok(Captures {
+            before,
+            with_gradients,
+            after,
+            inputs,
+            loss,
+        })
+    })?;
+    Builder::new(recording, specs)?.build(optimizer, config)
+}
+
+/// What the closures left on the capture device.
+struct Captures {
+    before: Vec<Leaf>,
+    with_gradients: Vec<Leaf>,
+    after: Vec<Leaf>,
+    inputs: Vec<Option<Captured>>,
+    loss: Captured,
+}
+
+struct Builder {
+    graph: Graph,
+    /// From ids of the recording to those of the graph.
+    ids: BTreeMap<TensorId, TensorId>,
+    operations: Vec<OperationIr>,
+    constants: BTreeMap<TensorId, Arc<burn::tensor::TensorData>>,
+    leaves: Vec<Leaf>,
+    /// The buffers that change, and what they become.
+    changed: Vec<(TensorId, TensorId)>,
+    loss: TensorId,
+}
+
+impl Builder {
+    /// Gives every given value a role and an id.
+    fn new(recording: Recording<Captures>, specs: Vec<InputSpec>) -> Result<Self, Error> {
+        let Captures {
+            before,
+            with_gradients,
+            after,
+            inputs,
+            loss,
+        } = recording.result;
+        let mut graph = Graph::new();
+        let mut ids = BTreeMap::new();
+        let mut changed = Vec::new();
+        let mut leaves = Vec::new();
+        for ((leaf, with_gradient), after) in before.into_iter().zip(with_gradients).zip(after) {
+            let captured = captured(&leaf)?;
+            let changes = after.captured.as_ref().map(|after| after.id) != Some(captured.id);
+            let is_buffer = changes || !leaf.is_float;
+            let role = match is_buffer {
+                true => Role::Buffer(leaf.path.clone()),
+                false => Role::Parameter(leaf.path.clone()),
+            };
+            if graph.parameter(&leaf.path).is_some() {
+                return Err(Error::DuplicateName {
+                    what: "parameter",
+                    name: leaf.path.to_string(),
+                });
+            }
+            // Modules may share a tensor: then its second path is an alias of the first.
+            if ids.contains_key(&captured.id) {
+                continue;
+            }
+            let value = graph.add_value(leaf.shape.clone(), leaf.dtype, role);
+            ids.insert(captured.id, value);
+            if changes && let Some(after) = after.captured {
+                changed.push((value, after.id));
+            }
+            graph.parameters_mut().push(Parameter {
+                path: leaf.path.clone(),
+                value,
+                shape: leaf.shape.clone(),
+                dtype: leaf.dtype,
+                layout: ParameterLayout::Whole,
+                gradient: None,
+                states: Vec::new(),
+                is_buffer,
+            });
+            leaves.push(Leaf {
+                gradient: with_gradient.gradient,
+                ..leaf
+            });
+        }
+        for (spec, captured) in specs.into_iter().zip(inputs) {
+            let captured = captured.ok_or_else(|| {
+                Error::Internal("an input is not on the capture device".to_owned())
+            })?;
+            let role = Role::Input(spec.name.as_str().into());
+            let value = graph.add_value(captured.shape, captured.dtype, role);
+            graph.add_input(value);
+            ids.insert(captured.id, value);
+        }
+        Ok(Self {
+            graph,
+            ids,
+            operations: recording.operations,
+            constants: recording
+                .values
+                .into_iter()
+                .map(|(id, data)| (id, Arc::new(data)))
+                .collect(),
+            leaves,
+            changed,
+            loss: loss.id,
+        })
+    }
+
+    fn build<O: Optimizer>(mut self, optimizer: &O, config: TraceConfig) -> Result<Graph, Error> {
+        let slots = optimizer::slot_names(optimizer, config.learning_rate)?;
+        let templates = self.templates(optimizer, config)?;
+        if templates.is_empty() {
+            return Err(Error::NoGradient);
+        }
+        self.add_states(&slots, &templates)?;
+        self.add_forward_and_backward()?;
+        for (index, template) in &templates {
+            self.add_optimizer(*index, template)?;
+        }
+        let mut graph = self.graph;
+        graph.prune();
+        Ok(graph)
+    }
+
+    /// A step of the optimizer for every parameter with a gradient; traced once per shape.
+    fn templates<O: Optimizer>(
+        &self,
+        optimizer: &O,
+        config: TraceConfig,
+    ) -> Result<Vec<(usize, Arc<Template>)>, Error> {
+        let mut by_shape: BTreeMap<(Vec<usize>, String), Arc<Template>> = BTreeMap::new();
+        let mut templates = Vec::new();
+        for (index, leaf) in self.leaves.iter().enumerate() {
+            if leaf.gradient.is_none() {
+                continue;
+            }
+            let key = (leaf.shape.clone(), format!("{:?}", leaf.dtype));
+            let template = match by_shape.get(&key) {
+                Some(template) => template.clone(),
+                None => {
+                    let TraceConfig {
+                        step,
+                        learning_rate,
+                    } = config;
+                    let template = optimizer::template(
+                        optimizer,
+                        step,
+                        learning_rate,
+                        &leaf.path,
+                        &leaf.shape,
+                        leaf.dtype,
+                    )?;
+                    let template = Arc::new(template);
+                    by_shape.insert(key, template.clone());
+                    template
+                }
+            };
+            templates.push((index, template));
+        }
+        Ok(templates)
+    }
+
+    /// Declares the optimizer's states, before anything whose number depends on the batch.
+    fn add_states(
+        &mut self,
+        slots: &[Arc<str>],
+        templates: &[(usize, Arc<Template>)],
+    ) -> Result<(), Error> {
+        for (index, template) in templates {
+            let path = self.leaves[*index].path.clone();
+            if slots.len() != template.new_states.len() {
+                return Err(Error::UntraceableOptimizer {
+                    path: path.to_string(),
+                    reason: format!(
+                        "it has {} states for this tensor and {} for one of rank 1",
+                        template.new_states.len(),
+                        slots.len()
+                    ),
+                });
+            }
+            for (slot, state) in slots.iter().zip(&template.new_states) {
+                let role = Role::State {
+                    path: path.clone(),
+                    slot: slot.clone(),
+                };
+                let id = self.graph.add_value(state.shape.clone(), state.dtype, role);
+                self.graph.parameters_mut()[*index].states.push(id);
+            }
+        }
+        Ok(())
+    }
+
+    /// The recorded operations that the loss, the gradients and the changed buffers need.
+    fn add_forward_and_backward(&mut self) -> Result<(), Error> {
+        let gradients: BTreeMap<TensorId, Arc<str>> = self
+            .leaves
+            .iter()
+            .filter_map(|leaf| Some((leaf.gradient.as_ref()?.id, leaf.path.clone())))
+            .collect();
+        let wanted = gradients.keys().copied();
+        let wanted = wanted
+            .chain(self.changed.iter().map(|(_, after)| *after))
+            .chain([self.loss]);
+        let operations = needed(
+            std::mem::take(&mut self.operations),
+            &self.ids,
+            wanted.collect(),
+        );
+        let last_forward = operations
+            .iter()
+            .rposition(|op| op.outputs().any(|o| o.id == self.loss));
+        for (index, operation) in operations.into_iter().enumerate() {
+            let phase = match last_forward {
+                Some(last) if index > last => Phase::Backward,
+                _ => Phase::Forward,
+            };
+            self.declare_constants(&operation);
+            for output in operation.outputs() {
+                let role = match gradients.get(&output.id) {
+                    Some(path) => Role::Gradient(path.clone()),
+                    None => Role::Temporary,
+                };
+                let id = self
+                    .graph
+                    .add_value(output.shape.to_vec(), output.dtype, role);
+                self.ids.insert(output.id, id);
+            }
+            let node = self.node(operation, phase);
+            self.graph.push(node);
+        }
+        let id_of = |ids: &BTreeMap<_, _>, id: TensorId| {
+            ids.get(&id)
+                .copied()
+                .ok_or_else(|| Error::Internal(format!("{id} was not recorded")))
+        };
+        let loss = id_of(&self.ids, self.loss)?;
+        self.graph.set_loss(loss);
+        for (into, after) in std::mem::take(&mut self.changed) {
+            let from = id_of(&self.ids, after)?;
+            self.graph.updates_mut().push(Update { into, from });
+        }
+        Ok(())
+    }
+
+    /// The optimizer's step for one parameter.
+    fn add_optimizer(&mut self, index: usize, template: &Template) -> Result<(), Error> {
+        let missing = || Error::Internal("an optimizer reads what nothing writes".to_owned());
+        let leaf = self.leaves[index].clone();
+        let gradient = leaf.gradient.as_ref().and_then(|g| self.ids.get(&g.id));
+        let gradient = *gradient.ok_or_else(missing)?;
+        let parameter = &mut self.graph.parameters_mut()[index];
+        parameter.gradient = Some(gradient);
+        let (value, states) = (parameter.value, parameter.states.clone());
+        let mut ids: BTreeMap<TensorId, TensorId> =
+            [(template.parameter, value), (template.gradient, gradient)].into();
+        ids.extend(template.states.iter().copied().zip(states.iter().copied()));
+        for (position, operation) in template.operations.iter().enumerate() {
+            for output in operation.outputs() {
+                let id = self
+                    .graph
+                    .add_value(output.shape.to_vec(), output.dtype, Role::Temporary);
+                ids.insert(output.id, id);
+            }
+            let mut operation = operation.clone();
+            rename(&mut operation, &ids);
+            read_only(&mut operation);
+            let mut node = Node::new(operation, Phase::Optimizer);
+            node.path = Some(leaf.path.clone());
+            let slot = ScalarSlot {
+                rank: leaf.shape.len(),
+                position,
+            };
+            node.scalars = (!node.scalar_values().is_empty()).then_some(slot);
+            self.graph.push(node);
+        }
+        let new = [(value, template.new_parameter)];
+        let new_states = template.new_states.iter().map(|state| state.id);
+        for (into, from) in new.into_iter().chain(states.into_iter().zip(new_states)) {
+            let from = *ids.get(&from).ok_or_else(missing)?;
+            if into != from {
+                self.graph.updates_mut().push(Update { into, from });
+            }
+        }
+        Ok(())
+    }
+
+    fn declare_constants(&mut self, operation: &OperationIr) {
+        for input in operation.inputs() {
+            if self.ids.contains_key(&input.id) {
+                continue;
+            }
+            if let Some(data) = self.constants.get(&input.id) {
+                let shape = data.shape().to_vec();
+                let id = self.graph.add_value(shape, data.dtype(), Role::Constant);
+                self.graph.insert_constant(id, data.clone());
+                self.ids.insert(input.id, id);
+            }
+        }
+    }
+
+    fn node(&self, mut operation: OperationIr, phase: Phase) -> Node {
+        rename(&mut operation, &self.ids);
+        read_only(&mut operation);
+        Node::new(operation, phase)
+    }
+}
+
+fn captured(leaf: &Leaf) -> Result<Captured, Error> {
+    leaf.captured.clone().ok_or_else(|| Error::Uncapturable {
+        stage: "the module",
+        produced_by: None,
+        reason: format!(
+            "its tensor \"{}\" is not on the device that init was given",
+            leaf.path
+        ),
+    })
+}
+
+fn read_only(operation: &mut OperationIr) {
+    set_status(operation, |_| burn_ir::TensorStatus::ReadOnly);
+}
+
+/// The operations that `wanted` depends on, cut at the given tensors; random numbers that the loss
+/// draws stay even if unused, because the numbers after them depend on it.
+fn needed(
+    operations: Vec<OperationIr>,
+    given: &BTreeMap<TensorId, TensorId>,
+    mut wanted: BTreeSet<TensorId>,
+) -> Vec<OperationIr> {
+    // Everything before the inputs were made belongs to the module's initialisation.
+    let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
+    let first = operations
+        .iter()
+        .rposition(made)
+        .map_or(0, |index| index + 1);
+    let mut kept = Vec::new();
+    for (index, operation) in operations.into_iter().enumerate().rev() {
+        if matches!(operation, OperationIr::Init(_) | OperationIr::Drop(_)) {
+            continue;
+        }
+        let is_random = index >= first && Node::new(operation.clone(), Phase::Forward).is_opaque();
+        let is_needed = operation
+            .outputs()
+            .any(|output| wanted.contains(&output.id) && !given.contains_key(&output.id));
+        if is_needed || is_random {
+            wanted.extend(operation.inputs().map(|input| input.id));
+            kept.push(operation);
+        }
+    }
+    kept.reverse();
+    kept
+}

@@ -1,0 +1,66 @@
+//! Burn's own training loop, as the oracle.
+
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor, TensorData};
+
+/// All floats of a module by path.
+pub(crate) fn floats<M: Module>(module: &M) -> BTreeMap<String, TensorData> {
+    struct Floats(Vec<String>, BTreeMap<String, TensorData>);
+    impl ModuleVisitor for Floats {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.1.insert(self.0.join("."), param.val().into_data());
+        }
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_owned());
+        }
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+    }
+    let mut visitor = Floats(Vec::new(), BTreeMap::new());
+    module.visit(&mut visitor);
+    visitor.1
+}
+
+/// What a run of the oracle gives.
+pub(crate) struct Trained {
+    pub(crate) losses: Vec<f32>,
+    pub(crate) parameters: BTreeMap<String, TensorData>,
+}
+
+pub(crate) fn adamw() -> AdamWConfig {
+    AdamWConfig::new().with_weight_decay(0.05)
+}
+
+/// Trains with Burn's loop; `rate` gives the learning rate of each step.
+pub(crate) fn train<M: Module, B>(
+    init: impl Fn(&Device) -> M,
+    loss: impl Fn(&M, B) -> Tensor<1>,
+    batch: impl Fn(usize, &Device) -> B,
+    steps: usize,
+    rate: impl Fn(usize) -> f64,
+    mut optimizer: ModuleOptimizer,
+) -> Trained {
+    let device = Device::flex().autodiff();
+    device.seed(1);
+    let mut model = init(&device);
+    // Lazy parameters take their values now, from the seed above.
+    let _ = floats(&model);
+    device.seed(2);
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let value = loss(&model, batch(step, &device));
+        let gradients = GradientsParams::from_grads(value.backward(), &model);
+        losses.push(value.into_scalar::<f32>());
+        model = optimizer.step(rate(step), model, gradients);
+    }
+    // Running statistics take their pending update here.
+    let model = model.train();
+    Trained {
+        losses,
+        parameters: floats(&model),
+    }
+}

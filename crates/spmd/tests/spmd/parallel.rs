@@ -1,0 +1,167 @@
+//! Several ranks against one on the joined batch.
+
+use burn::tensor::Device;
+use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
+
+use crate::compiled::seeded;
+use crate::eager::{self, adamw};
+use crate::models::{Gpt, tokens};
+
+const STEPS: usize = 10;
+const ROWS: usize = 12;
+
+/// Losses and parameters of a GPT trained by that many ranks.
+fn trained(
+    num_ranks: usize,
+    style: DataParallel,
+    options: Options,
+) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
+    Device::flex().seed(1);
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style);
+        let mode = mode.with_options(options.clone()).verified();
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let rows = ROWS / num_ranks;
+        let mut losses = Vec::new();
+        for index in 0..STEPS {
+            losses.push(step.step(1e-2, &tokens(index, world.rank() * rows, rows, &device))?);
+        }
+        let paths: Vec<_> = step
+            .parameters()
+            .iter()
+            .map(|spec| spec.path.clone())
+            .collect();
+        let mut parameters = Vec::new();
+        for path in paths {
+            let data = step.parameter(&path)?;
+            parameters.push((path.to_string(), data.try_to_vec::<f32>().unwrap()));
+        }
+        Ok((losses, parameters))
+    };
+    let mut results = launch(LaunchConfig::new(num_ranks), body).unwrap();
+    for other in &results[1..] {
+        assert_eq!(other, &results[0], "the ranks differ");
+    }
+    results.swap_remove(0)
+}
+
+#[test]
+fn ranks_together_train_like_one_on_the_joined_batch() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
+    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        for num_ranks in [1, 2, 3, 4] {
+            let (losses, parameters) = trained(num_ranks, style, Options::default());
+            for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+                let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
+                let allowed = if num_ranks == 1 { 0.0 } else { 1e-5 };
+                assert!(
+                    difference <= allowed,
+                    "{style:?} on {num_ranks} ranks, step {step}: {loss} is not {expected}"
+                );
+            }
+            for (path, values) in parameters {
+                let expected = expected.parameters[&path].try_to_vec::<f32>().unwrap();
+                let largest = expected
+                    .iter()
+                    .fold(0f32, |most, value| most.max(value.abs()));
+                for (value, expected) in values.iter().zip(&expected) {
+                    assert!(
+                        (value - expected).abs() <= 2e-3 * largest.max(1e-2),
+                        "{style:?} on {num_ranks} ranks, {path}: {value} is not {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_with_other_batch_shapes_are_told() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<bool, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let batch = tokens(0, 0, 1 + world.rank(), &device);
+        Ok(matches!(
+            step.step(1e-2, &batch),
+            Err(Error::GraphsDiffer { rank: 1 })
+        ))
+    };
+    let told = launch(LaunchConfig::new(2), body).unwrap();
+    assert_eq!(told, [true, true]);
+}
+
+#[test]
+fn passes_do_not_change_a_bit() {
+    let _guard = seeded();
+    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        let expected = trained(2, style, Options::none());
+        let mut prefetch = Options::default();
+        prefetch.prefetch = true;
+        for options in [Options::default(), prefetch] {
+            assert_eq!(trained(2, style, options), expected, "{style:?}");
+        }
+    }
+}
+
+/// Collectives of the third step, by kind.
+fn counts(num_ranks: usize, style: DataParallel, options: Options) -> [u64; 3] {
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style);
+        let mode = mode.with_options(options.clone()).verified();
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let batch = tokens(0, world.rank(), 1, &device);
+        step.step(1e-2, &batch)?;
+        step.step(1e-2, &batch)?;
+        let before = world.counts();
+        step.step(1e-2, &batch)?;
+        let after = world.counts();
+        let kinds = [
+            OperationKind::AllGather,
+            OperationKind::ReduceScatter,
+            OperationKind::AllReduce,
+        ];
+        Ok(kinds.map(|kind| after.of(kind).operations - before.of(kind).operations))
+    };
+    let mut counts = launch(LaunchConfig::new(num_ranks), body).unwrap();
+    assert!(counts.windows(2).all(|pair| pair[0] == pair[1]));
+    counts.swap_remove(0)
+}
+
+#[test]
+fn collectives_are_as_many_as_the_formula_says() {
+    let _guard = seeded();
+    const BLOCKS: u64 = 3;
+    // wte, wpe, blocks, lnf, head.
+    const UNITS: u64 = BLOCKS + 4;
+    // Of a block: two norms of two, four linears of attention and two others of two; and the rest.
+    const PARAMETERS: u64 = BLOCKS * (4 + 8 + 4) + 1 + 1 + 2 + 1;
+    for num_ranks in [1, 2, 4] {
+        let (shard, replicate) = (DataParallel::FullyShard, DataParallel::Replicate);
+        let defaults = Options::default();
+        // Every unit is gathered once in forward, the blocks again in backward: embeddings are not
+        // read there, and the last two units are still there.
+        assert_eq!(
+            counts(num_ranks, shard, defaults.clone()),
+            [UNITS + BLOCKS, UNITS, 1]
+        );
+        let mut kept = defaults.clone();
+        kept.reshard_after_forward = false;
+        assert_eq!(counts(num_ranks, shard, kept), [UNITS, UNITS, 1]);
+        // All gradients and the loss fit into the first bucket of 1 MiB.
+        assert_eq!(counts(num_ranks, replicate, defaults), [0, 0, 1]);
+        let none = Options::none();
+        assert_eq!(
+            counts(num_ranks, shard, none.clone()),
+            [PARAMETERS, PARAMETERS, 1]
+        );
+        assert_eq!(counts(num_ranks, replicate, none), [0, 0, PARAMETERS + 1]);
+    }
+}
