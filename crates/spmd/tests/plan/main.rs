@@ -1,0 +1,5 @@
+//! Plans against what runs.
+
+mod executor;
+#[path = "../spmd/models.rs"]
+mod models;
