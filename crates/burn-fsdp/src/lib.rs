@@ -60,6 +60,9 @@ pub use burn_fsdp_shard::{
     catch, fully_shard, memory, num_params, order, reset, reset_peak, wrap_plan,
 };
 
+/// The compiler: a whole train step as one graph, planned and run.
+pub use burn_fsdp_spmd as spmd;
+
 /// The examples of the README, compiled and run as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]

@@ -16,6 +16,8 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Train a GPT on text, byte by byte, and show what it has learned.
     Train(TrainArgs),
+    /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
+    Plan(PlanArgs),
 }
 
 const AFTER_HELP: &str = "\
@@ -159,6 +161,95 @@ pub(crate) struct OutputArgs {
     /// Print one JSON object instead of the summary, and show no progress
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+const PLAN_AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp plan --model gpt --preset 175b --ranks 128 --gpu-memory 80GiB --activation-checkpointing
+  burn-fsdp plan --model llama --preset 7b --ranks 8 --batch 4 --svg memory.svg
+  burn-fsdp plan --model gpt --preset 13b --ranks 64 --compile --json
+
+Exit code:
+  0  planned, whether it fits or not
+  2  the command line or a file is at fault";
+
+#[derive(Debug, Args)]
+#[command(after_help = PLAN_AFTER_HELP)]
+pub(crate) struct PlanArgs {
+    /// Architecture
+    #[arg(long, value_enum, required_unless_present = "published")]
+    pub(crate) model: Option<ModelArg>,
+    /// Size, by its number of parameters: 7b, 13b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b of llama
+    #[arg(long, value_name = "NAME", required_unless_present = "published")]
+    pub(crate) preset: Option<String>,
+    /// Ranks, one per device
+    #[arg(long, default_value_t = 8)]
+    pub(crate) ranks: usize,
+    /// Memory of a device, such as 80GiB or 40GB [default: the machine's]
+    #[arg(long, value_name = "BYTES", value_parser = crate::bytes::parse)]
+    pub(crate) gpu_memory: Option<u64>,
+    /// Sequences of a step on each rank
+    #[arg(long, default_value_t = 1)]
+    pub(crate) batch: usize,
+    /// Tokens of a sequence [default: the model's]
+    #[arg(long)]
+    pub(crate) seq: Option<usize>,
+    /// In what is computed and gathered; parameters at rest have 32 bits [default: bf16; f32 with
+    /// --compile]
+    #[arg(long, value_enum)]
+    pub(crate) precision: Option<PrecisionArg>,
+    /// Keep parameters at rest, gradients and optimizer state in the host's memory
+    #[arg(long)]
+    pub(crate) offload: bool,
+    /// What backward computes again instead of keeping it
+    #[arg(long, value_enum, default_value_t = CheckpointingArg::None, num_args = 0..=1,
+          default_missing_value = "full")]
+    pub(crate) activation_checkpointing: CheckpointingArg,
+    /// What is divided over the ranks
+    #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
+    pub(crate) strategy: StrategyArg,
+    /// Units gathered ahead of their use
+    #[arg(long, value_name = "UNITS", default_value_t = 1)]
+    pub(crate) prefetch: usize,
+    /// What the ranks run on: a100-80g, a100-40g, h100, cpu
+    #[arg(long, value_name = "NAME", default_value = "a100-80g")]
+    pub(crate) machine: String,
+    /// Plan the compiled step: its graph is traced, and its memory is exact
+    #[arg(long)]
+    pub(crate) compile: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Draw memory over the step into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print the predictions beside published figures, as a Markdown table
+    #[arg(long, conflicts_with_all = ["model", "preset", "json", "svg", "compile"])]
+    pub(crate) published: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelArg {
+    /// Learned positions, layer norms, plain perceptrons
+    Gpt,
+    /// Rotary positions, root-mean-square norms, gated perceptrons, grouped heads
+    Llama,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PrecisionArg {
+    F32,
+    Bf16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CheckpointingArg {
+    /// Nothing
+    None,
+    /// Every second matrix product of a block, and what is cheap
+    Selective,
+    /// Whole blocks
+    Full,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -85,6 +85,34 @@ pub(crate) enum InputError {
         path: PathBuf,
     },
 
+    #[error("there is no {what} \"{name}\"; there are {known}")]
+    UnknownName {
+        what: &'static str,
+        name: String,
+        known: String,
+    },
+
+    #[error("{flag} is not for compiled steps: {reason}; leave out {flag} or --compile")]
+    NotCompiled {
+        flag: &'static str,
+        reason: &'static str,
+    },
+
+    #[error(
+        "--seq {seq} is longer than the {longest} positions of this model; choose a shorter one"
+    )]
+    TooLongSequence { seq: usize, longest: usize },
+
+    #[error("{flag} {value} is too large to plan for; choose at most {most}")]
+    TooLarge {
+        flag: &'static str,
+        value: usize,
+        most: usize,
+    },
+
+    #[error(transparent)]
+    Plan(#[from] burn_fsdp::spmd::Error),
+
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 

@@ -7,9 +7,11 @@
 //! - `train`: the whole run, from the initial weights to the report.
 //! - `rank`: what one rank does in it (`share`, `evaluation`, `sample`, `progress`, `metrics`).
 //! - `report`, `summary`, `curve`: what is left afterwards.
+//! - `plan`: what a run would take, without one (`preset`, `published`, `bytes`).
 //! - `error`: why there is nothing, and the exit code for it.
 
 mod args;
+mod bytes;
 mod config;
 mod curve;
 mod data;
@@ -18,7 +20,10 @@ mod evaluation;
 mod host;
 mod metrics;
 mod output;
+mod plan;
+mod preset;
 mod progress;
+mod published;
 mod rank;
 mod report;
 mod sample;
@@ -38,13 +43,14 @@ use crate::config::TrainConfig;
 use crate::error::Failure;
 
 fn main() -> ExitCode {
-    let Cli {
-        command: Command::Train(args),
-    } = Cli::parse();
+    let Cli { command } = Cli::parse();
     log_to_stderr();
-    let result = TrainConfig::from_args(args)
-        .map_err(Failure::from)
-        .and_then(train::run);
+    let result = match command {
+        Command::Train(args) => TrainConfig::from_args(args)
+            .map_err(Failure::from)
+            .and_then(train::run),
+        Command::Plan(args) => plan::run(&args).map_err(Failure::from),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {

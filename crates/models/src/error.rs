@@ -37,7 +37,9 @@ pub enum ModelError {
     },
 
     /// Rotary positions turn pairs of elements, and a head has an odd number of them.
-    #[error("a head has {head_dim} elements, an odd number; choose a dim of an even number for each head")]
+    #[error(
+        "a head has {head_dim} elements, an odd number; choose a dim of an even number for each head"
+    )]
     OddHeadDim {
         /// Elements of a head: `dim / heads`.
         head_dim: usize,

@@ -4,5 +4,6 @@ mod command;
 mod faults;
 mod files;
 mod input;
+mod plan;
 mod report;
 mod start;

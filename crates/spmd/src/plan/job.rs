@@ -82,11 +82,11 @@ const MASTER: f64 = 4.0;
 const GRADIENT: f64 = 4.0;
 const STATES: f64 = 8.0;
 
-/// A moment of the step that may have the peak.
+/// A moment of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Candidate {
-    /// What happens then.
-    pub moment: &'static str,
+pub struct Stop {
+    /// What happens then, such as `backward of block 3`.
+    pub moment: String,
     /// What is there.
     pub bytes: Bytes,
 }
@@ -109,34 +109,49 @@ impl Job {
         }
     }
 
-    /// Bytes of device memory by category at every moment that may be the peak.
+    /// Bytes of device memory by category over the step, block by block.
     ///
     /// At rest, of `P` parameters on `N` ranks: `(4 + 8) P / N`, and `4 P / N` of gradients that grow
     /// over backward: the `16 P / N` of arXiv 1910.02054, section 3.1. Full parameters and full
-    /// gradients in flight are those of this crate's eager engine: the root from its first use to
+    /// gradients in flight are those of the eager engine: the root from its first use to
     /// its last, its gradient too, and of the blocks one in use, those prefetched, and the full
     /// gradients of the one that is reduced and the one that is computed.
-    pub fn candidates(&self) -> Vec<Candidate> {
-        let moments: [(&'static str, Bytes); 4] = [
-            ("the loss", self.at_loss()),
-            ("backward of the last block", self.in_backward(1.0)),
-            ("backward of the first block", self.in_backward(0.0)),
-            ("the optimizer step", self.at_rest(1.0)),
-        ];
-        let candidates = moments.into_iter();
-        candidates
-            .map(|(moment, bytes)| Candidate { moment, bytes })
+    pub fn timeline(&self) -> Vec<Stop> {
+        let layers = self.model.layers;
+        let part = |blocks: usize| blocks as f64 / layers as f64;
+        let stop = |moment: String, bytes: Bytes| Stop { moment, bytes };
+        let forward = (0..layers).map(|block| {
+            let bytes = self.in_forward(part(block + 1));
+            stop(format!("forward of block {block}"), bytes)
+        });
+        let backward = (0..layers).rev().map(|block| {
+            let bytes = self.in_backward(part(block + 1));
+            stop(format!("backward of block {block}"), bytes)
+        });
+        forward
+            .chain([stop("the loss".to_owned(), self.at_loss())])
+            .chain(backward)
+            .chain([stop("the optimizer step".to_owned(), self.at_rest(1.0))])
             .collect()
     }
 
-    /// The moment with the most bytes.
-    pub fn peak(&self) -> Candidate {
-        let mut candidates = self.candidates();
-        candidates.sort_by_key(|candidate| candidate.bytes.total());
-        candidates.pop().unwrap_or(Candidate {
-            moment: "the optimizer step",
+    /// The moment with the most bytes, the first of several.
+    pub fn peak(&self) -> Stop {
+        let mut peak = Stop {
+            moment: "the optimizer step".to_owned(),
             bytes: self.at_rest(1.0),
-        })
+        };
+        for stop in self.timeline() {
+            if stop.bytes.total() > peak.bytes.total() {
+                peak = stop;
+            }
+        }
+        peak
+    }
+
+    /// Bytes of device memory at [`peak`](Self::peak).
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak().bytes.total()
     }
 
     /// Between steps, with that part of the gradients there.
@@ -155,7 +170,10 @@ impl Job {
 
     /// Full parameters of the root and of the blocks that are gathered at once.
     fn gathered(&self) -> f64 {
-        let (root, block) = (self.model.root_params() as f64, self.model.block_params() as f64);
+        let (root, block) = (
+            self.model.root_params() as f64,
+            self.model.block_params() as f64,
+        );
         let all = self.model.num_params() as f64;
         match self.division {
             // Whole parameters are those at rest, unless they are computed with in fewer bits.
@@ -197,6 +215,14 @@ impl Job {
         self.tokens() * (self.model.block_elements() - kept) * self.size()
     }
 
+    /// In forward, when the activations of that part of the blocks are there.
+    fn in_forward(&self, done: f64) -> Bytes {
+        let mut bytes = self.at_rest(0.0);
+        bytes.full_parameters += self.gathered() as u64;
+        bytes.activations += (self.kept() * done + self.recomputed()) as u64;
+        bytes
+    }
+
     fn at_loss(&self) -> Bytes {
         let mut bytes = self.at_rest(0.0);
         bytes.full_parameters += self.gathered() as u64;
@@ -207,14 +233,18 @@ impl Job {
 
     /// In backward, when the activations of that part of the blocks are still there.
     fn in_backward(&self, left: f64) -> Bytes {
-        let mut bytes = self.at_rest(1.0 - left);
+        let full = if self.division == Division::NoShard {
+            1.0
+        } else {
+            1.0 - left
+        };
+        let mut bytes = self.at_rest(full);
         bytes.full_parameters += self.gathered() as u64;
         let blocks = if self.prefetch == 0 { 1.0 } else { 2.0 };
         let block = self.model.block_params() as f64 * self.size();
         let root = self.model.root_params() as f64 * self.size();
         bytes.gradients += (root + blocks * block) as u64;
-        let first = 1.0 / self.model.layers as f64;
-        bytes.activations += (self.kept() * left.max(first) + self.recomputed()) as u64;
+        bytes.activations += (self.kept() * left + self.recomputed()) as u64;
         // The gradient of the widest result of the block, and of the residual stream.
         let widest = (self.model.hidden + self.model.dim) as f64;
         bytes.temporaries += (self.tokens() * widest * self.size()) as u64;
@@ -224,7 +254,10 @@ impl Job {
     /// Bytes of the host's memory that one rank takes.
     pub fn host_bytes(&self) -> u64 {
         match self.is_offloaded {
-            true => ((MASTER + STATES + GRADIENT) * self.model.num_params() as f64 * self.share()) as u64,
+            true => {
+                ((MASTER + STATES + GRADIENT) * self.model.num_params() as f64 * self.share())
+                    as u64
+            }
             false => 0,
         }
     }
@@ -275,7 +308,10 @@ impl Job {
         let backward = compute - forward;
         let (size, layers) = (self.size(), self.model.layers as f64);
         let gather = |params: u64| machine.gather_seconds(params as f64 * size, self.ranks);
-        let (block, root) = (gather(self.model.block_params()), gather(self.model.root_params()));
+        let (block, root) = (
+            gather(self.model.block_params()),
+            gather(self.model.root_params()),
+        );
         let (in_forward, in_backward, alone) = match self.division {
             // The root's gather begins the step and its reduction ends it.
             Division::FullShard => (layers * block, 2.0 * layers * block, 2.0 * root),

@@ -280,7 +280,13 @@ fn sliced(op: &SliceOpIr, layout: &Layout) -> Layout {
         .zip(&op.tensor.shape.to_vec())
         .map(|(slice, size)| {
             let size = *size as isize;
-            let index = |at: isize| if at < 0 { (size + at).max(0) } else { at.min(size) };
+            let index = |at: isize| {
+                if at < 0 {
+                    (size + at).max(0)
+                } else {
+                    at.min(size)
+                }
+            };
             let start = match slice.step > 0 {
                 true => index(slice.start),
                 false => slice.end.map_or(size, index) - 1,

@@ -169,7 +169,11 @@ mod tests {
         let row = layout.sliced(&[1, 3, 4], &[(1, 1)]);
         assert!(row.is_contiguous() && !row.is_from_start());
         assert!(row.reshaped(&[12]).is_some());
-        assert!(!layout.sliced(&[2, 3, 2], &[(0, 1), (0, 1), (2, 1)]).is_contiguous());
+        assert!(
+            !layout
+                .sliced(&[2, 3, 2], &[(0, 1), (0, 1), (2, 1)])
+                .is_contiguous()
+        );
     }
 
     #[test]

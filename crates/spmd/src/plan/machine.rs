@@ -43,7 +43,7 @@ pub struct Machine {
 pub(super) const A100_ACHIEVABLE: f64 = 0.5636;
 /// The achievable part of H100 devices, fitted on one published point: Llama 2 7B, 7500 tokens/s per GPU
 /// (IBM and PyTorch, "Maximizing training throughput using PyTorch FSDP").
-pub(super) const H100_ACHIEVABLE: f64 = 0.3580;
+pub(super) const H100_ACHIEVABLE: f64 = 0.4150;
 
 impl Machine {
     /// The names that [`named`](Self::named) knows.

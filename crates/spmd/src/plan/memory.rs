@@ -9,7 +9,7 @@ use super::category::{Bytes, Category, categories};
 use super::kernel::{self, Operand, Place};
 use super::layout::Layout;
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, ParameterLayout, Role, Stage};
+use crate::graph::{CollectiveKind, Graph, Node, Role, Stage};
 
 /// Bytes while one node runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -55,7 +55,21 @@ impl MemoryPlan {
     ///
     /// [`Error::Internal`] for a node that reads what nothing wrote.
     pub fn new(graph: &Graph, rank: usize) -> Result<Self, Error> {
+        Self::simulate(graph, rank, true)
+    }
+
+    /// The same, if no operation wrote over an operand.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn without_reuse(graph: &Graph, rank: usize) -> Result<Self, Error> {
+        Self::simulate(graph, rank, false)
+    }
+
+    fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
         let mut heap = Heap::new(graph);
+        heap.is_reusing = is_reusing;
         // What a step leaves is what the next begins with; where the memory of new parameters and
         // states comes from is settled after two.
         for _ in 0..2 {
@@ -111,6 +125,8 @@ struct Heap {
     tensors: BTreeMap<TensorId, Tensor>,
     next_memory: usize,
     live: Bytes,
+    /// Operations write over operands that nobody else holds.
+    is_reusing: bool,
 }
 
 /// A result before it is counted.
@@ -130,6 +146,7 @@ impl Heap {
             tensors: BTreeMap::new(),
             next_memory: 0,
             live: Bytes::default(),
+            is_reusing: true,
         };
         for value in graph.values() {
             if value.role.is_given() && !matches!(value.role, Role::Input(_)) {
@@ -259,9 +276,8 @@ impl Heap {
             during[memory.category] += memory.num_bytes;
         }
         // Results first, so that memory that they share with operands is not given up in between.
-        let ends: Vec<_> = taken.into_iter().collect();
         written.into_iter().for_each(|written| self.add(written));
-        ends.into_iter().for_each(|id| self.remove(id));
+        taken.into_iter().for_each(|id| self.remove(id));
         Ok((during, reused))
     }
 
@@ -342,7 +358,9 @@ impl Heap {
         let num_bytes = memory.map_or(0, |memory| memory.num_bytes);
         Ok(Operand {
             layout: tensor.layout.clone(),
-            is_unique: input.status == TensorStatus::ReadWrite && num_tensors == 1,
+            is_unique: self.is_reusing
+                && input.status == TensorStatus::ReadWrite
+                && num_tensors == 1,
             memory_elements: num_bytes as usize / tensor.element_size,
         })
     }
@@ -409,18 +427,4 @@ impl Heap {
             self.remove(*input);
         }
     }
-}
-
-/// Bytes of the parameters of a graph as wholes, and of this rank's part.
-pub(super) fn parameter_bytes(graph: &Graph) -> (u64, u64) {
-    let parameters = graph.parameters().iter().filter(|p| !p.is_buffer);
-    parameters.fold((0, 0), |(whole, local), parameter| {
-        let size = parameter.dtype.size();
-        let own = match &parameter.layout {
-            ParameterLayout::Whole => parameter.num_elements(),
-            ParameterLayout::Flat(partition) => partition.chunk_len(),
-        };
-        let bytes = |elements: usize| (elements * size) as u64;
-        (whole + bytes(parameter.num_elements()), local + bytes(own))
-    })
 }

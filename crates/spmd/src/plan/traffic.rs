@@ -32,7 +32,11 @@ impl Traffic {
     pub fn of_graph(graph: &Graph) -> Self {
         let mut traffic = Self::default();
         for (_, collective) in graph.collectives() {
-            traffic.add(collective.kind, collective.num_bytes() as u64, graph.num_ranks());
+            traffic.add(
+                collective.kind,
+                collective.num_bytes() as u64,
+                graph.num_ranks(),
+            );
         }
         traffic
     }

@@ -125,7 +125,7 @@ pub(super) mod tests {
         let model = gpt_175b();
         let dim = model.dim as u64;
         assert_eq!(model.block_params(), 12 * dim * dim + 13 * dim);
-        assert_eq!(model.num_params(), 175_215_390_720);
+        assert_eq!(model.num_params(), 175_221_817_344);
     }
 
     #[test]

@@ -77,7 +77,10 @@ fn compare<M: Module + 'static, B: Batch>(
     for (planned, executed, lines) in launch(LaunchConfig::new(num_ranks), body).unwrap() {
         let pairs = planned.after.iter().zip(&executed.after);
         if let Some(((node, planned), (_, executed))) = pairs.clone().find(|(a, b)| a != b) {
-            let first = lines.iter().position(|line| line.contains(" = ")).unwrap_or(0);
+            let first = lines
+                .iter()
+                .position(|line| line.contains(" = "))
+                .unwrap_or(0);
             panic!(
                 "{name}: {planned} bytes planned after node {node} and {executed} executed: {:#?}",
                 &lines[first + node.saturating_sub(6)..=first + node]
@@ -89,7 +92,9 @@ fn compare<M: Module + 'static, B: Batch>(
 
 #[test]
 fn a_gpt_takes_what_was_planned() {
-    same(Gpt::new, Gpt::loss, |step, device| tokens(step, 0, 4, device));
+    same(Gpt::new, Gpt::loss, |step, device| {
+        tokens(step, 0, 4, device)
+    });
 }
 
 #[test]
@@ -99,10 +104,14 @@ fn a_cnn_with_batch_norm_takes_what_was_planned() {
 
 #[test]
 fn an_lstm_takes_what_was_planned() {
-    same(Recurrent::new, Recurrent::loss, |step, device| sequences(step, 5, device));
+    same(Recurrent::new, Recurrent::loss, |step, device| {
+        sequences(step, 5, device)
+    });
 }
 
 #[test]
 fn an_attention_encoder_takes_what_was_planned() {
-    same(Encoder::new, Encoder::loss, |step, device| sequences(step, 8, device));
+    same(Encoder::new, Encoder::loss, |step, device| {
+        sequences(step, 8, device)
+    });
 }
