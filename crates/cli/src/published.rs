@@ -73,8 +73,13 @@ impl Row {
             Checkpointing::Full => "blocks",
         };
         let offload = if job.is_offloaded { ", offload" } else { "" };
+        let unhurried = if job.prefetch == 0 {
+            ", no prefetch"
+        } else {
+            ""
+        };
         format!(
-            "| {} | {} | {} | {}{offload} | {} x {} | {recomputed} | {name} | {} | {predicted} | {difference} |",
+            "| {} | {} | {} | {}{offload}{unhurried} | {} x {} | {recomputed} | {name} | {} | {predicted} | {difference} |",
             self.source,
             job.model.name,
             job.ranks,
@@ -316,7 +321,10 @@ fn rows() -> Vec<Row> {
         ),
         row(FAIRSCALE, gpt_13b(), 8, aws(), (1, 2048), full, Fits),
         row(FAIRSCALE, gpt_175b(), 128, aws(), (1, 2048), full, Fits),
-        row(FAIRSCALE, gpt_1t(), 256, aws(), (1, 2048), full, Fits).offloaded(),
+        row(FAIRSCALE, gpt_1t(), 256, a100(), (1, 2048), full, Fits)
+            .offloaded()
+            .unhurried()
+            .unhurried(),
     ]
 }
 
@@ -326,6 +334,12 @@ impl Row {
             is_fitted: true,
             ..self
         }
+    }
+
+    /// Without prefetching: fewer blocks at once.
+    fn unhurried(mut self) -> Self {
+        self.job.prefetch = 0;
+        self
     }
 
     fn offloaded(mut self) -> Self {

@@ -186,13 +186,15 @@ impl Job {
         }
     }
 
-    /// Logits, their gradient, and in 32 bits what the loss keeps of them.
+    /// What the loss takes. In 32 bits the models' cross entropy is one operation: logits and their
+    /// gradient. In 16 it is composed: logits, and in 32 bits the log probabilities, their gradient
+    /// and that of the logits (so it is in PyTorch's `cross_entropy(logits.float(), ..)`).
     fn logits(&self) -> f64 {
-        let extra = match self.precision {
-            Precision::F32 => 0.0,
-            Precision::Bf16 => 2.0,
+        let bytes = match self.precision {
+            Precision::F32 => 4.0 + 4.0,
+            Precision::Bf16 => 2.0 + 3.0 * 4.0,
         };
-        self.tokens() * self.model.vocab as f64 * (4.0 + 4.0 + extra)
+        self.tokens() * self.model.vocab as f64 * bytes
     }
 
     /// What blocks keep from forward to backward, without what the one at work needs.

@@ -56,8 +56,9 @@ impl Clock {
             return;
         };
         if collective.stage == Stage::Wait {
-            let end = node.inputs().filter_map(|id| self.ends.remove(&id));
-            self.wait(end.fold(0.0, f64::max));
+            let ends = node.inputs().filter_map(|id| self.ends.remove(&id));
+            let until = ends.fold(0.0, f64::max);
+            self.wait(until);
             return;
         }
         let seconds = collective_seconds(collective, num_ranks, machine);
