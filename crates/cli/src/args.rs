@@ -214,9 +214,13 @@ pub(crate) struct PlanArgs {
     /// What the ranks run on: a100-80g, a100-40g, h100, cpu
     #[arg(long, value_name = "NAME", default_value = "a100-80g")]
     pub(crate) machine: String,
-    /// Plan the compiled step: its graph is traced, and its memory is exact
+    /// Plan the compiled step: its graph is traced. Of more than 8 blocks, 6 and 8 are, and the
+    /// rest follows
     #[arg(long)]
     pub(crate) compile: bool,
+    /// With --compile: trace every block; exact, but large models take seconds
+    #[arg(long, requires = "compile")]
+    pub(crate) every_block: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub(crate) json: bool,

@@ -24,6 +24,9 @@ use crate::published;
 /// More of anything is refused, so that no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
+/// Models of more blocks are extrapolated from these numbers of them.
+const FEW_BLOCKS: usize = 6;
+const MORE_BLOCKS: usize = 8;
 
 /// Plans, and prints or draws what the arguments ask for.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), InputError> {
@@ -79,6 +82,32 @@ fn traced(
     machine: &Machine,
     available: u64,
 ) -> Result<Answer, InputError> {
+    let blocks = job.model.layers;
+    let (plan, without) = if args.every_block || blocks <= MORE_BLOCKS {
+        traced_blocks(args, preset, job, machine)?
+    } else {
+        let few = traced_blocks(args, &preset.with_layers(FEW_BLOCKS), job, machine)?;
+        let more = traced_blocks(args, &preset.with_layers(MORE_BLOCKS), job, machine)?;
+        let plan = Plan::extrapolated((&few.0, FEW_BLOCKS), (&more.0, MORE_BLOCKS), blocks);
+        let slope = (more.1 as f64 - few.1 as f64) / (MORE_BLOCKS - FEW_BLOCKS) as f64;
+        let without = few.1 as f64 + slope * (blocks - FEW_BLOCKS) as f64;
+        (plan, without as u64)
+    };
+    let estimate = TracedEstimate::new(job, plan, without, available);
+    Ok(Answer {
+        text: format!("{}{estimate}", heading(job, "compiled, traced")),
+        json: json(&estimate)?,
+        svg: estimate.plan.to_svg(),
+    })
+}
+
+/// The plan of a traced step, and its peak if nothing were computed again.
+fn traced_blocks(
+    args: &PlanArgs,
+    preset: &Preset,
+    job: &Job,
+    machine: &Machine,
+) -> Result<(Plan, u64), InputError> {
     let style = match args.strategy {
         StrategyArg::NoShard => DataParallel::Replicate,
         _ => DataParallel::FullyShard,
@@ -90,16 +119,10 @@ fn traced(
     let mut keeping = options.clone();
     keeping.recompute = None;
     let keeping = pipeline(job.ranks, style, &keeping, &[]).run(graph.clone())?;
-    let peak_without_recompute = MemoryPlan::new(&keeping, 0)?.peak_bytes();
+    let without = MemoryPlan::new(&keeping, 0)?.peak_bytes();
     drop(keeping);
     let graph = pipeline(job.ranks, style, &options, &[]).run(graph)?;
-    let plan = Plan::new(&graph, machine, 0)?;
-    let estimate = TracedEstimate::new(job, plan, peak_without_recompute, available);
-    Ok(Answer {
-        text: format!("{}{estimate}", heading(job, "compiled, traced")),
-        json: json(&estimate)?,
-        svg: estimate.plan.to_svg(),
-    })
+    Ok((Plan::new(&graph, machine, 0)?, without))
 }
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);

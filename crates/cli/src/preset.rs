@@ -43,6 +43,14 @@ impl Preset {
         }
     }
 
+    /// The same with that many blocks.
+    pub(crate) fn with_layers(self, layers: usize) -> Self {
+        match self {
+            Self::Gpt(config) => Self::Gpt(GptConfig { layers, ..config }),
+            Self::Llama(config) => Self::Llama(LlamaConfig { layers, ..config }),
+        }
+    }
+
     /// The sizes that formulas need.
     pub(crate) fn transformer(&self, name: &str) -> Transformer {
         match *self {

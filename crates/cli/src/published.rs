@@ -53,7 +53,9 @@ impl Row {
         let difference = match (published, predicted) {
             _ if self.is_fitted => "fitted".to_owned(),
             (Some(published), Some(predicted)) => {
-                format!("{:+.1} %", 100.0 * (predicted / published - 1.0))
+                let tenths = (1000.0 * (predicted / published - 1.0)).round();
+                // Adding zero makes a negative one positive.
+                format!("{:+.1} %", tenths / 10.0 + 0.0)
             }
             _ => String::new(),
         };

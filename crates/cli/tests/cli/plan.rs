@@ -100,6 +100,18 @@ fn a_compiled_step_is_planned_exactly_and_divided() {
 }
 
 #[test]
+fn a_few_blocks_tell_what_many_take() {
+    let peak = |flags: &str| {
+        let answer = planned(&format!(
+            "--model gpt --preset 7b --ranks 16 --compile {flags}"
+        ));
+        answer["peak"].as_u64().expect("a number") as f64
+    };
+    let ratio = peak("") / peak("--every-block");
+    assert!((ratio - 1.0).abs() < 0.01, "{ratio}");
+}
+
+#[test]
 fn memory_over_the_step_is_drawn() {
     let folder = Folder::new();
     for compile in ["", " --compile --seq 64"] {

@@ -12,6 +12,7 @@
 
 mod category;
 mod estimate;
+mod extrapolate;
 mod fit;
 mod flops;
 mod job;

@@ -140,13 +140,12 @@ impl fmt::Display for Plan {
             convolution,
             pointwise,
         } = self.flops;
-        let giga = |flops: u64| flops as f64 / 1e9;
         writeln!(
             f,
-            "operations: {:.3} G in matrix products, {:.3} G in convolutions, {:.3} G in others",
-            giga(matmul),
-            giga(convolution),
-            giga(pointwise)
+            "operations: {} in matrix products, {} in convolutions, {} in others",
+            Count(matmul),
+            Count(convolution),
+            Count(pointwise)
         )?;
         let TimePlan {
             step,
@@ -175,6 +174,25 @@ impl fmt::Display for Breakdown<'_> {
             }
         }
         Ok(())
+    }
+}
+
+/// A number with the decimal prefix that leaves one to three digits.
+struct Count(u64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const PREFIXES: [&str; 6] = ["", " k", " M", " G", " T", " P"];
+        let mut value = self.0 as f64;
+        let mut prefix = 0;
+        while value >= 1000.0 && prefix + 1 < PREFIXES.len() {
+            value /= 1000.0;
+            prefix += 1;
+        }
+        match prefix {
+            0 => write!(f, "{}", self.0),
+            _ => write!(f, "{value:.2}{}", PREFIXES[prefix]),
+        }
     }
 }
 
