@@ -18,7 +18,7 @@ pub struct TracedEstimate {
     pub num_params: u64,
     /// Device memory of a rank.
     pub available: u64,
-    /// The peak in bytes, exact.
+    /// The peak in bytes: exact, if every block was traced.
     pub peak: u64,
     /// Whether the peak is at most what is available.
     pub fits: bool,
