@@ -70,20 +70,16 @@ impl MemoryPlan {
     fn simulate(graph: &Graph, rank: usize, is_reusing: bool) -> Result<Self, Error> {
         let mut heap = Heap::new(graph);
         heap.is_reusing = is_reusing;
-        // What a step leaves is what the next begins with; where the memory of new parameters and
-        // states comes from is settled after two.
+        // What a step leaves is what the next begins with. Where the memory of new parameters and states
+        // comes from is usually as it was, and settled after two steps at most.
         for _ in 0..2 {
-            heap.run(graph, rank, &mut None)?;
+            let before = heap.state();
+            let plan = heap.step(graph, rank)?;
+            if heap.state() == before {
+                return Ok(plan);
+            }
         }
-        let mut plan = Self {
-            at_rest: heap.live,
-            peak: Bytes::default(),
-            peak_node: None,
-            moments: Vec::new(),
-            reused_in_place: 0,
-        };
-        heap.run(graph, rank, &mut Some(&mut plan))?;
-        Ok(plan)
+        heap.step(graph, rank)
     }
 
     fn record(&mut self, node: Option<usize>, during: Bytes, after: u64) {
@@ -102,7 +98,7 @@ impl MemoryPlan {
 }
 
 /// Memory that one or more tensors lie in.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Memory {
     num_bytes: u64,
     num_tensors: usize,
@@ -223,31 +219,41 @@ impl Heap {
         }
     }
 
-    fn run(
-        &mut self,
-        graph: &Graph,
-        rank: usize,
-        plan: &mut Option<&mut MemoryPlan>,
-    ) -> Result<(), Error> {
+    /// All that the next step depends on.
+    fn state(&self) -> Vec<(TensorId, Layout, Option<Memory>)> {
+        let tensors = self.tensors.iter();
+        tensors
+            .map(|(id, tensor)| {
+                let memory = self.memories.get(&tensor.memory).cloned();
+                (*id, tensor.layout.clone(), memory)
+            })
+            .collect()
+    }
+
+    /// One step, from the batch to the new parameters.
+    fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
+        let mut plan = MemoryPlan {
+            at_rest: self.live,
+            peak: Bytes::default(),
+            peak_node: None,
+            moments: Vec::new(),
+            reused_in_place: 0,
+        };
         for input in graph.inputs() {
             if let Some(value) = graph.value(*input) {
                 self.give(value.id, &value.shape, value.dtype.size());
             }
         }
-        if let Some(plan) = plan {
-            plan.record(None, self.live, self.live.total());
-        }
+        plan.record(None, self.live, self.live.total());
         for (index, node) in graph.nodes().iter().enumerate() {
             let (during, reused) = self.run_node(node, rank)?;
-            if let Some(plan) = plan {
-                plan.reused_in_place += reused;
-                if !node.is_drop() {
-                    plan.record(Some(index), during, self.live.total());
-                }
+            plan.reused_in_place += reused;
+            if !node.is_drop() {
+                plan.record(Some(index), during, self.live.total());
             }
         }
         self.finish(graph);
-        Ok(())
+        Ok(plan)
     }
 
     /// What was there while the node ran, and the bytes that it wrote over operands.
