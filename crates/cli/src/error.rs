@@ -111,13 +111,19 @@ pub(crate) enum InputError {
     },
 
     #[error(transparent)]
-    Plan(#[from] burn_fsdp::spmd::Error),
+    Plan(Box<burn_fsdp::spmd::Error>),
 
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
     #[error(transparent)]
     Model(#[from] ModelError),
+}
+
+impl From<burn_fsdp::spmd::Error> for InputError {
+    fn from(error: burn_fsdp::spmd::Error) -> Self {
+        Self::Plan(Box::new(error))
+    }
 }
 
 /// What can end one rank.

@@ -128,7 +128,7 @@ fn traced_blocks(
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// The train step of a preset, before it is divided.
-fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, Error> {
+fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
     let expected = "presets are valid, their tests say";
     match *preset {
         Preset::Gpt(config) => step(
@@ -148,11 +148,12 @@ fn step<M: Module>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, Tokens) -> Tensor<1>,
     job: &Job,
-) -> Result<Graph, Error> {
+) -> Result<Graph, InputError> {
     let tokens = || Tensor::<2, Int>::zeros([job.batch, job.seq], &Device::flex());
     let optimizer = AdamWConfig::new().build();
     let batch = (tokens(), tokens());
-    trace(init, loss, &optimizer, &batch, TraceConfig::default())
+    let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
+    Ok(graph)
 }
 
 fn machine(name: &str) -> Result<Machine, InputError> {
@@ -268,7 +269,7 @@ fn heading(job: &Job, how: &str) -> String {
 
 fn json(value: &impl serde::Serialize) -> Result<String, InputError> {
     serde_json::to_string(value)
-        .map_err(|error| InputError::Plan(Error::Internal(error.to_string())))
+        .map_err(|error| InputError::from(Error::Internal(error.to_string())))
 }
 
 fn print(text: &str) {
