@@ -127,9 +127,10 @@ fn extras(graph: &Graph) -> (usize, usize) {
         let tensors = node.operation.inputs().chain(node.operation.outputs());
         tensors.map(size).sum::<usize>()
     });
-    let reductions = graph.collectives().filter_map(|(_, collective)| {
-        (collective.kind != CollectiveKind::AllGather).then(|| collective.num_bytes())
-    });
+    let reductions = graph
+        .collectives()
+        .filter(|(_, collective)| collective.kind != CollectiveKind::AllGather)
+        .map(|(_, collective)| collective.num_bytes());
     (
         convolutions.max().unwrap_or(0),
         reductions.max().unwrap_or(0),
