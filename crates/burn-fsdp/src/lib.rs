@@ -73,6 +73,9 @@ pub use checkpoints::{
 };
 pub use file_backed::FileBackedOptimizer;
 
+/// The compiler: a whole train step as one graph, planned and run.
+pub use burn_fsdp_spmd as spmd;
+
 /// The examples of the README, compiled and run as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]

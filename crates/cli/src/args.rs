@@ -23,6 +23,8 @@ pub(crate) enum Command {
     Inspect(InspectArgs),
     /// Let the model of a saved step go on from a text
     Generate(GenerateArgs),
+    /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
+    Plan(PlanArgs),
 }
 
 #[derive(Debug, Args)]
@@ -32,7 +34,7 @@ pub(crate) struct ConsolidateArgs {
     /// File to write; a folder with --max-shard-size
     pub(crate) out: PathBuf,
     /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
     pub(crate) max_shard_size: Option<u64>,
     /// Replace what is there
     #[arg(long)]
@@ -64,31 +66,6 @@ pub(crate) struct GenerateArgs {
     /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-}
-
-/// A number of bytes, with or without a unit.
-fn size(text: &str) -> Result<u64, String> {
-    let digits = text
-        .find(|c: char| !c.is_ascii_digit())
-        .unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let factor = match unit.trim().to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "kb" => 1000,
-        "mb" => 1_000_000,
-        "gb" => 1_000_000_000,
-        "kib" => 1 << 10,
-        "mib" => 1 << 20,
-        "gib" => 1 << 30,
-        _ => return Err("expected a number of bytes, such as 500MB or 2GiB".to_owned()),
-    };
-    let number: u64 = number
-        .parse()
-        .map_err(|_| "expected a whole number".to_owned())?;
-    match number.checked_mul(factor) {
-        Some(0) | None => Err("expected between 1 byte and what 64 bits can count".to_owned()),
-        Some(bytes) => Ok(bytes),
-    }
 }
 
 const AFTER_HELP: &str = "\
@@ -295,6 +272,99 @@ pub(crate) struct OutputArgs {
     /// Print one JSON object instead of the summary, and show no progress
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+const PLAN_AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp plan --model gpt --preset 175b --ranks 128 --gpu-memory 80GiB --activation-checkpointing
+  burn-fsdp plan --model llama --preset 7b --ranks 8 --batch 4 --svg memory.svg
+  burn-fsdp plan --model gpt --preset 13b --ranks 64 --compile --json
+
+Exit code:
+  0  planned, whether it fits or not
+  2  the command line or a file is at fault";
+
+#[derive(Debug, Args)]
+#[command(after_help = PLAN_AFTER_HELP)]
+pub(crate) struct PlanArgs {
+    /// Architecture
+    #[arg(long, value_enum, required_unless_present = "published")]
+    pub(crate) model: Option<ModelArg>,
+    /// Size, by its number of parameters: 7b, 13b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b of llama
+    #[arg(long, value_name = "NAME", required_unless_present = "published")]
+    pub(crate) preset: Option<String>,
+    /// Ranks, one per device
+    #[arg(long, default_value_t = 8)]
+    pub(crate) ranks: usize,
+    /// Memory of a device, such as 80GiB or 40GB [default: the machine's]
+    #[arg(long, value_name = "BYTES", value_parser = crate::bytes::parse)]
+    pub(crate) gpu_memory: Option<u64>,
+    /// Sequences of a step on each rank
+    #[arg(long, default_value_t = 1)]
+    pub(crate) batch: usize,
+    /// Tokens of a sequence [default: the model's]
+    #[arg(long)]
+    pub(crate) seq: Option<usize>,
+    /// In what is computed and gathered; parameters at rest have 32 bits [default: bf16; f32 with
+    /// --compile]
+    #[arg(long, value_enum)]
+    pub(crate) precision: Option<PrecisionArg>,
+    /// Keep parameters at rest, gradients and optimizer state in the host's memory
+    #[arg(long)]
+    pub(crate) offload: bool,
+    /// What backward computes again instead of keeping it
+    #[arg(long, value_enum, default_value_t = CheckpointingArg::None, num_args = 0..=1,
+          default_missing_value = "full")]
+    pub(crate) activation_checkpointing: CheckpointingArg,
+    /// What is divided over the ranks
+    #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
+    pub(crate) strategy: StrategyArg,
+    /// Units gathered ahead of their use
+    #[arg(long, value_name = "UNITS", default_value_t = 1)]
+    pub(crate) prefetch: usize,
+    /// What the ranks run on: a100-80g, a100-40g, h100, cpu
+    #[arg(long, value_name = "NAME", default_value = "a100-80g")]
+    pub(crate) machine: String,
+    /// Plan the compiled step: its graph is traced. Of more than 8 blocks, 6 and 8 are, and the
+    /// rest follows
+    #[arg(long)]
+    pub(crate) compile: bool,
+    /// With --compile: trace every block; exact, but large models take seconds
+    #[arg(long, requires = "compile")]
+    pub(crate) every_block: bool,
+    /// Print one JSON object instead of text
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Draw memory over the step into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print the predictions beside published figures, as a Markdown table
+    #[arg(long, conflicts_with_all = ["model", "preset", "json", "svg", "compile"])]
+    pub(crate) published: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelArg {
+    /// Learned positions, layer norms, plain perceptrons
+    Gpt,
+    /// Rotary positions, root-mean-square norms, gated perceptrons, grouped heads
+    Llama,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PrecisionArg {
+    F32,
+    Bf16,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CheckpointingArg {
+    /// Nothing
+    None,
+    /// Every second matrix product of a block, and what is cheap
+    Selective,
+    /// Whole blocks
+    Full,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]

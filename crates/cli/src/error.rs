@@ -105,11 +105,45 @@ pub(crate) enum InputError {
         path: PathBuf,
     },
 
+    #[error("there is no {what} \"{name}\"; there are {known}")]
+    UnknownName {
+        what: &'static str,
+        name: String,
+        known: String,
+    },
+
+    #[error("{flag} is not for compiled steps: {reason}; leave out {flag} or --compile")]
+    NotCompiled {
+        flag: &'static str,
+        reason: &'static str,
+    },
+
+    #[error(
+        "--seq {seq} is longer than the {longest} positions of this model; choose a shorter one"
+    )]
+    TooLongSequence { seq: usize, longest: usize },
+
+    #[error("{flag} {value} is too large to plan for; choose at most {most}")]
+    TooLarge {
+        flag: &'static str,
+        value: usize,
+        most: usize,
+    },
+
+    #[error(transparent)]
+    Plan(Box<burn_fsdp::spmd::Error>),
+
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
 
     #[error(transparent)]
     Model(#[from] ModelError),
+}
+
+impl From<burn_fsdp::spmd::Error> for InputError {
+    fn from(error: burn_fsdp::spmd::Error) -> Self {
+        Self::Plan(Box::new(error))
+    }
 }
 
 /// What can end one rank.

@@ -9,9 +9,11 @@
 //!   `metrics`, `saving`).
 //! - `report`, `summary`, `curve`: what is left afterwards.
 //! - `consolidate`, `inspect`, `generate`: what can be done with a saved step.
+//! - `plan`: what a run would take, without one (`preset`, `published`, `bytes`).
 //! - `error`: why there is nothing, and the exit code for it.
 
 mod args;
+mod bytes;
 mod config;
 mod consolidate;
 mod curve;
@@ -24,7 +26,10 @@ mod inspect;
 mod metrics;
 mod optimizer;
 mod output;
+mod plan;
+mod preset;
 mod progress;
+mod published;
 mod rank;
 mod report;
 mod sample;
@@ -54,6 +59,7 @@ fn main() -> ExitCode {
         Command::Consolidate(args) => consolidate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Plan(args) => plan::run(&args).map_err(Failure::from),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

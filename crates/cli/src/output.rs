@@ -44,6 +44,15 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     Ok(())
 }
 
+/// Checks that one output can be written, and leaves nothing behind.
+pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputError> {
+    check_writable(path, Kind::Whole).map_err(|problem| InputError::Output {
+        flag,
+        path: path.to_owned(),
+        problem,
+    })
+}
+
 /// Puts a file in its place only when it is complete.
 pub(crate) fn write_whole(
     flag: &'static str,

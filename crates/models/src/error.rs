@@ -24,6 +24,27 @@ pub enum ModelError {
         dim: usize,
     },
 
+    /// The key and value heads do not divide the query heads.
+    #[error(
+        "{kv_heads} key and value heads do not divide {heads} query heads; \
+         choose a number of heads that is a multiple of kv_heads"
+    )]
+    HeadsNotGrouped {
+        /// Number of query heads asked for.
+        heads: usize,
+        /// Number of key and value heads asked for.
+        kv_heads: usize,
+    },
+
+    /// Rotary positions turn pairs of elements, and a head has an odd number of them.
+    #[error(
+        "a head has {head_dim} elements, an odd number; choose a dim of an even number for each head"
+    )]
+    OddHeadDim {
+        /// Elements of a head: `dim / heads`.
+        head_dim: usize,
+    },
+
     /// The sizes are so large that the parameters cannot be counted.
     #[error("the model has more parameters than this machine can count; choose smaller sizes")]
     TooManyParameters,

@@ -1,7 +1,11 @@
-//! GPT as a plain Burn module, its weights on disk, and byte-level text.
+//! GPT and Llama as plain Burn modules, weights on disk, and byte-level text.
 //!
 //! - [`GptConfig`] and [`Gpt`]: a GPT-2 style decoder, with the mathematics and the parameter names
 //!   of the usual PyTorch program.
+//! - [`LlamaConfig`] and [`Llama`]: a decoder with root-mean-square norms, rotary positions, gated
+//!   perceptrons and grouped key and value heads.
+//! - [`GptConfig::preset`], [`LlamaConfig::preset`]: the sizes that are known by their number of
+//!   parameters.
 //! - [`WeightsFile`] and [`Gpt::save`]: safetensors in PyTorch's names and layout. Files to load are
 //!   not trusted.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
@@ -39,8 +43,12 @@ mod fused;
 mod gpt;
 mod header;
 mod initial;
+mod llama;
+mod llama_config;
 mod loss;
 mod norm;
+mod presets;
+mod rotary;
 mod text;
 mod tokens;
 mod weights;
@@ -48,6 +56,8 @@ mod weights;
 pub use config::{GptConfig, ParameterSpec};
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
+pub use llama::{Llama, LlamaBlock};
+pub use llama_config::LlamaConfig;
 pub use text::{BYTE_VOCAB, ByteText};
 pub use tokens::{Batches, ByteRange, Rows, TokenStream};
 pub use weights::WeightsFile;

@@ -42,6 +42,7 @@ pub mod graph;
 mod initial;
 pub mod passes;
 pub mod place;
+pub mod plan;
 pub mod run;
 pub mod trace;
 

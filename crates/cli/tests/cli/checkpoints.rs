@@ -250,7 +250,7 @@ fn wrong_paths_and_sizes_are_the_users_fault() {
         ("generate nowhere --prompt a", "nowhere"),
         (
             "consolidate nowhere out --max-shard-size 5x",
-            "500MB or 2GiB",
+            "80GiB or 40GB",
         ),
     ] {
         let run = folder.run(arguments);

@@ -6,5 +6,6 @@ mod faults;
 mod features;
 mod files;
 mod input;
+mod plan;
 mod report;
 mod start;

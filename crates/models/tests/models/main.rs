@@ -1,6 +1,7 @@
 //! Black-box tests of the models crate.
 
 mod gpt;
+mod llama;
 mod pytorch;
 
 mod safetensors;

@@ -1,0 +1,111 @@
+//! Models by name.
+
+use burn_fsdp::spmd::plan::Transformer;
+use burn_fsdp_models::{GptConfig, LlamaConfig};
+
+use crate::args::ModelArg;
+use crate::error::InputError;
+
+/// A configuration that is known by name.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Preset {
+    Gpt(GptConfig),
+    Llama(LlamaConfig),
+}
+
+impl Preset {
+    pub(crate) fn named(model: ModelArg, name: &str) -> Result<Self, InputError> {
+        let lower = name.to_ascii_lowercase();
+        let (found, what, known) = match model {
+            ModelArg::Gpt => (
+                GptConfig::preset(&lower).map(Self::Gpt),
+                "gpt preset",
+                GptConfig::PRESETS.join(", "),
+            ),
+            ModelArg::Llama => (
+                LlamaConfig::preset(&lower).map(Self::Llama),
+                "llama preset",
+                LlamaConfig::PRESETS.join(", "),
+            ),
+        };
+        found.ok_or_else(|| InputError::UnknownName {
+            what,
+            name: name.to_owned(),
+            known,
+        })
+    }
+
+    /// Longest sequence, in tokens.
+    pub(crate) fn seq(&self) -> usize {
+        match self {
+            Self::Gpt(config) => config.seq,
+            Self::Llama(config) => config.seq,
+        }
+    }
+
+    /// The same with that many blocks.
+    pub(crate) fn with_layers(self, layers: usize) -> Self {
+        match self {
+            Self::Gpt(config) => Self::Gpt(GptConfig { layers, ..config }),
+            Self::Llama(config) => Self::Llama(LlamaConfig { layers, ..config }),
+        }
+    }
+
+    /// The sizes that formulas need.
+    pub(crate) fn transformer(&self, name: &str) -> Transformer {
+        match *self {
+            Self::Gpt(config) => gpt(&config, &format!("gpt {name}")),
+            Self::Llama(config) => llama(&config, &format!("llama {name}")),
+        }
+    }
+}
+
+pub(crate) fn gpt(config: &GptConfig, name: &str) -> Transformer {
+    Transformer {
+        name: name.to_owned(),
+        layers: config.layers,
+        dim: config.dim,
+        heads: config.heads,
+        kv_heads: config.heads,
+        hidden: 4 * config.dim,
+        is_gated: false,
+        has_bias: true,
+        vocab: config.vocab,
+        positions: config.seq,
+    }
+}
+
+pub(crate) fn llama(config: &LlamaConfig, name: &str) -> Transformer {
+    Transformer {
+        name: name.to_owned(),
+        layers: config.layers,
+        dim: config.dim,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        hidden: config.hidden,
+        is_gated: true,
+        has_bias: false,
+        vocab: config.vocab,
+        positions: 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn formulas_count_the_parameters_that_the_models_have() {
+        for name in GptConfig::PRESETS {
+            let config = GptConfig::preset(name).unwrap();
+            assert_eq!(gpt(&config, name).num_params(), config.num_params() as u64);
+        }
+        for name in LlamaConfig::PRESETS {
+            let config = LlamaConfig::preset(name).unwrap();
+            assert_eq!(
+                llama(&config, name).num_params(),
+                config.num_params() as u64
+            );
+        }
+    }
+}

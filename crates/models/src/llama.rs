@@ -1,0 +1,199 @@
+use burn::module::Module;
+use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::silu;
+use burn::tensor::{Device, Int, Tensor};
+
+use crate::attention::causal_attention;
+use crate::initial::InitialValues;
+use crate::llama_config::INIT_STD;
+use crate::loss::cross_entropy;
+use crate::rotary::Rotary;
+use crate::{LlamaConfig, ModelError};
+
+/// Added to the mean square, so that rows of zeros do not divide by zero.
+const EPSILON: f64 = 1e-5;
+
+/// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
+/// gated perceptrons, no bias anywhere, and an untied head.
+///
+/// Parameters are initialised lazily, so building even a large model costs
+/// nothing until they are used.
+#[derive(Module, Debug)]
+pub struct Llama {
+    tok_embeddings: Embedding,
+    layers: Vec<LlamaBlock>,
+    norm: RmsNorm,
+    output: Linear,
+    #[module(skip)]
+    head_dim: usize,
+    #[module(skip)]
+    rope_base: usize,
+}
+
+/// A transformer block: attention, then a gated perceptron, each behind a
+/// root-mean-square norm and added to the residual stream.
+#[derive(Module, Debug)]
+pub struct LlamaBlock {
+    attention_norm: RmsNorm,
+    wq: Linear,
+    wk: Linear,
+    wv: Linear,
+    wo: Linear,
+    ffn_norm: RmsNorm,
+    /// The gate.
+    w1: Linear,
+    /// Back to the residual stream.
+    w2: Linear,
+    /// What is gated.
+    w3: Linear,
+    #[module(skip)]
+    heads: usize,
+    #[module(skip)]
+    kv_heads: usize,
+}
+
+impl LlamaConfig {
+    /// Build the model on a device.
+    ///
+    /// The same seed gives the same weights on every device and however the
+    /// parameters are first used.
+    ///
+    /// # Errors
+    ///
+    /// If the configuration is not [valid](Self::validate).
+    pub fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
+        self.validate()?;
+        let mut values = InitialValues::new(device, seed);
+        Ok(Llama {
+            tok_embeddings: Embedding {
+                weight: values.normal([self.vocab, self.dim], INIT_STD),
+            },
+            layers: (0..self.layers)
+                .map(|_| LlamaBlock::new(self, &mut values, device))
+                .collect(),
+            norm: norm(self.dim, device),
+            output: linear(&mut values, self.dim, self.vocab),
+            head_dim: self.head_dim(),
+            rope_base: self.rope_base,
+        })
+    }
+}
+
+impl Llama {
+    /// Logits of the token after each position.
+    ///
+    /// # Shapes
+    ///
+    /// - tokens: `[batch, time]`
+    /// - output: `[batch, time, vocab]`
+    ///
+    /// # Panics
+    ///
+    /// If a token is not below `vocab`.
+    #[must_use]
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let [batch, time] = tokens.dims();
+        let logits = self.flat_logits(tokens);
+        let [_, vocab] = logits.dims();
+        logits.reshape([batch, time, vocab])
+    }
+
+    /// Mean cross entropy of the targets, in nats.
+    ///
+    /// # Shapes
+    ///
+    /// - tokens, targets: `[batch, time]`
+    /// - output: `[1]`
+    ///
+    /// # Panics
+    ///
+    /// As [`forward`](Self::forward).
+    #[must_use]
+    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
+        let [batch, time] = targets.dims();
+        cross_entropy(self.flat_logits(tokens), targets.reshape([batch * time]))
+    }
+
+    /// Logits as `[batch * time, vocab]`: one matrix all the way, for the reason that
+    /// [`Gpt`](crate::Gpt) has.
+    fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
+        let [batch, time] = tokens.dims();
+        let rotary = Rotary::new(time, self.head_dim, self.rope_base, &tokens.device());
+        let mut x = self.tok_embeddings.forward(tokens).flatten(0, 1);
+        for layer in &self.layers {
+            x = layer.forward(x, batch, &rotary);
+        }
+        self.output.forward(self.norm.forward(x))
+    }
+}
+
+impl LlamaBlock {
+    fn new(config: &LlamaConfig, values: &mut InitialValues<'_>, device: &Device) -> Self {
+        let (dim, kv_dim, hidden) = (config.dim, config.kv_dim(), config.hidden);
+        Self {
+            attention_norm: norm(dim, device),
+            wq: linear(values, dim, dim),
+            wk: linear(values, dim, kv_dim),
+            wv: linear(values, dim, kv_dim),
+            wo: linear(values, dim, dim),
+            ffn_norm: norm(dim, device),
+            w1: linear(values, dim, hidden),
+            w2: linear(values, hidden, dim),
+            w3: linear(values, dim, hidden),
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+        }
+    }
+
+    /// One step of the residual stream `[batch * time, dim]`.
+    fn forward(&self, x: Tensor<2>, batch: usize, rotary: &Rotary) -> Tensor<2> {
+        let x = x.clone() + self.attend(self.attention_norm.forward(x), batch, rotary);
+        let wide = self.ffn_norm.forward(x.clone());
+        let gated = silu(self.w1.forward(wide.clone())) * self.w3.forward(wide);
+        x + self.w2.forward(gated)
+    }
+
+    fn attend(&self, x: Tensor<2>, batch: usize, rotary: &Rotary) -> Tensor<2> {
+        let queries = rotary.apply(split(self.wq.forward(x.clone()), batch, self.heads));
+        let keys = rotary.apply(split(self.wk.forward(x.clone()), batch, self.kv_heads));
+        let values = split(self.wv.forward(x), batch, self.kv_heads);
+        let group = self.heads / self.kv_heads;
+        let parts = [queries, repeat(keys, group), repeat(values, group)].map(merge);
+        let attended = causal_attention(Tensor::cat(parts.to_vec(), 1), batch, self.heads);
+        self.wo.forward(attended)
+    }
+}
+
+fn norm(dim: usize, device: &Device) -> RmsNorm {
+    RmsNormConfig::new(dim).with_epsilon(EPSILON).init(device)
+}
+
+fn linear(values: &mut InitialValues<'_>, from: usize, into: usize) -> Linear {
+    Linear {
+        weight: values.normal([from, into], INIT_STD),
+        bias: None,
+    }
+}
+
+/// `[batch * time, heads * head_dim]` as `[batch, time, heads, head_dim]`.
+fn split(x: Tensor<2>, batch: usize, heads: usize) -> Tensor<4> {
+    let [rows, width] = x.dims();
+    x.reshape([batch, rows / batch, heads, width / heads])
+}
+
+/// The inverse of [`split`].
+fn merge(x: Tensor<4>) -> Tensor<2> {
+    let [batch, time, heads, head_dim] = x.dims();
+    x.reshape([batch * time, heads * head_dim])
+}
+
+/// Every head as many times as queries share it, side by side.
+fn repeat(x: Tensor<4>, times: usize) -> Tensor<4> {
+    let [batch, time, heads, head_dim] = x.dims();
+    if times == 1 {
+        return x;
+    }
+    x.unsqueeze_dim::<5>(3)
+        .expand([batch, time, heads, times, head_dim])
+        .reshape([batch, time, heads * times, head_dim])
+}

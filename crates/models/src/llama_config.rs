@@ -1,0 +1,102 @@
+use crate::ModelError;
+
+/// Standard deviation of all initial weights.
+pub(crate) const INIT_STD: f64 = 0.02;
+
+/// Sizes of a [`Llama`](crate::Llama).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LlamaConfig {
+    /// Number of transformer blocks.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub dim: usize,
+    /// Query heads of a block; they divide `dim`.
+    pub heads: usize,
+    /// Key and value heads of a block; they divide `heads`.
+    pub kv_heads: usize,
+    /// Width of the gated perceptron.
+    pub hidden: usize,
+    /// Number of different tokens.
+    pub vocab: usize,
+    /// Longest sequence, in tokens.
+    pub seq: usize,
+    /// The slowest rotary position turns once in about `2 pi` times as many tokens.
+    pub rope_base: usize,
+}
+
+impl LlamaConfig {
+    /// Check that such a model can exist.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, if `heads` does not divide `dim` into heads of an even number of elements,
+    /// if `kv_heads` does not divide `heads`, or if the number of parameters overflows.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        let sizes = [
+            ("layers", self.layers),
+            ("dim", self.dim),
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("hidden", self.hidden),
+            ("vocab", self.vocab),
+            ("seq", self.seq),
+            ("rope_base", self.rope_base),
+        ];
+        if let Some((name, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
+            return Err(ModelError::ZeroSize { name });
+        }
+        let (dim, heads, kv_heads) = (self.dim, self.heads, self.kv_heads);
+        if !dim.is_multiple_of(heads) {
+            return Err(ModelError::HeadsDoNotDivideDim { heads, dim });
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            return Err(ModelError::HeadsNotGrouped { heads, kv_heads });
+        }
+        if !self.head_dim().is_multiple_of(2) {
+            let head_dim = self.head_dim();
+            return Err(ModelError::OddHeadDim { head_dim });
+        }
+        self.checked_num_params()
+            .map(|_| ())
+            .ok_or(ModelError::TooManyParameters)
+    }
+
+    /// Number of parameters of the whole model.
+    ///
+    /// # Panics
+    ///
+    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    #[must_use]
+    pub fn num_params(&self) -> usize {
+        self.checked_num_params()
+            .expect("a validated configuration has a countable number of parameters")
+    }
+
+    /// Elements of a head.
+    #[must_use]
+    pub fn head_dim(&self) -> usize {
+        self.dim / self.heads
+    }
+
+    /// Elements of all key heads, or of all value heads, of a token.
+    #[must_use]
+    pub fn kv_dim(&self) -> usize {
+        self.kv_heads * self.head_dim()
+    }
+
+    fn checked_num_params(&self) -> Option<usize> {
+        // Queries and output dim^2, keys and values dim * kv_dim, perceptron 3 dim * hidden and two
+        // norms a block; a norm at the end, and two tables.
+        let dim = self.dim;
+        let width = dim
+            .checked_add(self.kv_dim())?
+            .checked_mul(2)?
+            .checked_add(self.hidden.checked_mul(3)?)?
+            .checked_add(2)?;
+        let tables = self.vocab.checked_mul(2)?.checked_add(1)?;
+        width
+            .checked_mul(self.layers)?
+            .checked_add(tables)?
+            .checked_mul(dim)
+    }
+}

@@ -1,0 +1,45 @@
+use burn::tensor::{Device, Int, Tensor};
+
+/// Rotary positions: the two halves of a head are the coordinates of points in planes, and a token's
+/// position turns each plane by an angle of its own.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotary {
+    /// `[1, time, 1, head_dim / 2]`.
+    cos: Tensor<4>,
+    /// `[1, time, 1, head_dim / 2]`.
+    sin: Tensor<4>,
+}
+
+impl Rotary {
+    /// For that many positions. Plane `i` of `n` turns by `base^(-i / n)` per token.
+    pub(crate) fn new(time: usize, head_dim: usize, base: usize, device: &Device) -> Self {
+        let planes = head_dim / 2;
+        let index = |end: usize, shape: [usize; 4]| {
+            Tensor::<1, Int>::arange(0..end as i64, device)
+                .reshape(shape)
+                .float()
+        };
+        let step = -(base as f64).ln() / planes as f64;
+        let speeds = index(planes, [1, 1, 1, planes]).mul_scalar(step).exp();
+        let angles = index(time, [1, time, 1, 1]) * speeds;
+        Self {
+            cos: angles.clone().cos(),
+            sin: angles.sin(),
+        }
+    }
+
+    /// Turns heads.
+    ///
+    /// # Shapes
+    ///
+    /// - x: `[batch, time, heads, head_dim]`
+    /// - output: the same
+    pub(crate) fn apply(&self, x: Tensor<4>) -> Tensor<4> {
+        let planes = x.dims()[3] / 2;
+        let (left, right) = (x.clone().narrow(3, 0, planes), x.narrow(3, planes, planes));
+        let (cos, sin) = (self.cos.clone(), self.sin.clone());
+        let turned_left = left.clone() * cos.clone() - right.clone() * sin.clone();
+        let turned_right = right * cos + left * sin;
+        Tensor::cat(vec![turned_left, turned_right], 3)
+    }
+}

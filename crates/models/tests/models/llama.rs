@@ -1,0 +1,127 @@
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp_models::{Llama, LlamaConfig, ModelError};
+
+const CONFIG: LlamaConfig = LlamaConfig {
+    layers: 2,
+    dim: 16,
+    heads: 4,
+    kv_heads: 2,
+    hidden: 24,
+    vocab: 13,
+    seq: 8,
+    rope_base: 10_000,
+};
+
+fn tokens<const T: usize>(row: [i64; T], device: &Device) -> Tensor<2, Int> {
+    Tensor::from_data(TensorData::new(row.to_vec(), [1, T]), device)
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_to_vec().expect("f32 values")
+}
+
+fn loss(model: &Llama, device: &Device) -> Tensor<1> {
+    model.loss(
+        tokens([1, 2, 3, 4, 5, 6, 7, 8], device),
+        tokens([2, 3, 4, 5, 6, 7, 8, 9], device),
+    )
+}
+
+#[test]
+fn invalid_configurations_are_refused() {
+    let device = Device::flex();
+    let error = |config: LlamaConfig| config.init(&device, 1).unwrap_err();
+    let three_heads = LlamaConfig { heads: 3, ..CONFIG };
+    assert!(matches!(
+        error(three_heads),
+        ModelError::HeadsDoNotDivideDim { heads: 3, dim: 16 }
+    ));
+    let three_kv_heads = LlamaConfig {
+        kv_heads: 3,
+        ..CONFIG
+    };
+    assert!(matches!(
+        error(three_kv_heads),
+        ModelError::HeadsNotGrouped {
+            heads: 4,
+            kv_heads: 3
+        }
+    ));
+    let tiny_heads = LlamaConfig {
+        heads: 16,
+        ..CONFIG
+    };
+    assert!(matches!(
+        error(tiny_heads),
+        ModelError::OddHeadDim { head_dim: 1 }
+    ));
+}
+
+#[test]
+fn the_module_has_the_configured_number_of_parameters() {
+    let model = CONFIG.init(&Device::flex(), 1).unwrap();
+    assert_eq!(model.num_params(), CONFIG.num_params());
+}
+
+#[test]
+fn the_first_loss_is_that_of_a_uniform_guess() {
+    let device = Device::flex();
+    let model = CONFIG.init(&device, 1).unwrap();
+    let loss = values(loss(&model, &device))[0];
+    assert!((loss - (CONFIG.vocab as f32).ln()).abs() < 0.05, "{loss}");
+}
+
+#[test]
+fn a_later_token_does_not_change_earlier_logits() {
+    let device = Device::flex();
+    let model = CONFIG.init(&device, 1).unwrap();
+    let logits = |row| values(model.forward(tokens(row, &device)));
+    let before = logits([1, 2, 3, 4, 5, 6, 7, 8]);
+    let after = logits([1, 2, 3, 4, 5, 12, 7, 8]);
+    let changed = 5 * CONFIG.vocab;
+    assert_eq!(before[..changed], after[..changed]);
+    assert_ne!(before[changed..], after[changed..]);
+}
+
+/// Attention sees positions only as differences: tokens in front that carry the same value as those
+/// after them move everything by one.
+#[test]
+fn positions_are_relative() {
+    let device = Device::flex();
+    let model = CONFIG.init(&device, 1).unwrap();
+    let same = values(model.forward(tokens([3, 3, 3, 3], &device)));
+    let rows: Vec<_> = same.chunks(CONFIG.vocab).collect();
+    for row in &rows[1..] {
+        for (a, b) in row.iter().zip(rows[0]) {
+            assert!((a - b).abs() < 1e-5, "{a} {b}");
+        }
+    }
+    let order = |row| values(model.forward(tokens(row, &device)));
+    let last = |logits: Vec<f32>| logits[3 * CONFIG.vocab..].to_vec();
+    assert_ne!(last(order([1, 2, 3, 4])), last(order([2, 1, 3, 4])));
+}
+
+#[test]
+fn as_many_key_heads_as_queries_is_plain_attention() {
+    let config = LlamaConfig {
+        kv_heads: 4,
+        ..CONFIG
+    };
+    let device = Device::flex();
+    let model = config.init(&device, 1).unwrap();
+    assert!(values(loss(&model, &device))[0].is_finite());
+}
+
+#[test]
+fn every_parameter_has_a_gradient() {
+    for device in [
+        Device::flex().autodiff(),
+        Device::flex().autodiff().gradient_checkpointing(),
+    ] {
+        let model = CONFIG.init(&device, 1).unwrap();
+        let grads = GradientsParams::from_grads(loss(&model, &device).backward(), &model);
+        assert_eq!(grads.len(), burn::module::list_param_ids(&model).len());
+    }
+}

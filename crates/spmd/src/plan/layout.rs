@@ -1,0 +1,194 @@
+//! How a tensor's elements lie in its memory: shape, strides and offset.
+
+/// A strided layout in elements, as Burn's CPU backend keeps it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub(super) shape: Vec<usize>,
+    strides: Vec<isize>,
+    offset: usize,
+}
+
+/// The most dims that the backend's loops over two operands handle.
+const MAX_DIMS: usize = 8;
+
+impl Layout {
+    /// Row by row, from the start of the memory.
+    pub(super) fn contiguous(shape: &[usize]) -> Self {
+        let mut strides = vec![1; shape.len()];
+        for dim in (0..shape.len().saturating_sub(1)).rev() {
+            strides[dim] = strides[dim + 1] * shape[dim + 1] as isize;
+        }
+        Self {
+            shape: shape.to_vec(),
+            strides,
+            offset: 0,
+        }
+    }
+
+    pub(super) fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Row by row without gaps. A stride of zero is a gap, even of a dim of size 1.
+    pub(super) fn is_contiguous(&self) -> bool {
+        if self.shape.is_empty() || self.num_elements() == 0 {
+            return true;
+        }
+        self.strides.iter().all(|stride| *stride > 0) && self.is_dense()
+    }
+
+    /// Contiguous, and from the start of the memory.
+    pub(super) fn is_from_start(&self) -> bool {
+        self.offset == 0 && self.is_contiguous()
+    }
+
+    /// Whether a loop over this operand and another of its shape walks this one element by element
+    /// from the start, so that the result can be written over it.
+    pub(super) fn is_dense_beside(&self, other: &Self) -> bool {
+        let strides = self.strides.iter().chain(&other.strides);
+        self.shape.len() <= MAX_DIMS
+            && strides.copied().all(|stride| stride >= 0)
+            && self.offset == 0
+            && self.is_dense()
+    }
+
+    /// Every stride is the number of elements below it; those of dims of size 1 do not matter.
+    fn is_dense(&self) -> bool {
+        let mut expected = 1;
+        for (size, stride) in self.shape.iter().zip(&self.strides).rev() {
+            if *size == 1 {
+                continue;
+            }
+            if *stride != expected {
+                return false;
+            }
+            expected *= *size as isize;
+        }
+        true
+    }
+
+    /// Whether it covers memory of that many elements from its start, in whatever order.
+    pub(super) fn covers(&self, num_elements: usize) -> bool {
+        self.offset == 0
+            && self.num_elements() == num_elements
+            && self.strides.iter().all(|stride| *stride >= 0)
+    }
+
+    pub(super) fn swapped(&self, dim1: usize, dim2: usize) -> Self {
+        let mut layout = self.clone();
+        layout.shape.swap(dim1, dim2);
+        layout.strides.swap(dim1, dim2);
+        layout
+    }
+
+    pub(super) fn permuted(&self, axes: &[usize]) -> Self {
+        Self {
+            shape: axes.iter().map(|axis| self.shape[*axis]).collect(),
+            strides: axes.iter().map(|axis| self.strides[*axis]).collect(),
+            offset: self.offset,
+        }
+    }
+
+    /// Dims of size 1, and new ones in front, repeat their element.
+    pub(super) fn expanded(&self, shape: &[usize]) -> Self {
+        let new = shape.len().saturating_sub(self.shape.len());
+        let strides = shape.iter().enumerate().map(|(dim, size)| {
+            let old = dim.checked_sub(new);
+            match old.and_then(|old| Some((*self.shape.get(old)?, self.strides[old]))) {
+                Some((old, stride)) if old == *size => stride,
+                _ => 0,
+            }
+        });
+        Self {
+            shape: shape.to_vec(),
+            strides: strides.collect(),
+            offset: self.offset,
+        }
+    }
+
+    /// Another shape of the same elements, if that needs no copy.
+    pub(super) fn reshaped(&self, shape: &[usize]) -> Option<Self> {
+        self.is_contiguous().then(|| Self {
+            offset: self.offset,
+            ..Self::contiguous(shape)
+        })
+    }
+
+    /// Part of the elements: of each dim its start, and its step.
+    pub(super) fn sliced(&self, shape: &[usize], starts: &[(usize, isize)]) -> Self {
+        let mut layout = self.clone();
+        layout.shape = shape.to_vec();
+        let is_empty = layout.num_elements() == 0;
+        for (dim, (start, step)) in starts.iter().enumerate() {
+            let stride = layout.strides[dim];
+            if !is_empty {
+                let offset = layout.offset as isize + stride * *start as isize;
+                layout.offset = offset.max(0) as usize;
+            }
+            layout.strides[dim] = stride * step;
+        }
+        layout
+    }
+
+    /// A window over a dim, as a new dim at the end.
+    pub(super) fn unfolded(&self, shape: &[usize], dim: usize, step: usize) -> Self {
+        let mut layout = self.clone();
+        let stride = layout.strides[dim];
+        layout.strides[dim] = stride * step as isize;
+        layout.strides.push(stride);
+        layout.shape = shape.to_vec();
+        layout
+    }
+}
+
+/// The shape that two operands are expanded to.
+pub(super) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Vec<usize> {
+    let num_dims = lhs.len().max(rhs.len());
+    let size = |shape: &[usize], dim: usize| {
+        let new = num_dims - shape.len();
+        if dim < new { 1 } else { shape[dim - new] }
+    };
+    (0..num_dims)
+        .map(|dim| match (size(lhs, dim), size(rhs, dim)) {
+            (1, rhs) => rhs,
+            (lhs, _) => lhs,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn views_are_contiguous_where_the_backend_says_so() {
+        let layout = Layout::contiguous(&[2, 3, 4]);
+        assert!(layout.is_from_start());
+        assert!(!layout.swapped(0, 1).is_contiguous());
+        assert!(layout.swapped(1, 1).is_contiguous());
+        let row = layout.sliced(&[1, 3, 4], &[(1, 1)]);
+        assert!(row.is_contiguous() && !row.is_from_start());
+        assert!(row.reshaped(&[12]).is_some());
+        assert!(
+            !layout
+                .sliced(&[2, 3, 2], &[(0, 1), (0, 1), (2, 1)])
+                .is_contiguous()
+        );
+    }
+
+    #[test]
+    fn an_expanded_dim_is_no_target_but_one_of_size_one_is() {
+        let vector = Layout::contiguous(&[4]);
+        let matrix = Layout::contiguous(&[3, 4]);
+        assert!(!vector.expanded(&[3, 4]).is_dense_beside(&matrix));
+        let row = vector.expanded(&[1, 4]);
+        assert!(row.is_dense_beside(&Layout::contiguous(&[1, 4])));
+        assert!(!row.is_contiguous());
+        assert!(matrix.is_dense_beside(&vector.expanded(&[3, 4])));
+    }
+
+    #[test]
+    fn broadcasting_aligns_the_last_dims() {
+        assert_eq!(broadcast(&[4, 1], &[2, 1, 3]), [2, 4, 3]);
+    }
+}

@@ -1,0 +1,203 @@
+//! What the ranks run on.
+
+use serde::Serialize;
+
+/// A connection, as one end of it sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Link {
+    /// Bytes per second in one direction.
+    pub bandwidth: f64,
+    /// Seconds until the first byte arrives.
+    pub latency: f64,
+}
+
+/// A cluster of equal nodes of equal devices, one rank per device.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Machine {
+    /// What it is called.
+    pub name: String,
+    /// Operations per second of one device in 16-bit matrix products, by its data sheet.
+    pub peak_flops_16: f64,
+    /// The same in 32 bits.
+    pub peak_flops_32: f64,
+    /// Part of the peak that whole train steps reach while they compute, `0..=1`.
+    pub achievable: f64,
+    /// Bytes per second of one device's memory.
+    pub memory_bandwidth: f64,
+    /// Bytes of one device's memory.
+    pub memory_bytes: u64,
+    /// Devices of a node.
+    pub ranks_per_node: usize,
+    /// Between devices of one node, per device.
+    pub within: Link,
+    /// Between nodes, per node: its devices share it.
+    pub between: Link,
+    /// Between a device and the memory of its host, per device.
+    pub host: Link,
+    /// Bytes per second of a host's memory, per device.
+    pub host_bandwidth: f64,
+}
+
+/// The achievable part of A100 devices, fitted on one published point: GPT-175B, one sequence per GPU,
+/// 173 TFLOP/s per GPU (arXiv 2304.11277, section 5.4).
+pub(super) const A100_ACHIEVABLE: f64 = 0.5553;
+/// The achievable part of H100 devices, fitted on one published point: Llama 2 7B, 7500 tokens/s per GPU
+/// (IBM and PyTorch, "Maximizing training throughput using PyTorch FSDP").
+pub(super) const H100_ACHIEVABLE: f64 = 0.4080;
+
+impl Machine {
+    /// The names that [`named`](Self::named) knows.
+    pub const NAMES: [&'static str; 4] = ["a100-80g", "a100-40g", "h100", "cpu"];
+
+    /// The machine of that name.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "a100-80g" => Some(Self::a100_80g()),
+            "a100-40g" => Some(Self::a100_40g()),
+            "h100" => Some(Self::h100()),
+            "cpu" => Some(Self::cpu()),
+            _ => None,
+        }
+    }
+
+    /// Nodes of eight A100 with 80 GB, 2 Tb/s between nodes: the cluster of arXiv 2304.11277.
+    pub fn a100_80g() -> Self {
+        Self {
+            name: "a100-80g".to_owned(),
+            peak_flops_16: 312e12,
+            peak_flops_32: 19.5e12,
+            achievable: A100_ACHIEVABLE,
+            memory_bandwidth: 2.0e12,
+            memory_bytes: 80 << 30,
+            ranks_per_node: 8,
+            within: Link {
+                bandwidth: 300e9,
+                latency: 5e-6,
+            },
+            between: Link {
+                bandwidth: 250e9,
+                latency: 10e-6,
+            },
+            host: Link {
+                bandwidth: 25e9,
+                latency: 10e-6,
+            },
+            host_bandwidth: 25e9,
+        }
+    }
+
+    /// Nodes of eight A100 with 40 GB, 400 Gb/s between nodes: AWS `p4d.24xlarge`.
+    pub fn a100_40g() -> Self {
+        Self {
+            name: "a100-40g".to_owned(),
+            memory_bandwidth: 1.55e12,
+            memory_bytes: 40 << 30,
+            between: Link {
+                bandwidth: 50e9,
+                latency: 10e-6,
+            },
+            ..Self::a100_80g()
+        }
+    }
+
+    /// Nodes of eight H100 with 96 GB, 400 Gb/s per device between nodes.
+    pub fn h100() -> Self {
+        Self {
+            name: "h100".to_owned(),
+            peak_flops_16: 989e12,
+            peak_flops_32: 67e12,
+            achievable: H100_ACHIEVABLE,
+            memory_bandwidth: 2.4e12,
+            memory_bytes: 96_000_000_000,
+            ranks_per_node: 8,
+            within: Link {
+                bandwidth: 450e9,
+                latency: 5e-6,
+            },
+            between: Link {
+                bandwidth: 400e9,
+                latency: 10e-6,
+            },
+            host: Link {
+                bandwidth: 50e9,
+                latency: 10e-6,
+            },
+            host_bandwidth: 50e9,
+        }
+    }
+
+    /// Two cores of a server with AVX-512 and the memory between them: what tests run on.
+    pub fn cpu() -> Self {
+        Self {
+            name: "cpu".to_owned(),
+            peak_flops_16: 100e9,
+            peak_flops_32: 100e9,
+            achievable: 0.5,
+            memory_bandwidth: 10e9,
+            memory_bytes: 8 << 30,
+            ranks_per_node: 64,
+            within: Link {
+                bandwidth: 5e9,
+                latency: 20e-6,
+            },
+            between: Link {
+                bandwidth: 1e9,
+                latency: 50e-6,
+            },
+            host: Link {
+                bandwidth: 5e9,
+                latency: 20e-6,
+            },
+            host_bandwidth: 10e9,
+        }
+    }
+
+    /// Operations per second that steps reach, for elements of that many bytes.
+    pub fn flops(&self, element_size: usize) -> f64 {
+        let peak = match element_size {
+            0..=2 => self.peak_flops_16,
+            _ => self.peak_flops_32,
+        };
+        peak * self.achievable
+    }
+
+    /// Seconds until every one of `ranks` has all of `bytes`, of which each had an equal part; and
+    /// just as long to reduce so many bytes to a part for each. Rings: `(n - 1) (latency + bytes / n /
+    /// bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations
+    /// in MPICH", 2005, section 4.1), between the nodes at the node's bandwidth and within them at the
+    /// device's, at the same time.
+    pub fn gather_seconds(&self, bytes: f64, ranks: usize) -> f64 {
+        let ring = |link: Link, members: usize, bytes: f64| match members {
+            0 | 1 => 0.0,
+            n => (n - 1) as f64 * (link.latency + bytes / n as f64 / link.bandwidth),
+        };
+        let local = ranks.min(self.ranks_per_node);
+        let nodes = ranks.div_ceil(self.ranks_per_node.max(1));
+        let within = ring(self.within, local, bytes);
+        within.max(ring(self.between, nodes, bytes))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_a_machine() {
+        for name in Machine::NAMES {
+            assert_eq!(Machine::named(name).unwrap().name, name);
+        }
+        assert!(Machine::named("abacus").is_none());
+    }
+
+    #[test]
+    fn a_gather_takes_as_long_as_its_slowest_ring() {
+        let machine = Machine::a100_80g();
+        assert_eq!(machine.gather_seconds(1e9, 1), 0.0);
+        let two = machine.gather_seconds(1e9, 2);
+        assert!((two - (5e-6 + 0.5e9 / 300e9)).abs() < 1e-12);
+        // Sixteen nodes receive 15/16 of the bytes over their shared link.
+        let many = machine.gather_seconds(1e12, 128);
+        assert!((many - 15.0 * (10e-6 + 62.5e9 / 250e9)).abs() < 1e-9);
+    }
+}

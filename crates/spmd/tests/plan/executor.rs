@@ -1,0 +1,117 @@
+//! The plan's bytes are the executor's, node by node.
+
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::plan::MemoryPlan;
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+
+use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
+
+/// What both say: peak, node of the peak, bytes after each node.
+#[derive(Debug, Clone, PartialEq)]
+struct Said {
+    peak: u64,
+    node: Option<usize>,
+    after: Vec<(usize, u64)>,
+}
+
+fn same<M: Module + 'static, B: Batch>(
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(usize, &Device) -> B,
+) {
+    let mut split = Options::default();
+    split.prefetch = true;
+    for (style, options) in [
+        (DataParallel::FullyShard, Options::default()),
+        (DataParallel::FullyShard, split),
+        (DataParallel::FullyShard, Options::none()),
+        (DataParallel::Replicate, Options::default()),
+    ] {
+        for num_ranks in [1, 2, 4] {
+            compare(init, loss, batch, num_ranks, style, options.clone());
+        }
+    }
+}
+
+fn compare<M: Module + 'static, B: Batch>(
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(usize, &Device) -> B,
+    num_ranks: usize,
+    style: DataParallel,
+    options: Options,
+) {
+    let name = format!("{style:?} on {num_ranks} ranks, {options:?}");
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style).with_options(options.clone());
+        let mut step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        for index in 0..4 {
+            step.step(1e-3, &batch(index, &device))?;
+        }
+        let graph = step.compile_for(1e-3, &batch(0, &device))?;
+        let plan = MemoryPlan::new(&graph, world.rank())?;
+        step.reset_peak();
+        let (_, timeline) = step.step_with_timeline(1e-3, &batch(4, &device))?;
+        let executed = Said {
+            peak: step.memory().peak_bytes() as u64,
+            node: step.memory().peak_node(),
+            after: timeline
+                .spans()
+                .iter()
+                .map(|span| (span.node, span.live_bytes as u64))
+                .collect(),
+        };
+        let planned = Said {
+            peak: plan.peak_bytes(),
+            node: plan.peak_node,
+            after: plan.moments.iter().map(|m| (m.node, m.after)).collect(),
+        };
+        let lines: Vec<String> = graph.to_string().lines().map(str::to_owned).collect();
+        Ok((planned, executed, lines))
+    };
+    for (planned, executed, lines) in launch(LaunchConfig::new(num_ranks), body).unwrap() {
+        let pairs = planned.after.iter().zip(&executed.after);
+        if let Some(((node, planned), (_, executed))) = pairs.clone().find(|(a, b)| a != b) {
+            let first = lines
+                .iter()
+                .position(|line| line.contains(" = "))
+                .unwrap_or(0);
+            panic!(
+                "{name}: {planned} bytes planned after node {node} and {executed} executed: {:#?}",
+                &lines[first + node.saturating_sub(6)..=first + node]
+            );
+        }
+        assert_eq!(planned, executed, "{name}");
+    }
+}
+
+#[test]
+fn a_gpt_takes_what_was_planned() {
+    same(Gpt::new, Gpt::loss, |step, device| {
+        tokens(step, 0, 4, device)
+    });
+}
+
+#[test]
+fn a_cnn_with_batch_norm_takes_what_was_planned() {
+    same(Cnn::new, Cnn::loss, images);
+}
+
+#[test]
+fn an_lstm_takes_what_was_planned() {
+    same(Recurrent::new, Recurrent::loss, |step, device| {
+        sequences(step, 5, device)
+    });
+}
+
+#[test]
+fn an_attention_encoder_takes_what_was_planned() {
+    same(Encoder::new, Encoder::loss, |step, device| {
+        sequences(step, 8, device)
+    });
+}
