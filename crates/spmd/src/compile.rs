@@ -103,7 +103,7 @@ impl Mode {
 ///     Mode::single(),
 /// )?;
 /// let device = Device::flex();
-/// let batch = (Tensor::ones([8, 3], &device), Tensor::zeros([8, 1], &device));
+/// let batch = (Tensor::ones([8, 3], &device), Tensor::full([8, 1], 10.0, &device));
 /// let first = step.step(1e-1, &batch)?;
 /// for _ in 0..10 {
 ///     step.step(1e-1, &batch)?;
