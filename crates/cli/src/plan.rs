@@ -198,6 +198,11 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
             StrategyArg::FullShard => Division::FullShard,
             StrategyArg::ShardGradOp => Division::ShardGradOp,
             StrategyArg::NoShard => Division::NoShard,
+            StrategyArg::HybridShard => {
+                return Err(InputError::NotPlanned {
+                    flag: "--strategy hybrid-shard",
+                });
+            }
         },
         checkpointing: match args.activation_checkpointing {
             CheckpointingArg::None => Checkpointing::None,
