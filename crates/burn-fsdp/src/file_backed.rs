@@ -128,7 +128,7 @@ impl FileBackedOptimizer {
 
     /// Bytes of all state, in files.
     pub fn file_bytes(&self) -> u64 {
-        let lens = self.files.values().map(|file| fs::metadata(file));
+        let lens = self.files.values().map(fs::metadata);
         lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
             .sum()
     }

@@ -29,6 +29,15 @@ pub struct Inspection {
     pub model: Value,
 }
 
+/// The beginning of a text that is too long for a line of a table; JSON has all of it.
+fn shortened(text: &str) -> String {
+    const LONGEST: usize = 100;
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}.. ({} bytes)", &text[..end], text.len()),
+        None => text.to_owned(),
+    }
+}
+
 /// One file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedFile {
@@ -137,7 +146,7 @@ impl fmt::Display for Inspection {
             ("model", &self.model),
         ] {
             if !value.is_null() {
-                writeln!(f, "{title}: {value}")?;
+                writeln!(f, "{title}: {}", shortened(&value.to_string()))?;
             }
         }
         if let Some(loss_scale) = &training.loss_scale {

@@ -11,10 +11,16 @@ use burn_fsdp_models::ModelError;
 pub(crate) enum Failure {
     /// What the user gave is at fault.
     #[error(transparent)]
-    Input(#[from] InputError),
+    Input(Box<InputError>),
     /// A rank failed; the message names it.
     #[error(transparent)]
     Rank(#[from] LaunchError),
+}
+
+impl From<InputError> for Failure {
+    fn from(error: InputError) -> Self {
+        Self::Input(Box::new(error))
+    }
 }
 
 impl Failure {

@@ -31,7 +31,7 @@ pub(crate) fn composed(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
             .swap_dims(1, 2)
     };
     let queries = part(0).mul_scalar((head_dim as f64).sqrt().recip());
-    let scores = queries.matmul(part(1).transpose()) + mask;
+    let scores = queries.matmul(part(1).transpose()) + mask.cast(qkv.dtype());
     softmax(scores, 3)
         .matmul(part(2))
         .swap_dims(1, 2)

@@ -254,7 +254,7 @@ pub fn full_state<M: Module>(
                 Some(buffer) => Source::new(buffer),
                 None => continue,
             },
-            Held::Here(flat) => transport::source(flat.clone(), None),
+            Held::Here(flat) => transport::source((**flat).clone(), None),
         };
         if is_first {
             visit(FullTensor {
@@ -295,7 +295,7 @@ pub(crate) enum Held {
     /// Cut among ranks.
     Sharded(Member),
     /// On this rank, flat.
-    Here(Tensor<1>),
+    Here(Box<Tensor<1>>),
 }
 
 /// All float tensors of `module`, in its order.
@@ -336,7 +336,9 @@ impl ModuleVisitor for All {
                     dtype: slot.dtype,
                     held: match slot.is_gathered() {
                         true => Held::Sharded(member),
-                        false => Held::Here(member.generation.value(member.index).inner()),
+                        false => {
+                            Held::Here(Box::new(member.generation.value(member.index).inner()))
+                        }
                     },
                     path,
                 }
@@ -346,7 +348,7 @@ impl ModuleVisitor for All {
                 FloatTensor {
                     shape,
                     dtype: flat.dtype(),
-                    held: Held::Here(flat),
+                    held: Held::Here(Box::new(flat)),
                     path,
                 }
             }

@@ -57,6 +57,7 @@ pub enum LocalPart {
 /// [`Error::NotSharded`].
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
+    let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
     let tensors = full::tensors(module).into_iter().map(|tensor| {
         let (part, flat) = match tensor.held {
             Held::Sharded(member) => {
@@ -71,7 +72,10 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
                 };
                 (part, member.generation.value(member.index).inner())
             }
-            Held::Here(flat) => (LocalPart::Own, flat),
+            Held::Here(flat) => match managed.contains_key(&tensor.path) {
+                true => (LocalPart::Whole, *flat),
+                false => (LocalPart::Own, *flat),
+            },
         };
         LocalTensor {
             path: tensor.path,

@@ -63,7 +63,7 @@ impl DivideFactors {
     /// largest power of two up to about the root, and the rest.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
-        while ranks % pre == 0 && ranks / pre > pre {
+        while ranks.is_multiple_of(pre) && ranks / pre > pre {
             pre *= 2;
         }
         Self {
@@ -86,7 +86,10 @@ pub enum ReduceGroup {
 /// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
 /// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
 #[derive(Clone)]
-pub(crate) struct GradientHook(pub(crate) Arc<dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync>);
+pub(crate) struct GradientHook(pub(crate) Arc<ChangeGradient>);
+
+/// From path and flat gradient to another gradient of the same length.
+type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl fmt::Debug for GradientHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -189,7 +189,7 @@ impl Ranks {
 
 /// The group of this rank's `ranks` neighbours; `None` if that is nobody or everybody.
 fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>, Error> {
-    if ranks == 0 || shard.size() % ranks != 0 {
+    if ranks == 0 || !shard.size().is_multiple_of(ranks) {
         return Err(Error::ReshardTo {
             got: ranks,
             ranks: shard.size(),

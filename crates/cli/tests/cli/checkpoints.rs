@@ -199,7 +199,7 @@ fn a_step_is_consolidated_inspected_and_sampled() {
     assert_eq!(shown.code, 0, "{}", shown.stderr);
     for text in [
         "blocks.1.qkv.weight",
-        "optimizer.wte.weight.moment_1",
+        "optimizer.wte.weight.momentum.moment_1",
         "every byte is as it was",
     ] {
         assert!(shown.stdout.contains(text), "{text} in {}", shown.stdout);

@@ -21,10 +21,10 @@ fn with_mesh<T: Send + 'static>(
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
         let device = device();
         let model = (MLP.build)(&device);
-        if world.rank() == 0 {
+        {
+            // Each rank the same numbers, one rank and one test at a time.
             let _turn = seed_turn();
             device.seed(SEED);
-            // Lazy parameters draw their numbers here.
             params(&model);
         }
         body(mesh, model)
@@ -121,7 +121,7 @@ fn names_are_kept() {
             .flat_map(|unit| unit.parameters())
             .map(str::to_owned)
             .collect();
-        let mut sorted = before.clone();
+        let mut sorted = before;
         sorted.sort();
         after.sort();
         assert_eq!(after, sorted);

@@ -155,7 +155,7 @@ fn a_hook_sees_every_gradient_and_may_change_it() {
             MLP,
             2,
             1,
-            blocks().gradient_hook(|_, gradient| gradient.slice([0..1])),
+            blocks().gradient_hook(|_, gradient| gradient.slice(0..1)),
         )
     });
     let message = *message

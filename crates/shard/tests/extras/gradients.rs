@@ -85,8 +85,8 @@ impl ModuleVisitor for Spoil<'_> {
         if let Some(gradient) = self.gradients.get::<D>(param.id)
             && let Some(value) = self.value.take()
         {
-            let first = gradient.clone().slice([0..1]).full_like(value);
-            let spoilt = gradient.slice_assign([0..1], first);
+            let first = gradient.clone().slice(0..1).full_like(value);
+            let spoilt = gradient.slice_assign(0..1, first);
             self.gradients.register(param.id, spoilt);
         }
     }
