@@ -20,7 +20,7 @@
 //! A graph fresh from tracing has no [`OperationIr::Drop`] nodes, and every read is marked
 //! `ReadOnly`. The liveness pass marks the last read of a value `ReadWrite` (the backend takes the
 //! memory: it frees or reuses it in place) and adds drops for what cannot be marked.
-//! See [`passes::liveness`](crate::passes::liveness).
+//! See [`passes`](crate::passes).
 //!
 //! ```text
 //! %0 parameter fc.weight f32[4, 2]

@@ -2,7 +2,7 @@
 //!
 //! A pass implements [`GraphTransform`]; [`Pipeline`] applies passes in order. A pass declares the
 //! passes that it must come after and those that it must come before: applying it twice, or
-//! in the wrong place, is an error. After each pass the [`verifier`](verify) checks the graph, in debug
+//! in the wrong place, is an error. After each pass the [`verifier`](verify()) checks the graph, in debug
 //! builds and wherever [`Pipeline::verified`] asks for it.
 
 pub mod schedule;
