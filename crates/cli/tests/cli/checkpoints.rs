@@ -152,8 +152,12 @@ fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
     whole.report(&format!("{DIR} {arguments}"));
     let folder = Folder::new();
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut killed = 0;
-    while killed < kills {
+    for _ in 0..kills {
+        let is_done = folder.path("steps/step-000060").exists();
+        assert!(
+            !is_done,
+            "the run was over before it was killed often enough"
+        );
         let mut child = folder
             .command("train --batch 12 --eps 0.01 --lr 0.01 --vocab 256 --resume --json")
             .args(DIR.split(' '))
@@ -165,14 +169,14 @@ fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
         random ^= random << 13;
         random ^= random >> 7;
         random ^= random << 17;
-        sleep(Duration::from_millis(30 + random % 400));
+        // Long enough for some steps, and short enough for all the kills before the last one.
+        sleep(Duration::from_millis(40 + random % (1500 / kills)));
         child.kill().expect("kill");
         child.wait().expect("an end");
-        killed += 1;
     }
     let report = folder.report(&format!("{DIR} {arguments} --resume"));
     println!(
-        "killed {killed} times, resumed last from step {}",
+        "killed {kills} times, resumed last from step {}",
         report["first_step"]
     );
     assert_eq!(metrics(&folder), metrics(&whole));
