@@ -44,10 +44,11 @@ fn ways_to_make_a_step_agree() {
     // A tight norm does change them, the same for any number of ranks.
     let clipped = losses_of("--ranks 1 --clip-grad-norm 0.01");
     assert!(clipped != want);
-    assert_close(
-        &losses_of("--ranks 3 --clip-grad-norm 0.01"),
-        &clipped,
-        1e-5,
-        "clipped",
-    );
+    for arguments in [
+        "--ranks 3 --clip-grad-norm 0.01",
+        "--ranks 4 --clip-grad-norm 0.01 --strategy hybrid-shard --replicate-size 2",
+        "--ranks 2 --clip-grad-norm 0.01 --strategy no-shard",
+    ] {
+        assert_close(&losses_of(arguments), &clipped, 1e-5, arguments);
+    }
 }
