@@ -290,9 +290,25 @@ pub fn restore<M: Module>(
 ///
 /// As [`restore`].
 pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointError> {
+    restore_matching(model, step, |_| true)
+}
+
+/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and
+/// leaves the others: a backbone without its head, say.
+///
+/// Not collective. All ranks must want the same.
+///
+/// # Errors
+///
+/// As [`restore`], for the wanted tensors of model and step.
+pub fn restore_matching<M: Module>(
+    model: M,
+    step: &Step,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<M, CheckpointError> {
     let state = local_state(&model)?;
-    let expected: Result<Vec<_>, CheckpointError> = state
-        .iter()
+    let wanted = state.iter().filter(|tensor| is_wanted(&tensor.path));
+    let expected: Result<Vec<_>, CheckpointError> = wanted
         .map(|tensor| {
             Ok(ExpectedTensor {
                 name: tensor.path.clone(),
@@ -301,10 +317,11 @@ pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointEr
             })
         })
         .collect();
-    let is_model = |tensor: &TensorEntry| tensor.kind.is_model();
-    step.compare(&expected?, is_model, Extra::Refuse)?;
-    load_local_state(model, |tensor| {
-        Ok(Some(step.read(&tensor.path, &region_of(tensor))?))
+    let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
+    step.compare(&expected?, is_compared, Extra::Refuse)?;
+    load_local_state(model, |tensor| match is_wanted(&tensor.path) {
+        true => Ok(Some(step.read(&tensor.path, &region_of(tensor))?)),
+        false => Ok(None),
     })
 }
 

@@ -69,7 +69,8 @@ pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
 pub use checkpoints::{
-    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_model, snapshot,
+    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
+    snapshot,
 };
 pub use file_backed::FileBackedOptimizer;
 

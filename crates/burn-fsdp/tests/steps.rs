@@ -12,7 +12,8 @@ use burn_fsdp::steps::{
 };
 use burn_fsdp::{
     CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, ProcessGroup, ProcessMesh,
-    ShardPolicy, backward, fully_shard, launch, restore, snapshot, summon_full_params,
+    ShardPolicy, backward, fully_shard, launch, restore, restore_matching, snapshot,
+    summon_full_params,
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 
@@ -214,6 +215,29 @@ fn a_step_of_another_model_is_refused_by_name() {
     let message = message.unwrap_or_else(|error| panic!("{error}"));
     let message = message[0].clone().unwrap_or_default();
     assert!(message.contains("wte.weight"), "{message}");
+}
+
+#[test]
+fn a_part_may_be_loaded_by_path() {
+    let folder = tempfile::tempdir().expect("a folder");
+    save_at(2, Layout::Flat, folder.path());
+    let from = folder.path().to_owned();
+    launch(LaunchConfig::new(3), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let step = Checkpoints::new(&from).newest()?;
+        let before = burn_fsdp::local_state(&model)?;
+        let model = restore_matching(model, &step, |path| path.starts_with("blocks.1."))?;
+        let after = burn_fsdp::local_state(&model)?;
+        for (before, after) in before.iter().zip(&after) {
+            let changed = before.elements.as_bytes() != after.elements.as_bytes();
+            let trained = !after.elements.is_empty();
+            let wanted = after.path.starts_with("blocks.1.") && trained;
+            assert_eq!(changed, wanted, "{}", after.path);
+        }
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
 }
 
 /// A shard over 16 MiB is cut into chunks and comes back whole.
