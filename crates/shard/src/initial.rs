@@ -1,7 +1,7 @@
 //! Initial values: rank 0's, cut on the way.
 
 use burn::module::Param;
-use burn::tensor::{Bytes, Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{BufferPool, FullPart, ProcessGroup, Received, Source};
 
 use crate::error::Error;
@@ -112,8 +112,5 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
 
 /// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
-    let bytes = Bytes::from_bytes_vec(bytes.to_vec());
-    let len = bytes.len() / slot.element.size();
-    let data = TensorData::from_bytes(bytes, [len], slot.dtype);
-    Tensor::from_data(data, (device, slot.dtype))
+    transport::owned(bytes.to_vec(), slot.dtype, device)
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{Partition, Source};
 
 use crate::error::{Error, catch};
@@ -145,7 +145,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
         match members.get(&tensor.path) {
             Some(member) => {
                 let device = member.generation.value(member.index).device();
-                let flat = flat(bytes, tensor.dtype, &device);
+                let flat = transport::owned(bytes, tensor.dtype, &device);
                 *member.slot().loaded.lock() = Some(flat);
             }
             None => drop(plain.insert(tensor.path, bytes)),
@@ -156,12 +156,6 @@ pub fn load_local_state<M: Module, E: From<Error>>(
         plain,
     };
     Ok(catch(|| module.map(&mut place))?)
-}
-
-fn flat(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
-    let len = bytes.len() / dtype.size();
-    let data = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), [len], dtype);
-    Tensor::from_data(data, (device, dtype))
 }
 
 /// Puts plain tensors in their places; sharded ones are waiting in theirs.
@@ -183,7 +177,7 @@ impl ModuleMapper for Place {
         match self.plain.remove(&self.path.join(".")) {
             None => param,
             Some(bytes) => param.map(|old| {
-                let flat = flat(bytes, old.dtype(), &old.device());
+                let flat = transport::owned(bytes, old.dtype(), &old.device());
                 flat.reshape::<D, _>(old.shape())
                     .set_require_grad(old.is_require_grad())
             }),

@@ -87,6 +87,13 @@ where
     Tensor::from_data(TensorData::from_bytes(bytes, [len], dtype), (device, dtype))
 }
 
+/// A flat tensor with memory of its own.
+pub(crate) fn owned(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
+    let len = bytes.len() / dtype.size();
+    let data = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), [len], dtype);
+    Tensor::from_data(data, (device, dtype))
+}
+
 /// A buffer that also tells, by `_life`, whether any tensor still holds it.
 pub(crate) struct Marked {
     /// The memory.

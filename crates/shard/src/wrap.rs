@@ -9,6 +9,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Partition;
 
+use crate::checkpoint;
 use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
 use crate::initial;
@@ -572,11 +573,5 @@ fn relocate<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
         // A sharded value, which `train` has put where it belongs.
         return tensor;
     }
-    let plain = tensor.inner();
-    match device.gradient_checkpointing_strategy() {
-        Some(strategy) => plain
-            .autodiff()
-            .with_gradient_checkpointing_strategy(strategy),
-        None => plain,
-    }
+    checkpoint::tracked(tensor.inner(), device)
 }
