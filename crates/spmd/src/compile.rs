@@ -9,79 +9,18 @@ use burn::backend::Flex;
 use burn::module::Module;
 use burn::optim::Optimizer;
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
-use burn_fsdp_mesh::Partition;
 use burn_ir::{BackendIr, TensorId};
 
 use crate::Error;
 use crate::graph::{Graph, Parameter, ParameterLayout, Role};
 use crate::initial::InitialValues;
-use crate::passes::{GraphTransform, Pipeline, schedule};
-use crate::place::DataParallel;
-use crate::run::{Executor, MemoryTable, Timeline, element_type};
+use crate::layout::{localize, slice, whole};
+use crate::mode::{Mode, lower};
+use crate::run::{Executor, MemoryTable, Timeline};
 use crate::trace::{
     Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
-    parameters, specs_of, trace,
+    parameters, specs_of, trace_joined,
 };
-
-/// How a step is compiled: over which ranks, and by which passes.
-#[derive(Debug, Clone)]
-pub struct Mode {
-    pub(crate) group: ProcessGroup,
-    pub(crate) style: DataParallel,
-    pub(crate) options: schedule::Options,
-    pub(crate) cache: usize,
-    pub(crate) verify: bool,
-    pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
-}
-
-impl Mode {
-    /// A single rank.
-    pub fn single() -> Self {
-        Self::data_parallel(ProcessGroup::solo(), DataParallel::Replicate)
-    }
-
-    /// The ranks of a group divide the batch among them.
-    pub fn data_parallel(group: ProcessGroup, style: DataParallel) -> Self {
-        Self {
-            group,
-            style,
-            options: schedule::Options::default(),
-            cache: 8,
-            verify: cfg!(debug_assertions),
-            transforms: Vec::new(),
-        }
-    }
-
-    /// Which passes schedule the graph, and how.
-    #[must_use]
-    pub fn with_options(mut self, options: schedule::Options) -> Self {
-        self.options = options;
-        self
-    }
-
-    /// How many graphs are kept: one for the first step, and one for every other set of input shapes.
-    /// 8 by default, at least 1; the one used longest ago goes first.
-    #[must_use]
-    pub fn with_cache(mut self, num_graphs: usize) -> Self {
-        self.cache = num_graphs.max(1);
-        self
-    }
-
-    /// Verifies the graph after each pass, as debug builds always do.
-    #[must_use]
-    pub fn verified(mut self) -> Self {
-        self.verify = true;
-        self
-    }
-
-    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
-    #[must_use]
-    pub fn with_transform(mut self, transform: impl GraphTransform + 'static) -> Self {
-        self.transforms.push(Arc::new(transform));
-        self
-    }
-}
 
 /// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
 /// step of `optimizer` for every parameter. All ranks of the mode's group must call it, with the same
@@ -209,14 +148,15 @@ where
         .collect();
     let scalars = HostScalars::new(&optimizer, ranks)?;
     let initial = InitialValues::new(&init, &specs, &mode, device)?;
-    let executor = Executor::new(backend_device, mode.group.clone());
-    let tracer = move |batch: &B, config: TraceConfig| {
+    let executor = Executor::new(backend_device, mode.group.clone()).with_axes(mode.axes()?);
+    let tracer = move |batch: &B, config: TraceConfig, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();
             parts.fold(init(device), |module, part| part.replace(module))
         };
         let loss = |model: &M, batch: B| loss(model, batch);
-        let graph = trace(init, loss, &optimizer, batch, config)?;
+        let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
+        let graph = trace_joined(init, loss, &optimizer, (batch, &joined), config)?;
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))
@@ -247,7 +187,7 @@ fn first_difference(a: &[ParameterSpec], b: &[ParameterSpec]) -> Option<String> 
     Some(spec.path.to_string())
 }
 
-type Tracer<B> = Box<dyn Fn(&B, TraceConfig) -> Result<Graph, Error> + Send>;
+type Tracer<B> = Box<dyn Fn(&B, TraceConfig, &Mode) -> Result<Graph, Error> + Send>;
 
 /// What a graph was made for.
 #[derive(Debug, Clone, PartialEq)]
@@ -391,7 +331,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             learning_rate,
         };
         self.num_traces += 1;
-        let graph = (self.tracer)(batch, config)?;
+        let graph = (self.tracer)(batch, config, &self.mode)?;
+        self.mode.decide(&graph)?;
         let graph = lower(graph, &self.mode)?;
         self.agree(&graph)?;
         Ok(graph)
@@ -462,7 +403,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
-        self.whole(&parameter, local)
+        self.whole(&parameter, &local)
     }
 
     /// This rank's part of a parameter: all of it, or a flat shard without padding.
@@ -478,7 +419,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
         match parameter.layout {
-            ParameterLayout::Whole => Ok(local),
+            ParameterLayout::Whole | ParameterLayout::Placed(_) => Ok(local),
             ParameterLayout::Flat(partition) => {
                 let own = partition.len(self.mode.group.rank());
                 Ok(slice(&local, 0..own))
@@ -505,7 +446,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             return initial.set(path, data, &self.mode);
         }
         let (parameter, value) = self.located(path)?;
-        let local = localize(&data, &parameter.layout, self.mode.group.rank());
+        let local = localize(&data, &parameter.layout, &self.mode)?;
         self.executor.set(value, local);
         Ok(())
     }
@@ -529,7 +470,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             };
             if self.executor.has(*id) {
                 let local = self.executor.get(*id)?;
-                states.push((slot.to_string(), self.whole(&parameter, local)?));
+                states.push((slot.to_string(), self.whole(&parameter, &local)?));
             }
         }
         Ok(states)
@@ -560,7 +501,6 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
 
     /// Puts the states that were set where a graph has them.
     fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
-        let rank = self.mode.group.rank();
         for ((path, slot), data) in std::mem::take(&mut self.restored) {
             let parameter = graph.parameter(&path);
             let states = parameter
@@ -592,10 +532,20 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                     &data,
                 ));
             }
-            let local = localize(&data, &parameter.layout, rank);
+            let local = localize(&data, &parameter.layout, &self.mode)?;
             self.executor.set(*id, local);
         }
         Ok(())
+    }
+
+    fn whole(&self, parameter: &Parameter, local: &TensorData) -> Result<TensorData, Error> {
+        let Parameter {
+            path,
+            layout,
+            shape,
+            ..
+        } = parameter;
+        whole(&self.mode, path, local, layout, shape)
     }
 
     fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
@@ -617,128 +567,6 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             parameter.ok_or_else(|| Error::Internal(format!("parameter {path} is in no graph")))?;
         let value = parameter.value;
         Ok((parameter, value))
-    }
-
-    fn whole(&self, parameter: &Parameter, local: TensorData) -> Result<TensorData, Error> {
-        match parameter.layout {
-            ParameterLayout::Whole => Ok(local),
-            ParameterLayout::Flat(partition) => gather(
-                &self.mode.group,
-                &parameter.path,
-                &local,
-                partition,
-                &parameter.shape,
-            ),
-        }
-    }
-}
-
-/// Applies the passes of a mode to a graph of one rank.
-///
-/// # Errors
-///
-/// Those of the passes.
-pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    let mut pipeline = schedule::pipeline(
-        mode.group.size(),
-        mode.style,
-        &mode.options,
-        &mode.transforms,
-    );
-    if mode.verify {
-        pipeline = pipeline.verified();
-    }
-    Pipeline::run(&pipeline, graph)
-}
-
-/// The part of a whole tensor that a rank holds, padded.
-pub(crate) fn localize(data: &TensorData, layout: &ParameterLayout, rank: usize) -> TensorData {
-    match layout {
-        ParameterLayout::Whole => data.clone(),
-        ParameterLayout::Flat(partition) => {
-            let size = data.dtype().size();
-            let range = partition.range(rank);
-            let mut bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
-            bytes.resize(partition.chunk_len() * size, 0);
-            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], data.dtype())
-        }
-    }
-}
-
-fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorData {
-    let size = data.dtype().size();
-    let bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
-    TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
-}
-
-/// The whole of which every rank has a flat padded shard.
-pub(crate) fn gather(
-    group: &ProcessGroup,
-    path: &str,
-    local: &TensorData,
-    partition: Partition,
-    shape: &[usize],
-) -> Result<TensorData, Error> {
-    let dtype = local.dtype();
-    let element = element_of(path, dtype)?;
-    let own = partition.len(group.rank()) * dtype.size();
-    let source = Source::new(local.as_bytes()[..own].to_vec());
-    let into = group.pool().take(partition.num_elements() * dtype.size());
-    let part = Part::new(source, partition, element);
-    let received = group
-        .all_gather(format!("read {path}"), Vec::new(), vec![part], vec![into])
-        .map_err(collective)?;
-    let bytes = received.buffers[0].as_ref().to_vec();
-    Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
-}
-
-pub(crate) fn element_of(path: &str, dtype: burn::tensor::DType) -> Result<ElementType, Error> {
-    element_type(dtype).ok_or_else(|| Error::ElementType {
-        path: path.to_owned(),
-        dtype,
-    })
-}
-
-/// What rank 0 has, on all ranks.
-pub(crate) fn broadcast(
-    group: &ProcessGroup,
-    path: &str,
-    data: Option<TensorData>,
-    spec: &ParameterSpec,
-) -> Result<TensorData, Error> {
-    let num_bytes = spec.shape.iter().product::<usize>() * spec.dtype.size();
-    let bytes = ElementType::U8;
-    let label = format!("initial {path}");
-    let (parts, into) = match &data {
-        Some(data) => (
-            vec![FullPart::new(Source::new(data.as_bytes().to_vec()), bytes)],
-            vec![],
-        ),
-        None => (
-            vec![FullPart::absent(num_bytes, bytes)],
-            vec![group.pool().take(num_bytes)],
-        ),
-    };
-    let received = group
-        .broadcast(label, Vec::new(), 0, parts, into)
-        .map_err(collective)?;
-    match data {
-        Some(data) => Ok(data),
-        None => {
-            let bytes = received.buffers[0].as_ref().to_vec();
-            Ok(TensorData::from_bytes_vec(
-                bytes,
-                spec.shape.clone(),
-                spec.dtype,
-            ))
-        }
-    }
-}
-
-pub(crate) fn collective(source: burn_fsdp_collectives::Error) -> Error {
-    Error::Collective {
-        node: 0,
-        source: Arc::new(source),
     }
 }
 

@@ -58,6 +58,68 @@ pub enum Error {
         known: String,
     },
 
+    /// A tensor cannot lie on the mesh as asked.
+    #[error(
+        "{what} \"{name}\" of shape {shape:?} cannot be {placement} on axis {axis}: {reason}; choose \
+         another placement, or replicate it"
+    )]
+    Placement {
+        /// What it is: a parameter, an input.
+        what: &'static str,
+        /// Its path or name.
+        name: String,
+        /// The mesh axis.
+        axis: String,
+        /// The placement asked for.
+        placement: String,
+        /// Shape of the whole.
+        shape: Vec<usize>,
+        /// Why not.
+        reason: String,
+    },
+
+    /// An operation can run in no way on operands that lie like this.
+    #[error(
+        "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be \
+         gathered: place what they are made of so that they are whole where they must be"
+    )]
+    NoRule {
+        /// The operation.
+        operation: String,
+        /// The mesh axis.
+        axis: String,
+        /// Types, shapes and placements of the operands.
+        operands: String,
+    },
+
+    /// A value whose type collectives do not move lies where it is not wanted.
+    #[error(
+        "{value} of type {dtype:?} cannot be redistributed on axis {axis}: only float tensors are \
+         moved; replicate what it is made of"
+    )]
+    Redistribution {
+        /// The value.
+        value: String,
+        /// Its type.
+        dtype: DType,
+        /// The mesh axis.
+        axis: String,
+    },
+
+    /// Random numbers that all ranks of an axis should share.
+    #[error(
+        "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
+         each, and no dim can be cut in equal parts; give it a dim that can, or switch dropout off"
+    )]
+    RandomReplicated {
+        /// The operation.
+        operation: String,
+        /// Shape of the whole.
+        shape: Vec<usize>,
+        /// The mesh axis.
+        axis: String,
+    },
+
     /// A tensor is not of the shape or type that the graph was traced with.
     #[error(
         "{what} \"{name}\" is {got} where the graph has {expected}; pass a tensor of that shape and \
@@ -95,22 +157,6 @@ pub enum Error {
         /// The parameter.
         path: String,
         /// What differs.
-        reason: String,
-    },
-
-    /// A placement that a rule cannot work with.
-    #[error(
-        "{operation} (node {node}) cannot be placed: {reason}; its inputs are {inputs}; choose \
-         other placements or replicate one of them"
-    )]
-    Placement {
-        /// Index of the node in the graph.
-        node: usize,
-        /// Its operation.
-        operation: String,
-        /// The inputs, each with shape and placement.
-        inputs: String,
-        /// What the rule objects to.
         reason: String,
     },
 

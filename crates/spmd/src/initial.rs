@@ -6,13 +6,12 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Part, Source};
-use burn_fsdp_mesh::Partition;
 use burn_ir::TensorId;
 
 use crate::Error;
-use crate::compile::{Mode, broadcast, collective, element_of, gather, localize};
 use crate::graph::{Graph, ParameterLayout};
-use crate::place::DataParallel;
+use crate::layout::{broadcast, collective, element_of, localize, whole};
+use crate::mode::Mode;
 use crate::trace::ParameterSpec;
 
 /// Values of a module's tensors before there is a graph: trained parameters as the mode divides
@@ -66,12 +65,7 @@ impl InitialValues {
     /// The whole parameter, on all ranks.
     pub(crate) fn whole(&self, path: &str, mode: &Mode) -> Result<TensorData, Error> {
         let held = self.held(path)?;
-        match held.layout {
-            ParameterLayout::Whole => Ok(held.data.clone()),
-            ParameterLayout::Flat(partition) => {
-                gather(&mode.group, path, &held.data, partition, &held.spec.shape)
-            }
-        }
+        whole(mode, path, &held.data, &held.layout, &held.spec.shape)
     }
 
     /// This rank's part, padded.
@@ -82,7 +76,7 @@ impl InitialValues {
     pub(crate) fn set(&mut self, path: &str, data: TensorData, mode: &Mode) -> Result<(), Error> {
         let layout = self.held(path)?.layout.clone();
         if let Some(held) = self.values.get_mut(path) {
-            held.data = localize(&data, &layout, mode.group.rank());
+            held.data = localize(&data, &layout, mode)?;
         }
         Ok(())
     }
@@ -114,7 +108,11 @@ impl InitialValues {
             }
             let data = match held.layout == parameter.layout {
                 true => held.data,
-                false => localize(&held.data, &parameter.layout, mode.group.rank()),
+                false => {
+                    let shape = &held.spec.shape;
+                    let all = whole(mode, &parameter.path, &held.data, &held.layout, shape)?;
+                    localize(&all, &parameter.layout, mode)?
+                }
             };
             values.push((parameter.value, data));
         }
@@ -162,15 +160,15 @@ impl Receiver<'_> {
             ));
         }
         let group = &self.mode.group;
-        let is_sharded = spec.is_trained && self.mode.style == DataParallel::FullyShard;
-        if !is_sharded {
+        let layout = self.mode.initial_layout(spec)?;
+        let ParameterLayout::Flat(partition) = layout else {
+            let data = broadcast(group, &spec.path, data, spec)?;
             return Ok(Held {
                 spec: spec.clone(),
-                layout: ParameterLayout::Whole,
-                data: broadcast(group, &spec.path, data, spec)?,
+                data: localize(&data, &layout, self.mode)?,
+                layout,
             });
-        }
-        let partition = Partition::flat(spec.shape.iter().product(), group.size())?;
+        };
         let element = element_of(&spec.path, spec.dtype)?;
         let size = spec.dtype.size();
         let part = match data {

@@ -40,13 +40,16 @@ mod compile;
 mod error;
 pub mod graph;
 mod initial;
+mod layout;
+mod mode;
 pub mod passes;
 pub mod place;
 pub mod plan;
 pub mod run;
 pub mod trace;
 
-pub use compile::{CompiledStep, Mode, Override, compile, compile_on, compile_with, lower};
+pub use compile::{CompiledStep, Override, compile, compile_on, compile_with};
 pub use error::Error;
-pub use place::DataParallel;
+pub use mode::{Mode, lower};
+pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper};

@@ -30,6 +30,8 @@ pub struct Collective {
     pub parts: Vec<CollectivePart>,
     /// How addends combine; `None` for all-gather.
     pub reduction: Option<ReduceOp>,
+    /// What the tensors are to the step.
+    pub payload: Payload,
     /// The whole operation, or a half of it.
     pub stage: Stage,
 }
@@ -43,6 +45,17 @@ pub enum CollectiveKind {
     ReduceScatter,
     /// Every rank gets the combination of all.
     AllReduce,
+}
+
+/// What a collective moves: passes that join and move collectives look at it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Payload {
+    /// Parts of parameters, which are given and may be gathered at any time before their use.
+    Parameter,
+    /// Gradients and the loss, which nothing but the optimizer reads.
+    Gradient,
+    /// What the next operations read.
+    Activation,
 }
 
 /// One tensor of a collective.

@@ -43,12 +43,12 @@ use std::sync::Arc;
 use burn::tensor::{DType, TensorData};
 use burn_ir::{OperationIr, TensorId, TensorIr};
 
-pub use collective::{Collective, CollectiveKind, CollectivePart, Stage};
-pub use node::{Node, Phase, ScalarSlot, operation_name};
+pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
+pub use node::{AxisShift, Node, Phase, ScalarSlot, operation_name};
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, ParameterLayout, Role, Update, Value};
 
-pub(crate) use node::{rename, set_status};
+pub(crate) use node::{collective_node, rename, set_status};
 
 /// A train step, or a part of one. See the [module](self).
 #[derive(Debug, Clone, Default)]
@@ -290,6 +290,11 @@ impl Graph {
             node::set_values(&mut node.operation, &self.values);
         }
         self.set_nodes(nodes);
+    }
+
+    /// Writes the shapes and types of the values into one node that is not in the schedule yet.
+    pub fn sync_node(&self, node: &mut Node) {
+        node::set_values(&mut node.operation, &self.values);
     }
 
     /// Forgets temporary values and constants that nothing mentions any more.

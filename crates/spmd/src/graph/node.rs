@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
+use burn_ir::{CustomOpIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 
-use super::{Collective, Value};
+use super::{Collective, Graph, Value};
+use crate::Error;
 
 /// One operation of the schedule.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,6 +22,20 @@ pub struct Node {
     pub scalars: Option<ScalarSlot>,
     /// The parameter that it serves: optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
+    /// For a slice: which part of it each rank takes.
+    pub shift: Option<AxisShift>,
+}
+
+/// Makes a slice depend on the rank: the operation has the ranges of the first rank of an axis, and those
+/// of `dim` begin `len` elements later on every next one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AxisShift {
+    /// The mesh axis.
+    pub axis: Arc<str>,
+    /// The dim that is cut.
+    pub dim: usize,
+    /// Length of each rank's part.
+    pub len: usize,
 }
 
 /// Part of a train step.
@@ -65,6 +80,7 @@ impl Node {
             collective: None,
             scalars: None,
             path: None,
+            shift: None,
         }
     }
 
@@ -189,6 +205,37 @@ impl fmt::Write for Head {
             Ok(())
         }
     }
+}
+
+/// A node that runs a collective.
+///
+/// # Errors
+///
+/// [`Error::Internal`] for values that are not declared.
+pub(crate) fn collective_node(
+    graph: &Graph,
+    collective: Collective,
+    inputs: &[TensorId],
+    outputs: &[TensorId],
+    phase: Phase,
+) -> Result<Node, Error> {
+    let inputs = inputs
+        .iter()
+        .map(|id| graph.read(*id))
+        .collect::<Result<Vec<_>, _>>()?;
+    let outputs = outputs
+        .iter()
+        .map(|id| graph.write(*id))
+        .collect::<Result<Vec<_>, _>>()?;
+    let custom = CustomOpIr {
+        id: collective.name(),
+        inputs,
+        outputs,
+        scalars: Vec::new(),
+    };
+    let mut node = Node::new(OperationIr::Custom(custom), phase);
+    node.collective = Some(collective);
+    Ok(node)
 }
 
 /// Gives every tensor of an operation the id that `map` has for it.

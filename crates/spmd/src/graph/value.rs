@@ -7,6 +7,8 @@ use burn::tensor::{DType, Shape};
 use burn_fsdp_mesh::Partition;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
+use crate::place::AxisPlacement;
+
 /// A tensor that a node reads or writes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Value {
@@ -145,6 +147,8 @@ pub enum ParameterLayout {
     /// The elements in order of the dims are cut into equal chunks, one per rank, padded at the end
     /// with zeros: the value has shape `[partition.chunk_len()]` on every rank.
     Flat(Partition),
+    /// Cut along dims, in equal parts, or replicated, on each axis of a mesh.
+    Placed(Arc<[AxisPlacement]>),
 }
 
 /// Feeds a value into a given one for the next step.

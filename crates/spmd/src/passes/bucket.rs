@@ -5,10 +5,9 @@ use burn_fsdp_mesh::ReduceOp;
 use burn_ir::TensorId;
 
 use super::GraphTransform;
-use super::shard::collective_node;
 use super::unit::unit_of;
 use crate::Error;
-use crate::graph::{Collective, CollectiveKind, Graph, Node, Stage};
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage, collective_node};
 
 /// Joins collectives, so that many tensors travel in one operation.
 ///
@@ -76,8 +75,7 @@ impl GraphTransform for Bucket {
             for bucket in runs_at.remove(&index).unwrap_or_default() {
                 scheduled.push(bucket.join(&graph, &nodes, node)?);
             }
-            let is_joined = matches!(&node.collective, Some(c) if c.stage == Stage::Whole);
-            if !is_joined {
+            if !node.collective.as_ref().is_some_and(can_join) {
                 scheduled.push(node.clone());
             }
         }
@@ -112,7 +110,7 @@ impl Bucket {
             let Some(collective) = &node.collective else {
                 continue;
             };
-            if collective.stage != Stage::Whole {
+            if !can_join(collective) {
                 continue;
             }
             let key = key_of(collective);
@@ -151,6 +149,11 @@ impl Bucket {
         closed.extend(open.into_values());
         closed
     }
+}
+
+/// What the next operations read cannot wait for others.
+fn can_join(collective: &Collective) -> bool {
+    collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
 
 fn key_of(collective: &Collective) -> Key {

@@ -7,7 +7,7 @@ use super::GraphTransform;
 use super::rewrite::repeat;
 use super::unit::unit_of;
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, Storage, rename, storage_of};
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Storage, rename, storage_of};
 
 /// Frees gathered weights after each visit of their unit and gathers them again for the next: forward
 /// and backward each have their own.
@@ -83,7 +83,7 @@ impl Weights {
         let mut sources: BTreeMap<TensorId, (Node, Arc<str>)> = BTreeMap::new();
         for node in nodes {
             let unit: Option<Arc<str>> = match &node.collective {
-                Some(collective) if collective.kind == CollectiveKind::AllGather => collective
+                Some(collective) if is_gather(collective) => collective
                     .parts
                     .first()
                     .map(|part| unit_of(&part.path).into()),
@@ -159,6 +159,11 @@ impl Weights {
             self.made.remove(&gone);
         }
     }
+}
+
+/// Whether a collective makes whole weights.
+fn is_gather(collective: &Collective) -> bool {
+    collective.kind == CollectiveKind::AllGather && collective.payload == Payload::Parameter
 }
 
 /// Whether a node makes a view or a copy of its only input.

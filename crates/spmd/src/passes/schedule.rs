@@ -9,6 +9,7 @@ use super::{
 };
 use crate::Error;
 use crate::graph::Graph;
+use crate::mode::DATA_AXIS;
 use crate::place::DataParallel;
 
 /// Which passes run, and how.
@@ -60,6 +61,25 @@ pub fn pipeline(
     options: &Options,
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
+    // One rank takes the same path as many.
+    let insert = InsertCollectives {
+        num_ranks,
+        style,
+        axis: DATA_AXIS.into(),
+    };
+    let options = Options {
+        reshard_after_forward: options.reshard_after_forward && style == DataParallel::FullyShard,
+        ..options.clone()
+    };
+    pipeline_with(insert, &options, transforms)
+}
+
+/// The passes around one that inserts collectives.
+pub(crate) fn pipeline_with(
+    insert: impl GraphTransform + 'static,
+    options: &Options,
+    transforms: &[Arc<dyn GraphTransform>],
+) -> Pipeline {
     let mut pipeline = Pipeline::new()
         .then(DeadCode)
         .then(CommonSubexpressions)
@@ -67,14 +87,8 @@ pub fn pipeline(
     if let Some(recompute) = options.recompute {
         pipeline = pipeline.then(recompute);
     }
-    // One rank takes the same path as many.
-    let insert = InsertCollectives {
-        num_ranks,
-        style,
-        axis: "data".into(),
-    };
     pipeline = pipeline.then(insert).then(Deduplicate);
-    if options.reshard_after_forward && style == DataParallel::FullyShard {
+    if options.reshard_after_forward {
         pipeline = pipeline.then(Regather);
     }
     for transform in transforms {

@@ -1,16 +1,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Partition, ReduceOp};
-use burn_ir::{CustomOpIr, FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
+use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
 
 use super::GraphTransform;
 use crate::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Phase, Role, Stage,
-    operation_name,
+    Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Payload, Phase, Role,
+    Stage, collective_node, operation_name,
 };
-use crate::place::DataParallel;
+use crate::place::{DataParallel, ExpandPlacements, least_communication};
 
 /// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
 /// divide the batch among them.
@@ -52,6 +52,11 @@ impl GraphTransform for InsertCollectives {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        if self.style == DataParallel::Default {
+            let mesh = Mesh::line(self.axis.as_ref(), self.num_ranks)?;
+            let expand = least_communication(&graph, &mesh, &self.axis)?;
+            return ExpandPlacements { expand, mesh }.transform(graph);
+        }
         let mut insertion = Insertion {
             pass: self,
             graph,
@@ -60,7 +65,7 @@ impl GraphTransform for InsertCollectives {
         insertion.graph.set_num_ranks(self.num_ranks);
         let nodes = insertion.graph.take_nodes();
         let nodes = match self.style {
-            DataParallel::Replicate => nodes,
+            DataParallel::Replicate | DataParallel::Default => nodes,
             DataParallel::FullyShard => insertion.shard(nodes)?,
         };
         insertion.average(nodes)?;
@@ -192,6 +197,10 @@ impl Insertion<'_> {
                 dtype,
             }],
             reduction,
+            payload: match kind {
+                CollectiveKind::AllGather => Payload::Parameter,
+                _ => Payload::Gradient,
+            },
             stage: Stage::Whole,
         }
     }
@@ -252,8 +261,8 @@ impl Insertion<'_> {
                     let parameter = &self.graph.parameters()[owner];
                     let (path, layout) = (parameter.path.clone(), parameter.layout.clone());
                     let partition = match layout {
-                        ParameterLayout::Whole => None,
                         ParameterLayout::Flat(partition) => Some(partition),
+                        ParameterLayout::Whole | ParameterLayout::Placed(_) => None,
                     };
                     let mean = self.reduce(&mut scheduled, output, &path, partition, phase)?;
                     self.averaged.insert(output, mean);
@@ -313,37 +322,6 @@ impl Insertion<'_> {
         scheduled.push(node);
         Ok(mean)
     }
-}
-
-/// A node that runs a collective.
-///
-/// # Errors
-///
-/// [`Error::Internal`] for values that are not declared.
-pub(super) fn collective_node(
-    graph: &Graph,
-    collective: Collective,
-    inputs: &[TensorId],
-    outputs: &[TensorId],
-    phase: Phase,
-) -> Result<Node, Error> {
-    let inputs = inputs
-        .iter()
-        .map(|id| graph.read(*id))
-        .collect::<Result<Vec<_>, _>>()?;
-    let outputs = outputs
-        .iter()
-        .map(|id| graph.write(*id))
-        .collect::<Result<Vec<_>, _>>()?;
-    let custom = CustomOpIr {
-        id: collective.name(),
-        inputs,
-        outputs,
-        scalars: Vec::new(),
-    };
-    let mut node = Node::new(OperationIr::Custom(custom), phase);
-    node.collective = Some(collective);
-    Ok(node)
 }
 
 /// Whether every element of the results depends on the elements at its own place alone.

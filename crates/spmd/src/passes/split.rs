@@ -3,9 +3,10 @@ use std::collections::{BTreeSet, VecDeque};
 use burn_ir::TensorId;
 
 use super::GraphTransform;
-use super::shard::collective_node;
 use crate::Error;
-use crate::graph::{Collective, CollectiveKind, Graph, Node, Role, Stage};
+use crate::graph::{
+    Collective, CollectiveKind, Graph, Node, Payload, Role, Stage, collective_node,
+};
 
 /// Splits every collective into its start and its wait, so that the passes after it can put something
 /// in between.
@@ -93,7 +94,10 @@ impl GraphTransform for Prefetch {
         let nodes = graph.take_nodes();
         let is = |node: &Node, stage| {
             let collective = node.collective.as_ref();
-            collective.is_some_and(|c| c.kind == CollectiveKind::AllGather && c.stage == stage)
+            collective.is_some_and(|c| {
+                let is_gather = c.kind == CollectiveKind::AllGather;
+                is_gather && c.payload == Payload::Parameter && c.stage == stage
+            })
         };
         let mut starts: VecDeque<usize> = VecDeque::new();
         for (index, node) in nodes.iter().enumerate() {

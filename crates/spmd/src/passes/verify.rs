@@ -6,7 +6,7 @@ use burn_ir::{TensorId, TensorStatus};
 
 use super::unit_of;
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, Phase, Stage};
+use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase, Stage};
 
 /// A rule, its name and what it finds.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
@@ -323,7 +323,9 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
     };
     let is_gather = |node: &Node| {
         node.collective.as_ref().is_some_and(|collective| {
-            collective.kind == CollectiveKind::AllGather && collective.stage != Stage::Start
+            collective.kind == CollectiveKind::AllGather
+                && collective.payload == Payload::Parameter
+                && collective.stage != Stage::Start
         })
     };
     // Gathers of one unit in a row are one visit of it.

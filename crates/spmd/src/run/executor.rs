@@ -7,14 +7,17 @@ use std::time::Instant;
 use burn::tensor::{DType, Shape, TensorData};
 use burn_backend::try_read_sync;
 use burn_fsdp_collectives::ProcessGroup;
-use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_ir::{
+    BackendIr, BaseOperationIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus,
+};
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
 use super::memory::Place;
 use super::{MemoryTable, Timeline};
 use crate::Error;
-use crate::graph::{Graph, Node, Stage};
+use crate::graph::{AxisShift, Graph, Node, Stage};
+use crate::mode::DATA_AXIS;
 use crate::trace::{StepScalars, message};
 
 /// One rank's tensors, and what runs graphs over them.
@@ -24,6 +27,8 @@ use crate::trace::{StepScalars, message};
 pub struct Executor<B: BackendIr> {
     interpreter: TensorInterpreter<B>,
     group: ProcessGroup,
+    /// The ranks along each mesh axis.
+    axes: BTreeMap<Arc<str>, ProcessGroup>,
     table: MemoryTable,
     /// Collectives under way, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
@@ -37,12 +42,20 @@ impl<B: BackendIr> Executor<B> {
     pub fn new(device: B::Device, group: ProcessGroup) -> Self {
         Self {
             interpreter: TensorInterpreter::new(device),
+            axes: [(Arc::from(DATA_AXIS), group.clone())].into(),
             group,
             table: MemoryTable::default(),
             started: BTreeMap::new(),
             present: BTreeMap::new(),
             constants: Vec::new(),
         }
+    }
+
+    /// With the ranks along each mesh axis; without, all ranks are along the axis `data`.
+    #[must_use]
+    pub fn with_axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
+        self.axes = axes.into_iter().collect();
+        self
     }
 
     /// The ranks that run together.
@@ -185,6 +198,10 @@ impl<B: BackendIr> Executor<B> {
             self.run_collective(index, node)?;
         } else {
             let mut operation = node.operation.clone();
+            if let Some(shift) = &node.shift {
+                self.shift(&mut operation, shift)
+                    .map_err(|reason| failed(index, node, reason))?;
+            }
             if let Some(slot) = node.scalars
                 && let Some(values) = scalars.get(slot.rank, slot.position)
             {
@@ -211,6 +228,27 @@ impl<B: BackendIr> Executor<B> {
             // The results were counted when their memory was reserved.
             Some(Stage::Wait) => self.table.replace(&written, freed),
             _ => self.table.write(&written, freed, index),
+        }
+        Ok(())
+    }
+
+    fn along(&self, axis: &str) -> Result<&ProcessGroup, String> {
+        let group = self.axes.get(axis);
+        group.ok_or_else(|| format!("there is no mesh axis \"{axis}\""))
+    }
+
+    /// Moves a slice of the first rank of an axis to where this rank's is.
+    fn shift(&self, operation: &mut OperationIr, shift: &AxisShift) -> Result<(), String> {
+        let (OperationIr::BaseFloat(BaseOperationIr::Slice(op))
+        | OperationIr::BaseInt(BaseOperationIr::Slice(op))
+        | OperationIr::BaseBool(BaseOperationIr::Slice(op))) = operation
+        else {
+            return Err("only slices depend on the rank".to_owned());
+        };
+        let start = self.along(&shift.axis)?.rank() * shift.len;
+        if let Some(range) = op.ranges.get_mut(shift.dim) {
+            range.start = start as isize;
+            range.end = Some((start + shift.len) as isize);
         }
         Ok(())
     }
@@ -243,7 +281,9 @@ impl<B: BackendIr> Executor<B> {
                         }
                     }
                 }
-                collective::start::<B>(&self.group, collective, tensors).map_err(fail)?
+                let group = self.along(&collective.axis);
+                let group = group.map_err(|reason| failed(index, node, reason))?;
+                collective::start::<B>(group, collective, tensors).map_err(fail)?
             }
         };
         if collective.stage == Stage::Start {

@@ -1,6 +1,6 @@
 //! Batches: what a loss takes beside the model.
 
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 
 use crate::Error;
 use crate::trace::capture::Captured;
@@ -238,29 +238,43 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// Replaces every tensor of a batch by a fake one of the same shape and type on the capture device.
+/// Replaces every tensor of a batch by a fake one of the joined shape and the same type on the capture
+/// device.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,
+    pub(super) joined: super::JoinedShape<'a>,
     /// Told the name and the tensor's id in the graph.
     pub(super) found: F,
 }
 
+impl<F> Fake<'_, F> {
+    fn shape<const D: usize>(&self, name: &str, dims: [usize; D]) -> Shape {
+        Shape::from((self.joined)(&self.path.of(name), &dims))
+    }
+}
+
 impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
     fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
-        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
+        let fake = Tensor::empty(
+            self.shape(name, tensor.dims()),
+            (self.device, tensor.dtype()),
+        );
         (self.found)(self.path.of(name), super::capture::float_id(&fake));
         fake
     }
 
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
-        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
+        let fake = Tensor::empty(
+            self.shape(name, tensor.dims()),
+            (self.device, tensor.dtype()),
+        );
         (self.found)(self.path.of(name), super::capture::int_id(&fake));
         fake
     }
 
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-        let fake = Tensor::empty(tensor.shape(), self.device);
+        let fake = Tensor::empty(self.shape(name, tensor.dims()), self.device);
         (self.found)(self.path.of(name), super::capture::bool_id(&fake));
         fake
     }

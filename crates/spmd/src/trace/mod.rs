@@ -78,6 +78,31 @@ where
     B: Batch,
     O: Optimizer,
 {
+    trace_joined(
+        init,
+        loss,
+        optimizer,
+        (batch, &|_, shape| shape.to_vec()),
+        config,
+    )
+}
+
+/// Shape of the tensor to trace for one of the batch, by its name and shape.
+pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
+
+/// [`trace`] of a batch whose tensors have other shapes than those at hand.
+pub(crate) fn trace_joined<M, B, O>(
+    init: impl FnOnce(&Device) -> M,
+    loss: impl FnOnce(&M, B) -> Tensor<1>,
+    optimizer: &O,
+    (batch, joined): (&B, JoinedShape<'_>),
+    config: TraceConfig,
+) -> Result<Graph, Error>
+where
+    M: Module,
+    B: Batch,
+    O: Optimizer,
+{
     let specs = specs_of(batch)?;
     let recording = record("the module", |device, progress| {
         let tracked = device.clone().autodiff();
@@ -87,6 +112,7 @@ where
         let fake = batch.clone().map(&mut batch::Fake {
             device: &tracked,
             path: batch::Path::default(),
+            joined,
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");

@@ -6,4 +6,5 @@ mod limits;
 mod models;
 mod parallel;
 mod passes;
+mod placement;
 mod scale;

@@ -107,6 +107,14 @@ pub(crate) struct Cnn {
 
 impl Cnn {
     pub(crate) fn new(device: &Device) -> Self {
+        Self::with_dropout(device, 0.25)
+    }
+
+    pub(crate) fn without_dropout(device: &Device) -> Self {
+        Self::with_dropout(device, 0.0)
+    }
+
+    fn with_dropout(device: &Device, dropout: f64) -> Self {
         Self {
             conv1: Conv2dConfig::new([3, 4], [3, 3])
                 .with_padding(PaddingConfig2d::Same)
@@ -118,7 +126,7 @@ impl Cnn {
             norm2: BatchNormConfig::new(8).init(device),
             max: MaxPool2dConfig::new([2, 2]).init(),
             average: AdaptiveAvgPool2dConfig::new([2, 2]).init(),
-            dropout: DropoutConfig::new(0.25).init(),
+            dropout: DropoutConfig::new(dropout).init(),
             head: LinearConfig::new(32, 5).init(device),
         }
     }
@@ -184,9 +192,17 @@ pub(crate) struct Encoder {
 
 impl Encoder {
     pub(crate) fn new(device: &Device) -> Self {
+        Self::with_dropout(device, 0.1)
+    }
+
+    pub(crate) fn without_dropout(device: &Device) -> Self {
+        Self::with_dropout(device, 0.0)
+    }
+
+    fn with_dropout(device: &Device, dropout: f64) -> Self {
         Self {
             encoder: TransformerEncoderConfig::new(8, 16, 2, 2)
-                .with_dropout(0.1)
+                .with_dropout(dropout)
                 .init(device),
             head: LinearConfig::new(8, 3).init(device),
         }

@@ -1,0 +1,235 @@
+//! How a step is compiled.
+
+use std::sync::Arc;
+
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::{Mesh, Placement};
+
+use crate::Error;
+use crate::graph::{Graph, ParameterLayout};
+use crate::passes::{GraphTransform, Pipeline, schedule};
+use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication};
+use crate::trace::ParameterSpec;
+
+/// The mesh axis of data parallelism.
+pub(crate) const DATA_AXIS: &str = "data";
+
+/// How a step is compiled: over which ranks, and by which passes.
+#[derive(Debug, Clone)]
+pub struct Mode {
+    pub(crate) group: ProcessGroup,
+    division: Division,
+    pub(crate) options: schedule::Options,
+    pub(crate) cache: usize,
+    pub(crate) verify: bool,
+    pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
+}
+
+/// Who does what.
+#[derive(Debug, Clone)]
+enum Division {
+    /// Every rank its part of the batch.
+    DataParallel(DataParallel),
+    /// Every value by its placements on a mesh.
+    Expand(ProcessMesh, Expand),
+    /// The same on one axis, by the placements that move the fewest bytes; found with the first graph.
+    Least(Option<Expand>),
+}
+
+impl Mode {
+    /// A single rank.
+    pub fn single() -> Self {
+        Self::data_parallel(ProcessGroup::solo(), DataParallel::Replicate)
+    }
+
+    /// The ranks of a group divide the batch among them.
+    pub fn data_parallel(group: ProcessGroup, style: DataParallel) -> Self {
+        let division = match style {
+            DataParallel::Default => Division::Least(None),
+            style => Division::DataParallel(style),
+        };
+        Self::new(group, division)
+    }
+
+    /// The ranks of a mesh divide values by the user's placements. The loss is that of the joined batch,
+    /// with the statistics of all of it, and every rank returns it.
+    ///
+    /// ```
+    /// use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+    /// use burn_fsdp_mesh::{Mesh, Placement::Shard};
+    /// use burn_fsdp_spmd::{Expand, Mode};
+    ///
+    /// let world = ProcessGroup::solo();
+    /// let mesh = ProcessMesh::new(&world, Mesh::new([("data", 1), ("model", 1)])?)?;
+    /// let expand = Expand::new()
+    ///     .parameter("blocks.*.fc.weight", "model", Shard(1))
+    ///     .input("**", "data", Shard(0));
+    /// let mode = Mode::expand(mesh, expand);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn expand(mesh: ProcessMesh, expand: Expand) -> Self {
+        let group = mesh.world().clone();
+        Self::new(group, Division::Expand(mesh, expand))
+    }
+
+    fn new(group: ProcessGroup, division: Division) -> Self {
+        Self {
+            group,
+            division,
+            options: schedule::Options::default(),
+            cache: 8,
+            verify: cfg!(debug_assertions),
+            transforms: Vec::new(),
+        }
+    }
+
+    /// Which passes schedule the graph, and how.
+    #[must_use]
+    pub fn with_options(mut self, options: schedule::Options) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// How many graphs are kept: one for the first step, and one for every other set of input shapes.
+    /// 8 by default, at least 1; the one used longest ago goes first.
+    #[must_use]
+    pub fn with_cache(mut self, num_graphs: usize) -> Self {
+        self.cache = num_graphs.max(1);
+        self
+    }
+
+    /// Verifies the graph after each pass, as debug builds always do.
+    #[must_use]
+    pub fn verified(mut self) -> Self {
+        self.verify = true;
+        self
+    }
+
+    /// Adds a pass of the user, after the insertion of collectives and before scheduling.
+    #[must_use]
+    pub fn with_transform(mut self, transform: impl GraphTransform + 'static) -> Self {
+        self.transforms.push(Arc::new(transform));
+        self
+    }
+
+    /// The ranks as a mesh.
+    pub(crate) fn mesh(&self) -> Result<Mesh, Error> {
+        match &self.division {
+            Division::Expand(mesh, _) => Ok(mesh.layout().clone()),
+            _ => Ok(Mesh::line(DATA_AXIS, self.group.size())?),
+        }
+    }
+
+    /// The ranks along every axis.
+    pub(crate) fn axes(&self) -> Result<Vec<(Arc<str>, ProcessGroup)>, Error> {
+        let axes = self.mesh()?.axes().to_vec().into_iter().map(|axis| {
+            let group = self.along(&axis.name)?.clone();
+            Ok((Arc::from(axis.name), group))
+        });
+        axes.collect()
+    }
+
+    /// The ranks along an axis.
+    pub(crate) fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
+        match &self.division {
+            Division::Expand(mesh, _) => mesh.along(axis).map_err(crate::layout::collective),
+            _ => Ok(&self.group),
+        }
+    }
+
+    /// Shape of the joined tensor of the batch, of which every rank has one of `shape`: what is traced.
+    pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
+        match &self.division {
+            Division::DataParallel(_) => shape.to_vec(),
+            Division::Expand(mesh, expand) => expand.joined_shape(mesh.layout(), name, shape),
+            Division::Least(_) => {
+                let mut shape = shape.to_vec();
+                if let Some(rows) = shape.first_mut() {
+                    *rows *= self.group.size();
+                }
+                shape
+            }
+        }
+    }
+
+    /// How a parameter lies until there is a graph. Whether it is a buffer is not known before.
+    pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<ParameterLayout, Error> {
+        match &self.division {
+            Division::DataParallel(DataParallel::FullyShard) if spec.is_trained => {
+                let num_elements = spec.shape.iter().product();
+                let partition = burn_fsdp_mesh::Partition::flat(num_elements, self.group.size())?;
+                Ok(ParameterLayout::Flat(partition))
+            }
+            Division::Expand(mesh, expand) if spec.is_trained => {
+                let placed = expand.of_parameter(mesh.layout(), &spec.path, &spec.shape)?;
+                let is_whole = placed.iter().all(|p| p.placement == Placement::Replicate);
+                Ok(match is_whole {
+                    true => ParameterLayout::Whole,
+                    false => ParameterLayout::Placed(placed.into()),
+                })
+            }
+            _ => Ok(ParameterLayout::Whole),
+        }
+    }
+
+    /// Decides what is left to decide, by the first graph of the joined batch, and refuses placements of
+    /// what is not there.
+    pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
+        match &self.division {
+            Division::DataParallel(_) | Division::Least(Some(_)) => Ok(()),
+            Division::Expand(mesh, expand) => {
+                let parameters = graph.parameters().iter();
+                let parameters = parameters.filter(|parameter| !parameter.is_buffer);
+                let inputs = graph.inputs().iter().filter_map(|id| {
+                    let value = graph.value(*id)?;
+                    match &value.role {
+                        crate::graph::Role::Input(name) => Some(name.as_ref()),
+                        _ => None,
+                    }
+                });
+                let paths = parameters.map(|parameter| parameter.path.as_ref());
+                expand.check_names(mesh.layout(), paths, inputs)
+            }
+            Division::Least(None) => {
+                let mesh = self.mesh()?;
+                let found = least_communication(graph, &mesh, DATA_AXIS)?;
+                self.division = Division::Least(Some(found));
+                Ok(())
+            }
+        }
+    }
+
+    /// The passes.
+    fn pipeline(&self) -> Result<Pipeline, Error> {
+        let num_ranks = self.group.size();
+        let pipeline = match &self.division {
+            Division::DataParallel(style) => {
+                schedule::pipeline(num_ranks, *style, &self.options, &self.transforms)
+            }
+            Division::Least(None) => {
+                let style = DataParallel::Default;
+                schedule::pipeline(num_ranks, style, &self.options, &self.transforms)
+            }
+            Division::Expand(_, expand) | Division::Least(Some(expand)) => {
+                let insert = ExpandPlacements {
+                    expand: expand.clone(),
+                    mesh: self.mesh()?,
+                };
+                schedule::pipeline_with(insert, &self.options, &self.transforms)
+            }
+        };
+        Ok(match self.verify {
+            true => pipeline.verified(),
+            false => pipeline,
+        })
+    }
+}
+
+/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one.
+///
+/// # Errors
+///
+/// Those of the passes.
+pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
+    mode.pipeline()?.run(graph)
+}

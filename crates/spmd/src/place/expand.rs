@@ -1,0 +1,243 @@
+use std::sync::Arc;
+
+use burn_fsdp_mesh::{Mesh, Placement};
+
+use super::layout::AxisPlacement;
+use crate::Error;
+
+/// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a
+/// mesh. What is not named is replicated.
+///
+/// Patterns are paths in which `*` stands for one name and `**` for any number of them. Where several
+/// match, the last one given for an axis counts. Optimizer states lie like their parameter, gradients are
+/// brought there, and buffers are always replicated.
+///
+/// The feed-forward part of a transformer over the axis `model`, after Megatron-LM: the first layer
+/// is cut by columns, the second by rows, and one all-reduce joins its results:
+///
+/// ```
+/// use burn_fsdp_mesh::Placement::Shard;
+/// use burn_fsdp_spmd::Expand;
+///
+/// let expand = Expand::new()
+///     .parameter("blocks.*.fc.weight", "model", Shard(1))
+///     .parameter("blocks.*.fc.bias", "model", Shard(0))
+///     .parameter("blocks.*.out.weight", "model", Shard(0))
+///     // Data parallelism on the other axis.
+///     .input("**", "data", Shard(0));
+/// ```
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Expand {
+    parameters: Vec<Wish>,
+    inputs: Vec<Wish>,
+}
+
+/// What a pattern asks for.
+#[derive(Debug, Clone, PartialEq)]
+struct Wish {
+    pattern: String,
+    axis: String,
+    placement: Placement,
+}
+
+impl Expand {
+    /// Everything replicated.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Places the parameters that match `pattern` on `axis`.
+    #[must_use]
+    pub fn parameter(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
+        self.parameters.push(Wish::new(pattern, axis, placement));
+        self
+    }
+
+    /// Places the batch's tensors that match `pattern` on `axis`. A batch that is one tensor has the
+    /// name `batch`, tuples have `0`, `1` and so on.
+    ///
+    /// Where a dim is cut, every rank passes its own part to the step, in the order of the ranks on the
+    /// axis; ranks with the same place on that axis must pass the same.
+    #[must_use]
+    pub fn input(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
+        self.inputs.push(Wish::new(pattern, axis, placement));
+        self
+    }
+
+    /// How a parameter lies on the mesh, one placement per axis.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Placement`] if it cannot lie as asked.
+    pub(crate) fn of_parameter(
+        &self,
+        mesh: &Mesh,
+        path: &str,
+        shape: &[usize],
+    ) -> Result<Vec<AxisPlacement>, Error> {
+        let found = placements(&self.parameters, mesh, path);
+        check("parameter", path, shape, &found)?;
+        Ok(found)
+    }
+
+    /// How a tensor of the batch lies on the mesh. `shape` is that of the joined one.
+    pub(crate) fn of_joined_input(
+        &self,
+        mesh: &Mesh,
+        name: &str,
+        shape: &[usize],
+    ) -> Result<Vec<AxisPlacement>, Error> {
+        let found = placements(&self.inputs, mesh, name);
+        check("input", name, shape, &found)?;
+        Ok(found)
+    }
+
+    /// Shape of the joined tensor of the batch of which a rank has `shape`.
+    pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
+        joined(shape, &placements(&self.inputs, mesh, name))
+    }
+
+    /// Refuses patterns that match nothing, and axes that are not there.
+    pub(crate) fn check_names<'a>(
+        &self,
+        mesh: &Mesh,
+        parameters: impl Iterator<Item = &'a str> + Clone,
+        inputs: impl Iterator<Item = &'a str> + Clone,
+    ) -> Result<(), Error> {
+        check_names("parameter", &self.parameters, mesh, parameters)?;
+        check_names("input", &self.inputs, mesh, inputs)
+    }
+}
+
+impl Wish {
+    fn new(pattern: &str, axis: &str, placement: Placement) -> Self {
+        Self {
+            pattern: pattern.to_owned(),
+            axis: axis.to_owned(),
+            placement,
+        }
+    }
+}
+
+fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
+    let axes = mesh.axes().iter().map(|axis| {
+        let wanted = wishes
+            .iter()
+            .rev()
+            .find(|wish| wish.axis == axis.name && matches(&wish.pattern, name));
+        AxisPlacement {
+            axis: Arc::from(axis.name.as_str()),
+            num_ranks: axis.size,
+            placement: match wanted {
+                Some(wish) if axis.size > 1 => wish.placement,
+                _ => Placement::Replicate,
+            },
+        }
+    });
+    axes.collect()
+}
+
+/// The shape of the whole of which a rank has `shape`.
+fn joined(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
+    let mut joined = shape.to_vec();
+    for axis in placements {
+        if let Placement::Shard(dim) = axis.placement
+            && let Some(size) = joined.get_mut(dim)
+        {
+            *size *= axis.num_ranks;
+        }
+    }
+    joined
+}
+
+fn check(
+    what: &'static str,
+    name: &str,
+    shape: &[usize],
+    placements: &[AxisPlacement],
+) -> Result<(), Error> {
+    let refuse = |axis: &AxisPlacement, reason: String| Error::Placement {
+        what,
+        name: name.to_owned(),
+        axis: axis.axis.to_string(),
+        placement: axis.placement.to_string(),
+        shape: shape.to_vec(),
+        reason,
+    };
+    let mut cut = Vec::new();
+    for axis in placements {
+        let dim = match axis.placement {
+            Placement::Replicate => continue,
+            Placement::Partial(_) => {
+                return Err(refuse(axis, "nobody adds it up".to_owned()));
+            }
+            Placement::Shard(dim) => dim,
+        };
+        let reason = match shape.get(dim) {
+            None => format!("it has {} dims", shape.len()),
+            Some(size) if size % axis.num_ranks != 0 => {
+                format!("{size} cannot be cut in {} equal parts", axis.num_ranks)
+            }
+            Some(_) if cut.contains(&dim) => "another axis cuts this dim".to_owned(),
+            Some(_) => {
+                cut.push(dim);
+                continue;
+            }
+        };
+        return Err(refuse(axis, reason));
+    }
+    Ok(())
+}
+
+fn check_names<'a>(
+    what: &'static str,
+    wishes: &[Wish],
+    mesh: &Mesh,
+    names: impl Iterator<Item = &'a str> + Clone,
+) -> Result<(), Error> {
+    for wish in wishes {
+        mesh.axis(&wish.axis)?;
+        if !names.clone().any(|name| matches(&wish.pattern, name)) {
+            let known: Vec<_> = names.take(8).collect();
+            return Err(Error::UnknownName {
+                what,
+                name: wish.pattern.clone(),
+                known: known.join(", "),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Whether a path matches a pattern: `*` is one name, `**` any number of them.
+fn matches(pattern: &str, path: &str) -> bool {
+    fn rest(pattern: &[&str], path: &[&str]) -> bool {
+        match (pattern, path) {
+            ([], []) => true,
+            (["**", pattern @ ..], path) => {
+                (0..=path.len()).any(|skipped| rest(pattern, &path[skipped..]))
+            }
+            ([wanted, pattern @ ..], [found, path @ ..]) => {
+                (*wanted == "*" || wanted == found) && rest(pattern, path)
+            }
+            _ => false,
+        }
+    }
+    let split = |text| str::split(text, '.').collect::<Vec<_>>();
+    rest(&split(pattern), &split(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::matches;
+
+    #[test]
+    fn stars_stand_for_names() {
+        assert!(matches("blocks.*.fc.weight", "blocks.3.fc.weight"));
+        assert!(!matches("blocks.*.weight", "blocks.3.fc.weight"));
+        assert!(matches("blocks.**.weight", "blocks.3.fc.weight"));
+        assert!(matches("**", "batch"));
+        assert!(matches("**.weight", "weight"));
+        assert!(!matches("*", "a.b"));
+    }
+}

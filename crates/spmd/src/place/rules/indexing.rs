@@ -1,0 +1,112 @@
+//! Gather, scatter, select, embeddings.
+
+use burn::tensor::IndexingUpdateOp;
+use burn_ir::{BaseOperationIr as Base, ModuleOperationIr as Module, OperationIr, TensorIr};
+
+use crate::place::signature::{Letter, Signature, alphabet};
+
+/// The dim of the indices.
+const INDEX: Letter = 'z';
+
+pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
+    match operation {
+        OperationIr::Module(Module::Embedding(op)) => {
+            let places = alphabet(op.indices.shape.num_dims());
+            let mut out = places.clone();
+            out.push(Some('d'));
+            return Some(
+                Signature::new()
+                    .input(&op.weights, ".d")
+                    .input_of(&op.indices, places)
+                    .output_of(&op.out, out),
+            );
+        }
+        OperationIr::Module(Module::EmbeddingBackward(op)) => {
+            let places = alphabet(op.indices.shape.num_dims());
+            let mut gradient = places.clone();
+            gradient.push(Some('d'));
+            let signature = Signature::new()
+                .input(&op.weights, ".d")
+                .input_of(&op.out_grad, gradient)
+                .input_of(&op.indices, places.clone())
+                .output(&op.out, ".d");
+            return Some(
+                places
+                    .into_iter()
+                    .flatten()
+                    .fold(signature, Signature::sums),
+            );
+        }
+        _ => {}
+    }
+    Some(match super::base(operation)? {
+        Base::Select(op) => {
+            let mut letters = alphabet(op.tensor.shape.num_dims());
+            letters[op.dim] = None;
+            let mut out = letters.clone();
+            out[op.dim] = Some(INDEX);
+            Signature::new()
+                .input_of(&op.tensor, letters)
+                .input_of(&op.indices, vec![Some(INDEX)])
+                .output_of(&op.out, out)
+                .linear_in([&op.tensor])
+        }
+        Base::SelectAssign(op) => {
+            let mut letters = alphabet(op.tensor.shape.num_dims());
+            letters[op.dim] = None;
+            let signature = Signature::new()
+                .input_of(&op.tensor, letters.clone())
+                .input(&op.indices, "")
+                .input_of(&op.value, letters.clone())
+                .output_of(&op.out, letters);
+            match is_linear(&op.update) {
+                true => signature.linear_in([&op.tensor, &op.value]),
+                false => signature,
+            }
+        }
+        Base::Gather(op) => {
+            let letters = shared(&op.tensor, &op.indices, op.dim);
+            let mut found = letters.clone();
+            found[op.dim] = Some(INDEX);
+            Signature::new()
+                .input_of(&op.tensor, letters)
+                .input_of(&op.indices, found.clone())
+                .output_of(&op.out, found)
+                .linear_in([&op.tensor])
+        }
+        Base::Scatter(op) => {
+            let letters = shared(&op.tensor, &op.indices, op.dim);
+            let signature = Signature::new()
+                .input_of(&op.tensor, letters.clone())
+                .input_of(&op.indices, letters.clone())
+                .input_of(&op.value, letters.clone())
+                .output_of(&op.out, letters);
+            match is_linear(&op.update) {
+                true => signature.linear_in([&op.tensor, &op.value]),
+                false => signature,
+            }
+        }
+        _ => return None,
+    })
+}
+
+/// Whether addends of tensor and values give addends of the result.
+fn is_linear(update: &IndexingUpdateOp) -> bool {
+    matches!(update, IndexingUpdateOp::Add | IndexingUpdateOp::Assign)
+}
+
+/// Letters of the dims, other than `dim`, that tensor and indices have in the same size.
+fn shared(tensor: &TensorIr, indices: &TensorIr, dim: usize) -> Vec<Option<Letter>> {
+    let mut letters = alphabet(tensor.shape.num_dims());
+    let sizes = tensor
+        .shape
+        .to_vec()
+        .into_iter()
+        .zip(indices.shape.to_vec());
+    for (index, (letter, (own, other))) in letters.iter_mut().zip(sizes).enumerate() {
+        if index == dim || own != other {
+            *letter = None;
+        }
+    }
+    letters
+}

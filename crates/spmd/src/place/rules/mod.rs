@@ -1,0 +1,79 @@
+//! What every operation does to dims, by family.
+//!
+//! | file | operations |
+//! |---|---|
+//! | `pointwise` | arithmetic, comparisons, activations, casts, masks |
+//! | `reduction` | sums, means, extrema, and what scans or sorts along a dim |
+//! | `matmul` | matrix products and linear layers, with their backward |
+//! | `views` | reshapes, permutations, expansions |
+//! | `slicing` | slices, assignment to slices, concatenation, repetition |
+//! | `indexing` | gather, scatter, select, embeddings |
+//! | `normalization` | layer norm, batch norm, softmax |
+//! | `attention` | fused attention |
+//! | `convolution` | convolutions and pooling, with their backward |
+//! | `random` | random numbers and other tensors made of nothing |
+//!
+//! An operation of no family runs on whole tensors.
+
+mod attention;
+mod convolution;
+mod indexing;
+mod matmul;
+mod normalization;
+mod pointwise;
+mod random;
+mod reduction;
+mod slicing;
+mod views;
+
+use burn_ir::{BaseOperationIr, OperationIr};
+
+use super::signature::Signature;
+
+pub(super) use matmul::without_bias;
+
+/// The signature of an operation.
+pub(super) fn signature(operation: &OperationIr) -> Signature {
+    pointwise::signature(operation)
+        .or_else(|| reduction::signature(operation))
+        .or_else(|| matmul::signature(operation))
+        .or_else(|| views::signature(operation))
+        .or_else(|| slicing::signature(operation))
+        .or_else(|| indexing::signature(operation))
+        .or_else(|| normalization::signature(operation))
+        .or_else(|| attention::signature(operation))
+        .or_else(|| convolution::signature(operation))
+        .or_else(|| random::signature(operation))
+        .unwrap_or_else(|| whole(operation))
+}
+
+/// Everything whole.
+fn whole(operation: &OperationIr) -> Signature {
+    let inputs = operation.inputs();
+    let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, ""));
+    let outputs = operation.outputs();
+    outputs.fold(signature, |s, tensor| s.output(tensor, ""))
+}
+
+/// The operation on views and data of any type.
+fn base(operation: &OperationIr) -> Option<&BaseOperationIr> {
+    match operation {
+        OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base) => {
+            Some(base)
+        }
+        _ => None,
+    }
+}
+
+/// Adapts what an operation says of dims to the shapes on one rank, which its tensors already have.
+pub(super) fn localize(operation: &mut OperationIr) {
+    slicing::localize(operation);
+}
+
+/// Whether an operation may be put off until somebody reads its results: it makes something of nothing,
+/// or of what was put off.
+pub(super) fn may_wait(operation: &OperationIr) -> bool {
+    random::signature(operation).is_some()
+        || pointwise::signature(operation).is_some()
+        || views::signature(operation).is_some()
+}

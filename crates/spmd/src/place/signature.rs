@@ -1,0 +1,143 @@
+//! What an operation does to dims, independent of which ranks have what.
+
+use std::collections::BTreeMap;
+
+use burn_fsdp_mesh::ReduceOp;
+use burn_ir::{TensorId, TensorIr};
+
+/// Names a dim across the operands of one operation: dims of one letter go together.
+pub(crate) type Letter = char;
+
+/// The dims of an operation's operands, named as in an einsum: a matrix product is `mk, kn -> mn`.
+///
+/// An operation may run on parts of its operands that are cut along one letter: every operand with
+/// the letter is cut along its dim, and every other is whole. Results with the letter come out cut;
+/// those without are addends, if the letter is [contracted](Self::contracted), and otherwise the letter
+/// cannot be cut.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Signature {
+    /// In the order of the operation.
+    pub(crate) inputs: Vec<Operand>,
+    /// In the order of the operation.
+    pub(crate) outputs: Vec<Operand>,
+    /// The letters over which results are combined, and how.
+    pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
+    /// Sets of inputs in which the results are linear: addends of all of them give addends of the
+    /// results.
+    pub(crate) linear: Vec<Vec<TensorId>>,
+}
+
+/// One tensor of an operation.
+#[derive(Debug, Clone)]
+pub(crate) struct Operand {
+    pub(crate) id: TensorId,
+    pub(crate) shape: Vec<usize>,
+    /// The letter of each dim; `None` for dims that are always whole.
+    pub(crate) letters: Vec<Option<Letter>>,
+}
+
+impl Operand {
+    /// The dim of a letter.
+    pub(crate) fn dim_of(&self, letter: Letter) -> Option<usize> {
+        self.letters.iter().position(|l| *l == Some(letter))
+    }
+}
+
+impl Signature {
+    pub(crate) fn new() -> Self {
+        Self::default()
+    }
+
+    /// An input with its dims' letters, one each; `.` for dims that are always whole.
+    pub(crate) fn input(self, tensor: &TensorIr, letters: &str) -> Self {
+        self.input_of(tensor, spelled(letters))
+    }
+
+    /// An output with its dims' letters.
+    pub(crate) fn output(self, tensor: &TensorIr, letters: &str) -> Self {
+        self.output_of(tensor, spelled(letters))
+    }
+
+    pub(crate) fn input_of(mut self, tensor: &TensorIr, letters: Vec<Option<Letter>>) -> Self {
+        self.inputs.push(operand(tensor, letters));
+        self
+    }
+
+    pub(crate) fn output_of(mut self, tensor: &TensorIr, letters: Vec<Option<Letter>>) -> Self {
+        self.outputs.push(operand(tensor, letters));
+        self
+    }
+
+    /// Results are sums over this letter.
+    pub(crate) fn sums(self, letter: Letter) -> Self {
+        self.contracts(letter, ReduceOp::Sum)
+    }
+
+    /// Results are combined over this letter.
+    pub(crate) fn contracts(mut self, letter: Letter, op: ReduceOp) -> Self {
+        self.contracted.insert(letter, op);
+        self
+    }
+
+    /// Results are linear in these inputs together.
+    pub(crate) fn linear_in<'a>(mut self, tensors: impl IntoIterator<Item = &'a TensorIr>) -> Self {
+        self.linear
+            .push(tensors.into_iter().map(|tensor| tensor.id).collect());
+        self
+    }
+
+    /// Every letter, once, in alphabetical order.
+    pub(crate) fn letters(&self) -> Vec<Letter> {
+        let operands = self.inputs.iter().chain(&self.outputs);
+        let mut letters: Vec<_> = operands
+            .flat_map(|operand| operand.letters.iter().flatten().copied())
+            .collect();
+        letters.sort_unstable();
+        letters.dedup();
+        letters
+    }
+}
+
+fn operand(tensor: &TensorIr, mut letters: Vec<Option<Letter>>) -> Operand {
+    let shape = tensor.shape.to_vec();
+    letters.resize(shape.len(), None);
+    Operand {
+        id: tensor.id,
+        shape,
+        letters,
+    }
+}
+
+fn spelled(letters: &str) -> Vec<Option<Letter>> {
+    letters
+        .chars()
+        .map(|letter| (letter != '.').then_some(letter))
+        .collect()
+}
+
+/// Letters for the dims of a tensor of any rank, `A` for the first.
+pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
+    (b'A'..)
+        .take(num_dims)
+        .map(|byte| Some(char::from(byte)))
+        .collect()
+}
+
+/// Letters of a tensor that is broadcast to `shape`, whose dims have the letters of [`alphabet`]:
+/// dims are aligned at the end, and those of another size are whole.
+pub(crate) fn aligned(tensor: &TensorIr, shape: &[usize]) -> Vec<Option<Letter>> {
+    let own = tensor.shape.to_vec();
+    let missing = shape.len().saturating_sub(own.len());
+    let letters = alphabet(shape.len());
+    own.iter()
+        .enumerate()
+        .map(|(dim, size)| {
+            let target = dim + missing;
+            letters
+                .get(target)
+                .copied()
+                .flatten()
+                .filter(|_| shape.get(target) == Some(size))
+        })
+        .collect()
+}

@@ -1,0 +1,367 @@
+//! Steps by placements against one rank on the joined batch.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::Device;
+use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_mesh::Placement::{Replicate, Shard};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
+
+use crate::compiled::seeded;
+use crate::eager::{self, adamw};
+use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
+
+const STEPS: usize = 10;
+const ROWS: usize = 12;
+
+/// A block after Megatron-LM: what follows the norms is cut by columns, then by rows.
+fn tensor_parallel() -> Expand {
+    let by_columns = ["attention.query", "attention.key", "attention.value", "fc"];
+    let mut expand = Expand::new();
+    for layer in by_columns {
+        expand = expand
+            .parameter(&format!("blocks.*.{layer}.weight"), "model", Shard(1))
+            .parameter(&format!("blocks.*.{layer}.bias"), "model", Shard(0));
+    }
+    for layer in ["attention.output", "out"] {
+        expand = expand.parameter(&format!("blocks.*.{layer}.weight"), "model", Shard(0));
+    }
+    expand
+}
+
+type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
+
+/// What `steps` steps of a mode give on every rank, all of them the same.
+fn trained<M, B>(
+    num_ranks: usize,
+    mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
+    batch: impl Fn(usize, usize, &Device) -> B + Send + Sync + Clone + 'static,
+) -> Trained
+where
+    M: burn::module::Module + 'static,
+    B: Batch,
+{
+    Device::flex().seed(1);
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = mode(&world)?.verified();
+        let mut step = compile(init, loss, adamw().build(), mode)?;
+        let mut losses = Vec::new();
+        for index in 0..STEPS {
+            losses.push(step.step(1e-2, &batch(index, world.rank(), &device))?);
+        }
+        let specs = step.parameters().to_vec();
+        let mut parameters = BTreeMap::new();
+        for spec in specs {
+            let data = step.parameter(&spec.path)?;
+            if let Ok(values) = data.try_to_vec::<f32>() {
+                parameters.insert(spec.path.to_string(), values);
+            }
+        }
+        Ok((losses, parameters))
+    };
+    let mut results = launch(LaunchConfig::new(num_ranks), body).unwrap();
+    for other in &results[1..] {
+        assert_eq!(other, &results[0], "the ranks differ");
+    }
+    results.swap_remove(0)
+}
+
+fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
+    for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected).abs();
+        assert!(
+            difference <= 1e-5,
+            "{what}, step {step}: {loss} is not {expected}"
+        );
+    }
+    for (path, expected) in &expected.parameters {
+        let Ok(expected) = expected.try_to_vec::<f32>() else {
+            continue;
+        };
+        let values = &parameters[path];
+        let largest = expected
+            .iter()
+            .fold(0f32, |most, value| most.max(value.abs()));
+        for (value, expected) in values.iter().zip(&expected) {
+            // AdamW divides gradients of nearly nothing by their own size: what they add up to differs.
+            assert!(
+                (value - expected).abs() <= 5e-3 * largest.max(0.1),
+                "{what}, {path}: {value} is not {expected}"
+            );
+        }
+    }
+}
+
+fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<ProcessMesh, Error> {
+    let layout = Mesh::new(axes.iter().copied())?;
+    ProcessMesh::new(world, layout).map_err(|source| Error::Collective {
+        node: 0,
+        source: std::sync::Arc::new(source),
+    })
+}
+
+/// A GPT by those placements on a mesh, whose data axis comes first.
+fn gpt(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
+    let num_ranks = axes.iter().map(|axis| axis.1).product();
+    let num_data = axes.iter().find(|axis| axis.0 == "data").map_or(1, |a| a.1);
+    trained(
+        num_ranks,
+        move |world| Ok(Mode::expand(mesh(world, axes)?, expand.clone())),
+        Gpt::new,
+        Gpt::loss,
+        move |step, rank, device| {
+            let rows = ROWS / num_data;
+            let index = rank / (num_ranks / num_data);
+            tokens(step, index * rows, rows, device)
+        },
+    )
+}
+
+#[test]
+fn tensor_and_data_parallel_blocks_train_like_one_rank() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
+    let data = |expand: Expand| expand.input("**", "data", Shard(0));
+    for axes in [
+        &[("model", 1)][..],
+        &[("model", 2)],
+        &[("model", 3)],
+        &[("model", 4)],
+    ] {
+        assert_close(
+            &format!("{axes:?}"),
+            &gpt(axes, tensor_parallel()),
+            &expected,
+        );
+    }
+    for axes in [
+        &[("data", 2), ("model", 2)][..],
+        &[("data", 1), ("model", 3)],
+        &[("data", 4), ("model", 1)],
+    ] {
+        let expand = data(tensor_parallel());
+        assert_close(&format!("{axes:?}"), &gpt(axes, expand), &expected);
+    }
+    // Weights cut on both axes.
+    let both = data(tensor_parallel())
+        .parameter("blocks.*.fc.weight", "data", Shard(0))
+        .parameter("blocks.*.out.weight", "data", Shard(1))
+        .parameter("*.weight", "data", Shard(1));
+    let axes = &[("data", 2), ("model", 2)];
+    let both = both.parameter("head.weight", "data", Replicate);
+    assert_close("cut on both axes", &gpt(axes, both), &expected);
+    // Data parallel alone, and with weights cut along their first dim.
+    for axes in [&[("data", 2)][..], &[("data", 3)], &[("data", 4)]] {
+        let expand = data(Expand::new());
+        assert_close(&format!("{axes:?}"), &gpt(axes, expand.clone()), &expected);
+        let expand = expand.parameter("blocks.**", "data", Shard(0));
+        assert_close(&format!("{axes:?}, sharded"), &gpt(axes, expand), &expected);
+    }
+}
+
+/// Losses of the CNN and the others, their batch cut among ranks and joined again.
+#[test]
+fn statistics_are_those_of_the_joined_batch() {
+    let _guard = seeded();
+    let cut = Expand::new().input("**", "data", Shard(0));
+    // Random numbers are not those of one rank: without dropout.
+    let cnn = |device: &Device| Cnn::without_dropout(device);
+    let expected = eager::train(cnn, Cnn::loss, images, STEPS, |_| 1e-2, adamw().init());
+    for num_ranks in [1, 2, 4] {
+        let cut = cut.clone();
+        let trained = trained(
+            num_ranks,
+            move |world| {
+                let size = world.size();
+                Ok(Mode::expand(mesh(world, &[("data", size)])?, cut.clone()))
+            },
+            Cnn::without_dropout,
+            Cnn::loss,
+            move |step, rank, device| {
+                let (x, labels) = images(step, device);
+                let rows = x.dims()[0] / num_ranks;
+                let rows = rank * rows..(rank + 1) * rows;
+                (x.slice([rows.clone()]), labels.slice([rows]))
+            },
+        );
+        // Running statistics included.
+        assert_close(&format!("{num_ranks} ranks"), &trained, &expected);
+    }
+}
+
+#[test]
+fn recurrent_and_attention_models_train_like_one_rank() {
+    let _guard = seeded();
+    let cut = Expand::new().input("batch", "data", Shard(0));
+    let batch = |width: usize| move |step, device: &Device| sequences(step, width, device);
+    let lstm = eager::train(
+        Recurrent::new,
+        Recurrent::loss,
+        batch(5),
+        STEPS,
+        |_| 1e-2,
+        adamw().init(),
+    );
+    let encoder = eager::train(
+        Encoder::without_dropout,
+        Encoder::loss,
+        batch(8),
+        STEPS,
+        |_| 1e-2,
+        adamw().init(),
+    );
+    for num_ranks in [2, 4] {
+        let part = move |width: usize| {
+            move |step: usize, rank: usize, device: &Device| {
+                let rows = 4 / num_ranks;
+                sequences(step, width, device).slice([rank * rows..(rank + 1) * rows])
+            }
+        };
+        let expand = cut.clone();
+        let mode = move |world: &ProcessGroup| {
+            let mesh = mesh(world, &[("data", world.size())])?;
+            Ok(Mode::expand(mesh, expand.clone()))
+        };
+        let got = trained(
+            num_ranks,
+            mode.clone(),
+            Recurrent::new,
+            Recurrent::loss,
+            part(5),
+        );
+        assert_close(&format!("LSTM, {num_ranks} ranks"), &got, &lstm);
+        let got = trained(
+            num_ranks,
+            mode,
+            Encoder::without_dropout,
+            Encoder::loss,
+            part(8),
+        );
+        assert_close(&format!("encoder, {num_ranks} ranks"), &got, &encoder);
+    }
+}
+
+#[test]
+fn ranks_that_share_a_value_share_its_random_numbers() {
+    let _guard = seeded();
+    let expand = Expand::new().parameter(
+        "encoder.layers.*.pwff.linear_inner.weight",
+        "model",
+        Shard(1),
+    );
+    let mode = move |world: &ProcessGroup| {
+        let mesh = mesh(world, &[("model", world.size())])?;
+        Ok(Mode::expand(mesh, expand.clone()))
+    };
+    // With dropout on values that are whole on all ranks; that they agree is checked there.
+    let (losses, _) = trained(2, mode, Encoder::new, Encoder::loss, |step, _, device| {
+        sequences(step, 8, device)
+    });
+    assert!(losses.iter().all(|loss| loss.is_finite()));
+    assert!(losses[STEPS - 1] < losses[0], "{losses:?}");
+}
+
+#[test]
+fn placements_found_by_least_communication_train_like_one_rank() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
+    for num_ranks in [1, 2, 3, 4] {
+        let got = trained(
+            num_ranks,
+            |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Default)),
+            Gpt::new,
+            Gpt::loss,
+            move |step, rank, device| {
+                let rows = ROWS / num_ranks;
+                tokens(step, rank * rows, rows, device)
+            },
+        );
+        assert_close(&format!("{num_ranks} ranks"), &got, &expected);
+    }
+}
+
+/// Collectives of the third step, by kind.
+fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
+    let num_ranks = axes.iter().map(|axis| axis.1).product();
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mesh = mesh(&world, axes)?;
+        let mode = Mode::expand(mesh.clone(), expand.clone()).verified();
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let batch = tokens(0, 0, ROWS, &device);
+        step.step(1e-2, &batch)?;
+        step.step(1e-2, &batch)?;
+        let kinds = [
+            OperationKind::AllGather,
+            OperationKind::ReduceScatter,
+            OperationKind::AllReduce,
+        ];
+        let count = || {
+            kinds.map(|kind| {
+                let groups = axes.iter().filter_map(|axis| mesh.along(axis.0).ok());
+                groups
+                    .map(|group| group.counts().of(kind).operations)
+                    .sum::<u64>()
+            })
+        };
+        let before = count();
+        step.step(1e-2, &batch)?;
+        let after = count();
+        Ok([0, 1, 2].map(|kind| after[kind] - before[kind]))
+    };
+    let mut counts = launch(LaunchConfig::new(num_ranks), body).unwrap();
+    assert!(counts.windows(2).all(|pair| pair[0] == pair[1]));
+    counts.swap_remove(0)
+}
+
+#[test]
+fn a_tensor_parallel_block_takes_two_all_reduces_each_way() {
+    let _guard = seeded();
+    const BLOCKS: u64 = 3;
+    // And one bucket of the gradients that are sums over what is cut: the shifts of the norms.
+    let expected = [0, 0, 4 * BLOCKS + 1];
+    assert_eq!(counts(&[("model", 3)], tensor_parallel()), expected);
+    // Nothing is cut on an axis of one rank.
+    assert_eq!(counts(&[("model", 1)], tensor_parallel()), [0, 0, 0]);
+}
+
+#[test]
+fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
+    let _guard = seeded();
+    let refused = |expand: Expand| {
+        let body = move |world: ProcessGroup| -> Result<String, Error> {
+            let mode = Mode::expand(mesh(&world, &[("model", 2)])?, expand.clone());
+            let batch = tokens(0, 0, 3, &Device::flex());
+            let step = compile(Gpt::new, Gpt::loss, adamw().build(), mode);
+            let result = step.and_then(|mut step| step.step(1e-2, &batch));
+            Ok(result
+                .err()
+                .map_or_else(String::new, |error| error.to_string()))
+        };
+        launch(LaunchConfig::new(2), body).unwrap().swap_remove(1)
+    };
+    let head = |placement| Expand::new().parameter("head.weight", "model", placement);
+    assert_eq!(
+        refused(head(Shard(1))),
+        "parameter \"head.weight\" of shape [12, 31] cannot be shard(1) on axis model: 31 cannot be cut \
+         in 2 equal parts; choose another placement, or replicate it"
+    );
+    assert!(refused(head(Shard(2))).contains("it has 2 dims"));
+    let partial = burn_fsdp_mesh::Placement::Partial(burn_fsdp_mesh::ReduceOp::Sum);
+    assert!(refused(head(partial)).contains("nobody adds it up"));
+    let unknown = refused(Expand::new().parameter("nose.*", "model", Shard(0)));
+    assert!(
+        unknown.contains("there is no parameter \"nose.*\""),
+        "{unknown}"
+    );
+    let axis = refused(Expand::new().parameter("head.weight", "data", Replicate));
+    assert!(axis.contains("data"), "{axis}");
+    let input = refused(Expand::new().input("2", "model", Shard(0)));
+    assert!(input.contains("there is no input \"2\""), "{input}");
+}
