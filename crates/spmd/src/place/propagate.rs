@@ -525,17 +525,22 @@ impl Placer {
             let cut = letter.and_then(|letter| {
                 self.extend(&signature, &strategy, axis, &Candidate::Cut(letter))
             });
-            if cut.is_none() && node.is_opaque() && self.axes[axis].num_ranks > 1 {
-                return Err(Error::RandomReplicated {
-                    operation: node.name(),
-                    shape: wanted
-                        .map(|output| output.shape.clone())
-                        .unwrap_or_default(),
-                    axis: self.axes[axis].axis.to_string(),
-                });
-            }
+            let is_random = node.is_opaque() && self.axes[axis].num_ranks > 1;
             let next = match cut {
                 Some(next) => Some(next),
+                // Ranks draw other numbers each: they draw parts, and gather them.
+                None if is_random => {
+                    let letters = letters.iter().flatten();
+                    let mut ways = letters.filter_map(|letter| {
+                        self.extend(&signature, &strategy, axis, &Candidate::Cut(*letter))
+                    });
+                    let way = ways.next().ok_or_else(|| Error::RandomReplicated {
+                        operation: node.name(),
+                        shape: wanted.map_or_else(Vec::new, |output| output.shape.clone()),
+                        axis: self.axes[axis].axis.to_string(),
+                    });
+                    Some(way?)
+                }
                 None => self.extend(&signature, &strategy, axis, &Candidate::Whole),
             };
             strategy = next.ok_or_else(|| self.refused(node, axis))?;
