@@ -39,7 +39,8 @@ use crate::unit::{Gradients, Groups, Keep, Unit};
 ///
 /// # Errors
 ///
-/// A pattern without a module, parameters that cannot be sharded, or a failed collective.
+/// A pattern without a module, parameters that cannot be sharded or are not reached, a child in the
+/// middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &ProcessMesh,
@@ -103,6 +104,9 @@ fn wrap<M: Module>(
     check(&survey, &parameters, &adopted, &left_alone)?;
     for (unit, prefix) in &adopted {
         check_group(unit, prefix, &ranks.groups.shard)?;
+        if let Some(root) = unit.root() {
+            root.expect_between_steps()?;
+        }
     }
     let grouping = Grouping::new(&parameters, policy)?;
     let units = grouping.units(&ranks.groups, policy, form)?;

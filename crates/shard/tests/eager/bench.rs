@@ -109,6 +109,15 @@ pub(crate) fn seed_turn() -> std::sync::MutexGuard<'static, ()> {
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// A module whose values are there, made while nobody else draws from the seed that all threads
+/// share.
+pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
+    let _turn = seed_turn();
+    let module = build();
+    params(&module);
+    module
+}
+
 /// The sharded module, from the same seed as [`plainly`].
 pub(crate) fn build<M: Module + 'static>(
     case: Case<M>,
