@@ -1,6 +1,6 @@
 //! A walk over a module before it is sharded: its float parameters, and what is none.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use burn::module::{
     Module, ModuleVisitor, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer,
@@ -58,14 +58,23 @@ enum Kind {
 ///
 /// # Errors
 ///
-/// [`Error::Backend`], before anything is computed there.
+/// [`Error::Backend`], before anything is computed there; [`Error::Unreached`].
 pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let mut kinds = Kinds::default();
-    let marked = module.clone().apply_reparameterization(Attach);
+    let mut reached = HashSet::new();
+    let marked = module.clone().apply_reparameterization(Attach {
+        reached: &mut reached,
+    });
     inspect::visit(&marked, &mut kinds);
     drop(marked);
-    for (path, device) in &kinds.devices {
+    for (path, shape, device) in &kinds.places {
         op::check_backend(path, device)?;
+        if !reached.contains(path) {
+            return Err(Error::Unreached {
+                path: path.clone(),
+                shape: shape.clone(),
+            });
+        }
     }
     let mut details = Details {
         path: Vec::new(),
@@ -137,16 +146,20 @@ impl Reparameterization for Marker {
     }
 }
 
-struct Attach;
+struct Attach<'a> {
+    /// Paths of what the module hands out.
+    reached: &'a mut HashSet<String>,
+}
 
-impl Reparameterizer for Attach {
+impl Reparameterizer for Attach<'_> {
     type Reparam = Marker;
 
     fn reparameterize<const D: usize>(
         &mut self,
-        _path: &str,
+        path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Marker>) {
+        self.reached.insert(path.to_owned());
         (param, Some(Marker { nothing: () }))
     }
 }
@@ -158,7 +171,8 @@ struct Kinds {
     /// How deep inside reparameterizations the walk is.
     nested: usize,
     found: Vec<(String, Kind)>,
-    devices: Vec<(String, Device)>,
+    /// Path, shape and device of each.
+    places: Vec<(String, Vec<usize>, Device)>,
 }
 
 impl ModuleVisitor for Kinds {
@@ -186,7 +200,8 @@ impl ModuleVisitor for Kinds {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if self.nested == 0 {
             let path = self.path.join(".");
-            self.devices.push((path.clone(), param.lazy_device()));
+            let shape = param.lazy_shape().to_vec();
+            self.places.push((path.clone(), shape, param.lazy_device()));
             self.found.push((path, Kind::Buffer));
         }
     }
