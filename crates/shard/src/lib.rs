@@ -18,7 +18,8 @@
 //!
 //! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
 //! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
-//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods.
+//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods. They walk
+//! over modules with `path`, and find the sharded parameters in them with `inspect`.
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
@@ -40,6 +41,7 @@ mod memory;
 mod names;
 mod op;
 mod parameter;
+mod path;
 mod plan;
 mod policy;
 mod precision;

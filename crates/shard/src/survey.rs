@@ -2,15 +2,14 @@
 
 use std::collections::{HashMap, HashSet};
 
-use burn::module::{
-    Module, ModuleVisitor, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer,
-};
+use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
 use crate::op;
 use crate::parameter::{CONTAINER, NAME};
+use crate::path::{self, Place};
 
 /// What the walk found at one path.
 #[derive(Debug, Clone)]
@@ -32,9 +31,7 @@ pub(crate) struct Survey {
     pub(crate) sharded: Vec<String>,
     /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
     pub(crate) devices: HashMap<String, Device>,
-    /// Whether there are running states.
-    pub(crate) has_buffers: bool,
-    /// Their paths, in the order of the module.
+    /// Paths of running states, in the order of the module.
     pub(crate) buffers: Vec<String>,
     /// Parameters that carry another reparameterization: path and name.
     pub(crate) foreign: Vec<(String, String)>,
@@ -77,8 +74,6 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
         }
     }
     let mut details = Details {
-        path: Vec::new(),
-        nested: 0,
         kinds: kinds.found.into_iter().collect(),
         survey: Survey::default(),
     };
@@ -167,39 +162,28 @@ impl Reparameterizer for Attach<'_> {
 /// Finds out what is what, touching nothing.
 #[derive(Default)]
 struct Kinds {
-    path: Vec<String>,
-    /// How deep inside reparameterizations the walk is.
-    nested: usize,
     found: Vec<(String, Kind)>,
     /// Path, shape and device of each.
     places: Vec<(String, Vec<usize>, Device)>,
 }
 
-impl ModuleVisitor for Kinds {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        if container == CONTAINER {
-            if self.nested == 0
-                && let Some((_, kind)) = self.found.last_mut()
-            {
-                *kind = match name {
-                    Marker::NAME => Kind::Parameter,
-                    NAME => Kind::Sharded,
-                    other => Kind::Foreign(other.to_owned()),
-                };
-            }
-            self.nested += 1;
+impl path::Visitor for Kinds {
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+        if container == CONTAINER
+            && !place.is_nested()
+            && let Some((_, kind)) = self.found.last_mut()
+        {
+            *kind = match name {
+                Marker::NAME => Kind::Parameter,
+                NAME => Kind::Sharded,
+                other => Kind::Foreign(other.to_owned()),
+            };
         }
-        self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.nested -= usize::from(container == CONTAINER);
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.nested == 0 {
-            let path = self.path.join(".");
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        if !place.is_nested() {
+            let path = place.path();
             let shape = param.lazy_shape().to_vec();
             self.places.push((path.clone(), shape, param.lazy_device()));
             self.found.push((path, Kind::Buffer));
@@ -209,36 +193,21 @@ impl ModuleVisitor for Kinds {
 
 /// Reads what is known of each kind.
 struct Details {
-    path: Vec<String>,
-    nested: usize,
     kinds: HashMap<String, Kind>,
     survey: Survey,
 }
 
-impl ModuleVisitor for Details {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        self.nested += usize::from(container == CONTAINER);
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.nested -= usize::from(container == CONTAINER);
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
-        let Some(kind) = self.kinds.get(&path).filter(|_| self.nested == 0) else {
+impl path::Visitor for Details {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        let Some(kind) = self.kinds.get(&path).filter(|_| !place.is_nested()) else {
             return;
         };
         let device = param.lazy_device();
         self.survey.devices.insert(path.clone(), device.clone());
         match kind {
             Kind::Sharded => self.survey.sharded.push(path),
-            Kind::Buffer => {
-                self.survey.has_buffers = true;
-                self.survey.buffers.push(path);
-            }
+            Kind::Buffer => self.survey.buffers.push(path),
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
             Kind::Parameter => self.survey.parameters.push(Found {
                 path,

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterizer};
+use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Partition;
@@ -16,6 +16,7 @@ use crate::initial;
 use crate::inspect;
 use crate::memory;
 use crate::parameter::ShardedParam;
+use crate::path::{self, Place};
 use crate::policy::{Layout, ReduceGroup, ShardPolicy, Strategy, matches};
 use crate::record;
 use crate::root::Root;
@@ -120,9 +121,9 @@ fn wrap<M: Module>(
     let adopted = adopted.into_iter().map(|(unit, _)| unit);
     let all: Vec<_> = units.into_iter().chain(adopted).collect();
     root.adopt(&all);
-    let module = match survey.has_buffers {
-        true => own_buffers(module, survey.devices),
-        false => module,
+    let module = match survey.buffers.is_empty() {
+        true => module,
+        false => own_buffers(module, survey.devices),
     };
     begin_history(&module);
     memory::warn_at_wrap(&root);
@@ -514,13 +515,7 @@ impl Reparameterizer for Sharder {
 /// The parameter with a leaf of this rank's own: ranks that share a leaf share a graph, and would
 /// wait for each other's backward.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    param.map(|tensor| {
-        let is_trainable = tensor.is_require_grad();
-        let device = tensor.device();
-        let dtype = tensor.dtype();
-        let data = tensor.inner().into_data();
-        Tensor::from_data(data, (&device, dtype)).set_require_grad(is_trainable)
-    })
+    param.map(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
 /// The parameter itself: a stand-in, recorded in the shape in which it always was.
@@ -544,28 +539,20 @@ fn base<const D: usize>(declared: &Declared<D>, device: &Device) -> Param<Tensor
 fn own_buffers<M: Module>(module: M, devices: HashMap<String, Device>) -> M {
     // Only `valid` makes new ones; it and `train` forget the checkpointing strategy, which the
     // sharded values restore by themselves and stand-ins and buffers get back here.
-    module.valid().train().map(&mut Relocate {
-        path: Vec::new(),
-        devices,
-    })
+    path::map(module.valid().train(), &mut Relocate { devices })
 }
 
 struct Relocate {
-    path: Vec<String>,
     devices: HashMap<String, Device>,
 }
 
-impl ModuleMapper for Relocate {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.devices.get(&self.path.join(".")) {
+impl path::Mapper for Relocate {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.devices.get(&place.path()) {
             Some(device) => param.map(|tensor| relocate(tensor, device)),
             None => param,
         }

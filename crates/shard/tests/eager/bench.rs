@@ -143,6 +143,13 @@ pub(crate) fn on_ranks<T: Send + 'static>(
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// What `body` panics with. An error of a rank is a panic outside of [`on_ranks`].
+pub(crate) fn panic_of<T>(body: impl FnOnce() -> T) -> String {
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
+    let message = panic.err().expect("refused").downcast::<String>();
+    *message.expect("a text")
+}
+
 /// The whole parameters of a sharded module, through a record into `plain`. Collective.
 pub(crate) fn whole_params<M: Module>(plain: M, model: &M) -> Vec<(String, Vec<f32>)> {
     params(&plain.load_record(model.clone().into_record()))

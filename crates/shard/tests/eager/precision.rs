@@ -8,7 +8,7 @@ use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_shard::{DivideFactors, Precision, ShardPolicy, backward, cast_input, local_state};
 
 use super::bench::{
-    Case, Outcome, assert_close, build, device, on_ranks, optimizer, plainly, sharded,
+    Case, Outcome, assert_close, build, device, on_ranks, optimizer, panic_of, plainly, sharded,
 };
 use super::nets::{CONV_NET, ConvNet, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
 
@@ -177,11 +177,7 @@ fn norms_in_full_of_a_model_that_does_not_cast() {
         distance.losses <= 0.002 && distance.params <= 0.005,
         "{distance:?}"
     );
-    let refused = std::panic::catch_unwind(|| sharded(MLP, 2, 1, full_in(FloatDType::BF16)));
-    let message = *refused
-        .expect_err("two types")
-        .downcast::<String>()
-        .expect("a text");
+    let message = panic_of(|| sharded(MLP, 2, 1, full_in(FloatDType::BF16)));
     assert!(message.contains("dtype mismatch"), "{message}");
 }
 
@@ -372,7 +368,7 @@ fn a_hook_sees_every_gradient_and_may_change_it() {
             }
         }
     }
-    let message = std::panic::catch_unwind(|| {
+    let message = panic_of(|| {
         sharded(
             MLP,
             2,
@@ -380,10 +376,6 @@ fn a_hook_sees_every_gradient_and_may_change_it() {
             blocks().gradient_hook(|_, gradient| gradient.slice(0..1)),
         )
     });
-    let message = *message
-        .expect_err("refused")
-        .downcast::<String>()
-        .expect("a text");
     assert!(
         message.contains("hook returned 1 elements, expected"),
         "{message}"

@@ -10,7 +10,7 @@ use burn_fsdp_shard::{
     Error, ShardPolicy, backward, fully_shard, load_local_state, memory, wrap_plan,
 };
 
-use super::bench::{build, device, on_ranks, ready, seed_turn};
+use super::bench::{build, device, on_ranks, panic_of, ready, seed_turn};
 use super::nets::{MLP, Mlp};
 
 fn refusal<M: Module + 'static>(module: fn() -> M, policy: ShardPolicy) -> String {
@@ -284,7 +284,7 @@ fn bytes_of_another_length_are_refused_by_path() {
 
 #[test]
 fn a_rank_without_the_copy_that_others_use_is_told() {
-    let message = std::panic::catch_unwind(|| {
+    let message = panic_of(|| {
         on_ranks(2, |world| {
             let device = device();
             let policy = ShardPolicy::new().units(["blocks.*"]);
@@ -301,10 +301,6 @@ fn a_rank_without_the_copy_that_others_use_is_told() {
             backward(loss, &model).map(drop)
         })
     });
-    let message = *message
-        .expect_err("refused")
-        .downcast::<String>()
-        .expect("a text");
     assert!(message.contains("rank 1: another rank uses"), "{message}");
     assert!(message.contains("unit `blocks.0`"), "{message}");
     assert!(message.contains("on all ranks alike"), "{message}");
