@@ -7,7 +7,7 @@
 //! # How it works, in the order of the rooms
 //!
 //! - `wrap`: [`fully_shard`] finds the float parameters (`survey`), groups them into units by
-//!   path ([`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
+//!   path (`grouping`, [`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
 //!   each parameter (`parameter`): a Burn reparameterization, called at every `Param::val`.
 //! - `generation`: which values belong together, as optimizers, clones and records make new ones.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
@@ -33,6 +33,7 @@ mod error;
 mod full;
 mod generation;
 mod gradients;
+mod grouping;
 mod handle;
 mod initial;
 mod inspect;

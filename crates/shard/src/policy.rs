@@ -254,6 +254,11 @@ impl ShardPolicy {
     }
 }
 
+/// The modules that contain the parameter at `path`, outermost first.
+pub(crate) fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    path.match_indices('.').map(|(end, _)| &path[..end])
+}
+
 /// Whether the module at `path` matches `pattern`, segment by segment.
 pub(crate) fn matches(pattern: &str, path: &str) -> bool {
     let mut wanted = pattern.split('.');

@@ -4,7 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
-use crate::policy::matches;
+use crate::policy::{ancestors, matches};
 use burn::module::Module;
 
 /// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
@@ -77,8 +77,7 @@ impl Precision {
 
     /// The type in which the parameter at `path`, stored as `stored`, computes.
     pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
-        let modules = || path.match_indices('.').map(|(end, _)| &path[..end]);
-        let is_full = |pattern: &String| modules().any(|module| matches(pattern, module));
+        let is_full = |pattern: &String| ancestors(path).any(|module| matches(pattern, module));
         match self.compute {
             Some(compute) if !self.full_in.iter().any(is_full) => compute.into(),
             _ => stored,
