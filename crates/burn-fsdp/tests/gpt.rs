@@ -3,10 +3,11 @@
 use std::time::Duration;
 
 use burn::optim::{AdamWConfig, GradientsParams};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, OperationKind, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
-    backward, fully_shard, launch, memory, num_params, order, reset_peak, wrap_plan,
+    DivideFactors, Error, LaunchConfig, Mesh, OperationKind, Precision, ProcessGroup, ProcessMesh,
+    ShardPolicy, Strategy, backward, fully_shard, launch, memory, num_params, order, reset_peak,
+    wrap_plan,
 };
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 
@@ -74,39 +75,78 @@ fn blocks() -> ShardPolicy {
     ShardPolicy::new().units(["blocks.*"])
 }
 
+const STEPS: usize = 10;
+
+/// Losses by step, the mean over the ranks.
+fn sharded_losses(ranks: usize, policy: ShardPolicy) -> Vec<f32> {
+    let outcomes = on_ranks(ranks, move |world, mesh| {
+        let device = checkpointing();
+        let model = CONFIG.init(&device, 5).expect("valid");
+        let mut model = fully_shard(model, &mesh, policy.clone())?;
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..STEPS {
+            let loss = loss(&model, step, own_rows(&world), &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(losses)
+    });
+    let sum = |step| outcomes.iter().map(|losses| losses[step]).sum::<f32>();
+    (0..STEPS).map(|step| sum(step) / ranks as f32).collect()
+}
+
+fn assert_losses(got: &[f32], want: &[f32], tolerance: f32, of: &str) {
+    assert_eq!(got.len(), want.len());
+    for (step, (got, want)) in got.iter().zip(want).enumerate() {
+        let difference = (got - want).abs() / want;
+        assert!(difference <= tolerance, "{of}, step {step}: {got} {want}");
+    }
+}
+
 #[test]
 fn losses_agree_with_the_plain_model() {
-    const STEPS: usize = 10;
     let want = plain_losses(STEPS);
-    for strategy in [
-        Strategy::FullShard,
-        Strategy::ShardGradOp,
-        Strategy::NoShard,
-    ] {
-        for ranks in 1..=4 {
-            let outcomes = on_ranks(ranks, move |world, mesh| {
-                let device = checkpointing();
-                let model = CONFIG.init(&device, 5).expect("valid");
-                let mut model = fully_shard(model, &mesh, blocks().strategy(strategy))?;
-                let mut optim = optimizer();
-                let mut losses = Vec::new();
-                for step in 0..STEPS {
-                    let loss = loss(&model, step, own_rows(&world), &device);
-                    losses.push(loss.clone().into_scalar::<f32>());
-                    let gradients = backward(loss, &model)?;
-                    model = optim.step(1e-2, model, gradients);
-                }
-                Ok(losses)
-            });
-            for (step, want) in want.iter().enumerate() {
-                let sum: f32 = outcomes.iter().map(|losses| losses[step]).sum();
-                let got = sum / ranks as f32;
-                let difference = (got - want).abs() / want;
-                assert!(
-                    difference <= 1e-5,
-                    "{strategy:?}, {ranks} ranks, step {step}: {got} {want}"
-                );
-            }
+    for ranks in 1..=4 {
+        for strategy in [
+            Strategy::FullShard,
+            Strategy::ShardGradOp,
+            Strategy::NoShard,
+        ] {
+            let got = sharded_losses(ranks, blocks().strategy(strategy));
+            assert_losses(&got, &want, 1e-5, &format!("{strategy:?}, {ranks} ranks"));
+        }
+    }
+}
+
+#[test]
+fn hooks_and_factors_agree_with_the_plain_model() {
+    let want = plain_losses(STEPS);
+    for ranks in 1..=4 {
+        let balanced = blocks().divide_factors(DivideFactors::balanced(ranks));
+        let undone = blocks()
+            .divide_factors(DivideFactors {
+                pre: 2.0,
+                post: ranks as f64,
+            })
+            .gradient_hook(|_, gradient| gradient.mul_scalar(2.0));
+        for policy in [balanced, undone] {
+            let got = sharded_losses(ranks, policy);
+            assert_losses(&got, &want, 1e-5, &format!("{ranks} ranks"));
+        }
+    }
+}
+
+#[test]
+fn halves_track_the_plain_model() {
+    let want = plain_losses(STEPS);
+    for ranks in 1..=4 {
+        for (dtype, tolerance) in [(FloatDType::BF16, 0.02), (FloatDType::F16, 0.005)] {
+            let policy = blocks().precision(Precision::new(dtype).reduce(FloatDType::F32));
+            let got = sharded_losses(ranks, policy);
+            assert_losses(&got, &want, tolerance, &format!("{dtype:?}, {ranks} ranks"));
+            assert_ne!(got, want, "it was computed in halves");
         }
     }
 }

@@ -166,6 +166,7 @@ fn a_missing_file_is_named() {
     }
     let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
     assert!(matches!(error, Error::NoStep { .. }));
+    assert!(error.to_string().contains("has no whole step"), "{error}");
 }
 
 /// A step whose index is edited and sealed again, as somebody would who means harm.

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
+use crate::path::{self, Place};
 use crate::survey::survey;
 use crate::transport;
 
@@ -39,7 +40,6 @@ pub enum Agreement {
 pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error> {
     let group = inspect::root_of(module)?.group.clone();
     let mut sums = Checksums {
-        path: Vec::new(),
         members: inspect::places(module).into_iter().collect(),
         left_out: match of {
             Agreement::Parameters => survey(module)?.buffers,
@@ -125,23 +125,14 @@ impl Checksum {
 }
 
 struct Checksums {
-    path: Vec<String>,
     members: HashMap<String, Member>,
     left_out: Vec<String>,
     found: Vec<(String, Checksum)>,
 }
 
-impl ModuleVisitor for Checksums {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
+impl path::Visitor for Checksums {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
         if self.left_out.contains(&path) {
             return;
         }

@@ -1,7 +1,10 @@
 //! Units by size.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
+
+use crate::inspect;
+use crate::path::{self, Place};
 
 /// What Burn calls modules that only hold others.
 const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
@@ -34,10 +37,9 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
     let mut sizes = Sizes {
         min_params: min_params.max(1),
         open: vec![Open::default()],
-        path: Vec::new(),
         units: Vec::new(),
     };
-    crate::inspect::visit(module, &mut sizes);
+    inspect::visit(module, &mut sizes);
     sizes.units
 }
 
@@ -53,20 +55,18 @@ struct Open {
 struct Sizes {
     min_params: usize,
     open: Vec<Open>,
-    path: Vec<String>,
     units: Vec<String>,
 }
 
-impl ModuleVisitor for Sizes {
-    fn enter_module(&mut self, name: &str, container: &str) {
+impl path::Visitor for Sizes {
+    fn enter(&mut self, _place: &Place, _name: &str, container: &str) {
         if let Some(parent) = self.open.last_mut() {
             parent.kind = Some(container.to_owned());
         }
         self.open.push(Open::default());
-        self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, _container: &str) {
+    fn exit(&mut self, place: &Place) {
         let Some(closed) = self.open.pop() else {
             return;
         };
@@ -74,14 +74,13 @@ impl ModuleVisitor for Sizes {
             .kind
             .is_some_and(|kind| !CONTAINERS.contains(&kind.as_str()));
         if is_module && closed.left >= self.min_params {
-            self.units.push(self.path.join("."));
+            self.units.push(place.path());
         } else if let Some(parent) = self.open.last_mut() {
             parent.left += closed.left;
         }
-        self.path.pop();
     }
 
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
         if let Some(open) = self.open.last_mut() {
             open.left += param.lazy_shape().num_elements();
         }

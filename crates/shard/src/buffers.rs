@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{Buffer, BufferPool, FullPart, ProcessGroup, Reduction};
 
 use crate::error::Error;
 use crate::inspect;
+use crate::path::{self, Place};
 use crate::survey::survey;
 use crate::transport;
 
@@ -54,10 +55,8 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     };
     let places = buffers.into_iter().map(|buffer| buffer.path);
     // Also where nothing is replaced: all ranks take the same passes over the module.
-    Ok(module.map(&mut Replace {
-        path: Vec::new(),
-        values: places.zip(received).collect(),
-    }))
+    let values = places.zip(received).collect();
+    Ok(path::map(module, &mut Replace { values }))
 }
 
 /// Empty on rank 0, which has the values.
@@ -123,7 +122,6 @@ fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
     // whole modules only `valid` does.
     drop(module.valid());
     let mut read = Read {
-        path: Vec::new(),
         wanted: paths,
         found: Vec::new(),
     };
@@ -132,22 +130,13 @@ fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
 }
 
 struct Read {
-    path: Vec<String>,
     wanted: Vec<String>,
     found: Vec<Running>,
 }
 
-impl ModuleVisitor for Read {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
+impl path::Visitor for Read {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
         if self.wanted.contains(&path) {
             let value = param.base().inner();
             let len = value.shape().num_elements();
@@ -159,24 +148,19 @@ impl ModuleVisitor for Read {
 
 /// Puts received running states in their places.
 struct Replace {
-    path: Vec<String>,
     values: HashMap<String, Buffer>,
 }
 
-impl ModuleMapper for Replace {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.values.remove(&self.path.join(".")) {
+impl path::Mapper for Replace {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.values.remove(&place.path()) {
             Some(buffer) => param.map(|old| {
-                let flat = transport::tensor(buffer, old.dtype(), &old.device());
-                flat.reshape::<D, _>(old.shape())
+                let data = transport::data(buffer, old.shape(), old.dtype());
+                transport::in_place_of(&old, data)
             }),
             None => param,
         }

@@ -101,13 +101,17 @@ pub struct Clipped {
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Option`] for an order below 1; a failed collective.
+/// [`Error::NotSharded`]; [`Error::Option`] for an order below 1; [`Error::State`] inside a backward,
+/// and while a forward waits for its backward; a failed collective.
 pub fn grad_norm<M: Module>(
     module: &M,
     gradients: &GradientsParams,
     norm: Norm,
 ) -> Result<f64, Error> {
     let measure = Measure::new(norm)?;
+    for root in inspect::roots_of(module)? {
+        root.expect_between_steps()?;
+    }
     let root = inspect::root_of(module)?;
     let groups = gradients::groups(module, &root.group);
     let mut everywhere = 0.0;

@@ -26,10 +26,22 @@ pub enum Error {
     },
     /// The module has no float parameter left to shard.
     #[error(
-        "nothing to shard: the module has no float parameter that is not sharded already; \
-         call `fully_shard` once per module, children before parents"
+        "nothing to shard: the module has no float parameter that is neither sharded already nor \
+         ignored; call `fully_shard` once per module, children before parents, and ignore less"
     )]
     NothingToShard,
+    /// A parameter cannot be replaced.
+    #[error(
+        "parameter `{path}` of shape {shape:?} would be left unsharded: the module's `visit` shows \
+         it, but its `map` does not reach it; in a module written by hand, both must go through the \
+         same fields under the same names"
+    )]
+    Unreached {
+        /// Path of the parameter.
+        path: String,
+        /// Shape of the whole parameter.
+        shape: Vec<usize>,
+    },
     /// Every parameter of the module is sharded or replicated already.
     #[error(
         "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
@@ -195,16 +207,16 @@ pub enum Error {
     },
     /// A gradient hook returned something else than a gradient.
     #[error(
-        "gradient of `{path}`: the policy's hook returned {got} elements, expected {expected}; \
-         return a tensor of the length that was given"
+        "gradient of `{path}`: the policy's hook returned {got}, expected {expected} elements; \
+         return a plain tensor of the length that was given, made by `Tensor::inner` if need be"
     )]
     Hook {
         /// Path of the parameter.
         path: String,
         /// Elements of the gradient.
         expected: usize,
-        /// Elements returned.
-        got: usize,
+        /// What was returned.
+        got: String,
     },
     /// A module without any sharded parameter was passed where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]

@@ -4,12 +4,13 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, Shape, Tensor};
 use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
+use crate::path::{self, Place};
 use crate::record;
 use crate::transport;
 
@@ -70,34 +71,24 @@ pub(crate) fn keeps_base() -> bool {
 fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
     let members = places.iter().cloned().collect();
     // `valid` also gives the copy running states of its own.
-    let filled = catch(|| {
-        module.valid().map(&mut Fill {
-            path: Vec::new(),
-            members,
-        })
-    })?;
+    let filled = catch(|| path::map(module.valid(), &mut Fill { members }))?;
     // Burn lets go of a reparameterization in `materialize` alone.
     Ok(record::with_flag(&KEEPS_BASE, || filled.materialize()))
 }
 
 /// Puts the whole value in the place of each stand-in.
 struct Fill {
-    path: Vec<String>,
     members: HashMap<String, Member>,
 }
 
-impl ModuleMapper for Fill {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+impl path::Mapper for Fill {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
         // The shard comes after the stand-in, under the same path.
-        let Some(member) = self.members.remove(&self.path.join(".")) else {
+        let Some(member) = self.members.remove(&place.path()) else {
             return param;
         };
         let whole = record::whole(&member.generation, member.index);
@@ -119,14 +110,13 @@ impl ModuleMapper for Fill {
 fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
     // Running states show their last update after `valid` only.
     let mut values = Values::default();
-    full.valid().visit(&mut values);
+    path::visit(&full.valid(), &mut values);
     let mut narrow = Narrow {
-        path: Vec::new(),
         members: places.into_iter().collect(),
         values: values.found,
         problem: None,
     };
-    let module = catch(|| module.map(&mut narrow))?;
+    let module = catch(|| path::map(module, &mut narrow))?;
     let extra = narrow.values.into_keys().min();
     let problem = narrow
         .problem
@@ -144,44 +134,30 @@ fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> R
 /// Shape and elements by path.
 #[derive(Default)]
 struct Values {
-    path: Vec<String>,
     found: HashMap<String, (Vec<usize>, Tensor<1>)>,
 }
 
-impl ModuleVisitor for Values {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.found.insert(self.path.join("."), flatten(param.val()));
+impl path::Visitor for Values {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        self.found.insert(place.path(), flatten(param.val()));
     }
 }
 
 /// Cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
 struct Narrow {
-    path: Vec<String>,
     members: HashMap<String, Member>,
     values: HashMap<String, (Vec<usize>, Tensor<1>)>,
     /// Path, expected, got. The module is mapped to its end, so that all ranks take the same pass.
     problem: Option<(String, String, String)>,
 }
 
-impl ModuleMapper for Narrow {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let path = self.path.join(".");
+impl path::Mapper for Narrow {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        let path = place.path();
         let member = self.members.remove(&path);
         let wanted = match &member {
             Some(member) => member.slot().shape.clone(),
@@ -201,18 +177,8 @@ impl ModuleMapper for Narrow {
                 record::narrow(&member.generation.unit, member.index, whole, &device);
                 param
             }
-            None => param.map(|old| replace(&old, whole)),
+            None => param.map(|old| transport::in_place_of(&old, whole.into_data())),
         }
-    }
-}
-
-/// A leaf of the device and training state of `old`.
-fn replace<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
-    let data = value.into_data();
-    let new = Tensor::from_data(data, (&old.device(), old.dtype()));
-    match old.is_require_grad() {
-        true => new.require_grad(),
-        false => new,
     }
 }
 
@@ -303,7 +269,6 @@ pub(crate) fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
     // Running states show their last update after `valid` only.
     drop(module.valid());
     let mut all = All {
-        path: Vec::new(),
         members: inspect::places(module).into_iter().collect(),
         found: Vec::new(),
     };
@@ -312,22 +277,13 @@ pub(crate) fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
 }
 
 struct All {
-    path: Vec<String>,
     members: HashMap<String, Member>,
     found: Vec<FloatTensor>,
 }
 
-impl ModuleVisitor for All {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
+impl path::Visitor for All {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
         let tensor = match self.members.remove(&path) {
             Some(member) => {
                 let slot = member.slot();

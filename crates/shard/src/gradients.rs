@@ -2,12 +2,13 @@
 
 use std::collections::{HashMap, HashSet};
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::ProcessGroup;
 
 use crate::inspect::{self, Member};
+use crate::path::{self, Place};
 
 /// Who holds the elements of a gradient.
 #[derive(Debug, Clone)]
@@ -225,21 +226,11 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
 /// What a visit without shards sees: parameters, and stand-ins for sharded ones.
 #[derive(Default)]
 struct Plain {
-    path: Vec<String>,
     found: Vec<(String, ParamId, ByRank)>,
 }
 
-impl ModuleVisitor for Plain {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.found
-            .push((self.path.join("."), param.id, ByRank::of::<D>()));
+impl path::Visitor for Plain {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        self.found.push((place.path(), param.id, ByRank::of::<D>()));
     }
 }

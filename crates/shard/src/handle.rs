@@ -91,12 +91,13 @@ impl UnitHandle {
     }
 
     /// Whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and
-    /// the next reduction takes their sum along.
+    /// the next reduction takes their sum along. A forward and its backward must see the same.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward.
+    /// [`Error::State`] inside a backward, and while a forward waits for its backward.
     pub fn set_requires_gradient_sync(&self, sync: bool) -> Result<(), Error> {
+        self.root.expect_between_steps()?;
         self.switch(&self.unit.switches.sync, sync)
     }
 
@@ -126,7 +127,7 @@ impl UnitHandle {
     ///
     /// [`Error::State`] inside a backward.
     pub fn set_reshard_after_forward(&self, reshard: bool) -> Result<(), Error> {
-        self.root.expect_between_steps(ADVICE)?;
+        self.root.expect_outside_backward(ADVICE)?;
         self.unit.set_keeps(!reshard);
         Ok(())
     }
@@ -140,7 +141,7 @@ impl UnitHandle {
     ///
     /// [`Error::State`] inside a backward, or a failed collective.
     pub fn unshard(&self) -> Result<Unsharding<'_>, Error> {
-        self.root.expect_between_steps(ADVICE)?;
+        self.root.expect_outside_backward(ADVICE)?;
         self.root.unshard_by_hand(&self.generation)?;
         Ok(Unsharding(self))
     }
@@ -151,13 +152,13 @@ impl UnitHandle {
     ///
     /// [`Error::State`] inside a backward.
     pub fn reshard(&self) -> Result<(), Error> {
-        self.root.expect_between_steps(ADVICE)?;
+        self.root.expect_outside_backward(ADVICE)?;
         self.generation.reshard();
         Ok(())
     }
 
     fn switch(&self, switch: &AtomicBool, on: bool) -> Result<(), Error> {
-        self.root.expect_between_steps(ADVICE)?;
+        self.root.expect_outside_backward(ADVICE)?;
         switch.store(on, Relaxed);
         Ok(())
     }
@@ -185,23 +186,32 @@ impl Unsharding<'_> {
 /// outside reduces the sum. Saves the traffic of all micro-batches but the last, and costs full
 /// gradients on every rank: [`Memory::unreduced`](crate::Memory::unreduced).
 ///
-/// The gradients of a backward inside are empty: there is nothing for the optimizer yet.
+/// The gradients of a backward inside are empty: there is nothing for the optimizer yet. Forward and
+/// backward both belong inside.
 ///
 /// All ranks must do so alike.
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::State`] inside a backward.
+/// [`Error::NotSharded`]; [`Error::State`] inside a backward, while a forward waits for its backward,
+/// and if `body` has switched units to reduce.
 pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, Error> {
     let units = units(module)?;
     let before: Vec<_> = units.iter().map(|handle| handle.unit.syncs()).collect();
-    for handle in &units {
+    let restore = Restore { units, before };
+    for handle in &restore.units {
         handle.set_requires_gradient_sync(false)?;
     }
-    let restore = Restore { units, before };
     let result = body();
-    drop(restore);
-    Ok(result)
+    match restore.units.iter().find(|handle| handle.unit.syncs()) {
+        None => Ok(result),
+        Some(switched) => Err(Error::State {
+            unit: switched.name(),
+            expected: "without gradient sync".to_owned(),
+            got: "with gradient sync".to_owned(),
+            advice: "do not call `set_requires_gradient_sync` inside `no_sync`",
+        }),
+    }
 }
 
 /// Puts switches back, also when the body unwinds.

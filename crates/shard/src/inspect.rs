@@ -6,12 +6,13 @@
 use std::cell::RefCell;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::generation::Generation;
 use crate::parameter::{CONTAINER, NAME};
+use crate::path::{self, Place};
 use crate::root::Root;
 use crate::slot::Slot;
 
@@ -36,7 +37,9 @@ thread_local! {
 
 struct Nothing;
 
-impl ModuleVisitor for Nothing {}
+impl path::Visitor for Nothing {
+    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
+}
 
 /// The sharded parameters of `module`, in its own order.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
@@ -44,9 +47,9 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
 }
 
 /// Visits `module` without its shards, and returns them.
-pub(crate) fn visit<M: Module, V: ModuleVisitor>(module: &M, visitor: &mut V) -> Vec<Member> {
+pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
     ASKED.with(|asked| *asked.borrow_mut() = Some(Vec::new()));
-    module.visit(visitor);
+    path::visit(module, visitor);
     ASKED
         .with(|asked| asked.borrow_mut().take())
         .unwrap_or_default()
@@ -63,24 +66,18 @@ pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
 
 #[derive(Default)]
 struct Paths {
-    path: Vec<String>,
     sharded: Vec<String>,
 }
 
-impl ModuleVisitor for Paths {
-    fn enter_module(&mut self, name: &str, container: &str) {
+impl path::Visitor for Paths {
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
         if name == NAME && container == CONTAINER {
             // The parameter itself has just been visited, here.
-            self.sharded.push(self.path.join("."));
+            self.sharded.push(place.path());
         }
-        self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {}
+    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
 }
 
 /// Gives a parameter's name to whoever is asking. Returns whether somebody was.

@@ -7,7 +7,7 @@
 //! # How it works, in the order of the rooms
 //!
 //! - `wrap`: [`fully_shard`] finds the float parameters (`survey`), groups them into units by
-//!   path ([`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
+//!   path (`grouping`, [`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
 //!   each parameter (`parameter`): a Burn reparameterization, called at every `Param::val`.
 //! - `generation`: which values belong together, as optimizers, clones and records make new ones.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
@@ -18,7 +18,8 @@
 //!
 //! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
 //! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
-//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods.
+//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods. They walk
+//! over modules with `path`, and find the sharded parameters in them with `inspect`.
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
@@ -32,6 +33,7 @@ mod error;
 mod full;
 mod generation;
 mod gradients;
+mod grouping;
 mod handle;
 mod initial;
 mod inspect;
@@ -40,6 +42,7 @@ mod memory;
 mod names;
 mod op;
 mod parameter;
+mod path;
 mod plan;
 mod policy;
 mod precision;

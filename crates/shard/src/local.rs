@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::module::{Module, Param, ParamId};
 use burn::tensor::{DType, Tensor};
 use burn_fsdp_collectives::{Partition, Source};
 
 use crate::error::{Error, catch};
 use crate::full::{self, Held};
 use crate::inspect;
+use crate::path::{self, Place};
 use crate::transport;
 
 /// A float tensor of a module, and this rank's part of it.
@@ -151,35 +152,25 @@ pub fn load_local_state<M: Module, E: From<Error>>(
             None => drop(plain.insert(tensor.path, bytes)),
         }
     }
-    let mut place = Place {
-        path: Vec::new(),
-        plain,
-    };
-    Ok(catch(|| module.map(&mut place))?)
+    Ok(catch(|| path::map(module, &mut PutBack { plain }))?)
 }
 
 /// Puts plain tensors in their places; sharded ones are waiting in theirs.
-struct Place {
-    path: Vec<String>,
+struct PutBack {
     plain: HashMap<String, Vec<u8>>,
 }
 
-impl ModuleMapper for Place {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.plain.remove(&self.path.join(".")) {
+impl path::Mapper for PutBack {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.plain.remove(&place.path()) {
             None => param,
             Some(bytes) => param.map(|old| {
-                let flat = transport::owned(bytes, old.dtype(), &old.device());
-                flat.reshape::<D, _>(old.shape())
-                    .set_require_grad(old.is_require_grad())
+                let data = transport::owned_data(bytes, old.shape(), old.dtype());
+                transport::in_place_of(&old, data)
             }),
         }
     }

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::sync::Weak;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
 
 use crate::error::{Error, catch};
 use crate::inspect;
+use crate::path::{self, Place};
 use crate::root::Root;
 use crate::unit::Unit;
 
@@ -116,8 +117,8 @@ struct Means {
     sum: Option<Tensor<1>>,
 }
 
-impl ModuleVisitor for Means {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+impl path::Visitor for Means {
+    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
         let mean = param.val().mean();
         self.sum = Some(match self.sum.take() {
             Some(sum) => sum + mean,

@@ -1,10 +1,11 @@
 //! Sharding keeps the names of parameters.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
+use crate::path::{self, Place};
 
 /// Paths of all float tensors of a module, parameters and running states, in its order: the same
 /// before and after sharding. Initializes nothing; not collective.
@@ -16,21 +17,12 @@ pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
 
 #[derive(Default)]
 struct Paths {
-    path: Vec<String>,
     found: Vec<String>,
 }
 
-impl ModuleVisitor for Paths {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
-        self.found.push(self.path.join("."));
+impl path::Visitor for Paths {
+    fn float<const D: usize>(&mut self, place: &Place, _param: &Param<Tensor<D>>) {
+        self.found.push(place.path());
     }
 }
 

@@ -2,11 +2,12 @@
 
 use std::fmt;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
+use crate::path::{self, Place};
 
 /// One unit of a [`WrapPlan`]. Sizes in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,8 +178,8 @@ struct Count {
     elements: usize,
 }
 
-impl ModuleVisitor for Count {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+impl path::Visitor for Count {
+    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
         self.elements += param.lazy_shape().num_elements();
     }
 }

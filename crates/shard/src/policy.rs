@@ -1,11 +1,13 @@
 //! What is gathered together, and when full weights are dropped.
 
+use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
 use crate::precision::Precision;
+use crate::record::with_flag;
 
 /// Where the full weights live between a unit's forward and its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -86,10 +88,26 @@ pub enum ReduceGroup {
 /// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
 /// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
 #[derive(Clone)]
-pub(crate) struct GradientHook(pub(crate) Arc<ChangeGradient>);
+pub(crate) struct GradientHook(Arc<ChangeGradient>);
 
 /// From path and flat gradient to another gradient of the same length.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
+
+thread_local! {
+    static IN_HOOK: Cell<bool> = const { Cell::new(false) };
+}
+
+impl GradientHook {
+    /// What the hook makes of `gradient`.
+    pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
+        with_flag(&IN_HOOK, || (self.0)(path, gradient))
+    }
+
+    /// Whether this thread is inside a hook.
+    pub(crate) fn is_running() -> bool {
+        IN_HOOK.get()
+    }
+}
 
 impl fmt::Debug for GradientHook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -224,8 +242,9 @@ impl ShardPolicy {
     }
 
     /// A function that changes this rank's full gradient of a parameter before it is reduced: it
-    /// gets the parameter's path and the flat gradient, and returns one of the same length. Called
-    /// on every rank that has a gradient.
+    /// gets the parameter's path and the flat gradient, and returns one of the same length, both
+    /// without autodiff. Called on every rank that has a gradient, inside backward: it must not use
+    /// sharded modules.
     pub fn gradient_hook(
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
@@ -233,6 +252,11 @@ impl ShardPolicy {
         self.hook = Some(GradientHook(Arc::new(hook)));
         self
     }
+}
+
+/// The modules that contain the parameter at `path`, outermost first.
+pub(crate) fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
 /// Whether the module at `path` matches `pattern`, segment by segment.

@@ -4,7 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
-use crate::policy::matches;
+use crate::policy::{ancestors, matches};
 use burn::module::Module;
 
 /// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
@@ -44,8 +44,32 @@ impl Precision {
         self
     }
 
-    /// Parameters in modules that match one of `patterns` compute in the shards' type. For
-    /// normalization layers, say: whoever calls them casts what goes in, with [`Tensor::cast`].
+    /// Parameters in modules that match one of `patterns` compute in the shards' type: those of
+    /// normalization layers, say.
+    ///
+    /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
+    /// out. Written so, it computes the same in any type, also without sharding:
+    ///
+    /// ```
+    /// # use burn::{nn::LayerNorm, tensor::{DType, Tensor}};
+    /// # struct Block { norm: LayerNorm }
+    /// # impl Block {
+    /// # fn normed(&self, x: Tensor<3>) -> Tensor<3> {
+    /// let dtype = x.dtype();
+    /// let x = self.norm.forward(x.cast(DType::F32)).cast(dtype);
+    /// # x
+    /// # }
+    /// # }
+    /// ```
+    ///
+    /// What a model that does not cast may do:
+    ///
+    /// - `LayerNorm`: stay in full beside `F16`, which it widens by itself. Beside `BF16` it meets
+    ///   two types, and Burn's backend panics with a "dtype mismatch"; leave it out of `patterns`.
+    /// - `RmsNorm`: be left out of `patterns`. It takes its statistics in 32 bits by itself.
+    /// - `BatchNorm` and Burn's recurrent layers: not compute in 16 bits at all. Their running states
+    ///   and collected outputs have the device's type, so they need to be in `patterns`, and the
+    ///   model to cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.full_in = patterns.into_iter().map(Into::into).collect();
         self
@@ -53,8 +77,7 @@ impl Precision {
 
     /// The type in which the parameter at `path`, stored as `stored`, computes.
     pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
-        let modules = || path.match_indices('.').map(|(end, _)| &path[..end]);
-        let is_full = |pattern: &String| modules().any(|module| matches(pattern, module));
+        let is_full = |pattern: &String| ancestors(path).any(|module| matches(pattern, module));
         match self.compute {
             Some(compute) if !self.full_in.iter().any(is_full) => compute.into(),
             _ => stored,

@@ -1,16 +1,15 @@
 //! A walk over a module before it is sharded: its float parameters, and what is none.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
-use burn::module::{
-    Module, ModuleVisitor, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer,
-};
+use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
 use crate::op;
 use crate::parameter::{CONTAINER, NAME};
+use crate::path::{self, Place};
 
 /// What the walk found at one path.
 #[derive(Debug, Clone)]
@@ -32,9 +31,7 @@ pub(crate) struct Survey {
     pub(crate) sharded: Vec<String>,
     /// The devices of running states, such as BatchNorm's, and of the parameters, by path.
     pub(crate) devices: HashMap<String, Device>,
-    /// Whether there are running states.
-    pub(crate) has_buffers: bool,
-    /// Their paths, in the order of the module.
+    /// Paths of running states, in the order of the module.
     pub(crate) buffers: Vec<String>,
     /// Parameters that carry another reparameterization: path and name.
     pub(crate) foreign: Vec<(String, String)>,
@@ -58,18 +55,25 @@ enum Kind {
 ///
 /// # Errors
 ///
-/// [`Error::Backend`], before anything is computed there.
+/// [`Error::Backend`], before anything is computed there; [`Error::Unreached`].
 pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let mut kinds = Kinds::default();
-    let marked = module.clone().apply_reparameterization(Attach);
+    let mut reached = HashSet::new();
+    let marked = module.clone().apply_reparameterization(Attach {
+        reached: &mut reached,
+    });
     inspect::visit(&marked, &mut kinds);
     drop(marked);
-    for (path, device) in &kinds.devices {
+    for (path, shape, device) in &kinds.places {
         op::check_backend(path, device)?;
+        if !reached.contains(path) {
+            return Err(Error::Unreached {
+                path: path.clone(),
+                shape: shape.clone(),
+            });
+        }
     }
     let mut details = Details {
-        path: Vec::new(),
-        nested: 0,
         kinds: kinds.found.into_iter().collect(),
         survey: Survey::default(),
     };
@@ -137,16 +141,20 @@ impl Reparameterization for Marker {
     }
 }
 
-struct Attach;
+struct Attach<'a> {
+    /// Paths of what the module hands out.
+    reached: &'a mut HashSet<String>,
+}
 
-impl Reparameterizer for Attach {
+impl Reparameterizer for Attach<'_> {
     type Reparam = Marker;
 
     fn reparameterize<const D: usize>(
         &mut self,
-        _path: &str,
+        path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Marker>) {
+        self.reached.insert(path.to_owned());
         (param, Some(Marker { nothing: () }))
     }
 }
@@ -154,39 +162,30 @@ impl Reparameterizer for Attach {
 /// Finds out what is what, touching nothing.
 #[derive(Default)]
 struct Kinds {
-    path: Vec<String>,
-    /// How deep inside reparameterizations the walk is.
-    nested: usize,
     found: Vec<(String, Kind)>,
-    devices: Vec<(String, Device)>,
+    /// Path, shape and device of each.
+    places: Vec<(String, Vec<usize>, Device)>,
 }
 
-impl ModuleVisitor for Kinds {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        if container == CONTAINER {
-            if self.nested == 0
-                && let Some((_, kind)) = self.found.last_mut()
-            {
-                *kind = match name {
-                    Marker::NAME => Kind::Parameter,
-                    NAME => Kind::Sharded,
-                    other => Kind::Foreign(other.to_owned()),
-                };
-            }
-            self.nested += 1;
+impl path::Visitor for Kinds {
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+        if container == CONTAINER
+            && !place.is_nested()
+            && let Some((_, kind)) = self.found.last_mut()
+        {
+            *kind = match name {
+                Marker::NAME => Kind::Parameter,
+                NAME => Kind::Sharded,
+                other => Kind::Foreign(other.to_owned()),
+            };
         }
-        self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.nested -= usize::from(container == CONTAINER);
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.nested == 0 {
-            let path = self.path.join(".");
-            self.devices.push((path.clone(), param.lazy_device()));
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        if !place.is_nested() {
+            let path = place.path();
+            let shape = param.lazy_shape().to_vec();
+            self.places.push((path.clone(), shape, param.lazy_device()));
             self.found.push((path, Kind::Buffer));
         }
     }
@@ -194,36 +193,21 @@ impl ModuleVisitor for Kinds {
 
 /// Reads what is known of each kind.
 struct Details {
-    path: Vec<String>,
-    nested: usize,
     kinds: HashMap<String, Kind>,
     survey: Survey,
 }
 
-impl ModuleVisitor for Details {
-    fn enter_module(&mut self, name: &str, container: &str) {
-        self.nested += usize::from(container == CONTAINER);
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        self.nested -= usize::from(container == CONTAINER);
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let path = self.path.join(".");
-        let Some(kind) = self.kinds.get(&path).filter(|_| self.nested == 0) else {
+impl path::Visitor for Details {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        let Some(kind) = self.kinds.get(&path).filter(|_| !place.is_nested()) else {
             return;
         };
         let device = param.lazy_device();
         self.survey.devices.insert(path.clone(), device.clone());
         match kind {
             Kind::Sharded => self.survey.sharded.push(path),
-            Kind::Buffer => {
-                self.survey.has_buffers = true;
-                self.survey.buffers.push(path);
-            }
+            Kind::Buffer => self.survey.buffers.push(path),
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
             Kind::Parameter => self.survey.parameters.push(Found {
                 path,

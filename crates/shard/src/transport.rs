@@ -2,7 +2,7 @@
 
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::{Account, Buffer, ElementType, Source};
 
 /// The transport's name of a float type, if it can be reduced.
@@ -79,19 +79,37 @@ pub(crate) fn tensor<B>(buffer: B, dtype: DType, device: &Device) -> Tensor<1>
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
 {
+    let len = buffer.as_ref().len() / dtype.size();
+    Tensor::from_data(data(buffer, [len], dtype), (device, dtype))
+}
+
+/// The elements in `buffer`, which lives as long as they do.
+pub(crate) fn data<B>(buffer: B, shape: impl Into<Shape>, dtype: DType) -> TensorData
+where
+    B: AsRef<[u8]> + Send + Sync + 'static,
+{
     let bytes = Bytes::from_shared(
         bytes::Bytes::from_owner(buffer),
         burn::tensor::AllocationProperty::Native,
     );
-    let len = bytes.len() / dtype.size();
-    Tensor::from_data(TensorData::from_bytes(bytes, [len], dtype), (device, dtype))
+    TensorData::from_bytes(bytes, shape.into(), dtype)
 }
 
 /// A flat tensor with memory of its own.
 pub(crate) fn owned(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
     let len = bytes.len() / dtype.size();
-    let data = TensorData::from_bytes(Bytes::from_bytes_vec(bytes), [len], dtype);
-    Tensor::from_data(data, (device, dtype))
+    Tensor::from_data(owned_data(bytes, [len], dtype), (device, dtype))
+}
+
+/// Elements with memory of their own.
+pub(crate) fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) -> TensorData {
+    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.into(), dtype)
+}
+
+/// A leaf of the element type, device and training state of `old`, with the elements of `data`.
+pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, data: TensorData) -> Tensor<D> {
+    let new = Tensor::from_data(data, (&old.device(), old.dtype()));
+    new.set_require_grad(old.is_require_grad())
 }
 
 /// A buffer that also tells, by `_life`, whether any tensor still holds it.

@@ -1,28 +1,28 @@
 //! `fully_shard`: from a plain module to a sharded one.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleMapper, Param, ParamId, Reparameterizer};
+use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::Partition;
 
 use crate::checkpoint;
 use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
+use crate::grouping::{Grouping, Ignored};
 use crate::initial;
 use crate::inspect;
 use crate::memory;
 use crate::parameter::ShardedParam;
-use crate::policy::{Layout, ReduceGroup, ShardPolicy, Strategy, matches};
+use crate::path::{self, Place};
+use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
 use crate::record;
 use crate::root::Root;
-use crate::slot::{Holding, Slot};
 use crate::survey::{Declared, Found, Survey, stand_in, survey};
 use crate::transport;
-use crate::unit::{Gradients, Groups, Keep, Unit};
+use crate::unit::{Groups, Unit};
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
 /// used in the same way.
@@ -39,7 +39,8 @@ use crate::unit::{Gradients, Groups, Keep, Unit};
 ///
 /// # Errors
 ///
-/// A pattern without a module, parameters that cannot be sharded, or a failed collective.
+/// A pattern without a module, parameters that cannot be sharded or are not reached, a child in the
+/// middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
     mesh: &ProcessMesh,
@@ -103,9 +104,12 @@ fn wrap<M: Module>(
     check(&survey, &parameters, &adopted, &left_alone)?;
     for (unit, prefix) in &adopted {
         check_group(unit, prefix, &ranks.groups.shard)?;
+        if let Some(root) = unit.root() {
+            root.expect_between_steps()?;
+        }
     }
     let grouping = Grouping::new(&parameters, policy)?;
-    let units = grouping.units(&ranks.groups, policy, form)?;
+    let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
     let root = Root::new(ranks.all, policy);
 
     let sharder = Sharder::new(&units, ignored);
@@ -116,9 +120,9 @@ fn wrap<M: Module>(
     let adopted = adopted.into_iter().map(|(unit, _)| unit);
     let all: Vec<_> = units.into_iter().chain(adopted).collect();
     root.adopt(&all);
-    let module = match survey.has_buffers {
-        true => own_buffers(module, survey.devices),
-        false => module,
+    let module = match survey.buffers.is_empty() {
+        true => module,
+        false => own_buffers(module, survey.devices),
     };
     begin_history(&module);
     memory::warn_at_wrap(&root);
@@ -222,55 +226,6 @@ fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
         .partition(|(_, prefix)| is_inside(prefix))
 }
 
-/// Paths of parameters that the policy leaves alone.
-struct Ignored(HashSet<String>);
-
-impl Ignored {
-    fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
-        let pattern_of = |path: &str| {
-            let mut patterns = policy.ignored.iter();
-            patterns.find(|pattern| ancestors(path).any(|module| matches(pattern, module)))
-        };
-        if let Some(path) = survey
-            .sharded
-            .iter()
-            .find(|path| pattern_of(path).is_some())
-        {
-            return Err(Error::IgnoredSharded { path: path.clone() });
-        }
-        let paths = survey.parameters.iter().map(|found| &found.path);
-        let ignored: HashSet<_> = paths
-            .filter(|path| pattern_of(path).is_some())
-            .cloned()
-            .collect();
-        for pattern in &policy.ignored {
-            if !ignored
-                .iter()
-                .any(|path| ancestors(path).any(|module| matches(pattern, module)))
-            {
-                return Err(unmatched(
-                    pattern,
-                    survey.parameters.iter().map(|found| found.path.as_str()),
-                ));
-            }
-        }
-        Ok(Self(ignored))
-    }
-
-    fn contains(&self, path: &str) -> bool {
-        self.0.contains(path)
-    }
-}
-
-fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
-    let modules: BTreeSet<_> = paths.flat_map(ancestors).collect();
-    let names: Vec<_> = modules.into_iter().take(12).collect();
-    Error::UnmatchedPattern {
-        pattern: pattern.to_owned(),
-        modules: names.join(", "),
-    }
-}
-
 /// Refuses what cannot be sharded.
 fn check(
     survey: &Survey,
@@ -316,112 +271,6 @@ fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Er
             got: unit.group.name().to_owned(),
         }),
     }
-}
-
-/// Which parameters belong to which unit: the innermost module that a pattern matches.
-struct Grouping {
-    /// By unit path, in the order of first appearance; the root has the empty path.
-    by_unit: Vec<(String, Vec<Found>)>,
-}
-
-impl Grouping {
-    fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
-        let mut matched = vec![false; policy.patterns.len()];
-        let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
-        for found in parameters {
-            let mut unit = String::new();
-            for module in ancestors(&found.path) {
-                for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
-                    if matches(pattern, module) {
-                        *matched = true;
-                        unit = module.to_owned();
-                    }
-                }
-            }
-            match by_unit.iter_mut().find(|(path, _)| *path == unit) {
-                Some((_, members)) => members.push(found.clone()),
-                None => by_unit.push((unit, vec![found.clone()])),
-            }
-        }
-        if let Some(index) = matched.iter().position(|matched| !matched) {
-            let paths = parameters.iter().map(|found| found.path.as_str());
-            return Err(unmatched(&policy.patterns[index], paths));
-        }
-        by_unit.retain(|(_, members)| !members.is_empty());
-        Ok(Self { by_unit })
-    }
-
-    fn units(
-        &self,
-        groups: &Groups,
-        policy: &ShardPolicy,
-        form: Form,
-    ) -> Result<Vec<Arc<Unit>>, Error> {
-        let units = self.by_unit.iter().map(|(path, members)| {
-            let slots: Result<Vec<_>, _> = members
-                .iter()
-                .map(|found| slot(found, groups.shard.size(), policy))
-                .collect();
-            let keep = match policy.strategy {
-                Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
-                Strategy::FullShard if policy.reshard_to == Some(1) => Keep::Always,
-                Strategy::FullShard => Keep::No,
-                Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
-            };
-            let strategy = members[0].device.gradient_checkpointing_strategy();
-            let mut unit = Unit::new(path.clone(), slots?, groups.clone(), keep, strategy);
-            unit.is_replica = form == Form::Replicate;
-            unit.gradients = Gradients {
-                factors: policy.factors,
-                hook: policy.hook.clone(),
-            };
-            Ok(Arc::new(unit))
-        });
-        units.collect()
-    }
-}
-
-/// The modules that contain the parameter at `path`, outermost first.
-fn ancestors(path: &str) -> impl Iterator<Item = &str> {
-    path.match_indices('.').map(|(end, _)| &path[..end])
-}
-
-fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, Error> {
-    let num_elements: usize = found.shape.iter().product();
-    let compute = policy.precision.compute_of(&found.path, found.dtype);
-    let reduce = policy.precision.reduce_of(compute);
-    let element_of = |dtype| {
-        transport::element_type(dtype).ok_or_else(|| Error::ElementType {
-            path: found.path.clone(),
-            got: format!("{dtype:?}"),
-        })
-    };
-    let element = element_of(found.dtype)?;
-    let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
-    let holding = match policy.strategy {
-        Strategy::NoShard => Holding::Replica,
-        _ if stays_whole => Holding::Whole,
-        _ => Holding::Shard,
-    };
-    let partition = match (holding, policy.layout) {
-        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, num_shards)?,
-        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, num_shards)?,
-        (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
-    };
-    Ok(Slot {
-        path: found.path.clone(),
-        shape: found.shape.clone(),
-        dtype: found.dtype,
-        element,
-        compute,
-        compute_element: element_of(compute)?,
-        reduce,
-        reduce_element: element_of(reduce)?,
-        partition,
-        holding,
-        loaded: Default::default(),
-        saving: Default::default(),
-    })
 }
 
 /// Units that earlier calls made, in the order of the module, each with the path in `module` of the
@@ -510,13 +359,7 @@ impl Reparameterizer for Sharder {
 /// The parameter with a leaf of this rank's own: ranks that share a leaf share a graph, and would
 /// wait for each other's backward.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    param.map(|tensor| {
-        let is_trainable = tensor.is_require_grad();
-        let device = tensor.device();
-        let dtype = tensor.dtype();
-        let data = tensor.inner().into_data();
-        Tensor::from_data(data, (&device, dtype)).set_require_grad(is_trainable)
-    })
+    param.map(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
 /// The parameter itself: a stand-in, recorded in the shape in which it always was.
@@ -540,28 +383,20 @@ fn base<const D: usize>(declared: &Declared<D>, device: &Device) -> Param<Tensor
 fn own_buffers<M: Module>(module: M, devices: HashMap<String, Device>) -> M {
     // Only `valid` makes new ones; it and `train` forget the checkpointing strategy, which the
     // sharded values restore by themselves and stand-ins and buffers get back here.
-    module.valid().train().map(&mut Relocate {
-        path: Vec::new(),
-        devices,
-    })
+    path::map(module.valid().train(), &mut Relocate { devices })
 }
 
 struct Relocate {
-    path: Vec<String>,
     devices: HashMap<String, Device>,
 }
 
-impl ModuleMapper for Relocate {
-    fn enter_module(&mut self, name: &str, _container: &str) {
-        self.path.push(name.to_owned());
-    }
-
-    fn exit_module(&mut self, _name: &str, _container: &str) {
-        self.path.pop();
-    }
-
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        match self.devices.get(&self.path.join(".")) {
+impl path::Mapper for Relocate {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        match self.devices.get(&place.path()) {
             Some(device) => param.map(|tensor| relocate(tensor, device)),
             None => param,
         }

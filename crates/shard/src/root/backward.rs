@@ -43,7 +43,7 @@ impl Root {
             false => 0,
         };
         let account = self.pool.account(bytes);
-        let mut progress = self.progress.lock();
+        let mut progress = self.progress();
         let of_use = progress
             .gradients
             .entry(access.use_id)
@@ -472,14 +472,18 @@ fn source_of(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Sou
         return Ok(Source::new(vec![0; elements * slot.reduce_element.size()]));
     };
     let tensor = match &unit.gradients.hook {
-        Some(hook) => (hook.0)(&slot.path, tensor),
+        Some(hook) => hook.call(&slot.path, tensor),
         None => tensor,
     };
-    if tensor.dims() != [elements] {
+    let [len] = tensor.dims();
+    if len != elements || tensor.is_autodiff() {
         return Err(Error::Hook {
             path: slot.path.clone(),
             expected: elements,
-            got: tensor.dims()[0],
+            got: match tensor.is_autodiff() {
+                true => format!("{len} elements with a graph"),
+                false => format!("{len} elements"),
+            },
         });
     }
     Ok(transport::source(cast(tensor, slot.reduce), Some(account)))

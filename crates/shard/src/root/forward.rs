@@ -110,7 +110,7 @@ impl Root {
 
     /// The second forward of a region is over.
     pub(crate) fn end_recomputation(&self) {
-        self.progress.lock().again = None;
+        self.progress().again = None;
     }
 
     /// A full parameter without autodiff: gather, run, free.

@@ -274,7 +274,8 @@ impl Root {
             unit: unit.label(),
             expected: UnitState::Unsharded.to_string(),
             got: generation.unit_state().to_string(),
-            advice: "run the forward again before this backward",
+            advice: "it was resharded in the middle of a use; run the forward again, and `reshard` \
+                     only what no forward is using",
         })
     }
 

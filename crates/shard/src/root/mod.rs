@@ -13,10 +13,10 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{Account, At, BufferPool, Label, Pending, ProcessGroup, Received};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::error::Error;
+use crate::error::{Error, throw};
 use crate::generation::{Generation, Node};
 use crate::memory::Watch;
-use crate::policy::{DivideFactors, ShardPolicy};
+use crate::policy::{DivideFactors, GradientHook, ShardPolicy};
 use crate::schedule::{Operation, Schedules};
 use crate::unit::Unit;
 
@@ -205,7 +205,7 @@ impl Root {
 
     /// The recorded order of operations and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
-        let progress = self.progress.lock();
+        let progress = self.progress();
         match progress.schedules.last() {
             Some(schedule) => (schedule.recorded().to_vec(), schedule.hash()),
             None => (Vec::new(), 0),
@@ -214,17 +214,17 @@ impl Root {
 
     /// What the first steps found out about memory.
     pub(crate) fn watch(&self) -> Watch {
-        self.progress.lock().watch.clone()
+        self.progress().watch.clone()
     }
 
     /// How many times a backward has come to its end.
     pub(crate) fn num_finished(&self) -> u64 {
-        self.progress.lock().num_finished
+        self.progress().num_finished
     }
 
     /// Bytes of gradients held back on this rank, by steps without reduction.
     pub(crate) fn held_bytes(&self) -> usize {
-        let progress = self.progress.lock();
+        let progress = self.progress();
         let held = progress.held.values().flatten().flatten();
         held.map(|gradient| gradient.account.len()).sum()
     }
@@ -232,21 +232,63 @@ impl Root {
     /// # Errors
     ///
     /// [`Error::State`] inside a backward: `advice` says what to do.
-    pub(crate) fn expect_between_steps(&self, advice: &'static str) -> Result<(), Error> {
-        match self.progress.try_lock().map(|progress| progress.phase) {
-            Some(Phase::Idle | Phase::Forward) => Ok(()),
-            Some(Phase::Backward) | None => Err(Error::State {
-                unit: "root".to_owned(),
-                expected: "Idle".to_owned(),
-                got: "Backward".to_owned(),
-                advice,
-            }),
+    pub(crate) fn expect_outside_backward(&self, advice: &'static str) -> Result<(), Error> {
+        match self.stage() {
+            Phase::Idle | Phase::Forward => Ok(()),
+            Phase::Backward => Err(misplaced(Phase::Backward, advice)),
         }
+    }
+
+    /// For what concerns the step as a whole.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward, and while a forward waits for its backward.
+    pub(crate) fn expect_between_steps(&self) -> Result<(), Error> {
+        match self.stage() {
+            Phase::Idle => Ok(()),
+            Phase::Forward => Err(misplaced(
+                Phase::Forward,
+                "a forward waits for its backward: run that first, or `reset` the module if the \
+                 loss is not wanted; to evaluate, use `Module::valid`",
+            )),
+            Phase::Backward => Err(misplaced(
+                Phase::Backward,
+                "do this between steps, when `backward` has returned",
+            )),
+        }
+    }
+
+    /// Where the step stands, seen from outside of it.
+    fn stage(&self) -> Phase {
+        // What finds the state taken has been called from within a backward, by a hook.
+        let Some(progress) = self.progress.try_lock() else {
+            return Phase::Backward;
+        };
+        match (progress.phase, &progress.pass) {
+            // The copy of the module that ran it is gone.
+            (Phase::Forward, None) => Phase::Idle,
+            (phase, _) => phase,
+        }
+    }
+
+    /// The state of the step.
+    ///
+    /// Leaves with an error inside a hook: the step that calls it holds the state, and waiting for
+    /// oneself has no end.
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        if GradientHook::is_running() {
+            throw(misplaced(
+                Phase::Backward,
+                "a gradient hook must not use a sharded module; read its values before backward",
+            ));
+        }
+        self.progress.lock()
     }
 
     /// Back to `Sharded`, with nothing pending: after an error.
     pub(crate) fn reset(&self) {
-        let mut progress = self.progress.lock();
+        let mut progress = self.progress();
         self.clear(&mut progress);
     }
 
@@ -281,12 +323,22 @@ impl Root {
         &self,
         body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
     ) -> Result<T, Error> {
-        let mut progress = self.progress.lock();
+        let mut progress = self.progress();
         let result = body(&mut progress);
         if result.is_err() {
             self.clear(&mut progress);
         }
         result
+    }
+}
+
+/// The step is not where a call needs it to be.
+fn misplaced(got: Phase, advice: &'static str) -> Error {
+    Error::State {
+        unit: "root".to_owned(),
+        expected: format!("{:?}", Phase::Idle),
+        got: format!("{got:?}"),
+        advice,
     }
 }
 

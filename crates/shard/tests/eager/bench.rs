@@ -109,6 +109,15 @@ pub(crate) fn seed_turn() -> std::sync::MutexGuard<'static, ()> {
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// A module whose values are there, made while nobody else draws from the seed that all threads
+/// share.
+pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
+    let _turn = seed_turn();
+    let module = build();
+    params(&module);
+    module
+}
+
 /// The sharded module, from the same seed as [`plainly`].
 pub(crate) fn build<M: Module + 'static>(
     case: Case<M>,
@@ -132,6 +141,13 @@ pub(crate) fn on_ranks<T: Send + 'static>(
     let deadline = std::time::Duration::from_secs(60);
     launch(LaunchConfig::new(ranks).deadline(deadline), body)
         .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// What `body` panics with. An error of a rank is a panic outside of [`on_ranks`].
+pub(crate) fn panic_of<T>(body: impl FnOnce() -> T) -> String {
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body));
+    let message = panic.err().expect("refused").downcast::<String>();
+    *message.expect("a text")
 }
 
 /// The whole parameters of a sharded module, through a record into `plain`. Collective.

@@ -6,8 +6,8 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ReduceGroup, ShardPolicy, backward, fully_shard, units, wrap_plan};
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, device, on_ranks, optimizer, plainly, seed_turn, sharded,
-    whole_params,
+    Case, Outcome, SEED, assert_close, device, on_ranks, optimizer, panic_of, plainly, seed_turn,
+    sharded, whole_params,
 };
 use super::nets::{CONV_NET, MLP, RECURRENT};
 
@@ -208,13 +208,7 @@ fn backward_gathers_among_neighbours() {
         &plainly(MLP, 4, 3),
         1e-5,
     );
-    let message = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        sharded(MLP, 4, 1, policy.reshard_after_forward_to(3))
-    }));
-    let message = *message
-        .expect_err("refused")
-        .downcast::<String>()
-        .expect("a text");
+    let message = panic_of(|| sharded(MLP, 4, 1, policy.reshard_after_forward_to(3)));
     assert!(message.contains("groups of 3 ranks"), "{message}");
     assert!(message.contains("divisor of the 4 ranks"), "{message}");
 }

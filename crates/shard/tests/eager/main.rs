@@ -12,4 +12,5 @@ mod parity;
 mod precision;
 mod records;
 mod refusals;
+mod states;
 mod unused;

@@ -1,9 +1,10 @@
 //! A record of a sharded module is a record of the module.
 
 use burn::module::Module;
+use burn::nn::LinearConfig;
 use burn_fsdp_shard::{ShardPolicy, backward, catch};
 
-use super::bench::{build, device, on_ranks, optimizer, params, whole_params};
+use super::bench::{build, device, on_ranks, optimizer, panic_of, params, ready, whole_params};
 use super::nets::{MLP, Mlp};
 
 fn blocks() -> ShardPolicy {
@@ -85,4 +86,33 @@ fn a_record_of_two_different_copies_is_refused() {
         Ok(error.to_string())
     });
     assert!(messages[0].contains("2 live copies"), "{}", messages[0]);
+}
+
+#[test]
+fn a_record_of_another_shape_is_refused_by_path_and_shapes() {
+    let other = || {
+        let mut model = plain(3);
+        model.blocks[1].up = ready(|| LinearConfig::new(15, 9).init(&device()));
+        model
+    };
+    let record = other()
+        .into_record()
+        .into_bytes()
+        .expect("in memory")
+        .to_vec();
+    // Burn's own words, which are those of the plain module: the shape that sharding hides is seen.
+    let message = panic_of(|| {
+        on_ranks(2, move |world| {
+            let model = build(MLP, &world, &device(), blocks())?;
+            let bytes = burn::tensor::Bytes::from_bytes_vec(record.clone());
+            let record = burn::store::ModuleRecord::from_bytes(bytes).expect("well formed");
+            Ok(drop(model.load_record(record)))
+        })
+    });
+    assert!(
+        message.contains("blocks.1.up.weight: shape mismatch"),
+        "{message}"
+    );
+    assert!(message.contains("[15, 7]"), "{message}");
+    assert!(message.contains("[15, 9]"), "{message}");
 }

@@ -6,8 +6,7 @@ use burn_fsdp_shard::{
     Agreement, BufferSync, ShardPolicy, Strategy, check_agreement, fully_shard, sync_buffers,
 };
 
-use super::bench::{build, device, on_ranks};
-use super::gradients::ready;
+use super::bench::{build, device, on_ranks, ready};
 use super::nets::{CONV_NET, MLP, Mlp};
 
 #[test]

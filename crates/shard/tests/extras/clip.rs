@@ -11,10 +11,10 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, seed_turn,
-    whole_params,
+    Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, ready,
+    seed_turn, whole_params,
 };
-use super::gradients::{one_step, ready, spoil, values};
+use super::gradients::{one_step, spoil, values};
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
 
 const STEPS: usize = 10;

@@ -5,8 +5,7 @@ use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessGroup, ProcessMes
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard, memory, num_params};
 
-use super::bench::{device, optimizer};
-use super::gradients::ready;
+use super::bench::{device, optimizer, ready};
 use super::nets::{MLP, Mlp};
 
 #[test]

@@ -9,8 +9,7 @@ use burn_fsdp_shard::{
     summon_full_params, sync_buffers,
 };
 
-use super::bench::{Case, build, device, on_ranks, optimizer, params, whole_params};
-use super::gradients::ready;
+use super::bench::{Case, build, device, on_ranks, optimizer, params, ready, whole_params};
 use super::nets::{CONV_NET, ConvNet, MLP, Mlp, RECURRENT};
 
 fn blocks() -> ShardPolicy {

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{Error, ShardPolicy, backward, gradients_by_unit, params_with_gradient};
 
-use super::bench::{build, device, on_ranks};
+use super::bench::{build, device, on_ranks, ready};
 use super::nets::{MLP, Mlp};
 
 /// A sharded module with the gradients of its first step on this rank.
@@ -19,15 +19,6 @@ pub(crate) fn one_step(
     let loss = (MLP.loss)(&model, world.rank(), 0, &device);
     let gradients = backward(loss, &model)?;
     Ok((model, gradients))
-}
-
-/// A module whose values are there, made while nobody else draws from the seed that all threads
-/// share.
-pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
-    let _turn = super::bench::seed_turn();
-    let module = build();
-    super::bench::params(&module);
-    module
 }
 
 /// The values of all gradients by path, of sharded and of plain modules.

@@ -12,9 +12,9 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, plainly, seed_turn,
+    Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, plainly, ready,
+    seed_turn,
 };
-use super::gradients::ready;
 use super::nets::{Block, MLP, Mlp, input};
 
 fn blocks() -> ShardPolicy {

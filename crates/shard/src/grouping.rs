@@ -1,0 +1,179 @@
+//! Which parameters become part of which unit, and which of none.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Partition;
+
+use crate::error::Error;
+use crate::policy::{Layout, ShardPolicy, Strategy, ancestors, matches};
+use crate::slot::{Holding, Slot};
+use crate::survey::{Found, Survey};
+use crate::transport;
+use crate::unit::{Gradients, Groups, Keep, Unit};
+
+/// Paths of parameters that the policy leaves alone.
+pub(crate) struct Ignored(HashSet<String>);
+
+impl Ignored {
+    /// Finds them in what the survey found.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::IgnoredSharded`], [`Error::UnmatchedPattern`].
+    pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
+        let pattern_of = |path: &str| {
+            let mut patterns = policy.ignored.iter();
+            patterns.find(|pattern| ancestors(path).any(|module| matches(pattern, module)))
+        };
+        if let Some(path) = survey
+            .sharded
+            .iter()
+            .find(|path| pattern_of(path).is_some())
+        {
+            return Err(Error::IgnoredSharded { path: path.clone() });
+        }
+        let paths = survey.parameters.iter().map(|found| &found.path);
+        let ignored: HashSet<_> = paths
+            .filter(|path| pattern_of(path).is_some())
+            .cloned()
+            .collect();
+        for pattern in &policy.ignored {
+            if !ignored
+                .iter()
+                .any(|path| ancestors(path).any(|module| matches(pattern, module)))
+            {
+                return Err(unmatched(
+                    pattern,
+                    survey.parameters.iter().map(|found| found.path.as_str()),
+                ));
+            }
+        }
+        Ok(Self(ignored))
+    }
+
+    /// Whether the parameter at `path` is one.
+    pub(crate) fn contains(&self, path: &str) -> bool {
+        self.0.contains(path)
+    }
+}
+
+fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
+    let modules: BTreeSet<_> = paths.flat_map(ancestors).collect();
+    let names: Vec<_> = modules.into_iter().take(12).collect();
+    Error::UnmatchedPattern {
+        pattern: pattern.to_owned(),
+        modules: names.join(", "),
+    }
+}
+
+/// Which parameters belong to which unit: the innermost module that a pattern matches.
+pub(crate) struct Grouping {
+    /// By unit path, in the order of first appearance; the root has the empty path.
+    by_unit: Vec<(String, Vec<Found>)>,
+}
+
+impl Grouping {
+    /// Groups them by the policy's patterns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnmatchedPattern`].
+    pub(crate) fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
+        let mut matched = vec![false; policy.patterns.len()];
+        let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
+        for found in parameters {
+            let mut unit = String::new();
+            for module in ancestors(&found.path) {
+                for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
+                    if matches(pattern, module) {
+                        *matched = true;
+                        unit = module.to_owned();
+                    }
+                }
+            }
+            match by_unit.iter_mut().find(|(path, _)| *path == unit) {
+                Some((_, members)) => members.push(found.clone()),
+                None => by_unit.push((unit, vec![found.clone()])),
+            }
+        }
+        if let Some(index) = matched.iter().position(|matched| !matched) {
+            let paths = parameters.iter().map(|found| found.path.as_str());
+            return Err(unmatched(&policy.patterns[index], paths));
+        }
+        by_unit.retain(|(_, members)| !members.is_empty());
+        Ok(Self { by_unit })
+    }
+
+    /// The units, without values or a root; `is_replica` if `replicate` makes them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ElementType`].
+    pub(crate) fn units(
+        &self,
+        groups: &Groups,
+        policy: &ShardPolicy,
+        is_replica: bool,
+    ) -> Result<Vec<Arc<Unit>>, Error> {
+        let units = self.by_unit.iter().map(|(path, members)| {
+            let slots: Result<Vec<_>, _> = members
+                .iter()
+                .map(|found| slot(found, groups.shard.size(), policy))
+                .collect();
+            let keep = match policy.strategy {
+                Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
+                Strategy::FullShard if policy.reshard_to == Some(1) => Keep::Always,
+                Strategy::FullShard => Keep::No,
+                Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
+            };
+            let strategy = members[0].device.gradient_checkpointing_strategy();
+            let mut unit = Unit::new(path.clone(), slots?, groups.clone(), keep, strategy);
+            unit.is_replica = is_replica;
+            unit.gradients = Gradients {
+                factors: policy.factors,
+                hook: policy.hook.clone(),
+            };
+            Ok(Arc::new(unit))
+        });
+        units.collect()
+    }
+}
+
+fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, Error> {
+    let num_elements: usize = found.shape.iter().product();
+    let compute = policy.precision.compute_of(&found.path, found.dtype);
+    let reduce = policy.precision.reduce_of(compute);
+    let element_of = |dtype| {
+        transport::element_type(dtype).ok_or_else(|| Error::ElementType {
+            path: found.path.clone(),
+            got: format!("{dtype:?}"),
+        })
+    };
+    let element = element_of(found.dtype)?;
+    let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
+    let holding = match policy.strategy {
+        Strategy::NoShard => Holding::Replica,
+        _ if stays_whole => Holding::Whole,
+        _ => Holding::Shard,
+    };
+    let partition = match (holding, policy.layout) {
+        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, num_shards)?,
+        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, num_shards)?,
+        (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
+    };
+    Ok(Slot {
+        path: found.path.clone(),
+        shape: found.shape.clone(),
+        dtype: found.dtype,
+        element,
+        compute,
+        compute_element: element_of(compute)?,
+        reduce,
+        reduce_element: element_of(reduce)?,
+        partition,
+        holding,
+        loaded: Default::default(),
+        saving: Default::default(),
+    })
+}
