@@ -13,7 +13,6 @@ use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 use burn_ir::{BackendIr, TensorId};
 
-use crate::Error;
 use crate::graph::{Graph, Parameter, ParameterLayout, Role};
 use crate::initial::InitialValues;
 use crate::passes::{GraphTransform, Pipeline, schedule};
@@ -23,6 +22,7 @@ use crate::trace::{
     Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
     parameters, specs_of, trace,
 };
+use crate::{CustomOperations, Error};
 
 /// How a step is compiled: over which ranks, and by which passes.
 #[derive(Debug, Clone)]
@@ -281,6 +281,14 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// Knows these operations beside Burn's, for models that capture some of their own. All ranks must
+    /// give the same, before the first step.
+    #[must_use]
+    pub fn with_operations(mut self, operations: CustomOperations<Be>) -> Self {
+        self.executor.set_operations(operations);
+        self
+    }
+
     /// Runs one train step and returns the loss, averaged over the ranks. All ranks must call it,
     /// each with its part of the batch, all parts of the same shapes.
     ///
@@ -392,6 +400,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         };
         self.num_traces += 1;
         let graph = (self.tracer)(batch, config)?;
+        let graph = self.executor.operations().describe(graph)?;
         let graph = lower(graph, &self.mode)?;
         self.agree(&graph)?;
         Ok(graph)

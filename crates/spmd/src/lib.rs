@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod compile;
+mod custom;
 mod error;
 pub mod graph;
 mod initial;
@@ -47,6 +48,10 @@ pub mod run;
 pub mod trace;
 
 pub use compile::{CompiledStep, Mode, Override, compile, compile_on, compile_with, lower};
+pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use place::DataParallel;
 pub use trace::{Batch, BatchMapper};
+
+/// What [`CustomOperation`]s take, as Burn has it.
+pub use burn_ir::{CustomOpIr, HandleKind};

@@ -315,7 +315,9 @@ impl Heap {
             .iter()
             .map(|input| self.operand(input))
             .collect::<Result<Vec<_>, _>>()?;
-        let first = kernel::place(&node.operation, &operands);
+        let custom = node.custom.and_then(|custom| custom.written_over);
+        let over = custom.and_then(|index| kernel::over_whole(operands.get(index)?, index));
+        let first = over.unwrap_or_else(|| kernel::place(&node.operation, &operands));
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         let mut written = Vec::new();
         let mut places = Some(first).into_iter();

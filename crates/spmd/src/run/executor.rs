@@ -7,15 +7,15 @@ use std::time::Instant;
 use burn::tensor::{DType, Shape, TensorData};
 use burn_backend::try_read_sync;
 use burn_fsdp_collectives::ProcessGroup;
-use burn_ir::{BackendIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
 use super::memory::Place;
 use super::{MemoryTable, Timeline};
-use crate::Error;
 use crate::graph::{Graph, Node, Stage};
 use crate::trace::{StepScalars, message};
+use crate::{CustomOperations, Error};
 
 /// One rank's tensors, and what runs graphs over them.
 ///
@@ -30,6 +30,7 @@ pub struct Executor<B: BackendIr> {
     /// Given values that are there.
     present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     constants: Vec<TensorId>,
+    operations: CustomOperations<B>,
 }
 
 impl<B: BackendIr> Executor<B> {
@@ -42,7 +43,18 @@ impl<B: BackendIr> Executor<B> {
             started: BTreeMap::new(),
             present: BTreeMap::new(),
             constants: Vec::new(),
+            operations: CustomOperations::new(),
         }
+    }
+
+    /// Knows these operations, and no others that are not Burn's.
+    pub fn set_operations(&mut self, operations: CustomOperations<B>) {
+        self.operations = operations;
+    }
+
+    /// The operations that it knows beside Burn's.
+    pub fn operations(&self) -> &CustomOperations<B> {
+        &self.operations
     }
 
     /// The ranks that run together.
@@ -183,6 +195,8 @@ impl<B: BackendIr> Executor<B> {
     fn run_node(&mut self, index: usize, node: &Node, scalars: &StepScalars) -> Result<(), Error> {
         if node.collective.is_some() {
             self.run_collective(index, node)?;
+        } else if let OperationIr::Custom(call) = &node.operation {
+            self.run_custom(index, node, call)?;
         } else {
             let mut operation = node.operation.clone();
             if let Some(slot) = node.scalars
@@ -211,6 +225,27 @@ impl<B: BackendIr> Executor<B> {
             // The results were counted when their memory was reserved.
             Some(Stage::Wait) => self.table.replace(&written, freed),
             _ => self.table.write(&written, freed, index),
+        }
+        Ok(())
+    }
+
+    /// Runs an operation that is not Burn's.
+    fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
+        let operation = self.operations.get(call)?;
+        let tensors = call.inputs.iter();
+        let inputs = tensors.map(|input| self.interpreter.get_tensor(input));
+        let inputs = inputs.collect();
+        let results = catch_unwind(AssertUnwindSafe(|| operation.run(call, inputs)))
+            .unwrap_or_else(|payload| Err(message(payload.as_ref())))
+            .map_err(|reason| failed(index, node, reason))?;
+        if results.len() != call.outputs.len() {
+            let (got, expected) = (results.len(), call.outputs.len());
+            let reason = format!("it gave {got} tensors, and {expected} were captured");
+            return Err(failed(index, node, reason));
+        }
+        for (output, tensor) in call.outputs.iter().zip(results) {
+            self.interpreter
+                .register_tensor_to_device(output.id, tensor);
         }
         Ok(())
     }
