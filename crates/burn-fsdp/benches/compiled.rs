@@ -16,7 +16,7 @@ use std::time::Instant;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::spmd::passes::schedule::Options;
-use burn_fsdp::spmd::plan::{Machine, Plan};
+use burn_fsdp::spmd::plan::{Machine, MemoryPlan, Plan, Size};
 use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
 use burn_fsdp::{
     LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
@@ -217,6 +217,10 @@ struct Measured {
     /// Milliseconds of eager and compiled.
     pairs: Vec<[f64; 2]>,
     losses: [f64; 2],
+    /// Of this rank.
+    planned_peak: u64,
+    /// The same, without recomputation.
+    kept_peak: u64,
     plan: String,
     profile: String,
 }
@@ -252,7 +256,16 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
     ];
     let step = &mut sides.1.0;
     let graph = step.compile_for(1e-3, &batch(world, 0, &plain))?;
-    let plan = Plan::new(&graph, &Machine::cpu(), world.rank())?.to_string();
+    let plan = Plan::new(&graph, &Machine::cpu(), world.rank())?;
+    let keeping = Arguments {
+        is_recomputed: false,
+        ..arguments.clone()
+    };
+    // The same step of the optimizer: the first one has a graph of its own.
+    let mut keeping = Compiled::new(world, &keeping)?;
+    keeping.train(&batch(world, 0, &plain))?;
+    let kept = keeping.0.compile_for(1e-3, &batch(world, 0, &plain))?;
+    let kept_peak = MemoryPlan::new(&kept, world.rank())?.peak_bytes();
     let profile = match arguments.is_profiled {
         true => profile(step, &batch(world, 0, &plain))?,
         false => String::new(),
@@ -262,7 +275,9 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
         compiled,
         pairs,
         losses,
-        plan,
+        planned_peak: plan.memory.peak_bytes(),
+        kept_peak,
+        plan: plan.to_string(),
         profile,
     })
 }
@@ -310,20 +325,24 @@ fn main() {
         eager,
         compiled,
         pairs,
-        losses,
+        planned_peak,
+        kept_peak,
         plan,
         profile,
+        ..
     } = &results[0];
+    // The eager engine's are of each rank's rows alone.
+    let mean = |side: usize| {
+        let sum: f64 = results.iter().map(|result| result.losses[side]).sum();
+        sum / results.len() as f64
+    };
     let megabytes = |bytes: usize| bytes as f64 / 1e6;
     println!(
         "{} ranks, {} pairs, {arguments:?}",
         arguments.ranks,
         pairs.len()
     );
-    println!(
-        "losses    eager {:.6}, compiled {:.6}",
-        losses[0], losses[1]
-    );
+    println!("losses    eager {:.6}, compiled {:.6}", mean(0), mean(1));
     for (name, bytes) in [("eager", eager), ("compiled", compiled)] {
         let (rest, peak) = (megabytes(bytes.at_rest), megabytes(bytes.peak));
         println!("{name:<9} {rest:9.1} MB between steps, {peak:9.1} MB at the peak, all ranks");
@@ -337,7 +356,8 @@ fn main() {
     println!("eager     {eager_ms:9.1} ms a step (median)");
     println!("compiled  {compiled_ms:9.1} ms a step (median)");
     println!("time      {ratio:9.3} of eager's  [{low:.3}, {high:.3}]");
-    println!("\n{plan}\n{profile}");
+    let [planned, kept] = [planned_peak, kept_peak].map(|bytes| Size(*bytes).trimmed());
+    println!("\nrecomputed: planned peak {planned}, without it {kept}\n{plan}\n{profile}");
     if let Some(path) = arguments.json {
         let raw: Vec<_> = pairs
             .iter()

@@ -20,6 +20,7 @@ mod curve;
 mod data;
 mod error;
 mod evaluation;
+mod fused;
 mod generate;
 mod host;
 mod inspect;

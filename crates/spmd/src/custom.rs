@@ -8,43 +8,14 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::Flex;
-use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr};
+use burn_flex::FlexTensor;
+use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr, TensorIr};
 
 use crate::Error;
 use crate::graph::{CustomProfile, Graph};
 
-/// An operation that is not Burn's.
-///
-/// ```
-/// use burn::backend::Flex;
-/// use burn_fsdp_spmd::graph::CustomProfile;
-/// use burn_fsdp_spmd::{CustomOperation, CustomOperations};
-/// use burn_ir::{CustomOpIr, HandleKind};
-///
-/// /// Gives its operand back.
-/// struct Identity;
-///
-/// impl CustomOperation<Flex> for Identity {
-///     fn name(&self) -> &str {
-///         "identity"
-///     }
-///
-///     fn run(
-///         &self,
-///         _call: &CustomOpIr,
-///         inputs: Vec<HandleKind<Flex>>,
-///     ) -> Result<Vec<HandleKind<Flex>>, String> {
-///         Ok(inputs)
-///     }
-///
-///     fn profile(&self, _call: &CustomOpIr) -> CustomProfile {
-///         CustomProfile { written_over: Some(0), ..CustomProfile::default() }
-///     }
-/// }
-///
-/// let operations: CustomOperations = CustomOperations::new().with(Identity);
-/// assert_eq!(operations.names().collect::<Vec<_>>(), ["identity"]);
-/// ```
+/// An operation that is not Burn's, on a backend. On Burn's CPU backend,
+/// [`CustomOperations::with_kernel`] makes one of two functions.
 pub trait CustomOperation<B: BackendIr>: Send + Sync {
     /// The id that it is captured with.
     fn name(&self) -> &str;
@@ -66,6 +37,19 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
 }
 
 /// The operations that a step knows beside Burn's, by name.
+///
+/// ```
+/// use burn_fsdp_spmd::CustomOperations;
+/// use burn_fsdp_spmd::graph::CustomProfile;
+///
+/// let profile = CustomProfile { written_over: Some(0), ..CustomProfile::default() };
+/// let operations = CustomOperations::new().with_kernel(
+///     "identity",
+///     |_call, tensors| tensors,
+///     move |_call| profile,
+/// );
+/// assert_eq!(operations.names().collect::<Vec<_>>(), ["identity"]);
+/// ```
 pub struct CustomOperations<B: BackendIr = Flex> {
     by_name: BTreeMap<String, Arc<dyn CustomOperation<B>>>,
 }
@@ -115,6 +99,69 @@ impl<B: BackendIr> CustomOperations<B> {
     }
 }
 
+impl CustomOperations {
+    /// Adds one on Burn's CPU backend: `run` computes the outputs of a call from its inputs, and
+    /// `profile` says what that takes.
+    #[must_use]
+    pub fn with_kernel<R, P>(self, name: impl Into<String>, run: R, profile: P) -> Self
+    where
+        R: Fn(&CustomOpIr, Vec<FlexTensor>) -> Vec<FlexTensor> + Send + Sync + 'static,
+        P: Fn(&CustomOpIr) -> CustomProfile + Send + Sync + 'static,
+    {
+        self.with(Kernel {
+            name: name.into(),
+            run,
+            profile,
+        })
+    }
+}
+
+/// An operation on Burn's CPU backend.
+struct Kernel<R, P> {
+    name: String,
+    run: R,
+    profile: P,
+}
+
+impl<R, P> CustomOperation<Flex> for Kernel<R, P>
+where
+    R: Fn(&CustomOpIr, Vec<FlexTensor>) -> Vec<FlexTensor> + Send + Sync,
+    P: Fn(&CustomOpIr) -> CustomProfile + Send + Sync,
+{
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn run(
+        &self,
+        call: &CustomOpIr,
+        inputs: Vec<HandleKind<Flex>>,
+    ) -> Result<Vec<HandleKind<Flex>>, String> {
+        let inputs = inputs.into_iter().map(|input| match input {
+            HandleKind::Float(tensor) | HandleKind::Int(tensor) | HandleKind::Bool(tensor) => {
+                Ok(tensor)
+            }
+            HandleKind::Quantized(_) => Err("its tensors are not quantized".to_owned()),
+        });
+        let outputs = (self.run)(call, inputs.collect::<Result<_, _>>()?);
+        let kind = |(tensor, output): (FlexTensor, &TensorIr)| match output.dtype {
+            dtype if dtype.is_float() => HandleKind::Float(tensor),
+            dtype if dtype.is_bool() => HandleKind::Bool(tensor),
+            _ => HandleKind::Int(tensor),
+        };
+        let num_outputs = outputs.len();
+        let outputs: Vec<_> = outputs.into_iter().zip(&call.outputs).map(kind).collect();
+        match outputs.len() == num_outputs {
+            true => Ok(outputs),
+            false => Err(format!("it gave {num_outputs} tensors")),
+        }
+    }
+
+    fn profile(&self, call: &CustomOpIr) -> CustomProfile {
+        (self.profile)(call)
+    }
+}
+
 impl<B: BackendIr> Default for CustomOperations<B> {
     fn default() -> Self {
         Self::new()
@@ -126,12 +173,6 @@ impl<B: BackendIr> Clone for CustomOperations<B> {
         Self {
             by_name: self.by_name.clone(),
         }
-    }
-}
-
-impl<B: BackendIr, O: CustomOperation<B> + 'static> FromIterator<O> for CustomOperations<B> {
-    fn from_iter<I: IntoIterator<Item = O>>(operations: I) -> Self {
-        operations.into_iter().fold(Self::new(), Self::with)
     }
 }
 
