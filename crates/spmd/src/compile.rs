@@ -1,5 +1,7 @@
 //! The whole way from closures to steps.
 
+mod state;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::marker::PhantomData;
@@ -23,6 +25,7 @@ use crate::trace::{
     parameters, specs_of, trace,
 };
 use crate::{CustomOperations, Error};
+use state::Restored;
 
 /// How a step is compiled: over which ranks, and by which passes.
 #[derive(Debug, Clone)]
@@ -267,7 +270,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// Until the first graph says where they go.
     initial: Option<InitialValues>,
     /// States that were set before there was a graph, by path and slot.
-    restored: BTreeMap<(String, String), TensorData>,
+    restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
     graphs: VecDeque<(Key, Arc<Graph>)>,
     /// The graph whose constants are loaded.
@@ -563,7 +566,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         self.spec(path)?;
         let key = (path.to_owned(), slot.to_owned());
-        self.restored.insert(key, data);
+        self.restored.insert(key, Restored::Whole(data));
         Ok(())
     }
 
@@ -593,15 +596,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                     known: known.join(", "),
                 });
             };
-            if data.shape().to_vec() != parameter.shape || data.dtype() != parameter.dtype {
-                return Err(Error::mismatch(
-                    "optimizer state",
-                    format!("{path} {slot}"),
-                    (&parameter.shape, parameter.dtype),
-                    &data,
-                ));
-            }
-            let local = localize(&data, &parameter.layout, rank);
+            let local = data.into_local(parameter, &slot, rank)?;
             self.executor.set(*id, local);
         }
         Ok(())
