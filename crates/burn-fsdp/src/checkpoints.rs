@@ -32,6 +32,9 @@ pub enum CheckpointError {
     /// The model cannot be read or filled.
     #[error(transparent)]
     Engine(#[from] burn_fsdp_shard::Error),
+    /// The compiled step cannot be read or filled.
+    #[error(transparent)]
+    Compiled(Box<burn_fsdp_spmd::Error>),
     /// The state of the optimizer cannot be taken apart or put together.
     #[error("state of the optimizer: {reason}")]
     Optimizer {
@@ -48,7 +51,13 @@ pub enum CheckpointError {
     },
 }
 
-fn optimizer_error(reason: impl ToString) -> CheckpointError {
+impl From<burn_fsdp_spmd::Error> for CheckpointError {
+    fn from(error: burn_fsdp_spmd::Error) -> Self {
+        Self::Compiled(Box::new(error))
+    }
+}
+
+pub(crate) fn optimizer_error(reason: impl ToString) -> CheckpointError {
     CheckpointError::Optimizer {
         reason: reason.to_string(),
     }
@@ -68,22 +77,22 @@ pub struct TrainingSnapshot {
 }
 
 /// Name of a piece of optimizer state.
-fn state_name(path: &str, field: &str) -> String {
+pub(crate) fn state_name(path: &str, field: &str) -> String {
     format!("optimizer.{path}.{field}")
 }
 
 /// What an optimizer keeps for one parameter beside tensors.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct Kept {
+pub(crate) struct Kept {
     /// By field.
-    scalars: BTreeMap<String, Number>,
+    pub(crate) scalars: BTreeMap<String, Number>,
     /// The path by which the optimizer finds the parameter's group.
-    group_path: Option<String>,
+    pub(crate) group_path: Option<String>,
 }
 
 /// A number of any kind that the optimizer's records have.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-enum Number {
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Number {
     Int(i64),
     UInt(u64),
     Float(f64),
@@ -215,7 +224,7 @@ fn layout_of(tensor: &LocalTensor, mesh: &Mesh, axis: &str) -> Result<Layout, Ch
     })
 }
 
-fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointError> {
+pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointError> {
     match dtype {
         DType::F64 => Ok(Dtype::F64),
         DType::F32 | DType::Flex32 => Ok(Dtype::F32),
@@ -325,7 +334,7 @@ pub fn restore_matching<M: Module>(
     })
 }
 
-fn region_of(tensor: &LocalTensor) -> Region {
+pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     match &tensor.part {
         LocalPart::Shard { range, .. } => Region::Flat(range.clone()),
         LocalPart::Whole | LocalPart::Own => Region::Flat(0..tensor.shape.iter().product()),
@@ -389,7 +398,7 @@ fn restore_optimizer<M: Module>(
     Ok(optimizer.load_record(record))
 }
 
-fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
+pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {
     match dtype {
         Dtype::F64 => Ok(DType::F64),
         Dtype::F32 => Ok(DType::F32),

@@ -48,11 +48,14 @@
 //! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
 //!   running states, and whether ranks agree.
 //! - [`snapshot`], [`restore`], [`steps`]: checkpoints, for any number of ranks.
+//! - [`snapshot_compiled`], [`restore_compiled`], [`load_compiled`]: the same for compiled steps ([`spmd`]), so that
+//!   a model moves between the engines.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
 mod checkpoints;
+mod compiled;
 mod file_backed;
 
 /// Steps on disk: format, plans, storage, commit, consolidation.
@@ -72,6 +75,7 @@ pub use checkpoints::{
     CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
     snapshot,
 };
+pub use compiled::{load_compiled, restore_compiled, snapshot_compiled};
 pub use file_backed::FileBackedOptimizer;
 
 /// The compiler: a whole train step as one graph, planned and run.

@@ -196,6 +196,10 @@ pub(crate) struct TrainingArgs {
     /// Compute each block's activations again in backward, instead of keeping them
     #[arg(long)]
     pub(crate) activation_checkpointing: bool,
+    /// Trace the whole step into one graph, and run that instead of the eager engine: less memory,
+    /// the same losses. Saved steps are for both
+    #[arg(long)]
+    pub(crate) compile: bool,
 }
 
 #[derive(Debug, Args)]
@@ -207,7 +211,7 @@ pub(crate) struct ShardingArgs {
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units gathered ahead of their use
+    /// Units gathered ahead of their use; with --compile, 0 and 1 gather none ahead
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
     /// With --strategy hybrid-shard: copies of the shards; they divide the ranks
@@ -263,6 +267,10 @@ pub(crate) struct OutputArgs {
     /// Write one JSON line per step to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) metrics: Option<PathBuf>,
+    /// Write a Chrome trace of one step to this file, for chrome://tracing or Perfetto: computation,
+    /// communication and memory of every rank. The first measured step, if there are two before it
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,

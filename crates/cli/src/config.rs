@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::FloatDType;
-use burn_fsdp::{Clip, Fault, Precision, Strategy};
+use burn_fsdp::{At, Clip, Fault, Precision, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{
@@ -43,10 +43,13 @@ pub(crate) struct TrainConfig {
     pub(crate) ranks: usize,
     pub(crate) sharding: Sharding,
     pub(crate) step: StepConfig,
+    /// Whether a compiled step trains, and not the eager engine.
+    pub(crate) is_compiled: bool,
     pub(crate) checkpoints: Option<CheckpointConfig>,
     pub(crate) deadline: Duration,
     pub(crate) fault: Option<Fault>,
     pub(crate) metrics: Option<PathBuf>,
+    pub(crate) trace: Option<PathBuf>,
     pub(crate) curve: PathBuf,
     pub(crate) sample_bytes: usize,
     pub(crate) json: bool,
@@ -99,12 +102,16 @@ impl TrainConfig {
         check_batch(batch, ranks, accumulate)?;
         let sharding = sharding(&args)?;
         let step = step(&args.training)?;
+        if args.training.compile {
+            check_compiled(&args)?;
+        }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
         if args.sharding.deadline == 0 {
             return Err(InputError::Zero { flag: "--deadline" });
         }
-        let fault = fault_from_environment(ranks, steps.saturating_add(warmup))?;
+        let is_compiled = args.training.compile;
+        let fault = fault_from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
         check_memory(&model, batch, ranks, &sharding)?;
         let data = Data::read(&args.data, &model, batch)?;
         let init = args.model.init.as_ref();
@@ -128,10 +135,12 @@ impl TrainConfig {
             ranks,
             sharding,
             step,
+            is_compiled: args.training.compile,
             checkpoints: checkpoints(args.checkpoint)?,
             deadline: Duration::from_secs(args.sharding.deadline),
             fault,
             metrics: args.output.metrics,
+            trace: args.output.trace,
             curve: args.output.curve,
             sample_bytes: args.output.sample,
             json: args.output.json,
@@ -307,6 +316,65 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
     })
 }
 
+/// Refuses what a compiled step has not.
+fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
+    let (training, sharding) = (&args.training, &args.sharding);
+    let is_f32 = |float: Option<Float>| matches!(float, None | Some(Float::F32));
+    let is_hybrid = sharding.strategy == StrategyArg::HybridShard;
+    let refusals = [
+        (
+            is_hybrid,
+            "--strategy hybrid-shard",
+            "they divide parameters over all ranks or over none",
+        ),
+        (
+            sharding.offload.is_some(),
+            "--offload",
+            "all their tensors are on the device",
+        ),
+        (
+            sharding.unit_size.is_some(),
+            "--unit-size",
+            "their units are the blocks",
+        ),
+        (
+            training.accumulate > 1,
+            "--accumulate",
+            "a graph is of one batch and its update",
+        ),
+        (
+            training.no_sync,
+            "--no-sync",
+            "a graph is of one batch and its update",
+        ),
+        (
+            training.clip_grad_norm.is_some(),
+            "--clip-grad-norm",
+            "gradients are used as soon as they come, before their norm is known",
+        ),
+        (
+            !is_f32(Some(training.precision)),
+            "--precision",
+            "they compute in the 32 bits of the model",
+        ),
+        (
+            !is_f32(training.reduce_dtype),
+            "--reduce-dtype",
+            "gradients travel in the 32 bits of the model",
+        ),
+        (
+            training.activation_checkpointing,
+            "--activation-checkpointing",
+            "what they compute again is chosen by a pass",
+        ),
+    ];
+    let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
+    match refused {
+        Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),
+        None => Ok(()),
+    }
+}
+
 /// From here on a signal is for the run to obey.
 fn checkpoints(args: CheckpointArgs) -> Result<Option<CheckpointConfig>, InputError> {
     let Some(folder) = args.checkpoint_dir else {
@@ -383,7 +451,11 @@ fn check_memory(
 }
 
 /// A fault that can never strike would make a test pass for nothing, so it is refused.
-fn fault_from_environment(ranks: usize, steps: usize) -> Result<Option<Fault>, InputError> {
+fn fault_from_environment(
+    ranks: usize,
+    steps: usize,
+    is_compiled: bool,
+) -> Result<Option<Fault>, InputError> {
     let Some(text) = env::var_os(FAULT_VARIABLE) else {
         return Ok(None);
     };
@@ -403,6 +475,13 @@ fn fault_from_environment(ranks: usize, steps: usize) -> Result<Option<Fault>, I
             "there is no step {} among {steps}; steps count from 0, warmup included",
             fault.step
         ));
+    }
+    if is_compiled && fault.at == At::Backward {
+        return invalid(
+            "a compiled step has no place of its own for its backward; choose at:forward or \
+             at:collective"
+                .to_owned(),
+        );
     }
     Ok(Some(fault))
 }

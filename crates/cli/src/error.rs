@@ -170,6 +170,10 @@ pub(crate) enum RankError {
     Checkpoint(#[from] burn_fsdp::CheckpointError),
     #[error(transparent)]
     Step(#[from] burn_fsdp::steps::Error),
+    #[error(transparent)]
+    Compiled(Box<burn_fsdp::spmd::Error>),
+    #[error("the training has ended in an error before")]
+    Ended,
     #[error(
         "{} was saved by a model of {found}, this run trains {expected}; give the same sizes",
         path.display()
@@ -184,4 +188,10 @@ pub(crate) enum RankError {
         path: PathBuf,
         source: std::io::Error,
     },
+}
+
+impl From<burn_fsdp::spmd::Error> for RankError {
+    fn from(error: burn_fsdp::spmd::Error) -> Self {
+        Self::Compiled(Box::new(error))
+    }
 }

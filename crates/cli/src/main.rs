@@ -5,8 +5,8 @@
 //! - `args`: the command line as it was typed.
 //! - `config`: what is to be done, complete and valid (`data`, `schedule`, `output`, `host`).
 //! - `train`: the whole run, from the initial weights to the report.
-//! - `rank`: what one rank does in it (`optimizer`, `share`, `evaluation`, `sample`, `progress`,
-//!   `metrics`, `saving`).
+//! - `rank`: what one rank does in it, around the `engine` that trains: `eager` or `compiled`
+//!   (`optimizer`, `fused`, `share`, `evaluation`, `sample`, `progress`, `metrics`, `saving`, `trace`).
 //! - `report`, `summary`, `curve`: what is left afterwards.
 //! - `consolidate`, `inspect`, `generate`: what can be done with a saved step.
 //! - `plan`: what a run would take, without one (`preset`, `published`, `bytes`).
@@ -14,12 +14,16 @@
 
 mod args;
 mod bytes;
+mod compiled;
 mod config;
 mod consolidate;
 mod curve;
 mod data;
+mod eager;
+mod engine;
 mod error;
 mod evaluation;
+mod fused;
 mod generate;
 mod host;
 mod inspect;
@@ -37,6 +41,7 @@ mod saving;
 mod schedule;
 mod share;
 mod summary;
+mod trace;
 mod train;
 
 use std::io::{self, IsTerminal};

@@ -15,6 +15,7 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     let outputs = [
         ("--save-init", args.model.save_init.as_deref(), Kind::Whole),
         ("--metrics", args.output.metrics.as_deref(), Kind::Stream),
+        ("--trace", args.output.trace.as_deref(), Kind::Whole),
         ("--curve", Some(args.output.curve.as_path()), Kind::Whole),
     ];
     let mut taken: Vec<(&'static str, PathBuf)> = Vec::new();

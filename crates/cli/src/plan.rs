@@ -13,10 +13,12 @@ use burn_fsdp::spmd::plan::{
 };
 use burn_fsdp::spmd::trace::{TraceConfig, trace};
 use burn_fsdp::spmd::{DataParallel, Error};
+use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 
 use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PrecisionArg, StrategyArg};
 use crate::error::InputError;
+use crate::fused;
 use crate::output;
 use crate::preset::Preset;
 use crate::published;
@@ -133,12 +135,12 @@ fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
     match *preset {
         Preset::Gpt(config) => step(
             move |device| config.init(device, 1).expect(expected),
-            |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+            |model: &Gpt, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
             job,
         ),
         Preset::Llama(config) => step(
             move |device| config.init(device, 1).expect(expected),
-            |model: &Llama, (tokens, targets): Tokens| model.loss(tokens, targets),
+            |model: &Llama, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
             job,
         ),
     }
@@ -153,7 +155,7 @@ fn step<M: Module>(
     let optimizer = AdamWConfig::new().build();
     let batch = (tokens(), tokens());
     let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
-    Ok(graph)
+    Ok(fused::operations().describe(graph)?)
 }
 
 fn machine(name: &str) -> Result<Machine, InputError> {

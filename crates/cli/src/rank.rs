@@ -1,27 +1,19 @@
-//! What each rank does: the usual training loop of Burn, on a sharded model.
+//! What each rank does: the loop around the engine that trains.
 
 use std::time::Instant;
 
-use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::Device;
-use burn_fsdp::steps::Step;
-use burn_fsdp::{
-    At, LossScaler, Mesh, OperationCounts, ProcessGroup, ProcessMesh, ShardPolicy, auto_units,
-    backward, catch, checkpoint, clip_grad_norm, fully_shard, memory, no_sync, reset_peak,
-    wrap_plan,
-};
-use burn_fsdp_models::{Batches, Block, Gpt};
+use burn_fsdp::{OperationCounts, ProcessGroup};
+use serde_json::Value;
 
+use crate::compiled::Compiled;
 use crate::config::TrainConfig;
+use crate::eager::{self, Eager};
+use crate::engine::Engine;
 use crate::error::RankError;
-use crate::evaluation::evaluate;
 use crate::metrics::{Metrics, StepLine};
-use crate::optimizer::Optimizer;
 use crate::progress::Progress;
-use crate::sample;
-use crate::saving::{self, Saving};
+use crate::saving::Saving;
 use crate::share;
-use crate::train::initial_model;
 
 /// What a rank has to tell when it is done.
 #[derive(Debug)]
@@ -46,36 +38,36 @@ pub(crate) struct RankResult {
     pub(crate) interrupted: bool,
     /// Remarks on the sharding.
     pub(crate) warnings: Vec<String>,
+    /// Events of the step that was traced.
+    pub(crate) trace: Vec<Value>,
     /// Generated text, with the text it goes on from.
     pub(crate) sample: Option<Vec<u8>>,
 }
 
-/// One training run as one rank lives it.
-pub(crate) fn train(config: &TrainConfig, world: &ProcessGroup) -> Result<RankResult, RankError> {
+/// One training run as one rank lives it. Times of traces count from `origin`.
+pub(crate) fn train(
+    config: &TrainConfig,
+    world: &ProcessGroup,
+    origin: Instant,
+) -> Result<RankResult, RankError> {
     if let Some(fault) = config.fault {
         world.set_fault(fault);
     }
     let is_first = world.rank() == 0;
-    let device = Device::flex().autodiff().gradient_checkpointing();
-    let mesh = mesh(config, world)?;
-    let mut model = shard(config, &mesh, &device)?;
-    let plan = wrap_plan(&model)?;
     if is_first && !config.json {
-        eprint!("{}\n{plan}", config.data);
+        eprintln!("{}", config.data);
     }
-    let mut training = Training {
-        config,
-        world,
-        device,
-        batches: config.data.training(&config.model, config.batch),
-        optimizer: Optimizer::new(config, &model, world.rank())?,
-        scaler: config.step.scales_loss.then(LossScaler::default),
+    let mesh = eager::mesh(config, world)?;
+    let mut engine: Box<dyn Engine> = match config.is_compiled {
+        true => Box::new(Compiled::new(config, world, &mesh)?),
+        false => Box::new(Eager::new(config, world, &mesh)?),
     };
     let mut saving = Saving::begin(config, &mesh)?;
     let mut first_step = 0;
     let resumed = saving.as_mut().map(Saving::resumed_step).transpose()?;
-    if let Some(step) = resumed.flatten() {
-        (model, first_step) = training.resume(&step, model)?;
+    if let Some(saved) = resumed.flatten() {
+        engine.resume(&saved)?;
+        first_step = saved.index().training.step as usize;
     }
     let metrics = config.metrics.as_deref().filter(|_| is_first);
     let mut observers = Observers {
@@ -87,51 +79,24 @@ pub(crate) fn train(config: &TrainConfig, world: &ProcessGroup) -> Result<RankRe
         saving,
     };
     let mut result = RankResult::new(config.num_steps(), first_step);
-    let model = training.run(model, &mut observers, &mut result)?;
+    let run = Run {
+        config,
+        world,
+        origin,
+    };
+    run.train(engine.as_mut(), &mut observers, &mut result)?;
     if let Some(saving) = &mut observers.saving {
         result.saved_step = saving.finish()?;
         result.warnings.append(&mut saving.warnings);
     }
     drop(observers);
 
-    let held = memory(&model)?;
-    // The parameters themselves, and what AdamW keeps for each.
-    result.state_bytes = (1 + training.optimizer.values_in_memory()) * held.parameters;
-    result.warnings.extend(plan.warnings);
-    let pinned = held.pinned.iter().map(ToString::to_string);
-    result.warnings.extend(pinned);
+    result.state_bytes = engine.state_bytes()?;
+    result.warnings.extend(engine.warnings()?);
     if !result.interrupted {
-        result.sample = sample::generate(&model, config, world)?;
+        result.sample = engine.sample()?;
     }
     Ok(result)
-}
-
-fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
-    let replicas = config.sharding.replicas;
-    let layout = match replicas {
-        1 => Mesh::line("shard", world.size())?,
-        _ => Mesh::new([("replicate", replicas), ("shard", world.size() / replicas)])?,
-    };
-    Ok(ProcessMesh::new(world, layout)?)
-}
-
-fn shard(config: &TrainConfig, mesh: &ProcessMesh, device: &Device) -> Result<Gpt, RankError> {
-    let model = initial_model(config, device, mesh.world().rank())?;
-    let sharding = &config.sharding;
-    let units = match sharding.unit_size {
-        None => vec!["blocks.*".to_owned()],
-        Some(least) => auto_units(&model, least),
-    };
-    let policy = ShardPolicy::new()
-        .units(units)
-        .strategy(sharding.strategy)
-        .prefetch(sharding.prefetch)
-        .precision(sharding.precision.clone());
-    let policy = match sharding.replicas {
-        1 => policy,
-        _ => policy.replicate_axis("replicate"),
-    };
-    Ok(fully_shard(model, mesh, policy)?)
 }
 
 impl RankResult {
@@ -149,6 +114,7 @@ impl RankResult {
             unsharded_peak: 0,
             collectives: OperationCounts::default(),
             warnings: Vec::new(),
+            trace: Vec::new(),
             sample: None,
         }
     }
@@ -161,33 +127,44 @@ struct Observers<'a> {
     saving: Option<Saving<'a>>,
 }
 
-/// What stays the same, or belongs to the optimizer, from step to step.
-struct Training<'a> {
+/// What stays the same from step to step.
+struct Run<'a> {
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
-    device: Device,
-    batches: Batches,
-    optimizer: Optimizer,
-    scaler: Option<LossScaler>,
+    origin: Instant,
 }
 
-impl Training<'_> {
-    fn run(
-        &mut self,
-        mut model: Gpt,
+impl Run<'_> {
+    /// The step to trace: the first measured one, but none of the first two of the run, which prepare
+    /// things, unless there are no others.
+    fn traced_step(&self, first_step: usize) -> Option<usize> {
+        self.config.trace.as_ref()?;
+        let last = self.config.num_steps().checked_sub(1)?;
+        Some(self.config.warmup.max(first_step + 2).min(last))
+    }
+
+    fn train(
+        &self,
+        engine: &mut dyn Engine,
         observers: &mut Observers<'_>,
         result: &mut RankResult,
-    ) -> Result<Gpt, RankError> {
+    ) -> Result<(), RankError> {
         let config = self.config;
+        let traced_step = self.traced_step(result.first_step);
         let mut start = Instant::now();
         for step in result.first_step..config.num_steps() {
-            reset_peak(&model)?;
             let before = self.world.counts();
-            let own_loss;
-            (model, own_loss) = self.step(step, model)?;
+            let own_loss = match traced_step == Some(step) {
+                false => engine.step(step)?,
+                true => {
+                    let own_loss;
+                    (own_loss, result.trace) = engine.traced_step(step, self.origin)?;
+                    own_loss
+                }
+            };
             result.collectives = self.world.counts().since(&before);
             if step >= config.warmup {
-                let peak = memory(&model)?.unsharded_peak;
+                let peak = engine.unsharded_peak()?;
                 result.unsharded_peak = result.unsharded_peak.max(peak);
             }
             let told_to_stop = observers.saving.as_ref().is_some_and(Saving::is_stopped);
@@ -201,7 +178,7 @@ impl Training<'_> {
             result.seconds.push(seconds);
 
             let eval_loss = match config.evaluates_after(step) {
-                true => evaluate(&model, config, self.world)?,
+                true => engine.evaluate()?,
                 false => None,
             };
             let line = StepLine {
@@ -222,7 +199,8 @@ impl Training<'_> {
             if let Some(saving) = &mut observers.saving {
                 saving.poll();
                 if is_last || saving.is_due(step) {
-                    self.save(step + 1, &model, saving)?;
+                    let taken = engine.snapshot()?;
+                    saving.start(step + 1, taken, engine.scaler())?;
                 }
             }
             if eval_loss.is_some() {
@@ -234,95 +212,6 @@ impl Training<'_> {
                 break;
             }
         }
-        Ok(model)
-    }
-
-    /// The model as it was after the steps of a saved one, and how many they were.
-    fn resume(&mut self, step: &Step, model: Gpt) -> Result<(Gpt, usize), RankError> {
-        let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
-            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
-        };
-        let fresh = self.config.optimizer.init();
-        let resumed = saving::resume(step, model, fresh, self.scaler.as_mut())?;
-        **optimizer = resumed.optimizer;
-        Ok((resumed.model, resumed.steps))
-    }
-
-    fn save(&self, steps: usize, model: &Gpt, saving: &mut Saving<'_>) -> Result<(), RankError> {
-        let Optimizer::InMemory(optimizer) = &self.optimizer else {
-            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
-        };
-        saving.start(steps, model, optimizer, self.scaler.as_ref())
-    }
-
-    /// One step on this rank's rows: the model after it, and the loss before it.
-    fn step(&mut self, step: usize, model: Gpt) -> Result<(Gpt, f32), RankError> {
-        self.world.begin_step(step as u64);
-        self.world.fault_point(At::Forward)?;
-        let num_micro = self.config.step.accumulate;
-        let mut own_loss = 0.0;
-        let mut accumulator = GradientsAccumulator::new();
-        for micro in 0..num_micro {
-            let is_last = micro + 1 == num_micro;
-            let run = || self.micro_step(step, micro, &model);
-            let (loss, gradients) = match self.config.step.no_sync && !is_last {
-                true => no_sync(&model, run)??,
-                false => run()?,
-            };
-            own_loss += loss / num_micro as f32;
-            if num_micro == 1 {
-                return Ok((self.update(step, model, gradients)?, own_loss));
-            }
-            accumulator.accumulate(&model, gradients);
-        }
-        Ok((self.update(step, model, accumulator.grads())?, own_loss))
-    }
-
-    /// The loss of a micro-batch, and the gradients of its part in the step's.
-    fn micro_step(
-        &self,
-        step: usize,
-        micro: usize,
-        model: &Gpt,
-    ) -> Result<(f32, GradientsParams), RankError> {
-        let rows = self.config.micro_rows_of(self.world.rank(), micro);
-        let (inputs, targets) = self.batches.rows(step, rows).to_tensors(&self.device);
-        let again = self.config.step.activation_checkpointing;
-        let loss = catch(|| {
-            model.loss_with(inputs, targets, |block, x, batch| match again {
-                true => checkpoint(block, x, move |block: &Block, x| block.forward(x, batch)),
-                false => block.forward(x, batch),
-            })
-        })?;
-        let own_loss = loss.clone().into_scalar::<f32>();
-        let mut loss = loss;
-        if self.config.step.accumulate > 1 {
-            loss = loss.div_scalar(self.config.step.accumulate as f32);
-        }
-        if let Some(scaler) = &self.scaler {
-            loss = scaler.scale(loss);
-        }
-        Ok((own_loss, backward(loss, model)?))
-    }
-
-    /// The model after the optimizer's step, or as it is if gradients overflowed.
-    fn update(
-        &mut self,
-        step: usize,
-        model: Gpt,
-        gradients: GradientsParams,
-    ) -> Result<Gpt, RankError> {
-        let gradients = match &mut self.scaler {
-            None => Some(gradients),
-            Some(scaler) => scaler.unscale(&model, gradients)?,
-        };
-        let Some(mut gradients) = gradients else {
-            return Ok(model);
-        };
-        if let Some(clip) = self.config.step.clip {
-            gradients = clip_grad_norm(&model, gradients, clip)?.gradients;
-        }
-        self.optimizer
-            .step(self.config.schedule.at(step), model, gradients)
+        Ok(())
     }
 }

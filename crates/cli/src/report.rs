@@ -15,6 +15,8 @@ pub(crate) struct Report {
     /// How the ranks communicate.
     pub(crate) engine: &'static str,
     pub(crate) strategy: &'static str,
+    /// Whether a compiled step trained, and not the eager engine.
+    pub(crate) compiled: bool,
     pub(crate) ranks: usize,
     /// Of the whole model.
     pub(crate) params: usize,
@@ -106,6 +108,7 @@ impl Report {
             mode: "train",
             engine: "local",
             strategy: config.sharding.name,
+            compiled: config.is_compiled,
             ranks: config.ranks,
             params: config.model.num_params(),
             layers: config.model.layers,

@@ -16,6 +16,11 @@ const TEMPERATURE: f64 = 0.8;
 /// Bytes of held-out text that the sample goes on from.
 const MAX_PROMPT_BYTES: usize = 32;
 
+/// Whether a run ends with a sample.
+pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
+    matches!(config.data, Data::Text(_)) && config.sample_bytes > 0
+}
+
 /// The start of the held-out text and what the model makes of it, or `None` without text.
 ///
 /// All ranks run the sharded model together and go on with rank 0's choice.

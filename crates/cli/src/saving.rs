@@ -7,7 +7,9 @@ use burn_fsdp::steps::{
     BackgroundSaver, Check, Checkpoints, DataPosition, Existing, LossScale, SaveRequest, Saved,
     Step, TrainingState,
 };
-use burn_fsdp::{GroupRendezvous, LossScaler, LossScalerState, ProcessMesh, restore, snapshot};
+use burn_fsdp::{
+    GroupRendezvous, LossScaler, LossScalerState, ProcessMesh, TrainingSnapshot, restore,
+};
 use burn_fsdp_models::{Gpt, GptConfig};
 use serde_json::json;
 
@@ -122,17 +124,15 @@ impl<'a> Saving<'a> {
             .load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// Begins to save the state after `steps` steps. The training goes on meanwhile.
+    /// Begins to save what was taken after `steps` steps. The training goes on meanwhile.
     ///
     /// All ranks do so at the same point.
     pub(crate) fn start(
         &mut self,
         steps: usize,
-        model: &Gpt,
-        optimizer: &ModuleOptimizer,
+        taken: TrainingSnapshot,
         scaler: Option<&LossScaler>,
     ) -> Result<(), RankError> {
-        let taken = snapshot(model, optimizer, self.mesh.layout(), "shard")?;
         let config = self.config;
         let training = TrainingState {
             step: steps as u64,
@@ -198,21 +198,13 @@ impl<'a> Saving<'a> {
     }
 }
 
-/// What a saved step gives a run.
-pub(crate) struct Resumed {
-    pub(crate) model: Gpt,
-    pub(crate) optimizer: ModuleOptimizer,
-    /// Steps done.
-    pub(crate) steps: usize,
-}
-
-/// Puts a step's state into a run.
+/// The model and the optimizer as they were after the steps of a saved one.
 pub(crate) fn resume(
     step: &Step,
     model: Gpt,
     optimizer: ModuleOptimizer,
     scaler: Option<&mut LossScaler>,
-) -> Result<Resumed, RankError> {
+) -> Result<(Gpt, ModuleOptimizer), RankError> {
     let (model, optimizer) = restore(model, optimizer, step)?;
     let training = &step.index().training;
     if let (Some(scaler), Some(saved)) = (scaler, training.loss_scale) {
@@ -221,11 +213,7 @@ pub(crate) fn resume(
         state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
         *scaler = scaler.clone().with_state(state);
     }
-    Ok(Resumed {
-        model,
-        optimizer,
-        steps: training.step as usize,
-    })
+    Ok((model, optimizer))
 }
 
 /// The step at `path`, or the newest of the folder of checkpoints there.

@@ -10,8 +10,12 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "trained {} parameters on {} ranks ({}), {}",
-            self.params, self.ranks, self.strategy, self.data
+            "trained {} parameters on {} ranks ({}{}), {}",
+            self.params,
+            self.ranks,
+            self.strategy,
+            if self.compiled { ", compiled" } else { "" },
+            self.data
         )?;
         if self.first_step > 0 {
             writeln!(f, "resumed    from step {}", self.first_step)?;

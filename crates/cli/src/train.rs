@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 use std::sync::Arc;
+use std::time::Instant;
 
 use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
@@ -15,6 +16,7 @@ use crate::error::{Failure, InputError};
 use crate::output;
 use crate::rank;
 use crate::report::Report;
+use crate::trace;
 
 /// Trains, and leaves the files and the output that the configuration asks for.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
@@ -23,7 +25,17 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     obey_signals(&config);
     let on_ranks = config.clone();
     let launch_config = LaunchConfig::new(config.ranks).deadline(config.deadline);
-    let results = launch(launch_config, move |world| rank::train(&on_ranks, &world))?;
+    let origin = Instant::now();
+    let mut results = launch(launch_config, move |world| {
+        rank::train(&on_ranks, &world, origin)
+    })?;
+    if let Some(path) = &config.trace {
+        let events = results
+            .iter_mut()
+            .map(|rank| std::mem::take(&mut rank.trace));
+        let text = trace::file(events.flatten().collect());
+        output::write_whole("--trace", path, text.as_bytes())?;
+    }
     let report = Report::new(&config, results);
     // Without a step there is no point to draw.
     if !report.losses.is_empty() {

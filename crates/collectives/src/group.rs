@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::engine::{Engine, Received, Request, Subgroup};
 use crate::fake::FakeEnd;
@@ -11,7 +11,10 @@ use crate::lock::lock;
 use crate::operation::Signature;
 use crate::pending::{Entry, Pending};
 use crate::rank_state::RankState;
-use crate::{At, BufferPool, Error, Fault, Label, Ledger, Operation, OperationCounts};
+use crate::recording::Recording;
+use crate::{
+    At, BufferPool, CommSpan, CommStage, Error, Fault, Label, Ledger, Operation, OperationCounts,
+};
 
 /// One rank's end of a group of ranks that communicate. Cheap to clone.
 ///
@@ -152,6 +155,19 @@ impl ProcessGroup {
         lock(&self.0.state.ledger).clone()
     }
 
+    /// Records from now on what this rank's operations, on any group, do when. `sample` gives a number
+    /// that is noted at the end of each span, such as bytes that are alive; it must start no operation.
+    pub fn start_recording(&self, sample: impl Fn() -> usize + Send + 'static) {
+        *lock(&self.0.state.recording) = Some(Recording::new(sample));
+    }
+
+    /// Ends the recording, and returns the spans in the order in which they ended; none without a
+    /// recording.
+    pub fn end_recording(&self) -> Vec<CommSpan> {
+        let recording = lock(&self.0.state.recording).take();
+        recording.map(Recording::into_spans).unwrap_or_default()
+    }
+
     /// Divides the group: ranks that give the same `color` form a new group, ordered by `key`, and
     /// by their rank here where keys are equal. Collective; `name` must be the same on all ranks, also
     /// for different colors.
@@ -231,6 +247,7 @@ impl ProcessGroup {
         contribution: Contribution,
     ) -> Result<Pending<Received>, Error> {
         self.fault_point(At::Collective)?;
+        let start = Instant::now();
         let mut progress = lock(&self.0.progress);
         let operation = self.operation(&signature, progress.sequence);
         let Contribution {
@@ -243,7 +260,7 @@ impl ProcessGroup {
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
         let kind = signature.kind;
         let request = Request {
-            operation,
+            operation: operation.clone(),
             signature,
             note,
             sources,
@@ -252,6 +269,8 @@ impl ProcessGroup {
         let flight = self.0.engine.start(request).inspect_err(|_| entry.fail())?;
         progress.sequence += 1;
         progress.counts.count(kind, bytes);
+        let state = &self.0.state;
+        state.note(&operation, CommStage::Start, bytes, start);
         Ok(Pending::new(flight, entry, |received| received))
     }
 

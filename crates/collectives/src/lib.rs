@@ -58,6 +58,7 @@ mod pending;
 mod pool;
 mod process_mesh;
 mod rank_state;
+mod recording;
 mod reduction;
 mod source;
 
@@ -76,5 +77,6 @@ pub use operation::{FullPart, Operation, OperationKind, Part};
 pub use pending::Pending;
 pub use pool::{Account, Buffer, BufferPool};
 pub use process_mesh::ProcessMesh;
+pub use recording::{CommSpan, CommStage};
 pub use reduction::Reduction;
 pub use source::Source;

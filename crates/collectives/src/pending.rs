@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 use crate::engine::{Flight, Received};
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{Error, Operation};
+use crate::{CommStage, Error, Operation};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -56,8 +57,9 @@ impl<T> Pending<T> {
     /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], never
     /// later than the deadline of the world plus the transfer itself.
     pub fn wait(mut self) -> Result<T, Error> {
+        let start = Instant::now();
         let received = self.flight.wait();
-        self.settle(received)
+        self.settle(received, start)
     }
 
     /// Waits until this rank's result is there, all peers have finished or discarded the operation,
@@ -70,17 +72,25 @@ impl<T> Pending<T> {
     ///
     /// As [`wait`](Self::wait); the deadline holds for both halves.
     pub fn wait_released(mut self) -> Result<T, Error> {
+        let start = Instant::now();
         let received = self.flight.wait().and_then(|received| {
             self.flight.wait_released()?;
             Ok(received)
         });
-        self.settle(received)
+        self.settle(received, start)
     }
 
     /// Drops the operation, and says so: this rank does not want the result.
     pub fn discard(self) {}
 
-    fn settle(mut self, received: Result<Received, Error>) -> Result<T, Error> {
+    fn settle(mut self, received: Result<Received, Error>, start: Instant) -> Result<T, Error> {
+        let Entry {
+            rank,
+            operation,
+            bytes,
+            ..
+        } = &self.entry;
+        rank.note(operation, CommStage::Wait, *bytes, start);
         let state = if received.is_ok() {
             EntryState::Done
         } else {
@@ -101,6 +111,7 @@ impl<T> fmt::Debug for Pending<T> {
 pub(crate) struct Entry {
     rank: Arc<RankState>,
     operation: Operation,
+    bytes: usize,
     number: u64,
     state: EntryState,
 }
@@ -112,6 +123,7 @@ impl Entry {
         Self {
             rank,
             operation,
+            bytes,
             number,
             state: EntryState::Discarded,
         }

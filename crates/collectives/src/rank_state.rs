@@ -1,9 +1,11 @@
 //! What one rank of the world owns, whatever groups it is in.
 
 use std::sync::Mutex;
+use std::time::Instant;
 
 use crate::lock::lock;
-use crate::{At, BufferPool, Error, Fault, Ledger};
+use crate::recording::Recording;
+use crate::{At, BufferPool, CommStage, Error, Fault, Ledger, Operation};
 
 /// Shared by all groups of a rank, and read by its peers when they explain a failure.
 #[derive(Debug)]
@@ -11,6 +13,8 @@ pub(crate) struct RankState {
     pub(crate) world_rank: usize,
     pub(crate) pool: BufferPool,
     pub(crate) ledger: Mutex<Ledger>,
+    /// While someone records.
+    pub(crate) recording: Mutex<Option<Recording>>,
     faults: Mutex<Faults>,
 }
 
@@ -22,12 +26,26 @@ struct Faults {
 
 impl RankState {
     pub(crate) fn new(world_rank: usize) -> Self {
-        let (pool, ledger, faults) = Default::default();
+        let (pool, ledger, recording, faults) = Default::default();
         Self {
             world_rank,
             pool,
             ledger,
+            recording,
             faults,
+        }
+    }
+
+    /// Notes a span that ends now, if someone records.
+    pub(crate) fn note(
+        &self,
+        operation: &Operation,
+        stage: CommStage,
+        bytes: usize,
+        start: Instant,
+    ) {
+        if let Some(recording) = &mut *lock(&self.recording) {
+            recording.add(operation, stage, bytes, start);
         }
     }
 

@@ -114,3 +114,32 @@ fn groups_of_a_rank_share_its_ledger() {
     ];
     assert_eq!(lines, [expected, expected]);
 }
+
+#[test]
+fn a_recording_has_the_spans_of_each_operation_in_order() {
+    let recorded = run(2, |world| {
+        gather(&world, "before", 3)?;
+        assert_eq!(world.end_recording(), [], "nobody records");
+        let live = world.pool().clone();
+        world.start_recording(move || live.live_bytes());
+        gather(&world, "x", 10)?;
+        world.barrier("end")?;
+        let spans = world.end_recording();
+        gather(&world, "after", 3)?;
+        assert_eq!(world.end_recording(), [], "nobody records any more");
+        Ok(spans)
+    });
+    for spans in recorded {
+        let labels: Vec<_> = spans
+            .iter()
+            .map(|span| format!("{} {}", span.stage, span.operation.label.as_str()))
+            .collect();
+        assert_eq!(labels, ["start x", "wait x", "start end", "wait end"]);
+        assert_eq!(spans[0].bytes, 40);
+        // The result is there while it is waited for.
+        assert!(spans[1].sample >= 40, "{}", spans[1].sample);
+        for pair in spans.windows(2) {
+            assert!(pair[0].start <= pair[0].end && pair[0].end <= pair[1].start);
+        }
+    }
+}

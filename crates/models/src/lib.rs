@@ -8,6 +8,7 @@
 //!   parameters.
 //! - [`WeightsFile`] and [`Gpt::save`]: safetensors in PyTorch's names and layout. Files to load are
 //!   not trusted.
+//! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
 //!
 //! The crate knows nothing of ranks or shards: whoever divides the work gives each worker its rows.
@@ -39,7 +40,7 @@ mod activation;
 mod attention;
 mod config;
 mod error;
-mod fused;
+pub mod fused;
 mod gpt;
 mod header;
 mod initial;

@@ -62,7 +62,7 @@ pub use checkpoint::checkpoint;
 pub use error::{Error, catch};
 pub use handle::{UnitHandle, UnitState, Unsharding, no_sync, units, unused_units};
 pub use local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
-pub use memory::{Memory, Pinned, dummy_forward, memory, reset_peak};
+pub use memory::{LiveBytes, Memory, Pinned, dummy_forward, memory, reset_peak};
 pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
 pub use precision::{Precision, cast_input};

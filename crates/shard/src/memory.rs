@@ -5,6 +5,7 @@ use std::sync::Weak;
 
 use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
+use burn_fsdp_collectives::BufferPool;
 
 use crate::error::{Error, catch};
 use crate::inspect;
@@ -83,6 +84,27 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
         unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
         pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
     })
+}
+
+/// Reads [`Memory::unsharded_live`] of a module without holding the module, from any thread.
+#[derive(Debug, Clone)]
+pub struct LiveBytes(Vec<BufferPool>);
+
+impl LiveBytes {
+    /// Of the sharded `module`, and of what later steps make of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotSharded`].
+    pub fn of<M: Module>(module: &M) -> Result<Self, Error> {
+        let roots = inspect::roots_of(module)?;
+        Ok(Self(roots.iter().map(|root| root.pool.clone()).collect()))
+    }
+
+    /// Bytes alive now.
+    pub fn now(&self) -> usize {
+        self.0.iter().map(BufferPool::live_bytes).sum()
+    }
 }
 
 /// Starts the peak of [`Memory::unsharded_peak`] anew from what is alive now.

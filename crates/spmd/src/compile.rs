@@ -1,5 +1,7 @@
 //! The whole way from closures to steps.
 
+mod state;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,8 +13,7 @@ use burn::optim::Optimizer;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_ir::{BackendIr, TensorId};
 
-use crate::Error;
-use crate::graph::{Graph, Parameter, ParameterLayout, Role};
+use crate::graph::{Graph, Parameter, Role};
 use crate::initial::InitialValues;
 use crate::layout::{localize, slice, whole};
 use crate::mode::{Mode, lower};
@@ -21,6 +22,8 @@ use crate::trace::{
     Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
     parameters, specs_of, trace_joined,
 };
+use crate::{CustomOperations, Error};
+use state::Restored;
 
 /// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
 /// step of `optimizer` for every parameter. All ranks of the mode's group must call it, with the same
@@ -207,7 +210,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// Until the first graph says where they go.
     initial: Option<InitialValues>,
     /// States that were set before there was a graph, by path and slot.
-    restored: BTreeMap<(String, String), TensorData>,
+    restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
     graphs: VecDeque<(Key, Arc<Graph>)>,
     /// The graph whose constants are loaded.
@@ -221,6 +224,14 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// Knows these operations beside Burn's, for models that capture some of their own. All ranks must
+    /// give the same, before the first step.
+    #[must_use]
+    pub fn with_operations(mut self, operations: CustomOperations<Be>) -> Self {
+        self.executor.set_operations(operations);
+        self
+    }
+
     /// Runs one train step and returns the loss, averaged over the ranks. All ranks must call it,
     /// each with its part of the batch, all parts of the same shapes.
     ///
@@ -332,6 +343,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         };
         self.num_traces += 1;
         let graph = (self.tracer)(batch, config, &self.mode)?;
+        let graph = self.executor.operations().describe(graph)?;
         self.mode.decide(&graph)?;
         let graph = lower(graph, &self.mode)?;
         self.agree(&graph)?;
@@ -418,13 +430,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
-        match parameter.layout {
-            ParameterLayout::Whole | ParameterLayout::Placed(_) => Ok(local),
-            ParameterLayout::Flat(partition) => {
-                let own = partition.len(self.mode.group.rank());
-                Ok(slice(&local, 0..own))
-            }
-        }
+        Ok(state::unpadded(local, &parameter.layout, &self.mode))
     }
 
     /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
@@ -495,7 +501,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         self.spec(path)?;
         let key = (path.to_owned(), slot.to_owned());
-        self.restored.insert(key, data);
+        self.restored.insert(key, Restored::Whole(data));
         Ok(())
     }
 
@@ -524,15 +530,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                     known: known.join(", "),
                 });
             };
-            if data.shape().to_vec() != parameter.shape || data.dtype() != parameter.dtype {
-                return Err(Error::mismatch(
-                    "optimizer state",
-                    format!("{path} {slot}"),
-                    (&parameter.shape, parameter.dtype),
-                    &data,
-                ));
-            }
-            let local = localize(&data, &parameter.layout, &self.mode)?;
+            let local = data.into_local(parameter, &slot, &self.mode)?;
             self.executor.set(*id, local);
         }
         Ok(())

@@ -24,6 +24,16 @@ pub enum Error {
         reason: String,
     },
 
+    /// The model captured an operation that is not Burn's, and nobody said how to run it.
+    #[error(
+        "the model uses the operation \"{name}\", which is not Burn's; give the step a CustomOperation \
+         of that name (CompiledStep::with_operations)"
+    )]
+    UnknownOperation {
+        /// Its name.
+        name: String,
+    },
+
     /// The loss is not one number.
     #[error("the loss has shape {shape:?}; reduce it to one element, with mean() for instance")]
     LossShape {

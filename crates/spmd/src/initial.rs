@@ -81,6 +81,20 @@ impl InitialValues {
         Ok(())
     }
 
+    /// How this rank holds it.
+    pub(crate) fn layout(&self, path: &str) -> Result<&ParameterLayout, Error> {
+        Ok(&self.held(path)?.layout)
+    }
+
+    /// Sets this rank's part, padded.
+    pub(crate) fn set_local(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
+        self.held(path)?;
+        if let Some(held) = self.values.get_mut(path) {
+            held.data = data;
+        }
+        Ok(())
+    }
+
     fn held(&self, path: &str) -> Result<&Held, Error> {
         let held = self.values.get(path);
         held.ok_or_else(|| Error::Internal(format!("parameter {path} has no value")))

@@ -37,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod compile;
+mod custom;
 mod error;
 pub mod graph;
 mod initial;
@@ -49,7 +50,11 @@ pub mod run;
 pub mod trace;
 
 pub use compile::{CompiledStep, Override, compile, compile_on, compile_with};
+pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use mode::{Mode, lower};
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper};
+
+/// What [`CustomOperation`]s take, as Burn has it.
+pub use burn_ir::{CustomOpIr, HandleKind};

@@ -20,6 +20,7 @@ use burn::optim::AdamWConfig;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, GptConfig};
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node};
 use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
@@ -28,6 +29,9 @@ use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
 use burn_ir::TensorIr;
 use peak_alloc::PeakAlloc;
+
+#[path = "common/fused.rs"]
+mod fused;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -147,7 +151,8 @@ fn measure<M: Module + 'static, B: Batch>(
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
-        let mut step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let mut step = step.with_operations(fused::operations());
         let batch = batch(&device);
         for _ in 0..3 {
             step.step(1e-3, &batch)?;
@@ -224,6 +229,17 @@ fn a_gpt_takes_what_was_planned_of_the_process() {
         true,
         |device| SMALL.init(device, 1).expect("the sizes are valid"),
         |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+        |device| tokens(8, SMALL.seq, device),
+    );
+}
+
+#[test]
+fn a_gpt_of_fused_operations_takes_what_was_planned_of_the_process() {
+    check(
+        "GPT of fused operations",
+        true,
+        |device| SMALL.init(device, 1).expect("the sizes are valid"),
+        |model: &Gpt, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
         |device| tokens(8, SMALL.seq, device),
     );
 }

@@ -11,6 +11,7 @@ use burn::tensor::{DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
+use super::Kernels;
 use super::rows::{Kernel, contiguous, exp_row, matrix_dims, max, scale, sum_pairs_by, vectorized};
 
 /// Queries that are handled together. They meet only the keys before the last of
@@ -21,35 +22,57 @@ const BLOCK: usize = 64;
 #[derive(Debug)]
 struct CausalAttention;
 
-impl Backward<Flex, 1> for CausalAttention {
-    type State = Packed;
+/// What the backward pass needs.
+#[derive(Clone, Debug)]
+struct Saved<T> {
+    qkv: T,
+    batch: usize,
+    heads: usize,
+}
 
-    fn backward(self, ops: Ops<Packed, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
-            ops.state.backward(&contiguous(grad))
+impl<B: Kernels> Backward<B, 1> for CausalAttention {
+    type State = Saved<FloatTensor<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let Saved { qkv, batch, heads } = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::causal_attention_gradient(qkv, grad, batch, heads)
         });
     }
 }
 
-pub(super) fn tracked<C: CheckpointStrategy>(
-    qkv: FloatTensor<Autodiff<Flex, C>>,
+pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    qkv: FloatTensor<Autodiff<B, C>>,
     batch: usize,
     heads: usize,
-) -> FloatTensor<Autodiff<Flex, C>> {
-    let prepared = CausalAttention
-        .prepare::<C>([qkv.node()])
+) -> FloatTensor<Autodiff<B, C>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(CausalAttention, [qkv.node()])
         .compute_bound()
         .stateful();
-    let packed = Packed::new(qkv.into_primitive(), batch, heads);
-    let output = packed.forward();
+    let qkv = qkv.into_primitive();
+    let output = B::causal_attention_kernel(qkv.clone(), batch, heads);
     match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(packed, output),
+        OpsKind::Tracked(prepared) => prepared.finish(Saved { qkv, batch, heads }, output),
         OpsKind::UnTracked(prepared) => prepared.finish(output),
     }
 }
 
 pub(super) fn forward(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
     Packed::new(qkv, batch, heads).forward()
+}
+
+pub(super) fn backward(
+    qkv: FlexTensor,
+    grad: FlexTensor,
+    batch: usize,
+    heads: usize,
+) -> FlexTensor {
+    Packed::new(qkv, batch, heads).backward(&contiguous(grad))
+}
+
+/// Bytes of the scores that one sequence takes at once, in forward.
+pub(super) fn scores_bytes(time: usize, heads: usize) -> usize {
+    heads * BLOCK.min(time) * time * size_of::<f32>()
 }
 
 /// Queries, keys and values of all heads side by side, one row per token.

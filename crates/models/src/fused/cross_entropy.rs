@@ -1,52 +1,47 @@
+use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Flex};
+use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
+use super::Kernels;
 use super::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
 
 #[derive(Debug)]
 struct CrossEntropy;
 
-impl Backward<Flex, 1> for CrossEntropy {
-    type State = FlexTensor;
+impl<B: Kernels> Backward<B, 1> for CrossEntropy {
+    type State = FloatTensor<B>;
 
-    fn backward(self, ops: Ops<FlexTensor, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
-            backward(ops.state, contiguous(grad).storage::<f32>()[0])
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::cross_entropy_gradient(ops.state, grad)
         });
     }
 }
 
-pub(super) fn tracked<C: CheckpointStrategy>(
-    logits: FloatTensor<Autodiff<Flex, C>>,
-    targets: &FlexTensor,
-) -> FloatTensor<Autodiff<Flex, C>> {
-    let prepared = CrossEntropy
-        .prepare::<C>([logits.node()])
+pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    logits: FloatTensor<Autodiff<B, C>>,
+    targets: IntTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(CrossEntropy, [logits.node()])
         .compute_bound()
         .stateful();
-    let output = forward(logits.into_primitive(), targets);
+    let [gradient, loss] = B::cross_entropy_kernel(logits.into_primitive(), targets);
     match prepared {
-        OpsKind::Tracked(prepared) => prepared.finish(output.logits_gradient, output.loss),
-        OpsKind::UnTracked(prepared) => prepared.finish(output.loss),
+        OpsKind::Tracked(prepared) => prepared.finish(gradient, loss),
+        OpsKind::UnTracked(prepared) => prepared.finish(loss),
     }
 }
 
-/// The loss and, in the memory of the logits, their gradient.
+/// The gradient of the logits, in their memory, and the loss.
 ///
 /// Logits are the largest tensor of a small model. Nothing needs them after the
 /// loss, and their gradient is at hand when the loss is computed.
-pub(super) struct Output {
-    pub(super) loss: FlexTensor,
-    pub(super) logits_gradient: FlexTensor,
-}
-
-pub(super) fn forward(logits: FlexTensor, targets: &FlexTensor) -> Output {
+pub(super) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
     let mut logits = contiguous(logits);
     let [num_rows, vocab] = matrix_dims(&logits);
     let targets = target_indices(targets);
@@ -58,10 +53,8 @@ pub(super) fn forward(logits: FlexTensor, targets: &FlexTensor) -> Output {
         share,
     });
     let loss = losses.iter().sum::<f64>() / num_rows as f64;
-    Output {
-        loss: FlexTensor::from_data(TensorData::new(vec![loss as f32], [1])),
-        logits_gradient: logits,
-    }
+    let loss = FlexTensor::from_data(TensorData::new(vec![loss as f32], [1]));
+    [logits, loss]
 }
 
 struct Forward<'a> {
@@ -96,7 +89,8 @@ fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     sum.ln() + max - logit
 }
 
-fn backward(logits_gradient: FlexTensor, grad: f32) -> FlexTensor {
+pub(super) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
+    let grad = contiguous(grad).storage::<f32>()[0];
     let mut logits_gradient = logits_gradient;
     // One, unless the loss was scaled or is a part of another one.
     if grad != 1.0 {

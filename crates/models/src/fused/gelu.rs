@@ -1,38 +1,42 @@
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
+use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Flex};
 use burn_flex::FlexTensor;
 
+use super::Kernels;
 use super::exp::exp_nonpositive;
 use super::rows::{Kernel, contiguous, map_chunks, matrix_dims};
 
 #[derive(Debug)]
 struct Gelu;
 
-impl Backward<Flex, 1> for Gelu {
-    type State = FlexTensor;
+impl<B: Kernels> Backward<B, 1> for Gelu {
+    type State = FloatTensor<B>;
 
-    fn backward(self, ops: Ops<FlexTensor, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-        unary::<Flex, _>(ops.parents, ops.node, grads, |grad| {
-            backward(&contiguous(ops.state), grad)
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::gelu_gradient(ops.state, grad)
         });
     }
 }
 
-pub(super) fn tracked<C: CheckpointStrategy>(
-    x: FloatTensor<Autodiff<Flex, C>>,
-) -> FloatTensor<Autodiff<Flex, C>> {
-    match Gelu.prepare::<C>([x.node()]).compute_bound().stateful() {
+pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+) -> FloatTensor<Autodiff<B, C>> {
+    match Backward::<B, 1>::prepare::<C>(Gelu, [x.node()])
+        .compute_bound()
+        .stateful()
+    {
         OpsKind::Tracked(prepared) => {
             let x = x.into_primitive();
-            prepared.finish(x.clone(), forward(x))
+            prepared.finish(x.clone(), B::gelu_kernel(x))
         }
-        OpsKind::UnTracked(prepared) => prepared.finish(forward(x.into_primitive())),
+        OpsKind::UnTracked(prepared) => prepared.finish(B::gelu_kernel(x.into_primitive())),
     }
 }
 
@@ -43,7 +47,8 @@ pub(super) fn forward(x: FlexTensor) -> FlexTensor {
     x
 }
 
-fn backward(x: &FlexTensor, grad: FlexTensor) -> FlexTensor {
+pub(super) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
+    let x = contiguous(x);
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
     let x = x.storage::<f32>();

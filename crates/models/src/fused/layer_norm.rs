@@ -1,12 +1,13 @@
+use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Autodiff, Flex};
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
+use super::Kernels;
 use super::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]
@@ -14,61 +15,64 @@ struct LayerNorm;
 
 /// What the backward pass needs.
 #[derive(Clone, Debug)]
-struct Saved {
-    x: FlexTensor,
-    gamma: FlexTensor,
+struct Saved<T> {
+    x: T,
+    gamma: T,
     epsilon: f32,
 }
 
-impl Backward<Flex, 3> for LayerNorm {
-    type State = Saved;
+impl<B: Kernels> Backward<B, 3> for LayerNorm {
+    type State = Saved<FloatTensor<B>>;
 
-    fn backward(self, ops: Ops<Saved, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let grad = grads.consume::<Flex>(&ops.node);
-        let computed = backward(&ops.state, grad);
-        let computed = [computed.x, computed.gamma, computed.beta];
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let grad = grads.consume::<B>(&ops.node);
+        let Saved { x, gamma, epsilon } = ops.state;
+        let computed = B::layer_norm_gradients(x, gamma, grad, epsilon);
         for (parent, grad) in ops.parents.into_iter().zip(computed) {
             if let Some(parent) = parent {
-                grads.register::<Flex>(parent.id, grad);
+                grads.register::<B>(parent.id, grad);
             }
         }
     }
 }
 
-pub(super) fn tracked<C: CheckpointStrategy>(
-    x: FloatTensor<Autodiff<Flex, C>>,
-    gamma: FloatTensor<Autodiff<Flex, C>>,
-    beta: FloatTensor<Autodiff<Flex, C>>,
+pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    gamma: FloatTensor<Autodiff<B, C>>,
+    beta: FloatTensor<Autodiff<B, C>>,
     epsilon: f32,
-) -> FloatTensor<Autodiff<Flex, C>> {
-    let output = forward(x.primitive(), gamma.primitive(), beta.primitive(), epsilon);
-    match LayerNorm
-        .prepare::<C>([x.node(), gamma.node(), beta.node()])
+) -> FloatTensor<Autodiff<B, C>> {
+    let nodes = [x.node(), gamma.node(), beta.node()];
+    let (x, gamma) = (x.into_primitive(), gamma.into_primitive());
+    let beta = beta.into_primitive();
+    match Backward::<B, 3>::prepare::<C>(LayerNorm, nodes)
         .compute_bound()
         .stateful()
     {
         OpsKind::Tracked(prepared) => {
             let saved = Saved {
-                x: contiguous(x.into_primitive()),
-                gamma: contiguous(gamma.into_primitive()),
+                x: x.clone(),
+                gamma: gamma.clone(),
                 epsilon,
             };
-            prepared.finish(saved, output)
+            prepared.finish(saved, B::layer_norm_kernel(x, gamma, beta, epsilon))
         }
-        OpsKind::UnTracked(prepared) => prepared.finish(output),
+        OpsKind::UnTracked(prepared) => {
+            prepared.finish(B::layer_norm_kernel(x, gamma, beta, epsilon))
+        }
     }
 }
 
 pub(super) fn forward(
-    x: &FlexTensor,
-    gamma: &FlexTensor,
-    beta: &FlexTensor,
+    x: FlexTensor,
+    gamma: FlexTensor,
+    beta: FlexTensor,
     epsilon: f32,
 ) -> FlexTensor {
-    let (gamma, beta) = (contiguous(gamma.clone()), contiguous(beta.clone()));
+    let (gamma, beta) = (contiguous(gamma), contiguous(beta));
     let (gamma, beta) = (gamma.storage::<f32>(), beta.storage::<f32>());
-    // Shared with the caller, so that writing to it makes the one copy we need.
-    let mut output = contiguous(x.clone());
+    // Where others hold the input, writing to it makes the one copy we need.
+    let mut output = contiguous(x);
     let [_, width] = matrix_dims(&output);
     map_chunks(output.storage_mut(), width, |_, rows| Forward {
         rows,
@@ -100,33 +104,29 @@ impl Kernel for Forward<'_> {
     }
 }
 
-/// Gradients of the three inputs.
-struct InputGradients {
+/// Gradients of input, gamma and beta.
+pub(super) fn backward(
     x: FlexTensor,
     gamma: FlexTensor,
-    beta: FlexTensor,
-}
-
-fn backward(saved: &Saved, grad: FlexTensor) -> InputGradients {
+    grad: FlexTensor,
+    epsilon: f32,
+) -> [FlexTensor; 3] {
+    let (x, gamma) = (contiguous(x), contiguous(gamma));
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
-    let (x, gamma) = (saved.x.storage::<f32>(), saved.gamma.storage::<f32>());
+    let (x, gamma) = (x.storage::<f32>(), gamma.storage::<f32>());
     let sums = map_chunks(grad.storage_mut(), width, |first_row, rows| Gradient {
         rows,
         x: &x[first_row * width..],
         gamma,
-        epsilon: saved.epsilon,
+        epsilon,
     });
     let mut total = VectorSums::zeros(width);
     for sums in &sums {
         total.add(sums);
     }
     let vector = |values| FlexTensor::from_data(TensorData::new(values, [width]));
-    InputGradients {
-        x: grad,
-        gamma: vector(total.gamma),
-        beta: vector(total.beta),
-    }
+    [grad, vector(total.gamma), vector(total.beta)]
 }
 
 struct Gradient<'a> {

@@ -44,7 +44,7 @@ use burn::tensor::{DType, TensorData};
 use burn_ir::{OperationIr, TensorId, TensorIr};
 
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
-pub use node::{AxisShift, Node, Phase, ScalarSlot, operation_name};
+pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot, operation_name};
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, ParameterLayout, Role, Update, Value};
 

@@ -8,6 +8,7 @@ use burn_ir::{CustomOpIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorI
 
 use super::{Collective, Graph, Value};
 use crate::Error;
+use crate::plan::Flops;
 
 /// One operation of the schedule.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,6 +25,41 @@ pub struct Node {
     pub path: Option<Arc<str>>,
     /// For a slice: which part of it each rank takes.
     pub shift: Option<AxisShift>,
+    /// What an operation that is not Burn's takes; `None` for all others, and before it is
+    /// [described](crate::CustomOperations::describe).
+    pub custom: Option<CustomProfile>,
+}
+
+/// What passes and plans must know of an operation that is not Burn's.
+///
+/// By default it is pure, not cheap, makes new memory for its results, and takes nothing beside it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CustomProfile {
+    /// Whether equal operands give equal results, and nothing else happens: such a node may be dropped,
+    /// repeated and merged with an equal one.
+    pub is_pure: bool,
+    /// Whether it costs hardly more than to read and write its operands: then backward may compute
+    /// it again instead of keeping its result.
+    pub is_cheap: bool,
+    /// The input in whose memory its first result is written, if nobody else holds that memory and
+    /// the input is all of it, in the order of its dims. Every other result is in memory of its own.
+    pub written_over: Option<usize>,
+    /// Arithmetic.
+    pub flops: Flops,
+    /// Bytes that it allocates and frees while it runs, at most.
+    pub scratch_bytes: u64,
+}
+
+impl Default for CustomProfile {
+    fn default() -> Self {
+        Self {
+            is_pure: true,
+            is_cheap: false,
+            written_over: None,
+            flops: Flops::default(),
+            scratch_bytes: 0,
+        }
+    }
 }
 
 /// Makes a slice depend on the rank: the operation has the ranges of the first rank of an axis, and those
@@ -81,6 +117,7 @@ impl Node {
             scalars: None,
             path: None,
             shift: None,
+            custom: None,
         }
     }
 
@@ -117,9 +154,9 @@ impl Node {
             OperationIr::Float(_, F::Random(_))
                 | OperationIr::NumericInt(_, N::IntRandom(_))
                 | OperationIr::NumericFloat(_, N::IntRandom(_))
-                | OperationIr::Custom(_)
                 | OperationIr::Distributed(_)
-        )
+        ) || matches!(&self.operation, OperationIr::Custom(_))
+            && !self.custom.is_some_and(|custom| custom.is_pure)
     }
 
     /// Name of the operation, such as `Float.Matmul`.

@@ -225,6 +225,9 @@ fn is_cheap(node: &Node) -> bool {
     use BaseOperationIr as Base;
     use FloatOperationIr as F;
     use NumericOperationIr as N;
+    if let Some(custom) = &node.custom {
+        return custom.is_pure && custom.is_cheap;
+    }
     match &node.operation {
         OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
             op,

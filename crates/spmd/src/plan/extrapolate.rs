@@ -77,6 +77,8 @@ impl Plan {
                 moments: scaled(&more.memory, &peak),
                 reused_in_place: line
                     .count(few.memory.reused_in_place, more.memory.reused_in_place),
+                // Operations work on one block.
+                scratch: more.memory.scratch,
                 peak,
             },
             peak_without_reuse: line.count(few.peak_without_reuse, more.peak_without_reuse),

@@ -38,6 +38,9 @@ impl Flops {
         if node.collective.is_some() || !matches!(storage_of(node), Storage::New) {
             return Self::default();
         }
+        if let Some(custom) = &node.custom {
+            return custom.flops;
+        }
         let matmul = |multiplications: u64| Self {
             matmul: 2 * multiplications,
             ..Self::default()

@@ -267,6 +267,15 @@ fn over_start(operand: &Operand) -> Option<Place> {
         .then(|| Place::Over(0, operand.layout.clone()))
 }
 
+/// The place of the first result of an operation that is not Burn's, which writes over that operand.
+pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Place> {
+    let is_whole = operand.layout.num_elements() == operand.memory_elements;
+    match over_start(operand).filter(|_| is_whole)? {
+        Place::Over(_, layout) => Some(Place::Over(index, layout)),
+        other => Some(other),
+    }
+}
+
 /// The same, wherever in the memory it starts.
 fn over(operand: &Operand) -> Option<Place> {
     (operand.is_unique && operand.layout.is_contiguous())

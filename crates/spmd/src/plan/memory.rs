@@ -38,6 +38,9 @@ pub struct MemoryPlan {
     pub moments: Vec<Moment>,
     /// Bytes that results did not need, because they were written over an operand.
     pub reused_in_place: u64,
+    /// The most bytes that an operation that is not Burn's allocates and frees while it runs, which
+    /// no tensor of the graph lies in.
+    pub scratch: u64,
 }
 
 impl MemoryPlan {
@@ -238,6 +241,7 @@ impl Heap {
             peak_node: None,
             moments: Vec::new(),
             reused_in_place: 0,
+            scratch: 0,
         };
         for input in graph.inputs() {
             if let Some(value) = graph.value(*input) {
@@ -248,6 +252,8 @@ impl Heap {
         for (index, node) in graph.nodes().iter().enumerate() {
             let (during, reused) = self.run_node(node, rank)?;
             plan.reused_in_place += reused;
+            let scratch = node.custom.map_or(0, |custom| custom.scratch_bytes);
+            plan.scratch = plan.scratch.max(scratch);
             if !node.is_drop() {
                 plan.record(Some(index), during, self.live.total());
             }
@@ -315,7 +321,9 @@ impl Heap {
             .iter()
             .map(|input| self.operand(input))
             .collect::<Result<Vec<_>, _>>()?;
-        let first = kernel::place(&node.operation, &operands);
+        let custom = node.custom.and_then(|custom| custom.written_over);
+        let over = custom.and_then(|index| kernel::over_whole(operands.get(index)?, index));
+        let first = over.unwrap_or_else(|| kernel::place(&node.operation, &operands));
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         let mut written = Vec::new();
         let mut places = Some(first).into_iter();

@@ -127,6 +127,13 @@ impl fmt::Display for Plan {
             "in place: without it the peak is {}",
             Size(without).trimmed()
         )?;
+        if self.memory.scratch > 0 {
+            let scratch = Size(self.memory.scratch).trimmed();
+            writeln!(
+                f,
+                "scratch: up to {scratch} in one operation, beside its tensors"
+            )?;
+        }
         for (kind, tally) in self.traffic.by_kind() {
             if tally.operations > 0 {
                 let (bytes, sent) = (Size(tally.bytes), Size(tally.sent));

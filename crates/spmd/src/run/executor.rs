@@ -8,17 +8,18 @@ use burn::tensor::{DType, Shape, TensorData};
 use burn_backend::try_read_sync;
 use burn_fsdp_collectives::ProcessGroup;
 use burn_ir::{
-    BackendIr, BaseOperationIr, HandleKind, OperationIr, TensorId, TensorIr, TensorStatus,
+    BackendIr, BaseOperationIr, CustomOpIr, HandleKind, OperationIr, TensorId, TensorIr,
+    TensorStatus,
 };
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
 use super::memory::Place;
 use super::{MemoryTable, Timeline};
-use crate::Error;
 use crate::graph::{AxisShift, Graph, Node, Stage};
 use crate::mode::DATA_AXIS;
 use crate::trace::{StepScalars, message};
+use crate::{CustomOperations, Error};
 
 /// One rank's tensors, and what runs graphs over them.
 ///
@@ -35,6 +36,7 @@ pub struct Executor<B: BackendIr> {
     /// Given values that are there.
     present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     constants: Vec<TensorId>,
+    operations: CustomOperations<B>,
 }
 
 impl<B: BackendIr> Executor<B> {
@@ -48,6 +50,7 @@ impl<B: BackendIr> Executor<B> {
             started: BTreeMap::new(),
             present: BTreeMap::new(),
             constants: Vec::new(),
+            operations: CustomOperations::new(),
         }
     }
 
@@ -56,6 +59,16 @@ impl<B: BackendIr> Executor<B> {
     pub fn with_axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
         self.axes = axes.into_iter().collect();
         self
+    }
+
+    /// Knows these operations, and no others that are not Burn's.
+    pub fn set_operations(&mut self, operations: CustomOperations<B>) {
+        self.operations = operations;
+    }
+
+    /// The operations that it knows beside Burn's.
+    pub fn operations(&self) -> &CustomOperations<B> {
+        &self.operations
     }
 
     /// The ranks that run together.
@@ -196,6 +209,8 @@ impl<B: BackendIr> Executor<B> {
     fn run_node(&mut self, index: usize, node: &Node, scalars: &StepScalars) -> Result<(), Error> {
         if node.collective.is_some() {
             self.run_collective(index, node)?;
+        } else if let OperationIr::Custom(call) = &node.operation {
+            self.run_custom(index, node, call)?;
         } else {
             let mut operation = node.operation.clone();
             if let Some(shift) = &node.shift {
@@ -249,6 +264,27 @@ impl<B: BackendIr> Executor<B> {
         if let Some(range) = op.ranges.get_mut(shift.dim) {
             range.start = start as isize;
             range.end = Some((start + shift.len) as isize);
+        }
+        Ok(())
+    }
+
+    /// Runs an operation that is not Burn's.
+    fn run_custom(&mut self, index: usize, node: &Node, call: &CustomOpIr) -> Result<(), Error> {
+        let operation = self.operations.get(call)?;
+        let tensors = call.inputs.iter();
+        let inputs = tensors.map(|input| self.interpreter.get_tensor(input));
+        let inputs = inputs.collect();
+        let results = catch_unwind(AssertUnwindSafe(|| operation.run(call, inputs)))
+            .unwrap_or_else(|payload| Err(message(payload.as_ref())))
+            .map_err(|reason| failed(index, node, reason))?;
+        if results.len() != call.outputs.len() {
+            let (got, expected) = (results.len(), call.outputs.len());
+            let reason = format!("it gave {got} tensors, and {expected} were captured");
+            return Err(failed(index, node, reason));
+        }
+        for (output, tensor) in call.outputs.iter().zip(results) {
+            self.interpreter
+                .register_tensor_to_device(output.id, tensor);
         }
         Ok(())
     }

@@ -47,6 +47,11 @@ impl Timeline {
         }
     }
 
+    /// The moment from which its times count.
+    pub fn began(&self) -> Instant {
+        self.began
+    }
+
     /// What ran.
     pub fn spans(&self) -> &[Span] {
         &self.spans

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_ir::{OperationIr, ScalarIr, TensorId};
+use burn_pack::Scalar;
 
 use super::capture::{Captured, float_id, record};
 use crate::Error;
@@ -272,9 +273,21 @@ impl HostScalars {
 
     /// The host values of the optimizer's state, such as its step counter, as named numbers; equal
     /// for all parameters. Empty before the first step.
-    pub fn counters(&self) -> Vec<(String, String)> {
+    pub fn counters(&self) -> Vec<(String, Scalar)> {
         let first = self.twins.values().next();
         first.map(|twin| twin.counters()).unwrap_or_default()
+    }
+
+    /// Gives the optimizer's state these numbers; none is the state before the first step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UntraceableOptimizer`] if it has others.
+    pub fn set_counters(&mut self, counters: &[(String, Scalar)]) -> Result<(), Error> {
+        for twin in self.twins.values_mut() {
+            twin.set_counters(counters)?;
+        }
+        Ok(())
     }
 }
 
@@ -290,7 +303,8 @@ impl fmt::Debug for HostScalars {
 trait Twin: Send {
     fn trace(&self, learning_rate: f64) -> Result<Vec<OperationIr>, Error>;
     fn advance(&mut self, learning_rate: f64);
-    fn counters(&self) -> Vec<(String, String)>;
+    fn counters(&self) -> Vec<(String, Scalar)>;
+    fn set_counters(&mut self, counters: &[(String, Scalar)]) -> Result<(), Error>;
 }
 
 struct TwinOf<O: Optimizer, const D: usize> {
@@ -326,15 +340,42 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
         self.state = self.optimizer.step(learning_rate, ones(), ones(), state).1;
     }
 
-    fn counters(&self) -> Vec<(String, String)> {
+    fn counters(&self) -> Vec<(String, Scalar)> {
         let mut sink = StateSink::default();
         if let Some(state) = &self.state {
             state.state_flatten("", &mut sink);
         }
-        let scalars = sink.scalars.into_iter();
-        scalars
-            .map(|(name, scalar)| (name, format!("{scalar:?}")))
-            .collect()
+        sink.scalars
+    }
+
+    fn set_counters(&mut self, counters: &[(String, Scalar)]) -> Result<(), Error> {
+        self.state = None;
+        if counters.is_empty() {
+            return Ok(());
+        }
+        // A state of the right form, for its numbers to be replaced. At a rate that is not zero, so that
+        // nothing is left out.
+        self.advance(1.0);
+        let mut sink = StateSink::default();
+        if let Some(state) = &self.state {
+            state.state_flatten("", &mut sink);
+        }
+        let names = |of: &[(String, Scalar)]| -> BTreeSet<String> {
+            of.iter().map(|(name, _)| name.clone()).collect()
+        };
+        let (own, given) = (names(&sink.scalars), names(counters));
+        if own != given {
+            return Err(Error::UntraceableOptimizer {
+                path: String::new(),
+                reason: format!("its state has the numbers {own:?}, not {given:?}"),
+            });
+        }
+        let mut source = StateSource::new(counters.iter().cloned().collect());
+        for (name, data) in sink.tensors {
+            source.insert_tensor(name, data);
+        }
+        self.state = O::State::<D>::state_unflatten("", &mut source, &Device::flex());
+        Ok(())
     }
 }
 

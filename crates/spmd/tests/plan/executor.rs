@@ -2,12 +2,15 @@
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_models::fused::recorded;
+use burn_fsdp_models::{self as models, GptConfig};
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::plan::MemoryPlan;
 use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
 
+use crate::fused;
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
 /// What both say: peak, node of the peak, bytes after each node.
@@ -49,7 +52,8 @@ fn compare<M: Module + 'static, B: Batch>(
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), style).with_options(options.clone());
-        let mut step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let mut step = step.with_operations(fused::operations());
         for index in 0..4 {
             step.step(1e-3, &batch(index, &device))?;
         }
@@ -114,4 +118,25 @@ fn an_attention_encoder_takes_what_was_planned() {
     same(Encoder::new, Encoder::loss, |step, device| {
         sequences(step, 8, device)
     });
+}
+
+#[test]
+fn a_gpt_of_fused_operations_takes_what_was_planned() {
+    const CONFIG: GptConfig = GptConfig {
+        layers: 3,
+        dim: 24,
+        heads: 2,
+        vocab: 40,
+        seq: 8,
+    };
+    same(
+        |device| CONFIG.init(device, 1).expect("the sizes are valid"),
+        |model: &models::Gpt, (inputs, targets): (Tensor<2, Int>, Tensor<2, Int>)| {
+            recorded(|| model.loss(inputs, targets))
+        },
+        |_, device| {
+            let batch = || Tensor::ones([4, CONFIG.seq], device);
+            (batch(), batch())
+        },
+    );
 }

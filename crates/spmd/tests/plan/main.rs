@@ -2,5 +2,7 @@
 
 mod analytic;
 mod executor;
+#[path = "../common/fused.rs"]
+mod fused;
 #[path = "../spmd/models.rs"]
 mod models;

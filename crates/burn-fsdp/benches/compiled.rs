@@ -1,0 +1,378 @@
+//! One training step of a GPT on several ranks: the compiled step against the eager engine, both fully
+//! sharded, in one process and in interleaved pairs.
+//!
+//! ```text
+//! cargo bench -p burn-fsdp --bench compiled -- [--ranks N] [--pairs N] [--json FILE]
+//!     [--composed] [--no-recompute] [--profile]
+//! ```
+//!
+//! First the bytes: each side alone, from the allocator, all ranks together: what is there between
+//! steps, and the peak of one step. Then the time of pairs of steps, and the median of their ratios with
+//! its 95 % interval. `--composed` traces elementary operations in place of the fused ones.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::spmd::passes::schedule::Options;
+use burn_fsdp::spmd::plan::{Machine, MemoryPlan, Plan, Size};
+use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::{
+    LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+};
+use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream, fused};
+use peak_alloc::PeakAlloc;
+
+#[path = "../../spmd/tests/common/fused.rs"]
+mod operations;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+/// The default shape of the peer programs.
+const CONFIG: GptConfig = GptConfig {
+    layers: 6,
+    dim: 384,
+    heads: 6,
+    vocab: 4096,
+    seq: 256,
+};
+const BATCH: usize = 8;
+const WARMUP: usize = 3;
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+#[derive(Debug, Clone)]
+struct Arguments {
+    ranks: usize,
+    pairs: usize,
+    json: Option<String>,
+    is_composed: bool,
+    is_recomputed: bool,
+    is_profiled: bool,
+}
+
+impl Arguments {
+    fn read() -> Self {
+        let mut arguments = Self {
+            ranks: 2,
+            pairs: 24,
+            json: None,
+            is_composed: false,
+            is_recomputed: true,
+            is_profiled: false,
+        };
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let number = |value: Option<String>| {
+                let value = value.and_then(|value| value.parse().ok());
+                value.unwrap_or_else(|| panic!("{word} takes a number"))
+            };
+            match word.as_str() {
+                "--ranks" => arguments.ranks = number(words.next()),
+                "--pairs" => arguments.pairs = number(words.next()),
+                "--json" => arguments.json = words.next(),
+                "--composed" => arguments.is_composed = true,
+                "--no-recompute" => arguments.is_recomputed = false,
+                "--profile" => arguments.is_profiled = true,
+                _ => {}
+            }
+        }
+        arguments
+    }
+}
+
+/// One side of the comparison.
+trait Side {
+    fn train(&mut self, batch: &Tokens) -> Result<f64, Failure>;
+}
+
+struct Eager {
+    model: Option<Gpt>,
+    optim: ModuleOptimizer,
+}
+
+impl Eager {
+    fn new(world: &ProcessGroup) -> Result<Self, Failure> {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        Ok(Self {
+            model: Some(fully_shard(CONFIG.init(&device, 1)?, &mesh, policy)?),
+            optim: AdamWConfig::new().init(),
+        })
+    }
+}
+
+impl Side for Eager {
+    fn train(&mut self, (tokens, targets): &Tokens) -> Result<f64, Failure> {
+        let model = self.model.take().ok_or("a side keeps its model")?;
+        let loss = model.loss(tokens.clone(), targets.clone());
+        let value = loss.clone().into_scalar::<f32>();
+        let gradients = backward(loss, &model)?;
+        self.model = Some(self.optim.step(1e-3, model, gradients));
+        Ok(value.into())
+    }
+}
+
+struct Compiled(CompiledStep<Tokens>);
+
+impl Compiled {
+    fn new(world: &ProcessGroup, arguments: &Arguments) -> Result<Self, Failure> {
+        let mut options = Options::default();
+        if !arguments.is_recomputed {
+            options.recompute = None;
+        }
+        let is_composed = arguments.is_composed;
+        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let step = compile(
+            |device: &Device| CONFIG.init(device, 1).expect("the sizes are valid"),
+            move |model: &Gpt, (tokens, targets): Tokens| match is_composed {
+                true => model.loss(tokens, targets),
+                false => fused::recorded(|| model.loss(tokens, targets)),
+            },
+            AdamWConfig::new().build(),
+            mode.with_options(options),
+        )?;
+        Ok(Self(step.with_operations(operations::operations())))
+    }
+}
+
+impl Side for Compiled {
+    fn train(&mut self, batch: &Tokens) -> Result<f64, Failure> {
+        Ok(self.0.step(1e-3, batch)?)
+    }
+}
+
+/// The rows of a step that a rank takes, on a device.
+fn batch(world: &ProcessGroup, step: usize, device: &Device) -> Tokens {
+    let rows = BATCH / world.size();
+    let first = world.rank() * rows;
+    let batches = Batches {
+        stream: TokenStream::Synthetic {
+            vocab: CONFIG.vocab,
+        },
+        batch: BATCH,
+        seq: CONFIG.seq,
+    };
+    batches.rows(step, first..first + rows).to_tensors(device)
+}
+
+fn devices() -> [Device; 2] {
+    [
+        Device::flex().autodiff().gradient_checkpointing(),
+        Device::flex(),
+    ]
+}
+
+/// Bytes of a side, all ranks together.
+#[derive(Debug, Clone, Copy)]
+struct Bytes {
+    at_rest: usize,
+    peak: usize,
+}
+
+/// Takes one side through a few steps, and the next from barrier to barrier.
+fn bytes<S: Side>(
+    world: &ProcessGroup,
+    device: &Device,
+    new: impl FnOnce() -> Result<S, Failure>,
+) -> Result<Bytes, Failure> {
+    world.barrier("begin")?;
+    let before = ALLOCATOR.current_usage();
+    world.barrier("begun")?;
+    let mut side = new()?;
+    for step in 0..WARMUP {
+        side.train(&batch(world, step, device))?;
+    }
+    let batch = batch(world, WARMUP, device);
+    world.barrier("rest")?;
+    let at_rest = ALLOCATOR.current_usage() - before;
+    world.barrier("reset")?;
+    ALLOCATOR.reset_peak_usage();
+    world.barrier("measure")?;
+    side.train(&batch)?;
+    world.barrier("measured")?;
+    let peak = ALLOCATOR.peak_usage() - before;
+    world.barrier("end")?;
+    drop(side);
+    world.barrier("ended")?;
+    Ok(Bytes { at_rest, peak })
+}
+
+/// Milliseconds of one step, from the start of all ranks to the end of the last.
+fn time(world: &ProcessGroup, side: &mut dyn Side, batch: &Tokens) -> Result<f64, Failure> {
+    world.barrier("start of a step")?;
+    let start = Instant::now();
+    side.train(batch)?;
+    world.barrier("end of a step")?;
+    Ok(start.elapsed().as_secs_f64() * 1e3)
+}
+
+struct Measured {
+    eager: Bytes,
+    compiled: Bytes,
+    /// Milliseconds of eager and compiled.
+    pairs: Vec<[f64; 2]>,
+    losses: [f64; 2],
+    /// Of this rank.
+    planned_peak: u64,
+    /// The same, without recomputation.
+    kept_peak: u64,
+    plan: String,
+    profile: String,
+}
+
+fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Failure> {
+    let [tracked, plain] = devices();
+    let eager = bytes(world, &tracked, || Eager::new(world))?;
+    let compiled = bytes(world, &plain, || Compiled::new(world, arguments))?;
+    let mut sides = (Eager::new(world)?, Compiled::new(world, arguments)?);
+    for step in 0..WARMUP {
+        sides.0.train(&batch(world, step, &tracked))?;
+        sides.1.train(&batch(world, step, &plain))?;
+    }
+    let mut pairs = Vec::new();
+    for pair in 0..arguments.pairs.max(1) {
+        let step = WARMUP + pair;
+        let (first, second) = (batch(world, step, &tracked), batch(world, step, &plain));
+        // Which side goes first alternates, so that a drift of the machine favours neither.
+        pairs.push(match pair % 2 {
+            0 => {
+                let eager = time(world, &mut sides.0, &first)?;
+                [eager, time(world, &mut sides.1, &second)?]
+            }
+            _ => {
+                let compiled = time(world, &mut sides.1, &second)?;
+                [time(world, &mut sides.0, &first)?, compiled]
+            }
+        });
+    }
+    let losses = [
+        sides.0.train(&batch(world, 0, &tracked))?,
+        sides.1.train(&batch(world, 0, &plain))?,
+    ];
+    let step = &mut sides.1.0;
+    let graph = step.compile_for(1e-3, &batch(world, 0, &plain))?;
+    let plan = Plan::new(&graph, &Machine::cpu(), world.rank())?;
+    let keeping = Arguments {
+        is_recomputed: false,
+        ..arguments.clone()
+    };
+    // The same step of the optimizer: the first one has a graph of its own.
+    let mut keeping = Compiled::new(world, &keeping)?;
+    keeping.train(&batch(world, 0, &plain))?;
+    let kept = keeping.0.compile_for(1e-3, &batch(world, 0, &plain))?;
+    let kept_peak = MemoryPlan::new(&kept, world.rank())?.peak_bytes();
+    let profile = match arguments.is_profiled {
+        true => profile(step, &batch(world, 0, &plain))?,
+        false => String::new(),
+    };
+    Ok(Measured {
+        eager,
+        compiled,
+        pairs,
+        losses,
+        planned_peak: plan.memory.peak_bytes(),
+        kept_peak,
+        plan: plan.to_string(),
+        profile,
+    })
+}
+
+/// The operations of a step that take longest.
+fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<String, Failure> {
+    let (_, timeline) = step.step_with_timeline(1e-3, batch)?;
+    let mut by_name = BTreeMap::<String, (f64, usize)>::new();
+    for span in timeline.spans() {
+        let name = span.name.split(' ').next().unwrap_or_default();
+        let entry = by_name.entry(format!("{} {name}", span.phase)).or_default();
+        entry.0 += span.duration.as_secs_f64() * 1e3;
+        entry.1 += 1;
+    }
+    let mut by_name: Vec<_> = by_name.into_iter().collect();
+    by_name.sort_by(|a, b| b.1.0.total_cmp(&a.1.0));
+    let lines = by_name.iter().take(24);
+    let lines = lines.map(|(name, (time, count))| format!("  {time:8.2} ms {count:5} {name}\n"));
+    Ok(lines.collect())
+}
+
+fn median(values: impl Iterator<Item = f64>) -> (f64, Vec<f64>) {
+    let mut sorted: Vec<f64> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    (sorted[sorted.len() / 2], sorted)
+}
+
+/// The 95 % interval of the median, by order statistics.
+fn interval(sorted: &[f64]) -> (f64, f64) {
+    let n = sorted.len() as f64;
+    let half = 0.98 * n.sqrt();
+    let low = (n / 2.0 - half).floor().max(0.0) as usize;
+    let high = ((n / 2.0 + half).ceil() as usize).min(sorted.len() - 1);
+    (sorted[low], sorted[high])
+}
+
+fn main() {
+    let arguments = Arguments::read();
+    let on_ranks = arguments.clone();
+    let results = launch(LaunchConfig::new(arguments.ranks), move |world| {
+        measure(&world, &on_ranks)
+    });
+    let results = results.unwrap_or_else(|error| panic!("{error}"));
+    let Measured {
+        eager,
+        compiled,
+        pairs,
+        planned_peak,
+        kept_peak,
+        plan,
+        profile,
+        ..
+    } = &results[0];
+    // The eager engine's are of each rank's rows alone.
+    let mean = |side: usize| {
+        let sum: f64 = results.iter().map(|result| result.losses[side]).sum();
+        sum / results.len() as f64
+    };
+    let megabytes = |bytes: usize| bytes as f64 / 1e6;
+    println!(
+        "{} ranks, {} pairs, {arguments:?}",
+        arguments.ranks,
+        pairs.len()
+    );
+    println!("losses    eager {:.6}, compiled {:.6}", mean(0), mean(1));
+    for (name, bytes) in [("eager", eager), ("compiled", compiled)] {
+        let (rest, peak) = (megabytes(bytes.at_rest), megabytes(bytes.peak));
+        println!("{name:<9} {rest:9.1} MB between steps, {peak:9.1} MB at the peak, all ranks");
+    }
+    let memory = compiled.peak as f64 / eager.peak as f64;
+    println!("peak      {memory:9.3} of eager's");
+    let (eager_ms, _) = median(pairs.iter().map(|pair| pair[0]));
+    let (compiled_ms, _) = median(pairs.iter().map(|pair| pair[1]));
+    let (ratio, sorted) = median(pairs.iter().map(|pair| pair[1] / pair[0]));
+    let (low, high) = interval(&sorted);
+    println!("eager     {eager_ms:9.1} ms a step (median)");
+    println!("compiled  {compiled_ms:9.1} ms a step (median)");
+    println!("time      {ratio:9.3} of eager's  [{low:.3}, {high:.3}]");
+    let [planned, kept] = [planned_peak, kept_peak].map(|bytes| Size(*bytes).trimmed());
+    println!("\nrecomputed: planned peak {planned}, without it {kept}\n{plan}\n{profile}");
+    if let Some(path) = arguments.json {
+        let raw: Vec<_> = pairs
+            .iter()
+            .map(|pair| format!("[{:.3}, {:.3}]", pair[0], pair[1]))
+            .collect();
+        let text = format!(
+            "{{\"benchmark\": \"compiled\", \"ranks\": {}, \"time_ratio\": {ratio:.4}, \
+             \"interval\": [{low:.4}, {high:.4}], \"memory_ratio\": {memory:.4}, \
+             \"eager_peak_bytes\": {}, \"compiled_peak_bytes\": {}, \
+             \"eager_compiled_ms\": [{}]}}\n",
+            arguments.ranks,
+            eager.peak,
+            compiled.peak,
+            raw.join(", ")
+        );
+        std::fs::write(&path, text).unwrap_or_else(|error| panic!("{path}: {error}"));
+    }
+}

@@ -1,0 +1,273 @@
+//! Compiled steps in the checkpoints of sharded trainings: a run may be begun with the eager engine and
+//! continued compiled, or the other way round, on any number of ranks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::TensorData;
+use burn_fsdp_checkpoint::{
+    Cut, ExpectedTensor, Extra, Layout, Region, Snapshot, Step, TensorEntry, TensorKind,
+    TensorSpec, WritePlan,
+};
+use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_shard::load_local_state;
+use burn_fsdp_spmd::graph::ParameterLayout;
+use burn_fsdp_spmd::place::{AxisPlacement, local_shape};
+use burn_fsdp_spmd::trace::ParameterSpec;
+use burn_fsdp_spmd::{Batch, CompiledStep};
+use serde::Deserialize;
+use serde_json::Value;
+
+use crate::TrainingSnapshot;
+use crate::checkpoints::{
+    CheckpointError, Kept, burn_dtype, dtype_of, optimizer_error, region_of, state_name,
+};
+
+/// Bytes of a tensor that the snapshot owns.
+struct Elements(TensorData);
+
+impl AsRef<[u8]> for Elements {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+/// Takes a snapshot of a compiled step, as [`snapshot`](crate::snapshot()) does of a sharded model and its
+/// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,
+/// `axis` the one that the ranks of the step's group lie on; a step by placements has its own mesh, and
+/// axes of the same names must be in `mesh`.
+///
+/// Not collective, but all ranks must take theirs at the same point.
+///
+/// # Errors
+///
+/// A tensor of another type than checkpoints hold.
+pub fn snapshot_compiled<B: Batch>(
+    step: &mut CompiledStep<B>,
+    mesh: &Mesh,
+    axis: &str,
+) -> Result<TrainingSnapshot, CheckpointError> {
+    let mut specs = Vec::new();
+    let mut snapshot = Snapshot::new();
+    let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
+    let counters = step.counters();
+    for parameter in step.parameters().to_vec() {
+        let ParameterSpec {
+            path,
+            shape,
+            dtype,
+            is_trained,
+        } = parameter;
+        let path = path.to_string();
+        let layout = match step.layout(&path)? {
+            ParameterLayout::Whole => Layout::replicated(mesh),
+            ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
+            ParameterLayout::Placed(placements) => placed(mesh, &placements),
+        };
+        let kind = match is_trained {
+            true => TensorKind::Parameter,
+            false => TensorKind::Buffer,
+        };
+        let dtype = dtype_of(&path, dtype)?;
+        specs.push(TensorSpec::new(
+            &path,
+            shape.clone(),
+            dtype,
+            kind,
+            layout.clone(),
+        ));
+        snapshot.insert(&path, Elements(step.shard(&path)?));
+        if !is_trained {
+            continue;
+        }
+        let states = step.state_shards(&path)?;
+        let of_parameter = kept.entry(path.clone()).or_default();
+        if !states.is_empty() {
+            let scalars = counters.iter();
+            let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
+            of_parameter.scalars = scalars.collect();
+        }
+        for (field, data) in states {
+            let name = state_name(&path, &field);
+            let dtype = dtype_of(&name, data.dtype())?;
+            let kind = TensorKind::OptimizerState;
+            let spec = TensorSpec::new(&name, shape.clone(), dtype, kind, layout.clone());
+            specs.push(spec.with("path", path.clone()).with("field", field));
+            snapshot.insert(name, Elements(data));
+        }
+    }
+    Ok(TrainingSnapshot {
+        plan: Arc::new(WritePlan::new(mesh, specs)?),
+        snapshot,
+        optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
+    })
+}
+
+/// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
+/// reads the bytes that it needs.
+///
+/// Not collective. The optimizer is configured as the one that was saved.
+///
+/// # Errors
+///
+/// Tensors of the model that the saved step lacks or has in another shape, tensors of the saved step that the
+/// model lacks, damage, parameters that were trained for different numbers of steps: nothing is changed
+/// then.
+pub fn restore_compiled<B: Batch>(
+    step: &mut CompiledStep<B>,
+    saved: &Step,
+) -> Result<(), CheckpointError> {
+    let specs = step.parameters().to_vec();
+    let expected = specs.iter().map(|spec| {
+        Ok(ExpectedTensor {
+            name: spec.path.to_string(),
+            shape: spec.shape.clone(),
+            dtype: Some(dtype_of(&spec.path, spec.dtype)?),
+        })
+    });
+    let expected = expected.collect::<Result<Vec<_>, CheckpointError>>()?;
+    let is_compared = |tensor: &TensorEntry| tensor.kind.is_model();
+    saved.compare(&expected, is_compared, Extra::Refuse)?;
+    let mut parameters = Vec::new();
+    for spec in &specs {
+        let place = Place::of(step, spec)?;
+        let bytes = saved.read(&spec.path, &place.region)?;
+        let data = TensorData::from_bytes_vec(bytes, place.shape, spec.dtype);
+        parameters.push((spec.path.to_string(), data));
+    }
+    let mut states = Vec::new();
+    let entries = saved.index().tensors.iter();
+    for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
+        let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
+        let (Some(path), Some(field)) = (text("path"), text("field")) else {
+            let reason = format!("`{}` names no parameter", entry.name);
+            return Err(optimizer_error(reason));
+        };
+        let found = specs.iter().find(|spec| *spec.path == *path);
+        let Some(spec) = found.filter(|spec| spec.shape == entry.shape) else {
+            return Err(optimizer_error(format!(
+                "`{}` of shape {:?} belongs to `{path}`, which the model has not, or in another shape",
+                entry.name, entry.shape
+            )));
+        };
+        let place = Place::of(step, spec)?;
+        let bytes = saved.read(&entry.name, &place.region)?;
+        let dtype = burn_dtype(&entry.name, entry.dtype)?;
+        let data = TensorData::from_bytes_vec(bytes, place.shape, dtype);
+        states.push((path.to_owned(), field.to_owned(), data));
+    }
+    let counters = counters_of(saved, !states.is_empty())?;
+    let scalars = counters.scalars.into_iter();
+    let scalars: Vec<_> = scalars
+        .map(|(name, number)| (name, number.into()))
+        .collect();
+    // Before any step, the optimizer has no state.
+    let steps = match states.is_empty() {
+        true => 0,
+        false => saved.index().training.step,
+    };
+    step.resume_with(steps, &scalars)?;
+    for (path, data) in parameters {
+        step.set_shard(&path, data)?;
+    }
+    for (path, field, data) in states {
+        step.set_state_shard(&path, &field, data)?;
+    }
+    Ok(())
+}
+
+/// The user's placements on the axes of a mesh.
+fn placed(mesh: &Mesh, placements: &[AxisPlacement]) -> Layout {
+    let along = |name: &str| {
+        let found = placements.iter().find(|placement| *placement.axis == *name);
+        found.map_or(Placement::Replicate, |found| found.placement)
+    };
+    Layout {
+        placements: mesh.axes().iter().map(|axis| along(&axis.name)).collect(),
+        cut: Cut::Dims,
+    }
+}
+
+/// Where a rank's part of a tensor lies, and its shape.
+struct Place {
+    region: Region,
+    shape: Vec<usize>,
+}
+
+impl Place {
+    fn of<B: Batch>(step: &CompiledStep<B>, spec: &ParameterSpec) -> Result<Self, CheckpointError> {
+        Ok(match step.layout(&spec.path)? {
+            ParameterLayout::Whole => Self {
+                region: Region::whole(&spec.shape),
+                shape: spec.shape.clone(),
+            },
+            ParameterLayout::Flat(partition) => {
+                let range = partition.range(step.rank());
+                Self {
+                    shape: vec![range.len()],
+                    region: Region::Flat(range),
+                }
+            }
+            ParameterLayout::Placed(placements) => {
+                let mesh = step.mesh()?;
+                let layout = placed(&mesh, &placements);
+                Self {
+                    region: layout.region(&spec.shape, &mesh, step.rank())?,
+                    shape: local_shape(&spec.shape, &placements),
+                }
+            }
+        })
+    }
+}
+
+/// What the optimizer keeps beside tensors: a compiled step has it once for all parameters.
+fn counters_of(saved: &Step, has_states: bool) -> Result<Kept, CheckpointError> {
+    let kept = match &saved.index().training.optimizer {
+        Value::Null => BTreeMap::new(),
+        kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
+    };
+    let mut found: Option<(String, Kept)> = None;
+    for (path, kept) in kept
+        .into_iter()
+        .filter(|(_, kept)| !kept.scalars.is_empty())
+    {
+        match &found {
+            None => found = Some((path, kept)),
+            Some((_, first)) if first.scalars == kept.scalars => {}
+            Some((other, _)) => {
+                return Err(optimizer_error(format!(
+                    "`{other}` and `{path}` were trained for different numbers of steps; a compiled step \
+                     updates all parameters together, so go on from this step with the eager engine"
+                )));
+            }
+        }
+    }
+    let found = found.filter(|_| has_states);
+    Ok(found.map(|(_, kept)| kept).unwrap_or_default())
+}
+
+/// Gives a sharded model the parameters and buffers that a compiled step has now, to evaluate it or to
+/// go on with the eager engine.
+///
+/// Collective: all ranks of the step's group call it. One parameter at a time is whole.
+///
+/// # Errors
+///
+/// A path that the step has not; a failed collective.
+pub fn load_compiled<M: Module, B: Batch>(
+    model: M,
+    step: &mut CompiledStep<B>,
+) -> Result<M, CheckpointError> {
+    load_local_state(model, |tensor| {
+        let whole = step.parameter(&tensor.path)?;
+        let Region::Flat(range) = region_of(tensor) else {
+            return Ok(None);
+        };
+        let size = tensor.dtype.size();
+        let bytes = whole.as_bytes();
+        Ok(bytes
+            .get(range.start * size..range.end * size)
+            .map(Vec::from))
+    })
+}

@@ -1,0 +1,155 @@
+//! One step as a Chrome trace: for `chrome://tracing` and Perfetto, a process per rank with a row for what
+//! it computes, a row for its communication, and a curve of its memory.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use burn_fsdp::collectives::{CommSpan, CommStage};
+use serde_json::{Value, json};
+
+/// Rows of a rank.
+const COMPUTE: usize = 0;
+const COMMUNICATION: usize = 1;
+
+/// The parts of a step of the eager engine, while someone records them.
+#[derive(Debug, Default)]
+pub(crate) struct Phases(RefCell<Option<Vec<Phase>>>);
+
+/// Forward, backward or optimizer.
+#[derive(Debug, Clone)]
+pub(crate) struct Phase {
+    name: &'static str,
+    start: Instant,
+    end: Instant,
+}
+
+impl Phases {
+    /// Records from now on.
+    pub(crate) fn begin(&self) {
+        self.0.replace(Some(Vec::new()));
+    }
+
+    /// What was recorded; nothing is any more.
+    pub(crate) fn end(&self) -> Vec<Phase> {
+        self.0.take().unwrap_or_default()
+    }
+
+    /// Notes a part that ends now.
+    pub(crate) fn add(&self, name: &'static str, start: Instant) {
+        if let Some(phases) = &mut *self.0.borrow_mut() {
+            phases.push(Phase {
+                name,
+                start,
+                end: Instant::now(),
+            });
+        }
+    }
+}
+
+/// Events of a rank of the eager engine. What lies between its operations is computation, inside of the
+/// part of the step that it belongs to.
+pub(crate) fn eager_events(
+    rank: usize,
+    origin: Instant,
+    phases: &[Phase],
+    spans: &[CommSpan],
+) -> Vec<Value> {
+    let clock = Clock { rank, origin };
+    let mut events = clock.names();
+    for phase in phases {
+        let Phase { name, start, end } = *phase;
+        events.push(clock.span(name, name, COMPUTE, start, end));
+        let mut from = start;
+        let mut after = "the batch".to_owned();
+        for span in spans {
+            if span.start < start || span.end > end {
+                continue;
+            }
+            // An operation that starts at once leaves nothing to see before its wait.
+            if span.start > from {
+                let name = format!("compute after {after}");
+                events.push(clock.span(&name, "compute", COMPUTE, from, span.start));
+            }
+            from = span.end;
+            after = span.operation.label.as_str().to_owned();
+        }
+        if end > from {
+            let name = format!("compute after {after}");
+            events.push(clock.span(&name, "compute", COMPUTE, from, end));
+        }
+    }
+    for span in spans {
+        let CommSpan {
+            operation,
+            stage,
+            bytes,
+            start,
+            end,
+            sample,
+            ..
+        } = span;
+        let kind = match stage {
+            CommStage::Start => "communication",
+            _ => "wait",
+        };
+        let name = format!("{} {} {stage}", operation.kind, operation.label.as_str());
+        let mut event = clock.span(&name, kind, COMMUNICATION, *start, *end);
+        event["args"] = json!({"bytes": bytes, "group": operation.group.as_str(),
+                               "sequence": operation.sequence});
+        events.push(event);
+        events.push(json!({
+            "ph": "C", "name": "unsharded bytes", "pid": rank, "ts": clock.micros(*end),
+            "args": {"bytes": sample},
+        }));
+    }
+    events
+}
+
+/// A rank's times as a trace has them.
+struct Clock {
+    rank: usize,
+    origin: Instant,
+}
+
+impl Clock {
+    fn micros(&self, at: Instant) -> f64 {
+        micros(at.saturating_duration_since(self.origin))
+    }
+
+    fn names(&self) -> Vec<Value> {
+        let name = |what: &str, thread: usize, name: &str| json!({"ph": "M", "name": what, "pid": self.rank, "tid": thread, "args": {"name": name}});
+        vec![
+            name("process_name", COMPUTE, &format!("rank {}", self.rank)),
+            name("thread_name", COMPUTE, "compute"),
+            name("thread_name", COMMUNICATION, "communication"),
+        ]
+    }
+
+    fn span(&self, name: &str, kind: &str, row: usize, start: Instant, end: Instant) -> Value {
+        let (ts, until) = (self.micros(start), self.micros(end));
+        json!({"ph": "X", "name": name, "cat": kind, "pid": self.rank, "tid": row,
+               "ts": ts, "dur": until - ts})
+    }
+}
+
+fn micros(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e6
+}
+
+/// Events whose times count from another moment, so much later.
+pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
+    for event in &mut events {
+        if let Some(ts) = event.get("ts").and_then(Value::as_f64) {
+            event["ts"] = json!(ts + micros(by));
+        }
+    }
+    events
+}
+
+/// The contents of a file: the events of all ranks, names first, then by time.
+pub(crate) fn file(mut events: Vec<Value>) -> String {
+    let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
+    events.sort_by(|a, b| time(a).total_cmp(&time(b)));
+    // Strings and numbers: there is nothing that JSON cannot say.
+    serde_json::to_string(&events).unwrap_or_default()
+}

@@ -1,0 +1,226 @@
+//! Operations that are not Burn's: recorded, run, known to the passes.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_models::fused::{FusedOperation, recorded};
+use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
+use burn_fsdp_spmd::graph::Phase;
+use burn_fsdp_spmd::plan::{Flops, MemoryPlan};
+use burn_fsdp_spmd::{CompiledStep, CustomOperations, DataParallel, Error, Mode, compile};
+
+use crate::compiled::seeded;
+use crate::eager::{self, adamw};
+use crate::fused;
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+
+const STEPS: usize = 10;
+const ROWS: usize = 6;
+const CONFIG: GptConfig = GptConfig {
+    layers: 2,
+    dim: 24,
+    heads: 2,
+    vocab: 40,
+    seq: 70,
+};
+
+fn init(device: &Device) -> Gpt {
+    CONFIG.init(device, 1).expect("the sizes are valid")
+}
+
+fn loss(model: &Gpt, (tokens, targets): Tokens) -> Tensor<1> {
+    recorded(|| model.loss(tokens, targets))
+}
+
+fn batch(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tokens {
+    let (vocab, seq) = (CONFIG.vocab, CONFIG.seq);
+    let stream = TokenStream::Synthetic { vocab };
+    let batches = Batches {
+        stream,
+        batch: ROWS,
+        seq,
+    };
+    batches.rows(step, rows).to_tensors(device)
+}
+
+fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
+    let step = compile(init, loss, adamw().build(), mode)?;
+    Ok(step.with_operations(fused::operations()))
+}
+
+/// How often each operation that is not Burn's occurs, by name and phase.
+fn calls(step: &CompiledStep<Tokens>) -> BTreeMap<(String, Phase), usize> {
+    let graph = step.graph().expect("a step was compiled");
+    let mut calls = BTreeMap::new();
+    for node in graph.nodes().iter().filter(|node| node.custom.is_some()) {
+        *calls.entry((node.name(), node.phase)).or_default() += 1;
+    }
+    calls
+}
+
+#[test]
+fn a_gpt_of_fused_operations_is_trained_bit_for_bit_like_by_burn() {
+    let _guard = seeded();
+    let whole = |step, device: &Device| batch(step, 0..ROWS, device);
+    let expected = eager::train(init, loss, whole, STEPS, |_| 1e-2, adamw().init());
+    let mut step = step(Mode::single().verified()).unwrap();
+    let device = Device::flex();
+    for (index, expected) in expected.losses.iter().enumerate() {
+        let loss = step.step(1e-2, &whole(index, &device)).unwrap();
+        assert_eq!(loss as f32, *expected, "loss of step {index}");
+    }
+    for (path, expected) in &expected.parameters {
+        let got = step.parameter(path).unwrap();
+        assert_eq!(got.as_bytes(), expected.as_bytes(), "{path}");
+    }
+    let calls = calls(&step);
+    let count = |operation: FusedOperation, phase| {
+        let key = (format!("Custom.{}", operation.name()), phase);
+        calls.get(&key).copied().unwrap_or(0)
+    };
+    use FusedOperation as F;
+    use Phase::{Backward, Forward};
+    for (operation, phase, expected) in [
+        (F::Gelu, Forward, 2),
+        // Cheap enough to be computed again instead of kept.
+        (F::Gelu, Backward, 2),
+        (F::GeluBackward, Backward, 2),
+        (F::LayerNorm, Forward, 5),
+        (F::LayerNorm, Backward, 5),
+        (F::LayerNormBackward, Backward, 5),
+        (F::CausalAttention, Forward, 2),
+        (F::CausalAttention, Backward, 0),
+        (F::CausalAttentionBackward, Backward, 2),
+        (F::CrossEntropy, Forward, 1),
+        (F::CrossEntropyBackward, Backward, 1),
+    ] {
+        assert_eq!(
+            count(operation, phase),
+            expected,
+            "{operation:?} in {phase}"
+        );
+    }
+}
+
+#[test]
+fn ranks_train_a_gpt_of_fused_operations_like_one_on_the_joined_batch() {
+    let _guard = seeded();
+    let whole = |step, device: &Device| batch(step, 0..ROWS, device);
+    let expected = eager::train(init, loss, whole, STEPS, |_| 1e-2, adamw().init());
+    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        for num_ranks in [2, 3] {
+            let body = move |world: ProcessGroup| -> Result<_, Error> {
+                let mode = Mode::data_parallel(world.clone(), style).verified();
+                let mut step = step(mode)?;
+                let rows = ROWS / num_ranks;
+                let first = world.rank() * rows;
+                let losses = (0..STEPS).map(|index| {
+                    let batch = batch(index, first..first + rows, &Device::flex());
+                    step.step(1e-2, &batch)
+                });
+                losses.collect::<Result<Vec<_>, _>>()
+            };
+            let losses = launch(LaunchConfig::new(num_ranks), body).unwrap();
+            for (step, (loss, expected)) in losses[0].iter().zip(&expected.losses).enumerate() {
+                let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
+                assert!(
+                    difference <= 1e-5,
+                    "{style:?} on {num_ranks} ranks, step {step}: {loss} is not {expected}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn operations_that_nobody_knows_are_named() {
+    let mut step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
+    let error = step.step(1e-2, &batch(0, 0..ROWS, &Device::flex()));
+    let message = error.unwrap_err().to_string();
+    assert!(
+        message.contains("models.layer_norm") && message.contains("with_operations"),
+        "{message}"
+    );
+    // Nothing has changed: without `recorded`, the model is composed of Burn's.
+    let composed = |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets);
+    let mut step = compile(init, composed, adamw().build(), Mode::single()).unwrap();
+    step.step(1e-2, &batch(0, 0..ROWS, &Device::flex()))
+        .unwrap();
+    assert_eq!(calls(&step).len(), 0);
+}
+
+#[test]
+fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
+    let broken = |run: fn() -> usize| {
+        let operations = fused::operations().with_kernel(
+            "models.gelu",
+            move |_, tensors| tensors.into_iter().cycle().take(run()).collect(),
+            |_| Default::default(),
+        );
+        let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
+        let mut step = step.with_operations(operations);
+        let batch = batch(0, 0..ROWS, &Device::flex());
+        let message = step.step(1e-2, &batch).unwrap_err().to_string();
+        assert!(message.contains("models.gelu"), "{message}");
+        assert!(matches!(
+            step.step(1e-2, &batch),
+            Err(Error::Poisoned { .. })
+        ));
+        message
+    };
+    assert!(broken(|| 2).contains("2 tensors"));
+    assert!(broken(|| panic!("out of order")).contains("out of order"));
+}
+
+#[test]
+fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
+    let graph_with = |operations: CustomOperations| {
+        let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
+        let mut step = step.with_operations(operations);
+        let batch = batch(0, 0..ROWS, &Device::flex());
+        step.compile_for(1e-2, &batch).unwrap()
+    };
+    let gelu = |is_pure, is_cheap| {
+        let known = fused::operations();
+        let kernel = |call: &_, tensors| FusedOperation::Gelu.run(call, tensors);
+        known.with_kernel("models.gelu", kernel, move |_| {
+            burn_fsdp_spmd::graph::CustomProfile {
+                is_pure,
+                is_cheap,
+                scratch_bytes: 12_345_678,
+                flops: Flops {
+                    convolution: 7,
+                    ..Flops::default()
+                },
+                ..Default::default()
+            }
+        })
+    };
+    let count = |is_pure, is_cheap| {
+        let graph = graph_with(gelu(is_pure, is_cheap));
+        assert_eq!(MemoryPlan::new(&graph, 0).unwrap().scratch, 12_345_678);
+        let calls = graph.nodes().iter();
+        let calls = calls.filter(|node| node.name() == "Custom.models.gelu");
+        let calls = calls.count();
+        assert_eq!(Flops::of_graph(&graph).convolution, 7 * calls as u64);
+        calls
+    };
+    assert_eq!(count(true, true), 4);
+    assert_eq!(count(true, false), 2);
+    // What is not pure is never repeated.
+    assert_eq!(count(false, true), 2);
+    // What is said to be written in place saves memory.
+    let reused = |operations| {
+        let graph = graph_with(operations);
+        MemoryPlan::new(&graph, 0).unwrap().reused_in_place
+    };
+    let elsewhere = fused::operations().with_kernel(
+        "models.gelu_backward",
+        |call, tensors| FusedOperation::GeluBackward.run(call, tensors),
+        |_| Default::default(),
+    );
+    let bytes = (2 * ROWS * CONFIG.seq * 4 * CONFIG.dim * 4) as u64;
+    assert!(reused(fused::operations()) >= reused(elsewhere) + bytes);
+}
