@@ -16,7 +16,7 @@ use burn_ir::{BackendIr, TensorId};
 use crate::graph::{Graph, Parameter, Role};
 use crate::initial::InitialValues;
 use crate::layout::{localize, slice, whole};
-use crate::mode::{Mode, lower};
+use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
 use crate::trace::{
     Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
@@ -173,6 +173,7 @@ where
         initial: Some(initial),
         restored: BTreeMap::new(),
         graphs: VecDeque::new(),
+        pending: None,
         loaded: None,
         current: None,
         steps: 0,
@@ -200,6 +201,34 @@ struct Key {
     structure: BTreeMap<usize, Vec<String>>,
 }
 
+/// The graphs that were made for a key.
+#[derive(Debug, Clone)]
+enum Compiled {
+    Whole(Arc<Graph>),
+    Iteration {
+        setup: Arc<Graph>,
+        main: Arc<Graph>,
+        cleanup: Arc<Graph>,
+    },
+}
+
+/// An optimizer's step that has been put off: gradients wait for it.
+struct Pending {
+    step: OptimizerStep,
+    learning_rate: f64,
+    scalars: StepScalars,
+    /// Does it without a step.
+    cleanup: Arc<Graph>,
+}
+
+/// What the next call runs.
+struct Prepared {
+    graph: Arc<Graph>,
+    scalars: StepScalars,
+    /// What is put off by it.
+    pending: Option<Pending>,
+}
+
 /// A compiled train step with its parameters and optimizer states, of one rank.
 pub struct CompiledStep<B, Be: BackendIr = Flex> {
     tracer: Tracer<B>,
@@ -212,7 +241,9 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// States that were set before there was a graph, by path and slot.
     restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
-    graphs: VecDeque<(Key, Arc<Graph>)>,
+    graphs: VecDeque<(Key, Compiled)>,
+    /// The last step's optimizer, if it has been put off.
+    pending: Option<Pending>,
     /// The graph whose constants are loaded.
     loaded: Option<Arc<Graph>>,
     /// Of the last step: it knows parameters, layouts and ids.
@@ -271,72 +302,159 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 reason: reason.clone(),
             });
         }
-        let (graph, scalars) = self.prepare(learning_rate, batch)?;
+        let Prepared {
+            graph,
+            scalars,
+            pending,
+        } = self.prepare(learning_rate, batch)?;
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
             self.executor.set(*id, data);
         }
         let loss = self.executor.run(&graph, &scalars, timeline);
-        let loss = loss.inspect_err(|error| {
-            // Others are found before anything has changed.
-            if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
-                self.poisoned = Some(error.to_string());
-            }
-        })?;
+        let loss = loss.inspect_err(|error| self.poison(error))?;
         self.scalars.advance(learning_rate);
         self.steps += 1;
         self.current = Some(graph);
+        self.pending = pending;
         loss.iter::<f64>()
             .next()
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
     }
 
-    /// The graph for such a batch, made if there is none, and the scalars of the next step.
-    fn prepare(
+    /// [`step`](Self::step), after which nothing is left to do: with
+    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward) the
+    /// optimizer's step, which the next call would do, is done. Everything that reads or sets parameters
+    /// and states does that, too.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn last_step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
+        let loss = self.step(learning_rate, batch)?;
+        self.flush()?;
+        Ok(loss)
+    }
+
+    /// Does the optimizer's step that has been put off, if there is one. Nothing moves between ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Execution`].
+    pub fn flush(&mut self) -> Result<(), Error> {
+        let Some(pending) = self.pending.take() else {
+            return Ok(());
+        };
+        let graph = pending.cleanup;
+        self.load(&graph);
+        let done = self.executor.update(&graph, &pending.scalars);
+        done.inspect_err(|error| self.poison(error))?;
+        let gradients = graph.values().filter_map(|value| match value.role {
+            Role::Pending(_) => Some(value.id),
+            _ => None,
+        });
+        for id in gradients {
+            self.executor.remove(id);
+        }
+        Ok(())
+    }
+
+    /// Notes that values are in no defined state, unless the error was found before anything changed.
+    fn poison(&mut self, error: &Error) {
+        if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
+            self.poisoned = Some(error.to_string());
+        }
+    }
+
+    /// The graph for such a batch, made if there is none, and the scalars that it runs with.
+    fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        let scalars = self.scalars.peek(learning_rate)?;
+        let step = match self.steps {
+            0 => OptimizerStep::First,
+            _ => OptimizerStep::Next,
+        };
+        let now = self.compiled(learning_rate, batch, step, &scalars)?;
+        let prepared = match (now, &self.pending) {
+            (Compiled::Whole(graph), _) => Prepared {
+                graph,
+                scalars,
+                pending: None,
+            },
+            (Compiled::Iteration { setup, cleanup, .. }, before) => {
+                let before = before.as_ref();
+                let before = before.map(|p| (p.learning_rate, p.step, p.scalars.clone()));
+                let (graph, with) = match before {
+                    None => (setup, scalars.clone()),
+                    // The optimizer's part of this graph is the step before's.
+                    Some((rate, step, with)) => match self.compiled(rate, batch, step, &with)? {
+                        Compiled::Iteration { main, .. } => (main, with),
+                        Compiled::Whole(graph) => (graph, with),
+                    },
+                };
+                Prepared {
+                    graph,
+                    scalars: with,
+                    pending: Some(Pending {
+                        step,
+                        learning_rate,
+                        scalars,
+                        cleanup,
+                    }),
+                }
+            }
+        };
+        let graph = &prepared.graph;
+        if let Some(initial) = self.initial.take() {
+            for (id, data) in initial.into_values(graph, &self.mode)? {
+                self.executor.set(id, data);
+            }
+        }
+        self.restore(graph)?;
+        self.load(graph);
+        self.current = Some(graph.clone());
+        Ok(prepared)
+    }
+
+    /// Makes a graph's constants available.
+    fn load(&mut self, graph: &Arc<Graph>) {
+        let loaded = self.loaded.as_ref();
+        if !loaded.is_some_and(|loaded| Arc::ptr_eq(loaded, graph)) {
+            self.executor.load_constants(graph);
+            self.loaded = Some(graph.clone());
+        }
+    }
+
+    /// The graphs for such a batch and step of the optimizer.
+    fn compiled(
         &mut self,
         learning_rate: f64,
         batch: &B,
-    ) -> Result<(Arc<Graph>, StepScalars), Error> {
-        let scalars = self.scalars.peek(learning_rate)?;
+        step: OptimizerStep,
+        scalars: &StepScalars,
+    ) -> Result<Compiled, Error> {
         let key = Key {
             inputs: specs_of(batch)?,
-            step: match self.steps {
-                0 => OptimizerStep::First,
-                _ => OptimizerStep::Next,
-            },
+            step,
             structure: scalars.structure().clone(),
         };
         let found = self.graphs.iter().position(|(other, _)| *other == key);
         let entry = match found.and_then(|index| self.graphs.remove(index)) {
             Some(entry) => entry,
-            None => {
-                let graph = self.make(learning_rate, batch, key.step)?;
-                (key, Arc::new(graph))
-            }
+            None => (key, self.make(learning_rate, batch, step)?),
         };
-        let graph = entry.1.clone();
+        let compiled = entry.1.clone();
         self.graphs.push_back(entry);
         while self.graphs.len() > self.mode.cache {
             self.graphs.pop_front();
         }
-        if let Some(initial) = self.initial.take() {
-            for (id, data) in initial.into_values(&graph, &self.mode)? {
-                self.executor.set(id, data);
-            }
-        }
-        self.restore(&graph)?;
-        if !self
-            .loaded
-            .as_ref()
-            .is_some_and(|loaded| Arc::ptr_eq(loaded, &graph))
-        {
-            self.executor.load_constants(&graph);
-            self.loaded = Some(graph.clone());
-        }
-        self.current = Some(graph.clone());
-        Ok((graph, scalars))
+        Ok(compiled)
     }
 
-    fn make(&mut self, learning_rate: f64, batch: &B, step: OptimizerStep) -> Result<Graph, Error> {
+    fn make(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+        step: OptimizerStep,
+    ) -> Result<Compiled, Error> {
         let config = TraceConfig {
             step,
             learning_rate,
@@ -345,9 +463,20 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let graph = (self.tracer)(batch, config, &self.mode)?;
         let graph = self.executor.operations().describe(graph)?;
         self.mode.decide(&graph)?;
-        let graph = lower(graph, &self.mode)?;
-        self.agree(&graph)?;
-        Ok(graph)
+        match lower_all(graph, &self.mode)? {
+            Lowered::Whole(graph) => {
+                self.agree(&graph)?;
+                Ok(Compiled::Whole(Arc::new(graph)))
+            }
+            Lowered::Iteration(iteration) => {
+                self.agree(&iteration.main)?;
+                Ok(Compiled::Iteration {
+                    setup: Arc::new(iteration.setup),
+                    main: Arc::new(iteration.main),
+                    cleanup: Arc::new(iteration.cleanup),
+                })
+            }
+        }
     }
 
     /// Makes sure that all ranks have the same graph.
@@ -375,7 +504,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// Those of tracing.
     pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
-        Ok(self.prepare(learning_rate, batch)?.0)
+        Ok(self.prepare(learning_rate, batch)?.graph)
     }
 
     /// How many graphs have been traced so far.
@@ -410,6 +539,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// [`Error::UnknownName`], [`Error::Collective`].
     pub fn parameter(&mut self, path: &str) -> Result<TensorData, Error> {
         self.spec(path)?;
+        self.flush()?;
         if let Some(initial) = &self.initial {
             return initial.whole(path, &self.mode);
         }
@@ -425,6 +555,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// [`Error::UnknownName`].
     pub fn shard(&mut self, path: &str) -> Result<TensorData, Error> {
         self.spec(path)?;
+        self.flush()?;
         if let Some(initial) = &self.initial {
             return initial.local(path);
         }
@@ -439,6 +570,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
     pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
+        self.flush()?;
         let spec = self.spec(path)?;
         if data.shape().to_vec() != spec.shape || data.dtype() != spec.dtype {
             return Err(Error::mismatch(
@@ -465,6 +597,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// [`Error::UnknownName`], [`Error::Collective`].
     pub fn states(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
         self.spec(path)?;
+        self.flush()?;
         let Some(graph) = self.current.clone() else {
             return Ok(Vec::new());
         };
@@ -500,6 +633,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// is found by the next step.
     pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
         self.spec(path)?;
+        self.flush()?;
         let key = (path.to_owned(), slot.to_owned());
         self.restored.insert(key, Restored::Whole(data));
         Ok(())

@@ -7,7 +7,8 @@ use burn_fsdp_mesh::{Mesh, Placement};
 
 use crate::Error;
 use crate::graph::{Graph, ParameterLayout};
-use crate::passes::{GraphTransform, Pipeline, schedule};
+use crate::passes::schedule::{self, OptimizerPlace};
+use crate::passes::{DeferOptimizer, GraphTransform, Iteration, Pipeline, verify};
 use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication};
 use crate::trace::ParameterSpec;
 
@@ -225,11 +226,39 @@ impl Mode {
     }
 }
 
-/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one.
+/// A step's graphs, ready to run.
+#[derive(Debug)]
+pub(crate) enum Lowered {
+    /// One for every step.
+    Whole(Graph),
+    /// The optimizer runs in the step after.
+    Iteration(Box<Iteration>),
+}
+
+/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. Of a
+/// mode whose optimizer runs in the next forward pass, the main graph.
 ///
 /// # Errors
 ///
 /// Those of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    mode.pipeline()?.run(graph)
+    Ok(match lower_all(graph, mode)? {
+        Lowered::Whole(graph) => graph,
+        Lowered::Iteration(iteration) => iteration.main,
+    })
+}
+
+/// All graphs of a mode.
+pub(crate) fn lower_all(graph: Graph, mode: &Mode) -> Result<Lowered, Error> {
+    let graph = mode.pipeline()?.run(graph)?;
+    if mode.options.optimizer != OptimizerPlace::InNextForward {
+        return Ok(Lowered::Whole(graph));
+    }
+    let iteration = DeferOptimizer.split(graph)?;
+    if mode.verify {
+        for graph in [&iteration.setup, &iteration.main, &iteration.cleanup] {
+            verify(graph)?;
+        }
+    }
+    Ok(Lowered::Iteration(Box::new(iteration)))
 }

@@ -112,6 +112,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
     pub fn set_shard(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
+        self.flush()?;
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;
         let shape = part_shape(&spec.shape, &layout, &self.mode);
@@ -134,6 +135,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// [`Error::UnknownName`].
     pub fn state_shards(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
+        self.flush()?;
         let layout = self.layout(path)?;
         // What was set since the last step is what the next begins with.
         let set = self.restored.iter().filter(|((of, _), _)| of == path);
@@ -187,6 +189,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         data: TensorData,
     ) -> Result<(), Error> {
         self.spec(path)?;
+        self.flush()?;
         let key = (path.to_owned(), slot.to_owned());
         self.restored.insert(key, Restored::Part(data));
         Ok(())

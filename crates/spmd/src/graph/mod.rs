@@ -221,6 +221,12 @@ impl Graph {
         self.loss = Some(id);
     }
 
+    /// Forgets batch and loss: what is left works on given values alone.
+    pub fn detach_batch(&mut self) {
+        self.inputs.clear();
+        self.loss = None;
+    }
+
     /// Number of ranks that run this graph together.
     pub fn num_ranks(&self) -> usize {
         self.num_ranks

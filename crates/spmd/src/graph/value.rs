@@ -38,6 +38,8 @@ pub enum Role {
         /// Its name in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
+    /// The gradient of a parameter from the step before, for an optimizer that has been put off. Given.
+    Pending(Arc<str>),
     /// The same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
     /// The complete gradient of a parameter: the value that the optimizer reads.
@@ -58,6 +60,7 @@ impl Role {
             Self::Parameter(path)
             | Self::Buffer(path)
             | Self::Gradient(path)
+            | Self::Pending(path)
             | Self::State { path, .. } => Some(path),
             Self::Input(_) | Self::Constant | Self::Temporary => None,
         }
@@ -72,6 +75,7 @@ impl fmt::Display for Role {
             Self::Buffer(path) => write!(f, "buffer {path}"),
             Self::Input(name) => write!(f, "input {name}"),
             Self::State { path, slot } => write!(f, "state {path} {slot}"),
+            Self::Pending(path) => write!(f, "pending gradient {path}"),
             Self::Constant => f.write_str("constant"),
             Self::Gradient(path) => write!(f, "gradient {path}"),
             Self::Temporary => f.write_str("temporary"),

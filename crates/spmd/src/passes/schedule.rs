@@ -25,8 +25,19 @@ pub struct Options {
     /// Start the next unit's gather before this unit computes: off by default, because ranks that are
     /// threads move the bytes when they wait.
     pub prefetch: bool,
-    /// Update parameters as soon as their gradient is complete: on by default.
-    pub early_optimizer: bool,
+    /// When parameters are updated: in backward by default.
+    pub optimizer: OptimizerPlace,
+}
+
+/// Where the optimizer's part for a parameter runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OptimizerPlace {
+    /// After backward.
+    AtEnd,
+    /// As soon as the gradient is complete and nothing reads the parameter any more.
+    InBackward,
+    /// Before the parameter is read first in the next step, see [`DeferOptimizer`](super::DeferOptimizer).
+    InNextForward,
 }
 
 impl Default for Options {
@@ -36,7 +47,7 @@ impl Default for Options {
             reshard_after_forward: true,
             bucket: Some(Bucket::default()),
             prefetch: false,
-            early_optimizer: true,
+            optimizer: OptimizerPlace::InBackward,
         }
     }
 }
@@ -49,12 +60,14 @@ impl Options {
             reshard_after_forward: false,
             bucket: None,
             prefetch: false,
-            early_optimizer: false,
+            optimizer: OptimizerPlace::AtEnd,
         }
     }
 }
 
 /// The passes for that many ranks. `transforms` are the user's, and come before bucketing.
+///
+/// With [`OptimizerPlace::InNextForward`] what they give has still to be split.
 pub fn pipeline(
     num_ranks: usize,
     style: DataParallel,
@@ -100,10 +113,12 @@ pub(crate) fn pipeline_with(
     if options.prefetch {
         pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
     }
-    if options.early_optimizer {
-        pipeline = pipeline.then(EarlyOptimizer);
+    match options.optimizer {
+        OptimizerPlace::AtEnd => pipeline.then(Liveness),
+        OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer).then(Liveness),
+        // There are three graphs after that, see `DeferOptimizer::split`.
+        OptimizerPlace::InNextForward => pipeline,
     }
-    pipeline.then(Liveness)
 }
 
 /// A pass that is used by several pipelines.

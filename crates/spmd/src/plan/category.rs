@@ -125,7 +125,7 @@ pub(super) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
             Role::Parameter(_) => Some(Category::Parameters),
             Role::State { .. } => Some(Category::OptimizerState),
             Role::Buffer(_) | Role::Input(_) | Role::Constant => Some(Category::Buffers),
-            Role::Gradient(_) => Some(Category::Gradients),
+            Role::Gradient(_) | Role::Pending(_) => Some(Category::Gradients),
             Role::Temporary => None,
         };
         categories.extend(category.map(|category| (value.id, category)));

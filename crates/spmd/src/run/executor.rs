@@ -173,17 +173,47 @@ impl<B: BackendIr> Executor<B> {
         scalars: &StepScalars,
         mut timeline: Option<&mut Timeline>,
     ) -> Result<TensorData, Error> {
+        self.execute(graph, scalars, &mut timeline)?;
+        let loss = graph
+            .loss()
+            .ok_or_else(|| Error::Internal("the graph has no loss".to_owned()))?;
+        let (shape, dtype) = match graph.value(loss) {
+            Some(value) => (value.shape.clone(), value.dtype),
+            None => (vec![1], DType::F32),
+        };
+        let value = self.read(loss, shape, dtype)?;
+        self.finish(graph);
+        Ok(value)
+    }
+
+    /// [`run`](Self::run) of a graph without a loss.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    pub fn update(&mut self, graph: &Graph, scalars: &StepScalars) -> Result<(), Error> {
+        self.execute(graph, scalars, &mut None)?;
+        self.finish(graph);
+        Ok(())
+    }
+
+    fn execute(
+        &mut self,
+        graph: &Graph,
+        scalars: &StepScalars,
+        timeline: &mut Option<&mut Timeline>,
+    ) -> Result<(), Error> {
         self.check(graph)?;
         for (index, node) in graph.nodes().iter().enumerate() {
             let start = timeline.is_some().then(Instant::now);
             self.run_node(index, node, scalars)?;
-            if let (Some(timeline), Some(start)) = (&mut timeline, start)
+            if let (Some(timeline), Some(start)) = (timeline.as_deref_mut(), start)
                 && !node.is_drop()
             {
                 timeline.record(index, node, start, self.table.live_bytes());
             }
         }
-        self.finish(graph)
+        Ok(())
     }
 
     fn check(&self, graph: &Graph) -> Result<(), Error> {
@@ -338,15 +368,7 @@ impl<B: BackendIr> Executor<B> {
     }
 
     /// Feeds back what the step computed, and frees what it leaves.
-    fn finish(&mut self, graph: &Graph) -> Result<TensorData, Error> {
-        let loss = graph
-            .loss()
-            .ok_or_else(|| Error::Internal("the graph has no loss".to_owned()))?;
-        let (shape, dtype) = match graph.value(loss) {
-            Some(value) => (value.shape.clone(), value.dtype),
-            None => (vec![1], DType::F32),
-        };
-        let value = self.read(loss, shape, dtype)?;
+    fn finish(&mut self, graph: &Graph) {
         // All at once: an update may read what another replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
         for (index, update) in graph.updates().iter().enumerate() {
@@ -354,7 +376,7 @@ impl<B: BackendIr> Executor<B> {
             self.table.rename(update.from, fresh(index));
         }
         let sources = graph.updates().iter().map(|update| update.from);
-        for source in sources.chain([loss]) {
+        for source in sources.chain(graph.loss()) {
             if !graph.is_given(source) {
                 self.free(source);
             }
@@ -371,7 +393,6 @@ impl<B: BackendIr> Executor<B> {
         for input in graph.inputs() {
             self.remove(*input);
         }
-        Ok(value)
     }
 
     /// Where a result lies.

@@ -1,4 +1,7 @@
 //! Models of Burn's own layers, their losses and batches.
+#![allow(dead_code, reason = "two test programs share them")]
+
+use std::ops::Range;
 
 use burn::module::Module;
 use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -214,11 +217,21 @@ impl Encoder {
     }
 }
 
-/// Sequences of vectors: `[rows, TIME, width]`.
+/// Sequences of vectors: `[4, TIME, width]`.
 pub(crate) fn sequences(step: usize, width: usize, device: &Device) -> Tensor<3> {
-    let len = 4 * TIME * width;
-    let values: Vec<f32> = (0..len)
+    rows_of_sequences(step, width, 0..4, device)
+}
+
+/// Those rows of a batch of sequences: `[rows, TIME, width]`.
+pub(crate) fn rows_of_sequences(
+    step: usize,
+    width: usize,
+    rows: Range<usize>,
+    device: &Device,
+) -> Tensor<3> {
+    let row_len = TIME * width;
+    let values: Vec<f32> = (rows.start * row_len..rows.end * row_len)
         .map(|i| ((i * 29 + step * 7) % 97) as f32 / 48.0 - 1.0)
         .collect();
-    Tensor::from_data(TensorData::new(values, [4, TIME, width]), device)
+    Tensor::from_data(TensorData::new(values, [rows.len(), TIME, width]), device)
 }

@@ -2,12 +2,12 @@
 
 use burn::tensor::Device;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
-use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
-use crate::models::{Gpt, tokens};
+use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, rows_of_sequences, tokens};
 
 const STEPS: usize = 10;
 const ROWS: usize = 12;
@@ -104,7 +104,11 @@ fn passes_do_not_change_a_bit() {
         let expected = trained(2, style, Options::none());
         let mut prefetch = Options::default();
         prefetch.prefetch = true;
-        for options in [Options::default(), prefetch] {
+        let mut deferred = Options::default();
+        deferred.optimizer = OptimizerPlace::InNextForward;
+        let mut both = prefetch.clone();
+        both.optimizer = OptimizerPlace::InNextForward;
+        for options in [Options::default(), prefetch, deferred, both] {
             assert_eq!(trained(2, style, options), expected, "{style:?}");
         }
     }
@@ -163,5 +167,166 @@ fn collectives_are_as_many_as_the_formula_says() {
             [PARAMETERS, PARAMETERS, 1]
         );
         assert_eq!(counts(num_ranks, replicate, none), [0, 0, PARAMETERS + 1]);
+    }
+}
+
+#[test]
+fn an_optimizer_put_off_is_done_when_somebody_looks() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let make = |optimizer| {
+            let mut options = Options::default();
+            options.optimizer = optimizer;
+            let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+            let mode = mode.with_options(options).verified();
+            // Ranks draw by turns; rank 0's numbers count.
+            if world.rank() == 0 {
+                device.seed(1);
+            }
+            compile(Gpt::new, Gpt::loss, adamw().build(), mode)
+        };
+        let mut expected = make(OptimizerPlace::InBackward)?;
+        let mut deferred = make(OptimizerPlace::InNextForward)?;
+        let batch = |index| tokens(index, 2 * world.rank(), 2, &device);
+        let mut main = None;
+        for index in 0..6 {
+            let rate = 1e-2 / (index + 1) as f64;
+            let loss = expected.step(rate, &batch(index))?;
+            // Looking in between changes nothing, and neither does ending.
+            let got = match index {
+                3 => deferred.last_step(rate, &batch(index))?,
+                _ => deferred.step(rate, &batch(index))?,
+            };
+            assert_eq!(got, loss, "step {index}");
+            if index == 2 {
+                main = deferred.graph().map(ToString::to_string);
+            }
+            if index != 1 {
+                for path in ["wte.weight", "blocks.1.fc.weight", "head.weight"] {
+                    assert_eq!(deferred.shard(path)?, expected.shard(path)?, "{path}");
+                    let (a, b) = (deferred.state_shards(path)?, expected.state_shards(path)?);
+                    assert_eq!(a, b, "{path}");
+                }
+            }
+        }
+        Ok(main)
+    };
+    let graphs = launch(LaunchConfig::new(2), body).unwrap();
+    let graph = graphs[0].clone().unwrap();
+    assert!(graph.contains("pending gradient head.weight"), "{graph}");
+    // The first node of the main graph belongs to the optimizer of what forward reads first.
+    let mut nodes = graph.lines().filter(|line| line.contains(" = "));
+    assert!(nodes.next().unwrap().ends_with("optimizer"), "{graph}");
+}
+
+/// Losses of ranks that train on rows `rank * rows ..` of a joined batch, cut by `part`.
+fn losses<M, B>(
+    num_ranks: usize,
+    style: DataParallel,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
+    part: impl Fn(usize, usize, &Device) -> B + Send + Sync + Clone + 'static,
+) -> Vec<f64>
+where
+    M: burn::module::Module + 'static,
+    B: Batch,
+{
+    Device::flex().seed(1);
+    let body = move |world: ProcessGroup| -> Result<Vec<f64>, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style).verified();
+        let mut step = compile(init, loss, adamw().build(), mode)?;
+        (0..STEPS)
+            .map(|index| step.step(1e-2, &part(index, world.rank(), &device)))
+            .collect()
+    };
+    launch(LaunchConfig::new(num_ranks), body)
+        .unwrap()
+        .swap_remove(0)
+}
+
+fn assert_close(what: &str, losses: &[f64], expected: &[f32]) {
+    for (step, (loss, expected)) in losses.iter().zip(expected).enumerate() {
+        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
+        assert!(
+            difference <= 1e-5,
+            "{what}, step {step}: {loss} is not {expected}"
+        );
+    }
+}
+
+#[test]
+fn recurrent_and_attention_models_train_like_one_rank() {
+    let _guard = seeded();
+    let whole =
+        |width| move |step, device: &Device| rows_of_sequences(step, width, 0..ROWS, device);
+    let rate = |_| 1e-2;
+    let lstm = eager::train(
+        Recurrent::new,
+        Recurrent::loss,
+        whole(5),
+        STEPS,
+        rate,
+        adamw().init(),
+    );
+    let encoder = eager::train(
+        Encoder::without_dropout,
+        Encoder::loss,
+        whole(8),
+        STEPS,
+        rate,
+        adamw().init(),
+    );
+    for num_ranks in [2, 3, 4] {
+        let part = move |width| {
+            move |step: usize, rank: usize, device: &Device| {
+                let rows = ROWS / num_ranks;
+                rows_of_sequences(step, width, rank * rows..(rank + 1) * rows, device)
+            }
+        };
+        for style in [
+            DataParallel::Replicate,
+            DataParallel::FullyShard,
+            DataParallel::Default,
+        ] {
+            let what = format!("{style:?} on {num_ranks} ranks");
+            let got = losses(num_ranks, style, Recurrent::new, Recurrent::loss, part(5));
+            assert_close(&what, &got, &lstm.losses);
+            let init = Encoder::without_dropout;
+            let got = losses(num_ranks, style, init, Encoder::loss, part(8));
+            assert_close(&what, &got, &encoder.losses);
+        }
+    }
+}
+
+#[test]
+fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
+    let _guard = seeded();
+    for num_ranks in [2, 3, 4] {
+        let part = |step: usize, rank: usize, device: &Device| images(step * 7 + rank, device);
+        let local = move |step: usize, device: &Device| {
+            (0..num_ranks)
+                .map(|rank| part(step, rank, device))
+                .collect()
+        };
+        // One rank that runs every part by itself, and averages losses and gradients.
+        let loss = move |model: &Cnn, parts: Vec<_>| {
+            let losses = parts.into_iter().map(|part| Cnn::loss(model, part));
+            let sum = losses
+                .reduce(|sum, loss| sum + loss)
+                .expect("there are parts");
+            sum / num_ranks as f64
+        };
+        let init = Cnn::without_dropout;
+        let expected = eager::train(init, loss, local, STEPS, |_| 1e-2, adamw().init());
+        for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+            let got = losses(num_ranks, style, init, Cnn::loss, part);
+            assert_close(
+                &format!("{style:?} on {num_ranks} ranks"),
+                &got,
+                &expected.losses,
+            );
+        }
     }
 }

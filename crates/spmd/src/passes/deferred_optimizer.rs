@@ -1,0 +1,197 @@
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn_ir::TensorId;
+
+use super::{Liveness, apply};
+use crate::Error;
+use crate::graph::{Graph, Node, Phase, Role, Update, rename};
+
+/// Where the numbers of pending gradients begin: graphs of one step agree on them, whatever the batch.
+const FIRST_PENDING: u64 = 1 << 40;
+
+/// The graphs of a training whose optimizer runs in the forward pass of the step after.
+#[derive(Debug, Clone)]
+pub struct Iteration {
+    /// The first step: forward and backward. Gradients become pending.
+    pub setup: Graph,
+    /// Every other step: each parameter takes its pending gradient just before its first use, and
+    /// backward makes the next ones.
+    pub main: Graph,
+    /// After the last step: the pending gradients are taken, and nothing else happens.
+    pub cleanup: Graph,
+}
+
+/// Splits the optimizer by parameter and moves each part into the forward pass of the next step, to where
+/// the parameter is read first: between backward and the next forward nothing has to wait for all
+/// gradients, and a part runs beside the gathers of the units before it.
+///
+/// ```text
+/// before                                     main
+/// %9 = all_gather(%0)            forward     %12 = NumericFloat.Sub(%0, %30)   optimizer
+/// %4 = Float.Matmul(%1, %9)      forward     %9 = all_gather(%12)              forward
+/// ...                                        %4 = Float.Matmul(%1, %9)         forward
+/// %10 = reduce_scatter(%7)       backward    ...
+/// %12 = NumericFloat.Sub(%0, %10) optimizer  %10 = reduce_scatter(%7)          backward
+/// update %0 <- %12                           update %0 <- %12, update %30 <- %10
+/// ```
+///
+/// In `setup` the optimizer is left out, in `cleanup` everything else. `%30` is the pending gradient of the
+/// step before, which all three know by the same number.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DeferOptimizer;
+
+impl DeferOptimizer {
+    /// The three graphs, each with its [`Liveness`]. The given one has not had it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PassOrder`] after [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before
+    /// collectives are inserted.
+    pub fn split(self, graph: Graph) -> Result<Iteration, Error> {
+        let parts = Parts::of(graph)?;
+        let finish = |graph: Graph| {
+            let mut graph = graph;
+            graph.mark_applied("deferred optimizer");
+            graph.sync_nodes();
+            graph.prune();
+            apply(&Liveness, graph)
+        };
+        Ok(Iteration {
+            setup: finish(parts.setup())?,
+            main: finish(parts.main())?,
+            cleanup: finish(parts.cleanup())?,
+        })
+    }
+}
+
+/// A step in its parts.
+struct Parts {
+    /// Values, parameters and updates, and no nodes.
+    graph: Graph,
+    /// Forward and backward.
+    rest: Vec<Node>,
+    /// The optimizer's nodes of each parameter, on pending gradients.
+    optimizer: BTreeMap<Arc<str>, Vec<Node>>,
+    /// The pending value of each gradient.
+    pending: BTreeMap<TensorId, TensorId>,
+    /// What each parameter becomes.
+    new_values: BTreeMap<TensorId, TensorId>,
+}
+
+impl Parts {
+    fn of(mut graph: Graph) -> Result<Self, Error> {
+        let order = |relation, other| Error::PassOrder {
+            pass: "deferred optimizer",
+            relation,
+            other,
+        };
+        if !graph.applied().contains(&"insert collectives") {
+            return Err(order("after", "insert collectives"));
+        }
+        let late = ["early optimizer", "liveness"];
+        if let Some(other) = late.into_iter().find(|p| graph.applied().contains(p)) {
+            return Err(order("before", other));
+        }
+        let mut pending = BTreeMap::new();
+        for parameter in graph.parameters().to_vec() {
+            let Some(gradient) = parameter.gradient else {
+                continue;
+            };
+            let given = TensorId::new(FIRST_PENDING + parameter.value.value());
+            let mut value = graph
+                .value(gradient)
+                .cloned()
+                .ok_or_else(|| Error::Internal(format!("{} has no gradient", parameter.path)))?;
+            value.id = given;
+            value.role = Role::Pending(parameter.path.clone());
+            graph.insert_value(value);
+            pending.insert(gradient, given);
+        }
+        let mut rest = Vec::new();
+        let mut optimizer: BTreeMap<Arc<str>, Vec<Node>> = BTreeMap::new();
+        for mut node in graph.take_nodes() {
+            match (node.phase, node.path.clone()) {
+                (Phase::Optimizer, Some(path)) => {
+                    rename(&mut node.operation, &pending);
+                    optimizer.entry(path).or_default().push(node);
+                }
+                _ => rest.push(node),
+            }
+        }
+        let values: Vec<TensorId> = graph.parameters().iter().map(|p| p.value).collect();
+        let updates = graph.updates().iter();
+        let new_values = updates
+            .filter(|update| values.contains(&update.into))
+            .map(|update| (update.into, update.from))
+            .collect();
+        Ok(Self {
+            graph,
+            rest,
+            optimizer,
+            pending,
+            new_values,
+        })
+    }
+
+    /// Whether an update is the optimizer's.
+    fn is_optimizers(&self, update: &Update) -> bool {
+        let mut nodes = self.optimizer.values().flatten();
+        nodes.any(|node| node.outputs().any(|output| output == update.from))
+    }
+
+    fn feed_pending(&self, graph: &mut Graph) {
+        let updates = self.pending.iter();
+        let updates = updates.map(|(from, into)| Update {
+            into: *into,
+            from: *from,
+        });
+        graph.updates_mut().extend(updates);
+    }
+
+    fn setup(&self) -> Graph {
+        let mut graph = self.graph.clone();
+        graph.set_nodes(self.rest.clone());
+        let kept: Vec<Update> = graph.updates().to_vec();
+        let kept = kept
+            .into_iter()
+            .filter(|update| !self.is_optimizers(update));
+        *graph.updates_mut() = kept.collect();
+        self.feed_pending(&mut graph);
+        graph
+    }
+
+    fn main(&self) -> Graph {
+        let mut graph = self.graph.clone();
+        let mut parts = self.optimizer.clone();
+        let paths: BTreeMap<TensorId, Arc<str>> = graph
+            .parameters()
+            .iter()
+            .map(|parameter| (parameter.value, parameter.path.clone()))
+            .collect();
+        let mut scheduled = Vec::new();
+        for node in &self.rest {
+            for input in node.inputs() {
+                let part = paths.get(&input).and_then(|path| parts.remove(path));
+                scheduled.extend(part.unwrap_or_default());
+            }
+            let mut node = node.clone();
+            rename(&mut node.operation, &self.new_values);
+            scheduled.push(node);
+        }
+        scheduled.extend(parts.into_values().flatten());
+        graph.set_nodes(scheduled);
+        self.feed_pending(&mut graph);
+        graph
+    }
+
+    fn cleanup(&self) -> Graph {
+        let mut graph = self.graph.clone();
+        graph.detach_batch();
+        graph.set_nodes(self.optimizer.values().flatten().cloned().collect());
+        let kept: Vec<Update> = graph.updates().to_vec();
+        let kept = kept.into_iter().filter(|update| self.is_optimizers(update));
+        *graph.updates_mut() = kept.collect();
+        graph
+    }
+}
