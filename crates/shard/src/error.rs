@@ -107,6 +107,21 @@ pub enum Error {
         /// The cargo feature that adds it, or those there are.
         advice: String,
     },
+    /// Parameters of one module are on different backends.
+    #[error(
+        "parameter `{first}` is on {expected}, but `{second}` on {got}; build the whole module on one \
+         backend, and use `ShardPolicy::offload_to` to keep shards on the host"
+    )]
+    Backends {
+        /// The path seen first.
+        first: String,
+        /// The first path on another backend.
+        second: String,
+        /// The device of the first.
+        expected: String,
+        /// The device of the second.
+        got: String,
+    },
     /// A parameter has an element type that cannot be reduced.
     #[error(
         "parameter `{path}` has element type {got}; sharded parameters are f32, f64, f16 or bf16: \

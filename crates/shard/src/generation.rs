@@ -14,11 +14,12 @@ use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{Partition, Pending, Received};
 use parking_lot::Mutex;
 
 use crate::handle::UnitState;
+use crate::offload;
 use crate::unit::Unit;
 
 /// What happened to a module's parameters.
@@ -59,6 +60,8 @@ pub(crate) struct Generation {
     /// This rank's pieces among its neighbours, between forward and backward, where full
     /// parameters are resharded to a smaller group; by slot.
     pub(crate) pieces: Mutex<Option<Vec<Option<Tensor<1>>>>>,
+    /// Where full parameters are made, of an offloaded unit; plain.
+    compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
@@ -90,6 +93,10 @@ impl Generation {
 
     fn new(unit: Arc<Unit>, epoch: u64, version: u64, parent: Option<&Self>) -> Arc<Self> {
         let slots = 0..unit.slots.len();
+        let compute = match parent {
+            Some(parent) => parent.compute.lock().clone(),
+            None => unit.offload.as_ref().map(|offload| offload.compute.clone()),
+        };
         let generation = Arc::new(Self {
             values: Mutex::new(Values {
                 own: slots.clone().map(|_| None).collect(),
@@ -104,6 +111,7 @@ impl Generation {
             version: AtomicU64::new(version),
             state: Mutex::new(State::Sharded),
             pieces: Mutex::default(),
+            compute: Mutex::new(compute),
             children: Mutex::default(),
             num_children: Mutex::default(),
         });
@@ -143,6 +151,46 @@ impl Generation {
         value
             .expect("a first generation is filled before it is used")
             .clone()
+    }
+
+    /// Where the full parameter of `slot` is made, with autodiff if the module has it.
+    pub(crate) fn device(&self, slot: usize) -> Device {
+        let home = self.value(slot).device();
+        match &*self.compute.lock() {
+            Some(compute) => offload::alike(compute, &home),
+            None => home,
+        }
+    }
+
+    /// From now on full parameters are made on `device`, if the unit is offloaded.
+    pub(crate) fn compute_on(&self, device: &Device) {
+        if let Some(compute) = self.compute.lock().as_mut() {
+            *compute = device.clone().without_autodiff();
+        }
+    }
+
+    /// What stands for the value of `slot` in a graph: itself, or a leaf where full parameters are
+    /// made, if that is another device.
+    pub(crate) fn leaf(&self, slot: usize) -> Tensor<1> {
+        match self.unit.offload.is_some() {
+            true => self.own_leaf(slot),
+            false => self.value(slot),
+        }
+    }
+
+    /// A new leaf that is trained as the value of `slot` is.
+    pub(crate) fn own_leaf(&self, slot: usize) -> Tensor<1> {
+        let leaf = Tensor::zeros([1], &self.device(slot));
+        leaf.set_require_grad(self.is_trainable(slot))
+    }
+
+    /// What this rank holds of the parameter of `slot`, in the type and on the device that compute.
+    pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
+        let held = self.unit.computing(self, slot);
+        match self.unit.offload.is_some() {
+            true => held.to_device(&self.device(slot).without_autodiff()),
+            false => held,
+        }
     }
 
     /// Whether gradients of `slot` are wanted.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn_fsdp_mesh::Partition;
 
 use crate::error::Error;
+use crate::offload::Offload;
 use crate::policy::{Layout, ShardPolicy, Strategy, ancestors, matches};
 use crate::slot::{Holding, Slot};
 use crate::survey::{Found, Survey};
@@ -109,7 +110,7 @@ impl Grouping {
     ///
     /// # Errors
     ///
-    /// [`Error::ElementType`].
+    /// [`Error::ElementType`]; [`Error::Option`] for a host that is none.
     pub(crate) fn units(
         &self,
         groups: &Groups,
@@ -130,6 +131,7 @@ impl Grouping {
             let strategy = members[0].device.gradient_checkpointing_strategy();
             let mut unit = Unit::new(path.clone(), slots?, groups.clone(), keep, strategy);
             unit.is_replica = is_replica;
+            unit.offload = Offload::new(policy, &members[0].device)?;
             unit.gradients = Gradients {
                 factors: policy.factors,
                 hook: policy.hook.clone(),

@@ -18,7 +18,7 @@ pub(crate) fn value<const D: usize>(
     slot: &Slot,
     param: &Param<Tensor<D>>,
 ) -> Result<Tensor<1>, Error> {
-    let device = param.lazy_device();
+    let device = unit.home(&param.lazy_device());
     let is_first = match &unit.groups.replicas {
         Some(replicas) => replicas.rank() == 0,
         None => true,
@@ -73,7 +73,7 @@ fn broadcast(
 ) -> Result<Tensor<1>, Error> {
     let part = FullPart {
         source: match &own {
-            Some(own) => transport::source(own.clone(), None),
+            Some(own) => transport::source(own.clone().inner(), None),
             None => Source::empty(),
         },
         num_elements: elements,

@@ -40,6 +40,7 @@ mod inspect;
 mod local;
 mod memory;
 mod names;
+mod offload;
 mod op;
 mod parameter;
 mod path;

@@ -10,6 +10,10 @@
 //!   goes by depth, and the token makes it go unit by unit.
 //! - two links carry a [`Milestone`]: they run when a unit's gradients are complete, and when
 //!   backward is about to end.
+//!
+//! An offloaded value is on the host and cannot be a parent of what another backend computes. A leaf
+//! on that backend stands for it and gets no gradient: the reduced one is registered for the value's
+//! own node, since Burn's `Gradients` hold tensors of any backend.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -73,6 +77,18 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     })
 }
 
+/// Whether what is computed on the two can be in one graph.
+pub(crate) fn is_same_backend(one: &Device, other: &Device) -> bool {
+    let [one, other] = [one, other].map(|device| device.clone().without_autodiff());
+    std::mem::discriminant(one.as_dispatch()) == std::mem::discriminant(other.as_dispatch())
+}
+
+/// Whether `device` is the CPU backend, whose memory the transport reads where it lies.
+pub(crate) fn is_host(device: &Device) -> bool {
+    let plain = device.clone().without_autodiff();
+    matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
+}
+
 /// Who is asking for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]
 pub(crate) struct Access {
@@ -128,8 +144,12 @@ pub(crate) trait ShardOps: Backend {
 
 /// A backend whose primitives the engine can take out of tensors and put back.
 pub(crate) trait Primitive: Backend {
+    /// A plain flat tensor's primitive, if it is on this backend.
+    fn try_lower(tensor: Tensor<1>) -> Option<FloatTensor<Self>>;
     /// A plain flat tensor's primitive.
-    fn lower(tensor: Tensor<1>) -> FloatTensor<Self>;
+    fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
+        Self::try_lower(tensor).expect("a unit's full parameters are on one backend")
+    }
     /// A primitive, flattened, as a plain tensor.
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
@@ -138,10 +158,8 @@ pub(crate) trait Primitive: Backend {
 macro_rules! plain_backend {
     ($backend:ty) => {
         impl Primitive for $backend {
-            fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
-                tensor
-                    .try_into_primitive::<$backend>()
-                    .expect("a unit's tensors live on one backend")
+            fn try_lower(tensor: Tensor<1>) -> Option<FloatTensor<Self>> {
+                tensor.try_into_primitive::<$backend>().ok()
             }
 
             fn raise(primitive: FloatTensor<Self>) -> Tensor<1> {
@@ -245,7 +263,11 @@ impl<B: Primitive> Backward<B, 1> for Announce {
             Milestone::Finish(root) => root.finish(),
         };
         for Reduced { node, gradient } in reduced.unwrap_or_else(|error| throw(error)) {
-            grads.register::<B>(node, B::lower(gradient));
+            match B::try_lower(gradient.clone()) {
+                Some(primitive) => grads.register::<B>(node, primitive),
+                // That of an offloaded shard: its leaf is on the host, whatever backward runs on.
+                None => grads.register::<Flex>(node, Flex::lower(gradient)),
+            }
         }
     }
 }

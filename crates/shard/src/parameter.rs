@@ -56,6 +56,15 @@ impl ShardedParam {
     }
 }
 
+impl ShardedParam {
+    /// With `value` in place of its own after a move of the module to `device`.
+    fn moved(from: &Owned, value: Param<Tensor<1>>, device: &Device) -> Self {
+        let moved = Self::descend(from, Transition::Device, value);
+        moved.generation.compute_on(device);
+        moved
+    }
+}
+
 impl Reparameterization for ShardedParam {
     const NAME: &'static str = NAME;
 
@@ -71,18 +80,24 @@ impl Reparameterization for ShardedParam {
 }
 
 impl Module for ShardedParam {
+    /// Those of inputs: offloaded shards are not where the module computes.
     fn collect_devices(&self, devices: Devices) -> Devices {
-        self.value.collect_devices(devices)
+        match self.generation.unit.offload {
+            None => self.value.collect_devices(devices),
+            Some(_) => devices,
+        }
     }
 
     fn fork(self, device: &Device) -> Self {
-        let value = self.value.fork(device);
-        Self::descend(&self.generation, Transition::Device, value)
+        let Self { value, generation } = self;
+        let value = value.fork(&generation.unit.home(device));
+        Self::moved(&generation, value, device)
     }
 
     fn to_device(self, device: &Device) -> Self {
-        let value = self.value.to_device(device);
-        Self::descend(&self.generation, Transition::Device, value)
+        let Self { value, generation } = self;
+        let value = value.to_device(&generation.unit.home(device));
+        Self::moved(&generation, value, device)
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {

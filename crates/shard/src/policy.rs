@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 
 use crate::precision::Precision;
 use crate::record::with_flag;
@@ -48,6 +48,7 @@ pub struct ShardPolicy {
     pub(crate) reshard_to: Option<usize>,
     pub(crate) reduce_group: ReduceGroup,
     pub(crate) hook: Option<GradientHook>,
+    pub(crate) offload: Option<Device>,
 }
 
 /// What gradients are divided by, in place of the number of ranks: each rank's by `pre`, the sum by
@@ -149,6 +150,7 @@ impl ShardPolicy {
             reshard_to: None,
             reduce_group: ReduceGroup::Shared,
             hook: None,
+            offload: None,
         }
     }
 
@@ -238,6 +240,20 @@ impl ShardPolicy {
     /// Which communicator reductions go through.
     pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
         self.reduce_group = group;
+        self
+    }
+
+    /// Shards live on `host`, the CPU backend `Device::flex()`, while the module computes on the
+    /// device on which it was built: parameters between steps, their gradients, and with them the
+    /// state and the step of the optimizer. Full parameters are made on the computing device and
+    /// dropped there as ever; gathers and reductions move bytes of the host anyway.
+    ///
+    /// What the units do not manage (ignored parameters, running states) stays on the computing
+    /// device. `Module::to_device` moves that, and where full parameters are made, but not the shards.
+    ///
+    /// For a module that was built on `host` it changes nothing: its shards are there already.
+    pub fn offload_to(mut self, host: Device) -> Self {
+        self.offload = Some(host);
         self
     }
 

@@ -66,15 +66,16 @@ pub(crate) fn load<const D: usize>(
     }
 }
 
-/// Puts this rank's part of `whole` on `device`, where the nested parameter takes it from when the
-/// visit that is under way comes to it.
+/// Puts this rank's part of `whole`, of a module on `device`, where the nested parameter takes it
+/// from when the visit that is under way comes to it.
 pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>, device: &Device) {
     let slot = &unit.slots[index];
     let range = slot.held_range(unit.group.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
     // Read out, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
-    *slot.loaded.lock() = Some(Tensor::from_data(shard, (device, slot.dtype)));
+    let home = unit.home(device);
+    *slot.loaded.lock() = Some(Tensor::from_data(shard, (&home, slot.dtype)));
 }
 
 /// Gathers the whole parameter for a record.
@@ -98,17 +99,18 @@ pub(crate) fn save<const D: usize>(
     }
 }
 
-/// The whole value of one parameter, gathered from all ranks, plain and flat.
+/// The whole value of one parameter, gathered from all ranks, plain and flat, on the device that
+/// computes.
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {
     let unit = &generation.unit;
     let slot = &unit.slots[index];
     let value = generation.value(index).inner();
+    let device = generation.device(index).without_autodiff();
     if !slot.is_gathered() {
-        return Ok(value);
+        return Ok(value.to_device(&device));
     }
-    let device = value.device();
     let part = slot.part(transport::source(value, None), slot.element);
     let into = BufferPool::new().take(slot.full_bytes());
     let label = format!("{} whole value", slot.path);

@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::tensor::{GradientCheckpointingStrategy, Tensor};
+use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 use burn_fsdp_collectives::{Part, ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::generation::{Generation, State};
+use crate::offload::{self, Offload};
 use crate::policy::{DivideFactors, GradientHook};
 use crate::precision::cast;
 use crate::root::Root;
@@ -73,6 +74,8 @@ pub(crate) struct Unit {
     pub(crate) group: ProcessGroup,
     /// All groups that its operations go through.
     pub(crate) groups: Groups,
+    /// Where its shards live, if not where it computes.
+    pub(crate) offload: Option<Offload>,
     /// What is done to gradients.
     pub(crate) gradients: Gradients,
     /// What may be switched between steps.
@@ -113,6 +116,7 @@ impl Unit {
             slots,
             group: groups.shard.clone(),
             groups,
+            offload: None,
             gradients: Gradients::default(),
             switches: Switches {
                 sync: AtomicBool::new(true),
@@ -284,6 +288,14 @@ impl Unit {
                 slot.part(transport::source(value, None), slot.compute_element)
             })
             .collect()
+    }
+
+    /// Where a shard lives whose full parameter is on `device`, with the autodiff of that.
+    pub(crate) fn home(&self, device: &Device) -> Device {
+        match &self.offload {
+            Some(offload) => offload::alike(&offload.host, device),
+            None => device.clone(),
+        }
     }
 
     /// What this rank holds of the parameter in slot `index`, in the type that computes.

@@ -15,6 +15,7 @@ use crate::grouping::{Grouping, Ignored};
 use crate::initial;
 use crate::inspect;
 use crate::memory;
+use crate::op;
 use crate::parameter::ShardedParam;
 use crate::path::{self, Place};
 use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
@@ -241,6 +242,15 @@ fn check(
     }
     let mut seen = HashMap::new();
     for found in parameters {
+        let first = &parameters[0];
+        if !op::is_same_backend(&first.device, &found.device) {
+            return Err(Error::Backends {
+                first: first.path.clone(),
+                second: found.path.clone(),
+                expected: format!("{:?}", first.device),
+                got: format!("{:?}", found.device),
+            });
+        }
         if let Some(first) = seen.insert(found.id, &found.path) {
             return Err(Error::Tied {
                 first: first.clone(),

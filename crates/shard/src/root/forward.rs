@@ -98,13 +98,7 @@ impl Root {
             checkpoint::touch(self, &again.token);
             let current = &mut again.uses[index];
             // A leaf of its own: the parameter's may be in the graph around the region.
-            let device = generation.value(slot).device();
-            let leaf = Tensor::zeros([1], &device);
-            let leaf = match generation.is_trainable(slot) {
-                true => leaf.require_grad(),
-                false => leaf,
-            };
-            current.node_of(self, slot, leaf, true)
+            current.node_of(self, slot, generation.own_leaf(slot), true)
         })
     }
 
@@ -255,14 +249,14 @@ impl Progress {
         checkpoint::touch(root, &pass.token);
         let full = root.full(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
-        Ok(checkpoint::tracked(full, &generation.value(slot).device()))
+        Ok(checkpoint::tracked(full, &generation.device(slot)))
     }
 
     /// The autodiff node of a parameter in the current use, made at the first access.
     fn node<const D: usize>(&mut self, root: &Arc<Root>, slot: usize) -> Result<Tensor<D>, Error> {
         let pass = self.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
-        let value = current.generation.value(slot);
+        let value = current.generation.leaf(slot);
         let stays = current.generation.unit.keeps();
         current.node_of(root, slot, value, stays)
     }
@@ -293,7 +287,7 @@ impl Pass {
 /// The beginning of a token, on the device of a unit's values, so that both carry the same
 /// checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
-    Tensor::<1>::zeros([1], &generation.value(slot).device()).require_grad()
+    Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
 }
 
 fn unit_end(root: &Arc<Root>, generation: &Arc<Generation>, slot: usize, use_id: u64) -> Milestone {

@@ -233,7 +233,7 @@ impl Root {
         let mut full = unit.places();
         let Some(pending) = pending else {
             for slot in unit.gathered_slots() {
-                full[slot] = Some(unit.computing(generation, slot));
+                full[slot] = Some(generation.held_there(slot));
             }
             *state = State::Unsharded(full);
             return Ok(marks);
@@ -249,7 +249,7 @@ impl Root {
                 buffer,
                 _life: life,
             };
-            let device = generation.value(slot).device().without_autodiff();
+            let device = generation.device(slot).without_autodiff();
             let dtype = unit.slots[slot].compute;
             full[slot] = Some(transport::tensor(marked, dtype, &device));
         }
@@ -265,7 +265,7 @@ impl Root {
     ) -> Result<burn::tensor::Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
-            return Ok(unit.computing(generation, slot));
+            return Ok(generation.held_there(slot));
         }
         if let State::Unsharded(full) = &*generation.state.lock() {
             return Ok(full[slot].clone().expect("gathered slots are filled"));

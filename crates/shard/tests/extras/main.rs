@@ -21,5 +21,6 @@ mod elementwise;
 mod fake;
 mod full;
 mod gradients;
+mod offload;
 mod scaler;
 mod wrapper;

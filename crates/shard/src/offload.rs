@@ -1,0 +1,52 @@
+//! Shards on the host, full parameters on the device that computes.
+
+use burn::tensor::{Device, GradientCheckpointingStrategy};
+
+use crate::error::Error;
+use crate::op;
+use crate::policy::ShardPolicy;
+
+/// Where an offloaded unit's parts live. Both devices are plain.
+#[derive(Debug, Clone)]
+pub(crate) struct Offload {
+    /// Shards, their gradients, and so whatever an optimizer keeps.
+    pub(crate) host: Device,
+    /// Full parameters and activations, when the module was sharded.
+    pub(crate) compute: Device,
+}
+
+impl Offload {
+    /// What `policy` makes of a unit whose module was built on `device`; `None` if its shards are on
+    /// the host anyway.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Option`] if the policy's host is not the CPU backend.
+    pub(crate) fn new(policy: &ShardPolicy, device: &Device) -> Result<Option<Self>, Error> {
+        let Some(host) = &policy.offload else {
+            return Ok(None);
+        };
+        if !op::is_host(host) {
+            return Err(Error::Option {
+                option: "offload_to",
+                expected: "the CPU backend, `Device::flex()`",
+                got: format!("{host:?}"),
+            });
+        }
+        let offload = Self {
+            host: host.clone().without_autodiff(),
+            compute: device.clone().without_autodiff(),
+        };
+        Ok((offload.host != offload.compute).then_some(offload))
+    }
+}
+
+/// `device` with the autodiff of `source`, or without.
+pub(crate) fn alike(device: &Device, source: &Device) -> Device {
+    let plain = device.clone().without_autodiff();
+    match source.gradient_checkpointing_strategy() {
+        None => plain,
+        Some(GradientCheckpointingStrategy::Balanced) => plain.autodiff().gradient_checkpointing(),
+        Some(GradientCheckpointingStrategy::Disabled) => plain.autodiff(),
+    }
+}
