@@ -21,8 +21,12 @@ use serde_json::Value;
 
 use crate::TrainingSnapshot;
 use crate::checkpoints::{
-    CheckpointError, Kept, burn_dtype, dtype_of, optimizer_error, region_of, state_name,
+    CheckpointError, Kept, Number, burn_dtype, dtype_of, optimizer_error, region_of, state_name,
 };
+
+/// Burn's optimizers note the rank of each parameter's tensor under this name. The eager engine's shards
+/// are flat; a compiled step has no need of it.
+const RANK_KEY: &str = "__rank";
 
 /// Bytes of a tensor that the snapshot owns.
 struct Elements(TensorData);
@@ -87,6 +91,9 @@ pub fn snapshot_compiled<B: Batch>(
             let scalars = counters.iter();
             let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
             of_parameter.scalars = scalars.collect();
+            of_parameter
+                .scalars
+                .insert(RANK_KEY.to_owned(), Number::UInt(1));
         }
         for (field, data) in states {
             let name = state_name(&path, &field);
@@ -244,7 +251,9 @@ fn counters_of(saved: &Step, has_states: bool) -> Result<Kept, CheckpointError> 
         }
     }
     let found = found.filter(|_| has_states);
-    Ok(found.map(|(_, kept)| kept).unwrap_or_default())
+    let mut kept = found.map(|(_, kept)| kept).unwrap_or_default();
+    kept.scalars.remove(RANK_KEY);
+    Ok(kept)
 }
 
 /// Gives a sharded model the parameters and buffers that a compiled step has now, to evaluate it or to

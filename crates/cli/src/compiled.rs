@@ -33,6 +33,8 @@ pub(crate) struct Compiled<'a> {
     mesh: &'a ProcessMesh,
     batches: Batches,
     step: CompiledStep<Tokens>,
+    /// The most bytes of full tensors at once, of the graph that was traced last.
+    unsharded: Option<(usize, usize)>,
     /// A sharded model to evaluate with, made when it is first asked for.
     model: Option<Gpt>,
 }
@@ -65,13 +67,14 @@ impl<'a> Compiled<'a> {
             false => None,
         };
         let loaded = Mutex::new(loaded);
-        let lazy = initial_model_of(config)?;
+        let (model, seed) = (config.model, config.seed);
+        model.validate()?;
         let init = move |device: &Device| {
             // On other devices the model is only looked at.
             let wanted = *device == values;
             let loaded = loaded.lock().ok().filter(|_| wanted);
             let loaded = loaded.and_then(|mut loaded| loaded.take());
-            loaded.unwrap_or_else(|| lazy(device))
+            loaded.unwrap_or_else(|| model.init(device, seed).expect("the sizes were validated"))
         };
         let loss =
             |model: &Gpt, (inputs, targets): Tokens| recorded(|| model.loss(inputs, targets));
@@ -83,6 +86,7 @@ impl<'a> Compiled<'a> {
             mesh,
             batches: config.data.training(&config.model, config.batch),
             step: step.with_operations(fused::operations()),
+            unsharded: None,
             model: None,
         })
     }
@@ -94,11 +98,24 @@ impl<'a> Compiled<'a> {
         Ok(self.batches.rows(step, rows).to_tensors(&Device::flex()))
     }
 
-    /// What the graph says of the bytes of a step.
-    fn plan(&self) -> Result<Option<MemoryPlan>, RankError> {
-        let graph = self.step.graph();
-        let plan = graph.map(|graph| MemoryPlan::new(graph, self.world.rank()));
-        Ok(plan.transpose()?)
+    /// Plans a graph that is new, and says so once.
+    fn look_at_graph(&mut self) -> Result<(), RankError> {
+        let traced = self.step.num_traces();
+        let Some(graph) = self.step.graph() else {
+            return Ok(());
+        };
+        if self.unsharded.is_some_and(|(of, _)| of == traced) {
+            return Ok(());
+        }
+        let plan = MemoryPlan::new(graph, self.world.rank())?;
+        if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
+            let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
+            eprintln!("compiled: {nodes} operations, at most {peak} of tensors on a rank");
+        }
+        let moments = plan.moments.iter().map(|moment| moment.during);
+        let unsharded = moments.map(|bytes| bytes.full_parameters + bytes.gradients);
+        self.unsharded = Some((traced, unsharded.max().unwrap_or(0) as usize));
+        Ok(())
     }
 
     /// A sharded model with the weights of now.
@@ -115,25 +132,12 @@ impl<'a> Compiled<'a> {
     }
 }
 
-/// Makes the model of the configuration, whose weights are drawn when they are used.
-fn initial_model_of(
-    config: &TrainConfig,
-) -> Result<impl Fn(&Device) -> Gpt + Send + 'static, RankError> {
-    let (model, seed) = (config.model, config.seed);
-    model.validate()?;
-    Ok(move |device: &Device| model.init(device, seed).expect("the sizes were validated"))
-}
-
 impl Engine for Compiled<'_> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let batch = self.begin(step)?;
         let rate = self.config.schedule.at(step);
-        let is_told = self.step.num_traces() == 0 && self.world.rank() == 0 && !self.config.json;
         let loss = self.step.step(rate, &batch)?;
-        if let (true, Some(plan), Some(graph)) = (is_told, self.plan()?, self.step.graph()) {
-            let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
-            eprintln!("compiled: {nodes} operations, at most {peak} of tensors on a rank");
-        }
+        self.look_at_graph()?;
         Ok(loss as f32)
     }
 
@@ -145,16 +149,14 @@ impl Engine for Compiled<'_> {
         let batch = self.begin(step)?;
         let rate = self.config.schedule.at(step);
         let (loss, timeline) = self.step.step_with_timeline(rate, &batch)?;
+        self.look_at_graph()?;
         let events = timeline.chrome_events(self.world.rank());
         let offset = timeline.began().saturating_duration_since(origin);
         Ok((loss as f32, shifted(events, offset)))
     }
 
     fn unsharded_peak(&self) -> Result<usize, RankError> {
-        let plan = self.plan()?;
-        let moments = plan.iter().flat_map(|plan| &plan.moments);
-        let unsharded = moments.map(|m| m.during.full_parameters + m.during.gradients);
-        Ok(unsharded.max().unwrap_or(0) as usize)
+        Ok(self.unsharded.map_or(0, |(_, bytes)| bytes))
     }
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {

@@ -14,6 +14,7 @@
 //! | [`trace`] | from closures to a graph, on fake tensors |
 //! | [`place`] | who has which part of which value |
 //! | [`passes`] | functions from graph to graph, and the verifier |
+//! | [`CustomOperations`] | operations that are not Burn's |
 //! | [`run`] | the executor, its table of memory, and timelines |
 //!
 //! On one rank a compiled step gives the bits of Burn's own loop. What it does not do is hide its order:

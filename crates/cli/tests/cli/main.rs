@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod command;
+mod compiled;
 mod faults;
 mod features;
 mod files;
@@ -9,3 +10,4 @@ mod input;
 mod plan;
 mod report;
 mod start;
+mod trace;

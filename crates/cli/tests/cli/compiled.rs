@@ -1,0 +1,192 @@
+//! `train --compile`: a compiled step in place of the eager engine, alike in everything that can be seen.
+
+use serde_json::Value;
+
+use crate::command::{Folder, losses, relative_difference};
+
+const STEPS: &str = "--synthetic --warmup 2 --steps 6";
+
+#[test]
+fn a_compiled_step_trains_like_the_eager_engine() {
+    let folder = Folder::new();
+    for flags in [
+        "--ranks 1",
+        "--ranks 2",
+        "--ranks 3",
+        "--ranks 2 --strategy shard-grad-op",
+        "--ranks 2 --strategy no-shard",
+        "--ranks 2 --prefetch 2",
+        "--ranks 2 --lr-schedule cosine --lr-warmup 3",
+        "--ranks 2 --weight-decay 0.1 --beta1 0.8 --beta2 0.95",
+    ] {
+        let eager = folder.report(&format!("{STEPS} {flags}"));
+        let compiled = folder.report(&format!("{STEPS} {flags} --compile"));
+        let difference = relative_difference(&losses(&eager), &losses(&compiled));
+        assert!(difference < 1e-5, "{flags}: {difference:e}");
+        assert_eq!(eager["compiled"], false);
+        assert_eq!(compiled["compiled"], true);
+        assert_eq!(compiled["strategy"], eager["strategy"]);
+        assert_eq!(compiled["losses"].as_array().map(Vec::len), Some(8));
+        assert!(
+            compiled["tokens_per_s"]
+                .as_f64()
+                .is_some_and(|speed| speed > 0.0)
+        );
+        let ranks = eager["ranks"].as_u64().expect("a number") as usize;
+        for key in ["state_bytes", "unsharded_peak_bytes"] {
+            let bytes = compiled[key].as_array().expect("one per rank");
+            assert_eq!(bytes.len(), ranks);
+            assert!(bytes.iter().all(|bytes| bytes.as_u64() > Some(0)), "{key}");
+        }
+        // Parameters and two states of each, whole or divided, and nothing else.
+        let params = compiled["params"].as_u64().expect("a number");
+        let whole = 12 * params;
+        let held = compiled["state_bytes"][0].as_u64().expect("a number");
+        let least = match eager["strategy"] == "no-shard" {
+            true => whole,
+            false => whole / ranks as u64,
+        };
+        assert!((least..least + 2000).contains(&held), "{held} {least}");
+        let reduced = compiled["collectives"]["reduce_scatter"]["count"].as_u64();
+        assert_eq!(reduced > Some(0), eager["strategy"] != "no-shard");
+    }
+}
+
+#[test]
+fn evaluation_sample_metrics_and_weights_are_those_of_the_eager_engine() {
+    let folder = Folder::new();
+    folder.write(
+        "text",
+        "to be or not to be, that is the question. ".repeat(100),
+    );
+    folder.report("--data text --steps 0 --warmup 0 --seed 9 --save-init init.safetensors");
+    let flags = "--data text --warmup 0 --steps 4 --eval-every 2 --sample 12 \
+                 --init init.safetensors --metrics metrics.jsonl";
+    let lines = |folder: &Folder| -> Vec<Value> {
+        let lines = folder.read("metrics.jsonl");
+        let parse = |line: &str| serde_json::from_str(line).expect("a whole line");
+        lines.lines().map(parse).collect()
+    };
+    let eager = folder.report(flags);
+    let eager_lines = lines(&folder);
+    let compiled = folder.report(&format!("{flags} --compile"));
+    let compiled_lines = lines(&folder);
+    let evaluations = |report: &Value| -> Vec<f64> {
+        let losses = report["eval_losses"].as_array().expect("a list").clone();
+        let losses = losses
+            .iter()
+            .map(|pair| pair[1].as_f64().expect("a number"));
+        losses.collect()
+    };
+    assert_eq!(evaluations(&eager).len(), 2);
+    assert!(relative_difference(&evaluations(&eager), &evaluations(&compiled)) < 1e-5);
+    assert!(relative_difference(&losses(&eager), &losses(&compiled)) < 1e-5);
+    let sample = compiled["sample"].as_str().expect("a text");
+    assert!(
+        sample.contains("be") && sample == eager["sample"],
+        "{sample}"
+    );
+    assert_eq!(compiled_lines.len(), 4);
+    for (eager, compiled) in eager_lines.iter().zip(&compiled_lines) {
+        for key in ["step", "lr", "measured"] {
+            assert_eq!(eager[key], compiled[key]);
+        }
+        assert_eq!(eager["eval_loss"].is_f64(), compiled["eval_loss"].is_f64());
+    }
+    let seeded = folder.report("--data text --warmup 0 --steps 4 --seed 9 --compile");
+    assert_eq!(
+        losses(&seeded),
+        losses(&compiled),
+        "the same weights to begin with"
+    );
+    assert!(folder.read("loss.svg").contains("polyline"));
+}
+
+#[test]
+fn a_run_changes_its_engine_in_the_middle() {
+    let dir = "--synthetic --warmup 0 --checkpoint-dir steps";
+    let want = losses(&Folder::new().report("--synthetic --warmup 0 --steps 6 --ranks 1"));
+    for (first, second) in [
+        ("", "--compile"),
+        ("--compile", ""),
+        ("--compile", "--compile --ranks 3"),
+        ("--strategy no-shard", "--compile"),
+        (
+            "--compile --strategy no-shard --ranks 3",
+            "--strategy shard-grad-op",
+        ),
+    ] {
+        let folder = Folder::new();
+        let before = folder.report(&format!("{dir} --steps 3 {first}"));
+        assert_eq!(before["saved_step"], 3);
+        let after = folder.report(&format!("{dir} --steps 6 --resume {second}"));
+        assert_eq!(after["first_step"], 3);
+        assert_eq!(after["saved_step"], 6);
+        let got = [losses(&before), losses(&after)].concat();
+        let difference = relative_difference(&want, &got);
+        assert!(difference < 1e-5, "{first} to {second}: {difference:e}");
+        let inspected = folder.run("inspect steps/step-000006");
+        assert_eq!(inspected.code, 0, "{}", inspected.stderr);
+    }
+}
+
+#[test]
+fn a_compiled_run_that_is_resumed_goes_on_to_the_bit() {
+    let dir = "--synthetic --warmup 0 --checkpoint-dir steps --compile";
+    for flags in ["", "--ranks 1", "--ranks 3 --strategy no-shard"] {
+        let whole = losses(&Folder::new().report(&format!("{dir} --steps 8 {flags}")));
+        let folder = Folder::new();
+        let before = losses(&folder.report(&format!("{dir} --steps 4 {flags}")));
+        let after = losses(&folder.report(&format!("{dir} --steps 8 --resume {flags}")));
+        assert_eq!([before, after].concat(), whole, "{flags}");
+    }
+}
+
+#[test]
+fn what_a_compiled_step_has_not_is_refused() {
+    for (flags, flag) in [
+        ("--strategy hybrid-shard", "--strategy hybrid-shard"),
+        ("--offload state", "--offload"),
+        ("--unit-size 100", "--unit-size"),
+        ("--accumulate 2", "--accumulate"),
+        ("--no-sync", "--no-sync"),
+        ("--clip-grad-norm 1", "--clip-grad-norm"),
+        ("--precision bf16", "--precision"),
+        ("--precision f16", "--precision"),
+        ("--reduce-dtype bf16", "--reduce-dtype"),
+        ("--activation-checkpointing", "--activation-checkpointing"),
+    ] {
+        let folder = Folder::new();
+        let run = folder.train(&format!("{STEPS} --compile {flags}"));
+        assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
+        let expected = format!("error: {flag} is not for compiled steps: ");
+        assert!(run.stderr.starts_with(&expected), "{}", run.stderr);
+        assert!(run.stderr.contains("leave out"), "{}", run.stderr);
+        assert!(folder.names().is_empty(), "{flags}");
+    }
+    let folder = Folder::new();
+    let fault = "rank:1,step:1,at:backward,how:error";
+    let run = folder.train_with_fault(&format!("{STEPS} --compile"), fault);
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("at:collective"), "{}", run.stderr);
+}
+
+#[test]
+fn a_rank_that_fails_ends_a_compiled_run_by_its_name() {
+    for (at, how, words) in [
+        ("forward", "panic", "rank 1 panicked: "),
+        ("forward", "error", "rank 1 failed: "),
+        ("collective", "error", "rank 1 failed: "),
+    ] {
+        let folder = Folder::new();
+        let fault = format!("rank:1,step:3,at:{at},how:{how}");
+        let run = folder.train_with_fault(&format!("{STEPS} --compile"), &fault);
+        assert_eq!(run.code, 3, "{at} {how}: {}", run.stderr);
+        let line = run.stderr.lines().find(|line| line.starts_with("error: "));
+        assert!(
+            line.is_some_and(|line| line.contains(words)),
+            "{at} {how}: {}",
+            run.stderr
+        );
+    }
+}
