@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::spmd::{CompiledStep, DataParallel, Expand, Mode, compile};
 use burn_fsdp::steps::{Checkpoints, Region, SaveRequest, Step, TrainingState, save};
 use burn_fsdp::{
-    CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, ProcessGroup, ProcessMesh,
-    ShardPolicy, Strategy, TrainingSnapshot, backward, full_state, fully_shard, launch,
-    load_compiled, restore, restore_compiled, snapshot, snapshot_compiled,
+    CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, Placement, ProcessGroup,
+    ProcessMesh, ShardPolicy, Strategy, TrainingSnapshot, backward, full_state, fully_shard,
+    launch, load_compiled, restore, restore_compiled, snapshot, snapshot_compiled,
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 use serde_json::Value;
@@ -49,6 +49,8 @@ fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, CheckpointError> {
 enum Engine {
     Eager(Strategy, Layout),
     Compiled(DataParallel),
+    /// Compiled, with weights cut along their second dim.
+    Columns,
 }
 
 const FULL: Engine = Engine::Eager(Strategy::FullShard, Layout::Flat);
@@ -69,15 +71,18 @@ fn eager_model(
     Ok(fully_shard(model, mesh, policy)?)
 }
 
-fn compiled_step(
-    world: &ProcessGroup,
-    style: DataParallel,
-) -> Result<CompiledStep<Tokens>, CheckpointError> {
+/// Every weight of the blocks cut along its second dim.
+fn columns(mesh: &ProcessMesh) -> Mode {
+    let expand = Expand::new().parameter("blocks.**.weight", "shard", Placement::Shard(1));
+    Mode::expand(mesh.clone(), expand)
+}
+
+fn compiled_step(mode: Mode) -> Result<CompiledStep<Tokens>, CheckpointError> {
     let step = compile(
         |device: &Device| CONFIG.init(device, 4).expect("valid"),
         |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
         adamw().build(),
-        Mode::data_parallel(world.clone(), style),
+        mode,
     );
     Ok(step?)
 }
@@ -120,8 +125,11 @@ fn run(run: Run) -> Vec<f32> {
                 }
                 snapshot(&model, &optimizer, mesh.layout(), "shard")?
             }
-            Engine::Compiled(style) => {
-                let mut step = compiled_step(&world, style)?;
+            engine => {
+                let mut step = compiled_step(match engine {
+                    Engine::Compiled(style) => Mode::data_parallel(world.clone(), style),
+                    _ => columns(&mesh),
+                })?;
                 if let Some(saved) = &saved {
                     restore_compiled(&mut step, saved)?;
                     assert_eq!(step.num_steps(), saved.index().training.step);
@@ -216,6 +224,8 @@ fn either_engine_goes_on_where_the_other_stopped() {
         (SHARDED, ROWS),
         (REPLICATED, WHOLE),
         (REPLICATED, SHARDED),
+        (Engine::Columns, FULL),
+        (SHARDED, Engine::Columns),
     ] {
         for ranks in [[1, 1], [2, 2], [2, 3], [3, 1]] {
             let folder = tempfile::tempdir().expect("a folder");
@@ -253,6 +263,8 @@ fn what_one_engine_saved_the_other_restores_to_the_bit() {
         (SHARDED, ROWS),
         (REPLICATED, FULL),
         (SHARDED, SHARDED),
+        (ROWS, Engine::Columns),
+        (Engine::Columns, REPLICATED),
     ] {
         for ranks in [[1, 2], [2, 2], [3, 2]] {
             let [from, to] = [(), ()].map(|()| tempfile::tempdir().expect("a folder"));
@@ -312,7 +324,7 @@ fn a_training_without_a_step_moves_too() {
 fn a_sharded_model_takes_the_weights_of_a_compiled_step() {
     let body = |world: ProcessGroup| -> Result<(), CheckpointError> {
         let mesh = mesh(&world)?;
-        let mut step = compiled_step(&world, DataParallel::FullyShard)?;
+        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
         let model = eager_model(&mesh, Strategy::FullShard, Layout::Rows)?;
         let mut model = load_compiled(model, &mut step)?;
         for index in 0..3 {
@@ -372,7 +384,7 @@ fn another_model_and_parameters_of_different_ages_are_refused_and_nothing_change
         assert_eq!(step.parameter("head.weight")?, before);
 
         // A parameter that joined the training later.
-        let mut step = compiled_step(&world, DataParallel::FullyShard)?;
+        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
         restore_compiled(&mut step, &saved)?;
         let mesh = mesh(&world)?;
         let mut taken = snapshot_compiled(&mut step, mesh.layout(), "shard")?;
@@ -383,7 +395,7 @@ fn another_model_and_parameters_of_different_ages_are_refused_and_nothing_change
         let younger = tempfile::tempdir().expect("a folder");
         save_to(younger.path(), world.clone(), taken, 2)?;
         let saved = Checkpoints::new(younger.path()).newest()?;
-        let mut step = compiled_step(&world, DataParallel::FullyShard)?;
+        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
         let message = restore_compiled(&mut step, &saved).unwrap_err().to_string();
         assert!(message.contains("different numbers of steps"), "{message}");
         assert_eq!(step.num_steps(), 0);

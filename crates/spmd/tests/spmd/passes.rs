@@ -6,9 +6,9 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Role, Stage};
 use burn_fsdp_spmd::passes::schedule::{self, Options};
 use burn_fsdp_spmd::passes::{
-    self, Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer, GraphTransform,
-    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
-    StandIns, verify,
+    self, Bucket, CommonSubexpressions, DeadCode, Deduplicate, DeferOptimizer, EarlyOptimizer,
+    GraphTransform, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
+    SinkWaits, Split, StandIns, verify,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{DataParallel, Error};
@@ -408,6 +408,44 @@ fn passes_are_applied_once_and_in_order() {
         ),
         "{late}"
     );
+}
+
+#[test]
+fn the_optimizer_is_deferred_once_and_before_it_is_moved_elsewhere() {
+    let order = |pipeline: Pipeline| {
+        let graph = pipeline.run(gpt()).unwrap();
+        DeferOptimizer.split(graph).unwrap_err().to_string()
+    };
+    let early = order(Pipeline::new());
+    assert!(
+        early.contains("after") && early.contains("insert collectives"),
+        "{early}"
+    );
+    let moved = order(Pipeline::new().then(sharded()).then(EarlyOptimizer));
+    assert!(
+        moved.contains("before") && moved.contains("early optimizer"),
+        "{moved}"
+    );
+    let parts = DeferOptimizer.split(Pipeline::new().then(sharded()).run(gpt()).unwrap());
+    let parts = parts.unwrap();
+    let again = DeferOptimizer
+        .split(parts.main.clone())
+        .unwrap_err()
+        .to_string();
+    assert!(again.contains("liveness"), "{again}");
+    // Every node is in the main graph, and in one of the others.
+    let count = |graph: &Graph| graph.nodes().iter().filter(|node| !node.is_drop()).count();
+    assert_eq!(
+        count(&parts.main),
+        count(&parts.setup) + count(&parts.cleanup)
+    );
+    let is_optimizer = |node: &Node| node.phase == Phase::Optimizer;
+    assert!(!parts.setup.nodes().iter().any(is_optimizer));
+    assert!(parts.cleanup.nodes().iter().all(is_optimizer));
+    assert!(parts.cleanup.loss().is_none() && parts.cleanup.inputs().is_empty());
+    for graph in [&parts.setup, &parts.main, &parts.cleanup] {
+        passes::verify(graph).unwrap();
+    }
 }
 
 /// A pass that breaks the graph in some way.

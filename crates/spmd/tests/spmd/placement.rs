@@ -365,3 +365,77 @@ fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
     let input = refused(Expand::new().input("2", "model", Shard(0)));
     assert!(input.contains("there is no input \"2\""), "{input}");
 }
+
+/// The error of a compiled step over inputs that are cut, on 2 ranks.
+fn refused_loss<B: Batch>(
+    loss: fn(&burn::nn::Linear, B) -> burn::tensor::Tensor<1>,
+    batch: fn(&Device) -> B,
+    expand: Expand,
+) -> String {
+    let body = move |world: ProcessGroup| -> Result<String, Error> {
+        let mode = Mode::expand(mesh(&world, &[("data", 2)])?, expand.clone());
+        let init = |device: &Device| burn::nn::LinearConfig::new(3, 5).init(device);
+        let mut step = compile(init, loss, adamw().build(), mode)?;
+        let result = step.step(1e-2, &batch(&Device::flex()));
+        Ok(result
+            .err()
+            .map_or_else(String::new, |error| error.to_string()))
+    };
+    launch(LaunchConfig::new(2), body).unwrap().swap_remove(0)
+}
+
+#[test]
+fn what_no_rule_can_place_is_refused_with_operands_and_placements() {
+    let _guard = seeded();
+    // Sorting along the dim that is cut needs all of it, and integers are not moved.
+    let text = refused_loss(
+        |model, x: burn::tensor::Tensor<2, burn::tensor::Int>| {
+            model.forward(x.sort(0).float()).mean()
+        },
+        |device| burn::tensor::Tensor::ones([2, 3], device),
+        Expand::new().input("batch", "data", Shard(0)),
+    );
+    assert!(text.contains("NumericInt.Sort"), "{text}");
+    assert!(
+        text.contains("[4, 3] shard(0)") && text.contains("axis data"),
+        "{text}"
+    );
+}
+
+#[test]
+fn random_numbers_that_ranks_cannot_share_are_refused_with_their_shape() {
+    let _guard = seeded();
+    let text = refused_loss(
+        |model, x: burn::tensor::Tensor<2>| {
+            let y = model.forward(x);
+            let noise = y.random_like(burn::tensor::Distribution::Default);
+            (y * noise).mean()
+        },
+        |device| burn::tensor::Tensor::ones([7, 3], device),
+        // Everything is whole on both ranks, and 7 x 5 numbers cannot be drawn by halves.
+        Expand::new(),
+    );
+    assert!(text.contains("Float.Random of shape [7, 5]"), "{text}");
+    assert!(text.contains("axis data"), "{text}");
+}
+
+#[test]
+fn a_batch_may_be_cut_along_any_dim() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| sequences(step, 8, device).swap_dims(0, 1);
+    let loss =
+        |model: &Encoder, x: burn::tensor::Tensor<3>| Encoder::loss(model, x.swap_dims(0, 1));
+    let init = Encoder::without_dropout;
+    let expected = eager::train(init, loss, batch, STEPS, |_| 1e-2, adamw().init());
+    let mode = |world: &ProcessGroup| {
+        let expand = Expand::new().input("batch", "data", Shard(1));
+        Ok(Mode::expand(
+            mesh(world, &[("data", world.size())])?,
+            expand,
+        ))
+    };
+    let got = trained(2, mode, init, loss, move |step, rank, device| {
+        batch(step, device).slice([0..6, 2 * rank..2 * rank + 2])
+    });
+    assert_close("cut along dim 1", &got, &expected);
+}
