@@ -4,7 +4,7 @@
 //! [`CompiledStep`] that runs on every rank of a process group:
 //!
 //! ```text
-//! trace  ->  dead code, common subexpressions  ->  recompute  ->  insert collectives  ->
+//! trace  ->  dead code, common subexpressions  ->  recompute  ->  place, insert collectives  ->
 //! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  liveness  ->  run
 //! ```
 //!
@@ -35,6 +35,13 @@
 //!
 //! and one of [`DataParallel::Replicate`] as many all-reduces as buckets of gradients and loss, or P + 1
 //! without buckets; all of it whatever the number of ranks, one included.
+//!
+//! A step by placements ([`Expand`], [`DataParallel::Default`]) takes what redistributions its operations
+//! need, see [`place`], and none on axes of one rank. Of a transformer of B blocks whose layers are cut by
+//! columns and then by rows, that is 4 B all-reduces: two a block in forward, two in backward, and one more
+//! for each bucket of gradients that are sums over what is cut (the shifts of the norms). Where the batch is
+//! cut on another axis, there is one more for each bucket of gradients there, one for the loss, and one for
+//! each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
 
 mod compile;
