@@ -5,12 +5,13 @@ use burn_fsdp_mesh::Mesh;
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
 
-use super::{CompiledStep, slice};
+use super::CompiledStep;
 use crate::Error;
-use crate::graph::{Parameter, ParameterLayout, Role};
+use crate::graph::{Graph, Parameter, ParameterLayout, Role};
+use crate::layout::{localize, slice, whole};
 use crate::mode::Mode;
 use crate::place::local_shape;
-use crate::trace::Batch;
+use crate::trace::{Batch, ParameterSpec};
 
 /// A state that was set before there was a graph.
 #[derive(Debug)]
@@ -42,7 +43,7 @@ impl Restored {
             ));
         }
         Ok(match self {
-            Self::Whole(data) => super::localize(&data, &parameter.layout, mode)?,
+            Self::Whole(data) => localize(&data, &parameter.layout, mode)?,
             Self::Part(data) => padded(data, &parameter.layout),
         })
     }
@@ -79,6 +80,175 @@ fn part_shape(shape: &[usize], layout: &ParameterLayout, mode: &Mode) -> Vec<usi
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// A parameter or buffer as a whole. All ranks must call it, and all get it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`], [`Error::Collective`].
+    pub fn parameter(&mut self, path: &str) -> Result<TensorData, Error> {
+        self.spec(path)?;
+        self.flush()?;
+        if let Some(initial) = &self.initial {
+            return initial.whole(path, &self.mode);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = self.executor.get(value)?;
+        self.whole(&parameter, &local)
+    }
+
+    /// This rank's part of a parameter: all of it, or a flat shard without padding.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`].
+    pub fn shard(&mut self, path: &str) -> Result<TensorData, Error> {
+        self.spec(path)?;
+        self.flush()?;
+        if let Some(initial) = &self.initial {
+            return initial.local(path);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = self.executor.get(value)?;
+        Ok(unpadded(local, &parameter.layout, &self.mode))
+    }
+
+    /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
+    pub fn set_parameter(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
+        self.flush()?;
+        let spec = self.spec(path)?;
+        if data.shape().to_vec() != spec.shape || data.dtype() != spec.dtype {
+            return Err(Error::mismatch(
+                "parameter",
+                path.to_owned(),
+                (&spec.shape, spec.dtype),
+                &data,
+            ));
+        }
+        if let Some(initial) = &mut self.initial {
+            return initial.set(path, data, &self.mode);
+        }
+        let (parameter, value) = self.located(path)?;
+        let local = localize(&data, &parameter.layout, &self.mode)?;
+        self.executor.set(value, local);
+        Ok(())
+    }
+
+    /// The optimizer's states of a parameter as wholes, by name; empty before the first step. All ranks
+    /// must call it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`], [`Error::Collective`].
+    pub fn states(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
+        self.spec(path)?;
+        self.flush()?;
+        let Some(graph) = self.current.clone() else {
+            return Ok(Vec::new());
+        };
+        let (parameter, _) = self.located(path)?;
+        let mut states = Vec::new();
+        for id in &parameter.states {
+            let Some(Role::State { slot, .. }) = graph.value(*id).map(|v| &v.role) else {
+                continue;
+            };
+            if self.executor.has(*id) {
+                let local = self.executor.get(*id)?;
+                states.push((slot.to_string(), self.whole(&parameter, &local)?));
+            }
+        }
+        Ok(states)
+    }
+
+    /// Continues a run after that many steps: the optimizer's counters are set to it, and every state
+    /// must be set with [`set_state`](Self::set_state) before the next step.
+    pub fn resume(&mut self, steps: u64, learning_rate: f64) {
+        for _ in self.steps..steps {
+            self.scalars.advance(learning_rate);
+        }
+        self.steps = self.steps.max(steps);
+    }
+
+    /// Sets a state of the optimizer as a whole, under the name that [`states`](Self::states) gives it.
+    /// Every rank must call it with the same data.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`] for the path. A slot that does not exist, or data of another shape or type,
+    /// is found by the next step.
+    pub fn set_state(&mut self, path: &str, slot: &str, data: TensorData) -> Result<(), Error> {
+        self.spec(path)?;
+        self.flush()?;
+        let key = (path.to_owned(), slot.to_owned());
+        self.restored.insert(key, Restored::Whole(data));
+        Ok(())
+    }
+
+    /// Puts the states that were set where a graph has them.
+    pub(super) fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
+        for ((path, slot), data) in std::mem::take(&mut self.restored) {
+            let parameter = graph.parameter(&path);
+            let states = parameter
+                .map(|parameter| parameter.states.as_slice())
+                .unwrap_or_default();
+            let named = states
+                .iter()
+                .filter_map(|id| Some((*id, graph.value(*id)?)));
+            let named: Vec<_> = named
+                .filter_map(|(id, value)| match &value.role {
+                    Role::State { slot, .. } => Some((id, slot.clone())),
+                    _ => None,
+                })
+                .collect();
+            let found = named.iter().find(|(_, other)| **other == *slot);
+            let (Some(parameter), Some((id, _))) = (parameter, found) else {
+                let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
+                return Err(Error::UnknownName {
+                    what: "optimizer state",
+                    name: format!("{path} {slot}"),
+                    known: known.join(", "),
+                });
+            };
+            let local = data.into_local(parameter, &slot, &self.mode)?;
+            self.executor.set(*id, local);
+        }
+        Ok(())
+    }
+
+    fn whole(&self, parameter: &Parameter, local: &TensorData) -> Result<TensorData, Error> {
+        let Parameter {
+            path,
+            layout,
+            shape,
+            ..
+        } = parameter;
+        whole(&self.mode, path, local, layout, shape)
+    }
+
+    fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
+        let found = self.specs.iter().find(|spec| &*spec.path == path);
+        found.ok_or_else(|| {
+            let known = self.specs.iter().take(8).map(|spec| spec.path.as_ref());
+            Error::UnknownName {
+                what: "parameter",
+                name: path.to_owned(),
+                known: known.collect::<Vec<_>>().join(", "),
+            }
+        })
+    }
+
+    fn located(&self, path: &str) -> Result<(Parameter, TensorId), Error> {
+        let graph = self.current.as_ref();
+        let parameter = graph.and_then(|graph| graph.parameter(path)).cloned();
+        let parameter =
+            parameter.ok_or_else(|| Error::Internal(format!("parameter {path} is in no graph")))?;
+        let value = parameter.value;
+        Ok((parameter, value))
+    }
+
     /// How the ranks divide a parameter or buffer, its gradient and its states.
     ///
     /// # Errors
@@ -142,11 +312,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let set = set.map(|((_, slot), data)| {
             let part = match data {
                 Restored::Part(data) => data.clone(),
-                Restored::Whole(data) => unpadded(
-                    super::localize(data, &layout, &self.mode)?,
-                    &layout,
-                    &self.mode,
-                ),
+                Restored::Whole(data) => {
+                    unpadded(localize(data, &layout, &self.mode)?, &layout, &self.mode)
+                }
             };
             Ok((slot.clone(), part))
         });

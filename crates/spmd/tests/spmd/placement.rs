@@ -328,10 +328,11 @@ fn a_tensor_parallel_block_takes_two_all_reduces_each_way() {
     let expected = [0, 0, 4 * BLOCKS + 1];
     assert_eq!(counts(&[("model", 3)], tensor_parallel()), expected);
     // With data parallelism: those gradients are sums on both axes, and are added up there one by one
-    // first; then one bucket of all other gradients, and the loss, which is a mean.
+    // first; then one bucket of all other gradients, the loss, which is a mean, and what the positions'
+    // embedding gets from all rows.
     let both = tensor_parallel().input("**", "data", Shard(0));
     let axes = &[("data", 2), ("model", 3)];
-    let expected = [0, 0, expected[2] + 2 * BLOCKS + 2];
+    let expected = [0, 0, expected[2] + 2 * BLOCKS + 3];
     assert_eq!(counts(axes, both), expected);
     // Nothing is cut on an axis of one rank.
     assert_eq!(counts(&[("model", 1)], tensor_parallel()), [0, 0, 0]);

@@ -1,0 +1,400 @@
+//! A step that runs: the graphs that it has, and what is pending.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use burn::backend::Flex;
+use burn_ir::BackendIr;
+
+use super::state::Restored;
+use crate::graph::{Graph, Role};
+use crate::initial::InitialValues;
+use crate::mode::{Lowered, Mode, lower_all};
+use crate::run::{Executor, MemoryTable, Timeline};
+use crate::trace::{
+    Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
+    specs_of,
+};
+use crate::{CustomOperations, Error};
+
+pub(super) type Tracer<B> = Box<dyn Fn(&B, TraceConfig, &Mode) -> Result<Graph, Error> + Send>;
+
+/// What a graph was made for.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Key {
+    inputs: Vec<InputSpec>,
+    step: OptimizerStep,
+    structure: BTreeMap<usize, Vec<String>>,
+}
+
+/// The graphs that were made for a key.
+#[derive(Debug, Clone)]
+pub(super) enum Compiled {
+    Whole(Arc<Graph>),
+    Iteration {
+        setup: Arc<Graph>,
+        main: Arc<Graph>,
+        cleanup: Arc<Graph>,
+    },
+}
+
+/// An optimizer's step that has been put off: gradients wait for it.
+pub(super) struct Pending {
+    step: OptimizerStep,
+    learning_rate: f64,
+    scalars: StepScalars,
+    /// Does it without a step.
+    cleanup: Arc<Graph>,
+}
+
+/// What the next call runs.
+struct Prepared {
+    graph: Arc<Graph>,
+    scalars: StepScalars,
+    /// What is put off by it.
+    pending: Option<Pending>,
+}
+
+/// A compiled train step with its parameters and optimizer states, of one rank.
+pub struct CompiledStep<B, Be: BackendIr = Flex> {
+    pub(super) tracer: Tracer<B>,
+    pub(super) mode: Mode,
+    pub(super) specs: Vec<ParameterSpec>,
+    pub(super) scalars: HostScalars,
+    pub(super) executor: Executor<Be>,
+    /// Until the first graph says where they go.
+    pub(super) initial: Option<InitialValues>,
+    /// States that were set before there was a graph, by path and slot.
+    pub(super) restored: BTreeMap<(String, String), Restored>,
+    /// The one used last at the back.
+    pub(super) graphs: VecDeque<(Key, Compiled)>,
+    /// The last step's optimizer, if it has been put off.
+    pub(super) pending: Option<Pending>,
+    /// The graph whose constants are loaded.
+    pub(super) loaded: Option<Arc<Graph>>,
+    /// Of the last step: it knows parameters, layouts and ids.
+    pub(super) current: Option<Arc<Graph>>,
+    pub(super) steps: u64,
+    pub(super) poisoned: Option<String>,
+    pub(super) num_traces: usize,
+    pub(super) batch: PhantomData<fn(B)>,
+}
+
+impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// A step that has not run.
+    pub(super) fn new(
+        tracer: Tracer<B>,
+        mode: Mode,
+        specs: Vec<ParameterSpec>,
+        scalars: HostScalars,
+        executor: Executor<Be>,
+        initial: InitialValues,
+    ) -> Self {
+        Self {
+            tracer,
+            mode,
+            specs,
+            scalars,
+            executor,
+            initial: Some(initial),
+            restored: BTreeMap::new(),
+            graphs: VecDeque::new(),
+            pending: None,
+            loaded: None,
+            current: None,
+            steps: 0,
+            poisoned: None,
+            num_traces: 0,
+            batch: PhantomData,
+        }
+    }
+
+    /// Knows these operations beside Burn's, for models that capture some of their own. All ranks must
+    /// give the same, before the first step.
+    #[must_use]
+    pub fn with_operations(mut self, operations: CustomOperations<Be>) -> Self {
+        self.executor.set_operations(operations);
+        self
+    }
+
+    /// Runs one train step and returns the loss, averaged over the ranks. All ranks must call it,
+    /// each with its part of the batch, all parts of the same shapes.
+    ///
+    /// # Errors
+    ///
+    /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
+    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
+    /// every call returns [`Error::Poisoned`].
+    pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
+        self.run(learning_rate, batch, None)
+    }
+
+    /// [`step`](Self::step), and what it did when.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn step_with_timeline(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<(f64, Timeline), Error> {
+        self.prepare(learning_rate, batch)?;
+        let mut timeline = Timeline::new();
+        let loss = self.run(learning_rate, batch, Some(&mut timeline))?;
+        Ok((loss, timeline))
+    }
+
+    fn run(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+        timeline: Option<&mut Timeline>,
+    ) -> Result<f64, Error> {
+        if let Some(reason) = &self.poisoned {
+            return Err(Error::Poisoned {
+                reason: reason.clone(),
+            });
+        }
+        let Prepared {
+            graph,
+            scalars,
+            pending,
+        } = self.prepare(learning_rate, batch)?;
+        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
+            self.executor.set(*id, data);
+        }
+        let loss = self.executor.run(&graph, &scalars, timeline);
+        let loss = loss.inspect_err(|error| self.poison(error))?;
+        self.scalars.advance(learning_rate);
+        self.steps += 1;
+        self.current = Some(graph);
+        self.pending = pending;
+        loss.iter::<f64>()
+            .next()
+            .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
+    }
+
+    /// [`step`](Self::step), after which nothing is left to do: with
+    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward) the
+    /// optimizer's step, which the next call would do, is done. Everything that reads or sets parameters
+    /// and states does that, too.
+    ///
+    /// # Errors
+    ///
+    /// As [`step`](Self::step).
+    pub fn last_step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
+        let loss = self.step(learning_rate, batch)?;
+        self.flush()?;
+        Ok(loss)
+    }
+
+    /// Does the optimizer's step that has been put off, if there is one. Nothing moves between ranks.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Execution`].
+    pub fn flush(&mut self) -> Result<(), Error> {
+        let Some(pending) = self.pending.take() else {
+            return Ok(());
+        };
+        let graph = pending.cleanup;
+        self.load(&graph);
+        let done = self.executor.update(&graph, &pending.scalars);
+        done.inspect_err(|error| self.poison(error))?;
+        let gradients = graph.values().filter_map(|value| match value.role {
+            Role::Pending(_) => Some(value.id),
+            _ => None,
+        });
+        for id in gradients {
+            self.executor.remove(id);
+        }
+        Ok(())
+    }
+
+    /// Notes that values are in no defined state, unless the error was found before anything changed.
+    fn poison(&mut self, error: &Error) {
+        if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
+            self.poisoned = Some(error.to_string());
+        }
+    }
+
+    /// The graph for such a batch, made if there is none, and the scalars that it runs with.
+    fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        let scalars = self.scalars.peek(learning_rate)?;
+        let step = match self.steps {
+            0 => OptimizerStep::First,
+            _ => OptimizerStep::Next,
+        };
+        let now = self.compiled(learning_rate, batch, step, &scalars)?;
+        let prepared = match (now, &self.pending) {
+            (Compiled::Whole(graph), _) => Prepared {
+                graph,
+                scalars,
+                pending: None,
+            },
+            (Compiled::Iteration { setup, cleanup, .. }, before) => {
+                let before = before.as_ref();
+                let before = before.map(|p| (p.learning_rate, p.step, p.scalars.clone()));
+                let (graph, with) = match before {
+                    None => (setup, scalars.clone()),
+                    // The optimizer's part of this graph is the step before's.
+                    Some((rate, step, with)) => match self.compiled(rate, batch, step, &with)? {
+                        Compiled::Iteration { main, .. } => (main, with),
+                        Compiled::Whole(graph) => (graph, with),
+                    },
+                };
+                Prepared {
+                    graph,
+                    scalars: with,
+                    pending: Some(Pending {
+                        step,
+                        learning_rate,
+                        scalars,
+                        cleanup,
+                    }),
+                }
+            }
+        };
+        let graph = &prepared.graph;
+        if let Some(initial) = self.initial.take() {
+            for (id, data) in initial.into_values(graph, &self.mode)? {
+                self.executor.set(id, data);
+            }
+        }
+        self.restore(graph)?;
+        self.load(graph);
+        self.current = Some(graph.clone());
+        Ok(prepared)
+    }
+
+    /// Makes a graph's constants available.
+    fn load(&mut self, graph: &Arc<Graph>) {
+        let loaded = self.loaded.as_ref();
+        if !loaded.is_some_and(|loaded| Arc::ptr_eq(loaded, graph)) {
+            self.executor.load_constants(graph);
+            self.loaded = Some(graph.clone());
+        }
+    }
+
+    /// The graphs for such a batch and step of the optimizer.
+    fn compiled(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+        step: OptimizerStep,
+        scalars: &StepScalars,
+    ) -> Result<Compiled, Error> {
+        let key = Key {
+            inputs: specs_of(batch)?,
+            step,
+            structure: scalars.structure().clone(),
+        };
+        let found = self.graphs.iter().position(|(other, _)| *other == key);
+        let entry = match found.and_then(|index| self.graphs.remove(index)) {
+            Some(entry) => entry,
+            None => (key, self.make(learning_rate, batch, step)?),
+        };
+        let compiled = entry.1.clone();
+        self.graphs.push_back(entry);
+        while self.graphs.len() > self.mode.cache {
+            self.graphs.pop_front();
+        }
+        Ok(compiled)
+    }
+
+    fn make(
+        &mut self,
+        learning_rate: f64,
+        batch: &B,
+        step: OptimizerStep,
+    ) -> Result<Compiled, Error> {
+        let config = TraceConfig {
+            step,
+            learning_rate,
+        };
+        self.num_traces += 1;
+        let graph = (self.tracer)(batch, config, &self.mode)?;
+        let graph = self.executor.operations().describe(graph)?;
+        self.mode.decide(&graph)?;
+        match lower_all(graph, &self.mode)? {
+            Lowered::Whole(graph) => {
+                self.agree(&graph)?;
+                Ok(Compiled::Whole(Arc::new(graph)))
+            }
+            Lowered::Iteration(iteration) => {
+                self.agree(&iteration.main)?;
+                Ok(Compiled::Iteration {
+                    setup: Arc::new(iteration.setup),
+                    main: Arc::new(iteration.main),
+                    cleanup: Arc::new(iteration.cleanup),
+                })
+            }
+        }
+    }
+
+    /// Makes sure that all ranks have the same graph.
+    fn agree(&self, graph: &Graph) -> Result<(), Error> {
+        let fingerprint = graph.fingerprint().to_le_bytes().to_vec();
+        let all = self.mode.group.exchange("compiled graph", fingerprint);
+        let all = all.map_err(|source| Error::Collective {
+            node: 0,
+            source: Arc::new(source),
+        })?;
+        match all.iter().position(|other| *other != all[0]) {
+            Some(rank) => Err(Error::GraphsDiffer { rank }),
+            None => Ok(()),
+        }
+    }
+
+    /// The graph of the last step, or of the batch prepared last; `None` before.
+    pub fn graph(&self) -> Option<&Graph> {
+        self.current.as_deref()
+    }
+
+    /// Makes the graph for a batch, as [`step`](Self::step) would, and runs nothing. All ranks must call it.
+    ///
+    /// # Errors
+    ///
+    /// Those of tracing.
+    pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
+        Ok(self.prepare(learning_rate, batch)?.graph)
+    }
+
+    /// How many graphs have been traced so far.
+    pub fn num_traces(&self) -> usize {
+        self.num_traces
+    }
+
+    /// Number of steps done.
+    pub fn num_steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// What this rank's tensors take.
+    pub fn memory(&self) -> &MemoryTable {
+        self.executor.table()
+    }
+
+    /// Begins a new measurement of the peak.
+    pub fn reset_peak(&mut self) {
+        self.executor.table_mut().reset_peak();
+    }
+
+    /// The tensors of the module in the order in which it is visited.
+    pub fn parameters(&self) -> &[ParameterSpec] {
+        &self.specs
+    }
+}
+
+impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CompiledStep")
+            .field("mode", &self.mode)
+            .field("steps", &self.steps)
+            .field("graphs", &self.graphs.len())
+            .finish_non_exhaustive()
+    }
+}
