@@ -126,7 +126,7 @@ impl FusedOperation {
     /// Whether it costs little more than to read and write its operands, so that it is worth to
     /// compute it again to save memory.
     pub fn is_cheap(self) -> bool {
-        matches!(self, Self::Gelu | Self::LayerNorm)
+        matches!(self, Self::LayerNorm)
     }
 
     /// What a call takes.
