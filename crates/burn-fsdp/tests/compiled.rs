@@ -395,7 +395,7 @@ fn another_model_and_parameters_of_different_ages_are_refused_and_nothing_change
         let younger = tempfile::tempdir().expect("a folder");
         save_to(younger.path(), world.clone(), taken, 2)?;
         let saved = Checkpoints::new(younger.path()).newest()?;
-        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
+        let mut step = compiled_step(Mode::data_parallel(world, DataParallel::FullyShard))?;
         let message = restore_compiled(&mut step, &saved).unwrap_err().to_string();
         assert!(message.contains("different numbers of steps"), "{message}");
         assert_eq!(step.num_steps(), 0);

@@ -70,7 +70,7 @@ pub enum Error {
 
     /// A tensor cannot lie on the mesh as asked.
     #[error(
-        "{what} \"{name}\" of shape {shape:?} cannot be {placement} on axis {axis}: {reason}; choose \
+        "{what} \"{name}\" of shape {shape:?} cannot be {placement}: {reason}; choose \
          another placement, or replicate it"
     )]
     Placement {
@@ -78,9 +78,7 @@ pub enum Error {
         what: &'static str,
         /// Its path or name.
         name: String,
-        /// The mesh axis.
-        axis: String,
-        /// The placement asked for.
+        /// The placement asked for, and the mesh axis.
         placement: String,
         /// Shape of the whole.
         shape: Vec<usize>,

@@ -67,7 +67,7 @@ fn clipping_and_switching_wait_for_the_backward_of_a_forward() {
         assert_refused(calls(&model), "Forward", "`reset` the module");
         reset(&model)?;
         assert_allowed(calls(&model));
-        let plain = device.clone().without_autodiff();
+        let plain = device.without_autodiff();
         drop(model.valid().loss(world.rank(), 1, &plain));
         assert_allowed(calls(&model));
         Ok(())

@@ -159,8 +159,7 @@ fn check(
     let refuse = |axis: &AxisPlacement, reason: String| Error::Placement {
         what,
         name: name.to_owned(),
-        axis: axis.axis.to_string(),
-        placement: axis.placement.to_string(),
+        placement: format!("{} on axis {}", axis.placement, axis.axis),
         shape: shape.to_vec(),
         reason,
     };
