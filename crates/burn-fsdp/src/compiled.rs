@@ -10,7 +10,7 @@ use burn_fsdp_checkpoint::{
     Cut, ExpectedTensor, Extra, Layout, Region, Snapshot, Step, TensorEntry, TensorKind,
     TensorSpec, WritePlan,
 };
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::load_local_state;
 use burn_fsdp_spmd::graph::ParameterLayout;
 use burn_fsdp_spmd::place::{AxisPlacement, local_shape};
@@ -67,7 +67,7 @@ pub fn snapshot_compiled<B: Batch>(
         let layout = match step.layout(&path)? {
             ParameterLayout::Whole => Layout::replicated(mesh),
             ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
-            ParameterLayout::Placed(placements) => placed(mesh, &placements),
+            ParameterLayout::Placed(placements) => placed(mesh, &placements, axis)?,
         };
         let kind = match is_trained {
             true => TensorKind::Parameter,
@@ -184,16 +184,29 @@ pub fn restore_compiled<B: Batch>(
     Ok(())
 }
 
-/// The user's placements on the axes of a mesh.
-fn placed(mesh: &Mesh, placements: &[AxisPlacement]) -> Layout {
-    let along = |name: &str| {
-        let found = placements.iter().find(|placement| *placement.axis == *name);
-        found.map_or(Placement::Replicate, |found| found.placement)
-    };
-    Layout {
-        placements: mesh.axes().iter().map(|axis| along(&axis.name)).collect(),
-        cut: Cut::Dims,
+/// Placements on the axes of a mesh; those on a single axis are on `axis`, whatever the step calls it.
+fn placed(
+    mesh: &Mesh,
+    placements: &[AxisPlacement],
+    axis: &str,
+) -> Result<Layout, CheckpointError> {
+    let mut layout = Layout::replicated(mesh);
+    for placement in placements {
+        let name = match placements.len() {
+            1 => axis,
+            _ => &placement.axis,
+        };
+        // An axis that the mesh has not is an error that names both.
+        mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
+        let axes = mesh.axes().iter().zip(&mut layout.placements);
+        for (axis, on) in axes {
+            if axis.name == *name {
+                *on = placement.placement;
+            }
+        }
     }
+    layout.cut = Cut::Dims;
+    Ok(layout)
 }
 
 /// Where a rank's part of a tensor lies, and its shape.
@@ -218,7 +231,8 @@ impl Place {
             }
             ParameterLayout::Placed(placements) => {
                 let mesh = step.mesh()?;
-                let layout = placed(&mesh, &placements);
+                let axis = mesh.axes().first().map_or("", |axis| axis.name.as_str());
+                let layout = placed(&mesh, &placements, axis)?;
                 Self {
                     region: layout.region(&spec.shape, &mesh, step.rank())?,
                     shape: local_shape(&spec.shape, &placements),

@@ -265,6 +265,7 @@ fn what_one_engine_saved_the_other_restores_to_the_bit() {
         (SHARDED, SHARDED),
         (ROWS, Engine::Columns),
         (Engine::Columns, REPLICATED),
+        (ROWS, Engine::Compiled(DataParallel::Default)),
     ] {
         for ranks in [[1, 2], [2, 2], [3, 2]] {
             let [from, to] = [(), ()].map(|()| tempfile::tempdir().expect("a folder"));

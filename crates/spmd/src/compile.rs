@@ -23,7 +23,8 @@ pub use step::CompiledStep;
 /// arguments.
 ///
 /// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
-/// gives on rank 0; no rank ever holds more than its shards and one whole parameter.
+/// gives on rank 0; no rank ever holds more than its part and one whole parameter, but for
+/// [`DataParallel::Default`](crate::DataParallel::Default), whose parts are known with the first graph only.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};

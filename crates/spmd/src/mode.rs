@@ -10,7 +10,7 @@ use crate::graph::{Graph, ParameterLayout};
 use crate::passes::schedule::{self, OptimizerPlace};
 use crate::passes::{DeferOptimizer, GraphTransform, Iteration, Pipeline, verify};
 use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication};
-use crate::trace::ParameterSpec;
+use crate::trace::{InputSpec, ParameterSpec};
 
 /// The mesh axis of data parallelism.
 pub(crate) const DATA_AXIS: &str = "data";
@@ -173,24 +173,25 @@ impl Mode {
         }
     }
 
-    /// Decides what is left to decide, by the first graph of the joined batch, and refuses placements of
-    /// what is not there.
+    /// Refuses placements of what is not there.
+    pub(crate) fn check_names(
+        &self,
+        specs: &[ParameterSpec],
+        inputs: &[InputSpec],
+    ) -> Result<(), Error> {
+        let Division::Expand(mesh, expand) = &self.division else {
+            return Ok(());
+        };
+        let trained = specs.iter().filter(|spec| spec.is_trained);
+        let paths = trained.map(|spec| spec.path.as_ref());
+        let names = inputs.iter().map(|input| input.name.as_str());
+        expand.check_names(mesh.layout(), paths, names)
+    }
+
+    /// Decides what is left to decide, by the first graph of the joined batch.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &self.division {
-            Division::DataParallel(_) | Division::Least(Some(_)) => Ok(()),
-            Division::Expand(mesh, expand) => {
-                let parameters = graph.parameters().iter();
-                let parameters = parameters.filter(|parameter| !parameter.is_buffer);
-                let inputs = graph.inputs().iter().filter_map(|id| {
-                    let value = graph.value(*id)?;
-                    match &value.role {
-                        crate::graph::Role::Input(name) => Some(name.as_ref()),
-                        _ => None,
-                    }
-                });
-                let paths = parameters.map(|parameter| parameter.path.as_ref());
-                expand.check_names(mesh.layout(), paths, inputs)
-            }
+            Division::DataParallel(_) | Division::Expand(..) | Division::Least(Some(_)) => Ok(()),
             Division::Least(None) => {
                 let mesh = self.mesh()?;
                 let found = least_communication(graph, &mesh, DATA_AXIS)?;
@@ -208,8 +209,7 @@ impl Mode {
                 schedule::pipeline(num_ranks, *style, &self.options, &self.transforms)
             }
             Division::Least(None) => {
-                let style = DataParallel::Default;
-                schedule::pipeline(num_ranks, style, &self.options, &self.transforms)
+                return Err(Error::Internal("placements are not decided".to_owned()));
             }
             Division::Expand(_, expand) | Division::Least(Some(expand)) => {
                 let insert = ExpandPlacements {
@@ -242,7 +242,9 @@ pub(crate) enum Lowered {
 ///
 /// Those of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    Ok(match lower_all(graph, mode)? {
+    let mut mode = mode.clone();
+    mode.decide(&graph)?;
+    Ok(match lower_all(graph, &mode)? {
         Lowered::Whole(graph) => graph,
         Lowered::Iteration(iteration) => iteration.main,
     })

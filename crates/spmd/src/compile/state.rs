@@ -23,30 +23,68 @@ pub(super) enum Restored {
 }
 
 impl Restored {
-    /// As this rank holds it in a graph.
-    pub(super) fn into_local(
-        self,
-        parameter: &Parameter,
-        slot: &str,
-        mode: &Mode,
-    ) -> Result<TensorData, Error> {
-        let (shape, data) = match &self {
-            Self::Whole(data) => (parameter.shape.clone(), data),
-            Self::Part(data) => (part_shape(&parameter.shape, &parameter.layout, mode), data),
+    /// Refuses what is not a state of that place.
+    fn check(&self, place: &Parameter, slot: &str, mode: &Mode) -> Result<(), Error> {
+        let (shape, data) = match self {
+            Self::Whole(data) => (place.shape.clone(), data),
+            Self::Part(data) => (part_shape(&place.shape, &place.layout, mode), data),
         };
-        if data.shape().to_vec() != shape || data.dtype() != parameter.dtype {
-            return Err(Error::mismatch(
+        match data.shape().to_vec() == shape && data.dtype() == place.dtype {
+            true => Ok(()),
+            false => Err(Error::mismatch(
                 "optimizer state",
-                format!("{} {slot}", parameter.path),
-                (&shape, parameter.dtype),
+                format!("{} {slot}", place.path),
+                (&shape, place.dtype),
                 data,
-            ));
+            )),
         }
-        Ok(match self {
-            Self::Whole(data) => localize(&data, &parameter.layout, mode)?,
-            Self::Part(data) => padded(data, &parameter.layout),
-        })
     }
+
+    /// As this rank holds it in a graph.
+    fn into_local(self, place: &Parameter, mode: &Mode) -> Result<TensorData, Error> {
+        match self {
+            Self::Whole(data) => localize(&data, &place.layout, mode),
+            Self::Part(data) => Ok(padded(data, &place.layout)),
+        }
+    }
+}
+
+/// A state of the optimizer as if it were a parameter: one of the parameter's shape is divided like it, and any
+/// other is whole.
+fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
+    let parameter = graph.parameter(path);
+    let states = parameter.map(|parameter| parameter.states.as_slice());
+    let states = states.unwrap_or_default().iter();
+    let named = states.filter_map(|id| {
+        let value = graph.value(*id)?;
+        match &value.role {
+            Role::State { slot, .. } => Some((value, slot)),
+            _ => None,
+        }
+    });
+    let named: Vec<_> = named.collect();
+    let found = named.iter().find(|(_, other)| ***other == *slot);
+    let (Some(parameter), Some((value, _))) = (parameter, found) else {
+        let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
+        return Err(Error::UnknownName {
+            what: "optimizer state",
+            name: format!("{path} {slot}"),
+            known: known.join(", "),
+        });
+    };
+    let like = graph.value(parameter.value);
+    let is_like = like.is_some_and(|like| like.shape == value.shape);
+    let (shape, layout) = match is_like {
+        true => (parameter.shape.clone(), parameter.layout.clone()),
+        false => (value.shape.clone(), ParameterLayout::Whole),
+    };
+    Ok(Parameter {
+        value: value.id,
+        shape,
+        layout,
+        dtype: value.dtype,
+        ..parameter.clone()
+    })
 }
 
 /// A part as tensors hold it.
@@ -105,7 +143,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.spec(path)?;
         self.flush()?;
         if let Some(initial) = &self.initial {
-            return initial.local(path);
+            let layout = initial.layout(path)?;
+            return Ok(unpadded(initial.local(path)?, layout, &self.mode));
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
@@ -151,13 +190,11 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         };
         let (parameter, _) = self.located(path)?;
         let mut states = Vec::new();
-        for id in &parameter.states {
-            let Some(Role::State { slot, .. }) = graph.value(*id).map(|v| &v.role) else {
-                continue;
-            };
-            if self.executor.has(*id) {
-                let local = self.executor.get(*id)?;
-                states.push((slot.to_string(), self.whole(&parameter, &local)?));
+        for (id, slot) in self.slots(&parameter) {
+            if self.executor.has(id) {
+                let local = self.executor.get(id)?;
+                let place = state_of(&graph, path, &slot)?;
+                states.push((slot, self.whole(&place, &local)?));
             }
         }
         Ok(states)
@@ -189,31 +226,19 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
 
     /// Puts the states that were set where a graph has them.
     pub(super) fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
-        for ((path, slot), data) in std::mem::take(&mut self.restored) {
-            let parameter = graph.parameter(&path);
-            let states = parameter
-                .map(|parameter| parameter.states.as_slice())
-                .unwrap_or_default();
-            let named = states
-                .iter()
-                .filter_map(|id| Some((*id, graph.value(*id)?)));
-            let named: Vec<_> = named
-                .filter_map(|(id, value)| match &value.role {
-                    Role::State { slot, .. } => Some((id, slot.clone())),
-                    _ => None,
-                })
-                .collect();
-            let found = named.iter().find(|(_, other)| **other == *slot);
-            let (Some(parameter), Some((id, _))) = (parameter, found) else {
-                let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
-                return Err(Error::UnknownName {
-                    what: "optimizer state",
-                    name: format!("{path} {slot}"),
-                    known: known.join(", "),
-                });
-            };
-            let local = data.into_local(parameter, &slot, &self.mode)?;
-            self.executor.set(*id, local);
+        // What does not fit is found before anything is set.
+        let mut places = Vec::with_capacity(self.restored.len());
+        for ((path, slot), data) in &self.restored {
+            let place = state_of(graph, path, slot)?;
+            data.check(&place, slot, &self.mode)?;
+            places.push(place);
+        }
+        for (place, data) in places
+            .iter()
+            .zip(std::mem::take(&mut self.restored).into_values())
+        {
+            let local = data.into_local(place, &self.mode)?;
+            self.executor.set(place.value, local);
         }
         Ok(())
     }
@@ -359,7 +384,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.spec(path)?;
         self.flush()?;
         let key = (path.to_owned(), slot.to_owned());
-        self.restored.insert(key, Restored::Part(data));
+        // As long as nothing is cut, a part is the whole, whatever the first graph will make of it.
+        let restored = match self.layout(path)? {
+            ParameterLayout::Whole => Restored::Whole(data),
+            _ => Restored::Part(data),
+        };
+        self.restored.insert(key, restored);
         Ok(())
     }
 

@@ -119,8 +119,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self
     }
 
-    /// Runs one train step and returns the loss, averaged over the ranks. All ranks must call it,
-    /// each with its part of the batch, all parts of the same shapes.
+    /// Runs one train step and returns the loss: the mean over the ranks in data parallelism, that of the
+    /// joined batch by placements. All ranks must call it, each with its part of the batch, all parts of
+    /// the same shapes.
     ///
     /// # Errors
     ///
@@ -153,11 +154,6 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         batch: &B,
         timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
-        if let Some(reason) = &self.poisoned {
-            return Err(Error::Poisoned {
-                reason: reason.clone(),
-            });
-        }
         let Prepared {
             graph,
             scalars,
@@ -197,6 +193,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// [`Error::Execution`].
     pub fn flush(&mut self) -> Result<(), Error> {
+        self.expect_defined()?;
         let Some(pending) = self.pending.take() else {
             return Ok(());
         };
@@ -218,11 +215,22 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     fn poison(&mut self, error: &Error) {
         if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
             self.poisoned = Some(error.to_string());
+            self.pending = None;
+        }
+    }
+
+    fn expect_defined(&self) -> Result<(), Error> {
+        match &self.poisoned {
+            Some(reason) => Err(Error::Poisoned {
+                reason: reason.clone(),
+            }),
+            None => Ok(()),
         }
     }
 
     /// The graph for such a batch, made if there is none, and the scalars that it runs with.
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        self.expect_defined()?;
         let scalars = self.scalars.peek(learning_rate)?;
         let step = match self.steps {
             0 => OptimizerStep::First,
@@ -311,6 +319,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         batch: &B,
         step: OptimizerStep,
     ) -> Result<Compiled, Error> {
+        self.mode.check_names(&self.specs, &specs_of(batch)?)?;
         let config = TraceConfig {
             step,
             learning_rate,

@@ -11,8 +11,8 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 ///
 /// | kind | input of a part | output of a part |
 /// |---|---|---|
-/// | all-gather | flat shard, `[chunk_len]` | the whole, any shape of `num_elements` |
-/// | reduce-scatter | the whole, any shape | flat shard, `[chunk_len]`, padding zero |
+/// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
+/// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
 /// | all-reduce | the whole | the whole |
 ///
 /// Where the operation is split in two nodes, that of stage [`Stage::Start`] has the inputs above and
@@ -52,9 +52,9 @@ pub enum CollectiveKind {
 pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
-    /// Gradients and the loss, which nothing but the optimizer reads.
+    /// Gradients and the loss, whose results nothing but the optimizer reads.
     Gradient,
-    /// What the next operations read.
+    /// What the next operations read, or what is not there before this node runs.
     Activation,
 }
 

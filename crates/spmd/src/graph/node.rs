@@ -64,7 +64,7 @@ impl Default for CustomProfile {
 
 /// Makes a slice depend on the rank: the operation has the ranges of the first rank of an axis, and those
 /// of `dim` begin `len` elements later on every next one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AxisShift {
     /// The mesh axis.
     pub axis: Arc<str>,

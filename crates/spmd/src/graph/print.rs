@@ -6,6 +6,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
 
 use super::{Graph, Node, Role, Value};
+use crate::mode::DATA_AXIS;
 
 /// One line per given value, node and update; see the [module](super) for an example. Values that a
 /// node takes the memory of are marked with `!`.
@@ -66,6 +67,10 @@ impl fmt::Display for Line<'_> {
         write!(f, " {}", node.phase)?;
         if let Some(collective) = &node.collective {
             write!(f, " [{}]", collective.label)?;
+            // Where there is only one axis, it is data.
+            if *collective.axis != *DATA_AXIS {
+                write!(f, " on {}", collective.axis)?;
+            }
         }
         let role = node.outputs().find_map(|id| gradient(graph, id));
         match role {
@@ -98,9 +103,11 @@ pub(super) fn fingerprint(graph: &Graph) -> u64 {
     }
     for node in &graph.nodes {
         node.operation.hash(&mut hasher);
-        (node.phase, node.scalars).hash(&mut hasher);
+        (node.phase, node.scalars, &node.shift).hash(&mut hasher);
         if let Some(collective) = &node.collective {
             (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
+            let reduction = collective.reduction.map(|op| op.to_string());
+            (&collective.axis, reduction, collective.payload).hash(&mut hasher);
         }
     }
     for update in &graph.updates {

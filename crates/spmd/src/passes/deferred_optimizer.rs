@@ -46,7 +46,7 @@ impl DeferOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::PassOrder`] after [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before
     /// collectives are inserted.
     pub fn split(self, graph: Graph) -> Result<Iteration, Error> {
         let parts = Parts::of(graph)?;
@@ -63,6 +63,12 @@ impl DeferOptimizer {
             cleanup: finish(parts.cleanup())?,
         })
     }
+}
+
+/// Whether an update is the optimizer's: those of buffers are forward's.
+fn of_optimizer(graph: &Graph, update: &Update) -> bool {
+    let role = graph.value(update.into).map(|value| &value.role);
+    matches!(role, Some(Role::Parameter(_) | Role::State { .. }))
 }
 
 /// A step in its parts.
@@ -98,6 +104,10 @@ impl Parts {
             let Some(gradient) = parameter.gradient else {
                 continue;
             };
+            // Parameters that are added to each other share a gradient.
+            if pending.contains_key(&gradient) {
+                continue;
+            }
             let given = TensorId::new(FIRST_PENDING + parameter.value.value());
             let mut value = graph
                 .value(gradient)
@@ -112,6 +122,12 @@ impl Parts {
         let mut optimizer: BTreeMap<Arc<str>, Vec<Node>> = BTreeMap::new();
         for mut node in graph.take_nodes() {
             match (node.phase, node.path.clone()) {
+                (Phase::Optimizer, Some(path)) if node.collective.is_some() => {
+                    return Err(Error::OptimizerNotElementwise {
+                        path: path.to_string(),
+                        operation: format!("{} among the ranks", node.name()),
+                    });
+                }
                 (Phase::Optimizer, Some(path)) => {
                     rename(&mut node.operation, &pending);
                     optimizer.entry(path).or_default().push(node);
@@ -119,7 +135,19 @@ impl Parts {
                 _ => rest.push(node),
             }
         }
-        let values: Vec<TensorId> = graph.parameters().iter().map(|p| p.value).collect();
+        // Some optimizers keep the first gradient as it is.
+        let is_optimizers: Vec<bool> = graph
+            .updates()
+            .iter()
+            .map(|u| of_optimizer(&graph, u))
+            .collect();
+        for (update, is_optimizers) in graph.updates_mut().iter_mut().zip(is_optimizers) {
+            if let Some(given) = pending.get(&update.from).filter(|_| is_optimizers) {
+                update.from = *given;
+            }
+        }
+        let trained = graph.parameters().iter().filter(|p| !p.is_buffer);
+        let values: Vec<TensorId> = trained.map(|p| p.value).collect();
         let updates = graph.updates().iter();
         let new_values = updates
             .filter(|update| values.contains(&update.into))
@@ -132,12 +160,6 @@ impl Parts {
             pending,
             new_values,
         })
-    }
-
-    /// Whether an update is the optimizer's.
-    fn is_optimizers(&self, update: &Update) -> bool {
-        let mut nodes = self.optimizer.values().flatten();
-        nodes.any(|node| node.outputs().any(|output| output == update.from))
     }
 
     fn feed_pending(&self, graph: &mut Graph) {
@@ -153,10 +175,11 @@ impl Parts {
         let mut graph = self.graph.clone();
         graph.set_nodes(self.rest.clone());
         let kept: Vec<Update> = graph.updates().to_vec();
-        let kept = kept
+        let kept: Vec<Update> = kept
             .into_iter()
-            .filter(|update| !self.is_optimizers(update));
-        *graph.updates_mut() = kept.collect();
+            .filter(|update| !of_optimizer(&graph, update))
+            .collect();
+        *graph.updates_mut() = kept;
         self.feed_pending(&mut graph);
         graph
     }
@@ -190,8 +213,11 @@ impl Parts {
         graph.detach_batch();
         graph.set_nodes(self.optimizer.values().flatten().cloned().collect());
         let kept: Vec<Update> = graph.updates().to_vec();
-        let kept = kept.into_iter().filter(|update| self.is_optimizers(update));
-        *graph.updates_mut() = kept.collect();
+        let kept: Vec<Update> = kept
+            .into_iter()
+            .filter(|update| of_optimizer(&graph, update))
+            .collect();
+        *graph.updates_mut() = kept;
         graph
     }
 }

@@ -32,6 +32,9 @@ use crate::place::{DataParallel, ExpandPlacements, least_communication};
 /// ```
 ///
 /// The loss is averaged, too, so that every rank returns that of the whole batch.
+///
+/// With [`DataParallel::Default`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
+/// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
     /// Number of ranks that divide the batch.
@@ -239,9 +242,13 @@ impl Insertion<'_> {
     fn average(&mut self, nodes: Vec<Node>) -> Result<(), Error> {
         let loss = self.graph.loss();
         let parameters = self.graph.parameters().iter().enumerate();
-        let owners: BTreeMap<TensorId, usize> = parameters
-            .filter_map(|(index, parameter)| Some((parameter.gradient?, index)))
-            .collect();
+        // Parameters that are added to each other share a gradient.
+        let mut owners: BTreeMap<TensorId, Vec<usize>> = BTreeMap::new();
+        for (index, parameter) in parameters {
+            if let Some(gradient) = parameter.gradient {
+                owners.entry(gradient).or_default().push(index);
+            }
+        }
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
@@ -257,8 +264,8 @@ impl Insertion<'_> {
                     let mean = self.reduce(&mut scheduled, output, &"loss".into(), None, phase)?;
                     self.graph.set_loss(mean);
                 }
-                if let Some(owner) = owners.get(&output).copied() {
-                    let parameter = &self.graph.parameters()[owner];
+                if let Some(owners) = owners.get(&output) {
+                    let parameter = &self.graph.parameters()[owners[0]];
                     let (path, layout) = (parameter.path.clone(), parameter.layout.clone());
                     let partition = match layout {
                         ParameterLayout::Flat(partition) => Some(partition),
@@ -266,8 +273,16 @@ impl Insertion<'_> {
                     };
                     let mean = self.reduce(&mut scheduled, output, &path, partition, phase)?;
                     self.averaged.insert(output, mean);
-                    self.graph.parameters_mut()[owner].gradient = Some(mean);
+                    for owner in owners {
+                        self.graph.parameters_mut()[*owner].gradient = Some(mean);
+                    }
                 }
+            }
+        }
+        // Some optimizers keep the first gradient as it is.
+        for update in self.graph.updates_mut() {
+            if let Some(mean) = self.averaged.get(&update.from) {
+                update.from = *mean;
             }
         }
         self.graph.set_nodes(scheduled);

@@ -51,9 +51,13 @@ impl GraphTransform for Split {
                     };
                     let phase = node.phase;
                     let start = stage(Stage::Start);
-                    scheduled.push(collective_node(&graph, start, &inputs, &pending, phase)?);
+                    let start = collective_node(&graph, start, &inputs, &pending, phase)?;
                     let wait = stage(Stage::Wait);
-                    scheduled.push(collective_node(&graph, wait, &pending, &outputs, phase)?);
+                    let wait = collective_node(&graph, wait, &pending, &outputs, phase)?;
+                    scheduled.extend([start, wait].map(|half| Node {
+                        path: node.path.clone(),
+                        ..half
+                    }));
                 }
                 _ => scheduled.push(node),
             }

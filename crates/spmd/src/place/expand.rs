@@ -77,7 +77,7 @@ impl Expand {
     ) -> Result<Vec<AxisPlacement>, Error> {
         let found = placements(&self.parameters, mesh, path);
         check("parameter", path, shape, &found)?;
-        Ok(found)
+        Ok(cut(found))
     }
 
     /// How a tensor of the batch lies on the mesh. `shape` is that of the joined one.
@@ -89,7 +89,7 @@ impl Expand {
     ) -> Result<Vec<AxisPlacement>, Error> {
         let found = placements(&self.inputs, mesh, name);
         check("input", name, shape, &found)?;
-        Ok(found)
+        Ok(cut(found))
     }
 
     /// Shape of the joined tensor of the batch of which a rank has `shape`.
@@ -128,13 +128,20 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
         AxisPlacement {
             axis: Arc::from(axis.name.as_str()),
             num_ranks: axis.size,
-            placement: match wanted {
-                Some(wish) if axis.size > 1 => wish.placement,
-                _ => Placement::Replicate,
-            },
+            placement: wanted.map_or(Placement::Replicate, |wish| wish.placement),
         }
     });
     axes.collect()
+}
+
+/// Nothing is cut on an axis of one rank.
+fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
+    for axis in &mut placements {
+        if axis.num_ranks == 1 {
+            axis.placement = Placement::Replicate;
+        }
+    }
+    placements
 }
 
 /// The shape of the whole of which a rank has `shape`.

@@ -27,8 +27,10 @@ impl fmt::Display for AxisPlacement {
 pub fn local_shape(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut local = shape.to_vec();
     for placement in placements {
-        if let Placement::Shard(dim) = placement.placement {
-            local[dim] /= placement.num_ranks;
+        if let Placement::Shard(dim) = placement.placement
+            && let Some(size) = local.get_mut(dim)
+        {
+            *size /= placement.num_ranks;
         }
     }
     local

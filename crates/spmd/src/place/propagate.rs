@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::{Mesh, Placement, ReduceOp};
 use burn_ir::{OperationIr, TensorId};
 
 use super::expand::Expand;
@@ -85,8 +85,9 @@ enum Located {
 /// What has to hold of a value as soon as it is there.
 #[derive(Debug, Clone, Default)]
 struct Destination {
-    /// It is the gradient of the parameter of that index.
-    gradient: Option<usize>,
+    /// It is the gradient of the parameters of these indices: those that are added to each other share
+    /// one.
+    gradients: Vec<usize>,
     is_loss: bool,
     /// The updates that it is the source of.
     updates: Vec<usize>,
@@ -117,6 +118,9 @@ struct Placer {
     located: HashMap<TensorId, Located>,
     destinations: HashMap<TensorId, Destination>,
     parameters: Vec<On>,
+    /// Gradients as the optimizer reads them.
+    settled: HashMap<TensorId, Vec<Version>>,
+    is_optimizing: bool,
     moved: f64,
 }
 
@@ -150,7 +154,8 @@ impl Placer {
                 given.insert(*id, own.clone());
             }
             if let Some(gradient) = parameter.gradient {
-                destinations.entry(gradient).or_default().gradient = Some(index);
+                let destination = destinations.entry(gradient).or_default();
+                destination.gradients.push(index);
             }
             parameters.push(on(&placements));
             if placements
@@ -203,11 +208,16 @@ impl Placer {
             located,
             destinations,
             parameters,
+            settled: HashMap::new(),
+            is_optimizing: false,
             moved: 0.0,
         })
     }
 
     fn place(&mut self, node: Node) -> Result<(), Error> {
+        if node.phase == Phase::Optimizer && !self.is_optimizing {
+            self.begin_optimizer();
+        }
         if self.is_made_of_nothing(&node) {
             let node = Arc::new(node);
             for output in node.outputs() {
@@ -227,9 +237,39 @@ impl Placer {
             }
             return Ok(());
         }
+        if let Some(axis) = self.axes.iter().find(|axis| axis.num_ranks > 1)
+            && node.is_opaque()
+        {
+            let shape = node
+                .operation
+                .outputs()
+                .next()
+                .map(|out| out.shape.to_vec());
+            return Err(Error::RandomReplicated {
+                operation: node.name(),
+                shape: shape.unwrap_or_default(),
+                axis: axis.axis.to_string(),
+            });
+        }
         let signature = rules::signature(&node.operation);
         let strategy = self.choose(&node, &signature)?;
         self.emit(&node, &signature, strategy)
+    }
+
+    /// The optimizer reads gradients where their parameters are, and given values where they are given: what
+    /// forward and backward made of them belongs to those, and may run at another time.
+    fn begin_optimizer(&mut self) {
+        self.is_optimizing = true;
+        for (id, versions) in std::mem::take(&mut self.settled) {
+            self.located.insert(id, Located::Placed(versions));
+        }
+        for (id, located) in &mut self.located {
+            if let Located::Placed(versions) = located
+                && self.graph.is_given(*id)
+            {
+                versions.truncate(1);
+            }
+        }
     }
 
     /// Whether a node can wait until somebody wants its outputs: everything that it reads does, too.
@@ -316,7 +356,11 @@ impl Placer {
         match self.located.get(&id) {
             Some(Located::Placed(versions)) if versions.len() == 1 => {
                 let placement = versions[0].on[axis];
-                matches!(placement, Placement::Partial(_)).then_some(placement)
+                let is_sum = matches!(
+                    placement,
+                    Placement::Partial(ReduceOp::Sum | ReduceOp::Mean)
+                );
+                is_sum.then_some(placement)
             }
             _ => None,
         }
@@ -559,17 +603,24 @@ impl Placer {
             return Ok(());
         };
         let replicated = vec![Placement::Replicate; self.axes.len()];
-        if let Some(index) = destination.gradient {
-            let to = self.parameters[index].clone();
-            let new = self.fetch(id, &to, writer)?;
+        for index in destination.gradients {
+            let on = self.parameters[index].clone();
+            let new = self.fetch(id, &on, writer)?;
             let parameter = &mut self.graph.parameters_mut()[index];
             parameter.gradient = Some(new);
             let role = Role::Gradient(parameter.path.clone());
-            self.set_role(id, Role::Temporary);
+            if new != id {
+                self.set_role(id, Role::Temporary);
+                // Backward goes on with what was there: this one may wait for others.
+                if let Some(Located::Placed(versions)) = self.located.get_mut(&id) {
+                    versions.retain(|version| version.id != new);
+                }
+            }
             self.set_role(new, role);
-            // The optimizer reads it where the parameter is, and nowhere else.
-            let only = Version { id: new, on: to };
-            self.located.insert(id, Located::Placed(vec![only]));
+            let settled = self.settled.entry(id).or_default();
+            if !settled.iter().any(|version| version.on == on) {
+                settled.push(Version { id: new, on });
+            }
         }
         if destination.is_loss {
             let new = self.fetch(id, &replicated, writer)?;
@@ -581,7 +632,16 @@ impl Placer {
                 Some(Located::Placed(versions)) => versions[0].on.clone(),
                 _ => replicated.clone(),
             };
-            let new = self.fetch(id, &to, writer)?;
+            // A state that is the gradient itself.
+            let settled = self.settled.get(&id).into_iter().flatten();
+            let known = settled
+                .clone()
+                .find(|version| version.on == to)
+                .map(|v| v.id);
+            let new = match known {
+                Some(new) => new,
+                None => self.fetch(id, &to, writer)?,
+            };
             self.graph.updates_mut()[index].from = new;
         }
         self.destinations.remove(&id);
@@ -600,11 +660,8 @@ impl Placer {
             return (path.clone(), Payload::Parameter);
         }
         match self.destinations.get(&id) {
-            Some(Destination {
-                gradient: Some(index),
-                ..
-            }) => {
-                let path = self.graph.parameters()[*index].path.clone();
+            Some(Destination { gradients, .. }) if !gradients.is_empty() => {
+                let path = self.graph.parameters()[gradients[0]].path.clone();
                 (path, Payload::Gradient)
             }
             Some(Destination { is_loss: true, .. }) => ("loss".into(), Payload::Gradient),

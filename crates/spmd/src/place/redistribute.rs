@@ -346,6 +346,9 @@ impl Redistribution<'_> {
             // Only what nothing reads on its way to the optimizer may wait for others.
             payload: match self.payload {
                 Payload::Gradient if !is_last => Payload::Activation,
+                // Only what is given may be gathered earlier, and only for the model.
+                Payload::Parameter if !self.graph.is_given(input) => Payload::Activation,
+                _ if self.reader.phase == Phase::Optimizer => Payload::Activation,
                 payload => payload,
             },
             stage: Stage::Whole,

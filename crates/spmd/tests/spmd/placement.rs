@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use burn::tensor::Device;
+use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_mesh::Placement::{Replicate, Shard};
+use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
 
 use crate::compiled::seeded;
@@ -37,7 +40,7 @@ fn trained<M, B>(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
     init: fn(&Device) -> M,
-    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
+    loss: fn(&M, B) -> Tensor<1>,
     batch: impl Fn(usize, usize, &Device) -> B + Send + Sync + Clone + 'static,
 ) -> Trained
 where
@@ -383,7 +386,7 @@ fn what_cannot_lie_as_asked_is_refused_with_its_shape() {
 
 /// The error of a compiled step over inputs that are cut, on 2 ranks.
 fn refused_loss<B: Batch>(
-    loss: fn(&burn::nn::Linear, B) -> burn::tensor::Tensor<1>,
+    loss: fn(&burn::nn::Linear, B) -> Tensor<1>,
     batch: fn(&Device) -> B,
     expand: Expand,
 ) -> String {
@@ -404,10 +407,8 @@ fn what_no_rule_can_place_is_refused_with_operands_and_placements() {
     let _guard = seeded();
     // Sorting along the dim that is cut needs all of it, and integers are not moved.
     let text = refused_loss(
-        |model, x: burn::tensor::Tensor<2, burn::tensor::Int>| {
-            model.forward(x.sort(0).float()).mean()
-        },
-        |device| burn::tensor::Tensor::ones([2, 3], device),
+        |model, x: Tensor<2, burn::tensor::Int>| model.forward(x.sort(0).float()).mean(),
+        |device| Tensor::ones([2, 3], device),
         Expand::new().input("batch", "data", Shard(0)),
     );
     assert!(text.contains("NumericInt.Sort"), "{text}");
@@ -421,12 +422,12 @@ fn what_no_rule_can_place_is_refused_with_operands_and_placements() {
 fn random_numbers_that_ranks_cannot_share_are_refused_with_their_shape() {
     let _guard = seeded();
     let text = refused_loss(
-        |model, x: burn::tensor::Tensor<2>| {
+        |model, x: Tensor<2>| {
             let y = model.forward(x);
             let noise = y.random_like(burn::tensor::Distribution::Default);
             (y * noise).mean()
         },
-        |device| burn::tensor::Tensor::ones([7, 3], device),
+        |device| Tensor::ones([7, 3], device),
         // Everything is whole on both ranks, and 7 x 5 numbers cannot be drawn by halves.
         Expand::new(),
     );
@@ -438,8 +439,7 @@ fn random_numbers_that_ranks_cannot_share_are_refused_with_their_shape() {
 fn a_batch_may_be_cut_along_any_dim() {
     let _guard = seeded();
     let batch = |step, device: &Device| sequences(step, 8, device).swap_dims(0, 1);
-    let loss =
-        |model: &Encoder, x: burn::tensor::Tensor<3>| Encoder::loss(model, x.swap_dims(0, 1));
+    let loss = |model: &Encoder, x: Tensor<3>| Encoder::loss(model, x.swap_dims(0, 1));
     let init = Encoder::without_dropout;
     let expected = eager::train(init, loss, batch, STEPS, |_| 1e-2, adamw().init());
     let mode = |world: &ProcessGroup| {
@@ -453,4 +453,183 @@ fn a_batch_may_be_cut_along_any_dim() {
         batch(step, device).slice([0..6, 2 * rank..2 * rank + 2])
     });
     assert_close("cut along dim 1", &got, &expected);
+}
+
+/// Losses with SGD and momentum, whose first velocity is the gradient itself, on ranks with a mode each.
+fn with_momentum(
+    num_ranks: usize,
+    mode: impl Fn(&ProcessGroup, Options) -> Result<Mode, Error> + Send + Sync + Copy + 'static,
+    optimizer: OptimizerPlace,
+) -> Vec<f32> {
+    Device::flex().seed(1);
+    let body = move |world: ProcessGroup| -> Result<Vec<f32>, Error> {
+        let device = Device::flex();
+        let mut options = Options::default();
+        options.optimizer = optimizer;
+        let mode = mode(&world, options)?.verified();
+        let mut step = compile(Gpt::new, Gpt::loss, momentum().build(), mode)?;
+        let rows = ROWS / num_ranks;
+        (0..STEPS)
+            .map(|index| {
+                let batch = tokens(index, world.rank() * rows, rows, &device);
+                Ok(step.step(1e-1, &batch)? as f32)
+            })
+            .collect()
+    };
+    launch(LaunchConfig::new(num_ranks), body)
+        .unwrap()
+        .swap_remove(0)
+}
+
+fn momentum() -> SgdConfig {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new()))
+}
+
+#[test]
+fn an_optimizer_that_keeps_the_gradient_itself_keeps_that_of_all_ranks() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let rate = |_| 1e-1;
+    let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, rate, momentum().init());
+    let replicate = |world: &ProcessGroup, options| {
+        let mode = Mode::data_parallel(world.clone(), DataParallel::Replicate);
+        Ok(mode.with_options(options))
+    };
+    let shard = |world: &ProcessGroup, options| {
+        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        Ok(mode.with_options(options))
+    };
+    let placed = |world: &ProcessGroup, options| {
+        let mesh = mesh(world, &[("data", world.size())])?;
+        let expand = Expand::new().input("**", "data", Shard(0)).parameter(
+            "blocks.*.fc.weight",
+            "data",
+            Shard(1),
+        );
+        Ok(Mode::expand(mesh, expand).with_options(options))
+    };
+    for place in [
+        OptimizerPlace::AtEnd,
+        OptimizerPlace::InBackward,
+        OptimizerPlace::InNextForward,
+    ] {
+        for num_ranks in [1, 2, 3] {
+            for (style, losses) in [
+                ("replicate", with_momentum(num_ranks, replicate, place)),
+                ("fully shard", with_momentum(num_ranks, shard, place)),
+                ("placed", with_momentum(num_ranks, placed, place)),
+            ] {
+                for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+                    assert!(
+                        (loss - expected).abs() <= 2e-5 * expected,
+                        "{style} on {num_ranks} ranks, {place:?}, step {step}: {loss} is not {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_deferred_optimizer_and_placements_go_together() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
+    // Biases stay whole and are sliced in forward: the optimizer has nothing to do with their slices.
+    let got = trained(
+        3,
+        |world| {
+            let expand = Expand::new().parameter("blocks.*.fc.weight", "model", Shard(1));
+            let mut options = Options::default();
+            options.optimizer = OptimizerPlace::InNextForward;
+            let mode = Mode::expand(mesh(world, &[("model", 3)])?, expand);
+            Ok(mode.with_options(options))
+        },
+        Gpt::new,
+        Gpt::loss,
+        |step, _, device| tokens(step, 0, ROWS, device),
+    );
+    assert_close("deferred", &got, &expected);
+    // Running statistics are forward's, and not put off.
+    let init = Cnn::without_dropout;
+    let expected = eager::train(init, Cnn::loss, images, STEPS, |_| 1e-2, adamw().init());
+    let got = trained(
+        1,
+        |world| {
+            let mut options = Options::default();
+            options.optimizer = OptimizerPlace::InNextForward;
+            let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+            Ok(mode.with_options(options))
+        },
+        init,
+        Cnn::loss,
+        |step, _, device| images(step, device),
+    );
+    assert_same(&got, &expected);
+}
+
+/// A layer whose parameters are used in ways that share gradients.
+#[derive(burn::module::Module, Debug)]
+struct Sums {
+    base: burn::module::Param<Tensor<2>>,
+    other: burn::module::Param<Tensor<2>>,
+    down: burn::module::Param<Tensor<2>>,
+    up: burn::module::Param<Tensor<2>>,
+}
+
+impl Sums {
+    fn new(device: &Device) -> Self {
+        let weight = |rows, columns| {
+            let init = burn::module::Initializer::Normal {
+                mean: 0.0,
+                std: 0.5,
+            };
+            init.init([rows, columns], device)
+        };
+        Self {
+            base: weight(8, 8),
+            other: weight(8, 8),
+            down: weight(8, 2),
+            up: weight(2, 8),
+        }
+    }
+
+    /// Extrema, and counts of integers, are combined over the ranks as well.
+    fn loss(&self, x: Tensor<3>) -> Tensor<1> {
+        let delta = self.down.val().matmul(self.up.val());
+        let weight = self.base.val() + self.other.val() + delta;
+        let scale = x.clone().max().neg() + x.clone().min() * -2.0;
+        let positive = x.clone().greater_elem(0.0).int().sum().float() / 100.0;
+        let [rows, time, width] = x.dims();
+        let y = x.reshape([rows * time, width]).matmul(weight);
+        y.square().mean() + scale.square() + positive
+    }
+}
+
+#[test]
+fn gradients_that_parameters_share_and_extrema_are_those_of_one_rank() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| sequences(step, 8, device);
+    let expected = eager::train(
+        Sums::new,
+        Sums::loss,
+        batch,
+        STEPS,
+        |_| 1e-2,
+        adamw().init(),
+    );
+    let part = |step: usize, rank: usize, device: &Device| {
+        sequences(step, 8, device).narrow(0, 2 * rank, 2)
+    };
+    for place in [OptimizerPlace::InBackward, OptimizerPlace::InNextForward] {
+        let mode = move |world: &ProcessGroup| {
+            let mut options = Options::default();
+            options.optimizer = place;
+            let expand = Expand::new().input("batch", "data", Shard(0));
+            let mode = Mode::expand(mesh(world, &[("data", 2)])?, expand);
+            Ok(mode.with_options(options))
+        };
+        let got = trained(2, mode, Sums::new, Sums::loss, part);
+        assert_close(&format!("{place:?}"), &got, &expected);
+    }
 }

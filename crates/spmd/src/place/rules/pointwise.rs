@@ -22,17 +22,19 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     });
     // Addends go through what is linear and cheap; a product with another tensor is neither reason
     // to postpone their sum nor to make it smaller.
-    let linear = matches!(
-        operation,
-        OperationIr::NumericFloat(
-            _,
-            Numeric::Add(_)
-                | Numeric::Sub(_)
-                | Numeric::Neg(_)
-                | Numeric::MulScalar(_)
-                | Numeric::DivScalar(_)
-        )
-    );
+    let linear = match operation {
+        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
+            op,
+            Numeric::Add(_) | Numeric::Sub(_) | Numeric::Neg(_) | Numeric::MulScalar(_)
+        ),
+        _ => false,
+    };
+    let linear = linear
+        || matches!(
+            operation,
+            OperationIr::NumericFloat(_, Numeric::DivScalar(_))
+                | OperationIr::Int(burn_ir::IntOperationIr::IntoFloat(_))
+        );
     Some(match linear {
         true => signature.linear_in(operation.inputs()),
         false => signature,
