@@ -8,6 +8,8 @@ use serde::Serialize;
 use super::category::{Bytes, Category, categories};
 use super::kernel::{self, Operand, Place};
 use super::layout::Layout;
+use super::scratch::scratch;
+use super::transport::{Buffer, Transport};
 use crate::Error;
 use crate::graph::{CollectiveKind, Graph, Node, Role, Stage};
 
@@ -20,6 +22,17 @@ pub struct Moment {
     pub during: Bytes,
     /// What is there when it is done.
     pub after: u64,
+    /// What the operation allocates and frees while it runs, beside its operands and results.
+    pub scratch: u64,
+    /// What the transport holds while it runs, beside what tensors lie in.
+    pub transport: u64,
+}
+
+impl Moment {
+    /// What the process's allocator has while the node runs.
+    pub fn allocated(&self) -> u64 {
+        self.during.total() + self.scratch + self.transport
+    }
 }
 
 /// Live tensor bytes over one step on one rank.
@@ -38,9 +51,15 @@ pub struct MemoryPlan {
     pub moments: Vec<Moment>,
     /// Bytes that results did not need, because they were written over an operand.
     pub reused_in_place: u64,
-    /// The most bytes that an operation that is not Burn's allocates and frees while it runs, which
-    /// no tensor of the graph lies in.
+    /// The most bytes that one operation allocates and frees while it runs, which no tensor of the graph
+    /// lies in: known of Burn's CPU backend with one thread per rank, and of operations that are not Burn's
+    /// and say so.
     pub scratch: u64,
+    /// The most bytes at once with scratch and with what the transport holds, which is what the process's
+    /// allocator sees.
+    pub allocated: u64,
+    /// The node at which that is first reached; `None` if it is when the batch comes.
+    pub allocated_node: Option<usize>,
 }
 
 impl MemoryPlan {
@@ -85,18 +104,23 @@ impl MemoryPlan {
         heap.step(graph, rank)
     }
 
-    fn record(&mut self, node: Option<usize>, during: Bytes, after: u64) {
-        if during.total() > self.peak.total() {
-            self.peak = during;
-            self.peak_node = node;
+    /// What is there when the batch has come, and what the transport holds then.
+    fn begin(&mut self, live: Bytes, transport: u64) {
+        self.peak = live;
+        self.allocated = live.total() + transport;
+    }
+
+    fn record(&mut self, moment: Moment) {
+        if moment.during.total() > self.peak.total() {
+            self.peak = moment.during;
+            self.peak_node = Some(moment.node);
         }
-        if let Some(node) = node {
-            self.moments.push(Moment {
-                node,
-                during,
-                after,
-            });
+        if moment.allocated() > self.allocated {
+            self.allocated = moment.allocated();
+            self.allocated_node = Some(moment.node);
         }
+        self.scratch = self.scratch.max(moment.scratch);
+        self.moments.push(moment);
     }
 }
 
@@ -107,6 +131,9 @@ struct Memory {
     num_tensors: usize,
     /// A buffer of the transport: who writes gets a copy.
     is_received: bool,
+    /// The buffer of the transport that lives as long as it. Of a copy that is the buffer it was copied
+    /// from, because the one tensor owns both.
+    buffer: Option<Buffer>,
     category: Category,
 }
 
@@ -124,6 +151,7 @@ struct Heap {
     tensors: BTreeMap<TensorId, Tensor>,
     next_memory: usize,
     live: Bytes,
+    transport: Transport,
     /// Operations write over operands that nobody else holds.
     is_reusing: bool,
 }
@@ -136,6 +164,30 @@ struct Written {
     new: Option<Memory>,
 }
 
+/// What running a node took.
+#[derive(Debug, Default)]
+struct Run {
+    during: Bytes,
+    /// Bytes written over operands.
+    reused: u64,
+    scratch: u64,
+    /// What the transport held beside what tensors lay in.
+    transport: u64,
+}
+
+/// Results of a collective.
+#[derive(Default)]
+struct Received {
+    written: Vec<Written>,
+    /// Buffers that are given back when they are there.
+    spare: Vec<Buffer>,
+    scratch: u64,
+}
+
+fn bytes_of(tensor: &TensorIr) -> u64 {
+    (tensor.shape.num_elements() * tensor.dtype.size()) as u64
+}
+
 impl Heap {
     /// What is there between steps.
     fn new(graph: &Graph) -> Self {
@@ -145,6 +197,7 @@ impl Heap {
             tensors: BTreeMap::new(),
             next_memory: 0,
             live: Bytes::default(),
+            transport: Transport::default(),
             is_reusing: true,
         };
         for value in graph.values() {
@@ -188,6 +241,7 @@ impl Heap {
                 num_bytes: (num_elements * element_size) as u64,
                 num_tensors: 0,
                 is_received: false,
+                buffer: None,
                 category: self.category(id),
             }),
         }
@@ -217,20 +271,24 @@ impl Heap {
             memory.num_tensors -= 1;
             if memory.num_tensors == 0 {
                 self.live[memory.category] -= memory.num_bytes;
+                if let Some(buffer) = memory.buffer {
+                    self.transport.give_back(buffer);
+                }
                 self.memories.remove(&tensor.memory);
             }
         }
     }
 
     /// All that the next step depends on.
-    fn state(&self) -> Vec<(TensorId, Layout, Option<Memory>)> {
+    fn state(&self) -> (Vec<(TensorId, Layout, Option<Memory>)>, Transport) {
         let tensors = self.tensors.iter();
-        tensors
+        let tensors = tensors
             .map(|(id, tensor)| {
                 let memory = self.memories.get(&tensor.memory).cloned();
                 (*id, tensor.layout.clone(), memory)
             })
-            .collect()
+            .collect();
+        (tensors, self.transport.clone())
     }
 
     /// One step, from the batch to the new parameters.
@@ -242,28 +300,33 @@ impl Heap {
             moments: Vec::new(),
             reused_in_place: 0,
             scratch: 0,
+            allocated: 0,
+            allocated_node: None,
         };
         for input in graph.inputs() {
             if let Some(value) = graph.value(*input) {
                 self.give(value.id, &value.shape, value.dtype.size());
             }
         }
-        plan.record(None, self.live, self.live.total());
+        plan.begin(self.live, self.transport.hidden_bytes());
         for (index, node) in graph.nodes().iter().enumerate() {
-            let (during, reused) = self.run_node(node, rank)?;
-            plan.reused_in_place += reused;
-            let scratch = node.custom.map_or(0, |custom| custom.scratch_bytes);
-            plan.scratch = plan.scratch.max(scratch);
+            let run = self.run_node(node, rank)?;
+            plan.reused_in_place += run.reused;
             if !node.is_drop() {
-                plan.record(Some(index), during, self.live.total());
+                plan.record(Moment {
+                    node: index,
+                    during: run.during,
+                    after: self.live.total(),
+                    scratch: run.scratch,
+                    transport: run.transport,
+                });
             }
         }
         self.finish(graph);
         Ok(plan)
     }
 
-    /// What was there while the node ran, and the bytes that it wrote over operands.
-    fn run_node(&mut self, node: &Node, rank: usize) -> Result<(Bytes, u64), Error> {
+    fn run_node(&mut self, node: &Node, rank: usize) -> Result<Run, Error> {
         let stage = node.collective.as_ref().map(|collective| collective.stage);
         let taken: Vec<_> = node
             .operation
@@ -271,51 +334,100 @@ impl Heap {
             .filter(|input| input.status == TensorStatus::ReadWrite)
             .map(|input| input.id)
             .collect();
-        let mut reused = 0;
+        let mut run = Run {
+            transport: self.transport.hidden_bytes(),
+            ..Run::default()
+        };
         let written = match (&node.collective, node.is_drop()) {
-            (Some(_), _) => self.received(node, rank),
+            (Some(_), _) => {
+                let received = self.received(node, rank)?;
+                run.scratch = received.scratch;
+                // At its most before what only this operation needs is given back.
+                run.transport = self.transport.hidden_bytes();
+                for buffer in received.spare {
+                    self.transport.give_back(buffer);
+                }
+                received.written
+            }
             (None, true) => Vec::new(),
-            (None, false) => self.computed(node, &mut reused)?,
+            (None, false) => self.computed(node, &mut run)?,
         };
         if stage == Some(Stage::Wait) {
             // The results were counted when their memory was reserved.
             taken.into_iter().for_each(|id| self.remove(id));
             written.into_iter().for_each(|written| self.add(written));
-            return Ok((self.live, 0));
+            run.during = self.live;
+            return Ok(run);
         }
-        let mut during = self.live;
+        run.during = self.live;
         for memory in written.iter().filter_map(|written| written.new.as_ref()) {
-            during[memory.category] += memory.num_bytes;
+            run.during[memory.category] += memory.num_bytes;
         }
         // Results first, so that memory that they share with operands is not given up in between.
         written.into_iter().for_each(|written| self.add(written));
         taken.into_iter().for_each(|id| self.remove(id));
-        Ok((during, reused))
+        Ok(run)
     }
 
     /// Results of a collective: received in buffers of the transport, padded in memory of their own.
-    fn received(&mut self, node: &Node, rank: usize) -> Vec<Written> {
+    fn received(&mut self, node: &Node, rank: usize) -> Result<Received, Error> {
+        let mut received = Received::default();
         let Some(collective) = &node.collective else {
-            return Vec::new();
+            return Ok(received);
         };
-        let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
-        let parts = outputs.iter().zip(&collective.parts);
-        parts
-            .map(|(output, part)| {
-                let layout = Layout::contiguous(&output.shape);
-                let mut written = self.fresh(output.id, layout, None, output.dtype.size());
-                let partition = &part.partition;
-                let is_padded = collective.kind == CollectiveKind::ReduceScatter
-                    && partition.len(rank) != partition.chunk_len();
-                if let Some(memory) = &mut written.new {
-                    memory.is_received = !is_padded && collective.stage != Stage::Start;
+        let stage = collective.stage;
+        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
+        if stage != Stage::Wait {
+            // What does not lie in order is sent from a copy.
+            for input in &inputs {
+                if !self.operand(input)?.layout.is_contiguous() {
+                    received.scratch += bytes_of(input);
                 }
-                written
-            })
-            .collect()
+            }
+        }
+        let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
+        for (index, (output, part)) in outputs.iter().zip(&collective.parts).enumerate() {
+            let layout = Layout::contiguous(&output.shape);
+            let mut written = self.fresh(output.id, layout, None, output.dtype.size());
+            let partition = &part.partition;
+            let is_padded = collective.kind == CollectiveKind::ReduceScatter
+                && partition.len(rank) != partition.chunk_len();
+            let size = part.dtype.size() as u64;
+            let own = partition.len(rank) as u64 * size;
+            // Between start and wait, the buffer is that of the reserved memory.
+            let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
+            let buffer = match reserved.and_then(|input| self.detach(input.id)) {
+                Some(buffer) => buffer,
+                None => self.transport.take(match collective.kind {
+                    CollectiveKind::ReduceScatter => own,
+                    _ => partition.num_elements() as u64 * size,
+                }),
+            };
+            if collective.kind == CollectiveKind::AllReduce && stage == Stage::Whole {
+                // The slice that this rank combines.
+                received.spare.push(self.transport.take(own));
+            }
+            if is_padded && stage != Stage::Start {
+                // Filled up in bytes without alignment, which are then copied to where they have it.
+                received.scratch = received.scratch.max(bytes_of(output));
+                let buffer = self.transport.hide(buffer);
+                received.spare.push(buffer);
+            } else if let Some(memory) = &mut written.new {
+                memory.is_received = stage != Stage::Start;
+                memory.buffer = Some(self.transport.show(buffer));
+            }
+            received.written.push(written);
+        }
+        Ok(received)
     }
 
-    fn computed(&mut self, node: &Node, reused: &mut u64) -> Result<Vec<Written>, Error> {
+    /// The buffer of the memory that a tensor lies in, which does not own it any more.
+    fn detach(&mut self, id: TensorId) -> Option<Buffer> {
+        let memory = self.tensors.get(&id)?.memory;
+        self.memories.get_mut(&memory)?.buffer.take()
+    }
+
+    fn computed(&mut self, node: &Node, run: &mut Run) -> Result<Vec<Written>, Error> {
         let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
         let operands = inputs
             .iter()
@@ -324,6 +436,10 @@ impl Heap {
         let custom = node.custom.and_then(|custom| custom.written_over);
         let over = custom.and_then(|index| kernel::over_whole(operands.get(index)?, index));
         let first = over.unwrap_or_else(|| kernel::place(&node.operation, &operands));
+        run.scratch = match node.custom {
+            Some(custom) => custom.scratch_bytes,
+            None => scratch(&node.operation, &operands),
+        };
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         let mut written = Vec::new();
         let mut places = Some(first).into_iter();
@@ -337,7 +453,7 @@ impl Heap {
                 Some(Place::Over(index, layout)) => {
                     let shared = self.shared(output, inputs[index].id, layout, true);
                     if shared.new.is_none() {
-                        *reused += self.bytes_of(shared.tensor.memory);
+                        run.reused += self.bytes_of(shared.tensor.memory);
                     }
                     shared
                 }
@@ -389,7 +505,12 @@ impl Heap {
         let found = self.memories.get(&memory);
         if writes && found.is_some_and(|memory| memory.is_received) {
             let num_elements = self.bytes_of(memory) as usize / size.max(1);
-            return self.fresh(output.id, layout, Some(num_elements), size);
+            let buffer = self.detach(of).map(|buffer| self.transport.hide(buffer));
+            let mut copy = self.fresh(output.id, layout, Some(num_elements), size);
+            if let Some(memory) = &mut copy.new {
+                memory.buffer = buffer;
+            }
+            return copy;
         }
         if writes {
             self.recategorize(memory, output.id);

@@ -10,6 +10,7 @@
 //!
 //! Both are printed by `Display`, as JSON by `serde`, and as an SVG of memory over the step.
 
+mod allocated;
 mod category;
 mod estimate;
 mod extrapolate;
@@ -22,11 +23,14 @@ mod machine;
 mod memory;
 mod picture;
 mod report;
+mod scratch;
 mod time;
 mod traced;
 mod traffic;
 mod transformer;
+mod transport;
 
+pub use allocated::KernelScratch;
 pub use category::{Bytes, Category};
 pub use estimate::Estimate;
 pub use fit::{Advice, advise};
