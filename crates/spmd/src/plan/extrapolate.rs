@@ -78,7 +78,8 @@ impl Plan {
                     .count(few.memory.reused_in_place, more.memory.reused_in_place),
                 // Operations work on one block.
                 scratch: more.memory.scratch,
-                allocated: peak.total() + more.memory.allocated - more.memory.peak_bytes(),
+                allocated: line.count(few.memory.allocated, more.memory.allocated),
+                transport: line.count(few.memory.transport, more.memory.transport),
                 allocated_node: None,
                 peak,
             },

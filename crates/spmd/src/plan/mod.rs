@@ -3,7 +3,8 @@
 //! Two ways lead there:
 //!
 //! - [`Plan::new`] takes a **scheduled graph** and gives one rank's live bytes at every node, exactly as
-//!   the executor's table will count them, its collectives, its arithmetic and a time estimate.
+//!   the executor's table will count them, what the process's allocator has beside them, its collectives, its
+//!   arithmetic and a time estimate.
 //! - [`Estimate::new`] takes a [`Job`]: a decoder by its sizes, and how it is to be trained. It answers
 //!   by formula, for the eager engine and for sizes that no graph is needed for, whether the job
 //!   fits, when its peak is and what would make it fit.
@@ -16,6 +17,7 @@ mod estimate;
 mod extrapolate;
 mod fit;
 mod flops;
+mod heap;
 mod job;
 mod kernel;
 mod layout;

@@ -122,9 +122,6 @@ fn words(graph: &Graph, node: Option<usize>) -> String {
     }
 }
 
-/// How many kernels are printed.
-const NUM_KERNELS: usize = 6;
-
 /// Lines for people.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -141,22 +138,19 @@ impl fmt::Display for Plan {
             Size(without).trimmed()
         )?;
         let allocated = Size(self.memory.allocated);
-        writeln!(
-            f,
-            "process {allocated}  at {}, with the transport and what operations allocate beside their tensors",
-            self.allocated_at
-        )?;
-        for kernel in self.kernels.iter().take(NUM_KERNELS) {
-            let KernelScratch {
-                name,
-                times,
-                scratch,
-                allocated,
-            } = kernel;
-            let (scratch, allocated) = (Size(*scratch), Size(*allocated).trimmed());
+        writeln!(f, "process {allocated}  at {}", self.allocated_at)?;
+        let transport = Size(self.memory.transport);
+        writeln!(f, "        {transport}  kept by the transport, at most")?;
+        let is_near = |kernel: &&KernelScratch| {
+            // Three quarters of the peak.
+            4 * u128::from(kernel.allocated) >= 3 * u128::from(self.memory.allocated)
+        };
+        for kernel in self.kernels.iter().take_while(is_near) {
+            let (scratch, allocated) = (Size(kernel.scratch), Size(kernel.allocated).trimmed());
+            let (name, times) = (&kernel.name, kernel.times);
             writeln!(
                 f,
-                "        {scratch}  {name}, {times} times, beside its tensors; {allocated} then"
+                "        {scratch}  scratch of {name}, {times} times; {allocated} in all"
             )?;
         }
         for (kind, tally) in self.traffic.by_kind() {

@@ -306,6 +306,36 @@ fn each_operation_of_an_lstm_takes_what_was_planned() {
     check_kernels("LSTM", Recurrent::new, Recurrent::loss, sequences);
 }
 
+#[test]
+fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
+    let _alone = alone();
+    let optimizer = AdamWConfig::new().build();
+    let batch = images(&Device::flex());
+    let config = TraceConfig::default();
+    let graph = trace(WideHead::new, WideHead::loss, &optimizer, &batch, config).unwrap();
+    let passes = pipeline(2, DataParallel::FullyShard, &Options::default(), &[]);
+    let graph = passes.run(graph).unwrap();
+    let plan = Plan::new(&graph, &Machine::cpu(), 0).unwrap();
+    let largest = &plan.kernels[0];
+    assert_eq!(largest.name, "Module.Conv2dWeightBackward");
+    assert_eq!(largest.times, 2);
+    // The gradient of the second convolution's weights: operands with channels and batch swapped, the
+    // input with channels last and the gradient as weights once more, and rows of windows.
+    let (x, grad) = (16 * 32 * 30 * 30, 16 * 64 * 14 * 14);
+    let window = 16 * 14 * 14;
+    let (rows, product, packed) = (window * 16, 64 * 16, 64 * 512);
+    let scratch = 4 * (2 * x + 2 * grad + rows + product + packed);
+    assert_eq!(largest.scratch, scratch);
+    assert_eq!(largest.allocated, plan.memory.allocated);
+    let at_most = plan.memory.peak_bytes() + plan.memory.transport + largest.scratch;
+    assert!(plan.memory.allocated <= at_most);
+    let line = "scratch of Module.Conv2dWeightBackward, 2 times";
+    assert!(plan.to_string().contains(line), "{plan}");
+    println!("{plan}");
+    let json: serde_json::Value = serde_json::from_str(&plan.to_json().unwrap()).unwrap();
+    assert_eq!(json["kernels"][0]["scratch"], scratch);
+}
+
 /// A second and 300 MB are the goal on a machine of its own; here others run, too.
 #[test]
 fn thirteen_billion_parameters_are_traced_and_planned_in_little_time_and_memory() {
