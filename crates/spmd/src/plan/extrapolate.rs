@@ -1,5 +1,6 @@
 //! Many equal blocks from few.
 
+use super::allocated::KernelScratch;
 use super::category::{Bytes, Category};
 use super::flops::Flops;
 use super::memory::{MemoryPlan, Moment};
@@ -67,9 +68,7 @@ impl Plan {
             num_nodes: line.count(few.num_nodes as u64, more.num_nodes as u64) as usize,
             peak_at: format!(
                 "{}; extrapolated from {few_blocks} and {more_blocks} blocks",
-                more.peak_at
-                    .split_once(": ")
-                    .map_or(&*more.peak_at, |(_, what)| what)
+                unnumbered(&more.peak_at)
             ),
             memory: MemoryPlan {
                 at_rest: line.bytes(&few.memory.at_rest, &more.memory.at_rest),
@@ -79,8 +78,13 @@ impl Plan {
                     .count(few.memory.reused_in_place, more.memory.reused_in_place),
                 // Operations work on one block.
                 scratch: more.memory.scratch,
+                allocated: line.count(few.memory.allocated, more.memory.allocated),
+                transport: line.count(few.memory.transport, more.memory.transport),
+                allocated_node: None,
                 peak,
             },
+            kernels: kernels(line, &few.kernels, &more.kernels),
+            allocated_at: format!("{}; extrapolated", unnumbered(&more.allocated_at)),
             peak_without_reuse: line.count(few.peak_without_reuse, more.peak_without_reuse),
             traffic: Traffic {
                 all_gather: line.tally(few.traffic.all_gather, more.traffic.all_gather),
@@ -96,6 +100,25 @@ impl Plan {
             machine: more.machine.clone(),
         }
     }
+}
+
+/// A node in words without its index.
+fn unnumbered(node: &str) -> &str {
+    node.split_once(": ").map_or(node, |(_, what)| what)
+}
+
+/// Operations work on one block: each takes as much, but more often.
+fn kernels(line: Line, few: &[KernelScratch], more: &[KernelScratch]) -> Vec<KernelScratch> {
+    let kernels = more.iter().map(|kernel| {
+        let before = few.iter().find(|other| other.name == kernel.name);
+        let before = before.unwrap_or(kernel);
+        KernelScratch {
+            times: line.count(before.times, kernel.times),
+            allocated: line.count(before.allocated, kernel.allocated),
+            ..kernel.clone()
+        }
+    });
+    kernels.collect()
 }
 
 /// The moments of a plan, as if its peak were another.
@@ -118,6 +141,8 @@ fn scaled(plan: &MemoryPlan, peak: &Bytes) -> Vec<Moment> {
             node: moment.node,
             during: scale(&moment.during),
             after: (moment.after as f64 * whole) as u64,
+            scratch: moment.scratch,
+            transport: moment.transport,
         })
         .collect()
 }

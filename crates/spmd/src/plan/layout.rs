@@ -29,6 +29,11 @@ impl Layout {
         self.shape.iter().product()
     }
 
+    /// From one element to the next along a dim.
+    pub(super) fn stride(&self, dim: usize) -> isize {
+        self.strides[dim]
+    }
+
     /// Row by row without gaps. A stride of zero is a gap, even of a dim of size 1.
     pub(super) fn is_contiguous(&self) -> bool {
         if self.shape.is_empty() || self.num_elements() == 0 {

@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::allocated::KernelScratch;
 use super::category::{Bytes, Category};
 use super::flops::Flops;
 use super::machine::Machine;
@@ -52,6 +53,10 @@ pub struct Plan {
     pub peak_at: String,
     /// Live bytes over the step.
     pub memory: MemoryPlan,
+    /// The node in words at which the process's allocator has most.
+    pub allocated_at: String,
+    /// What operations allocate beside tensors, those first during which the allocator has most.
+    pub kernels: Vec<KernelScratch>,
     /// What the peak would be if no operation wrote over an operand.
     pub peak_without_reuse: u64,
     /// Collectives.
@@ -72,20 +77,13 @@ impl Plan {
     /// As [`MemoryPlan::new`].
     pub fn new(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
         let memory = MemoryPlan::new(graph, rank)?;
-        let node = memory.peak_node.and_then(|node| graph.nodes().get(node));
-        let peak_at = match (memory.peak_node, node) {
-            (Some(index), Some(node)) => {
-                let path = node.path.as_ref().map(|path| format!(" of {path}"));
-                let path = path.unwrap_or_default();
-                format!("node {index}: {} in {}{path}", node.name(), node.phase)
-            }
-            _ => "the arrival of the batch".to_owned(),
-        };
         Ok(Self {
             num_ranks: graph.num_ranks(),
             rank,
             num_nodes: graph.nodes().len(),
-            peak_at,
+            peak_at: words(graph, memory.peak_node),
+            allocated_at: words(graph, memory.allocated_node),
+            kernels: KernelScratch::of_plan(graph, &memory),
             peak_without_reuse: MemoryPlan::without_reuse(graph, rank)?.peak_bytes(),
             traffic: Traffic::of_graph(graph),
             flops: Flops::of_graph(graph),
@@ -112,6 +110,18 @@ impl Plan {
     }
 }
 
+/// A node of a peak in words.
+fn words(graph: &Graph, node: Option<usize>) -> String {
+    match node.and_then(|index| Some((index, graph.nodes().get(index)?))) {
+        Some((index, node)) => {
+            let path = node.path.as_ref().map(|path| format!(" of {path}"));
+            let path = path.unwrap_or_default();
+            format!("node {index}: {} in {}{path}", node.name(), node.phase)
+        }
+        None => "the arrival of the batch".to_owned(),
+    }
+}
+
 /// Lines for people.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -127,11 +137,20 @@ impl fmt::Display for Plan {
             "in place: without it the peak is {}",
             Size(without).trimmed()
         )?;
-        if self.memory.scratch > 0 {
-            let scratch = Size(self.memory.scratch).trimmed();
+        let allocated = Size(self.memory.allocated);
+        writeln!(f, "process {allocated}  at {}", self.allocated_at)?;
+        let transport = Size(self.memory.transport);
+        writeln!(f, "        {transport}  kept by the transport, at most")?;
+        let is_near = |kernel: &&KernelScratch| {
+            // Three quarters of the peak.
+            4 * u128::from(kernel.allocated) >= 3 * u128::from(self.memory.allocated)
+        };
+        for kernel in self.kernels.iter().take_while(is_near) {
+            let (scratch, allocated) = (Size(kernel.scratch), Size(kernel.allocated).trimmed());
+            let (name, times) = (&kernel.name, kernel.times);
             writeln!(
                 f,
-                "scratch: up to {scratch} in one operation, beside its tensors"
+                "        {scratch}  scratch of {name}, {times} times; {allocated} in all"
             )?;
         }
         for (kind, tally) in self.traffic.by_kind() {

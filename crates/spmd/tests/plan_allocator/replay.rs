@@ -1,0 +1,81 @@
+//! Runs a graph of one rank operation by operation, and says what each takes.
+
+use burn::tensor::{Bytes, DType, Shape, TensorData};
+use burn_flex::Flex;
+use burn_fsdp_spmd::graph::{Graph, Role};
+use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_router::TensorInterpreter;
+
+use crate::ALLOCATOR;
+
+/// Of every node but drops: its index, and the bytes above those between steps while it ran at most, and after it.
+/// Every step but the last is only there to leave tensors where a step leaves them.
+pub(crate) fn run(graph: &Graph, num_steps: usize) -> Vec<(usize, usize, usize)> {
+    let mut interpreter = TensorInterpreter::<Flex>::new(Default::default());
+    let given = |interpreter: &mut TensorInterpreter<Flex>, is_input: bool| {
+        for value in graph.values() {
+            let is_chosen = matches!(value.role, Role::Input(_)) == is_input;
+            if value.role.is_given() && is_chosen && !graph.constants().contains_key(&value.id) {
+                let data = zeros(&value.shape, value.dtype);
+                interpreter.register_tensor_data_id(value.id, data);
+            }
+        }
+    };
+    given(&mut interpreter, false);
+    for (id, data) in graph.constants() {
+        interpreter.register_tensor_data_id(*id, data.as_ref().clone());
+    }
+    // Does not grow while it is measured.
+    let mut measured = Vec::with_capacity(graph.nodes().len());
+    for step in 0..num_steps {
+        let at_rest = ALLOCATOR.live();
+        given(&mut interpreter, true);
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let operation = node.operation.clone();
+            ALLOCATOR.reset_peak();
+            interpreter.register_op(operation);
+            if step + 1 == num_steps && !node.is_drop() {
+                let above = |num_bytes: usize| num_bytes.saturating_sub(at_rest);
+                measured.push((index, above(ALLOCATOR.peak()), above(ALLOCATOR.live())));
+            }
+        }
+        finish(&mut interpreter, graph);
+    }
+    measured
+}
+
+/// Feeds back what the step computed, and frees what it leaves.
+fn finish(interpreter: &mut TensorInterpreter<Flex>, graph: &Graph) {
+    let free = |interpreter: &mut TensorInterpreter<Flex>, id: TensorId| {
+        let tensor = TensorIr {
+            id,
+            shape: Shape::from(vec![0]),
+            status: TensorStatus::ReadWrite,
+            dtype: DType::F32,
+        };
+        interpreter.register_op(OperationIr::Drop(tensor));
+    };
+    let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
+    for (index, update) in graph.updates().iter().enumerate() {
+        interpreter.register_alias(fresh(index), update.from);
+    }
+    let ends = graph.updates().iter().map(|update| update.from);
+    for id in ends.chain(graph.loss()) {
+        if !graph.is_given(id) {
+            free(interpreter, id);
+        }
+    }
+    for (index, update) in graph.updates().iter().enumerate() {
+        interpreter.register_alias(update.into, fresh(index));
+        free(interpreter, fresh(index));
+    }
+    for id in graph.inputs() {
+        free(interpreter, *id);
+    }
+}
+
+fn zeros(shape: &[usize], dtype: DType) -> TensorData {
+    let num_bytes = shape.iter().product::<usize>() * dtype.size();
+    let bytes = Bytes::from_bytes_vec(vec![0; num_bytes]);
+    TensorData::from_bytes(bytes, shape.to_vec(), dtype)
+}
