@@ -523,7 +523,6 @@ impl Placer {
         if let Some(version) = versions.iter().find(|version| version.on == *to) {
             return Ok(version.id);
         }
-        let (shape, _) = self.whole.get(&id).cloned().ok_or_else(undeclared)?;
         let distance = |version: &Version| {
             let axes = self.axes.iter().enumerate();
             let costs = axes.map(|(k, axis)| cost(version.on[k], to[k], 1.0, axis.num_ranks));
@@ -544,7 +543,7 @@ impl Placer {
             reader,
             moved: &mut self.moved,
         };
-        let new = redistribution.run(nearest.id, &shape, &from, &target)?;
+        let new = redistribution.run(nearest.id, &from, &target)?;
         if let Some(Located::Placed(versions)) = self.located.get_mut(&id) {
             versions.push(Version {
                 id: new,

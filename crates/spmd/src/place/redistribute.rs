@@ -6,7 +6,7 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
-use super::layout::{AxisPlacement, local_shape};
+use super::layout::AxisPlacement;
 use crate::Error;
 use crate::graph::{
     AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
@@ -70,11 +70,10 @@ pub(super) struct Redistribution<'a> {
 }
 
 impl Redistribution<'_> {
-    /// The value of `id`, which lies as `from` says, as `to` says. `shape` is that of the whole.
+    /// The value of `id`, which lies as `from` says, as `to` says.
     pub(super) fn run(
         &mut self,
         id: TensorId,
-        shape: &[usize],
         from: &[AxisPlacement],
         to: &[AxisPlacement],
     ) -> Result<TensorId, Error> {
@@ -88,7 +87,7 @@ impl Redistribution<'_> {
             if let Placement::Shard(dim) = now[axis].placement
                 && differs(&now, axis)
             {
-                id = self.all_gather(id, shape, &now, axis, dim)?;
+                id = self.all_gather(id, &now[axis], dim)?;
                 now[axis].placement = Placement::Replicate;
             }
         }
@@ -96,7 +95,7 @@ impl Redistribution<'_> {
             if let (Placement::Replicate, Placement::Shard(dim)) =
                 (now[axis].placement, to[axis].placement)
             {
-                id = self.slice(id, shape, &now, axis, dim)?;
+                id = self.slice(id, &now[axis], dim)?;
                 now[axis].placement = Placement::Shard(dim);
             }
         }
@@ -114,14 +113,14 @@ impl Redistribution<'_> {
                 .any(|(now, to)| now.placement != to.placement);
             match to[axis].placement {
                 Placement::Shard(dim) if matches!(op, ReduceOp::Sum | ReduceOp::Mean) => {
-                    id = self.reduce_scatter(id, shape, &now, axis, dim, is_last)?;
+                    id = self.reduce_scatter(id, &now[axis], op, dim, is_last)?;
                 }
                 Placement::Shard(dim) => {
-                    id = self.all_reduce(id, shape, &now, axis, op, false)?;
+                    id = self.all_reduce(id, &now[axis], op, false)?;
                     now[axis].placement = Placement::Replicate;
-                    id = self.slice(id, shape, &now, axis, dim)?;
+                    id = self.slice(id, &now[axis], dim)?;
                 }
-                _ => id = self.all_reduce(id, shape, &now, axis, op, is_last)?,
+                _ => id = self.all_reduce(id, &now[axis], op, is_last)?,
             }
             now[axis].placement = to[axis].placement;
         }
@@ -138,19 +137,26 @@ impl Redistribution<'_> {
         Ok(self.graph.read(id)?.dtype)
     }
 
+    /// Shape of a value on this rank.
+    fn shape(&self, id: TensorId) -> Result<Vec<usize>, Error> {
+        Ok(self.graph.read(id)?.shape.to_vec())
+    }
+
     fn all_reduce(
         &mut self,
         id: TensorId,
-        shape: &[usize],
-        now: &[AxisPlacement],
-        axis: usize,
+        axis: &AxisPlacement,
         op: ReduceOp,
         is_last: bool,
     ) -> Result<TensorId, Error> {
-        let local = local_shape(shape, now);
-        let out = self.temporary(local, id)?;
-        let kind = CollectiveKind::AllReduce;
-        self.collective(kind, &now[axis], Some(op), (id, out), is_last)?;
+        let out = self.temporary(self.shape(id)?, id)?;
+        self.collective(
+            CollectiveKind::AllReduce,
+            axis,
+            Some(op),
+            (id, out),
+            is_last,
+        )?;
         Ok(out)
     }
 
@@ -158,37 +164,22 @@ impl Redistribution<'_> {
     fn all_gather(
         &mut self,
         id: TensorId,
-        shape: &[usize],
-        now: &[AxisPlacement],
-        axis: usize,
+        axis: &AxisPlacement,
         dim: usize,
     ) -> Result<TensorId, Error> {
-        let local = local_shape(shape, now);
-        let num_ranks = now[axis].num_ranks;
+        let local = self.shape(id)?;
         let mut joined = local.clone();
-        joined[dim] *= num_ranks;
+        joined[dim] *= axis.num_ranks;
         let is_outermost = local[..dim].iter().all(|size| *size == 1);
-        if is_outermost {
-            let out = self.temporary(joined, id)?;
-            self.collective(
-                CollectiveKind::AllGather,
-                &now[axis],
-                None,
-                (id, out),
-                false,
-            )?;
-            return Ok(out);
-        }
-        let mut pieces = vec![num_ranks];
-        pieces.extend(&local);
+        let pieces = match is_outermost {
+            true => joined.clone(),
+            false => [&[axis.num_ranks], &local[..]].concat(),
+        };
         let gathered = self.temporary(pieces, id)?;
-        self.collective(
-            CollectiveKind::AllGather,
-            &now[axis],
-            None,
-            (id, gathered),
-            false,
-        )?;
+        self.collective(CollectiveKind::AllGather, axis, None, (id, gathered), false)?;
+        if is_outermost {
+            return Ok(gathered);
+        }
         // [ranks, a, b, c] -> [a, ranks, b, c] -> [a, ranks * b, c]
         let mut order: Vec<usize> = (1..=local.len()).collect();
         order.insert(dim, 0);
@@ -199,26 +190,20 @@ impl Redistribution<'_> {
     fn reduce_scatter(
         &mut self,
         id: TensorId,
-        shape: &[usize],
-        now: &[AxisPlacement],
-        axis: usize,
+        axis: &AxisPlacement,
+        op: ReduceOp,
         dim: usize,
         is_last: bool,
     ) -> Result<TensorId, Error> {
-        let Placement::Partial(op) = now[axis].placement else {
-            return Err(Error::Internal(format!("{} is no addend", self.label)));
-        };
-        let whole = local_shape(shape, now);
-        let num_ranks = now[axis].num_ranks;
-        let mut local = whole.clone();
-        local[dim] /= num_ranks;
-        let is_outermost = whole[..dim].iter().all(|size| *size == 1);
+        let mut local = self.shape(id)?;
+        local[dim] /= axis.num_ranks;
+        let is_outermost = local[..dim].iter().all(|size| *size == 1);
         let pieces = match is_outermost {
             true => id,
             false => {
                 // [a, ranks * b, c] -> [a, ranks, b, c] -> [ranks, a, b, c]
                 let mut split = local.clone();
-                split.insert(dim, num_ranks);
+                split.insert(dim, axis.num_ranks);
                 let split = self.reshape(id, split)?;
                 let mut order: Vec<usize> = (0..=local.len()).collect();
                 order.remove(dim);
@@ -228,21 +213,14 @@ impl Redistribution<'_> {
         };
         let out = self.temporary(local, id)?;
         let kind = CollectiveKind::ReduceScatter;
-        self.collective(kind, &now[axis], Some(op), (pieces, out), is_last)?;
+        self.collective(kind, axis, Some(op), (pieces, out), is_last)?;
         Ok(out)
     }
 
     /// This rank's part of a dim: the slice of rank 0, moved when the step runs.
-    fn slice(
-        &mut self,
-        id: TensorId,
-        shape: &[usize],
-        now: &[AxisPlacement],
-        axis: usize,
-        dim: usize,
-    ) -> Result<TensorId, Error> {
-        let mut local = local_shape(shape, now);
-        local[dim] /= now[axis].num_ranks;
+    fn slice(&mut self, id: TensorId, axis: &AxisPlacement, dim: usize) -> Result<TensorId, Error> {
+        let mut local = self.shape(id)?;
+        local[dim] /= axis.num_ranks;
         let ranges = local
             .iter()
             .map(|size| Slice::new(0, Some(*size as isize), 1))
@@ -256,7 +234,7 @@ impl Redistribution<'_> {
         });
         let mut node = self.node(id, op)?;
         node.shift = Some(AxisShift {
-            axis: now[axis].axis.clone(),
+            axis: axis.axis.clone(),
             dim,
             len,
         });
