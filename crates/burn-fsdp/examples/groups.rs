@@ -31,10 +31,11 @@ const ROWS: usize = 3;
 fn optimizer() -> ModuleOptimizer {
     let without = AdamWConfig::new().with_weight_decay(0.0);
     let norms_and_biases = ParamGroup::from_any_predicates(vec!["gamma", "beta", "bias"]);
-    AdamWConfig::new()
-        .with_weight_decay(3.0)
-        .init()
-        .with_group(norms_and_biases, without.build(), None)
+    AdamWConfig::new().with_weight_decay(3.0).init().with_group(
+        norms_and_biases,
+        without.build(),
+        None,
+    )
 }
 
 fn init(device: &Device) -> Gpt {

@@ -102,8 +102,8 @@ pub fn save<M: Module>(
     mesh: &ProcessMesh,
 ) -> Result<Saved, CheckpointError> {
     let world = mesh.world();
-    let taken = shard_axis(mesh.layout())
-        .and_then(|axis| snapshot(model, optimizer, mesh.layout(), axis));
+    let taken =
+        shard_axis(mesh.layout()).and_then(|axis| snapshot(model, optimizer, mesh.layout(), axis));
     let mut taken = agreed(world, "save, snapshot", step, taken)?;
     let training = TrainingState {
         step,

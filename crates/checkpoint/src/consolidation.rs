@@ -407,8 +407,7 @@ impl Columns<'_> {
                 for row in first_row..(first_row + TILE).min(num_rows) {
                     let from = (row * width + column) * item_bytes;
                     let to = (column * self.height + self.top + row) * item_bytes;
-                    self.bytes[to..to + item_bytes]
-                        .copy_from_slice(&rows[from..from + item_bytes]);
+                    self.bytes[to..to + item_bytes].copy_from_slice(&rows[from..from + item_bytes]);
                 }
             }
         }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use burn_fsdp_checkpoint::storage::{Memory, Storage};
 use burn_fsdp_checkpoint::{
-    Checkpoints, ConsolidationConfig, Dtype, Error, Inspection, Layout, PlainTensor, Region, Step, TensorKind,
-    TensorEntry, TensorSpec, WritePlan, consolidate_to_file, consolidate_to_folder,
+    Checkpoints, ConsolidationConfig, Dtype, Error, Inspection, Layout, PlainTensor, Region, Step,
+    TensorEntry, TensorKind, TensorSpec, WritePlan, consolidate_to_file, consolidate_to_folder,
 };
 use common::{KINDS, Kind};
 use safetensors::SafeTensors;
@@ -48,7 +48,10 @@ fn one_file_has_the_model_and_nothing_else() {
         let step = saved(&memory, kind);
         let out = Path::new("out/model.safetensors");
         let config = ConsolidationConfig::default();
-        let done = consolidate_to_file(&step, out, &config, |tensor| Some(PlainTensor::unchanged(tensor))).expect("writes");
+        let done = consolidate_to_file(&step, out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let bytes = memory.read(out).expect("there");
         let file = SafeTensors::deserialize(&bytes).expect("reads");
         assert_eq!(file.len(), model().len());
@@ -64,13 +67,18 @@ fn one_file_has_the_model_and_nothing_else() {
             model().iter().map(common::num_bytes).sum::<usize>() as u64
         );
 
-        let error = consolidate_to_file(&step, out, &config, |tensor| Some(PlainTensor::unchanged(tensor)));
+        let error = consolidate_to_file(&step, out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        });
         assert!(matches!(error, Err(Error::Exists { .. })));
         let config = ConsolidationConfig {
             replace: true,
             ..config
         };
-        consolidate_to_file(&step, out, &config, |tensor| (tensor.name == "scalar").then(|| PlainTensor::unchanged(tensor))).expect("writes");
+        consolidate_to_file(&step, out, &config, |tensor| {
+            (tensor.name == "scalar").then(|| PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let bytes = memory.read(out).expect("there");
         let file = SafeTensors::deserialize(&bytes).expect("reads");
         assert_eq!(file.names(), ["scalar"]);
@@ -90,7 +98,10 @@ fn a_folder_is_sharded_as_hugging_face_has_it() {
             max_shard_size: Some(max),
             ..ConsolidationConfig::default()
         };
-        let done = consolidate_to_folder(&step, &out, &config, |tensor| Some(PlainTensor::unchanged(tensor))).expect("writes");
+        let done = consolidate_to_folder(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let total = done.files.len();
         let mut found = BTreeSet::new();
         for (number, path) in done.files.iter().enumerate() {
@@ -123,7 +134,9 @@ fn a_folder_is_sharded_as_hugging_face_has_it() {
             let map = index["weight_map"].as_object().expect("a map");
             assert!(map.keys().eq(&found));
         }
-        let error = consolidate_to_folder(&step, &out, &config, |tensor| Some(PlainTensor::unchanged(tensor)));
+        let error = consolidate_to_folder(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        });
         assert!(matches!(error, Err(Error::Exists { .. })));
     }
 }
@@ -225,9 +238,15 @@ fn damage_leaves_no_output() {
     let config = ConsolidationConfig::default();
     let out = Path::new("out/model");
     // The last part in the file is of the narrowest elements, which are the model's.
-    let error = consolidate_to_folder(&step, out, &config, |tensor| Some(PlainTensor::unchanged(tensor))).expect_err("damaged");
+    let error = consolidate_to_folder(&step, out, &config, |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect_err("damaged");
     assert!(error.is_damage(), "{error}");
-    consolidate_to_file(&step, out, &config, |tensor| Some(PlainTensor::unchanged(tensor))).expect_err("damaged");
+    consolidate_to_file(&step, out, &config, |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect_err("damaged");
     assert_eq!(memory.list(Path::new("out")).expect("there").len(), 0);
 }
 
@@ -264,7 +283,10 @@ fn large_tensors_pass_through_in_blocks() {
     });
     let step = checkpoints.newest().expect("opens");
     let out = dir.path().join("model.safetensors");
-    consolidate_to_file(&step, &out, &ConsolidationConfig::default(), |tensor| Some(PlainTensor::unchanged(tensor))).expect("writes");
+    consolidate_to_file(&step, &out, &ConsolidationConfig::default(), |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect("writes");
     let bytes = std::fs::read(&out).expect("there");
     let file = SafeTensors::deserialize(&bytes).expect("reads");
     assert!(file.tensor("big").expect("there").data() == whole);

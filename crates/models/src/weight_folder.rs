@@ -95,7 +95,10 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelEr
         return Err(malformed(path, "not a regular file"));
     }
     if metadata.len() > MAX_INDEX_BYTES {
-        let problem = format!("{} bytes; at most {MAX_INDEX_BYTES} are read", metadata.len());
+        let problem = format!(
+            "{} bytes; at most {MAX_INDEX_BYTES} are read",
+            metadata.len()
+        );
         return Err(malformed(path, problem));
     }
     let mut json = Vec::new();

@@ -91,7 +91,10 @@ impl<A: Architecture> WeightsFile<A> {
             let all = store
                 .get_all_tensors()
                 .map_err(|error| store_error(file, &error))?;
-            stored.extend(all.iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
+            stored.extend(
+                all.iter()
+                    .map(|(name, tensor)| (name.clone(), tensor.clone())),
+            );
         }
         for spec in self.config.parameters() {
             let Some(tensor) = stored.remove(&spec.name) else {
