@@ -41,6 +41,14 @@ pub enum CheckpointError {
         /// What is wrong.
         reason: String,
     },
+    /// Another rank failed; this one has changed nothing on disk.
+    #[error("rank {rank} failed: {reason}")]
+    Peer {
+        /// The rank.
+        rank: usize,
+        /// What it said.
+        reason: String,
+    },
     /// A tensor is of a type that checkpoints do not hold.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold f64, f32, f16 and bf16")]
     Type {

@@ -47,13 +47,15 @@
 //!   backward and the optimizer.
 //! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
 //!   running states, and whether ranks agree.
-//! - [`snapshot`], [`restore`], [`steps`]: checkpoints, for any number of ranks.
+//! - [`save`], [`resume`]: checkpoints, for any number of ranks, in a call each; [`snapshot`], [`restore`] and
+//!   [`steps`] for everything else.
 //! - [`snapshot_compiled`], [`restore_compiled`], [`load_compiled`]: the same for compiled steps ([`spmd`]), so that
 //!   a model moves between the engines.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+mod checkpointer;
 mod checkpoints;
 mod compiled;
 mod file_backed;
@@ -71,6 +73,7 @@ pub use burn_fsdp_collectives::{
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
+pub use checkpointer::{Resumed, resume, save};
 pub use checkpoints::{
     CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
     snapshot,

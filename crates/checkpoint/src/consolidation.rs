@@ -1,6 +1,6 @@
 //! From a sharded step to plain safetensors files.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -9,9 +9,10 @@ use crate::folder_name::nonce;
 use crate::shard_header::{self, StoredTensor};
 use crate::staging::write_synced;
 use crate::storage;
+use crate::tensor::check_tensor;
 use crate::{Error, Region, Step, TensorEntry};
 
-/// Bytes that are in memory at a time.
+/// Bytes of tensors that are copied at a time.
 const BLOCK_BYTES: usize = 16 << 20;
 
 /// What to write, and how.
@@ -25,6 +26,9 @@ pub struct ConsolidationConfig {
     pub metadata: HashMap<String, String>,
     /// Whether to replace an output that is there. A folder is replaced only if it is empty.
     pub replace: bool,
+    /// Memory for a matrix that is written transposed. One with more bytes is read in as many passes as
+    /// it takes, each with some of its columns; at least one column is in memory.
+    pub transpose_bytes: usize,
 }
 
 impl Default for ConsolidationConfig {
@@ -33,6 +37,27 @@ impl Default for ConsolidationConfig {
             max_shard_size: None,
             metadata: HashMap::from([("format".to_owned(), "pt".to_owned())]),
             replace: false,
+            transpose_bytes: 256 << 20,
+        }
+    }
+}
+
+/// How a tensor of a step is written.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct PlainTensor {
+    /// Its name in the output.
+    pub name: String,
+    /// Whether its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and those of
+    /// PyTorch.
+    pub is_transposed: bool,
+}
+
+impl PlainTensor {
+    /// As the step has it.
+    pub fn unchanged(tensor: &TensorEntry) -> Self {
+        Self {
+            name: tensor.name.clone(),
+            is_transposed: false,
         }
     }
 }
@@ -60,21 +85,22 @@ struct WeightMetadata {
     total_size: u64,
 }
 
-/// Writes the model's tensors for which `is_wanted` into one safetensors file, whole, under their
-/// own names. [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
+/// Writes the model's tensors for which `write_as` gives a name into one safetensors file, whole.
+/// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
 /// The file is written beside and renamed, so that it is there whole or not at all. At most 16 MiB of
-/// tensors are in memory. Optimizer state is never written.
+/// tensors are in memory, and what [`transpose_bytes`](ConsolidationConfig::transpose_bytes) allows.
+/// Optimizer state is never written.
 ///
 /// # Errors
 ///
-/// [`Error::Exists`]; [`Error::Argument`] if no tensor is wanted; those of [`Step::read_into`];
-/// [`Error::Io`].
+/// [`Error::Exists`]; [`Error::Argument`] if no tensor is wanted, if two get one name, or if one that is
+/// no matrix should be transposed; those of [`Step::read_into`]; [`Error::Io`].
 pub fn consolidate_to_file(
     step: &Step,
     out: &Path,
     config: &ConsolidationConfig,
-    is_wanted: impl Fn(&TensorEntry) -> bool,
+    write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
     if !config.replace && storage.exists(out).map_err(Error::io("look for", out))? {
@@ -82,12 +108,13 @@ pub fn consolidate_to_file(
             path: out.to_owned(),
         });
     }
-    let tensors = wanted(step, is_wanted)?;
+    let tensors = wanted(step, write_as)?;
     let parent = parent(out);
     let made = storage.create_dir_all(parent);
     made.map_err(Error::io("create", parent))?;
     let partial = beside(out)?;
-    let written = write_file(step, &partial, &tensors, config).and_then(|()| {
+    let all: Vec<_> = tensors.iter().collect();
+    let written = write_file(step, &partial, &all, config).and_then(|()| {
         let renamed = storage.rename(&partial, out);
         renamed.map_err(Error::io("rename", &partial))
     });
@@ -104,7 +131,7 @@ pub fn consolidate_to_file(
     })
 }
 
-/// Writes the model's tensors for which `is_wanted` into a folder as Hugging Face's models have
+/// Writes the model's tensors for which `write_as` gives a name into a folder as Hugging Face's models have
 /// them: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on with
 /// `model.safetensors.index.json` if they do not fit
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size).
@@ -118,7 +145,7 @@ pub fn consolidate_to_folder(
     step: &Step,
     out: &Path,
     config: &ConsolidationConfig,
-    is_wanted: impl Fn(&TensorEntry) -> bool,
+    write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
     if storage.exists(out).map_err(Error::io("look for", out))? {
@@ -129,7 +156,7 @@ pub fn consolidate_to_folder(
             });
         }
     }
-    let tensors = wanted(step, is_wanted)?;
+    let tensors = wanted(step, write_as)?;
     let shards = split(&tensors, config.max_shard_size);
     let parent = parent(out);
     let made = storage.create_dir_all(parent);
@@ -158,30 +185,68 @@ pub fn consolidate_to_folder(
     })
 }
 
+/// A tensor of a step, and how it is written.
+#[derive(Debug, Clone)]
+struct Output<'a> {
+    entry: &'a TensorEntry,
+    plain: PlainTensor,
+}
+
+impl Output<'_> {
+    /// The shape in the output.
+    fn shape(&self) -> Vec<usize> {
+        let mut shape = self.entry.shape.clone();
+        if self.plain.is_transposed {
+            shape.reverse();
+        }
+        shape
+    }
+}
+
 fn wanted(
     step: &Step,
-    is_wanted: impl Fn(&TensorEntry) -> bool,
-) -> Result<Vec<&TensorEntry>, Error> {
-    let tensors = step.index().tensors.iter();
-    let tensors: Vec<_> = tensors
-        .filter(|tensor| tensor.kind.is_model() && is_wanted(tensor))
-        .collect();
-    match tensors.is_empty() {
-        true => Err(Error::Argument {
-            argument: "is_wanted",
-            expected: "true for some tensor of the model".to_owned(),
-            got: format!("false for all in {}", step.path().display()),
-        }),
-        false => Ok(tensors),
+    write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
+) -> Result<Vec<Output<'_>>, Error> {
+    let wrong = |expected: &str, got: String| Error::Argument {
+        argument: "write_as",
+        expected: expected.to_owned(),
+        got,
+    };
+    let mut names = HashSet::new();
+    let mut outputs = Vec::new();
+    for entry in step.index().tensors.iter() {
+        let plain = match entry.kind.is_model() {
+            true => write_as(entry),
+            false => None,
+        };
+        let Some(plain) = plain else { continue };
+        check_tensor(&plain.name, &entry.shape, entry.dtype)
+            .map_err(|problem| wrong("a name", format!("{:?}: {problem}", plain.name)))?;
+        if plain.is_transposed && entry.shape.len() != 2 {
+            let got = format!("{:?} of shape {:?}", entry.name, entry.shape);
+            return Err(wrong("two dims of what is transposed", got));
+        }
+        if !names.insert(plain.name.clone()) {
+            let got = format!("{:?} again, for {:?}", plain.name, entry.name);
+            return Err(wrong("a name for each tensor", got));
+        }
+        outputs.push(Output { entry, plain });
+    }
+    match outputs.is_empty() {
+        true => {
+            let got = format!("none for all in {}", step.path().display());
+            Err(wrong("a name for some tensor of the model", got))
+        }
+        false => Ok(outputs),
     }
 }
 
 /// Tensors in their order, filed until a file is full.
-fn split<'a>(tensors: &[&'a TensorEntry], max_size: Option<u64>) -> Vec<Vec<&'a TensorEntry>> {
-    let mut shards: Vec<Vec<&TensorEntry>> = Vec::new();
+fn split<'a, 'b>(tensors: &'a [Output<'b>], max_size: Option<u64>) -> Vec<Vec<&'a Output<'b>>> {
+    let mut shards: Vec<Vec<&Output<'_>>> = Vec::new();
     let mut size = 0u64;
     for tensor in tensors {
-        let with_it = size.saturating_add(tensor.num_bytes());
+        let with_it = size.saturating_add(tensor.entry.num_bytes());
         match shards.last_mut() {
             Some(shard) if max_size.is_none_or(|most| with_it <= most) => {
                 shard.push(tensor);
@@ -189,7 +254,7 @@ fn split<'a>(tensors: &[&'a TensorEntry], max_size: Option<u64>) -> Vec<Vec<&'a 
             }
             _ => {
                 shards.push(vec![tensor]);
-                size = tensor.num_bytes();
+                size = tensor.entry.num_bytes();
             }
         }
     }
@@ -199,7 +264,7 @@ fn split<'a>(tensors: &[&'a TensorEntry], max_size: Option<u64>) -> Vec<Vec<&'a 
 fn write_folder(
     step: &Step,
     dir: &Path,
-    shards: &[Vec<&TensorEntry>],
+    shards: &[Vec<&Output<'_>>],
     config: &ConsolidationConfig,
 ) -> Result<Vec<String>, Error> {
     let storage = &**step.storage();
@@ -211,16 +276,13 @@ fn write_folder(
             total => format!("model-{:05}-of-{total:05}.safetensors", number + 1),
         };
         write_file(step, &dir.join(&name), shard, config)?;
-        weight_map.extend(
-            shard
-                .iter()
-                .map(|tensor| (tensor.name.clone(), name.clone())),
-        );
+        let tensors = shard.iter().map(|tensor| tensor.plain.name.clone());
+        weight_map.extend(tensors.map(|tensor| (tensor, name.clone())));
         names.push(name);
     }
     if shards.len() > 1 {
         let path = dir.join("model.safetensors.index.json");
-        let total_size = shards.iter().map(|shard| total_size(shard)).sum();
+        let total_size = total_size(shards.iter().flatten().copied());
         let index = WeightIndex {
             metadata: WeightMetadata { total_size },
             weight_map,
@@ -237,37 +299,126 @@ fn write_folder(
 fn write_file(
     step: &Step,
     path: &Path,
-    tensors: &[&TensorEntry],
+    tensors: &[&Output<'_>],
     config: &ConsolidationConfig,
 ) -> Result<(), Error> {
     let mut tensors = tensors.to_vec();
-    tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.item_bytes()));
+    tensors.sort_by_key(|tensor| std::cmp::Reverse(tensor.entry.item_bytes()));
     let stored = tensors.iter().map(|tensor| StoredTensor {
-        name: tensor.name.clone(),
-        dtype: tensor.dtype,
-        shape: tensor.shape.clone(),
-        num_bytes: tensor.num_elements() * tensor.item_bytes(),
+        name: tensor.plain.name.clone(),
+        dtype: tensor.entry.dtype,
+        shape: tensor.shape(),
+        num_bytes: tensor.entry.num_elements() * tensor.entry.item_bytes(),
     });
     let header = shard_header::encode(stored.collect(), config.metadata.clone())
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
-    file.write_all(&header).map_err(Error::io("write", path))?;
-    let mut block = Vec::new();
+    let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
+    write(&header)?;
     for tensor in tensors {
-        let len = BLOCK_BYTES / tensor.item_bytes();
-        for start in (0..tensor.num_elements()).step_by(len) {
-            let end = (start + len).min(tensor.num_elements());
-            block.resize((end - start) * tensor.item_bytes(), 0);
-            step.read_into(&tensor.name, &Region::Flat(start..end), &mut block)?;
-            file.write_all(&block).map_err(Error::io("write", path))?;
+        match tensor.plain.is_transposed {
+            false => copy(step, tensor.entry, &mut write)?,
+            true => transpose(step, tensor.entry, config.transpose_bytes, &mut write)?,
         }
     }
     file.sync().map_err(Error::io("sync", path))
 }
 
-fn total_size(tensors: &[&TensorEntry]) -> u64 {
-    tensors.iter().map(|tensor| tensor.num_bytes()).sum()
+/// Hands on a whole tensor, block by block.
+fn copy(
+    step: &Step,
+    tensor: &TensorEntry,
+    write: &mut impl FnMut(&[u8]) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let mut block = Vec::new();
+    let len = BLOCK_BYTES / tensor.item_bytes();
+    for start in (0..tensor.num_elements()).step_by(len) {
+        let end = (start + len).min(tensor.num_elements());
+        block.resize((end - start) * tensor.item_bytes(), 0);
+        step.read_into(&tensor.name, &Region::Flat(start..end), &mut block)?;
+        write(&block)?;
+    }
+    Ok(())
+}
+
+/// Hands on a matrix column by column: as the rows of its transpose.
+///
+/// As many columns as fit `max_bytes` are put together at a time, from blocks of rows.
+fn transpose(
+    step: &Step,
+    tensor: &TensorEntry,
+    max_bytes: usize,
+    write: &mut impl FnMut(&[u8]) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let &[num_rows, num_columns] = &tensor.shape[..] else {
+        unreachable!("checked before anything was written");
+    };
+    let item_bytes = tensor.item_bytes();
+    if num_rows == 0 || num_columns == 0 {
+        return Ok(());
+    }
+    let width = (max_bytes / (num_rows * item_bytes)).clamp(1, num_columns);
+    let (mut rows, mut columns) = (Vec::new(), Vec::new());
+    for start in (0..num_columns).step_by(width) {
+        let width = width.min(num_columns - start);
+        let height = (BLOCK_BYTES / (width * item_bytes)).clamp(1, num_rows);
+        columns.resize(width * num_rows * item_bytes, 0);
+        for top in (0..num_rows).step_by(height) {
+            let height = height.min(num_rows - top);
+            rows.resize(height * width * item_bytes, 0);
+            let region = Region::Box {
+                offsets: vec![top, start],
+                sizes: vec![height, width],
+            };
+            step.read_into(&tensor.name, &region, &mut rows)?;
+            let part = Columns {
+                bytes: &mut columns,
+                height: num_rows,
+                top,
+            };
+            part.fill(&rows, width, item_bytes);
+        }
+        write(&columns)?;
+    }
+    Ok(())
+}
+
+/// Columns of a matrix, one after another.
+struct Columns<'a> {
+    bytes: &'a mut [u8],
+    /// Elements of a column.
+    height: usize,
+    /// The first row that is filled.
+    top: usize,
+}
+
+impl Columns<'_> {
+    /// Puts rows of `width` elements into their places.
+    fn fill(self, rows: &[u8], width: usize, item_bytes: usize) {
+        /// Elements of a tile's side: a tile of both sides fits the nearest cache.
+        const TILE: usize = 32;
+        let num_rows = rows.len() / (width * item_bytes);
+        for (first_row, first_column) in (0..num_rows)
+            .step_by(TILE)
+            .flat_map(|row| (0..width).step_by(TILE).map(move |column| (row, column)))
+        {
+            for column in first_column..(first_column + TILE).min(width) {
+                for row in first_row..(first_row + TILE).min(num_rows) {
+                    let from = (row * width + column) * item_bytes;
+                    let to = (column * self.height + self.top + row) * item_bytes;
+                    self.bytes[to..to + item_bytes].copy_from_slice(&rows[from..from + item_bytes]);
+                }
+            }
+        }
+    }
+}
+
+fn total_size<'a, 'b: 'a>(tensors: impl IntoIterator<Item = &'a Output<'b>>) -> u64 {
+    tensors
+        .into_iter()
+        .map(|tensor| tensor.entry.num_bytes())
+        .sum()
 }
 
 fn parent(out: &Path) -> &Path {

@@ -85,7 +85,7 @@ pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use checkpoints::{Check, Checkpoints, NewestGood, Skipped};
 pub use checksum::Checksums;
 pub use consolidation::{
-    Consolidated, ConsolidationConfig, consolidate_to_file, consolidate_to_folder,
+    Consolidated, ConsolidationConfig, PlainTensor, consolidate_to_file, consolidate_to_folder,
 };
 pub use error::{BoxError, Error};
 pub use folder_name::Ticket;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use burn_fsdp_checkpoint::storage::{Memory, Storage};
 use burn_fsdp_checkpoint::{
-    Checkpoints, ConsolidationConfig, Dtype, Error, Inspection, Layout, Region, Step, TensorKind,
-    TensorSpec, WritePlan, consolidate_to_file, consolidate_to_folder,
+    Checkpoints, ConsolidationConfig, Dtype, Error, Inspection, Layout, PlainTensor, Region, Step,
+    TensorEntry, TensorKind, TensorSpec, WritePlan, consolidate_to_file, consolidate_to_folder,
 };
 use common::{KINDS, Kind};
 use safetensors::SafeTensors;
@@ -48,7 +48,10 @@ fn one_file_has_the_model_and_nothing_else() {
         let step = saved(&memory, kind);
         let out = Path::new("out/model.safetensors");
         let config = ConsolidationConfig::default();
-        let done = consolidate_to_file(&step, out, &config, |_| true).expect("writes");
+        let done = consolidate_to_file(&step, out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let bytes = memory.read(out).expect("there");
         let file = SafeTensors::deserialize(&bytes).expect("reads");
         assert_eq!(file.len(), model().len());
@@ -64,17 +67,22 @@ fn one_file_has_the_model_and_nothing_else() {
             model().iter().map(common::num_bytes).sum::<usize>() as u64
         );
 
-        let error = consolidate_to_file(&step, out, &config, |_| true);
+        let error = consolidate_to_file(&step, out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        });
         assert!(matches!(error, Err(Error::Exists { .. })));
         let config = ConsolidationConfig {
             replace: true,
             ..config
         };
-        consolidate_to_file(&step, out, &config, |tensor| tensor.name == "scalar").expect("writes");
+        consolidate_to_file(&step, out, &config, |tensor| {
+            (tensor.name == "scalar").then(|| PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let bytes = memory.read(out).expect("there");
         let file = SafeTensors::deserialize(&bytes).expect("reads");
         assert_eq!(file.names(), ["scalar"]);
-        consolidate_to_file(&step, out, &config, |_| false).expect_err("nothing to write");
+        consolidate_to_file(&step, out, &config, |_| None).expect_err("nothing to write");
         let left: Vec<_> = memory.list(Path::new("out")).expect("there");
         assert_eq!(left.len(), 1, "{left:?}");
     }
@@ -90,7 +98,10 @@ fn a_folder_is_sharded_as_hugging_face_has_it() {
             max_shard_size: Some(max),
             ..ConsolidationConfig::default()
         };
-        let done = consolidate_to_folder(&step, &out, &config, |_| true).expect("writes");
+        let done = consolidate_to_folder(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect("writes");
         let total = done.files.len();
         let mut found = BTreeSet::new();
         for (number, path) in done.files.iter().enumerate() {
@@ -123,9 +134,96 @@ fn a_folder_is_sharded_as_hugging_face_has_it() {
             let map = index["weight_map"].as_object().expect("a map");
             assert!(map.keys().eq(&found));
         }
-        let error = consolidate_to_folder(&step, &out, &config, |_| true);
+        let error = consolidate_to_folder(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        });
         assert!(matches!(error, Err(Error::Exists { .. })));
     }
+}
+
+/// Of both dims exchanged, element by element.
+fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], item_bytes: usize) -> Vec<u8> {
+    let element = |row: usize, column: usize| {
+        let start = (row * columns + column) * item_bytes;
+        bytes[start..start + item_bytes].to_vec()
+    };
+    (0..columns)
+        .flat_map(|column| (0..rows).flat_map(move |row| element(row, column)))
+        .collect()
+}
+
+#[test]
+fn matrices_are_renamed_and_transposed_whatever_fits_into_memory() {
+    for kind in KINDS {
+        let memory = Memory::new();
+        let step = saved(&memory, kind);
+        let matrices = model().into_iter().filter(|tensor| tensor.shape.len() == 2);
+        let matrices: Vec<_> = matrices.collect();
+        assert!(matrices.len() > 1);
+        // From less than a column to everything.
+        for transpose_bytes in [0, 24, 60, 1 << 20] {
+            let out = Path::new("out/model.safetensors");
+            let config = ConsolidationConfig {
+                replace: true,
+                transpose_bytes,
+                ..ConsolidationConfig::default()
+            };
+            let done = consolidate_to_file(&step, out, &config, |tensor| {
+                (tensor.shape.len() == 2).then(|| PlainTensor {
+                    name: format!("turned.{}", tensor.name),
+                    is_transposed: true,
+                })
+            });
+            assert_eq!(done.expect("writes").num_tensors, matrices.len());
+            let bytes = memory.read(out).expect("there");
+            let file = SafeTensors::deserialize(&bytes).expect("reads");
+            for tensor in &matrices {
+                let view = file.tensor(&format!("turned.{}", tensor.name));
+                let view = view.expect("there");
+                let [rows, columns] = tensor.shape[..] else {
+                    panic!("a matrix")
+                };
+                assert_eq!(view.shape(), [columns, rows]);
+                let whole = common::part_of(tensor, &Region::whole(&tensor.shape));
+                let item_bytes = tensor.dtype.bitsize() / 8;
+                let want = transposed(&whole, [rows, columns], item_bytes);
+                assert!(view.data() == want, "{} {transpose_bytes}", tensor.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_written_is_refused_by_name() {
+    let memory = Memory::new();
+    let step = saved(&memory, Kind::Flat);
+    let out = Path::new("out/model.safetensors");
+    let config = ConsolidationConfig::default();
+    let named = |name: &str, is_transposed| {
+        let name = name.to_owned();
+        PlainTensor {
+            name,
+            is_transposed,
+        }
+    };
+    for (plain, text) in [
+        (named("same", false), "\"same\" again"),
+        (named("", false), "its name must be"),
+        (named("__metadata__", false), "its name must be"),
+    ] {
+        let error = consolidate_to_file(&step, out, &config, |_| Some(plain.clone()));
+        let error = error.expect_err("refused").to_string();
+        assert!(error.contains(text), "{error}");
+    }
+    let error = consolidate_to_file(&step, out, &config, |tensor| {
+        Some(PlainTensor {
+            is_transposed: true,
+            ..PlainTensor::unchanged(tensor)
+        })
+    });
+    let error = error.expect_err("refused").to_string();
+    assert!(error.contains("two dims"), "{error}");
+    assert!(!memory.exists(out).expect("in memory"));
 }
 
 #[test]
@@ -140,9 +238,15 @@ fn damage_leaves_no_output() {
     let config = ConsolidationConfig::default();
     let out = Path::new("out/model");
     // The last part in the file is of the narrowest elements, which are the model's.
-    let error = consolidate_to_folder(&step, out, &config, |_| true).expect_err("damaged");
+    let error = consolidate_to_folder(&step, out, &config, |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect_err("damaged");
     assert!(error.is_damage(), "{error}");
-    consolidate_to_file(&step, out, &config, |_| true).expect_err("damaged");
+    consolidate_to_file(&step, out, &config, |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect_err("damaged");
     assert_eq!(memory.list(Path::new("out")).expect("there").len(), 0);
 }
 
@@ -179,10 +283,35 @@ fn large_tensors_pass_through_in_blocks() {
     });
     let step = checkpoints.newest().expect("opens");
     let out = dir.path().join("model.safetensors");
-    consolidate_to_file(&step, &out, &ConsolidationConfig::default(), |_| true).expect("writes");
+    consolidate_to_file(&step, &out, &ConsolidationConfig::default(), |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect("writes");
     let bytes = std::fs::read(&out).expect("there");
     let file = SafeTensors::deserialize(&bytes).expect("reads");
     assert!(file.tensor("big").expect("there").data() == whole);
+
+    let out = dir.path().join("turned.safetensors");
+    let config = ConsolidationConfig {
+        transpose_bytes: 5 << 20,
+        ..ConsolidationConfig::default()
+    };
+    let turn = |tensor: &TensorEntry| {
+        let name = tensor.name.clone();
+        Some(PlainTensor {
+            name,
+            is_transposed: true,
+        })
+    };
+    consolidate_to_file(&step, &out, &config, turn).expect("writes");
+    let bytes = std::fs::read(&out).expect("there");
+    let file = SafeTensors::deserialize(&bytes).expect("reads");
+    let turned = file.tensor("big").expect("there").data();
+    let want = (0..shape[1]).flat_map(|column| (0..shape[0]).map(move |row| (row, column)));
+    for ((row, column), got) in want.zip(turned.chunks(4)) {
+        let start = (row * shape[1] + column) * 4;
+        assert_eq!(got, &whole[start..start + 4], "{row} {column}");
+    }
 }
 
 #[test]

@@ -36,9 +36,20 @@ pub(crate) struct ConsolidateArgs {
     /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
     #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
     pub(crate) max_shard_size: Option<u64>,
+    /// Names and layout of the tensors [default: torch for the models of this command, else burn]
+    #[arg(long, value_enum)]
+    pub(crate) names: Option<NamesArg>,
     /// Replace what is there
     #[arg(long)]
     pub(crate) overwrite: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum NamesArg {
+    /// Those of PyTorch, by the table of the model: what `train --init` and PyTorch read
+    Torch,
+    /// Those of the Burn module, as they are in the step
+    Burn,
 }
 
 #[derive(Debug, Args)]
@@ -118,7 +129,8 @@ pub(crate) struct ModelArgs {
     /// Seed of the initial weights and of the sample
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Start from the weights in this safetensors file (PyTorch's names and layout)
+    /// Start from the weights in this safetensors file, or folder of Hugging Face's form (PyTorch's
+    /// names and layout)
     #[arg(long, value_name = "FILE")]
     pub(crate) init: Option<PathBuf>,
     /// Write the initial weights to this safetensors file before training

@@ -1,27 +1,49 @@
 //! `burn-fsdp consolidate`.
 
+use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Write};
 
 use burn_fsdp::steps::{
-    ConsolidationConfig, TensorEntry, consolidate_to_file, consolidate_to_folder,
+    ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file, consolidate_to_folder,
 };
+use burn_fsdp_models::{ModelConfig, ParameterSpec};
 
-use crate::args::ConsolidateArgs;
+use crate::args::{ConsolidateArgs, NamesArg};
 use crate::error::{Failure, InputError};
 use crate::saving;
 
 /// Writes the model of a step as plain safetensors.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
     let step = saving::open(args.step).map_err(InputError::from)?;
+    let table = match args.names {
+        Some(NamesArg::Burn) => None,
+        Some(NamesArg::Torch) => Some(table(&step)?),
+        None => match model_of(&step) {
+            Some(_) => Some(table(&step)?),
+            None => {
+                eprintln!("note: the model has no table of names; names and layout are Burn's");
+                None
+            }
+        },
+    };
+    let defaults = ConsolidationConfig::default();
     let config = ConsolidationConfig {
         max_shard_size: args.max_shard_size,
         replace: args.overwrite,
-        ..ConsolidationConfig::default()
+        // `format: pt` is said of what PyTorch can read.
+        metadata: match table {
+            Some(_) => defaults.metadata,
+            None => HashMap::from([("producer".to_owned(), "burn-fsdp".to_owned())]),
+        },
+        ..defaults
     };
-    let all = |_: &TensorEntry| true;
+    let write_as = |tensor: &TensorEntry| match &table {
+        None => Some(PlainTensor::unchanged(tensor)),
+        Some(table) => table.get(&tensor.name).cloned(),
+    };
     let written = match args.max_shard_size {
-        None => consolidate_to_file(&step, &args.out, &config, all),
-        Some(_) => consolidate_to_folder(&step, &args.out, &config, all),
+        None => consolidate_to_file(&step, &args.out, &config, write_as),
+        Some(_) => consolidate_to_folder(&step, &args.out, &config, write_as),
     };
     let written = written.map_err(InputError::from)?;
     // Whoever reads may have stopped reading; the files are there all the same.
@@ -34,4 +56,59 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
         args.out.display()
     );
     Ok(())
+}
+
+/// The model that was saved, if it is one that this command knows.
+fn model_of(step: &Step) -> Option<ModelConfig> {
+    serde_json::from_value(step.index().model.clone()).ok()
+}
+
+/// By path, how every tensor of the step's model is written; the step has these and no others.
+fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
+    let path = step.path().to_owned();
+    let Some(model) = model_of(step) else {
+        let model = step.index().model.to_string().chars().take(100).collect();
+        return Err(InputError::NoTable { path, model });
+    };
+    let other = |expected: String, found: String| InputError::OtherTensors {
+        path: path.clone(),
+        model: model.name(),
+        expected,
+        found,
+    };
+    // Before a table is made of sizes that anyone may have written.
+    let num_tensors = step.index().tensors.len();
+    if model.num_layers() > num_tensors {
+        let expected = format!("{} layers", model.num_layers());
+        return Err(other(expected, format!("{num_tensors} tensors")));
+    }
+    let parameters = model.parameters()?;
+    let mut saved: BTreeMap<&str, &[usize]> = step
+        .index()
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.kind.is_model())
+        .map(|tensor| (tensor.name.as_str(), &tensor.shape[..]))
+        .collect();
+    for spec in &parameters {
+        let (name, shape) = (&spec.path, spec.module_shape());
+        let expected = format!("{name} of shape {shape:?}");
+        match saved.remove(name.as_str()) {
+            Some(found) if *found == shape => {}
+            Some(found) => return Err(other(expected, format!("it of shape {found:?}"))),
+            None => return Err(other(expected, "no such tensor".to_owned())),
+        }
+    }
+    if let Some((name, shape)) = saved.into_iter().next() {
+        let found = format!("{name} of shape {shape:?}");
+        return Err(other("no such tensor".to_owned(), found));
+    }
+    let entry = |spec: ParameterSpec| {
+        let plain = PlainTensor {
+            name: spec.name,
+            is_transposed: spec.is_transposed,
+        };
+        (spec.path, plain)
+    };
+    Ok(parameters.into_iter().map(entry).collect())
 }

@@ -68,6 +68,24 @@ pub(crate) enum InputError {
     #[error("{} is no model that this command knows: {problem}", path.display())]
     UnknownModel { path: PathBuf, problem: String },
 
+    #[error(
+        "{} is no model with a table of names ({model}); write it with --names burn",
+        path.display()
+    )]
+    NoTable { path: PathBuf, model: String },
+
+    #[error(
+        "{}: the {model} of its sizes has {expected}, the step has {found}; \
+         write it as it is with --names burn",
+        path.display()
+    )]
+    OtherTensors {
+        path: PathBuf,
+        model: &'static str,
+        expected: String,
+        found: String,
+    },
+
     #[error("--prompt is empty; give at least one character to go on from")]
     EmptyPrompt,
 

@@ -21,15 +21,6 @@ pub struct GptConfig {
     pub seq: usize,
 }
 
-/// A parameter of the model as PyTorch names and lays it out.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ParameterSpec {
-    /// Dotted name, such as `blocks.0.qkv.weight`.
-    pub name: String,
-    /// Shape; weights of linear layers are `[out, in]`.
-    pub shape: Vec<usize>,
-}
-
 impl GptConfig {
     /// Check that such a model can exist.
     ///
@@ -70,41 +61,6 @@ impl GptConfig {
             .expect("a validated configuration has a countable number of parameters")
     }
 
-    /// Every parameter in the order in which the forward pass meets them.
-    #[must_use]
-    pub fn parameters(&self) -> Vec<ParameterSpec> {
-        let (dim, wide) = (self.dim, 4 * self.dim);
-        let mut specs = vec![
-            spec("wte.weight", &[self.vocab, dim]),
-            spec("wpe.weight", &[self.seq, dim]),
-        ];
-        for layer in 0..self.layers {
-            let block: [(&str, &[usize]); 12] = [
-                ("ln1.weight", &[dim]),
-                ("ln1.bias", &[dim]),
-                ("qkv.weight", &[3 * dim, dim]),
-                ("qkv.bias", &[3 * dim]),
-                ("proj.weight", &[dim, dim]),
-                ("proj.bias", &[dim]),
-                ("ln2.weight", &[dim]),
-                ("ln2.bias", &[dim]),
-                ("fc.weight", &[wide, dim]),
-                ("fc.bias", &[wide]),
-                ("out.weight", &[dim, wide]),
-                ("out.bias", &[dim]),
-            ];
-            specs.extend(
-                block
-                    .into_iter()
-                    .map(|(name, shape)| spec(&format!("blocks.{layer}.{name}"), shape)),
-            );
-        }
-        specs.push(spec("lnf.weight", &[dim]));
-        specs.push(spec("lnf.bias", &[dim]));
-        specs.push(spec("head.weight", &[self.vocab, dim]));
-        specs
-    }
-
     /// Standard deviation of weights that read from the residual stream.
     pub(crate) fn init_std(&self) -> f64 {
         INIT_STD
@@ -130,13 +86,6 @@ impl GptConfig {
             .checked_mul(self.layers)?
             .checked_add(dim.checked_mul(tables)?)?
             .checked_add(dim.checked_mul(2)?)
-    }
-}
-
-fn spec(name: &str, shape: &[usize]) -> ParameterSpec {
-    ParameterSpec {
-        name: name.to_owned(),
-        shape: shape.to_vec(),
     }
 }
 

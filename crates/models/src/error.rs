@@ -114,6 +114,28 @@ pub enum ModelError {
         found: String,
     },
 
+    /// A module has a parameter that the table of its model lacks, or has in another shape.
+    #[error("{}: parameter {parameter} of shape {found:?} is not in the model's table; write a model with whole parameters, as its configuration makes it", path.display())]
+    UnexpectedParameter {
+        /// The file.
+        path: PathBuf,
+        /// Path of the parameter in the module.
+        parameter: String,
+        /// Its shape.
+        found: Vec<usize>,
+    },
+
+    /// A module lacks a parameter of the table of its model.
+    #[error("{}: the model has no parameter {parameter} of shape {expected:?} to write; write a model with whole parameters, as its configuration makes it", path.display())]
+    MissingParameter {
+        /// The file.
+        path: PathBuf,
+        /// Path of the parameter in the module.
+        parameter: String,
+        /// The shape that it should have.
+        expected: Vec<usize>,
+    },
+
     /// Burn's store refused weights that passed every check above.
     #[error("{}: {problem}", path.display())]
     Store {

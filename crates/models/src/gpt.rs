@@ -70,6 +70,19 @@ impl GptConfig {
 }
 
 impl Gpt {
+    /// The sizes of this very model.
+    pub(crate) fn config(&self) -> GptConfig {
+        let [vocab, dim] = self.wte.weight.shape().dims();
+        let [seq, _] = self.wpe.weight.shape().dims();
+        GptConfig {
+            layers: self.blocks.len(),
+            dim,
+            heads: self.blocks.first().map_or(1, |block| block.heads),
+            vocab,
+            seq,
+        }
+    }
+
     /// Logits of the token after each position.
     ///
     /// # Shapes

@@ -6,8 +6,9 @@
 //!   perceptrons and grouped key and value heads.
 //! - [`GptConfig::preset`], [`LlamaConfig::preset`]: the sizes that are known by their number of
 //!   parameters.
-//! - [`WeightsFile`] and [`Gpt::save`]: safetensors in PyTorch's names and layout. Files to load are
-//!   not trusted.
+//! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
+//!   files for other programs do. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] read and write
+//!   safetensors by it. Files to load are not trusted.
 //! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
 //!
@@ -37,6 +38,7 @@
 #![forbid(unsafe_code)]
 
 mod activation;
+mod architecture;
 mod attention;
 mod config;
 mod error;
@@ -50,15 +52,19 @@ mod loss;
 mod norm;
 mod presets;
 mod rotary;
+mod table;
 mod text;
 mod tokens;
+mod weight_folder;
 mod weights;
 
-pub use config::{GptConfig, ParameterSpec};
+pub use architecture::{Architecture, ModelConfig};
+pub use config::GptConfig;
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
 pub use llama::{Llama, LlamaBlock};
 pub use llama_config::LlamaConfig;
+pub use table::ParameterSpec;
 pub use text::{BYTE_VOCAB, ByteText};
 pub use tokens::{Batches, ByteRange, Rows, TokenStream};
 pub use weights::WeightsFile;

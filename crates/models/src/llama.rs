@@ -28,6 +28,8 @@ pub struct Llama {
     head_dim: usize,
     #[module(skip)]
     rope_base: usize,
+    #[module(skip)]
+    seq: usize,
 }
 
 /// A transformer block: attention, then a gated perceptron, each behind a
@@ -75,11 +77,29 @@ impl LlamaConfig {
             output: linear(&mut values, self.dim, self.vocab),
             head_dim: self.head_dim(),
             rope_base: self.rope_base,
+            seq: self.seq,
         })
     }
 }
 
 impl Llama {
+    /// The sizes of this very model.
+    pub(crate) fn config(&self) -> LlamaConfig {
+        let [vocab, dim] = self.tok_embeddings.weight.shape().dims();
+        let heads = dim / self.head_dim;
+        let block = self.layers.first();
+        LlamaConfig {
+            layers: self.layers.len(),
+            dim,
+            heads,
+            kv_heads: block.map_or(heads, |block| block.kv_heads),
+            hidden: block.map_or(dim, |block| block.w1.weight.shape().dims::<2>()[1]),
+            vocab,
+            seq: self.seq,
+            rope_base: self.rope_base,
+        }
+    }
+
     /// Logits of the token after each position.
     ///
     /// # Shapes

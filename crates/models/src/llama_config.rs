@@ -1,10 +1,13 @@
+use serde::{Deserialize, Serialize};
+
 use crate::ModelError;
 
 /// Standard deviation of all initial weights.
 pub(crate) const INIT_STD: f64 = 0.02;
 
 /// Sizes of a [`Llama`](crate::Llama).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LlamaConfig {
     /// Number of transformer blocks.
     pub layers: usize,

@@ -1,43 +1,72 @@
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use burn::store::{BurnToPyTorchAdapter, ModuleSnapshot, PyTorchToBurnAdapter, SafetensorsStore};
-use burn::tensor::Device;
+use burn::store::burn_pack::Tensor as PackedTensor;
+use burn::store::{
+    ModuleAdapter, ModuleContext, ModuleSnapshot, ModuleStore, SafetensorsStore, bridge,
+};
+use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 
 use crate::header::{Header, TensorEntry};
-use crate::{Gpt, GptConfig, ModelError, ParameterSpec};
+use crate::table::HasTable;
+use crate::weight_folder::WeightFolder;
+use crate::{Architecture, Gpt, GptConfig, Llama, ModelError, ParameterSpec};
 
-/// A safetensors file that holds the weights of one model, all of them and
-/// nothing else, in PyTorch's names and layout.
+/// Safetensors that hold the weights of one model, all of them and nothing else, by the names and
+/// the layout of its [table](Architecture::parameters): one file, or a folder in Hugging Face's
+/// form, which may be of several files with an index.
 ///
-/// There is no way to make one but [`open`](Self::open), which reads the file's
-/// header and compares it with the model, so that [`load`](Self::load) has
+/// There is no way to make one but [`open`](Self::open), which reads the headers
+/// and compares them with the model, so that [`load`](Self::load) has
 /// nothing left to complain about but the disk.
 #[derive(Debug)]
-pub struct WeightsFile {
+pub struct WeightsFile<A: Architecture = GptConfig> {
     path: PathBuf,
-    config: GptConfig,
+    /// The path itself, or the files of the folder there.
+    files: Vec<PathBuf>,
+    config: A,
 }
 
-impl WeightsFile {
-    /// Check that a file holds the weights of the configured model.
+impl<A: Architecture> WeightsFile<A> {
+    /// Check that a file or folder holds the weights of the configured model.
     ///
-    /// The file is not trusted: its header is read with bounds on every number.
+    /// Nothing in it is trusted: headers are read with bounds on every number, and no file outside
+    /// of the folder is opened.
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is not well formed, or lacks a tensor of the
+    /// If a file cannot be read, is not well formed, or lacks a tensor of the
     /// model, has one more, or has one of another shape or type.
-    pub fn open(path: impl Into<PathBuf>, config: GptConfig) -> Result<Self, ModelError> {
+    pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
         let path = path.into();
-        let mut header = read_header(&path)?;
+        let folder = match path.is_dir() {
+            true => Some(WeightFolder::open(&path)?),
+            false => None,
+        };
+        let files = match &folder {
+            Some(folder) => folder.files(),
+            None => vec![path.clone()],
+        };
+        let mut found = BTreeMap::new();
+        for file in &files {
+            let header = read_header(file)?;
+            if let Some(folder) = &folder {
+                folder.check(file, header.tensors.keys())?;
+            }
+            found.extend(header.tensors);
+        }
         for spec in config.parameters() {
-            let entry = header.tensors.remove(&spec.name);
+            let entry = found.remove(&spec.name);
             check_tensor(&path, spec, entry)?;
         }
-        match header.tensors.into_iter().next() {
-            None => Ok(Self { path, config }),
+        match found.into_iter().next() {
+            None => Ok(Self {
+                path,
+                files,
+                config,
+            }),
             Some((name, entry)) => Err(ModelError::UnexpectedTensor {
                 path,
                 name,
@@ -50,37 +79,164 @@ impl WeightsFile {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read any more, or has changed since it was opened.
-    pub fn load(&self, device: &Device) -> Result<Gpt, ModelError> {
+    /// If a file cannot be read any more, or has changed since it was opened.
+    pub fn load(&self, device: &Device) -> Result<A::Model, ModelError> {
         // Every parameter is replaced before it is first used, so that the seed
         // does not matter and no random number is ever drawn.
         let mut model = self.config.init(device, 0)?;
-        let mut store = SafetensorsStore::from_file(&self.path)
-            .with_from_adapter(PyTorchToBurnAdapter)
-            .validate(true);
-        model
-            .load_from(&mut store)
-            .map_err(|error| store_error(&self.path, &error))?;
-        Ok(model)
+        let mut tensors = Vec::new();
+        let mut stored = BTreeMap::new();
+        for file in &self.files {
+            let mut store = SafetensorsStore::from_file(file);
+            let all = store
+                .get_all_tensors()
+                .map_err(|error| store_error(file, &error))?;
+            stored.extend(
+                all.iter()
+                    .map(|(name, tensor)| (name.clone(), tensor.clone())),
+            );
+        }
+        for spec in self.config.parameters() {
+            let Some(tensor) = stored.remove(&spec.name) else {
+                let problem = format!("tensor {} is gone since the file was opened", spec.name);
+                return Err(store_error(&self.path, &problem));
+            };
+            tensors.push(adapted(tensor, spec.path, spec.is_transposed));
+        }
+        let result = model.apply(tensors, None, None, false);
+        if let Some(error) = result.errors.first() {
+            return Err(store_error(&self.path, error));
+        }
+        match result.missing.first() {
+            None => Ok(model),
+            Some(missing) => {
+                let problem = format!("parameter {missing:?} is not in the table of the model");
+                Err(store_error(&self.path, &problem))
+            }
+        }
     }
 }
 
 impl Gpt {
-    /// Write the weights as safetensors, in PyTorch's names and layout.
+    /// Write the weights as safetensors, by the names and in the layout of the model's
+    /// [table](GptConfig::parameters), which are those of the PyTorch program.
     ///
     /// The file is written beside its place and renamed into it when complete.
     ///
     /// # Errors
     ///
-    /// If the file cannot be written.
+    /// If the file cannot be written, or if the model's parameters are not those of its table.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
-        let path = path.as_ref();
-        let mut store = SafetensorsStore::from_file(path)
-            .with_to_adapter(BurnToPyTorchAdapter)
-            .overwrite(true);
-        self.save_into(&mut store)
-            .map_err(|error| store_error(path, &error))
+        save(self, path.as_ref())
     }
+}
+
+impl Llama {
+    /// Write the weights as safetensors, by the names and in the layout of the model's
+    /// [table](crate::LlamaConfig::parameters), which are those of Hugging Face's
+    /// `LlamaForCausalLM`.
+    ///
+    /// The file is written beside its place and renamed into it when complete.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be written, or if the model's parameters are not those of its table.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
+        save(self, path.as_ref())
+    }
+}
+
+fn save<M: ModuleSnapshot + HasTable>(model: &M, path: &Path) -> Result<(), ModelError> {
+    let table = model.table();
+    check_module(model, &table, path)?;
+    let mut store = SafetensorsStore::from_file(path)
+        .with_to_adapter(ToFile::new(table))
+        // What readers of Hugging Face's models ask for.
+        .metadata("format", "pt")
+        .skip_enum_variants(false)
+        .overwrite(true);
+    model
+        .save_into(&mut store)
+        .map_err(|error| store_error(path, &error))
+}
+
+/// That the module has the parameters of its table, whole, and no others.
+fn check_module<M: ModuleSnapshot>(
+    model: &M,
+    table: &[ParameterSpec],
+    path: &Path,
+) -> Result<(), ModelError> {
+    let mut expected: BTreeMap<&str, Vec<usize>> = table
+        .iter()
+        .map(|spec| (spec.path.as_str(), spec.module_shape()))
+        .collect();
+    // Nothing is read: tensors are collected as promises of their bytes.
+    for tensor in model.collect(None, None, false) {
+        let found = tensor.shape.to_vec();
+        if expected.remove(tensor.name.as_str()).as_ref() != Some(&found) {
+            return Err(ModelError::UnexpectedParameter {
+                path: path.to_owned(),
+                parameter: tensor.name,
+                found,
+            });
+        }
+    }
+    match expected.into_iter().next() {
+        None => Ok(()),
+        Some((parameter, expected)) => Err(ModelError::MissingParameter {
+            path: path.to_owned(),
+            parameter: parameter.to_owned(),
+            expected,
+        }),
+    }
+}
+
+/// Gives tensors of a module their name and layout in files.
+#[derive(Debug, Clone)]
+struct ToFile {
+    /// By path.
+    table: BTreeMap<String, ParameterSpec>,
+}
+
+impl ToFile {
+    fn new(table: Vec<ParameterSpec>) -> Self {
+        let by_path = table.into_iter().map(|spec| (spec.path.clone(), spec));
+        Self {
+            table: by_path.collect(),
+        }
+    }
+}
+
+impl ModuleAdapter for ToFile {
+    fn adapt(&self, tensor: PackedTensor, _: ModuleContext<'_>) -> PackedTensor {
+        match self.table.get(&tensor.name) {
+            Some(spec) => adapted(tensor, spec.name.clone(), spec.is_transposed),
+            None => tensor,
+        }
+    }
+
+    fn clone_box(&self) -> Box<dyn ModuleAdapter> {
+        Box::new(self.clone())
+    }
+}
+
+/// The tensor under another name and, if asked for, with its two dims exchanged. Bytes are read and
+/// moved only when somebody draws them.
+fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
+    if !transpose {
+        tensor.name = name;
+        return tensor;
+    }
+    let dtype = tensor.dtype;
+    let reversed: Vec<usize> = tensor.shape.iter().rev().copied().collect();
+    bridge::map_data(tensor, name, dtype, Shape::from(reversed), transposed)
+}
+
+fn transposed(data: TensorData) -> TensorData {
+    let dtype: DType = data.dtype();
+    Tensor::<2>::from_data(data, (&Device::flex(), dtype))
+        .transpose()
+        .into_data()
 }
 
 fn read_header(path: &Path) -> Result<Header, ModelError> {
@@ -109,7 +265,7 @@ fn check_tensor(
     entry: Option<TensorEntry>,
 ) -> Result<(), ModelError> {
     let path = path.to_owned();
-    let ParameterSpec { name, shape } = spec;
+    let ParameterSpec { name, shape, .. } = spec;
     match entry {
         None => Err(ModelError::MissingTensor {
             path,

@@ -7,6 +7,7 @@ mod faults;
 mod features;
 mod files;
 mod input;
+mod interchange;
 mod plan;
 mod report;
 mod start;

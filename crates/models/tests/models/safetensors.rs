@@ -17,11 +17,16 @@ impl Container {
     /// The weights of a model, each value a formula of its parameter's number
     /// and its own.
     pub(crate) fn of_model(config: &GptConfig) -> Self {
+        Self::of_parameters(config.parameters())
+    }
+
+    /// The same of a table.
+    pub(crate) fn of_parameters(parameters: Vec<ParameterSpec>) -> Self {
         let mut container = Self {
             header: Map::new(),
             data: Vec::new(),
         };
-        for (number, spec) in config.parameters().into_iter().enumerate() {
+        for (number, spec) in parameters.into_iter().enumerate() {
             let values = formula_values(number, &spec);
             container.push(&spec.name, &spec.shape, &values);
         }
@@ -63,7 +68,8 @@ impl Container {
 /// Values that a program in any language can compute again: a sine of the value's
 /// number, around one for the scale of a layer norm and around zero otherwise.
 fn formula_values(number: usize, spec: &ParameterSpec) -> Vec<f32> {
-    let is_scale = spec.name.contains("ln") && spec.name.ends_with("weight");
+    let is_norm = spec.name.contains("ln") || spec.name.contains("norm");
+    let is_scale = is_norm && spec.name.ends_with("weight");
     let center = if is_scale { 1.0 } else { 0.0 };
     (0..spec.shape.iter().product())
         .map(|index: usize| {

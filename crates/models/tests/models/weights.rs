@@ -1,9 +1,14 @@
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_models::{Gpt, GptConfig, ModelError, WeightsFile};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::store::ModuleSnapshot;
+use burn::store::burn_pack::Tensor as PackedTensor;
+use burn::tensor::{Device, Int, Shape, Tensor};
+use burn_fsdp_models::{
+    Gpt, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec, WeightsFile,
+};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -123,10 +128,71 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn a_folder_is_not_a_weights_file() {
-    let folder = TempDir::new().unwrap();
-    let error = WeightsFile::open(folder.path(), CONFIG).unwrap_err();
-    assert!(error.to_string().contains("not a regular file"), "{error}");
+fn the_table_is_that_of_the_module() {
+    let device = Device::flex();
+    let (_folder, path) = file();
+    let llama = LlamaConfig {
+        layers: 2,
+        dim: 8,
+        heads: 4,
+        kv_heads: 2,
+        hidden: 12,
+        vocab: 7,
+        seq: 4,
+        rope_base: 10_000,
+    };
+    let paths = |collected: Vec<PackedTensor>| -> BTreeSet<(String, Vec<usize>)> {
+        let path = |tensor: PackedTensor| (tensor.name.clone(), tensor.shape.to_vec());
+        collected.into_iter().map(path).collect()
+    };
+    let table = |parameters: Vec<ParameterSpec>| -> BTreeSet<(String, Vec<usize>)> {
+        let path = |spec: ParameterSpec| (spec.path.clone(), spec.module_shape());
+        parameters.into_iter().map(path).collect()
+    };
+    let model = CONFIG.init(&device, 7).unwrap();
+    let found = paths(model.collect(None, None, false));
+    assert_eq!(found, table(CONFIG.parameters()));
+    assert_eq!(found.len(), CONFIG.parameters().len());
+    let model = llama.init(&device, 7).unwrap();
+    let found = paths(model.collect(None, None, false));
+    assert_eq!(found, table(llama.parameters()));
+    assert_eq!(found.len(), llama.parameters().len());
+    model.save(&path).unwrap();
+    let loaded = WeightsFile::open(&path, llama).unwrap().load(&device);
+    let logits = |model: &Llama| {
+        let tokens = Tensor::<2, Int>::from_data([[1, 5, 6, 3]], &device);
+        model.forward(tokens).into_data()
+    };
+    assert_eq!(logits(&loaded.unwrap()), logits(&model));
+}
+
+#[test]
+fn a_module_of_other_parameters_is_not_written() {
+    let (_folder, path) = file();
+    let mut model = CONFIG.init(&Device::flex(), 7).unwrap();
+    model = model.map(&mut HalveHead);
+    let error = model.save(&path).unwrap_err();
+    assert!(
+        matches!(&error, ModelError::UnexpectedParameter { parameter, found, .. }
+            if parameter == "head.weight" && found == &[4, 11]),
+        "{error}"
+    );
+    assert!(!path.exists());
+}
+
+/// Leaves half of the last weight, as a divided model would have.
+struct HalveHead;
+
+impl ModuleMapper for HalveHead {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match param.shape().to_vec()[..] {
+            [8, 11] => {
+                let half = Tensor::zeros(Shape::from(vec![4, 11]), &param.device());
+                Param::initialized(param.id, half)
+            }
+            _ => param,
+        }
+    }
 }
 
 #[test]

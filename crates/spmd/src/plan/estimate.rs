@@ -4,10 +4,10 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::category::Bytes;
 use super::fit::{Advice, advise};
 use super::job::{Duration, Job, Stop};
 use super::machine::Machine;
+#[cfg(feature = "draw")]
 use super::picture;
 use super::report::{Breakdown, Size};
 use super::traffic::Traffic;
@@ -76,9 +76,10 @@ impl Estimate {
         self.job.tokens() / self.time.step
     }
 
-    /// Memory over the step by category, with the peak marked.
+    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
-        let series: Vec<Bytes> = self.job.timeline().iter().map(|stop| stop.bytes).collect();
+        let series: Vec<_> = self.job.timeline().iter().map(|stop| stop.bytes).collect();
         let title = format!(
             "Planned memory of {} on {} ranks",
             self.job.model.name, self.job.ranks

@@ -23,6 +23,7 @@ mod kernel;
 mod layout;
 mod machine;
 mod memory;
+#[cfg(feature = "draw")]
 mod picture;
 mod report;
 mod scratch;

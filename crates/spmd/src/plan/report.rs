@@ -9,6 +9,7 @@ use super::category::{Bytes, Category};
 use super::flops::Flops;
 use super::machine::Machine;
 use super::memory::MemoryPlan;
+#[cfg(feature = "draw")]
 use super::picture;
 use super::time::TimePlan;
 use super::traffic::Traffic;
@@ -102,9 +103,10 @@ impl Plan {
         serde_json::to_string(self).map_err(|error| Error::Internal(error.to_string()))
     }
 
-    /// Memory over the step by category, with the peak marked.
+    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
-        let series: Vec<Bytes> = self.memory.moments.iter().map(|m| m.during).collect();
+        let series: Vec<_> = self.memory.moments.iter().map(|m| m.during).collect();
         let title = format!("Planned memory of rank {} of {}", self.rank, self.num_ranks);
         picture::draw(&title, "operation", &series)
     }

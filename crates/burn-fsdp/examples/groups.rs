@@ -1,0 +1,99 @@
+//! Parameter groups: weight decay for matrices alone, in the usual loop of Burn.
+//!
+//! ```text
+//! cargo run --release -p burn-fsdp --example groups
+//! ```
+
+use burn::module::ParamGroup;
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::tensor::Device;
+use burn_fsdp::{
+    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, check_elementwise, fully_shard,
+    launch,
+};
+use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
+
+const CONFIG: GptConfig = GptConfig {
+    layers: 2,
+    dim: 32,
+    heads: 2,
+    vocab: 64,
+    seq: 16,
+};
+
+const STEPS: usize = 8;
+const RANKS: usize = 2;
+
+/// Rows of a step on each rank.
+const ROWS: usize = 3;
+
+/// Decay is strong, so that a group that is not found shows in the losses.
+fn optimizer() -> ModuleOptimizer {
+    let without = AdamWConfig::new().with_weight_decay(0.0);
+    let norms_and_biases = ParamGroup::from_any_predicates(vec!["gamma", "beta", "bias"]);
+    AdamWConfig::new().with_weight_decay(3.0).init().with_group(
+        norms_and_biases,
+        without.build(),
+        None,
+    )
+}
+
+fn init(device: &Device) -> Gpt {
+    CONFIG.init(device, 1).expect("the configuration is valid")
+}
+
+fn batches() -> Batches {
+    Batches {
+        stream: TokenStream::Synthetic {
+            vocab: CONFIG.vocab,
+        },
+        batch: RANKS * ROWS,
+        seq: CONFIG.seq,
+    }
+}
+
+/// The same with plain Burn, on one rank.
+fn plain(mut optim: ModuleOptimizer) -> Vec<f32> {
+    let device = Device::flex().autodiff();
+    let mut model = init(&device);
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let (inputs, targets) = batches().rows(step, 0..RANKS * ROWS).to_tensors(&device);
+        let loss = model.loss(inputs, targets);
+        losses.push(loss.clone().into_scalar());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optim.step(1e-2, model, gradients);
+    }
+    losses
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let by_rank = launch(LaunchConfig::new(RANKS), |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let mut model = fully_shard(init(&device), &mesh, policy)?;
+        // Groups go by the same paths as without shards.
+        let mut optim = optimizer();
+        check_elementwise(&optim, &model)?;
+        let own = world.rank() * ROWS..(world.rank() + 1) * ROWS;
+        let mut losses: Vec<f32> = Vec::new();
+        for step in 0..STEPS {
+            let (inputs, targets) = batches().rows(step, own.clone()).to_tensors(&device);
+            let loss = model.loss(inputs, targets);
+            losses.push(loss.clone().into_scalar());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok::<_, Error>(losses)
+    })?;
+    let want = plain(optimizer());
+    for (step, want) in want.iter().enumerate() {
+        let got = by_rank.iter().map(|losses| losses[step]).sum::<f32>() / RANKS as f32;
+        println!("step {step}: loss {got:.6}, plain Burn {want:.6}");
+        assert!((got / want - 1.0).abs() < 1e-5, "the same training");
+    }
+    let one_group = plain(AdamWConfig::new().with_weight_decay(3.0).init());
+    assert_ne!(want, one_group, "groups make a difference");
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! What all models have in common.
+
+use burn::store::ModuleSnapshot;
+use burn::tensor::Device;
+use serde::{Deserialize, Serialize};
+
+use crate::{Gpt, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec};
+
+/// The sizes of a model: what is needed to make it, and to know its files.
+pub trait Architecture: Copy {
+    /// The Burn module.
+    type Model: ModuleSnapshot;
+
+    /// Builds the model on a device.
+    ///
+    /// # Errors
+    ///
+    /// If such a model cannot exist.
+    fn init(&self, device: &Device, seed: u64) -> Result<Self::Model, ModelError>;
+
+    /// Checks that such a model can exist.
+    ///
+    /// # Errors
+    ///
+    /// If a size is at fault.
+    fn validate(&self) -> Result<(), ModelError>;
+
+    /// The table of its parameters.
+    fn parameters(&self) -> Vec<ParameterSpec>;
+}
+
+impl Architecture for GptConfig {
+    type Model = Gpt;
+
+    fn init(&self, device: &Device, seed: u64) -> Result<Gpt, ModelError> {
+        Self::init(self, device, seed)
+    }
+
+    fn validate(&self) -> Result<(), ModelError> {
+        Self::validate(self)
+    }
+
+    fn parameters(&self) -> Vec<ParameterSpec> {
+        Self::parameters(self)
+    }
+}
+
+impl Architecture for LlamaConfig {
+    type Model = Llama;
+
+    fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
+        Self::init(self, device, seed)
+    }
+
+    fn validate(&self) -> Result<(), ModelError> {
+        Self::validate(self)
+    }
+
+    fn parameters(&self) -> Vec<ParameterSpec> {
+        Self::parameters(self)
+    }
+}
+
+/// The sizes of any model of this crate, as a saved run has them: each kind is known by its sizes'
+/// names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[non_exhaustive]
+pub enum ModelConfig {
+    /// A GPT.
+    Gpt(GptConfig),
+    /// A Llama.
+    Llama(LlamaConfig),
+}
+
+impl ModelConfig {
+    /// What people call it.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Gpt(_) => "GPT",
+            Self::Llama(_) => "Llama",
+        }
+    }
+
+    /// Number of transformer blocks.
+    #[must_use]
+    pub fn num_layers(&self) -> usize {
+        match self {
+            Self::Gpt(config) => config.layers,
+            Self::Llama(config) => config.layers,
+        }
+    }
+
+    /// The table of its parameters.
+    ///
+    /// # Errors
+    ///
+    /// If such a model cannot exist.
+    pub fn parameters(&self) -> Result<Vec<ParameterSpec>, ModelError> {
+        match self {
+            Self::Gpt(config) => config.validate().map(|()| config.parameters()),
+            Self::Llama(config) => config.validate().map(|()| config.parameters()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_configuration_is_known_by_its_fields() {
+        let gpt = GptConfig::gpt_7b();
+        let llama = LlamaConfig::preset("7b").expect("a preset");
+        for (json, want) in [
+            (serde_json::json!(gpt), Some(ModelConfig::Gpt(gpt))),
+            (serde_json::json!(llama), Some(ModelConfig::Llama(llama))),
+            (serde_json::json!({"layers": 3}), None),
+            (serde_json::Value::Null, None),
+        ] {
+            assert_eq!(serde_json::from_value(json).ok(), want);
+        }
+    }
+}

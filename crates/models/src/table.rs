@@ -1,0 +1,178 @@
+//! The parameters of each model, by their names here and in files for other programs.
+//!
+//! The table is the one place that knows both: what reads or writes such files goes by it.
+
+use crate::{Gpt, GptConfig, Llama, LlamaConfig};
+
+/// A parameter, as the module has it and as files for other programs have it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterSpec {
+    /// Path in the Burn module, such as `blocks.0.ln1.gamma`.
+    pub path: String,
+    /// Name in files, such as `blocks.0.ln1.weight`.
+    pub name: String,
+    /// Shape in files; weights of linear layers are `[out, in]`.
+    pub shape: Vec<usize>,
+    /// Whether the module has the other order of its two dims: weights of Burn's linear layers are
+    /// `[in, out]`.
+    pub is_transposed: bool,
+}
+
+impl ParameterSpec {
+    /// The shape in the Burn module.
+    #[must_use]
+    pub fn module_shape(&self) -> Vec<usize> {
+        let mut shape = self.shape.clone();
+        if self.is_transposed {
+            shape.reverse();
+        }
+        shape
+    }
+}
+
+impl GptConfig {
+    /// Every parameter in the order in which the forward pass meets them.
+    ///
+    /// Names and layout are those of the usual PyTorch program, whose modules are called as the
+    /// fields of [`Gpt`] are.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<ParameterSpec> {
+        let (dim, wide) = (self.dim, 4 * self.dim);
+        let mut table = vec![
+            embedding("wte", "wte", self.vocab, dim),
+            embedding("wpe", "wpe", self.seq, dim),
+        ];
+        for layer in 0..self.layers {
+            let block = format!("blocks.{layer}.");
+            let norm = |module: &str| layer_norm(&format!("{block}{module}"), dim);
+            let linear = |module: &str, into: usize, from: usize| {
+                let module = format!("{block}{module}");
+                [linear(&module, &module, into, from), bias(&module, into)]
+            };
+            table.extend(norm("ln1"));
+            table.extend(linear("qkv", 3 * dim, dim));
+            table.extend(linear("proj", dim, dim));
+            table.extend(norm("ln2"));
+            table.extend(linear("fc", wide, dim));
+            table.extend(linear("out", dim, wide));
+        }
+        table.extend(layer_norm("lnf", dim));
+        table.push(linear("head", "head", self.vocab, dim));
+        table
+    }
+}
+
+impl LlamaConfig {
+    /// Every parameter in the order in which the forward pass meets them.
+    ///
+    /// Names and layout are those of Hugging Face's `LlamaForCausalLM`, which turns the halves of a
+    /// head against each other as [`Llama`] does.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<ParameterSpec> {
+        let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
+        let mut table = vec![embedding(
+            "tok_embeddings",
+            "model.embed_tokens",
+            self.vocab,
+            dim,
+        )];
+        for layer in 0..self.layers {
+            let path = |module: &str| format!("layers.{layer}.{module}");
+            let name = |module: &str| format!("model.layers.{layer}.{module}");
+            let matrix = |module: &str, theirs: &str, into: usize, from: usize| {
+                linear(&path(module), &name(theirs), into, from)
+            };
+            table.extend([
+                rms_norm(&path("attention_norm"), &name("input_layernorm"), dim),
+                matrix("wq", "self_attn.q_proj", dim, dim),
+                matrix("wk", "self_attn.k_proj", kv_dim, dim),
+                matrix("wv", "self_attn.v_proj", kv_dim, dim),
+                matrix("wo", "self_attn.o_proj", dim, dim),
+                rms_norm(&path("ffn_norm"), &name("post_attention_layernorm"), dim),
+                matrix("w1", "mlp.gate_proj", hidden, dim),
+                matrix("w3", "mlp.up_proj", hidden, dim),
+                matrix("w2", "mlp.down_proj", dim, hidden),
+            ]);
+        }
+        table.push(rms_norm("norm", "model.norm", dim));
+        table.push(linear("output", "lm_head", self.vocab, dim));
+        table
+    }
+}
+
+/// A module whose table follows from its own shapes.
+pub(crate) trait HasTable {
+    /// Its parameters.
+    fn table(&self) -> Vec<ParameterSpec>;
+}
+
+impl HasTable for Gpt {
+    fn table(&self) -> Vec<ParameterSpec> {
+        self.config().parameters()
+    }
+}
+
+impl HasTable for Llama {
+    fn table(&self) -> Vec<ParameterSpec> {
+        self.config().parameters()
+    }
+}
+
+fn spec(path: String, name: String, shape: &[usize], is_transposed: bool) -> ParameterSpec {
+    ParameterSpec {
+        path,
+        name,
+        shape: shape.to_vec(),
+        is_transposed,
+    }
+}
+
+/// One vector for each of `number` tokens or positions, in the same layout everywhere.
+fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec {
+    let shape = [number, dim];
+    spec(
+        format!("{path}.weight"),
+        format!("{name}.weight"),
+        &shape,
+        false,
+    )
+}
+
+/// The matrix of a linear layer.
+fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
+    let shape = [into, from];
+    spec(
+        format!("{path}.weight"),
+        format!("{name}.weight"),
+        &shape,
+        true,
+    )
+}
+
+/// What a linear layer adds.
+fn bias(path: &str, into: usize) -> ParameterSpec {
+    let name = format!("{path}.bias");
+    spec(name.clone(), name, &[into], false)
+}
+
+/// Scale and offset of a layer norm.
+fn layer_norm(path: &str, dim: usize) -> [ParameterSpec; 2] {
+    [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
+        spec(
+            format!("{path}.{ours}"),
+            format!("{path}.{theirs}"),
+            &[dim],
+            false,
+        )
+    })
+}
+
+/// Scale of a root-mean-square norm.
+fn rms_norm(path: &str, name: &str, dim: usize) -> ParameterSpec {
+    spec(
+        format!("{path}.gamma"),
+        format!("{name}.weight"),
+        &[dim],
+        false,
+    )
+}

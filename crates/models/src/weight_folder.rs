@@ -1,0 +1,132 @@
+//! A folder of weights in Hugging Face's form.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::ModelError;
+
+/// All weights in one file.
+const SINGLE_FILE: &str = "model.safetensors";
+
+/// Which file has which tensor.
+const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Longest index that is read: as long as the longest header of safetensors.
+const MAX_INDEX_BYTES: u64 = 100_000_000;
+
+/// The files of a folder, and what each is said to hold.
+#[derive(Debug)]
+pub(crate) struct WeightFolder {
+    path: PathBuf,
+    /// Names of tensors by file; `None` if there is one file without an index.
+    index: Option<BTreeMap<String, BTreeSet<String>>>,
+}
+
+#[derive(Deserialize)]
+struct IndexJson {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl WeightFolder {
+    /// Reads the index, if there is one.
+    pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
+        let index_path = path.join(INDEX_FILE);
+        let (has_index, has_single) = (index_path.exists(), path.join(SINGLE_FILE).exists());
+        let index = match (has_index, has_single) {
+            (true, false) => Some(read_index(&index_path)?),
+            (false, true) => None,
+            (true, true) => {
+                let problem =
+                    format!("it has {SINGLE_FILE} and {INDEX_FILE}; name the one that is meant");
+                return Err(malformed(path, problem));
+            }
+            (false, false) => {
+                let problem = format!("the folder has neither {SINGLE_FILE} nor {INDEX_FILE}");
+                return Err(malformed(path, problem));
+            }
+        };
+        Ok(Self {
+            path: path.to_owned(),
+            index,
+        })
+    }
+
+    /// The files, in order.
+    pub(crate) fn files(&self) -> Vec<PathBuf> {
+        match &self.index {
+            None => vec![self.path.join(SINGLE_FILE)],
+            Some(index) => index.keys().map(|name| self.path.join(name)).collect(),
+        }
+    }
+
+    /// That a file has the tensors that the index says, so that no reader takes another one's.
+    pub(crate) fn check<'a>(
+        &self,
+        file: &Path,
+        found: impl Iterator<Item = &'a String>,
+    ) -> Result<(), ModelError> {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        let Some(expected) = self.index.as_ref().and_then(|index| index.get(&*name)) else {
+            return Ok(());
+        };
+        let found: BTreeSet<String> = found.cloned().collect();
+        let Some(tensor) = expected.symmetric_difference(&found).next() else {
+            return Ok(());
+        };
+        let problem = match expected.contains(tensor) {
+            true => format!("it lacks tensor {tensor}, which {INDEX_FILE} says is in it"),
+            false => format!("it has tensor {tensor}, which {INDEX_FILE} does not say"),
+        };
+        Err(malformed(file, problem))
+    }
+}
+
+fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelError> {
+    let file_error = |source| ModelError::File {
+        path: path.to_owned(),
+        source,
+    };
+    let metadata = path.metadata().map_err(file_error)?;
+    if !metadata.is_file() {
+        return Err(malformed(path, "not a regular file"));
+    }
+    if metadata.len() > MAX_INDEX_BYTES {
+        let problem = format!(
+            "{} bytes; at most {MAX_INDEX_BYTES} are read",
+            metadata.len()
+        );
+        return Err(malformed(path, problem));
+    }
+    let mut json = Vec::new();
+    let file = File::open(path).map_err(file_error)?;
+    file.take(MAX_INDEX_BYTES)
+        .read_to_end(&mut json)
+        .map_err(file_error)?;
+    let IndexJson { weight_map } = serde_json::from_slice(&json)
+        .map_err(|error| malformed(path, format!("it is not what it should be: {error}")))?;
+    let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (tensor, file) in weight_map {
+        if !is_plain(&file) {
+            let problem = format!("tensor {tensor} should be in {file:?}, which is no plain name");
+            return Err(malformed(path, problem));
+        }
+        files.entry(file).or_default().insert(tensor);
+    }
+    Ok(files)
+}
+
+/// A name in the folder itself, and not a hidden one.
+fn is_plain(name: &str) -> bool {
+    !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0'])
+}
+
+fn malformed(path: &Path, problem: impl Into<String>) -> ModelError {
+    ModelError::MalformedWeights {
+        path: path.to_owned(),
+        problem: problem.into(),
+    }
+}
