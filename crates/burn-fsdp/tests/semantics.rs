@@ -32,9 +32,11 @@ fn fault(name: &str) -> Option<String> {
         return Some(format!("has no file {}", file.display()));
     };
     let is_there = match test {
+        // A test, or a module of tests inside of the module.
         Some(test) => {
-            text.contains(&format!("\n#[test]\nfn {test}("))
-                || text.contains(&format!("    #[test]\n    fn {test}("))
+            let mut lines = text.lines().map(str::trim_start);
+            let (function, inner) = (format!("fn {test}("), format!("mod {test} {{"));
+            lines.any(|line| line.starts_with(&function) || line.starts_with(&inner))
         }
         None => text.contains("#[test]"),
     };

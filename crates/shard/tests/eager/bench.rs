@@ -121,9 +121,11 @@ pub(crate) fn stepped<M: Module + 'static>(
 ) -> Outcome {
     let outcomes = on_ranks(ranks, move |world| {
         let device = device();
+        // Made before the module is sharded; elsewhere it is made after.
+        let mut optim = optimizer();
         let model = build(case, &world, &device, policy.clone())?;
         let gradients = gradients(&model, &world, &device)?;
-        let model = optimizer().step(1e-2, model, gradients);
+        let model = optim.step(1e-2, model, gradients);
         Ok(Outcome {
             losses: Vec::new(),
             params: whole_params((case.build)(&device), &model),

@@ -272,7 +272,7 @@ fn backward_asks_the_neighbours_and_nobody_else() {
             };
             started.iter().filter(of).count()
         };
-        assert_eq!((gathers("shard"), gathers("neighbours")), (far, near));
+        assert_eq!((gathers("world"), gathers("neighbours")), (far, near));
         for (kind, group, label) in &started {
             if *kind == OperationKind::AllGather {
                 let is_backward = label.contains("backward");
@@ -294,7 +294,7 @@ fn reductions_may_have_a_group_of_their_own() {
         );
     }
     for (policy, group) in [
-        (blocks(), "shard"),
+        (blocks(), "world"),
         (blocks().reduce_group(ReduceGroup::Own), "reductions"),
     ] {
         let started = started(2, policy);
@@ -303,7 +303,7 @@ fn reductions_may_have_a_group_of_their_own() {
             of.map(|(_, group, _)| group.as_str()).collect::<Vec<_>>()
         };
         assert_eq!(of(OperationKind::ReduceScatter), [group; 4]);
-        assert_eq!(of(OperationKind::AllGather), ["shard"; 7]);
+        assert_eq!(of(OperationKind::AllGather), ["world"; 7]);
     }
 }
 

@@ -17,3 +17,4 @@ mod states;
 mod stored;
 mod switches;
 mod unused;
+mod warnings;
