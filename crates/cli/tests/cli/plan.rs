@@ -1,7 +1,6 @@
 //! `burn-fsdp plan`: what a run would take.
 
 use std::process::Command;
-use std::time::Instant;
 
 use serde_json::Value;
 
@@ -26,26 +25,41 @@ fn total(bytes: &Value) -> u64 {
 }
 
 #[test]
-fn every_preset_is_answered_in_little_time() {
-    for arguments in [
-        "--model gpt --preset 7b",
-        "--model gpt --preset 13b",
-        "--model gpt --preset 175b",
-        "--model gpt --preset 1t",
-        "--model llama --preset 7b",
-        "--model llama --preset 13b",
-        "--model llama --preset 70b",
-    ] {
-        for compile in ["", " --compile"] {
-            let start = Instant::now();
-            let run = plan(&Folder::new(), &format!("{arguments} --ranks 64{compile}"));
-            let elapsed = start.elapsed();
-            assert_eq!(run.code, 0, "{}", run.stderr);
-            assert!(run.stdout.contains("fit"), "{}", run.stdout);
-            assert!(run.stdout.contains("peak"), "{}", run.stdout);
-            println!("{arguments}{compile}: {elapsed:?}");
+fn every_size_of_every_model_is_answered() {
+    for model in ["gpt", "llama"] {
+        for (preset, billions) in [
+            ("7b", 7.0),
+            ("13b", 13.0),
+            ("70b", 70.0),
+            ("175b", 175.0),
+            ("1t", 1000.0),
+        ] {
+            for compile in ["", " --compile"] {
+                let arguments = format!("--model {model} --preset {preset} --ranks 64{compile}");
+                let answer = planned(&arguments);
+                let params = answer["num_params"].as_f64().unwrap_or(0.0) / 1e9;
+                assert!(
+                    (params / billions - 1.0).abs() < 0.07,
+                    "{arguments}: {params}"
+                );
+                // On one of 64 ranks at least its part of parameters and states.
+                let peak = match compile {
+                    "" => total(&answer["peak"]["bytes"]),
+                    _ => answer["peak"].as_u64().unwrap_or(0),
+                };
+                assert!(peak as f64 > 12e9 * params / 64.0, "{arguments}: {peak}");
+            }
         }
     }
+}
+
+/// A batch is planned by its shape: nothing of its size is allocated, here 64 GiB for each of its tensors.
+#[test]
+fn a_huge_batch_is_planned_without_its_memory() {
+    let answer = planned("--model gpt --preset 7b --batch 8388608 --ranks 4 --compile");
+    assert_eq!(answer["fits"], false);
+    let peak = answer["peak"].as_f64().unwrap_or(0.0);
+    assert!(peak > 8388608.0 * 2048.0 * 4096.0 * 4.0, "{peak}");
 }
 
 #[test]
@@ -137,7 +151,7 @@ fn refused_saying(arguments: &str, words: &[&str]) {
 #[test]
 fn wrong_input_is_named() {
     refused_saying("--model gpt --preset 8b", &["gpt preset", "8b", "175b"]);
-    refused_saying("--model llama --preset 1t", &["llama preset", "70b"]);
+    refused_saying("--model llama --preset 2t", &["llama preset", "2t", "70b"]);
     refused_saying("--model bert --preset 7b", &["bert", "gpt"]);
     refused_saying("--preset 7b", &["--model"]);
     let model = "--model gpt --preset 7b";
@@ -173,20 +187,56 @@ fn published_figures_in_the_documentation_are_recomputed() {
     }
 }
 
-/// Within 15 %, but for what the documentation says is not.
+/// What is missed, what does not fit, and nothing else: a change of a formula that mends a row, or that
+/// breaks one, shows here.
 #[test]
-fn predictions_are_near_published_figures() {
+fn the_table_of_published_figures_says_what_it_misses() {
     let run = plan(&Folder::new(), "--published");
-    let mut far = Vec::new();
-    for line in run.stdout.lines().skip(2) {
+    let rows = run
+        .stdout
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .skip(1);
+    let (mut missed, mut unplanned, mut number) = (Vec::new(), Vec::new(), 0);
+    for line in rows {
+        number += 1;
         let cells: Vec<_> = line.split('|').map(str::trim).collect();
-        let difference = cells[10].trim_end_matches(" %");
-        if let Ok(percent) = difference.parse::<f64>()
-            && percent.abs() > 15.0
-        {
-            far.push(format!("{} {}", cells[1], cells[2]));
+        let name = format!(
+            "{}: {}, {} ranks, {}",
+            cells[1], cells[2], cells[3], cells[4]
+        );
+        // The marks are what the numbers say.
+        let percent = cells[10].trim_matches('*').split(" %").next();
+        let percent = percent.and_then(|percent| percent.parse::<f64>().ok());
+        let is_far = percent.is_some_and(|percent| percent.abs() > 15.0);
+        assert_eq!(is_far, cells[10].contains("missed"), "{line}");
+        if is_far {
+            missed.push(name.clone());
         }
-        assert!(!cells[9].starts_with("does not"), "{line}");
+        if cells[11].contains("does not fit") {
+            unplanned.push(name);
+        }
     }
-    assert_eq!(far, ["PyTorch on AWS gpt 1t"]);
+    assert_eq!(number, 24);
+    assert_eq!(
+        missed,
+        [
+            "arXiv 2304.11277: gpt 175b, 128 ranks, a100-80g",
+            "PyTorch on AWS: gpt 1t, 128 ranks, a100-40g, offload",
+            "IBM fms-fsdp: llama 34b, 128 ranks, a100-80g",
+            "IBM fms-fsdp: llama 70b, 128 ranks, a100-80g",
+            "IBM fms-fsdp: llama 34b, 96 ranks, h100",
+            "IBM fms-fsdp: llama 70b, 96 ranks, h100",
+        ]
+    );
+    assert_eq!(
+        unplanned,
+        [
+            "PyTorch on AWS: gpt 175b, 128 ranks, a100-40g, offload",
+            "PyTorch on AWS: gpt 1t, 128 ranks, a100-40g, offload",
+        ]
+    );
+    let summary = run.stdout.lines().last().unwrap_or_default();
+    assert!(summary.contains("Of the other 14"), "{summary}");
+    assert!(summary.contains("8 are within 15 %"), "{summary}");
 }

@@ -1,4 +1,4 @@
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_models::{Llama, LlamaConfig, ModelError};
@@ -103,15 +103,57 @@ fn positions_are_relative() {
     assert_ne!(last(order([1, 2, 3, 4])), last(order([2, 1, 3, 4])));
 }
 
+/// Copies each head of keys and values for all the query heads that share it.
+struct Repeat {
+    path: Vec<String>,
+    times: usize,
+}
+
+impl ModuleMapper for Repeat {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let is_shared = self.path.iter().any(|name| name == "wk" || name == "wv");
+        if !is_shared {
+            return param;
+        }
+        let times = self.times;
+        param.map(|weight| {
+            let [rows, columns] = [weight.dims()[0], weight.dims()[1]];
+            let heads = CONFIG.kv_heads;
+            let each: Tensor<4> = weight.reshape([rows, heads, 1, columns / heads]);
+            let repeated = each.repeat_dim(2, times).reshape([rows, times * columns]);
+            Tensor::from_data(repeated.into_data(), &Device::flex())
+        })
+    }
+}
+
+/// Query heads that share keys and values compute what they would with copies of their own.
 #[test]
 fn as_many_key_heads_as_queries_is_plain_attention() {
+    let device = Device::flex();
+    let grouped = CONFIG.init(&device, 1).unwrap();
     let config = LlamaConfig {
-        kv_heads: 4,
+        kv_heads: CONFIG.heads,
         ..CONFIG
     };
-    let device = Device::flex();
-    let model = config.init(&device, 1).unwrap();
-    assert!(values(loss(&model, &device))[0].is_finite());
+    let mut repeat = Repeat {
+        path: Vec::new(),
+        times: CONFIG.heads / CONFIG.kv_heads,
+    };
+    // The number of key heads is no parameter: the repeated weights go into a model that has it.
+    let record = grouped.clone().map(&mut repeat).into_record();
+    let plain = config.init(&device, 2).unwrap().load_record(record);
+    let logits = |model: &Llama| values(model.forward(tokens([1, 2, 3, 4, 5, 6, 7, 8], &device)));
+    for (got, want) in logits(&grouped).iter().zip(logits(&plain)) {
+        assert!((got - want).abs() <= 1e-6, "{got}, expected {want}");
+    }
 }
 
 #[test]

@@ -90,16 +90,56 @@ pub(crate) fn sharded<M: Module + 'static>(
         let params = whole_params((case.build)(&device), &model);
         Ok(Outcome { losses, params })
     });
+    joined(&outcomes)
+}
+
+/// One outcome of the ranks': the mean of their losses, and their parameters, which must be the same.
+pub(crate) fn joined(outcomes: &[Outcome]) -> Outcome {
     let mut first = outcomes[0].clone();
-    for outcome in &outcomes {
+    for outcome in outcomes {
         let agree = outcome.params == first.params;
         assert!(agree, "ranks agree on every bit of the parameters");
+        assert_eq!(outcome.losses.len(), first.losses.len());
     }
     for (step, loss) in first.losses.iter_mut().enumerate() {
         let sum: f32 = outcomes.iter().map(|outcome| outcome.losses[step]).sum();
-        *loss = sum / ranks as f32;
+        *loss = sum / outcomes.len() as f32;
     }
     first
+}
+
+/// The parameters after one step of the optimizer with the gradients that `gradients` computes on each
+/// rank.
+pub(crate) fn stepped<M: Module + 'static>(
+    case: Case<M>,
+    ranks: usize,
+    policy: ShardPolicy,
+    gradients: impl Fn(&M, &ProcessGroup, &Device) -> Result<GradientsParams, Error>
+    + Send
+    + Sync
+    + 'static,
+) -> Outcome {
+    let outcomes = on_ranks(ranks, move |world| {
+        let device = device();
+        // Made before the module is sharded; elsewhere it is made after.
+        let mut optim = optimizer();
+        let model = build(case, &world, &device, policy.clone())?;
+        let gradients = gradients(&model, &world, &device)?;
+        let model = optim.step(1e-2, model, gradients);
+        Ok(Outcome {
+            losses: Vec::new(),
+            params: whole_params((case.build)(&device), &model),
+        })
+    });
+    joined(&outcomes)
+}
+
+/// The parameters after one step of the plain module on the joined batch.
+pub(crate) fn plainly_stepped<M: Module + 'static>(case: Case<M>, ranks: usize) -> Outcome {
+    Outcome {
+        losses: Vec::new(),
+        ..plainly(case, ranks, 1)
+    }
 }
 
 /// Burn's seed belongs to the device, which all threads share: one initialization at a time.

@@ -1,15 +1,21 @@
 //! The verbs together: `fully_shard`, `replicate`, ignored modules, and their order.
 
-use burn::module::Module;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+
+use burn::optim::GradientsAccumulator;
+use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, UnitState, backward, catch, fully_shard, replicate, units, unused_units,
+    Error, ShardPolicy, UnitState, backward, catch, fully_shard, memory, replicate, units,
+    unused_units,
 };
 
 use super::bench::{
-    Outcome, SEED, assert_close, device, on_ranks, optimizer, params, plainly, seed_turn,
-    whole_params,
+    Case, Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, params, plainly,
+    plainly_stepped, seed_turn, stepped, whole_params,
 };
 use super::nets::{MLP, Mlp};
 
@@ -39,17 +45,17 @@ fn trains(
         let device = device();
         let mut model = wrap(&mesh, model)?;
         let mut optim = optimizer();
+        let mut losses = Vec::new();
         for step in 0..10 {
             let loss = (MLP.loss)(&model, mesh.world().rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
             let gradients = backward(loss, &model)?;
             model = optim.step(1e-2, model, gradients);
         }
-        Ok(whole_params((MLP.build)(&device), &model))
+        let params = whole_params((MLP.build)(&device), &model);
+        Ok(Outcome { losses, params })
     });
-    Outcome {
-        losses: plainly(MLP, ranks, 10).losses,
-        params: outcomes[0].clone(),
-    }
+    joined(&outcomes)
 }
 
 #[test]
@@ -133,20 +139,39 @@ fn names_are_kept() {
 fn ignored_modules_are_left_alone() {
     let seen = with_mesh(2, |mesh, model| {
         let policy = ShardPolicy::new().units(["blocks.*"]).ignore(["head"]);
-        let model = fully_shard(model, &mesh, policy)?;
+        let mut model = fully_shard(model, &mesh, policy)?;
         let world = mesh.world();
-        for step in 0..2 {
-            let before = world.counts();
-            let loss = (MLP.loss)(&model, world.rank(), step, &device());
-            let gradients = backward(loss, &model)?;
-            // The head's own, and those of all others.
-            assert_eq!(gradients.len(), 1 + 1 + 1 + 3 * 7 + 1);
-            let since = world.counts().since(&before);
-            assert_eq!(since.of(OperationKind::ReduceScatter).operations, 4);
-        }
-        Ok(model.head.weight.val().into_data().convert::<f32>())
+        let mut optim = optimizer();
+        let before = world.counts();
+        let loss = (MLP.loss)(&model, world.rank(), 0, &device());
+        let gradients = backward(loss, &model)?;
+        // The head's own, and those of all others.
+        assert_eq!(gradients.len(), 1 + 1 + 1 + 3 * 7 + 1);
+        let since = world.counts().since(&before);
+        assert_eq!(since.of(OperationKind::ReduceScatter).operations, 4);
+        model = optim.step(1e-2, model, gradients);
+        Ok(whole_params((MLP.build)(&device()), &model))
     });
-    assert_eq!(seen.len(), 2);
+    // The head of each rank has seen the rank's own gradients, everything else the mean.
+    let own: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [
+        |model, _, step, device| model.loss(0, step, device),
+        |model, _, step, device| model.loss(1, step, device),
+    ];
+    let mean = plainly(MLP, 2, 1).params;
+    for (got, loss) in seen.into_iter().zip(own) {
+        let own = plainly(Case { loss, ..MLP }, 1, 1).params;
+        let want = mean.iter().zip(own).map(|(mean, own)| {
+            let is_ignored = own.0.starts_with("head.");
+            if is_ignored { own } else { mean.clone() }
+        });
+        let [got, want] = [got, want.collect()].map(|params| Outcome {
+            losses: Vec::new(),
+            params,
+        });
+        assert_close(&got, &want, 1e-5);
+    }
+    let heads = own.map(|loss| plainly(Case { loss, ..MLP }, 1, 1).params.pop());
+    assert_ne!(heads[0], heads[1], "the ranks' own gradients differ");
     let message = with_mesh(1, |mesh, model| {
         let nothing = fully_shard(model.clone(), &mesh, ShardPolicy::new().ignore(["tail"]));
         let mut twice = model;
@@ -220,40 +245,61 @@ fn units_tell_their_state_and_unshard_by_hand() {
     });
 }
 
-/// Training goes on after an error in forward and in backward.
+/// Training goes on after an error in forward and in backward, on all ranks alike.
 #[test]
 fn an_error_leaves_everything_sharded() {
     let want = plainly(MLP, 2, 3);
-    let seen = with_mesh(2, |mesh, model| {
+    let outcomes = with_mesh(2, |mesh, model| {
         let device = device();
         let rank = mesh.world().rank();
-        let mut model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
+        let is_broken = Arc::new(AtomicBool::new(false));
+        let policy = ShardPolicy::new().units(["blocks.*"]).gradient_hook({
+            let is_broken = is_broken.clone();
+            move |path, gradient| match path == "blocks.1.up.weight" && is_broken.load(Relaxed) {
+                true => gradient.slice(0..1),
+                false => gradient,
+            }
+        });
+        let mut model = fully_shard(model, &mesh, policy)?;
         let mut optim = optimizer();
+        let mut losses = Vec::new();
+        let assert_sharded = |model: &Mlp, after: &str| -> Result<(), Error> {
+            for unit in units(model)? {
+                assert_eq!(unit.state(), UnitState::Sharded, "{} {after}", unit.name());
+            }
+            Ok(())
+        };
         for step in 0..3 {
-            // The same on all ranks: a forward that gives up half way, and a backward without end.
-            let half = catch(|| {
+            let all = units(&model)?;
+            let in_forward = catch(|| {
                 model.blocks[0].up.weight.val();
-                model.blocks[1].up.weight.val();
+                all[1].reshard().map(|()| model.blocks[0].down.weight.val())
             });
-            half?;
-            burn_fsdp_shard::reset(&model)?;
-            assert!(
-                units(&model)?
-                    .iter()
-                    .all(|unit| unit.state() == UnitState::Sharded)
-            );
+            drop(all);
+            let message = in_forward.err().map(|error| error.to_string());
+            let message = message.unwrap_or_default();
+            assert!(message.contains("expected state Unsharded"), "{message}");
+            assert_sharded(&model, "after an error in forward")?;
+
+            is_broken.store(true, Relaxed);
+            let in_backward = backward((MLP.loss)(&model, rank, step, &device), &model);
+            is_broken.store(false, Relaxed);
+            let message = in_backward.err().map(|error| error.to_string());
+            let message = message.unwrap_or_default();
+            assert!(message.contains("blocks.1.up.weight"), "{message}");
+            assert_sharded(&model, "after an error in backward")?;
+            assert_eq!(memory(&model)?.unsharded_live, 0);
+
             let loss = (MLP.loss)(&model, rank, step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
             let gradients = backward(loss, &model)?;
             model = optim.step(1e-2, model, gradients);
         }
         assert_eq!(unused_units(&model)?, Vec::<String>::new());
-        Ok(whole_params((MLP.build)(&device), &model))
+        let params = whole_params((MLP.build)(&device), &model);
+        Ok(Outcome { losses, params })
     });
-    let got = Outcome {
-        losses: want.losses.clone(),
-        params: seen[0].clone(),
-    };
-    assert_close(&got, &want, 1e-5);
+    assert_close(&joined(&outcomes), &want, 1e-5);
 }
 
 #[test]
@@ -270,46 +316,29 @@ fn units_that_took_no_part_are_named() {
     });
 }
 
+/// The losses of two batches, with one backward for both.
+const JOINED: Case<Mlp> = Case {
+    build: Mlp::new,
+    loss: |model, rank, step, device| {
+        model.loss(rank, step, device) + model.loss(rank, step + 1, device)
+    },
+};
+
 /// Several forwards before one backward, and one backward for each of several forwards.
 #[test]
 fn forwards_and_backwards_may_alternate_freely() {
-    let norms = with_mesh(2, |mesh, model| {
-        let device = device();
-        let rank = mesh.world().rank();
-        let model = fully_shard(model, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
-        let loss = |step| (MLP.loss)(&model, rank, step, &device);
-        let sum = |gradients: &burn::optim::GradientsParams| -> f32 {
-            gradients
-                .get::<1>(model.norm.gamma.id)
-                .map_or(0.0, |g| g.sum().into_scalar::<f32>())
-        };
-        let head = |gradients: burn::optim::GradientsParams| -> f32 {
-            let mut total = Total(&gradients, sum(&gradients));
-            model.visit(&mut total);
-            total.1
-        };
-        let together = head(backward(loss(0) + loss(1), &model)?);
-        let (first, second) = (loss(0), loss(1));
-        let apart = head(backward(first, &model)?) + head(backward(second, &model)?);
-        Ok((together, apart))
+    let want = plainly_stepped(JOINED, 2);
+    let blocks = || ShardPolicy::new().units(["blocks.*"]);
+    let together = stepped(MLP, 2, blocks(), |model, world, device| {
+        backward((JOINED.loss)(model, world.rank(), 0, device), model)
     });
-    for (together, apart) in norms {
-        assert!(
-            (together - apart).abs() <= 1e-5 * together.abs().max(1.0),
-            "{together} {apart}"
-        );
-    }
-}
-
-struct Total<'a>(&'a burn::optim::GradientsParams, f32);
-
-impl burn::module::ModuleVisitor for Total<'_> {
-    fn visit_float<const D: usize>(
-        &mut self,
-        param: &burn::module::Param<burn::tensor::Tensor<D>>,
-    ) {
-        if let Some(gradient) = self.0.get::<D>(param.id) {
-            self.1 += gradient.sum().into_scalar::<f32>();
-        }
-    }
+    assert_close(&together, &want, 1e-5);
+    let apart = stepped(MLP, 2, blocks(), |model, world, device| {
+        let [first, second] = [0, 1].map(|step| model.loss(world.rank(), step, device));
+        let mut sum = GradientsAccumulator::new();
+        sum.accumulate(model, backward(first, model)?);
+        sum.accumulate(model, backward(second, model)?);
+        Ok(sum.grads())
+    });
+    assert_close(&apart, &want, 1e-5);
 }

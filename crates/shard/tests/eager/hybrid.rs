@@ -1,15 +1,15 @@
 //! Hybrid sharding, smaller groups for backward, and a group of their own for reductions.
 
 use burn::module::Module;
-use burn_fsdp_collectives::{OperationKind, ProcessGroup, ProcessMesh};
+use burn_fsdp_collectives::{CommStage, OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ReduceGroup, ShardPolicy, backward, fully_shard, units, wrap_plan};
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, device, on_ranks, optimizer, panic_of, plainly, seed_turn,
-    sharded, whole_params,
+    Case, Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, panic_of, plainly,
+    seed_turn, sharded, whole_params,
 };
-use super::nets::{CONV_NET, MLP, RECURRENT};
+use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
 
 fn build<M: Module + 'static>(
     case: Case<M>,
@@ -54,21 +54,7 @@ fn trained<M: Module + 'static>(
             params: whole_params((case.build)(&device), &model),
         })
     });
-    let mut first = outcomes[0].clone();
-    for outcome in &outcomes {
-        assert!(
-            outcome.params == first.params,
-            "replicas agree on every bit"
-        );
-    }
-    for (step, loss) in first.losses.iter_mut().enumerate() {
-        *loss = outcomes
-            .iter()
-            .map(|outcome| outcome.losses[step])
-            .sum::<f32>()
-            / ranks as f32;
-    }
-    first
+    joined(&outcomes)
 }
 
 #[test]
@@ -159,29 +145,45 @@ fn two_by_two_issues_exactly_what_it_should() {
 #[test]
 fn crossing_may_wait_for_the_last_micro_batch() {
     let want = plainly(MLP, 8, 6);
-    let got = on_ranks(4, |world| {
+    let outcomes = on_ranks(4, |world| {
         let device = device();
-        let mut model = build(MLP, &world, [2, 2], ShardPolicy::new().units(["blocks.*"]))?;
+        let layout = Mesh::new([("replicate", 2), ("shard", 2)])?;
+        let mesh = ProcessMesh::new(&world, layout)?;
+        let policy = ShardPolicy::new()
+            .units(["blocks.*"])
+            .replicate_axis("replicate");
+        let turn = (world.rank() == 0).then(seed_turn);
+        if world.rank() == 0 {
+            device.seed(SEED);
+        }
+        let mut model = fully_shard((MLP.build)(&device), &mesh, policy)?;
+        drop(turn);
         let mut optim = optimizer();
+        let mut losses = Vec::new();
         for step in 0..6 {
             let mut whole = burn::optim::GradientsAccumulator::new();
+            let mut value = 0.0;
             for micro in 0..2 {
                 for handle in units(&model)? {
                     handle.set_requires_all_reduce(micro == 1)?;
                 }
+                let before = mesh.along("replicate")?.counts();
                 let rank = micro * 4 + world.rank();
                 let loss = (MLP.loss)(&model, rank, step, &device).div_scalar(2.0);
+                value += loss.clone().into_scalar::<f32>();
                 whole.accumulate(&model, backward(loss, &model)?);
+                let crossed = mesh.along("replicate")?.counts().since(&before);
+                let crossed = crossed.of(OperationKind::AllReduce).operations;
+                // One a unit, in the micro-batch that crosses.
+                assert_eq!(crossed, 4 * micro as u64, "micro-batch {micro}");
             }
+            losses.push(value);
             model = optim.step(1e-2, model, whole.grads());
         }
-        Ok(whole_params((MLP.build)(&device), &model))
+        let params = whole_params((MLP.build)(&device), &model);
+        Ok(Outcome { losses, params })
     });
-    let got = Outcome {
-        losses: want.losses.clone(),
-        params: got[0].clone(),
-    };
-    assert_close(&got, &want, 1e-5);
+    assert_close(&joined(&outcomes), &want, 1e-5);
 }
 
 #[test]
@@ -213,31 +215,133 @@ fn backward_gathers_among_neighbours() {
     assert!(message.contains("divisor of the 4 ranks"), "{message}");
 }
 
+/// What a rank starts in the third step: kind and group of each operation, and its label.
+fn started(ranks: usize, policy: ShardPolicy) -> Vec<(OperationKind, String, String)> {
+    let seen = on_ranks(ranks, move |world| {
+        let device = device();
+        let mut model = super::bench::build(MLP, &world, &device, policy.clone())?;
+        let mut optim = optimizer();
+        for step in 0..3 {
+            if step == 2 {
+                world.start_recording(|| 0);
+            }
+            let loss = model.loss(world.rank(), step, &device);
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        let spans = world.end_recording().into_iter();
+        let started = spans.filter(|span| span.stage == CommStage::Start);
+        let started = started.map(|span| {
+            let operation = span.operation;
+            let [group, label] = [&operation.group, &operation.label];
+            (
+                operation.kind,
+                group.as_str().to_owned(),
+                label.as_str().to_owned(),
+            )
+        });
+        Ok(started.collect::<Vec<_>>())
+    });
+    for other in &seen[1..] {
+        let groups = |started: &[(OperationKind, String, String)]| -> Vec<_> {
+            let groups = started
+                .iter()
+                .map(|(kind, group, _)| (*kind, group.clone()));
+            groups.collect()
+        };
+        assert_eq!(groups(other), groups(&seen[0]));
+    }
+    seen[0].clone()
+}
+
+#[test]
+fn backward_asks_the_neighbours_and_nobody_else() {
+    let blocks = || ShardPolicy::new().units(["blocks.*"]);
+    for (policy, far, near) in [
+        // Every block twice and the root once.
+        (blocks(), 7, 0),
+        // The blocks' second gathers stay among the neighbours.
+        (blocks().reshard_after_forward_to(2), 4, 3),
+        // What is kept is not gathered again, from nobody.
+        (blocks().reshard_after_forward_to(1), 4, 0),
+    ] {
+        let started = started(4, policy);
+        let gathers = |group: &str| {
+            let of = |(kind, other, _): &&(OperationKind, String, String)| {
+                *kind == OperationKind::AllGather && other.contains(group)
+            };
+            started.iter().filter(of).count()
+        };
+        assert_eq!((gathers("world"), gathers("neighbours")), (far, near));
+        for (kind, group, label) in &started {
+            if *kind == OperationKind::AllGather {
+                let is_backward = label.contains("backward");
+                assert_eq!(group.contains("neighbours"), is_backward && near > 0);
+            }
+        }
+    }
+}
+
 #[test]
 fn reductions_may_have_a_group_of_their_own() {
+    let blocks = || ShardPolicy::new().units(["blocks.*"]);
     for ranks in 1..=4 {
-        let policy = ShardPolicy::new()
-            .units(["blocks.*"])
-            .reduce_group(ReduceGroup::Own);
+        let policy = blocks().reduce_group(ReduceGroup::Own);
         assert_close(
             &sharded(MLP, ranks, 5, policy),
             &plainly(MLP, ranks, 5),
             1e-5,
         );
     }
+    for (policy, group) in [
+        (blocks(), "world"),
+        (blocks().reduce_group(ReduceGroup::Own), "reductions"),
+    ] {
+        let started = started(2, policy);
+        let of = |wanted| {
+            let of = started.iter().filter(move |(kind, ..)| *kind == wanted);
+            of.map(|(_, group, _)| group.as_str()).collect::<Vec<_>>()
+        };
+        assert_eq!(of(OperationKind::ReduceScatter), [group; 4]);
+        assert_eq!(of(OperationKind::AllGather), ["world"; 7]);
+    }
 }
+
+/// The batches of the other half of the ranks.
+const OTHERS: Case<Mlp> = Case {
+    build: Mlp::new,
+    loss: |model, rank, step, device| model.loss(rank + 2, step, device),
+};
 
 #[test]
 fn a_subset_of_the_ranks_shards_among_itself() {
-    on_ranks(4, |world| {
+    const STEPS: usize = 4;
+    let outcomes = on_ranks(4, |world| {
         let layout = Mesh::new([("other", 2), ("shard", 2)])?;
         let mesh = ProcessMesh::new(&world, layout)?;
-        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let device = device();
         let turn = (mesh.along("shard")?.rank() == 0).then(seed_turn);
-        let model = fully_shard((MLP.build)(&device()), &mesh, policy)?;
+        if turn.is_some() {
+            device.seed(SEED);
+        }
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let mut model = fully_shard((MLP.build)(&device), &mesh, policy)?;
         drop(turn);
         assert_eq!(wrap_plan(&model)?.world_size, 2);
-        backward((MLP.loss)(&model, world.rank(), 0, &device()), &model)?;
-        Ok(())
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        let before = world.counts();
+        for step in 0..STEPS {
+            let loss = (MLP.loss)(&model, world.rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        assert_eq!(world.counts(), before, "nothing goes to the other half");
+        let params = whole_params((MLP.build)(&device), &model);
+        Ok(Outcome { losses, params })
     });
+    for (half, case) in outcomes.chunks(2).zip([MLP, OTHERS]) {
+        assert_close(&joined(half), &plainly(case, 2, STEPS), 1e-5);
+    }
 }

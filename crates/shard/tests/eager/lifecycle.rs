@@ -6,7 +6,9 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{OperationKind, ProcessGroup};
 use burn_fsdp_shard::{ShardPolicy, backward, memory, order};
 
-use super::bench::{build, device, on_ranks, optimizer, since};
+use super::bench::{
+    Case, assert_close, build, device, on_ranks, optimizer, plainly_stepped, since, stepped,
+};
 use super::nets::{MLP, Mlp};
 
 fn blocks() -> ShardPolicy {
@@ -126,77 +128,77 @@ fn two_live_copies_train_side_by_side() {
     });
 }
 
+/// The same batch with the losses of the next one.
+const LATER: Case<Mlp> = Case {
+    build: Mlp::new,
+    loss: |model, rank, step, device| model.loss(rank, step + 1, device),
+};
+
+/// Both batches in one loss.
+const JOINED: Case<Mlp> = Case {
+    build: Mlp::new,
+    loss: |model, rank, step, device| {
+        model.loss(rank, step, device) + model.loss(rank, step + 1, device)
+    },
+};
+
 #[test]
 fn burns_own_loop_works_unchanged() {
-    on_ranks(2, |world| {
-        let device = device();
-        let model = build(MLP, &world, &device, blocks())?;
-        let loss = model.loss(world.rank(), 0, &device);
-        let ours = backward(loss, &model)?;
-        let loss = model.loss(world.rank(), 0, &device);
-        let burns = GradientsParams::from_grads(loss.backward(), &model);
-        assert_eq!(ours.len(), burns.len());
-        let stepped = [ours, burns].map(|gradients| {
-            let model = optimizer().step(1e-2, model.clone(), gradients);
-            model.loss(0, 1, &device).into_scalar::<f32>()
-        });
-        assert_eq!(stepped[0], stepped[1]);
-        Ok(())
+    let burns = stepped(MLP, 2, blocks(), |model, world, device| {
+        let loss = model.loss(world.rank(), 0, device);
+        Ok(GradientsParams::from_grads(loss.backward(), model))
     });
+    assert_close(&burns, &plainly_stepped(MLP, 2), 1e-5);
+    let ours = stepped(MLP, 2, blocks(), |model, world, device| {
+        backward(model.loss(world.rank(), 0, device), model)
+    });
+    assert_eq!(ours.params, burns.params);
 }
 
 #[test]
 fn several_forwards_before_one_backward_sum_up() {
-    on_ranks(2, |world| {
-        let device = device();
-        let rank = world.rank();
-        let model = build(MLP, &world, &device, blocks())?;
-        let joined = model.loss(rank, 0, &device) + model.loss(rank, 1, &device);
-        let joined = backward(joined, &model)?;
-        let apart = [0, 1].map(|step| backward(model.loss(rank, step, &device), &model));
-        let [first, second] = apart;
-        let mut accumulator = burn::optim::GradientsAccumulator::new();
-        accumulator.accumulate(&model, first?);
-        accumulator.accumulate(&model, second?);
-        let apart = accumulator.grads();
-        let stepped = [joined, apart].map(|gradients| {
-            let model = optimizer().step(1e-2, model.clone(), gradients);
-            model.loss(0, 2, &device).into_scalar::<f32>()
-        });
-        assert_near(stepped[0], stepped[1]);
-        Ok(())
+    let sum = stepped(MLP, 2, blocks(), |model, world, device| {
+        backward((JOINED.loss)(model, world.rank(), 0, device), model)
     });
+    assert_close(&sum, &plainly_stepped(JOINED, 2), 1e-5);
 }
 
 #[test]
 fn two_forwards_have_backwards_of_their_own() {
-    on_ranks(2, |world| {
-        let device = device();
-        let rank = world.rank();
-        let model = build(MLP, &world, &device, blocks())?;
-        let first = model.loss(rank, 0, &device);
-        let second = model.loss(rank, 1, &device);
-        let number = backward(first, &model)?.len();
-        assert_eq!(backward(second, &model)?.len(), number);
-        Ok(())
-    });
+    for (case, index) in [(MLP, 0), (LATER, 1)] {
+        let own = stepped(MLP, 2, blocks(), move |model, world, device| {
+            let losses = [0, 1].map(|step| model.loss(world.rank(), step, device));
+            let mut gradients = Vec::new();
+            for loss in losses {
+                gradients.push(backward(loss, model)?);
+            }
+            Ok(gradients.swap_remove(index))
+        });
+        assert_close(&own, &plainly_stepped(case, 2), 1e-5);
+    }
 }
 
 #[test]
 fn two_roots_in_one_loss() {
-    on_ranks(2, |world| {
-        let device = device();
-        let rank = world.rank();
-        let first = build(MLP, &world, &device, blocks())?;
-        let second = build(MLP, &world, &device, blocks())?;
-        let loss = first.loss(rank, 0, &device) + second.loss(rank, 0, &device);
-        let mut gradients = loss.backward();
-        let ours = GradientsParams::from_module(&mut gradients, &first);
-        let theirs = GradientsParams::from_module(&mut gradients, &second);
-        assert_eq!(ours.len(), theirs.len());
-        assert!(!ours.is_empty());
-        Ok(())
-    });
+    for is_first in [true, false] {
+        // The second root sees the next batch.
+        let got = stepped(MLP, 2, blocks(), move |model, world, device| {
+            let rank = world.rank();
+            let other = build(MLP, world, device, blocks())?;
+            let (first, second) = if is_first {
+                (model, &other)
+            } else {
+                (&other, model)
+            };
+            let loss = first.loss(rank, 0, device) + second.loss(rank, 1, device);
+            let mut gradients = loss.backward();
+            let ours = GradientsParams::from_module(&mut gradients, first);
+            let theirs = GradientsParams::from_module(&mut gradients, second);
+            Ok(if is_first { ours } else { theirs })
+        });
+        let case = if is_first { MLP } else { LATER };
+        assert_close(&got, &plainly_stepped(case, 2), 1e-5);
+    }
 }
 
 #[test]

@@ -28,6 +28,8 @@ fn every_strategy_and_layout_agrees() {
     agrees(MLP, &policy.clone().strategy(Strategy::ShardGradOp));
     agrees(MLP, &policy.clone().strategy(Strategy::NoShard));
     agrees(MLP, &policy.clone().layout(Layout::Rows));
+    // The embedding alone is large enough to be cut.
+    agrees(MLP, &policy.clone().whole_below(106));
     agrees(MLP, &policy.clone().prefetch(0));
     agrees(MLP, &policy.clone().prefetch(3));
     agrees(MLP, &policy.reshard_root(true));

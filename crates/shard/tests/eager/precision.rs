@@ -232,7 +232,6 @@ fn gradients_may_travel_narrower_than_they_are() {
     assert_eq!(narrow, (full.0, full.1 / 2));
 }
 
-/// Equal bits for every number of ranks: sums are made in 32 bits, from the same 16-bit addends.
 #[test]
 fn shards_and_gradients_are_of_the_stored_type_and_traffic_halves() {
     let bytes = |policy: ShardPolicy| {

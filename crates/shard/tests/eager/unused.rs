@@ -3,12 +3,13 @@
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::ProcessMesh;
+use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{ShardPolicy, backward, fully_shard};
+use burn_fsdp_shard::{ShardPolicy, backward, fully_shard, params_with_gradient};
 
 use super::bench::{
-    Case, assert_close, build, device, on_ranks, optimizer, plainly, sharded, whole_params,
+    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, plainly, sharded,
+    whole_params,
 };
 use super::nets::{ConvNet, MLP, Mlp, input};
 
@@ -135,7 +136,40 @@ fn frozen_units_are_gathered_and_not_reduced() {
         let got = sharded(FROZEN, ranks, 5, policy);
         let want = plainly(FROZEN, ranks, 5);
         assert_close(&got, &want, 1e-5);
+        for (counts, frozen) in of_the_third_step(ranks) {
+            let of = |kind| counts.of(kind);
+            // The root and three blocks, the blocks again in backward; frozen weights carry gradients on.
+            assert_eq!(of(OperationKind::AllGather).operations, 7);
+            // Of the root the embedding alone, and the two blocks that are not frozen.
+            assert_eq!(of(OperationKind::ReduceScatter).operations, 3);
+            let trainable = 4 * (11 * 15 + 2 * 3 * 15 * 7);
+            assert_eq!(of(OperationKind::ReduceScatter).bytes, trainable);
+            assert_eq!(frozen, 0, "gradients of frozen parameters");
+        }
     }
+}
+
+/// Operations of the third step of the half frozen module, and how many frozen parameters have a gradient.
+fn of_the_third_step(ranks: usize) -> Vec<(OperationCounts, usize)> {
+    on_ranks(ranks, |world| {
+        let device = device();
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let mut model = build(FROZEN, &world, &device, policy)?;
+        let mut optim = optimizer();
+        let mut seen = (OperationCounts::default(), 0);
+        for step in 0..3 {
+            let before = world.counts();
+            let loss = model.loss(world.rank(), step, &device);
+            let gradients = backward(loss, &model)?;
+            let paths = params_with_gradient(&model, &gradients);
+            let is_frozen =
+                |path: &&String| path.starts_with("blocks.1.") || path.starts_with("head.");
+            let frozen = paths.iter().filter(is_frozen).count();
+            seen = (world.counts().since(&before), frozen);
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(seen)
+    })
 }
 
 #[test]
@@ -169,12 +203,10 @@ fn children_first_and_the_parent_takes_what_is_left() {
             let gradients = backward(loss, &model)?;
             model = optim.step(1e-2, model, gradients);
         }
-        Ok((losses, whole_params(Mlp::new(&device), &model)))
+        let params = whole_params(Mlp::new(&device), &model);
+        Ok(Outcome { losses, params })
     });
-    for step in 0..5 {
-        let mean = (outcomes[0].0[step] + outcomes[1].0[step]) / 2.0;
-        assert!((mean - want.losses[step]).abs() < 1e-5 * mean.abs());
-    }
+    assert_close(&joined(&outcomes), &want, 1e-5);
 }
 
 /// The running means of a plain module after forwards on `rank`'s batches alone.

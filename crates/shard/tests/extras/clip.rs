@@ -306,3 +306,37 @@ fn nonsense_is_refused() {
         Ok(())
     });
 }
+
+/// The norm over a mesh of two axes is that of the gradients on one rank: every shard counts once, and no
+/// replica again.
+#[test]
+fn replicas_of_shards_have_the_norm_of_one_rank() {
+    for layout in [[2, 2], [2, 1], [1, 3]] {
+        let ranks = layout[0] * layout[1];
+        for norm in NORMS {
+            let (_, want) = plainly(MLP, ranks, norm);
+            let norms = on_ranks(ranks, move |world| {
+                let axes = [("replicate", layout[0]), ("shard", layout[1])];
+                let mesh = ProcessMesh::new(&world, Mesh::new(axes)?)?;
+                let device = device();
+                let turn = (world.rank() == 0).then(seed_turn);
+                if world.rank() == 0 {
+                    device.seed(SEED);
+                }
+                let policy = blocks().replicate_axis("replicate");
+                let model = fully_shard((MLP.build)(&device), &mesh, policy)?;
+                drop(turn);
+                let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+                grad_norm(&model, &gradients, norm)
+            });
+            for got in norms {
+                let difference = (got - want[0]).abs() / want[0];
+                assert!(
+                    difference <= 1e-5,
+                    "{layout:?}, {norm:?}: {got}, expected {}",
+                    want[0]
+                );
+            }
+        }
+    }
+}

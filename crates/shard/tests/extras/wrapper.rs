@@ -12,7 +12,7 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, plainly, ready,
+    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params, plainly,
     seed_turn,
 };
 use super::nets::{Block, MLP, Mlp, input};
@@ -56,12 +56,7 @@ fn the_wrapper_trains_as_one_rank_does() {
             let params = params(&Mlp::new(&device).load_record(record));
             Ok(Outcome { losses, params })
         });
-        let mut got = outcomes[0].clone();
-        for (step, loss) in got.losses.iter_mut().enumerate() {
-            let sum: f32 = outcomes.iter().map(|outcome| outcome.losses[step]).sum();
-            *loss = sum / ranks as f32;
-        }
-        assert_close(&got, &want, 1e-5);
+        assert_close(&joined(&outcomes), &want, 1e-5);
     }
 }
 
@@ -181,17 +176,49 @@ impl Nested {
     }
 }
 
+/// The same without wrappers.
+#[derive(Module, Debug)]
+struct Plain {
+    blocks: Vec<Block>,
+    head: Linear,
+}
+
+fn plain(device: &Device) -> Plain {
+    Plain {
+        blocks: (0..2).map(|_| Mlp::block(device)).collect(),
+        head: LinearConfig::new(15, 3).init(device),
+    }
+}
+
+const PLAIN: Case<Plain> = Case {
+    build: plain,
+    loss: |model, rank, step, device| {
+        let x = input([2, 4, 15], rank, step, device);
+        let x = model.blocks.iter().fold(x, |x, block| block.forward(x));
+        model.head.forward(x).powf_scalar(2.0).mean()
+    },
+};
+
 #[test]
 fn wrapped_children_first_and_the_outer_takes_what_is_left() {
-    on_ranks(2, |world| {
+    let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
-        let child = |_| {
-            let policy = ShardPolicy::new().reshard_root(true);
-            FullyShardedDataParallel::new(ready(|| Mlp::block(&device)), &mesh, policy)
+        let Plain { blocks, head } = {
+            let _turn = seed_turn();
+            device.seed(SEED);
+            let plain = plain(&device);
+            params(&plain);
+            plain
         };
-        let blocks = (0..2).map(child).collect::<Result<Vec<_>, _>>()?;
-        let head = ready(|| LinearConfig::new(15, 3).init(&device));
+        let child = |block| {
+            let policy = ShardPolicy::new().reshard_root(true);
+            FullyShardedDataParallel::new(block, &mesh, policy)
+        };
+        let blocks = blocks
+            .into_iter()
+            .map(child)
+            .collect::<Result<Vec<_>, _>>()?;
         let nested = Nested { blocks, head };
         let paths = parameter_paths(&nested);
         assert!(
@@ -215,23 +242,41 @@ fn wrapped_children_first_and_the_outer_takes_what_is_left() {
         }
         let units = order(&model)?.to_string();
         assert!(units.contains("unshard blocks.0"), "{units}");
-        Ok(())
+        let record = model.into_record();
+        let params = params(&plain(&device).load_record(record));
+        Ok(Outcome { losses, params })
     });
+    assert_close(&joined(&outcomes), &plainly(PLAIN, 2, 3), 1e-5);
 }
+
+/// The batches of the other half of the ranks.
+const OTHERS: Case<Mlp> = Case {
+    build: Mlp::new,
+    loss: |model, rank, step, device| model.loss(rank + 2, step, device),
+};
 
 #[test]
 fn a_part_of_the_ranks_may_shard_among_themselves() {
-    on_ranks(4, |world| {
+    let outcomes = on_ranks(4, |world| {
         let device = device();
         let half = world.split(world.rank() / 2, world.rank(), "half")?;
-        let mesh = ProcessMesh::new(&half, Mesh::line("shard", 2)?)?;
         let counter = CommCounter::new([&world]);
-        let model = FullyShardedDataParallel::new(ready(|| Mlp::new(&device)), &mesh, blocks())?;
-        let loss = model.loss(half.rank(), 0, &device);
-        let gradients = model.backward(loss)?;
-        assert!(!gradients.is_empty());
-        counter.expect(&[]);
+        let mut model = wrapped(&half, &device)?;
         assert!(model.to_string().contains("of 2 on axis"), "{model}");
-        Ok(())
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..3 {
+            let loss = model.loss(world.rank(), step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = model.backward(loss)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        counter.expect(&[]);
+        let record = model.into_inner().into_record();
+        let params = params(&Mlp::new(&device).load_record(record));
+        Ok(Outcome { losses, params })
     });
+    for (half, case) in outcomes.chunks(2).zip([MLP, OTHERS]) {
+        assert_close(&joined(half), &plainly(case, 2, 3), 1e-5);
+    }
 }

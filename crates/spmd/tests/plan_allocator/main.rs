@@ -135,8 +135,9 @@ fn check_as<M: Module + 'static, B: Batch>(
                 "{name}, rank {rank} of {num_ranks}: {tensors} bytes of tensors, {planned} planned, {counted} \
                  counted: {beside:+.2} %, {of_tensors:+.2} % of tensors alone"
             );
+            let allowed = if has_known_tiles() { 0.5 } else { 5.0 };
             assert!(
-                beside.abs() <= 5.0,
+                beside.abs() <= allowed,
                 "{name}, rank {rank} of {num_ranks}: {measured:?}"
             );
         }
@@ -336,9 +337,8 @@ fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
     assert_eq!(json["kernels"][0]["scratch"], scratch);
 }
 
-/// A second and 300 MB are the goal on a machine of its own; here others run, too.
 #[test]
-fn thirteen_billion_parameters_are_traced_and_planned_in_little_time_and_memory() {
+fn thirteen_billion_parameters_are_traced_and_planned_in_little_memory() {
     let _alone = alone();
     let config = GptConfig::gpt_13b();
     let before = ALLOCATOR.live();

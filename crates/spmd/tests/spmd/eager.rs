@@ -31,8 +31,12 @@ pub(crate) struct Trained {
     pub(crate) parameters: BTreeMap<String, TensorData>,
 }
 
+/// With a large epsilon: a small one hides a wrong scale of the gradients, and divides gradients of nearly
+/// nothing by their own size, so that what rounding leaves of them decides.
 pub(crate) fn adamw() -> AdamWConfig {
-    AdamWConfig::new().with_weight_decay(0.05)
+    AdamWConfig::new()
+        .with_weight_decay(0.05)
+        .with_epsilon(1e-2)
 }
 
 /// Trains with Burn's loop; `rate` gives the learning rate of each step.

@@ -1,7 +1,13 @@
 //! Several ranks against one on the joined batch.
 
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
+
 use burn::tensor::Device;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
+use burn_fsdp_spmd::graph::Graph;
+use burn_fsdp_spmd::passes::GraphTransform;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
 
@@ -12,22 +18,44 @@ use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, rows_of_sequences, tok
 const STEPS: usize = 10;
 const ROWS: usize = 12;
 
-/// Losses and parameters of a GPT trained by that many ranks.
-fn trained(
+/// Losses, and trainable parameters by path.
+type Trained = (Vec<f64>, Vec<(String, Vec<f32>)>);
+
+/// A GPT trained by that many ranks.
+fn trained(num_ranks: usize, style: DataParallel, options: Options) -> Trained {
+    let rows = ROWS / num_ranks;
+    train(
+        num_ranks,
+        style,
+        options,
+        Gpt::new,
+        Gpt::loss,
+        move |step, rank, device| tokens(step, rank * rows, rows, device),
+    )
+}
+
+/// A model trained by ranks that each have a part of the joined batch.
+fn train<M, B>(
     num_ranks: usize,
     style: DataParallel,
     options: Options,
-) -> (Vec<f64>, Vec<(String, Vec<f32>)>) {
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
+    part: impl Fn(usize, usize, &Device) -> B + Send + Sync + Clone + 'static,
+) -> Trained
+where
+    M: burn::module::Module + 'static,
+    B: Batch,
+{
     Device::flex().seed(1);
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), style);
         let mode = mode.with_options(options.clone()).verified();
-        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
-        let rows = ROWS / num_ranks;
+        let mut step = compile(init, loss, adamw().build(), mode)?;
         let mut losses = Vec::new();
         for index in 0..STEPS {
-            losses.push(step.step(1e-2, &tokens(index, world.rank() * rows, rows, &device))?);
+            losses.push(step.step(1e-2, &part(index, world.rank(), &device))?);
         }
         let paths: Vec<_> = step
             .parameters()
@@ -37,7 +65,12 @@ fn trained(
         let mut parameters = Vec::new();
         for path in paths {
             let data = step.parameter(&path)?;
-            parameters.push((path.to_string(), data.try_to_vec::<f32>().unwrap()));
+            // Running statistics are the ranks' own, and counters are no floats.
+            if let Ok(values) = data.try_to_vec::<f32>()
+                && !path.contains("running_")
+            {
+                parameters.push((path.to_string(), values));
+            }
         }
         Ok((losses, parameters))
     };
@@ -48,6 +81,32 @@ fn trained(
     results.swap_remove(0)
 }
 
+/// To 1e-5 of each loss, and of the largest value of each parameter.
+fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
+    assert_eq!(losses.len(), expected.losses.len());
+    for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected).abs();
+        assert!(
+            difference <= 1e-5,
+            "{what}, step {step}: {loss} is not {expected}"
+        );
+    }
+    assert!(!parameters.is_empty());
+    for (path, values) in parameters {
+        let expected = expected.parameters[path].try_to_vec::<f32>().unwrap();
+        assert_eq!(values.len(), expected.len(), "{path}");
+        let largest = expected
+            .iter()
+            .fold(1e-6f32, |most, value| most.max(value.abs()));
+        for (value, expected) in values.iter().zip(&expected) {
+            assert!(
+                (value - expected).abs() <= 1e-5 * largest,
+                "{what}, {path}: {value} is not {expected}, the largest is {largest}"
+            );
+        }
+    }
+}
+
 #[test]
 fn ranks_together_train_like_one_on_the_joined_batch() {
     let _guard = seeded();
@@ -55,26 +114,15 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
     for style in [DataParallel::Replicate, DataParallel::FullyShard] {
         for num_ranks in [1, 2, 3, 4] {
-            let (losses, parameters) = trained(num_ranks, style, Options::default());
-            for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
-                let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
-                let allowed = if num_ranks == 1 { 0.0 } else { 1e-5 };
-                assert!(
-                    difference <= allowed,
-                    "{style:?} on {num_ranks} ranks, step {step}: {loss} is not {expected}"
-                );
-            }
-            for (path, values) in parameters {
-                let expected = expected.parameters[&path].try_to_vec::<f32>().unwrap();
-                let largest = expected
+            let got = trained(num_ranks, style, Options::default());
+            assert_close(&format!("{style:?} on {num_ranks} ranks"), &got, &expected);
+            if num_ranks == 1 {
+                let losses: Vec<_> = expected
+                    .losses
                     .iter()
-                    .fold(0f32, |most, value| most.max(value.abs()));
-                for (value, expected) in values.iter().zip(&expected) {
-                    assert!(
-                        (value - expected).abs() <= 2e-3 * largest.max(1e-2),
-                        "{style:?} on {num_ranks} ranks, {path}: {value} is not {expected}"
-                    );
-                }
+                    .map(|loss| f64::from(*loss))
+                    .collect();
+                assert_eq!(got.0, losses, "on one rank to the bit");
             }
         }
     }
@@ -88,10 +136,12 @@ fn ranks_with_other_batch_shapes_are_told() {
         let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
         let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
         let batch = tokens(0, 0, 1 + world.rank(), &device);
-        Ok(matches!(
-            step.step(1e-2, &batch),
-            Err(Error::GraphsDiffer { rank: 1 })
-        ))
+        let error = step.step(1e-2, &batch).expect_err("other shapes");
+        let is_known = matches!(error, Error::GraphsDiffer { rank: 1 });
+        assert!(is_known, "{error:?}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1") && text.contains("shape"), "{text}");
+        Ok(is_known)
     };
     let told = launch(LaunchConfig::new(2), body).unwrap();
     assert_eq!(told, [true, true]);
@@ -221,42 +271,6 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
     assert!(line("all_gather") < line(" backward"), "{graph}");
 }
 
-/// Losses of ranks that train on rows `rank * rows ..` of a joined batch, cut by `part`.
-fn losses<M, B>(
-    num_ranks: usize,
-    style: DataParallel,
-    init: fn(&Device) -> M,
-    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
-    part: impl Fn(usize, usize, &Device) -> B + Send + Sync + Clone + 'static,
-) -> Vec<f64>
-where
-    M: burn::module::Module + 'static,
-    B: Batch,
-{
-    Device::flex().seed(1);
-    let body = move |world: ProcessGroup| -> Result<Vec<f64>, Error> {
-        let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), style).verified();
-        let mut step = compile(init, loss, adamw().build(), mode)?;
-        (0..STEPS)
-            .map(|index| step.step(1e-2, &part(index, world.rank(), &device)))
-            .collect()
-    };
-    launch(LaunchConfig::new(num_ranks), body)
-        .unwrap()
-        .swap_remove(0)
-}
-
-fn assert_close(what: &str, losses: &[f64], expected: &[f32]) {
-    for (step, (loss, expected)) in losses.iter().zip(expected).enumerate() {
-        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
-        assert!(
-            difference <= 1e-5,
-            "{what}, step {step}: {loss} is not {expected}"
-        );
-    }
-}
-
 #[test]
 fn recurrent_and_attention_models_train_like_one_rank() {
     let _guard = seeded();
@@ -292,11 +306,13 @@ fn recurrent_and_attention_models_train_like_one_rank() {
             DataParallel::Default,
         ] {
             let what = format!("{style:?} on {num_ranks} ranks");
-            let got = losses(num_ranks, style, Recurrent::new, Recurrent::loss, part(5));
-            assert_close(&what, &got, &lstm.losses);
-            let init = Encoder::without_dropout;
-            let got = losses(num_ranks, style, init, Encoder::loss, part(8));
-            assert_close(&what, &got, &encoder.losses);
+            let options = Options::default;
+            let (init, loss) = (Recurrent::new, Recurrent::loss);
+            let got = train(num_ranks, style, options(), init, loss, part(5));
+            assert_close(&what, &got, &lstm);
+            let (init, loss) = (Encoder::without_dropout, Encoder::loss);
+            let got = train(num_ranks, style, options(), init, loss, part(8));
+            assert_close(&what, &got, &encoder);
         }
     }
 }
@@ -322,11 +338,47 @@ fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
         let init = Cnn::without_dropout;
         let expected = eager::train(init, loss, local, STEPS, |_| 1e-2, adamw().init());
         for style in [DataParallel::Replicate, DataParallel::FullyShard] {
-            let got = losses(num_ranks, style, init, Cnn::loss, part);
-            assert_close(
-                &format!("{style:?} on {num_ranks} ranks"),
-                &got,
-                &expected.losses,
+            let got = train(num_ranks, style, Options::default(), init, Cnn::loss, part);
+            assert_close(&format!("{style:?} on {num_ranks} ranks"), &got, &expected);
+        }
+    }
+}
+
+/// Counts the collectives of the last graph that it was given.
+#[derive(Debug)]
+struct Count(Arc<AtomicUsize>);
+
+impl GraphTransform for Count {
+    fn name(&self) -> &'static str {
+        "count"
+    }
+
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        let collectives = graph
+            .nodes()
+            .iter()
+            .filter(|node| node.collective.is_some());
+        self.0.store(collectives.count(), Relaxed);
+        Ok(graph)
+    }
+}
+
+#[test]
+fn a_pass_of_the_users_own_sees_the_divided_graph() {
+    let _guard = seeded();
+    for (num_ranks, style) in [(2, DataParallel::FullyShard), (2, DataParallel::Replicate)] {
+        let counts = launch(LaunchConfig::new(num_ranks), move |world: ProcessGroup| {
+            let seen = Arc::new(AtomicUsize::new(0));
+            let mode = Mode::data_parallel(world.clone(), style);
+            let mode = mode.with_transform(Count(seen.clone())).verified();
+            let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+            step.step(1e-2, &tokens(0, world.rank(), 1, &Device::flex()))?;
+            Ok::<_, Error>(seen.load(Relaxed))
+        });
+        for count in counts.unwrap() {
+            assert!(
+                count > 0,
+                "{style:?}: it was called after collectives were inserted"
             );
         }
     }

@@ -365,6 +365,11 @@ fn passes_are_applied_once_and_in_order() {
         matches!(twice, Error::PassTwice { pass: "dead code" }),
         "{twice}"
     );
+    let text = twice.to_string();
+    assert!(
+        text.contains("dead code") && text.contains("apply it once"),
+        "{text}"
+    );
     let early = Pipeline::new().then(Deduplicate).run(gpt()).unwrap_err();
     assert!(
         matches!(
@@ -489,11 +494,6 @@ fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
 
 #[test]
 fn the_verifier_names_the_rule_and_the_node_at_fault() {
-    let is = |node: &Node, kind, stage| {
-        let collective = node.collective.as_ref();
-        collective.is_some_and(|collective| collective.kind == kind && collective.stage == stage)
-    };
-    let _ = is;
     // A node that writes what another needs is gone.
     let (rule, at) = fault(|nodes| {
         let matmul = nodes

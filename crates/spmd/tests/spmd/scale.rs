@@ -1,16 +1,17 @@
 //! Tracing does not depend on how large the tensors are.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_models::{Gpt, GptConfig};
 use burn_fsdp_spmd::DataParallel;
+use burn_fsdp_spmd::graph::{CollectiveKind, Stage};
 use burn_fsdp_spmd::passes::schedule::{self, Options};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
 
 #[test]
-fn thirteen_billion_parameters_are_traced_and_scheduled_in_a_second() {
+fn thirteen_billion_parameters_are_traced_and_scheduled_without_their_memory() {
     let config = GptConfig {
         layers: 40,
         dim: 5120,
@@ -40,10 +41,13 @@ fn thirteen_billion_parameters_are_traced_and_scheduled_in_a_second() {
         graph.nodes().len(),
         start.elapsed() - traced
     );
-    // Ten times the time that it takes on a machine of its own.
-    assert!(
-        start.elapsed() < Duration::from_secs(10),
-        "{:?}",
-        start.elapsed()
-    );
+    // Every unit is gathered once in forward, and the blocks again in backward, as in a small model.
+    let gathers = graph.nodes().iter().filter(|node| {
+        let collective = node.collective.as_ref();
+        collective.is_some_and(|collective| {
+            collective.kind == CollectiveKind::AllGather && collective.stage == Stage::Start
+        })
+    });
+    let blocks = config.layers;
+    assert_eq!(gathers.count(), (blocks + 4) + blocks);
 }

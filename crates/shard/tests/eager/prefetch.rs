@@ -1,0 +1,57 @@
+//! Gathers ahead of their use: how many are under way at once, and in which direction.
+
+use burn_fsdp_collectives::{CommStage, OperationKind};
+use burn_fsdp_shard::{ShardPolicy, backward};
+
+use super::bench::{build, device, on_ranks, optimizer};
+use super::nets::MLP;
+
+/// The most gathers under way at once in the third step, in forward and in backward.
+fn most_at_once(ranks: usize, prefetch: usize) -> Vec<[usize; 2]> {
+    on_ranks(ranks, move |world| {
+        let device = device();
+        let policy = ShardPolicy::new().units(["blocks.*"]).prefetch(prefetch);
+        let mut model = build(MLP, &world, &device, policy)?;
+        let mut optim = optimizer();
+        for step in 0..3 {
+            if step == 2 {
+                world.start_recording(|| 0);
+            }
+            let loss = model.loss(world.rank(), step, &device);
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        let mut spans = world.end_recording();
+        spans.retain(|span| span.operation.kind == OperationKind::AllGather);
+        spans.sort_by_key(|span| span.start);
+        let most = ["forward", "backward"].map(|direction| {
+            let (mut now, mut most) = (0, 0);
+            for span in &spans {
+                if !span.operation.label.as_str().contains(direction) {
+                    continue;
+                }
+                now = match span.stage {
+                    CommStage::Start => now + 1,
+                    _ => now - 1,
+                };
+                most = most.max(now);
+            }
+            assert_eq!(now, 0, "every gather is waited for");
+            most
+        });
+        Ok(most)
+    })
+}
+
+/// The root and three blocks are gathered in forward, the blocks again in backward: the unit in use, and
+/// those ahead of it while there are some.
+#[test]
+fn as_many_gathers_are_ahead_as_the_limit_says() {
+    for ranks in 2..=3 {
+        for (prefetch, want) in [(0, [1, 1]), (1, [2, 2]), (2, [3, 3]), (3, [4, 3])] {
+            for most in most_at_once(ranks, prefetch) {
+                assert_eq!(most, want, "prefetch {prefetch} on {ranks} ranks");
+            }
+        }
+    }
+}
