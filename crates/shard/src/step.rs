@@ -20,14 +20,17 @@ use crate::schedule::Operation;
 ///
 /// # Errors
 ///
-/// What the collectives inside met: another rank's failure, a timeout, a mismatch of operations.
-/// Afterwards every unit is sharded and nothing is pending.
+/// [`Error::NoGraph`] for a loss without autodiff; what the collectives inside met: another rank's
+/// failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
 ) -> Result<GradientsParams, Error> {
     let roots = inspect::roots_of(module)?;
     let result = catch(|| {
+        if !loss.is_tracked() {
+            return Err(Error::NoGraph);
+        }
         let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
         let mut gradients = loss.backward();
         drop(loss);
