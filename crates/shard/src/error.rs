@@ -56,6 +56,20 @@ pub enum Error {
          adapters such as LoRA before sharding if at all (it freezes the rest)"
     )]
     NoGraph,
+    /// Ranks that are threads hold clones of one parameter that no unit manages.
+    #[error(
+        "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait for each \
+         other's backward for ever: it was made once and cloned into the ranks; build the module on \
+         each rank, shard or replicate all of it, or give each rank its own with `Module::fork`"
+    )]
+    SharedLeaf {
+        /// Path of the parameter.
+        path: String,
+        /// This rank.
+        rank: usize,
+        /// The other one.
+        peer: usize,
+    },
     /// Burn would record a shard in the place of a parameter.
     #[error(
         "parameter `{path}` cannot be recorded: a mapper has rebuilt it without its own mappers, or a \

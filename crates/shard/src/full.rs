@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, Param};
-use burn::tensor::{Bool, DType, Int, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 
 use crate::ambient::{Purpose, within};

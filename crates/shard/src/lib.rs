@@ -41,6 +41,7 @@ mod handle;
 mod identity;
 mod initial;
 mod inspect;
+mod leaves;
 mod local;
 mod memory;
 mod names;
@@ -59,6 +60,7 @@ mod root;
 mod scaler;
 mod schedule;
 mod slot;
+mod stand_ins;
 mod step;
 mod survey;
 mod transport;
@@ -88,6 +90,7 @@ pub use inspect::{param_id, settle_ids};
 pub use names::{check_names, parameter_paths};
 pub use record::into_record;
 pub use scaler::{LossScaler, LossScalerState, LossScaling};
+pub use stand_ins::{renew_stand_ins, stand_in_bytes};
 pub use wrapper::FullyShardedDataParallel;
 
 #[doc = include_str!("README.md")]

@@ -191,7 +191,7 @@ impl ShardPolicy {
         self
     }
 
-    /// The mesh axis to shard over. Default `"shard"`.
+    /// The axis of the mesh to shard over, by the name that the mesh gives it. Default `"shard"`.
     pub fn axis(mut self, axis: impl Into<String>) -> Self {
         self.axis = axis.into();
         self
@@ -217,8 +217,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Modules, by pattern, whose parameters are left alone: neither sharded nor reduced, and each
-    /// rank's own.
+    /// Modules, by pattern as in [`units`](Self::units), whose parameters are left alone: neither sharded
+    /// nor reduced, and each rank's own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Into::into).collect();
         self

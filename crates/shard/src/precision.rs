@@ -15,7 +15,7 @@ use burn::module::Module;
 /// use burn_fsdp_shard::{Precision, ShardPolicy};
 ///
 /// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
-/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["*.norm"]));
+/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["**.norm"]));
 /// # let _ = policy;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -45,7 +45,8 @@ impl Precision {
     }
 
     /// Parameters in modules that match one of `patterns` compute in the shards' type: those of
-    /// normalization layers, say.
+    /// normalization layers, say. Patterns are those of [`ShardPolicy::units`](crate::ShardPolicy::units);
+    /// each must match a module.
     ///
     /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
     /// out. Written so, it computes the same in any type, also without sharding:

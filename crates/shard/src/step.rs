@@ -6,6 +6,7 @@ use burn::tensor::{Gradients, Tensor};
 
 use crate::error::{Error, catch};
 use crate::inspect;
+use crate::leaves;
 use crate::root::Reduced;
 use crate::schedule::Operation;
 
@@ -31,6 +32,9 @@ pub fn backward<M: Module, const D: usize>(
         if !loss.is_tracked() {
             return Err(Error::NoGraph);
         }
+        let is_first = roots.iter().all(|root| root.num_finished() == 0);
+        let claim = is_first.then(|| leaves::claim(module, roots[0].group.world_rank()));
+        let _claim = claim.transpose()?;
         let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
         let mut gradients = loss.backward();
         drop(loss);

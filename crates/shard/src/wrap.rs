@@ -118,6 +118,7 @@ fn wrap<M: Module>(
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
+    check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for (unit, prefix) in &adopted {
         check_group(unit, prefix, &ranks.groups.shard)?;
@@ -251,6 +252,22 @@ fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
         .partition(|(_, prefix)| is_inside(prefix))
 }
 
+/// Refuses parameters of one id, sharded by now or by an earlier call, or to be left alone: of two leaves
+/// with one id the optimizer would train one, with the gradient of the other.
+fn check_ids<M: Module>(module: &M, survey: &Survey) -> Result<(), Error> {
+    let sharded = inspect::places(module).into_iter();
+    let mut seen: HashMap<_, _> = sharded.map(|(path, member)| (member.id, path)).collect();
+    for found in &survey.parameters {
+        if let Some(first) = seen.insert(found.id, found.path.clone()) {
+            return Err(Error::Tied {
+                first,
+                second: found.path.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Refuses what cannot be sharded.
 fn check(
     survey: &Survey,
@@ -264,7 +281,6 @@ fn check(
             name: name.clone(),
         });
     }
-    let mut seen = HashMap::new();
     for found in parameters {
         let first = &parameters[0];
         if !op::is_same_backend(&first.device, &found.device) {
@@ -273,12 +289,6 @@ fn check(
                 second: found.path.clone(),
                 expected: format!("{:?}", first.device),
                 got: format!("{:?}", found.device),
-            });
-        }
-        if let Some(first) = seen.insert(found.id, &found.path) {
-            return Err(Error::Tied {
-                first: first.clone(),
-                second: found.path.clone(),
             });
         }
     }

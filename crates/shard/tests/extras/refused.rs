@@ -216,3 +216,26 @@ fn optimizers_are_tried_in_the_parameters_type() {
         check_elementwise_once(&layer, &muon)
     });
 }
+
+/// Also where one of the two was sharded before, or is left alone.
+#[test]
+fn a_tied_parameter_is_refused_wherever_it_is() {
+    on_ranks(1, |world| {
+        let tied = || {
+            let first: Linear = ready(|| LinearConfig::new(4, 4).init(&device()));
+            Pair {
+                second: first.clone(),
+                first,
+            }
+        };
+        let ignored = ShardPolicy::new().ignore(["second"]);
+        let error = fully_shard(tied(), &line(&world)?, ignored).expect_err("tied");
+        assert!(matches!(error, Error::Tied { .. }), "{error}");
+        let mut model = tied();
+        model.first = fully_shard(model.first, &line(&world)?, ShardPolicy::new())?;
+        let error = fully_shard(model, &line(&world)?, ShardPolicy::new()).expect_err("tied");
+        let message = error.to_string();
+        assert!(message.contains("`first.weight` and `second.weight`"), "{message}");
+        Ok(())
+    });
+}

@@ -1,6 +1,6 @@
 //! What replaces values replaces all of them or none, whatever their type.
 
-use burn::module::{Module, Param, ParamId};
+use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Bool, Device, Int, Tensor};
@@ -8,7 +8,7 @@ use burn_fsdp_collectives::{OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
     Error, ShardPolicy, WriteBack, backward, dummy_forward, fully_shard, load_local_state,
-    local_state, summon_full_params, units,
+    local_state, renew_stand_ins, stand_in_bytes, summon_full_params, units,
 };
 
 use super::bench::{build, device, on_ranks, ready, whole_params};
@@ -141,4 +141,38 @@ fn a_dummy_forward_reads_every_parameter_once() {
             assert_eq!(gathers as usize, 2 * units - 1);
         }
     }
+}
+
+/// Of a moving average, a clip of weights, and the like.
+struct Halve;
+
+impl ModuleMapper for Halve {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| {
+            let is_trained = tensor.is_require_grad();
+            tensor.detach().mul_scalar(0.5).set_require_grad(is_trained)
+        })
+    }
+}
+
+#[test]
+fn stand_ins_give_their_memory_back() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(MLP, &world, &device, blocks())?;
+        let before = whole_params(Mlp::new(&device), &model);
+        let small = stand_in_bytes(&model)?;
+        let model = model.map(&mut Halve);
+        assert!(stand_in_bytes(&model)? > 10 * small);
+        let model = renew_stand_ins(model)?;
+        assert_eq!(stand_in_bytes(&model)?, small);
+        let after = whole_params(Mlp::new(&device), &model);
+        for ((path, before), (_, after)) in before.iter().zip(&after) {
+            let half: Vec<_> = before.iter().map(|value| value * 0.5).collect();
+            assert_eq!(*after, half, "{path}");
+        }
+        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+        assert_eq!(gradients.len(), before.len());
+        Ok(())
+    });
 }

@@ -156,3 +156,30 @@ fn a_lazy_part_that_is_left_alone_is_each_ranks_own() {
     });
     done.unwrap_or_else(|error| panic!("{error}"));
 }
+
+/// Only children are sharded; what is beside them comes from outside of the ranks.
+#[test]
+fn a_plain_part_that_ranks_share_is_named() {
+    #[derive(Module, Debug)]
+    struct Net {
+        inner: Linear,
+        head: Linear,
+    }
+    let device = device();
+    let model = ready(|| Net {
+        inner: LinearConfig::new(4, 5).init(&device),
+        head: LinearConfig::new(5, 3).init(&device),
+    });
+    let config = LaunchConfig::new(2).deadline(std::time::Duration::from_secs(20));
+    let failed = launch(config, move |world| {
+        let mut model = model.clone();
+        model.inner = fully_shard(model.inner, &line(&world)?, ShardPolicy::new())?;
+        let x = model.inner.forward(input([2, 4], world.rank(), 0, &device));
+        let loss = model.head.forward(x).sum();
+        world.barrier("between forward and backward")?;
+        backward(loss, &model).map(drop)
+    });
+    let message = failed.expect_err("shared").to_string();
+    assert!(message.contains("share parameter `head."), "{message}");
+    assert!(message.contains("`Module::fork`"), "{message}");
+}
