@@ -292,7 +292,12 @@ fn write<M: Module>(
         .split(0, world.rank(), "checkpoints")
         .map_err(Error::from)?;
     let mut meet = GroupRendezvous::new(group);
-    save(&Checkpoints::new(folder), &request, &mut taken.snapshot, &mut meet)?;
+    save(
+        &Checkpoints::new(folder),
+        &request,
+        &mut taken.snapshot,
+        &mut meet,
+    )?;
     Ok(())
 }
 
@@ -306,7 +311,10 @@ fn damage(folder: &Path) {
         let path = entry.expect("an entry").path();
         if path.is_dir() {
             damage(&path);
-        } else if path.extension().is_some_and(|extension| extension == "safetensors") {
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "safetensors")
+        {
             let mut bytes = std::fs::read(&path).expect("a file");
             *bytes.last_mut().expect("elements") ^= 1;
             std::fs::write(&path, bytes).expect("a file");
@@ -325,11 +333,15 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
             let state = burn_fsdp::local_state(model)?.into_iter();
-            Ok(state.map(|tensor| tensor.elements.as_bytes().to_vec()).collect())
+            Ok(state
+                .map(|tensor| tensor.elements.as_bytes().to_vec())
+                .collect())
         };
         let before = bytes(&model)?;
         let step = Checkpoints::new(&from).newest()?;
-        let refused = restore(model.clone(), optimizer(), &step).err().expect("damaged");
+        let refused = restore(model.clone(), optimizer(), &step)
+            .err()
+            .expect("damaged");
         assert!(refused.to_string().contains("damaged"), "{refused}");
         // Training goes on with the copy that is left: by a learning rate of 0 nothing changes.
         let gradients = backward(loss(&model, 0, &device), &model)?;

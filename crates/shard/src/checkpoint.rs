@@ -221,7 +221,9 @@ where
         let input = tracked(self.input.clone(), &self.device).require_grad();
         let module = prepared(&self.module, &mut OwnLeaves);
         let (mut gradients, _) = within(Purpose::RegionAgain, || {
-            let (output, touched) = within(Purpose::RegionAgain, || (self.forward)(&module, input.clone()));
+            let (output, touched) = within(Purpose::RegionAgain, || {
+                (self.forward)(&module, input.clone())
+            });
             for (root, _) in touched {
                 root.end_recomputation();
             }

@@ -152,7 +152,9 @@ pub fn load_local_state<M: Module, E: From<Error>>(
         values.insert(tensor.path, data);
     }
     let members = inspect::places(&module).into_iter().collect();
-    Ok(catch(|| path::map(module, &mut PutBack { members, values }))?)
+    Ok(catch(|| {
+        path::map(module, &mut PutBack { members, values })
+    })?)
 }
 
 impl LocalTensor {

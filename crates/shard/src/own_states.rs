@@ -29,7 +29,10 @@ pub(crate) fn separate<M: Module>(
     if survey.buffers.is_empty() || group.size() == 1 || group.is_fake() {
         return Ok(module);
     }
-    let ids = survey.buffer_ids.iter().flat_map(|id| id.val().to_le_bytes());
+    let ids = survey
+        .buffer_ids
+        .iter()
+        .flat_map(|id| id.val().to_le_bytes());
     let own: Vec<u8> = ids.collect();
     let all = group.exchange("ids of running states", own.clone())?;
     // Ids are drawn at random: equal ones belong to clones of one module.

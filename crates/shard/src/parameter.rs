@@ -89,11 +89,7 @@ impl ShardedParam {
 /// Burn asks a shard for what to record only if the stand-in has not answered: a mapper has dropped
 /// what the stand-in does when it is recorded, or a group has left it out. The record would hold a
 /// shard in the place of the parameter.
-fn guarded(
-    value: Param<Tensor<1>>,
-    generation: &Arc<Generation>,
-    slot: usize,
-) -> Param<Tensor<1>> {
+fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -> Param<Tensor<1>> {
     let unit = generation.unit.clone();
     value.save_mapper(move |_| {
         throw(Error::Unrecordable {

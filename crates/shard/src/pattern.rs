@@ -21,7 +21,9 @@ pub(crate) fn matches_ancestor(pattern: &str, path: &str) -> bool {
 fn match_segments(pattern: &[&str], path: &[&str]) -> bool {
     match (pattern.split_first(), path.split_first()) {
         (None, None) => true,
-        (Some((&"**", rest)), _) => (0..=path.len()).any(|skip| match_segments(rest, &path[skip..])),
+        (Some((&"**", rest)), _) => {
+            (0..=path.len()).any(|skip| match_segments(rest, &path[skip..]))
+        }
         (Some((first, pattern)), Some((name, path))) => {
             match_segment(first.as_bytes(), name.as_bytes()) && match_segments(pattern, path)
         }

@@ -104,9 +104,8 @@ pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) 
 /// The values of the copy that is being recorded.
 fn copy_of(unit: &Arc<Unit>, index: usize) -> Result<Arc<Generation>, Error> {
     let known = RECORDED.with_borrow_mut(|members| {
-        let is_it = |member: &Member| {
-            member.index == index && Arc::ptr_eq(&member.generation.unit, unit)
-        };
+        let is_it =
+            |member: &Member| member.index == index && Arc::ptr_eq(&member.generation.unit, unit);
         // One module may hold two copies: each of its members counts once.
         let at = members.iter().position(is_it)?;
         Some(members.remove(at).generation)

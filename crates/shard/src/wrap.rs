@@ -407,17 +407,11 @@ impl Reparameterizer for Sharder {
 /// The parameter with a leaf of this rank's own, lazy if it was: ranks that share a leaf share a
 /// graph, and would wait for each other's backward. What is a clone here may have others there.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    param.init_mapper(|tensor| {
-        transport::in_place_of(&tensor, tensor.clone().inner().into_data())
-    })
+    param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
 /// The parameter itself: a stand-in, recorded in the shape in which it always was.
-fn base<const D: usize>(
-    declared: &Declared<D>,
-    device: &Device,
-    id: ParamId,
-) -> Param<Tensor<D>> {
+fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {
         return Param::initialized(id, stand_in(shape, device));

@@ -67,13 +67,7 @@ impl World {
         let group = LocalGroup::new(self.clone(), members.clone());
         let end = |(rank, state): (usize, &Arc<RankState>)| {
             let engine = Box::new(LocalGroup::end(&group, rank));
-            ProcessGroup::new(
-                "world".into(),
-                rank,
-                members.clone(),
-                engine,
-                state.clone(),
-            )
+            ProcessGroup::new("world".into(), rank, members.clone(), engine, state.clone())
         };
         self.ranks.iter().enumerate().map(end).collect()
     }

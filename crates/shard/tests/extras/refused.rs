@@ -12,7 +12,7 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{build, device, on_ranks, ready};
-use super::nets::{CONV_NET, ConvNet, MLP, Mlp};
+use super::nets::{ConvNet, MLP, Mlp};
 
 fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
     Ok(ProcessMesh::new(world, Mesh::line("shard", world.size())?)?)
@@ -127,13 +127,15 @@ fn patterns_name_parts_of_segments_and_any_segments() {
             let model = ready(|| ConvNet::new(&device()));
             let policy = ShardPolicy::new().units([pattern]);
             let model = fully_shard(model, &line(&world)?, policy)?;
-            Ok(units(&model)?.iter().map(|unit| unit.name()).collect::<Vec<_>>())
+            Ok(units(&model)?
+                .iter()
+                .map(|unit| unit.name())
+                .collect::<Vec<_>>())
         })
         .swap_remove(0)
     };
     assert_eq!(names("**.0"), ["convs.0", "root", "norms.0"]);
     assert_eq!(names("hea*"), ["root", "head"]);
-    let _ = CONV_NET;
 }
 
 #[test]
@@ -235,7 +237,10 @@ fn a_tied_parameter_is_refused_wherever_it_is() {
         model.first = fully_shard(model.first, &line(&world)?, ShardPolicy::new())?;
         let error = fully_shard(model, &line(&world)?, ShardPolicy::new()).expect_err("tied");
         let message = error.to_string();
-        assert!(message.contains("`first.weight` and `second.weight`"), "{message}");
+        assert!(
+            message.contains("`first.weight` and `second.weight`"),
+            "{message}"
+        );
         Ok(())
     });
 }

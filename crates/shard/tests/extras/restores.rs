@@ -123,9 +123,8 @@ fn a_dummy_forward_reads_every_parameter_once() {
             let device = device();
             let model = build(MLP, &world, &device, policy.clone())?;
             let whole = whole_params(Mlp::new(&device), &model);
-            let mean = |(_, values): &(String, Vec<f32>)| {
-                values.iter().sum::<f32>() / values.len() as f32
-            };
+            let mean =
+                |(_, values): &(String, Vec<f32>)| values.iter().sum::<f32>() / values.len() as f32;
             let want: f32 = whole.iter().map(mean).sum();
             let loss = dummy_forward(&model)?;
             let first = loss.clone().into_scalar::<f32>();

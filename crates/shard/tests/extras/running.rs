@@ -106,7 +106,9 @@ fn a_constant_tensor_keeps_its_strategy() {
             layer: LinearConfig::new(8, 8).init(&device),
         });
         let model = fully_shard(model, &line(&world)?, ShardPolicy::new())?;
-        let x = model.layer.forward(input([2, 4, 8], world.rank(), 0, &device));
+        let x = model
+            .layer
+            .forward(input([2, 4, 8], world.rank(), 0, &device));
         let x = model.norm.forward(model.positions.forward(x));
         assert_eq!(backward(x.sum(), &model)?.len(), 4);
         Ok(())
@@ -148,7 +150,9 @@ fn a_lazy_part_that_is_left_alone_is_each_ranks_own() {
         let policy = ShardPolicy::new().ignore(["head"]);
         let model = fully_shard(model.clone(), &line(&world)?, policy)?;
         for step in 0..3 {
-            let x = model.inner.forward(input([2, 4], world.rank(), step, &device));
+            let x = model
+                .inner
+                .forward(input([2, 4], world.rank(), step, &device));
             let gradients = backward(model.head.forward(x).sum(), &model)?;
             assert_eq!(gradients.len(), 4);
         }
