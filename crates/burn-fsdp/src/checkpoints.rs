@@ -9,14 +9,16 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, DType, Shape};
+use burn::tensor::{BoolStore, Bytes, DType, Shape};
 use burn_fsdp_checkpoint::{
     BoxError, Dtype, Error as StepError, ExpectedTensor, Extra, Layout, Region, Rendezvous,
     Snapshot, Step, TensorEntry, TensorKind, TensorSpec, WritePlan,
 };
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_mesh::{Mesh, Partition};
-use burn_fsdp_shard::{LocalPart, LocalTensor, load_local_state, local_ids, local_state};
+use burn_fsdp_shard::{
+    LocalPart, LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
+};
 use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -50,7 +52,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// A tensor is of a type that checkpoints do not hold.
-    #[error("`{name}` is of type {dtype:?}; checkpoints hold f64, f32, f16 and bf16")]
+    #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {
         /// The tensor.
         name: String,
@@ -132,12 +134,16 @@ impl From<Number> for Scalar {
 /// Takes a snapshot of a sharded model and its optimizer. `mesh` is that of all ranks that save,
 /// `axis` the one over which the model is sharded.
 ///
-/// Not collective, but all ranks must take theirs at the same point. Running states are stored once:
-/// call [`sync_buffers`](crate::sync_buffers) before, if the model has any.
+/// Not collective, but all ranks must take theirs at the same point. Running states, and whatever else
+/// each rank has of its own (integers, ignored parameters), are stored once: rank 0's. Call
+/// [`sync_buffers`](crate::sync_buffers) before, if running states are to be the mean.
+///
+/// The first time it also tries whether `optimizer` may work on shards, as
+/// [`check_elementwise`](crate::check_elementwise) does.
 ///
 /// # Errors
 ///
-/// A tensor of another type than checkpoints hold; an optimizer with state of parameters that are not
+/// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with state of parameters that are not
 /// sharded, which is each rank's own.
 pub fn snapshot<M: Module>(
     model: &M,
@@ -145,9 +151,19 @@ pub fn snapshot<M: Module>(
     mesh: &Mesh,
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
+    check_elementwise_once(model, optimizer)?;
     let mut specs = Vec::new();
+    let mut regions = Vec::new();
     let mut snapshot = Snapshot::new();
     let mut held = HashMap::new();
+    let of_ranks = |spec: &TensorSpec| -> Result<Vec<Region>, CheckpointError> {
+        let of_rank = |rank| match spec.kind {
+            // The ranks' differ: a step has those of rank 0, and never some of one and some of another.
+            TensorKind::Buffer if rank > 0 => Ok(Region::Flat(0..0)),
+            _ => Ok(spec.layout.region(&spec.shape, mesh, rank)?),
+        };
+        (0..mesh.size()).map(of_rank).collect()
+    };
     for tensor in local_state(model)? {
         let layout = layout_of(&tensor, mesh, axis)?;
         let kind = match tensor.part {
@@ -156,6 +172,7 @@ pub fn snapshot<M: Module>(
         };
         let dtype = dtype_of(&tensor.path, tensor.dtype)?;
         let spec = TensorSpec::new(&tensor.path, tensor.shape.clone(), dtype, kind, layout);
+        regions.push(of_ranks(&spec)?);
         specs.push(spec.clone());
         snapshot.insert(&tensor.path, Elements(tensor.elements.clone()));
         let elements = tensor.elements.len() / tensor.dtype.size();
@@ -188,6 +205,7 @@ pub fn snapshot<M: Module>(
             let dtype = dtype_of(&name, tensor.dtype)?;
             let kind = TensorKind::OptimizerState;
             let spec = TensorSpec::new(&name, spec.shape.clone(), dtype, kind, spec.layout.clone());
+            regions.push(of_ranks(&spec)?);
             specs.push(spec.with("path", local.path.clone()).with("field", field));
             let bytes = tensor.to_bytes().map_err(optimizer_error)?;
             snapshot.insert(name, Elements(bytes));
@@ -200,7 +218,7 @@ pub fn snapshot<M: Module>(
         )));
     }
     Ok(TrainingSnapshot {
-        plan: Arc::new(WritePlan::new(mesh, specs)?),
+        plan: Arc::new(WritePlan::of_regions(mesh, specs, regions)?),
         snapshot,
         optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
     })
@@ -238,6 +256,15 @@ pub(crate) fn dtype_of(name: &str, dtype: DType) -> Result<Dtype, CheckpointErro
         DType::F32 | DType::Flex32 => Ok(Dtype::F32),
         DType::F16 => Ok(Dtype::F16),
         DType::BF16 => Ok(Dtype::BF16),
+        DType::I64 => Ok(Dtype::I64),
+        DType::I32 => Ok(Dtype::I32),
+        DType::I16 => Ok(Dtype::I16),
+        DType::I8 => Ok(Dtype::I8),
+        DType::U64 => Ok(Dtype::U64),
+        DType::U32 | DType::Bool(BoolStore::U32) => Ok(Dtype::U32),
+        DType::U16 => Ok(Dtype::U16),
+        DType::U8 => Ok(Dtype::U8),
+        DType::Bool(BoolStore::Native | BoolStore::U8) => Ok(Dtype::BOOL),
         dtype => Err(CheckpointError::Type {
             name: name.to_owned(),
             dtype,
@@ -283,17 +310,20 @@ impl OptimizerParts {
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
 /// were that saved it. Each rank reads the bytes that it needs.
 ///
-/// Not collective. `optimizer` is configured as the one that was saved; its state is replaced.
+/// Not collective: ranks that meet an error and go on with what they had must see to it that all do.
+/// `optimizer` is configured as the one that was saved; its state is replaced. It is tried as by
+/// [`snapshot`].
 ///
 /// # Errors
 ///
-/// Tensors of the model that the step lacks or has in another shape, tensors of the step that the
-/// model lacks, damage: nothing is changed then.
+/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape, tensors of the step that the
+/// model lacks, damage: nothing is changed then, in no copy of the model.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
     step: &Step,
 ) -> Result<(M, ModuleOptimizer), CheckpointError> {
+    check_elementwise_once(&model, &optimizer)?;
     let state = local_state(&model)?;
     let optimizer = restore_optimizer(&model, &state, optimizer, step)?;
     Ok((restore_model(model, step)?, optimizer))

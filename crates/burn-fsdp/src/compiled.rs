@@ -283,6 +283,9 @@ pub fn load_compiled<M: Module, B: Batch>(
     step: &mut CompiledStep<B>,
 ) -> Result<M, CheckpointError> {
     load_local_state(model, |tensor| {
+        if !tensor.dtype.is_float() {
+            return Ok(None);
+        }
         let whole = step.parameter(&tensor.path)?;
         let Region::Flat(range) = region_of(tensor) else {
             return Ok(None);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn_fsdp_shard::{Error, gradients_by_unit};
+use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
 
 /// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
 /// state of the unit that is being updated, and no other.
@@ -89,7 +89,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerState`] if a file cannot be read or written. Some units are updated by then
+    /// [`Error::WholeTensors`] at the first step; [`Error::OptimizerState`] if a file cannot be read or
+    /// written. Some units are updated by then
     /// and others are not: go on from a checkpoint.
     pub fn step<M: Module>(
         &mut self,
@@ -98,6 +99,7 @@ impl FileBackedOptimizer {
         gradients: GradientsParams,
     ) -> Result<M, Error> {
         let learning_rate = learning_rate.into();
+        check_elementwise_once(&module, &self.optimizer)?;
         for part in gradients_by_unit(&module, gradients) {
             let mut optimizer = self.load(&part.unit)?;
             module = optimizer.step(learning_rate.clone(), module, part.gradients);

@@ -8,7 +8,8 @@
 //! use burn::optim::AdamWConfig;
 //! use burn::tensor::{Device, Tensor};
 //! use burn_fsdp::{
-//!     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+//!     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, check_elementwise,
+//!     fully_shard, launch,
 //! };
 //!
 //! #[derive(Module, Debug)]
@@ -23,6 +24,8 @@
 //!     let net = Net { layers: (0..4).map(|_| LinearConfig::new(32, 32).init(&device)).collect() };
 //!     let mut net = fully_shard(net, &mesh, ShardPolicy::new().units(["layers.*"]))?;
 //!     let mut optim = AdamWConfig::new().init();
+//!     // Refuses what computes with whole tensors: clipping inside the optimizer, Muon and their kind.
+//!     check_elementwise(&net, &optim)?;
 //!     let mut last = f32::INFINITY;
 //!     for _ in 0..3 {
 //!         let batch = Tensor::<2>::ones([4, 32], &device) * (1 + world.rank()) as f32;
@@ -45,8 +48,8 @@
 //! - [`FullyShardedDataParallel`]: the same as a wrapper with methods; [`auto_units`] proposes units.
 //! - [`clip_grad_norm`], [`LossScaler`], [`check_elementwise`], [`FileBackedOptimizer`]: between
 //!   backward and the optimizer.
-//! - [`summon_full_params`], [`full_state`], [`sync_buffers`], [`check_agreement`]: whole parameters,
-//!   running states, and whether ranks agree.
+//! - [`summon_full_params`], [`full_state`], [`into_record`], [`sync_buffers`], [`check_agreement`]: whole
+//!   parameters, running states, and whether ranks agree. [`param_id`], [`settle_ids`]: ids.
 //! - [`save`], [`resume`]: checkpoints, for any number of ranks, in a call each; [`snapshot`], [`restore`] and
 //!   [`steps`] for everything else.
 //! - [`snapshot_compiled`], [`restore_compiled`], [`load_compiled`]: the same for compiled steps ([`spmd`]), so that

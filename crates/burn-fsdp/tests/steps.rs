@@ -3,17 +3,19 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor};
+use burn::grad_clipping::GradientClipping;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fsdp::steps::{
     Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
     save,
 };
 use burn_fsdp::{
-    CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, ProcessGroup, ProcessMesh,
-    ShardPolicy, backward, fully_shard, launch, restore, restore_matching, snapshot,
-    summon_full_params,
+    CheckpointError, Error, FileBackedOptimizer, GroupRendezvous, LaunchConfig, Layout, Mesh,
+    ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch, restore,
+    restore_matching, restore_model, snapshot, summon_full_params,
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 
@@ -323,4 +325,166 @@ fn large_shards_come_back() {
         .read("large", &Region::Flat(0..elements))
         .expect("read");
     assert!(got == bytes);
+}
+
+/// Saves as step 1.
+fn write<M: Module>(
+    world: &ProcessGroup,
+    mesh: &ProcessMesh,
+    model: &M,
+    optim: &ModuleOptimizer,
+    folder: &Path,
+) -> Result<(), CheckpointError> {
+    let mut taken = snapshot(model, optim, mesh.layout(), "shard")?;
+    let training = TrainingState {
+        step: 1,
+        optimizer: taken.optimizer,
+        ..TrainingState::default()
+    };
+    let request = SaveRequest::new(taken.plan, training);
+    let group = world
+        .split(0, world.rank(), "checkpoints")
+        .map_err(Error::from)?;
+    let mut meet = GroupRendezvous::new(group);
+    save(
+        &Checkpoints::new(folder),
+        &request,
+        &mut taken.snapshot,
+        &mut meet,
+    )?;
+    Ok(())
+}
+
+fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
+    Ok(ProcessMesh::new(world, Mesh::line("shard", world.size())?)?)
+}
+
+/// Flips a bit in the last tensor of every file.
+fn damage(folder: &Path) {
+    for entry in std::fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            damage(&path);
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "safetensors")
+        {
+            let mut bytes = std::fs::read(&path).expect("a file");
+            *bytes.last_mut().expect("elements") ^= 1;
+            std::fs::write(&path, bytes).expect("a file");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_step_changes_no_copy_of_the_model() {
+    let folder = tempfile::tempdir().expect("a folder");
+    save_at(2, Layout::Flat, folder.path());
+    damage(folder.path());
+    let from = folder.path().to_owned();
+    launch(LaunchConfig::new(2), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
+            let state = burn_fsdp::local_state(model)?.into_iter();
+            Ok(state
+                .map(|tensor| tensor.elements.as_bytes().to_vec())
+                .collect())
+        };
+        let before = bytes(&model)?;
+        let step = Checkpoints::new(&from).newest()?;
+        let refused = restore(model.clone(), optimizer(), &step)
+            .err()
+            .expect("damaged");
+        assert!(refused.to_string().contains("damaged"), "{refused}");
+        // Training goes on with the copy that is left: by a learning rate of 0 nothing changes.
+        let gradients = backward(loss(&model, 0, &device), &model)?;
+        let model = SgdConfig::new().init().step(0.0, model, gradients);
+        assert!(bytes(&model)? == before);
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[derive(Module, Debug)]
+struct Counting {
+    layer: Linear,
+    norm: BatchNorm,
+    usage: Param<Tensor<1, Int>>,
+    mask: Param<Tensor<1, Bool>>,
+}
+
+fn counting(device: &Device, usage: i64) -> Counting {
+    Counting {
+        layer: LinearConfig::new(4, 4).init(device),
+        norm: BatchNormConfig::new(4).init(device),
+        usage: Param::initialized(ParamId::new(), Tensor::from_data([usage, 9], device)),
+        mask: Param::initialized(ParamId::new(), Tensor::from_data([usage > 5, true], device)),
+    }
+}
+
+/// Integers and booleans are restored; what differs by rank is all of rank 0's.
+#[test]
+fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().to_owned();
+    let seen = launch(LaunchConfig::new(3), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = line(&world)?;
+        let model = fully_shard(
+            counting(&device, 7 + world.rank() as i64),
+            &mesh,
+            ShardPolicy::new(),
+        )?;
+        for step in 0..2 {
+            let x = Tensor::<2>::ones([6, 4], &device) * (1 + step + world.rank() as i64);
+            let x = model.layer.forward(x).reshape([6, 4, 1]);
+            backward(model.norm.forward(x).sum(), &model)?;
+        }
+        let own = |model: &Counting| {
+            let running = [&model.norm.running_mean, &model.norm.running_var];
+            let running = running.map(|state| state.value_sync().into_data());
+            let usage = model.usage.val().into_data().convert::<i64>();
+            (running, usage, model.mask.val().into_data())
+        };
+        write(&world, &mesh, &model, &optimizer(), &path)?;
+        let fresh = fully_shard(counting(&device, 0), &mesh, ShardPolicy::new())?;
+        let step = Checkpoints::new(&path).newest()?;
+        let fresh = restore_model(fresh, &step)?;
+        Ok::<_, CheckpointError>((own(&model), own(&fresh)))
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+    assert_ne!(seen[0].0, seen[1].0, "ranks differ");
+    for (_, restored) in &seen {
+        assert_eq!(*restored, seen[0].0);
+    }
+}
+
+/// Nobody asks, but whoever saves or restores learns it.
+#[test]
+fn an_optimizer_that_needs_whole_tensors_is_noticed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    save_at(2, Layout::Flat, folder.path());
+    let from = folder.path().to_owned();
+    launch(LaunchConfig::new(2), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let clips = || optimizer().with_grad_clipping(GradientClipping::Norm(0.05));
+        let (mesh, model) = sharded(&world, &device, Layout::Flat)?;
+        let step = Checkpoints::new(&from).newest()?;
+        let refused = [
+            snapshot(&model, &clips(), mesh.layout(), "shard").err(),
+            restore(model.clone(), clips(), &step).err(),
+        ];
+        for error in refused {
+            let message = error.expect("refused").to_string();
+            assert!(message.contains("clip_grad_norm"), "{message}");
+        }
+        let scratch = tempfile::tempdir().expect("a folder");
+        let mut optim = FileBackedOptimizer::new(clips(), scratch.path(), world.rank())?;
+        let gradients = backward(loss(&model, 0, &device), &model)?;
+        let error = optim.step(1e-2, model, gradients).err().expect("refused");
+        assert!(error.to_string().contains("clip_grad_norm"), "{error}");
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
 }

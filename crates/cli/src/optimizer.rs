@@ -19,7 +19,7 @@ impl Optimizer {
     /// Makes it for a sharded model, having checked that it may be used with shards.
     pub(crate) fn new(config: &TrainConfig, model: &Gpt, rank: usize) -> Result<Self, RankError> {
         let optimizer = config.optimizer.init();
-        check_elementwise(&optimizer, model)?;
+        check_elementwise(model, &optimizer)?;
         Ok(match &config.sharding.offload {
             None => Self::InMemory(Box::new(optimizer)),
             Some(folder) => Self::InFiles(FileBackedOptimizer::new(optimizer, folder, rank)?),

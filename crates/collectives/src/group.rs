@@ -28,10 +28,23 @@ use crate::{
 #[derive(Clone)]
 pub struct ProcessGroup(Arc<End>);
 
+/// Groups of the same ranks in the same order are equal, whatever they are called. Of fake groups,
+/// whose ranks do not exist, the name tells.
+impl PartialEq for ProcessGroup {
+    fn eq(&self, other: &Self) -> bool {
+        let are_known = !self.is_fake() && !other.is_fake();
+        self.0.members == other.0.members && (are_known || self.name() == other.name())
+    }
+}
+
+impl Eq for ProcessGroup {}
+
 struct End {
     name: Label,
     rank: usize,
     size: usize,
+    /// The ranks of the world that it consists of, in its order; of a fake one, as if they were all.
+    members: Vec<usize>,
     engine: Box<dyn Engine>,
     state: Arc<RankState>,
     progress: Mutex<Progress>,
@@ -48,14 +61,15 @@ impl ProcessGroup {
     pub(crate) fn new(
         name: Label,
         rank: usize,
-        size: usize,
+        members: Vec<usize>,
         engine: Box<dyn Engine>,
         state: Arc<RankState>,
     ) -> Self {
         Self(Arc::new(End {
             name,
             rank,
-            size,
+            size: members.len(),
+            members,
             engine,
             state,
             progress: Mutex::default(),
@@ -98,7 +112,7 @@ impl ProcessGroup {
         assert!(rank < size, "rank {rank} of a group of {size} ranks");
         let state = Arc::new(RankState::new(rank));
         let engine = Box::new(FakeEnd { rank, size });
-        Self::new("fake".into(), rank, size, engine, state)
+        Self::new("fake".into(), rank, (0..size).collect(), engine, state)
     }
 
     /// Whether the group was made by [`fake`](Self::fake): its other ranks do not exist.
@@ -117,7 +131,8 @@ impl ProcessGroup {
         let name = name.into();
         self.exchange(format!("split into {}", name.as_str()), Vec::new())?;
         let engine = Box::new(FakeEnd { rank, size });
-        Ok(Self::new(name, rank, size, engine, self.0.state.clone()))
+        let members = (0..size).collect();
+        Ok(Self::new(name, rank, members, engine, self.0.state.clone()))
     }
 
     /// This rank's number in the group, from 0 on.
@@ -194,12 +209,13 @@ impl ProcessGroup {
             .collect();
         members.sort_unstable();
         let members: Vec<_> = members.into_iter().map(|(_, _, rank)| rank).collect();
-        let size = members.len();
         // This rank chose its own color, so it is among the members.
         let rank = members
             .iter()
             .take_while(|member| **member != self.0.rank)
             .count();
+        let world = members.iter().map(|member| self.0.members[*member]);
+        let world = world.collect();
         let subgroup = Subgroup {
             color,
             sequence,
@@ -207,7 +223,7 @@ impl ProcessGroup {
             rank,
         };
         let engine = self.0.engine.subgroup(subgroup);
-        Ok(Self::new(name, rank, size, engine, self.0.state.clone()))
+        Ok(Self::new(name, rank, world, engine, self.0.state.clone()))
     }
 
     /// Arms a fault: if it is this rank's, this rank will fail there, once. All ranks may be given

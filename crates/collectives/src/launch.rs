@@ -157,7 +157,7 @@ where
         let (shared, body, sender) = (world.clone(), body.clone(), sender.clone());
         let num_threads = config.num_threads();
         let run = move || {
-            let end = run_rank(num_threads, || body(group));
+            let end = run_rank(rank, num_threads, || body(group));
             match &end {
                 Ok(_) => shared.depart(rank),
                 Err(cause) => shared.fail(rank, cause.to_string()),
@@ -188,6 +188,7 @@ enum Cause {
 
 /// Runs the body of one rank to its end, whichever that is.
 fn run_rank<T, E>(
+    rank: usize,
     num_threads: usize,
     body: impl FnOnce() -> Result<T, E> + Send,
 ) -> Result<T, Cause>
@@ -197,6 +198,7 @@ where
 {
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(num_threads)
+        .thread_name(move |_| format!("rank {rank}"))
         .stack_size(STACK_BYTES);
     let pool = pool.build().map_err(|error| Cause::Start(error.into()))?;
     let body = AssertUnwindSafe(|| pool.install(|| body().map_err(Into::into)));

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{Bool, Int, Tensor, TensorData};
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
@@ -97,9 +97,18 @@ struct Checksum {
 
 impl Checksum {
     fn of(piece: usize, flat: Tensor<1>) -> Self {
+        let size = flat.dtype().size();
+        Self::of_bytes(piece, size, transport::source(flat, None).as_bytes())
+    }
+
+    fn of_data(data: &TensorData) -> Self {
+        Self::of_bytes(0, data.dtype().size(), data.as_bytes())
+    }
+
+    fn of_bytes(piece: usize, size: usize, bytes: &[u8]) -> Self {
         let mut hasher = DefaultHasher::new();
-        flat.dtype().size().hash(&mut hasher);
-        transport::source(flat, None).as_bytes().hash(&mut hasher);
+        size.hash(&mut hasher);
+        bytes.hash(&mut hasher);
         Self {
             piece: piece as u64,
             hash: hasher.finish(),
@@ -151,5 +160,15 @@ impl path::Visitor for Checksums {
             }
         };
         self.found.push((path, sum));
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        let sum = Checksum::of_data(&param.val().into_data());
+        self.found.push((place.path(), sum));
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        let sum = Checksum::of_data(&param.val().into_data());
+        self.found.push((place.path(), sum));
     }
 }

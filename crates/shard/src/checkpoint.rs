@@ -9,7 +9,7 @@
 //! The inner graph shares no leaf with the outer one: Burn locks a graph while it goes backward
 //! through it, and leaves of two graphs make them one.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
@@ -17,6 +17,7 @@ use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Gradients, Int, Shape, Tensor};
 
+use crate::ambient::{self, Purpose};
 use crate::error::{Error, throw};
 use crate::op;
 use crate::root::Root;
@@ -34,29 +35,28 @@ pub(crate) enum Mode {
 }
 
 thread_local! {
-    static MODE: Cell<Mode> = const { Cell::new(Mode::Off) };
-    static PREPARING: Cell<bool> = const { Cell::new(false) };
     static TOUCHED: RefCell<Vec<(Arc<Root>, Tensor<1>)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What this thread is doing.
 pub(crate) fn mode() -> Mode {
-    MODE.get()
-}
-
-/// Whether a module is being made ready for a region: what is sharded stays as it is.
-pub(crate) fn is_preparing() -> bool {
-    PREPARING.get()
+    match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
+        Some(Purpose::Region) => Mode::Plain,
+        Some(Purpose::RegionAgain) => Mode::Again,
+        _ => Mode::Off,
+    }
 }
 
 /// `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw other numbers in the copy.
     module.visit(&mut Initialize);
-    PREPARING.set(true);
-    let module = module.clone().map(mapper);
-    PREPARING.set(false);
-    module
+    ambient::within(Purpose::Prepare, || copy(module).map(mapper))
+}
+
+/// A copy of `module` that lives no longer than its graph.
+fn copy<M: Module>(module: &M) -> M {
+    ambient::within(Purpose::CopyForGraph, || module.clone())
 }
 
 /// A region has used a unit of `root`; `token` is that of the pass around it.
@@ -68,17 +68,10 @@ pub(crate) fn touch(root: &Arc<Root>, token: &Tensor<1>) {
     });
 }
 
-/// Runs `body` in `mode`; returns the roots whose units it used, with their tokens.
-fn within<T>(mode: Mode, body: impl FnOnce() -> T) -> (T, Vec<(Arc<Root>, Tensor<1>)>) {
-    struct Back(Mode);
-    impl Drop for Back {
-        fn drop(&mut self) {
-            MODE.set(self.0);
-        }
-    }
-    let _back = Back(MODE.replace(mode));
+/// Runs `body` as part of a region; returns the roots whose units it used, with their tokens.
+fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> (T, Vec<(Arc<Root>, Tensor<1>)>) {
     TOUCHED.take();
-    let result = body();
+    let result = ambient::within(purpose, body);
     (result, TOUCHED.take())
 }
 
@@ -125,7 +118,7 @@ where
         return forward(module, input);
     }
     let device = input.device();
-    let (output, touched) = within(Mode::Plain, || {
+    let (output, touched) = within(Purpose::Region, || {
         let plain = prepared(module, &mut Detach);
         forward(&plain, tracked(input.clone().inner(), &device))
     });
@@ -135,7 +128,7 @@ where
         Tensor::zeros([1], &device).require_grad()
     });
     let region = Region::<M, F, D, E> {
-        module: module.clone(),
+        module: copy(module),
         input: input.clone().inner(),
         device,
         sample: Sample::of(&output),
@@ -227,8 +220,10 @@ where
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn> {
         let input = tracked(self.input.clone(), &self.device).require_grad();
         let module = prepared(&self.module, &mut OwnLeaves);
-        let (mut gradients, _) = within(Mode::Again, || {
-            let (output, touched) = within(Mode::Again, || (self.forward)(&module, input.clone()));
+        let (mut gradients, _) = within(Purpose::RegionAgain, || {
+            let (output, touched) = within(Purpose::RegionAgain, || {
+                (self.forward)(&module, input.clone())
+            });
             for (root, _) in touched {
                 root.end_recomputation();
             }

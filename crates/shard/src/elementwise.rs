@@ -1,10 +1,11 @@
 //! Finding out whether an optimizer can work on shards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::error::Error;
 use crate::inspect;
@@ -15,9 +16,15 @@ const SIDE: usize = 16;
 /// Elements of the matrix.
 const LEN: usize = SIDE * SIDE;
 const NUM_STEPS: usize = 3;
+
 /// Of the gradients: the larger is to exceed any threshold of clipping by norm, while its square is
-/// still a number.
-const SCALES: [f32; 2] = [1.0, 1e18];
+/// still a number, as far as the type goes.
+fn scales(dtype: DType) -> [f32; 2] {
+    match dtype {
+        DType::F16 => [1.0, 1e4],
+        _ => [1.0, 1e18],
+    }
+}
 
 /// Makes sure that `optimizer` updates a shard as it would update these elements of the whole
 /// parameter, for every trainable parameter of a sharded module.
@@ -28,13 +35,17 @@ const SCALES: [f32; 2] = [1.0, 1e18];
 /// LAMB, Burn's gradient clipping by norm) give other bits. Burn's `LBFGS` is not a
 /// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
 ///
+/// Burn tells nobody when an optimizer steps, so nothing else notices such an optimizer before its first
+/// numbers are wrong: call this where the optimizer is made. Checkpoints and the file-backed optimizer
+/// of `burn-fsdp` do so by themselves.
+///
 /// Not collective: all ranks come to the same verdict. It costs a few small steps for each parameter;
 /// call it once, before training.
 ///
 /// # Errors
 ///
 /// [`Error::WholeTensors`] with the first such parameter; [`Error::NotSharded`].
-pub fn check_elementwise<M: Module>(optimizer: &ModuleOptimizer, module: &M) -> Result<(), Error> {
+pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
     inspect::root_of(module)?;
     for (path, member) in inspect::places(module) {
         let slot = member.slot();
@@ -48,12 +59,35 @@ pub fn check_elementwise<M: Module>(optimizer: &ModuleOptimizer, module: &M) -> 
             id: member.id,
             path: path.split('.').map(str::to_owned).collect(),
             device: member.generation.value(member.index).device(),
+            dtype: slot.dtype,
         };
         let num_shards = if slot.is_gathered() { 2 } else { 1 };
-        if !SCALES.iter().all(|&scale| trial.passes(num_shards, scale)) {
+        let passes = |scale: f32| trial.passes(num_shards, scale);
+        if !scales(slot.dtype).into_iter().all(passes) {
             return Err(Error::WholeTensors { path });
         }
     }
+    Ok(())
+}
+
+/// [`check_elementwise`], the first time that it is called with this module or what later steps made
+/// of it; afterwards it costs nothing. What gets module and optimizer anyway, as checkpoints do, calls
+/// it.
+///
+/// # Errors
+///
+/// As there.
+pub fn check_elementwise_once<M: Module>(
+    module: &M,
+    optimizer: &ModuleOptimizer,
+) -> Result<(), Error> {
+    let members = inspect::members(module);
+    let first = members.first().ok_or(Error::NotSharded)?;
+    if first.slot().is_tried.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    check_elementwise(module, optimizer)?;
+    first.slot().is_tried.store(true, Ordering::Relaxed);
     Ok(())
 }
 
@@ -62,6 +96,8 @@ struct Trial<'a> {
     id: ParamId,
     path: Vec<String>,
     device: Device,
+    /// Of the parameter, which need not be that of the device.
+    dtype: DType,
 }
 
 impl Trial<'_> {
@@ -71,10 +107,13 @@ impl Trial<'_> {
             // It does not take a matrix at all, sharded or not: its own error will say so.
             return true;
         };
-        let shards = |shape: &dyn Fn(usize) -> Option<Vec<u32>>| {
+        let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
             let len = LEN / num_shards;
-            (0..num_shards)
-                .all(|shard| shape(shard * len).as_deref() == Some(&whole[shard * len..][..len]))
+            let size = self.dtype.size();
+            (0..num_shards).all(|shard| {
+                let start = shard * len;
+                shape(start).as_deref() == Some(&whole[start * size..][..len * size])
+            })
         };
         // In rows first: what needs two dimensions then fails without a panic's message.
         shards(&|start| self.run([SIDE / num_shards, SIDE], start, scale))
@@ -82,7 +121,7 @@ impl Trial<'_> {
     }
 
     /// The bits that the elements from `start` on have after some steps; `None` after a panic.
-    fn run<const D: usize>(&self, shape: [usize; D], start: usize, scale: f32) -> Option<Vec<u32>> {
+    fn run<const D: usize>(&self, shape: [usize; D], start: usize, scale: f32) -> Option<Vec<u8>> {
         let stepped = catch_unwind(AssertUnwindSafe(|| {
             let mut optimizer = self
                 .optimizer
@@ -101,8 +140,7 @@ impl Trial<'_> {
             }
             probe.param.base().into_data()
         }));
-        let values = stepped.ok()?.try_to_vec::<f32>().ok()?;
-        Some(values.into_iter().map(f32::to_bits).collect())
+        Some(stepped.ok()?.as_bytes().to_vec())
     }
 
     fn tensor<const D: usize>(
@@ -112,7 +150,7 @@ impl Trial<'_> {
     ) -> Tensor<D> {
         let len = shape.iter().product();
         let values: Vec<f32> = (0..len).map(element).collect();
-        Tensor::from_data(TensorData::new(values, shape), &self.device)
+        Tensor::from_data(TensorData::new(values, shape), (&self.device, self.dtype))
     }
 }
 

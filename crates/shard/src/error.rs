@@ -9,6 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use burn_fsdp_collectives::Unwound;
 use thiserror::Error as ThisError;
 
+use crate::ambient::{Purpose, is_within, within};
+
 /// An error of the eager engine.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
@@ -16,13 +18,67 @@ pub enum Error {
     /// A unit pattern of the policy matches no module.
     #[error(
         "unit pattern `{pattern}` matches no module; the modules are: {modules}; \
-         correct the pattern (`*` stands for one path segment)"
+         correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
     )]
     UnmatchedPattern {
         /// The pattern as given.
         pattern: String,
         /// The module paths that exist, shortened.
         modules: String,
+    },
+    /// The mesh has no axis of that name.
+    #[error(
+        "the mesh has no axis `{axis}`, its axes are `{known}`; name the one to use with \
+         `ShardPolicy::{method}`"
+    )]
+    Axis {
+        /// The axis that the policy names.
+        axis: String,
+        /// Those of the mesh.
+        known: String,
+        /// The method of the policy.
+        method: &'static str,
+    },
+    /// Two parameters have one path.
+    #[error(
+        "two parameters of the module have the path `{path}`; in a module written by hand, `visit` and \
+         `map` must call `enter_module` and `exit_module` around each field, with names of their own"
+    )]
+    SamePath {
+        /// The path.
+        path: String,
+    },
+    /// A loss has no graph to go backward through.
+    #[error(
+        "the loss has no autodiff graph: the module was built on a device without autodiff, or none of \
+         its trainable parameters took part; build it on \
+         `Device::flex().autodiff().gradient_checkpointing()`, leave a parameter unfrozen, and apply \
+         adapters such as LoRA before sharding if at all (it freezes the rest)"
+    )]
+    NoGraph,
+    /// Ranks that are threads hold clones of one parameter that no unit manages.
+    #[error(
+        "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait for each \
+         other's backward for ever: it was made once and cloned into the ranks; build the module on \
+         each rank, shard or replicate all of it, or give each rank its own with `Module::fork`"
+    )]
+    SharedLeaf {
+        /// Path of the parameter.
+        path: String,
+        /// This rank.
+        rank: usize,
+        /// The other one.
+        peer: usize,
+    },
+    /// Burn would record a shard in the place of a parameter.
+    #[error(
+        "parameter `{path}` cannot be recorded: a mapper has rebuilt it without its own mappers, or a \
+         group of ids left it out; in mappers use `Param::map` or `Param::from_mapped_value`, name \
+         groups by path, or record by `full_state` or `snapshot`"
+    )]
+    Unrecordable {
+        /// Path of the parameter.
+        path: String,
     },
     /// The module has no float parameter left to shard.
     #[error(
@@ -149,7 +205,8 @@ pub enum Error {
     /// Two copies of the module hold different values, so it is unclear which one is meant.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
-         which of them is meant here; drop the other copies first"
+         which of them is meant here; use `burn_fsdp::into_record(model)` in place of \
+         `model.into_record()`, or drop the other copies first"
     )]
     AmbiguousCopy {
         /// The unit.
@@ -344,7 +401,18 @@ pub enum Error {
 
 /// Leaves Burn's forward or backward with `error`.
 pub(crate) fn throw(error: Error) -> ! {
-    resume_unwind(Box::new(Unwound(Box::new(error))))
+    let unwound = Unwound(Box::new(error));
+    // On a thread that nobody watches, an error without a panic's message would end it without a word.
+    if !is_within(Purpose::Catch) && !is_rank() {
+        eprintln!("burn-fsdp: {}", unwound.0);
+    }
+    resume_unwind(Box::new(unwound))
+}
+
+/// Whether this is a thread of `launch`, which reports what unwinds out of it.
+fn is_rank() -> bool {
+    let thread = std::thread::current();
+    thread.name().is_some_and(|name| name.starts_with("rank "))
 }
 
 /// Runs `body` and turns an error raised inside Burn's forward or backward into a value.
@@ -355,6 +423,7 @@ pub(crate) fn throw(error: Error) -> ! {
 ///
 /// The [`Error`] that the body met.
 pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
+    let body = || within(Purpose::Catch, body);
     catch_unwind(AssertUnwindSafe(body)).or_else(|payload| match payload.downcast::<Unwound>() {
         Ok(unwound) => match unwound.0.downcast::<Error>() {
             Ok(error) => Err(*error),

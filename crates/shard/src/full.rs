@@ -1,13 +1,13 @@
 //! Whole parameters outside of training: to read, change, export or evaluate.
 
-use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::module::{Module, Param, ParamId};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::module::{Module, Param};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 
+use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
 use crate::path::{self, Place};
@@ -58,22 +58,13 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-thread_local! {
-    static KEEPS_BASE: Cell<bool> = const { Cell::new(false) };
-}
-
-/// Whether a parameter is being taken out of its reparameterization with the value put in its place.
-pub(crate) fn keeps_base() -> bool {
-    KEEPS_BASE.get()
-}
-
 /// The module without autodiff and without shards.
 fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
     let members = places.iter().cloned().collect();
     // `valid` also gives the copy running states of its own.
     let filled = catch(|| path::map(module.valid(), &mut Fill { members }))?;
     // Burn lets go of a reparameterization in `materialize` alone.
-    Ok(record::with_flag(&KEEPS_BASE, || filled.materialize()))
+    Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
 
 /// Puts the whole value in the place of each stand-in.
@@ -95,11 +86,11 @@ impl path::Mapper for Fill {
         let whole = whole.unwrap_or_else(|error| throw(error));
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
-        let (_, _, mapper) = param.consume();
+        // With the id of the stand-in, so that a record of the copy loads into the sharded module.
+        let (id, _, mapper) = param.consume();
         let on_load = Arc::new(mapper);
         let on_save = on_load.clone();
-        // Not the id of the shard: in a record of the copy it would be given to the stand-in.
-        Param::initialized(ParamId::new(), whole.reshape::<D, _>(shape))
+        Param::initialized(id, whole.reshape::<D, _>(shape))
             .set_require_grad(member.generation.is_trainable(member.index))
             .load_mapper(move |value| record::plainly(|| on_load.on_load(value)))
             .save_mapper(move |value| record::plainly(|| on_save.on_save(value)))
@@ -114,41 +105,98 @@ fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> R
     let mut narrow = Narrow {
         members: places.into_iter().collect(),
         values: values.found,
-        problem: None,
     };
-    let module = catch(|| path::map(module, &mut narrow))?;
-    let extra = narrow.values.into_keys().min();
-    let problem = narrow
-        .problem
-        .or_else(|| extra.map(|path| (path, "no such parameter".to_owned(), "one".to_owned())));
-    match problem {
-        None => Ok(module),
-        Some((path, expected, got)) => Err(Error::Returned {
-            path,
-            expected,
-            got,
-        }),
-    }
+    narrow.check(&module)?;
+    catch(|| path::map(module, &mut narrow))
 }
 
-/// Shape and elements by path.
+/// Elements by path.
 #[derive(Default)]
 struct Values {
-    found: HashMap<String, (Vec<usize>, Tensor<1>)>,
+    found: HashMap<String, TensorData>,
 }
 
 impl path::Visitor for Values {
     fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
-        self.found.insert(place.path(), flatten(param.val()));
+        self.found.insert(place.path(), param.val().into_data());
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.found.insert(place.path(), param.val().into_data());
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.found.insert(place.path(), param.val().into_data());
     }
 }
 
 /// Cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
 struct Narrow {
     members: HashMap<String, Member>,
-    values: HashMap<String, (Vec<usize>, Tensor<1>)>,
-    /// Path, expected, got. The module is mapped to its end, so that all ranks take the same pass.
-    problem: Option<(String, String, String)>,
+    values: HashMap<String, TensorData>,
+}
+
+impl Narrow {
+    /// Finds the first parameter of `module` whose value is missing or of another shape, before
+    /// anything is replaced.
+    fn check<M: Module>(&self, module: &M) -> Result<(), Error> {
+        let mut wanted = Shapes {
+            members: &self.members,
+            found: Vec::new(),
+        };
+        inspect::visit(module, &mut wanted);
+        for (path, shape) in &wanted.found {
+            let value = self.values.get(path);
+            if value.is_some_and(|value| value.shape()[..] == shape[..]) {
+                continue;
+            }
+            return Err(Error::Returned {
+                path: path.clone(),
+                expected: format!("shape {shape:?}"),
+                got: value.map_or("nothing".to_owned(), |value| {
+                    format!("{:?}", value.shape().to_vec())
+                }),
+            });
+        }
+        let is_extra = |path: &&String| wanted.found.iter().all(|(known, _)| known != *path);
+        match self.values.keys().filter(is_extra).min() {
+            None => Ok(()),
+            Some(path) => Err(Error::Returned {
+                path: path.clone(),
+                expected: "no such parameter".to_owned(),
+                got: "one".to_owned(),
+            }),
+        }
+    }
+
+    fn take(&mut self, place: &Place) -> Option<TensorData> {
+        self.values.remove(&place.path())
+    }
+}
+
+/// Shapes of whole tensors by path.
+struct Shapes<'a> {
+    members: &'a HashMap<String, Member>,
+    found: Vec<(String, Vec<usize>)>,
+}
+
+impl path::Visitor for Shapes<'_> {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        let shape = match self.members.get(&path) {
+            Some(member) => member.slot().shape.clone(),
+            None => param.lazy_shape().to_vec(),
+        };
+        self.found.push((path, shape));
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.found.push((place.path(), param.lazy_shape().to_vec()));
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.found.push((place.path(), param.lazy_shape().to_vec()));
+    }
 }
 
 impl path::Mapper for Narrow {
@@ -157,27 +205,42 @@ impl path::Mapper for Narrow {
         place: &Place,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        let path = place.path();
-        let member = self.members.remove(&path);
-        let wanted = match &member {
-            Some(member) => member.slot().shape.clone(),
-            None => param.lazy_shape().to_vec(),
-        };
-        let value = self.values.remove(&path);
-        let Some((_, flat)) = value.as_ref().filter(|(shape, _)| *shape == wanted) else {
-            let got = value.map_or("nothing".to_owned(), |(shape, _)| format!("{shape:?}"));
-            let problem = (path, format!("shape {wanted:?}"), got);
-            self.problem.get_or_insert(problem);
+        let Some(value) = self.take(place) else {
             return param;
         };
-        let whole = flat.clone().reshape::<D, _>(Shape::from(wanted));
-        match member {
+        match self.members.remove(&place.path()) {
             Some(member) => {
                 let device = param.lazy_device();
-                record::narrow(&member.generation.unit, member.index, whole, &device);
+                let plain = device.clone().without_autodiff();
+                let whole = Tensor::<D>::from_data(value, (&plain, member.slot().dtype));
+                let unit = &member.generation.unit;
+                let shard = record::narrow(unit, member.index, whole, &device);
+                record::replace(unit, member.index, shard);
                 param
             }
-            None => param.map(|old| transport::in_place_of(&old, whole.into_data())),
+            None => param.map(|old| transport::in_place_of(&old, value)),
+        }
+    }
+
+    fn int<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        match self.take(place) {
+            Some(value) => param.map(|old| transport::int_in_place_of(&old, value)),
+            None => param,
+        }
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        match self.take(place) {
+            Some(value) => param.map(|old| transport::bool_in_place_of(&old, value)),
+            None => param,
         }
     }
 }
@@ -196,8 +259,8 @@ pub struct FullTensor<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Calls `visit` on rank 0 with each float tensor of a sharded module, whole, one after another in the
-/// order of the module: parameters, sharded or not, and running states, of which it gives rank 0's
+/// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order
+/// of the module: parameters, sharded or not, integers and booleans among them, and running states, of which it gives rank 0's
 /// own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
 ///
 /// No rank ever holds more than one whole parameter for it, and only rank 0 does. `visit` is not
@@ -221,6 +284,7 @@ pub fn full_state<M: Module>(
                 None => continue,
             },
             Held::Here(flat) => transport::source((**flat).clone(), None),
+            Held::Read(source) => source.clone(),
         };
         if is_first {
             visit(FullTensor {
@@ -248,8 +312,8 @@ fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     Ok(received.buffers.into_iter().next())
 }
 
-/// A float tensor of a module.
-pub(crate) struct FloatTensor {
+/// A tensor of a module.
+pub(crate) struct StateTensor {
     pub(crate) path: String,
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
@@ -262,10 +326,12 @@ pub(crate) enum Held {
     Sharded(Member),
     /// On this rank, flat.
     Here(Box<Tensor<1>>),
+    /// On this rank, integers or booleans.
+    Read(Source),
 }
 
-/// All float tensors of `module`, in its order.
-pub(crate) fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
+/// All tensors of `module`, in its order.
+pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
     // Running states show their last update after `valid` only.
     drop(module.valid());
     let mut all = All {
@@ -278,7 +344,7 @@ pub(crate) fn tensors<M: Module>(module: &M) -> Vec<FloatTensor> {
 
 struct All {
     members: HashMap<String, Member>,
-    found: Vec<FloatTensor>,
+    found: Vec<StateTensor>,
 }
 
 impl path::Visitor for All {
@@ -287,7 +353,7 @@ impl path::Visitor for All {
         let tensor = match self.members.remove(&path) {
             Some(member) => {
                 let slot = member.slot();
-                FloatTensor {
+                StateTensor {
                     shape: slot.shape.clone(),
                     dtype: slot.dtype,
                     held: match slot.is_gathered() {
@@ -301,7 +367,7 @@ impl path::Visitor for All {
             }
             None => {
                 let (shape, flat) = flatten(param.val());
-                FloatTensor {
+                StateTensor {
                     shape,
                     dtype: flat.dtype(),
                     held: Held::Here(Box::new(flat)),
@@ -310,6 +376,25 @@ impl path::Visitor for All {
             }
         };
         self.found.push(tensor);
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.read(place, param.val().into_data());
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.read(place, param.val().into_data());
+    }
+}
+
+impl All {
+    fn read(&mut self, place: &Place, data: TensorData) {
+        self.found.push(StateTensor {
+            path: place.path(),
+            shape: data.shape().to_vec(),
+            dtype: data.dtype(),
+            held: Held::Read(transport::host(data)),
+        });
     }
 }
 

@@ -18,6 +18,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{Partition, Pending, Received};
 use parking_lot::Mutex;
 
+use crate::ambient::{Purpose, is_within};
 use crate::handle::UnitState;
 use crate::offload;
 use crate::unit::Unit;
@@ -300,13 +301,22 @@ pub(crate) struct Owned {
     generation: Arc<Generation>,
     /// Which parameter.
     pub(crate) slot: usize,
+    /// Not what a graph holds.
+    is_counted: bool,
 }
 
 impl Owned {
     /// Takes hold.
     pub(crate) fn new(generation: Arc<Generation>, slot: usize) -> Self {
-        generation.owners[slot].fetch_add(1, Ordering::Relaxed);
-        Self { generation, slot }
+        let is_counted = !is_within(Purpose::CopyForGraph);
+        if is_counted {
+            generation.owners[slot].fetch_add(1, Ordering::Relaxed);
+        }
+        Self {
+            generation,
+            slot,
+            is_counted,
+        }
     }
 }
 
@@ -318,6 +328,9 @@ impl Clone for Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
+        if !self.is_counted {
+            return;
+        }
         self.generation.owners[self.slot].fetch_sub(1, Ordering::Relaxed);
         if self.generation.is_abandoned()
             && let Some(root) = self.generation.unit.root()

@@ -82,7 +82,7 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
 
 /// Whether both are this rank's end of one group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
-    one.name() == other.name() && one.size() == other.size()
+    one == other
 }
 
 /// Paths of the parameters of `module` that have a gradient on this rank, in the order of the module.

@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use burn_fsdp_mesh::Partition;
 
 use crate::error::Error;
 use crate::offload::Offload;
-use crate::policy::{Layout, ShardPolicy, Strategy, ancestors, matches};
+use crate::pattern::{ancestors, matches, matches_ancestor};
+use crate::policy::{Layout, ShardPolicy, Strategy};
 use crate::slot::{Holding, Slot};
 use crate::survey::{Found, Survey};
 use crate::transport;
@@ -25,7 +27,7 @@ impl Ignored {
     pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
         let pattern_of = |path: &str| {
             let mut patterns = policy.ignored.iter();
-            patterns.find(|pattern| ancestors(path).any(|module| matches(pattern, module)))
+            patterns.find(|pattern| matches_ancestor(pattern, path))
         };
         if let Some(path) = survey
             .sharded
@@ -40,10 +42,7 @@ impl Ignored {
             .cloned()
             .collect();
         for pattern in &policy.ignored {
-            if !ignored
-                .iter()
-                .any(|path| ancestors(path).any(|module| matches(pattern, module)))
-            {
+            if !ignored.iter().any(|path| matches_ancestor(pattern, path)) {
                 return Err(unmatched(
                     pattern,
                     survey.parameters.iter().map(|found| found.path.as_str()),
@@ -59,12 +58,20 @@ impl Ignored {
     }
 }
 
-fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
+/// How many modules a message names.
+const NAMED: usize = 12;
+
+pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
     let modules: BTreeSet<_> = paths.flat_map(ancestors).collect();
-    let names: Vec<_> = modules.into_iter().take(12).collect();
+    let more = modules.len().saturating_sub(NAMED);
+    let names: Vec<_> = modules.into_iter().take(NAMED).collect();
+    let more = match more {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
     Error::UnmatchedPattern {
         pattern: pattern.to_owned(),
-        modules: names.join(", "),
+        modules: format!("{}{more}", names.join(", ")),
     }
 }
 
@@ -175,7 +182,6 @@ fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, 
         reduce_element: element_of(reduce)?,
         partition,
         holding,
-        loaded: Default::default(),
-        saving: Default::default(),
+        is_tried: AtomicBool::new(false),
     })
 }

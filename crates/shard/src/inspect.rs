@@ -3,15 +3,17 @@
 //! Burn's visitors see a reparameterization's tensors, not the reparameterization. Ours looks
 //! whether somebody on this thread is asking, and gives its name.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::tensor::{Bool, Int, Tensor};
 
+use crate::ambient::{Purpose, is_within, within};
 use crate::error::Error;
 use crate::generation::Generation;
-use crate::parameter::{CONTAINER, NAME};
+use crate::identity::Identity;
+use crate::parameter::{CONTAINER, NAME, ShardedParam};
 use crate::path::{self, Place};
 use crate::root::Root;
 use crate::slot::Slot;
@@ -32,7 +34,9 @@ impl Member {
 }
 
 thread_local! {
-    static ASKED: RefCell<Option<Vec<Member>>> = const { RefCell::new(None) };
+    static MEMBERS: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
+    /// The id of the parameter that was shown last: a shard comes right after its stand-in.
+    static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
 }
 
 struct Nothing;
@@ -46,13 +50,69 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     visit(module, &mut Nothing)
 }
 
-/// Visits `module` without its shards, and returns them.
+/// Visits `module` without its shards, and returns them. Shards learn by it which ids their stand-ins
+/// have.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
-    ASKED.with(|asked| *asked.borrow_mut() = Some(Vec::new()));
-    path::visit(module, visitor);
-    ASKED
-        .with(|asked| asked.borrow_mut().take())
-        .unwrap_or_default()
+    // What an earlier walk left that was broken off.
+    drop(MEMBERS.take());
+    within(Purpose::Inspect, || {
+        path::visit(module, &mut Noting(visitor))
+    });
+    MEMBERS.take()
+}
+
+/// Remembers the id of what is shown.
+struct Noting<'a, V>(&'a mut V);
+
+impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        LAST.set(Some(param.id));
+        self.0.float(place, param);
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.0.int(place, param);
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.0.bool(place, param);
+    }
+
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+        self.0.enter(place, name, container);
+    }
+
+    fn exit(&mut self, place: &Place) {
+        self.0.exit(place);
+    }
+}
+
+/// Gives the shards of `module` the ids that belong to a record which has just been loaded.
+///
+/// Every function of this crate that gets the module does so by itself,
+/// [`backward`](crate::backward) included. It is needed where Burn's own functions come first after
+/// [`Module::load_record`]: groups by ids, or a training loop that never calls one of ours. Does
+/// nothing to a module without shards. Not collective.
+pub fn settle_ids<M: Module>(module: &M) {
+    drop(members(module));
+}
+
+/// The id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
+/// of a sharded one is that of its stand-in, which records hold.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Device;
+/// use burn_fsdp_shard::param_id;
+///
+/// let layer: Linear = LinearConfig::new(2, 2).init(&Device::flex());
+/// assert_eq!(param_id(&layer.weight), layer.weight.id);
+/// ```
+pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
+    match param.reparameterization::<ShardedParam>() {
+        Some(sharded) => sharded.settled_id(param.id),
+        None => param.id,
+    }
 }
 
 /// The sharded parameters of `module` with their paths in it, in its own order.
@@ -81,18 +141,22 @@ impl path::Visitor for Paths {
 }
 
 /// Gives a parameter's name to whoever is asking. Returns whether somebody was.
-pub(crate) fn answer(generation: &Arc<Generation>, index: usize, id: ParamId) -> bool {
-    ASKED.with(|asked| match asked.borrow_mut().as_mut() {
-        Some(members) => {
-            members.push(Member {
-                generation: generation.clone(),
-                index,
-                id,
-            });
-            true
-        }
-        None => false,
-    })
+pub(crate) fn answer(generation: &Arc<Generation>, index: usize, identity: &Identity) -> bool {
+    if !is_within(Purpose::Inspect) {
+        return false;
+    }
+    let id = match LAST.get() {
+        Some(stand_in) => identity.settle(stand_in),
+        None => identity.id(),
+    };
+    MEMBERS.with_borrow_mut(|members| {
+        members.push(Member {
+            generation: generation.clone(),
+            index,
+            id,
+        });
+    });
+    true
 }
 
 /// The roots of a module: one, unless only children of it were sharded.

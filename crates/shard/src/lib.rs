@@ -9,6 +9,8 @@
 //! - `wrap`: [`fully_shard`] finds the float parameters (`survey`), groups them into units by
 //!   path (`grouping`, [`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
 //!   each parameter (`parameter`): a Burn reparameterization, called at every `Param::val`.
+//!   It has an `identity`, by which optimizers know it. `record` is what it does when Burn records it.
+//! - `own_states`: running states that ranks must not share. `ambient`: what this thread is doing.
 //! - `generation`: which values belong together, as optimizers, clones and records make new ones.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
 //!   reduces them when the unit's last one has come.
@@ -24,6 +26,7 @@
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
 mod agreement;
+mod ambient;
 mod auto;
 mod buffers;
 mod checkpoint;
@@ -35,23 +38,29 @@ mod generation;
 mod gradients;
 mod grouping;
 mod handle;
+mod identity;
 mod initial;
 mod inspect;
+mod leaves;
 mod local;
 mod memory;
 mod names;
 mod offload;
 mod op;
+mod own_states;
 mod parameter;
 mod path;
+mod pattern;
 mod plan;
 mod policy;
 mod precision;
 mod record;
+mod report;
 mod root;
 mod scaler;
 mod schedule;
 mod slot;
+mod stand_ins;
 mod step;
 mod survey;
 mod transport;
@@ -74,11 +83,14 @@ pub use agreement::{Agreement, check_agreement};
 pub use auto::auto_units;
 pub use buffers::{BufferSync, sync_buffers};
 pub use clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
-pub use elementwise::check_elementwise;
+pub use elementwise::{check_elementwise, check_elementwise_once};
 pub use full::{FullTensor, WriteBack, full_state, summon_full_params};
 pub use gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
+pub use inspect::{param_id, settle_ids};
 pub use names::{check_names, parameter_paths};
+pub use record::into_record;
 pub use scaler::{LossScaler, LossScalerState, LossScaling};
+pub use stand_ins::{renew_stand_ins, stand_in_bytes};
 pub use wrapper::FullyShardedDataParallel;
 
 #[doc = include_str!("README.md")]

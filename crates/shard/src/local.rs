@@ -4,16 +4,17 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use burn::module::{Module, Param, ParamId};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Partition, Source};
 
 use crate::error::{Error, catch};
 use crate::full::{self, Held};
-use crate::inspect;
+use crate::inspect::{self, Member};
 use crate::path::{self, Place};
+use crate::record;
 use crate::transport;
 
-/// A float tensor of a module, and this rank's part of it.
+/// A tensor of a module, and this rank's part of it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LocalTensor {
@@ -42,12 +43,12 @@ pub enum LocalPart {
     },
     /// All of a parameter that every rank holds alike.
     Whole,
-    /// All of a tensor that no unit manages: a running state, or a parameter that was ignored. Each
-    /// rank has its own.
+    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one
+    /// without elements, or one that was ignored. Each rank has its own.
     Own,
 }
 
-/// The float tensors of a sharded module, in its order, with this rank's part of each. Nothing is
+/// The tensors of a sharded module, in its order, with this rank's part of each. Nothing is
 /// copied or communicated.
 ///
 /// Running states are the ranks' own: [`sync_buffers`](crate::sync_buffers) first, if one of them is
@@ -60,7 +61,8 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
     let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
     let tensors = full::tensors(module).into_iter().map(|tensor| {
-        let (part, flat) = match tensor.held {
+        let source = |flat| transport::source(flat, None);
+        let (part, elements) = match tensor.held {
             Held::Sharded(member) => {
                 let slot = member.slot();
                 let rank = member.generation.unit.group.rank();
@@ -71,19 +73,20 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
                     },
                     false => LocalPart::Whole,
                 };
-                (part, member.generation.value(member.index).inner())
+                (part, source(member.generation.value(member.index).inner()))
             }
             Held::Here(flat) => match managed.contains_key(&tensor.path) {
-                true => (LocalPart::Whole, *flat),
-                false => (LocalPart::Own, *flat),
+                true => (LocalPart::Whole, source(*flat)),
+                false => (LocalPart::Own, source(*flat)),
             },
+            Held::Read(elements) => (LocalPart::Own, elements),
         };
         LocalTensor {
             path: tensor.path,
             shape: tensor.shape,
             dtype: tensor.dtype,
             part,
-            elements: transport::source(flat, None),
+            elements,
         }
     });
     Ok(tensors.collect())
@@ -95,7 +98,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
 pub struct LocalId {
     /// Path in the module.
     pub path: String,
-    /// On this rank and in this run only.
+    /// That of the parameter before it was sharded, or in the record that was loaded since.
     pub id: ParamId,
 }
 
@@ -118,7 +121,10 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
 /// [`local_state`] describes it, with its present elements, and returns new bytes, or `None` to leave
 /// it.
 ///
-/// Not collective. All ranks must replace alike.
+/// Everything is read before anything is replaced: after an error no copy of the module has changed.
+///
+/// Not collective. All ranks must replace alike: if one of them meets an error and goes on with the
+/// module as it was, the others must not take theirs either.
 ///
 /// # Errors
 ///
@@ -127,8 +133,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
     module: M,
     mut read: impl FnMut(&LocalTensor) -> Result<Option<Vec<u8>>, E>,
 ) -> Result<M, E> {
-    let members: HashMap<_, _> = inspect::places(&module).into_iter().collect();
-    let mut plain = HashMap::new();
+    let mut values = HashMap::new();
     for tensor in local_state(&module)? {
         let Some(bytes) = read(&tensor)? else {
             continue;
@@ -143,21 +148,29 @@ pub fn load_local_state<M: Module, E: From<Error>>(
                 got,
             }));
         }
-        match members.get(&tensor.path) {
-            Some(member) => {
-                let device = member.generation.value(member.index).device();
-                let flat = transport::owned(bytes, tensor.dtype, &device);
-                *member.slot().loaded.lock() = Some(flat);
-            }
-            None => drop(plain.insert(tensor.path, bytes)),
-        }
+        let data = transport::owned_data(bytes, tensor.held_shape(), tensor.dtype);
+        values.insert(tensor.path, data);
     }
-    Ok(catch(|| path::map(module, &mut PutBack { plain }))?)
+    let members = inspect::places(&module).into_iter().collect();
+    Ok(catch(|| {
+        path::map(module, &mut PutBack { members, values })
+    })?)
 }
 
-/// Puts plain tensors in their places; sharded ones are waiting in theirs.
+impl LocalTensor {
+    /// The shape of its elements on this rank: flat, of a sharded parameter.
+    fn held_shape(&self) -> Vec<usize> {
+        match self.part {
+            LocalPart::Own => self.shape.clone(),
+            _ => vec![self.elements.len() / self.dtype.size()],
+        }
+    }
+}
+
+/// Puts tensors in their places.
 struct PutBack {
-    plain: HashMap<String, Vec<u8>>,
+    members: HashMap<String, Member>,
+    values: HashMap<String, TensorData>,
 }
 
 impl path::Mapper for PutBack {
@@ -166,12 +179,41 @@ impl path::Mapper for PutBack {
         place: &Place,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
-        match self.plain.remove(&place.path()) {
+        let path = place.path();
+        let Some(data) = self.values.remove(&path) else {
+            return param;
+        };
+        match self.members.remove(&path) {
+            Some(member) => {
+                let slot = member.slot();
+                let device = member.generation.value(member.index).device();
+                let shard = Tensor::from_data(data, (&device, slot.dtype));
+                record::replace(&member.generation.unit, member.index, shard);
+                param
+            }
+            None => param.map(|old| transport::in_place_of(&old, data)),
+        }
+    }
+
+    fn int<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        match self.values.remove(&place.path()) {
+            Some(data) => param.map(|old| transport::int_in_place_of(&old, data)),
             None => param,
-            Some(bytes) => param.map(|old| {
-                let data = transport::owned_data(bytes, old.shape(), old.dtype());
-                transport::in_place_of(&old, data)
-            }),
+        }
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        match self.values.remove(&place.path()) {
+            Some(data) => param.map(|old| transport::bool_in_place_of(&old, data)),
+            None => param,
         }
     }
 }

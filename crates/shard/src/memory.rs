@@ -1,5 +1,6 @@
 //! What a sharded module holds, and what keeps full weights alive against the policy.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Weak;
 
@@ -7,10 +8,12 @@ use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
-use crate::error::{Error, catch};
-use crate::inspect;
+use crate::error::{Error, catch, throw};
+use crate::inspect::{self, Member};
 use crate::path::{self, Place};
+use crate::report;
 use crate::root::Root;
+use crate::survey::survey;
 use crate::unit::Unit;
 
 /// Memory of one rank, in bytes.
@@ -122,26 +125,50 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
 /// A loss that reads every float parameter once and computes nothing else: the sum of their means.
 /// What it makes [`memory()`] show is what the parameters cost without activations.
 ///
-/// Collective: all ranks call it with the same module.
+/// Collective: all ranks call it with the same module. One gather for each unit; its backward does
+/// what any other does.
 ///
 /// # Errors
 ///
 /// [`Error::NotSharded`], or a failed collective.
 pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
-    let mut means = Means::default();
+    let buffers = survey(module)?.buffers;
+    let mut means = Means {
+        // A visitor is shown a stand-in, and not what the parameter stands for.
+        members: inspect::places(module).into_iter().collect(),
+        left_out: buffers,
+        sum: None,
+    };
     catch(|| inspect::visit(module, &mut means))?;
     means.sum.ok_or(Error::NotSharded)
 }
 
-#[derive(Default)]
 struct Means {
+    members: HashMap<String, Member>,
+    /// Paths of running states.
+    left_out: Vec<String>,
     sum: Option<Tensor<1>>,
 }
 
 impl path::Visitor for Means {
-    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
-        let mean = param.val().mean();
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        if self.left_out.contains(&path) || param.lazy_shape().num_elements() == 0 {
+            return;
+        }
+        let value: Tensor<D> = match self.members.remove(&path) {
+            Some(Member {
+                generation, index, ..
+            }) => {
+                let root = generation.unit.root();
+                root.expect("a sharded module has a root")
+                    .access(&generation, index)
+                    .unwrap_or_else(|error| throw(error))
+            }
+            None => param.val(),
+        };
+        let mean = value.mean();
         self.sum = Some(match self.sum.take() {
             Some(sum) => sum + mean,
             None => mean,
@@ -188,7 +215,7 @@ impl Watch {
                 continue;
             }
             let pinned = Pinned { unit, bytes, of };
-            tracing::warn!(target: "burn_fsdp", "{pinned}");
+            report::warn(&pinned);
             self.pinned.push(pinned);
         }
     }
@@ -205,12 +232,11 @@ pub(crate) fn warn_at_wrap(root: &Root) {
     if !dropped.is_empty() {
         let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
         let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
-        tracing::warn!(
-            target: "burn_fsdp",
+        report::warn(format!(
             "the device has no gradient checkpointing: units {} may stay unsharded until \
              backward, up to {bytes} bytes; build the module on \
              `device.autodiff().gradient_checkpointing()`",
             names.join(", "),
-        );
+        ));
     }
 }

@@ -1,15 +1,17 @@
 //! What a sharded parameter is to Burn: a reparameterization with the shard as its own parameter.
 
-use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, Reparameterization};
+use burn::module::{
+    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
+};
 use burn::tensor::{Device, Tensor};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use crate::checkpoint;
-use crate::error::throw;
-use crate::full;
+use crate::ambient::{Purpose, is_within};
+use crate::error::{Error, throw};
 use crate::generation::{Generation, Owned, Transition};
+use crate::identity::Identity;
 use crate::inspect;
+use crate::record;
 
 /// Name of the reparameterization.
 pub(crate) const NAME: &str = "fsdp";
@@ -18,11 +20,13 @@ pub(crate) const CONTAINER: &str = "Reparameterization";
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
-/// Optimizers and gradients see it as a parameter of one dimension, under the path of the
+/// Optimizers and gradients see it as a parameter of one dimension, under the path and the id of the
 /// parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Param<Tensor<1>>,
+    /// In place of the id in `value`, which a record cannot change in time.
+    identity: Identity,
     generation: Owned,
 }
 
@@ -42,34 +46,63 @@ impl ShardedParam {
     pub(crate) fn new(value: Param<Tensor<1>>, slot: usize, generation: Arc<Generation>) -> Self {
         generation.set(slot, value.base());
         Self {
-            value,
+            identity: Identity::new(value.id),
+            value: guarded(value, &generation, slot),
             generation: Owned::new(generation, slot),
         }
     }
 
-    fn descend(from: &Owned, transition: Transition, value: Param<Tensor<1>>) -> Self {
+    /// The id, of a parameter whose stand-in has the id `stand_in`.
+    pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
+        self.identity.settle(stand_in)
+    }
+
+    fn descend(
+        from: &Owned,
+        transition: Transition,
+        identity: Identity,
+        value: Param<Tensor<1>>,
+    ) -> Self {
         let generation = from.descend(from.slot, transition, value.base());
         Self {
             value,
+            identity,
             generation: Owned::new(generation, from.slot),
         }
     }
-}
 
-impl ShardedParam {
     /// With `value` in place of its own after a move of the module to `device`.
-    fn moved(from: &Owned, value: Param<Tensor<1>>, device: &Device) -> Self {
-        let moved = Self::descend(from, Transition::Device, value);
+    fn moved(from: &Owned, identity: Identity, value: Param<Tensor<1>>, device: &Device) -> Self {
+        let moved = Self::descend(from, Transition::Device, identity, value);
         moved.generation.compute_on(device);
         moved
     }
+
+    /// The value under the id by which it is known.
+    fn shown(value: &Param<Tensor<1>>, identity: &Identity, path: &str) -> Param<Tensor<1>> {
+        let mut shown = value.clone();
+        shown.id = identity.shown(path);
+        shown
+    }
+}
+
+/// Burn asks a shard for what to record only if the stand-in has not answered: a mapper has dropped
+/// what the stand-in does when it is recorded, or a group has left it out. The record would hold a
+/// shard in the place of the parameter.
+fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -> Param<Tensor<1>> {
+    let unit = generation.unit.clone();
+    value.save_mapper(move |_| {
+        throw(Error::Unrecordable {
+            path: unit.slots[slot].path.clone(),
+        })
+    })
 }
 
 impl Reparameterization for ShardedParam {
     const NAME: &'static str = NAME;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        if full::keeps_base() {
+        if is_within(Purpose::KeepBase) {
             return base;
         }
         let root = self.generation.unit.root();
@@ -89,49 +122,74 @@ impl Module for ShardedParam {
     }
 
     fn fork(self, device: &Device) -> Self {
-        let Self { value, generation } = self;
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
         let value = value.fork(&generation.unit.home(device));
-        Self::moved(&generation, value, device)
+        Self::moved(&generation, identity, value, device)
     }
 
     fn to_device(self, device: &Device) -> Self {
-        let Self { value, generation } = self;
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
         let value = value.to_device(&generation.unit.home(device));
-        Self::moved(&generation, value, device)
+        Self::moved(&generation, identity, value, device)
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
-        if inspect::answer(&self.generation, self.generation.slot, self.value.id) {
+        let slot = self.generation.slot;
+        if inspect::answer(&self.generation, slot, &self.identity) {
             return;
         }
         // A record has just taken the whole value under the parameter's own path.
-        let slot = &self.generation.unit.slots[self.generation.slot];
-        if slot.saving.swap(false, Ordering::Relaxed) {
+        if record::take_recorded(&self.generation.unit, slot) {
             return;
         }
         // Under the path of the parameter it stands for, so that groups by path go on to work.
         visitor.exit_module(NAME, CONTAINER);
-        self.value.visit(visitor);
+        let path = &self.generation.unit.slots[slot].path;
+        Self::shown(&self.value, &self.identity, path).visit(visitor);
         visitor.enter_module(NAME, CONTAINER);
     }
 
     fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        if checkpoint::is_preparing() {
+        if is_within(Purpose::Prepare) {
             return self;
         }
-        let Self { value, generation } = self;
-        let slot = &generation.unit.slots[generation.slot];
-        let loaded = slot.loaded.lock().take();
-        let value = match loaded {
-            Some(loaded) => value.map(|old| loaded.set_require_grad(old.is_require_grad())),
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
+        let (value, identity) = match record::take_value(&generation.unit, generation.slot) {
+            Some((loaded, keeps_id)) => {
+                let value = value.map(|old| loaded.set_require_grad(old.is_require_grad()));
+                let identity = match keeps_id {
+                    true => identity,
+                    false => identity.unsettled(),
+                };
+                (value, identity)
+            }
             None => {
+                let path = &generation.unit.slots[generation.slot].path;
+                let shown = Self::shown(&value, &identity, path);
+                let before = shown.id;
                 mapper.exit_module(NAME, CONTAINER);
-                let value = value.map_module(mapper);
+                let value = shown.map_module(mapper);
                 mapper.enter_module(NAME, CONTAINER);
-                value
+                let identity = match value.id == before {
+                    true => identity,
+                    false => Identity::new(value.id),
+                };
+                (guarded(value, &generation, generation.slot), identity)
             }
         };
-        Self::descend(&generation, Transition::Map, value)
+        Self::descend(&generation, Transition::Map, identity, value)
     }
 
     fn materialize(self) -> Self {
@@ -139,12 +197,23 @@ impl Module for ShardedParam {
     }
 
     fn valid(&self) -> Self {
+        if is_within(Purpose::OwnStates) {
+            return self.clone();
+        }
         let value = self.value.valid();
-        Self::descend(&self.generation, Transition::Valid, value)
+        let identity = self.identity.clone();
+        Self::descend(&self.generation, Transition::Valid, identity, value)
     }
 
     fn train(self) -> Self {
-        let Self { value, generation } = self;
+        if is_within(Purpose::OwnStates) {
+            return self;
+        }
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
         let strategy = generation.unit.strategy;
         let value = value.train().map(|leaf| match strategy {
             Some(strategy) => {
@@ -156,7 +225,7 @@ impl Module for ShardedParam {
             }
             None => leaf,
         });
-        Self::descend(&generation, Transition::Train, value)
+        Self::descend(&generation, Transition::Train, identity, value)
     }
 }
 

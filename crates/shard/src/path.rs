@@ -1,10 +1,10 @@
 //! Walks over a module that know where they are.
 //!
 //! Burn tells its visitors and mappers what they enter and leave, one name at a time. Here that is
-//! done once: a [`Visitor`] or [`Mapper`] gets each float tensor with its [`Place`].
+//! done once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Place`].
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::tensor::{Bool, Int, Tensor};
 
 use crate::parameter::CONTAINER;
 
@@ -37,10 +37,16 @@ impl Place {
     }
 }
 
-/// Reads the float tensors of a module.
+/// Reads the tensors of a module.
 pub(crate) trait Visitor {
     /// A tensor at `place`.
     fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>);
+
+    /// A tensor of integers at `place`.
+    fn int<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D, Int>>) {}
+
+    /// A tensor of booleans at `place`.
+    fn bool<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D, Bool>>) {}
 
     /// From `place`, its part `name` is about to be entered; `container` is what `place` is called.
     fn enter(&mut self, _place: &Place, _name: &str, _container: &str) {}
@@ -49,14 +55,37 @@ pub(crate) trait Visitor {
     fn exit(&mut self, _place: &Place) {}
 }
 
-/// Replaces the float tensors of a module.
+/// Replaces the tensors of a module.
 pub(crate) trait Mapper {
     /// What becomes of the tensor at `place`.
     fn float<const D: usize>(&mut self, place: &Place, param: Param<Tensor<D>>)
     -> Param<Tensor<D>>;
+
+    /// What becomes of the tensor of integers at `place`.
+    fn int<const D: usize>(
+        &mut self,
+        _place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        param
+    }
+
+    /// What becomes of the tensor of booleans at `place`.
+    fn bool<const D: usize>(
+        &mut self,
+        _place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        param
+    }
+
+    /// What becomes of the flag at `place`.
+    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+        flag
+    }
 }
 
-/// Shows all float tensors of `module`, those of reparameterizations included.
+/// Shows all tensors of `module`, those of reparameterizations included.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     module.visit(&mut Walk {
         place: Place::default(),
@@ -64,7 +93,7 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     });
 }
 
-/// The module with its float tensors as `mapper` makes them.
+/// The module with its tensors as `mapper` makes them.
 pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
     module.map(&mut Walk {
         place: Place::default(),
@@ -92,6 +121,14 @@ impl<V: Visitor> ModuleVisitor for Walk<'_, V> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.by.float(&self.place, param);
     }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.by.int(&self.place, param);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.by.bool(&self.place, param);
+    }
 }
 
 impl<P: Mapper> ModuleMapper for Walk<'_, P> {
@@ -105,5 +142,20 @@ impl<P: Mapper> ModuleMapper for Walk<'_, P> {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         self.by.float(&self.place, param)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.by.int(&self.place, param)
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.by.bool(&self.place, param)
+    }
+
+    fn map_flag(&mut self, flag: Param<Flag>) -> Param<Flag> {
+        self.by.flag(&self.place, flag)
     }
 }

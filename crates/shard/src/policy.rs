@@ -1,13 +1,12 @@
 //! What is gathered together, and when full weights are dropped.
 
-use std::cell::Cell;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor};
 
+use crate::ambient::{Purpose, is_within, within};
 use crate::precision::Precision;
-use crate::record::with_flag;
 
 /// Where the full weights live between a unit's forward and its backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -94,19 +93,15 @@ pub(crate) struct GradientHook(Arc<ChangeGradient>);
 /// From path and flat gradient to another gradient of the same length.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
-thread_local! {
-    static IN_HOOK: Cell<bool> = const { Cell::new(false) };
-}
-
 impl GradientHook {
     /// What the hook makes of `gradient`.
     pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
-        with_flag(&IN_HOOK, || (self.0)(path, gradient))
+        within(Purpose::Hook, || (self.0)(path, gradient))
     }
 
     /// Whether this thread is inside a hook.
     pub(crate) fn is_running() -> bool {
-        IN_HOOK.get()
+        is_within(Purpose::Hook)
     }
 }
 
@@ -155,8 +150,9 @@ impl ShardPolicy {
     }
 
     /// Every module whose path matches one of `patterns` becomes a unit of its own; the root
-    /// takes what is left. A pattern names path segments, `*` stands for any one segment:
-    /// `"blocks.*"`. Where two patterns match on one path, the inner module wins.
+    /// takes what is left. A pattern names path segments; `*` stands for any characters of one segment
+    /// and `**` for any number of segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. Where two patterns
+    /// match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Into::into).collect();
         self
@@ -195,7 +191,7 @@ impl ShardPolicy {
         self
     }
 
-    /// The mesh axis to shard over. Default `"shard"`.
+    /// The axis of the mesh to shard over, by the name that the mesh gives it. Default `"shard"`.
     pub fn axis(mut self, axis: impl Into<String>) -> Self {
         self.axis = axis.into();
         self
@@ -221,8 +217,8 @@ impl ShardPolicy {
         self
     }
 
-    /// Modules, by pattern, whose parameters are left alone: neither sharded nor reduced, and each
-    /// rank's own.
+    /// Modules, by pattern as in [`units`](Self::units), whose parameters are left alone: neither sharded
+    /// nor reduced, and each rank's own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Into::into).collect();
         self
@@ -270,28 +266,9 @@ impl ShardPolicy {
     }
 }
 
-/// The modules that contain the parameter at `path`, outermost first.
-pub(crate) fn ancestors(path: &str) -> impl Iterator<Item = &str> {
-    path.match_indices('.').map(|(end, _)| &path[..end])
-}
-
-/// Whether the module at `path` matches `pattern`, segment by segment.
-pub(crate) fn matches(pattern: &str, path: &str) -> bool {
-    let mut wanted = pattern.split('.');
-    let mut found = path.split('.');
-    loop {
-        match (wanted.next(), found.next()) {
-            (None, None) => return true,
-            (Some("*"), Some(_)) => {}
-            (Some(w), Some(f)) if w == f => {}
-            _ => return false,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{DivideFactors, matches};
+    use super::DivideFactors;
 
     #[test]
     fn factors_are_those_of_the_table() {
@@ -312,14 +289,5 @@ mod tests {
         for (ranks, pre, post) in pairs {
             assert_eq!(DivideFactors::balanced(ranks), DivideFactors { pre, post });
         }
-    }
-
-    #[test]
-    fn a_star_stands_for_exactly_one_segment() {
-        assert!(matches("blocks.*", "blocks.11"));
-        assert!(!matches("blocks.*", "blocks"));
-        assert!(!matches("blocks.*", "blocks.1.fc"));
-        assert!(matches("*.layers.*", "encoder.layers.0"));
-        assert!(matches("head", "head"));
     }
 }

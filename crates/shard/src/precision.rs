@@ -4,7 +4,7 @@ use burn::tensor::{DType, FloatDType, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
-use crate::policy::{ancestors, matches};
+use crate::pattern::matches_ancestor;
 use burn::module::Module;
 
 /// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
@@ -15,7 +15,7 @@ use burn::module::Module;
 /// use burn_fsdp_shard::{Precision, ShardPolicy};
 ///
 /// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
-/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["*.norm"]));
+/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["**.norm"]));
 /// # let _ = policy;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -45,7 +45,8 @@ impl Precision {
     }
 
     /// Parameters in modules that match one of `patterns` compute in the shards' type: those of
-    /// normalization layers, say.
+    /// normalization layers, say. Patterns are those of [`ShardPolicy::units`](crate::ShardPolicy::units);
+    /// each must match a module.
     ///
     /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
     /// out. Written so, it computes the same in any type, also without sharding:
@@ -75,11 +76,23 @@ impl Precision {
         self
     }
 
+    /// The first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
+    pub(crate) fn unmatched(&self, paths: &[&str]) -> Option<&str> {
+        let mut patterns = self.full_in.iter();
+        let unmatched = patterns.find(|pattern| {
+            let mut paths = paths.iter();
+            !paths.any(|path| matches_ancestor(pattern, path))
+        });
+        unmatched.map(String::as_str)
+    }
+
     /// The type in which the parameter at `path`, stored as `stored`, computes.
     pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
-        let is_full = |pattern: &String| ancestors(path).any(|module| matches(pattern, module));
+        let mut patterns = self.full_in.iter();
         match self.compute {
-            Some(compute) if !self.full_in.iter().any(is_full) => compute.into(),
+            Some(compute) if !patterns.any(|pattern| matches_ancestor(pattern, path)) => {
+                compute.into()
+            }
             _ => stored,
         }
     }

@@ -4,40 +4,116 @@
 //! parameters under their own paths. It loads into a plain module, and into one sharded over any
 //! number of ranks. Taking one is collective and makes every rank hold the whole record.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread::LocalKey;
 
-use burn::module::ParamMapper;
+use burn::module::{Module, ParamMapper};
+use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
-use crate::error::{Error, throw};
+use crate::ambient::{Purpose, is_within, within};
+use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
+use crate::inspect::{self, Member};
 use crate::transport;
 use crate::unit::Unit;
 
+/// What a stand-in that is being loaded or recorded leaves for the shard beside it, which Burn comes
+/// to next.
+enum Handed {
+    /// The shard's new value.
+    Value {
+        value: Tensor<1>,
+        /// Whether the stand-in has the id that it had before.
+        keeps_id: bool,
+    },
+    /// The parameter has been recorded, whole.
+    Recorded,
+}
+
 thread_local! {
-    static PLAIN: Cell<bool> = const { Cell::new(false) };
+    static HANDED: RefCell<Option<(*const Unit, usize, Handed)>> = const { RefCell::new(None) };
+    /// The sharded parameters of the module that is being recorded, in its order, if it is known.
+    static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
+}
+
+fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
+    HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
+}
+
+/// What the stand-in of this parameter has just left. What another one left is of a walk that was
+/// broken off.
+fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
+    let (of, at, handed) = HANDED.take()?;
+    (of == Arc::as_ptr(unit) && at == index).then_some(handed)
+}
+
+/// A value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
+pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, bool)> {
+    match take_handed(unit, index)? {
+        Handed::Value { value, keeps_id } => Some((value, keeps_id)),
+        Handed::Recorded => None,
+    }
+}
+
+/// Whether the visitor that comes to this shard has just recorded the parameter.
+pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
+    matches!(take_handed(unit, index), Some(Handed::Recorded))
+}
+
+/// Gives the shard that the walk under way comes to next another value.
+pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
+    let keeps_id = true;
+    hand(unit, index, Handed::Value { value, keeps_id });
 }
 
 /// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:
 /// for a plain copy of the parameter, which is recorded as it would be without us.
 pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
-    with_flag(&PLAIN, body)
+    within(Purpose::PlainMappers, body)
 }
 
-/// Runs `body` with a flag of this thread set.
-pub(crate) fn with_flag<T>(flag: &'static LocalKey<Cell<bool>>, body: impl FnOnce() -> T) -> T {
-    struct Restore(&'static LocalKey<Cell<bool>>, bool);
-    impl Drop for Restore {
+/// The record of a sharded module: what [`Module::into_record`] gives, as a value or an error, also
+/// while other copies of the module with other values are alive (the best so far, a moving
+/// average), between which Burn's own method cannot tell and refuses.
+///
+/// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; a failed collective.
+pub fn into_record<M: Module>(module: M) -> Result<ModuleRecord, Error> {
+    inspect::root_of(&module)?;
+    catch(|| within_record(&module, || module.clone().into_record()))
+}
+
+/// Runs `body`, which records `module`.
+pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> T {
+    struct Forget;
+    impl Drop for Forget {
         fn drop(&mut self) {
-            self.0.set(self.1);
+            drop(RECORDED.take());
         }
     }
-    let _restore = Restore(flag, flag.replace(true));
+    RECORDED.set(inspect::members(module));
+    let _forget = Forget;
     body()
+}
+
+/// The values of the copy that is being recorded.
+fn copy_of(unit: &Arc<Unit>, index: usize) -> Result<Arc<Generation>, Error> {
+    let known = RECORDED.with_borrow_mut(|members| {
+        let is_it =
+            |member: &Member| member.index == index && Arc::ptr_eq(&member.generation.unit, unit);
+        // One module may hold two copies: each of its members counts once.
+        let at = members.iter().position(is_it)?;
+        Some(members.remove(at).generation)
+    });
+    match known {
+        Some(generation) => Ok(generation),
+        None => unit.current(index),
+    }
 }
 
 /// Narrows a whole parameter that is being loaded to this rank's part.
@@ -49,7 +125,7 @@ pub(crate) fn load<const D: usize>(
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
     move |recorded| {
         let whole = own.on_load(recorded);
-        if PLAIN.get() {
+        if is_within(Purpose::PlainMappers) {
             return whole;
         }
         let slot = &unit.slots[index];
@@ -61,21 +137,26 @@ pub(crate) fn load<const D: usize>(
             });
         }
         let device = whole.device();
-        narrow(&unit, index, whole, &device);
+        let value = narrow(&unit, index, whole, &device);
+        let keeps_id = false;
+        hand(&unit, index, Handed::Value { value, keeps_id });
         stand_in.clone()
     }
 }
 
-/// Puts this rank's part of `whole`, of a module on `device`, where the nested parameter takes it
-/// from when the visit that is under way comes to it.
-pub(crate) fn narrow<const D: usize>(unit: &Unit, index: usize, whole: Tensor<D>, device: &Device) {
+/// This rank's part of `whole`, of a module on `device`.
+pub(crate) fn narrow<const D: usize>(
+    unit: &Unit,
+    index: usize,
+    whole: Tensor<D>,
+    device: &Device,
+) -> Tensor<1> {
     let slot = &unit.slots[index];
     let range = slot.held_range(unit.group.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
     // Read out, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
-    let home = unit.home(device);
-    *slot.loaded.lock() = Some(Tensor::from_data(shard, (&home, slot.dtype)));
+    Tensor::from_data(shard, (&unit.home(device), slot.dtype))
 }
 
 /// Gathers the whole parameter for a record.
@@ -85,17 +166,16 @@ pub(crate) fn save<const D: usize>(
     own: ParamMapper<Tensor<D>>,
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
     move |stand_in| {
-        if PLAIN.get() {
+        if is_within(Purpose::PlainMappers) {
             return own.on_save(stand_in);
         }
         let slot = &unit.slots[index];
-        let whole = unit
-            .current(index)
-            .and_then(|generation| whole(&generation, index));
+        let whole = copy_of(&unit, index).and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
-        // Not before the value is there: what follows must be the visit that it is meant for.
-        slot.saving.store(true, Ordering::Relaxed);
-        own.on_save(whole.reshape(slot.dims::<D>()))
+        let saved = own.on_save(whole.reshape(slot.dims::<D>()));
+        // Last of all: what follows must be the visit that it is meant for.
+        hand(&unit, index, Handed::Recorded);
+        saved
     }
 }
 

@@ -1,12 +1,11 @@
-//! One parameter's place in its unit: what never changes over the life of the module.
+//! One parameter's place in its unit: what does not change over the life of the module.
 
 use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
 use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
 use burn_fsdp_mesh::Partition;
-use parking_lot::Mutex;
 
 /// What a rank holds of a parameter between steps, and how its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,10 +41,8 @@ pub(crate) struct Slot {
     pub(crate) partition: Partition,
     /// What this rank holds.
     pub(crate) holding: Holding,
-    /// A value narrowed from a record that is being loaded, on its way to the nested parameter.
-    pub(crate) loaded: Mutex<Option<Tensor<1>>>,
-    /// Set while a record takes the whole value, so that the shard is not recorded as well.
-    pub(crate) saving: AtomicBool,
+    /// Set when the optimizer of the module's first parameter has been tried.
+    pub(crate) is_tried: AtomicBool,
 }
 
 impl Slot {

@@ -6,6 +6,7 @@ use burn::tensor::{Gradients, Tensor};
 
 use crate::error::{Error, catch};
 use crate::inspect;
+use crate::leaves;
 use crate::root::Reduced;
 use crate::schedule::Operation;
 
@@ -20,14 +21,20 @@ use crate::schedule::Operation;
 ///
 /// # Errors
 ///
-/// What the collectives inside met: another rank's failure, a timeout, a mismatch of operations.
-/// Afterwards every unit is sharded and nothing is pending.
+/// [`Error::NoGraph`] for a loss without autodiff; what the collectives inside met: another rank's
+/// failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
 ) -> Result<GradientsParams, Error> {
     let roots = inspect::roots_of(module)?;
     let result = catch(|| {
+        if !loss.is_tracked() {
+            return Err(Error::NoGraph);
+        }
+        let is_first = roots.iter().all(|root| root.num_finished() == 0);
+        let claim = is_first.then(|| leaves::claim(module, roots[0].group.world_rank()));
+        let _claim = claim.transpose()?;
         let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
         let mut gradients = loss.backward();
         drop(loss);

@@ -33,6 +33,8 @@ pub(crate) struct Survey {
     pub(crate) devices: HashMap<String, Device>,
     /// Paths of running states, in the order of the module.
     pub(crate) buffers: Vec<String>,
+    /// Ids of running states, in the same order. A clone has those of what it was cloned from.
+    pub(crate) buffer_ids: Vec<ParamId>,
     /// Parameters that carry another reparameterization: path and name.
     pub(crate) foreign: Vec<(String, String)>,
 }
@@ -55,7 +57,8 @@ enum Kind {
 ///
 /// # Errors
 ///
-/// [`Error::Backend`], before anything is computed there; [`Error::Unreached`].
+/// [`Error::Backend`], before anything is computed there; [`Error::Unreached`];
+/// [`Error::SamePath`].
 pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let mut kinds = Kinds::default();
     let mut reached = HashSet::new();
@@ -64,8 +67,12 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     });
     inspect::visit(&marked, &mut kinds);
     drop(marked);
+    let mut seen = HashSet::new();
     for (path, shape, device) in &kinds.places {
         op::check_backend(path, device)?;
+        if !seen.insert(path) {
+            return Err(Error::SamePath { path: path.clone() });
+        }
         if !reached.contains(path) {
             return Err(Error::Unreached {
                 path: path.clone(),
@@ -123,6 +130,9 @@ impl<const D: usize> Declared<D> {
 /// A tensor of the full shape and of one element's memory. It is not a number, so that whoever
 /// computes with it by mistake cannot miss it.
 pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    if shape.contains(&0) {
+        return Tensor::zeros(shape, device).set_require_grad(false);
+    }
     let one = Tensor::<D>::full([1; D], f32::NAN, device);
     one.expand(shape).set_require_grad(false)
 }
@@ -207,7 +217,10 @@ impl path::Visitor for Details {
         self.survey.devices.insert(path.clone(), device.clone());
         match kind {
             Kind::Sharded => self.survey.sharded.push(path),
-            Kind::Buffer => self.survey.buffers.push(path),
+            Kind::Buffer => {
+                self.survey.buffers.push(path);
+                self.survey.buffer_ids.push(param.id);
+            }
             Kind::Foreign(name) => self.survey.foreign.push((path, name.clone())),
             Kind::Parameter => self.survey.parameters.push(Found {
                 path,

@@ -2,7 +2,7 @@
 
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{Bool, Bytes, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::{Account, Buffer, ElementType, Source};
 
 /// The transport's name of a float type, if it can be reduced.
@@ -61,6 +61,14 @@ pub(crate) fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
     }
 }
 
+/// Elements on the host.
+pub(crate) fn host(data: TensorData) -> Source {
+    Source::new(HostBytes {
+        data,
+        _account: None,
+    })
+}
+
 /// The bytes of a tensor of another device, read back.
 struct HostBytes {
     data: TensorData,
@@ -110,6 +118,22 @@ pub(crate) fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) 
 pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, data: TensorData) -> Tensor<D> {
     let new = Tensor::from_data(data, (&old.device(), old.dtype()));
     new.set_require_grad(old.is_require_grad())
+}
+
+/// A tensor of the element type and device of `old`, with the elements of `data`.
+pub(crate) fn int_in_place_of<const D: usize>(
+    old: &Tensor<D, Int>,
+    data: TensorData,
+) -> Tensor<D, Int> {
+    Tensor::from_data(data, (&old.device(), old.dtype()))
+}
+
+/// A tensor of the device of `old`, with the elements of `data`.
+pub(crate) fn bool_in_place_of<const D: usize>(
+    old: &Tensor<D, Bool>,
+    data: TensorData,
+) -> Tensor<D, Bool> {
+    Tensor::from_data(data, &old.device())
 }
 
 /// A buffer that also tells, by `_life`, whether any tensor still holds it.

@@ -1,6 +1,6 @@
 //! `fully_shard`: from a plain module to a sharded one.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
@@ -8,16 +8,17 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 
-use crate::checkpoint;
 use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
-use crate::grouping::{Grouping, Ignored};
+use crate::gradients;
+use crate::grouping::{self, Grouping, Ignored};
+use crate::identity::counterpart;
 use crate::initial;
 use crate::inspect;
 use crate::memory;
 use crate::op;
+use crate::own_states;
 use crate::parameter::ShardedParam;
-use crate::path::{self, Place};
 use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
 use crate::record;
 use crate::root::Root;
@@ -31,7 +32,15 @@ use crate::unit::{Groups, Unit};
 /// Each unit is gathered when one of its parameters is first touched, freed after its forward
 /// and after its backward, and its gradients are averaged over the ranks. All ranks start from
 /// rank 0's values: parameters that are not initialized yet are initialized there, one at a
-/// time, and the other ranks initialize nothing.
+/// time in the order of the module, and the other ranks initialize nothing.
+///
+/// Burn's random numbers come from one generator for all threads of the process. For the same initial
+/// values in every run, seed the device on rank 0 alone, right before this call, and draw nothing on
+/// other ranks meanwhile; `device.seed` on every rank would begin the sequence again in the middle.
+/// Dropout on ranks that are threads cannot be repeated at all.
+///
+/// Each shard has the id of its parameter, so that groups of ids made before go on to match; see
+/// [`param_id`](crate::param_id).
 ///
 /// Applied to a child first and to its parent later, the parent takes the parameters that are
 /// left and orders the operations of both.
@@ -96,12 +105,20 @@ fn wrap<M: Module>(
         Form::Shard => split_off_replicas(earlier),
     };
     let ignored = Ignored::new(&survey, policy)?;
+    let found = survey.parameters.iter().map(|found| &found.path);
+    let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
+    if let Some(pattern) = policy.precision.unmatched(&paths) {
+        return Err(grouping::unmatched(pattern, paths.iter().copied()));
+    }
     let parameters: Vec<_> = survey
         .parameters
         .iter()
         .filter(|found| !ignored.contains(&found.path))
+        // Of a parameter without elements there is nothing to share.
+        .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
+    check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for (unit, prefix) in &adopted {
         check_group(unit, prefix, &ranks.groups.shard)?;
@@ -113,7 +130,7 @@ fn wrap<M: Module>(
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
     let root = Root::new(ranks.all, policy);
 
-    let sharder = Sharder::new(&units, ignored);
+    let sharder = Sharder::new(&units, &survey);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     for (unit, prefix) in &adopted {
         unit.demote(prefix);
@@ -121,10 +138,7 @@ fn wrap<M: Module>(
     let adopted = adopted.into_iter().map(|(unit, _)| unit);
     let all: Vec<_> = units.into_iter().chain(adopted).collect();
     root.adopt(&all);
-    let module = match survey.buffers.is_empty() {
-        true => module,
-        false => own_buffers(module, survey.devices),
-    };
+    let module = own_states::separate(module, &survey, &root.group)?;
     begin_history(&module);
     memory::warn_at_wrap(&root);
     Ok(module)
@@ -139,9 +153,20 @@ struct Ranks {
 
 impl Ranks {
     fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
-        let shard = mesh.along(&policy.axis)?.clone();
+        let along = |axis: &str, method| {
+            let known = mesh.layout().axes().iter().map(|axis| axis.name.as_str());
+            match mesh.along(axis) {
+                Ok(group) => Ok(group.clone()),
+                Err(_) => Err(Error::Axis {
+                    axis: axis.to_owned(),
+                    known: known.collect::<Vec<_>>().join("`, `"),
+                    method,
+                }),
+            }
+        };
+        let shard = along(&policy.axis, "axis")?;
         let replicas = match &policy.replicate_axis {
-            Some(axis) => Some(mesh.along(axis)?.clone()),
+            Some(axis) => Some(along(axis, "replicate_axis")?),
             None => None,
         };
         let all = match &replicas {
@@ -227,6 +252,22 @@ fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
         .partition(|(_, prefix)| is_inside(prefix))
 }
 
+/// Refuses parameters of one id, sharded by now or by an earlier call, or to be left alone: of two leaves
+/// with one id the optimizer would train one, with the gradient of the other.
+fn check_ids<M: Module>(module: &M, survey: &Survey) -> Result<(), Error> {
+    let sharded = inspect::places(module).into_iter();
+    let mut seen: HashMap<_, _> = sharded.map(|(path, member)| (member.id, path)).collect();
+    for found in &survey.parameters {
+        if let Some(first) = seen.insert(found.id, found.path.clone()) {
+            return Err(Error::Tied {
+                first,
+                second: found.path.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Refuses what cannot be sharded.
 fn check(
     survey: &Survey,
@@ -240,7 +281,6 @@ fn check(
             name: name.clone(),
         });
     }
-    let mut seen = HashMap::new();
     for found in parameters {
         let first = &parameters[0];
         if !op::is_same_backend(&first.device, &found.device) {
@@ -249,12 +289,6 @@ fn check(
                 second: found.path.clone(),
                 expected: format!("{:?}", first.device),
                 got: format!("{:?}", found.device),
-            });
-        }
-        if let Some(first) = seen.insert(found.id, &found.path) {
-            return Err(Error::Tied {
-                first: first.clone(),
-                second: found.path.clone(),
             });
         }
     }
@@ -272,8 +306,7 @@ fn check(
 }
 
 fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Error> {
-    let same = unit.group.name() == group.name() && unit.group.size() == group.size();
-    match same {
+    match gradients::is_same(&unit.group, group) {
         true => Ok(()),
         false => Err(Error::Group {
             unit: prefix.to_owned(),
@@ -315,11 +348,12 @@ fn begin_history<M: Module>(module: &M) {
 /// Replaces each parameter by a stand-in with its value beside it.
 struct Sharder {
     places: HashMap<String, (Arc<Generation>, usize)>,
-    ignored: Ignored,
+    /// Paths of parameters that no unit manages.
+    others: HashSet<String>,
 }
 
 impl Sharder {
-    fn new(units: &[Arc<Unit>], ignored: Ignored) -> Self {
+    fn new(units: &[Arc<Unit>], survey: &Survey) -> Self {
         let mut places = HashMap::new();
         for unit in units {
             let generation = Generation::first(unit.clone());
@@ -327,7 +361,12 @@ impl Sharder {
                 places.insert(slot.path.clone(), (generation.clone(), index));
             }
         }
-        Self { places, ignored }
+        let found = survey.parameters.iter().map(|found| &found.path);
+        let others = found.filter(|path| !places.contains_key(*path)).cloned();
+        Self {
+            others: others.collect(),
+            places,
+        }
     }
 }
 
@@ -340,7 +379,7 @@ impl Reparameterizer for Sharder {
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
         let Some((generation, index)) = self.places.remove(path) else {
-            let param = match self.ignored.contains(path) && param.is_initialized() {
+            let param = match self.others.contains(path) {
                 true => own_leaf(param),
                 false => param,
             };
@@ -349,14 +388,13 @@ impl Reparameterizer for Sharder {
         let unit = generation.unit.clone();
         let device = param.lazy_device();
         let declared = Declared::of(&param);
+        let id = param.id;
         let value = initial::value(&unit, &unit.slots[index], &param);
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
-        // An id of its own: a record gives the parameter the id that it had when it was taken, and two
-        // parameters of one id would be given one gradient.
-        let leaf = Param::initialized(ParamId::new(), value);
+        let leaf = Param::initialized(id, value);
         let leaf = leaf.set_require_grad(declared.is_trainable);
-        let base = base(&declared, &device);
+        let base = base(&declared, &device, counterpart(id));
         let own = declared.mapper;
         let stand_in = stand_in(declared.shape, &device);
         let base = base
@@ -366,57 +404,19 @@ impl Reparameterizer for Sharder {
     }
 }
 
-/// The parameter with a leaf of this rank's own: ranks that share a leaf share a graph, and would
-/// wait for each other's backward.
+/// The parameter with a leaf of this rank's own, lazy if it was: ranks that share a leaf share a
+/// graph, and would wait for each other's backward. What is a clone here may have others there.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-    param.map(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
+    param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
 /// The parameter itself: a stand-in, recorded in the shape in which it always was.
-fn base<const D: usize>(declared: &Declared<D>, device: &Device) -> Param<Tensor<D>> {
+fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {
-        return Param::initialized(ParamId::new(), stand_in(shape, device));
+        return Param::initialized(id, stand_in(shape, device));
     }
     // Burn checks records against the declared shape of a lazy parameter.
     let make = move |device: &Device, _: bool| stand_in(shape, device);
-    Param::uninitialized(
-        ParamId::new(),
-        make,
-        device.clone(),
-        false,
-        declared.recorded.into(),
-    )
-}
-
-/// Gives the module running states of its own. Clones share theirs, and ranks must not.
-fn own_buffers<M: Module>(module: M, devices: HashMap<String, Device>) -> M {
-    // Only `valid` makes new ones; it and `train` forget the checkpointing strategy, which the
-    // sharded values restore by themselves and stand-ins and buffers get back here.
-    path::map(module.valid().train(), &mut Relocate { devices })
-}
-
-struct Relocate {
-    devices: HashMap<String, Device>,
-}
-
-impl path::Mapper for Relocate {
-    fn float<const D: usize>(
-        &mut self,
-        place: &Place,
-        param: Param<Tensor<D>>,
-    ) -> Param<Tensor<D>> {
-        match self.devices.get(&place.path()) {
-            Some(device) => param.map(|tensor| relocate(tensor, device)),
-            None => param,
-        }
-    }
-}
-
-fn relocate<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
-    if tensor.is_require_grad() {
-        // A sharded value, which `train` has put where it belongs.
-        return tensor;
-    }
-    checkpoint::tracked(tensor.inner(), device)
+    Param::uninitialized(id, make, device.clone(), false, declared.recorded.into())
 }

@@ -7,6 +7,7 @@ use burn::module::{
     Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
 };
 use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessMesh;
 
@@ -20,6 +21,7 @@ use crate::inspect;
 use crate::names::{check_names, parameter_paths};
 use crate::plan::{self, wrap_plan};
 use crate::policy::ShardPolicy;
+use crate::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
@@ -110,7 +112,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// As there.
     pub fn check_elementwise(&self, optimizer: &ModuleOptimizer) -> Result<(), Error> {
-        elementwise::check_elementwise(optimizer, self)
+        elementwise::check_elementwise(self, optimizer)
     }
 
     /// See [`summon_full_params`](crate::summon_full_params). Collective.
@@ -196,6 +198,16 @@ impl<M: Module> Module for FullyShardedDataParallel<M> {
 
     fn num_params(&self) -> usize {
         plan::num_params(&self.module)
+    }
+
+    fn into_record(self) -> ModuleRecord {
+        record::within_record(&self.module, || self.module.clone().into_record())
+    }
+
+    fn load_record(self, record: ModuleRecord) -> Self {
+        let loaded = self.with(|module| module.load_record(record));
+        inspect::settle_ids(&loaded.module);
+        loaded
     }
 
     fn valid(&self) -> Self {

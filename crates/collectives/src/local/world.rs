@@ -64,16 +64,10 @@ impl World {
     /// The ends of the group of all ranks, by rank.
     pub(crate) fn groups(self: &Arc<Self>) -> Vec<ProcessGroup> {
         let members: Vec<_> = (0..self.ranks.len()).collect();
-        let group = LocalGroup::new(self.clone(), members);
+        let group = LocalGroup::new(self.clone(), members.clone());
         let end = |(rank, state): (usize, &Arc<RankState>)| {
             let engine = Box::new(LocalGroup::end(&group, rank));
-            ProcessGroup::new(
-                "world".into(),
-                rank,
-                self.ranks.len(),
-                engine,
-                state.clone(),
-            )
+            ProcessGroup::new("world".into(), rank, members.clone(), engine, state.clone())
         };
         self.ranks.iter().enumerate().map(end).collect()
     }

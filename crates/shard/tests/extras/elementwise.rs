@@ -24,7 +24,7 @@ fn verdicts(
     let by_rank = on_ranks(2, move |world| {
         let model = build(MLP, &world, &device(), policy.clone())?;
         let verdict = |(name, optimizer): (_, ModuleOptimizer)| {
-            let verdict = check_elementwise(&optimizer, &model);
+            let verdict = check_elementwise(&model, &optimizer);
             (name, verdict.err().map(|error| error.to_string()))
         };
         Ok(optimizers().into_iter().map(verdict).collect::<Vec<_>>())
@@ -126,12 +126,12 @@ fn the_optimizer_and_its_state_are_left_alone() {
         let gradients = backward(model.loss(0, 0, &device), &model)?;
         model = optimizer.step(1e-2, model, gradients);
         let before = optimizer.to_record().len();
-        check_elementwise(&optimizer, &model)?;
+        check_elementwise(&model, &optimizer)?;
         assert_eq!(optimizer.to_record().len(), before);
         assert!(before > 0);
         let frozen = model.freeze();
-        check_elementwise(&MuonConfig::new().init(), &frozen)?;
-        let plain = check_elementwise(&optimizer, &Mlp::new(&device)).expect_err("plain");
+        check_elementwise(&frozen, &MuonConfig::new().init())?;
+        let plain = check_elementwise(&Mlp::new(&device), &optimizer).expect_err("plain");
         assert!(matches!(plain, Error::NotSharded), "{plain}");
         Ok(())
     });

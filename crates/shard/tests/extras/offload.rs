@@ -163,7 +163,7 @@ mod elsewhere {
                 adam: AdamWConfig::new().build(),
                 seen: seen.clone(),
             });
-            check_elementwise(&optim, &model)?;
+            check_elementwise(&model, &optim)?;
             seen.lock().expect("no panic").clear();
             for step in 0..2 {
                 let loss = model.loss(world.rank(), step, &device);

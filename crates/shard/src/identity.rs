@@ -1,0 +1,123 @@
+//! By which id optimizers, gradients and groups know a sharded parameter.
+//!
+//! To Burn a sharded parameter is two: the stand-in in the module's field, and the shard beside it.
+//! They must not have one id, because an optimizer takes the gradient of an id at the first of them
+//! that it meets. The shard has the id that the parameter had before it was sharded: groups made
+//! then go on to match, and the optimizer keeps its state under it. The stand-in has the
+//! [`counterpart`] of that id, which is what records hold.
+//!
+//! Loading a record gives the stand-in the id in the record, which Burn does not show to the shard.
+//! Its id is *unsettled* then, until the engine next walks over the module, where it sees both:
+//! [`backward`](crate::backward) at the latest. From there on the shard has the counterpart of
+//! the loaded id: of a record of a sharded module that is the id of the shard that was recorded, so
+//! the state of the optimizer that was recorded beside it is found.
+
+use std::sync::Arc;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use burn::module::ParamId;
+
+/// Distinguishes the two parameters of a pair.
+const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
+/// Distinguishes an unsettled id from all that a record may hold.
+const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
+
+/// The other id of a pair of stand-in and shard.
+pub(crate) fn counterpart(id: ParamId) -> ParamId {
+    ParamId::from(id.val() ^ COUNTERPART)
+}
+
+/// The id of a shard, the same for all clones of it.
+#[derive(Debug, Clone)]
+pub(crate) struct Identity(Arc<Cell>);
+
+#[derive(Debug)]
+struct Cell {
+    id: AtomicU64,
+    is_settled: AtomicBool,
+}
+
+impl Identity {
+    /// A known id.
+    pub(crate) fn new(id: ParamId) -> Self {
+        Self::with(id, true)
+    }
+
+    fn with(id: ParamId, is_settled: bool) -> Self {
+        Self(Arc::new(Cell {
+            id: AtomicU64::new(id.val()),
+            is_settled: AtomicBool::new(is_settled),
+        }))
+    }
+
+    /// That of a shard whose stand-in has just been given another id by a record.
+    pub(crate) fn unsettled(&self) -> Self {
+        match self.is_settled() {
+            true => Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false),
+            false => self.clone(),
+        }
+    }
+
+    /// The id as far as it is known.
+    pub(crate) fn id(&self) -> ParamId {
+        ParamId::from(self.0.id.load(Ordering::Relaxed))
+    }
+
+    /// The id, now that that of the stand-in is seen.
+    pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
+        if !self.is_settled() {
+            let id = counterpart(stand_in);
+            self.0.id.store(id.val(), Ordering::Relaxed);
+            self.0.is_settled.store(true, Ordering::Relaxed);
+        }
+        self.id()
+    }
+
+    fn is_settled(&self) -> bool {
+        self.0.is_settled.load(Ordering::Relaxed)
+    }
+
+    /// The id for one of Burn's own walks, which would not find state that was loaded beside a record.
+    pub(crate) fn shown(&self, path: &str) -> ParamId {
+        static WARNED: Once = Once::new();
+        if !self.is_settled() {
+            WARNED.call_once(|| {
+                crate::report::warn(format!(
+                    "a record was loaded into `{path}` after sharding, and Burn asks for its id before \
+                     the engine has seen it: state of an optimizer that was recorded with it, and \
+                     groups of ids, will not match; call `settle_ids(&model)` after `load_record`"
+                ));
+            });
+        }
+        self.id()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::module::ParamId;
+
+    use super::{Identity, counterpart};
+
+    #[test]
+    fn a_pair_has_two_ids_each_known_by_the_other() {
+        let id = ParamId::new();
+        assert_ne!(counterpart(id), id);
+        assert_eq!(counterpart(counterpart(id)), id);
+    }
+
+    #[test]
+    fn an_unsettled_id_clashes_with_none_that_a_record_may_hold() {
+        let id = ParamId::new();
+        let identity = Identity::new(id).unsettled();
+        assert_ne!(identity.id(), id);
+        assert_ne!(identity.id(), counterpart(id));
+        // The record was taken before sharding.
+        let clone = identity.clone();
+        assert_eq!(identity.settle(id), counterpart(id));
+        assert_eq!(clone.id(), counterpart(id));
+        // Settled once.
+        assert_eq!(identity.settle(ParamId::new()), counterpart(id));
+    }
+}
