@@ -36,6 +36,7 @@ pub(crate) enum Mode {
 thread_local! {
     static MODE: Cell<Mode> = const { Cell::new(Mode::Off) };
     static PREPARING: Cell<bool> = const { Cell::new(false) };
+    static REGION: Cell<bool> = const { Cell::new(false) };
     static TOUCHED: RefCell<Vec<(Arc<Root>, Tensor<1>)>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -49,14 +50,40 @@ pub(crate) fn is_preparing() -> bool {
     PREPARING.get()
 }
 
+/// Whether a module is being cloned for a region: the clone is the same copy of the module.
+pub(crate) fn is_region() -> bool {
+    REGION.get()
+}
+
+/// Sets a flag of this thread while it lives, also through an unwinding.
+struct Flag(&'static std::thread::LocalKey<Cell<bool>>);
+
+impl Flag {
+    fn raise(flag: &'static std::thread::LocalKey<Cell<bool>>) -> Self {
+        flag.set(true);
+        Self(flag)
+    }
+}
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+/// A clone of `module` for a region.
+fn part_of<M: Module>(module: &M) -> M {
+    let _region = Flag::raise(&REGION);
+    module.clone()
+}
+
 /// `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw other numbers in the copy.
     module.visit(&mut Initialize);
-    PREPARING.set(true);
-    let module = module.clone().map(mapper);
-    PREPARING.set(false);
-    module
+    let module = part_of(module);
+    let _preparing = Flag::raise(&PREPARING);
+    module.map(mapper)
 }
 
 /// A region has used a unit of `root`; `token` is that of the pass around it.
@@ -135,7 +162,7 @@ where
         Tensor::zeros([1], &device).require_grad()
     });
     let region = Region::<M, F, D, E> {
-        module: module.clone(),
+        module: part_of(module),
         input: input.clone().inner(),
         device,
         sample: Sample::of(&output),

@@ -10,7 +10,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
-use crate::generation::Generation;
+use crate::generation::{Copied, Generation, Owned};
 use crate::parameter::{CONTAINER, NAME};
 use crate::path::{self, Place};
 use crate::root::Root;
@@ -21,6 +21,8 @@ use crate::slot::Slot;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
+    /// The copy of the module.
+    pub(crate) copy: Copied,
     /// Of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
 }
@@ -48,11 +50,17 @@ pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
 
 /// Visits `module` without its shards, and returns them.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
-    ASKED.with(|asked| *asked.borrow_mut() = Some(Vec::new()));
+    /// Nobody asks any more, also after an unwinding.
+    struct Asked;
+    impl Drop for Asked {
+        fn drop(&mut self) {
+            ASKED.take();
+        }
+    }
+    ASKED.set(Some(Vec::new()));
+    let _asked = Asked;
     path::visit(module, visitor);
-    ASKED
-        .with(|asked| asked.borrow_mut().take())
-        .unwrap_or_default()
+    ASKED.take().unwrap_or_default()
 }
 
 /// The sharded parameters of `module` with their paths in it, in its own order.
@@ -81,12 +89,13 @@ impl path::Visitor for Paths {
 }
 
 /// Gives a parameter's name to whoever is asking. Returns whether somebody was.
-pub(crate) fn answer(generation: &Arc<Generation>, index: usize, id: ParamId) -> bool {
+pub(crate) fn answer(owned: &Owned, index: usize, id: ParamId) -> bool {
     ASKED.with(|asked| match asked.borrow_mut().as_mut() {
         Some(members) => {
             members.push(Member {
-                generation: generation.clone(),
+                generation: Arc::clone(owned),
                 index,
+                copy: owned.copy(),
                 id,
             });
             true

@@ -51,7 +51,7 @@ impl ShardedParam {
         let generation = from.descend(from.slot, transition, value.base());
         Self {
             value,
-            generation: Owned::new(generation, from.slot),
+            generation: from.moved_to(generation, transition),
         }
     }
 }
@@ -74,7 +74,7 @@ impl Reparameterization for ShardedParam {
         }
         let root = self.generation.unit.root();
         root.expect("a sharded module has a root")
-            .access(&self.generation, self.generation.slot)
+            .access(&self.generation, self.value.base())
             .unwrap_or_else(|error| throw(error))
     }
 }
