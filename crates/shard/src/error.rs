@@ -216,8 +216,9 @@ pub enum Error {
     },
     /// Another rank uses a unit of which this rank holds no copy of the same age.
     #[error(
-        "rank {rank}: another rank uses unit `{unit}`, but this rank has no copy of it as old as \
-         the module in use; apply every `map` to whole modules, on all ranks alike"
+        "rank {rank}: another rank uses unit `{unit}`, of which this rank holds several copies with \
+         different values or none, and it is unclear which one the module in use goes with; keep the \
+         parts of a module together, and clone or replace them on all ranks alike"
     )]
     NoCopy {
         /// This rank.
@@ -225,6 +226,23 @@ pub enum Error {
         /// The unit.
         unit: String,
     },
+    /// Two threads use one sharded module at the same time.
+    #[error(
+        "rank {rank}: two threads use one sharded module at once, so the order of its operations is \
+         left to chance; run the branches of a model one after the other on the rank's own thread \
+         (no `rayon::join` or `spawn` around forwards)"
+    )]
+    Concurrent {
+        /// This rank.
+        rank: usize,
+    },
+    /// A loss has nothing left to go backward through.
+    #[error(
+        "the graph of this loss was consumed by an earlier backward: two forwards of a module with \
+         one unit, or that begin with different parameters, share the nodes of their parameters; \
+         add the losses up and go backward once, or go backward before the next forward"
+    )]
+    Consumed,
     /// A child was sharded over another process group than its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, its parent over `{expected}`; \

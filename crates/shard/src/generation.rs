@@ -9,19 +9,24 @@
 //! belongs to a set in which its own value is its own, whatever its siblings do.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{Partition, Pending, Received};
 use parking_lot::Mutex;
 
-use crate::ambient::{Purpose, is_within};
+use crate::checkpoint;
 use crate::handle::UnitState;
 use crate::offload;
+use crate::op;
 use crate::unit::Unit;
+
+pub(crate) use crate::owned::{Copied, Owned};
 
 /// What happened to a module's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -66,14 +71,53 @@ pub(crate) struct Generation {
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
-    /// By slot: how many modules hold the parameter in this generation.
-    owners: Vec<AtomicUsize>,
+    /// By copy of the module and slot: how often it holds the parameter in this generation.
+    holders: Mutex<BTreeMap<u64, Vec<usize>>>,
+    /// The joint view of a copy whose parameters are in several generations, of which this is the
+    /// first.
+    view: Mutex<Option<View>>,
 }
 
 struct Values {
-    own: Vec<Option<Tensor<1>>>,
+    own: Vec<Option<Value>>,
     /// Values of siblings that have not moved here (yet): those of the generation before.
-    inherited: Vec<Option<Tensor<1>>>,
+    inherited: Vec<Option<Value>>,
+}
+
+/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a
+/// graph that holds one of its own leaves is never dropped.
+#[derive(Clone)]
+struct Value {
+    plain: Tensor<1>,
+    /// With the autodiff of the module.
+    device: Device,
+    /// The leaf's node, if gradients are wanted.
+    node: Option<NodeId>,
+}
+
+impl Value {
+    fn of(value: Tensor<1>) -> Self {
+        let device = value.device();
+        if !value.is_autodiff() {
+            return Self {
+                plain: value,
+                device,
+                node: None,
+            };
+        }
+        Self {
+            plain: value.clone().inner(),
+            device,
+            node: value.is_require_grad().then(|| op::node_of(value)),
+        }
+    }
+}
+
+/// One set of values made of several.
+struct View {
+    /// Where the values are from, by slot.
+    sources: Vec<Weak<Generation>>,
+    joint: Arc<Generation>,
 }
 
 impl std::fmt::Debug for Generation {
@@ -98,15 +142,18 @@ impl Generation {
             Some(parent) => parent.compute.lock().clone(),
             None => unit.offload.as_ref().map(|offload| offload.compute.clone()),
         };
+        let inherited = slots
+            .clone()
+            .map(|slot| parent.map(|parent| parent.held(slot)))
+            .collect();
+        let values = Values {
+            own: slots.map(|_| None).collect(),
+            inherited,
+        };
         let generation = Arc::new(Self {
-            values: Mutex::new(Values {
-                own: slots.clone().map(|_| None).collect(),
-                inherited: slots
-                    .clone()
-                    .map(|slot| parent.map(|parent| parent.value(slot)))
-                    .collect(),
-            }),
-            owners: slots.map(|_| AtomicUsize::new(0)).collect(),
+            values: Mutex::new(values),
+            holders: Mutex::default(),
+            view: Mutex::default(),
             unit,
             epoch: AtomicU64::new(epoch),
             version: AtomicU64::new(version),
@@ -120,6 +167,37 @@ impl Generation {
         generation
     }
 
+    /// One generation with the values of slot after slot from `sources`.
+    pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
+        let first = &sources[0];
+        if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
+            return first.clone();
+        }
+        let mut view = first.view.lock();
+        if let Some(view) = &*view {
+            let known = view.sources.iter().map(Weak::as_ptr);
+            if known.eq(sources.iter().map(Arc::as_ptr)) {
+                return view.joint.clone();
+            }
+        }
+        let mut hasher = DefaultHasher::new();
+        for source in sources {
+            source.version().hash(&mut hasher);
+        }
+        let version = hasher.finish();
+        let joint = Self::new(first.unit.clone(), version, version, None);
+        *joint.compute.lock() = first.compute.lock().clone();
+        let values = sources.iter().enumerate();
+        joint.values.lock().own = values
+            .map(|(slot, source)| Some(source.held(slot)))
+            .collect();
+        *view = Some(View {
+            sources: sources.iter().map(Arc::downgrade).collect(),
+            joint: joint.clone(),
+        });
+        joint
+    }
+
     /// Which pass over the module made it: equal for the units of one copy, on all ranks.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
@@ -130,6 +208,13 @@ impl Generation {
         self.version.load(Ordering::Relaxed)
     }
 
+    /// A short form of the version, for labels: ranks that hold values of other steps, or of other
+    /// copies, must not gather from each other.
+    pub(crate) fn fingerprint(&self) -> u32 {
+        let version = self.version();
+        (version ^ (version >> 32)) as u32
+    }
+
     /// Begins the history of a copy anew, when its units are put under one root.
     pub(crate) fn restart(&self, epoch: u64) {
         self.epoch.store(epoch, Ordering::Relaxed);
@@ -138,13 +223,13 @@ impl Generation {
 
     /// Puts a value in its place.
     pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
+        let value = Value::of(value);
         let mut values = self.values.lock();
         values.own[slot] = Some(value);
         values.inherited[slot] = None;
     }
 
-    /// The value of `slot`, with autodiff if the module has it.
-    pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
+    fn held(&self, slot: usize) -> Value {
         let values = self.values.lock();
         let value = values.own[slot]
             .as_ref()
@@ -154,13 +239,34 @@ impl Generation {
             .clone()
     }
 
+    /// The value of `slot`, on an autodiff device if the module is on one; never tracked.
+    pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
+        let Value { plain, device, .. } = self.held(slot);
+        checkpoint::tracked(plain, &device)
+    }
+
+    /// The value of `slot`, without autodiff.
+    pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
+        self.held(slot).plain
+    }
+
+    /// The leaf that gradients of `slot` belong to, if they are wanted.
+    pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
+        self.held(slot).node
+    }
+
     /// Where the full parameter of `slot` is made, with autodiff if the module has it.
     pub(crate) fn device(&self, slot: usize) -> Device {
-        let home = self.value(slot).device();
+        let home = self.held(slot).device;
         match &*self.compute.lock() {
             Some(compute) => offload::alike(compute, &home),
             None => home,
         }
+    }
+
+    /// Where the value of `slot` is, without autodiff.
+    pub(crate) fn home(&self, slot: usize) -> Device {
+        self.held(slot).device.without_autodiff()
     }
 
     /// From now on full parameters are made on `device`, if the unit is offloaded.
@@ -170,12 +276,12 @@ impl Generation {
         }
     }
 
-    /// What stands for the value of `slot` in a graph: itself, or a leaf where full parameters are
-    /// made, if that is another device.
-    pub(crate) fn leaf(&self, slot: usize) -> Tensor<1> {
+    /// What stands for `value`, that of `slot`, in a graph: itself, or a leaf where full parameters
+    /// are made, if that is another device.
+    pub(crate) fn leaf(&self, slot: usize, value: Tensor<1>) -> Tensor<1> {
         match self.unit.offload.is_some() {
             true => self.own_leaf(slot),
-            false => self.value(slot),
+            false => value,
         }
     }
 
@@ -196,8 +302,7 @@ impl Generation {
 
     /// Whether gradients of `slot` are wanted.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
-        let value = self.value(slot);
-        value.is_autodiff() && value.is_require_grad()
+        self.node(slot).is_some()
     }
 
     /// The generation that `slot` moves to in `transition`, where its value is now `value`.
@@ -211,7 +316,8 @@ impl Generation {
         children.retain(|(_, child)| child.strong_count() > 0);
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
-            let free = child.values.lock().own[slot].is_none();
+            // What only a backward graph still holds is not a copy that is being made.
+            let free = child.values.lock().own[slot].is_none() && child.is_held();
             (*made_by == transition && free).then_some(child)
         });
         let child = open.unwrap_or_else(|| {
@@ -237,7 +343,52 @@ impl Generation {
 
     /// Whether a module holds the parameter of `slot` in this generation.
     pub(crate) fn owns(&self, slot: usize) -> bool {
-        self.owners[slot].load(Ordering::Relaxed) > 0
+        let holders = self.holders.lock();
+        holders.values().any(|slots| slots[slot] > 0)
+    }
+
+    /// Whether the copy `copy` of the module holds the parameter of `slot` in this generation.
+    pub(crate) fn is_of(&self, copy: u64, slot: usize) -> bool {
+        let holders = self.holders.lock();
+        holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
+    }
+
+    /// Whether it holds all parameters of the unit in it.
+    pub(crate) fn is_all_of(&self, copy: u64) -> bool {
+        let holders = self.holders.lock();
+        holders
+            .get(&copy)
+            .is_some_and(|slots| slots.iter().all(|&number| number > 0))
+    }
+
+    /// The copies of the module that hold a parameter in this generation.
+    pub(crate) fn copies(&self) -> Vec<u64> {
+        self.holders.lock().keys().copied().collect()
+    }
+
+    /// Whether any module holds a parameter in this generation.
+    pub(crate) fn is_held(&self) -> bool {
+        !self.holders.lock().is_empty()
+    }
+
+    /// A parameter of the copy `copy` is held in it.
+    pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
+        let mut holders = self.holders.lock();
+        let slots = holders
+            .entry(copy)
+            .or_insert_with(|| vec![0; self.unit.slots.len()]);
+        slots[slot] += 1;
+    }
+
+    /// It is held in it no more.
+    pub(crate) fn let_go(&self, copy: u64, slot: usize) {
+        let mut holders = self.holders.lock();
+        if let Some(slots) = holders.get_mut(&copy) {
+            slots[slot] -= 1;
+            if slots.iter().all(|&number| number == 0) {
+                holders.remove(&copy);
+            }
+        }
     }
 
     /// What exists of the full parameters.
@@ -282,10 +433,6 @@ impl Generation {
     pub(crate) fn is_sharded(&self) -> bool {
         matches!(*self.state.lock(), State::Sharded)
     }
-
-    fn is_abandoned(&self) -> bool {
-        (0..self.owners.len()).all(|slot| !self.owns(slot))
-    }
 }
 
 /// An identifier that is the same for all units and ranks that went through the same passes.
@@ -293,59 +440,6 @@ fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     let mut hasher = DefaultHasher::new();
     (epoch, transition, ordinal).hash(&mut hasher);
     hasher.finish()
-}
-
-/// A module's hold on one parameter of a generation: counted, because backward graphs hold
-/// generations too, and must not make an abandoned copy look alive.
-pub(crate) struct Owned {
-    generation: Arc<Generation>,
-    /// Which parameter.
-    pub(crate) slot: usize,
-    /// Not what a graph holds.
-    is_counted: bool,
-}
-
-impl Owned {
-    /// Takes hold.
-    pub(crate) fn new(generation: Arc<Generation>, slot: usize) -> Self {
-        let is_counted = !is_within(Purpose::CopyForGraph);
-        if is_counted {
-            generation.owners[slot].fetch_add(1, Ordering::Relaxed);
-        }
-        Self {
-            generation,
-            slot,
-            is_counted,
-        }
-    }
-}
-
-impl Clone for Owned {
-    fn clone(&self) -> Self {
-        Self::new(self.generation.clone(), self.slot)
-    }
-}
-
-impl Drop for Owned {
-    fn drop(&mut self) {
-        if !self.is_counted {
-            return;
-        }
-        self.generation.owners[self.slot].fetch_sub(1, Ordering::Relaxed);
-        if self.generation.is_abandoned()
-            && let Some(root) = self.generation.unit.root()
-        {
-            root.forget(&self.generation);
-        }
-    }
-}
-
-impl std::ops::Deref for Owned {
-    type Target = Arc<Generation>;
-
-    fn deref(&self) -> &Self::Target {
-        &self.generation
-    }
 }
 
 /// Full parameters as autodiff nodes, of any rank: `Tensor<D>` by slot.

@@ -65,7 +65,9 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
         units.push(UnitHandle {
             unit: unit.clone(),
             root: unit.root().ok_or(Error::NotSharded)?,
-            generation: member.generation,
+            generation: unit
+                .in_copy(member.copy)
+                .unwrap_or(member.generation.clone()),
         });
     }
     match units.is_empty() {
@@ -237,9 +239,9 @@ impl Drop for Restore {
 pub fn unused_units<M: Module>(module: &M) -> Result<Vec<String>, Error> {
     let mut unused = Vec::new();
     for root in inspect::roots_of(module)? {
-        let (order, _) = root.order();
+        let used = root.used();
         for unit in root.units() {
-            let used = order
+            let used = used
                 .iter()
                 .any(|operation| operation.unit() == Some(unit.position()));
             if !used {

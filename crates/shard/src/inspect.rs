@@ -11,7 +11,7 @@ use burn::tensor::{Bool, Int, Tensor};
 
 use crate::ambient::{Purpose, is_within, within};
 use crate::error::Error;
-use crate::generation::Generation;
+use crate::generation::{Copied, Generation, Owned};
 use crate::identity::Identity;
 use crate::parameter::{CONTAINER, NAME, ShardedParam};
 use crate::path::{self, Place};
@@ -23,11 +23,24 @@ use crate::slot::Slot;
 pub(crate) struct Member {
     pub(crate) generation: Arc<Generation>,
     pub(crate) index: usize,
+    /// The copy of the module.
+    pub(crate) copy: Copied,
     /// Of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
+    /// A hold that counts for nothing, to read the full parameter by.
+    owned: Owned,
+    /// This rank's shard, as the module has it.
+    value: Tensor<1>,
 }
 
 impl Member {
+    /// The full parameter, as the model's own code gets it. Collective.
+    pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
+        let root = self.generation.unit.root();
+        root.expect("a sharded module has a root")
+            .access(&self.owned, self.value.clone())
+    }
+
     pub(crate) fn slot(&self) -> &Slot {
         &self.generation.unit.slots[self.index]
     }
@@ -141,7 +154,7 @@ impl path::Visitor for Paths {
 }
 
 /// Gives a parameter's name to whoever is asking. Returns whether somebody was.
-pub(crate) fn answer(generation: &Arc<Generation>, index: usize, identity: &Identity) -> bool {
+pub(crate) fn answer(owned: &Owned, value: &Param<Tensor<1>>, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;
     }
@@ -151,9 +164,12 @@ pub(crate) fn answer(generation: &Arc<Generation>, index: usize, identity: &Iden
     };
     MEMBERS.with_borrow_mut(|members| {
         members.push(Member {
-            generation: generation.clone(),
-            index,
+            generation: Arc::clone(owned),
+            index: owned.slot,
+            copy: owned.copy(),
             id,
+            owned: within(Purpose::CopyForGraph, || owned.clone()),
+            value: value.base(),
         });
     });
     true

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 
 use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
@@ -29,6 +29,9 @@ pub struct Memory {
     /// Bytes of gradients that steps without reduction have left on this rank, whole; among those
     /// alive.
     pub unreduced: usize,
+    /// Memory that is not in use and kept for the next operations, so that they need not ask the
+    /// system for it: [`trim`] gives it back. It was part of the peak once.
+    pub pooled: usize,
     /// Units whose full weights outlived their forward though the policy drops them.
     pub pinned: Vec<Pinned>,
 }
@@ -39,6 +42,7 @@ impl fmt::Display for Memory {
         writeln!(f, "unsharded, now     {:>12} B", self.unsharded_live)?;
         writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
         writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
+        writeln!(f, "kept for later use {:>12} B", self.pooled)?;
         self.pinned
             .iter()
             .try_for_each(|pinned| writeln!(f, "{pinned}"))
@@ -85,8 +89,28 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
         unsharded_live: roots.iter().map(|root| root.pool.live_bytes()).sum(),
         unsharded_peak: roots.iter().map(|root| root.pool.peak_bytes()).sum(),
         unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
+        pooled: pools(&roots).map(BufferPool::kept_bytes).sum::<usize>()
+            + roots.iter().map(|root| root.pooled_bytes()).sum::<usize>(),
         pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
     })
+}
+
+/// The pool of this rank's process groups, once: groups that were split share it.
+fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
+    roots.iter().take(1).map(|root| root.group.pool())
+}
+
+/// Gives memory that is kept for the next operations back to the system: before an evaluation, say,
+/// or another model.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
+    let roots = inspect::roots_of(module)?;
+    roots.iter().for_each(|root| root.trim());
+    pools(&roots).for_each(BufferPool::trim);
+    Ok(())
 }
 
 /// Reads [`Memory::unsharded_live`] of a module without holding the module, from any thread.
@@ -158,14 +182,7 @@ impl path::Visitor for Means {
             return;
         }
         let value: Tensor<D> = match self.members.remove(&path) {
-            Some(Member {
-                generation, index, ..
-            }) => {
-                let root = generation.unit.root();
-                root.expect("a sharded module has a root")
-                    .access(&generation, index)
-                    .unwrap_or_else(|error| throw(error))
-            }
+            Some(member) => member.full().unwrap_or_else(|error| throw(error)),
             None => param.val(),
         };
         let mean = value.mean();

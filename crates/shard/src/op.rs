@@ -8,8 +8,11 @@
 //!   gathers the unit again.
 //! - the links of a *token*: no-ops that set the depth of what hangs on them. Burn's backward
 //!   goes by depth, and the token makes it go unit by unit.
-//! - two links carry a [`Milestone`]: they run when a unit's gradients are complete, and when
+//! - each link carries a [`Milestone`]: it runs when a unit's gradients are complete, or when
 //!   backward is about to end.
+//!
+//! A link is as deep as it is told to be: a node is one deeper than the deepest of its parents, also
+//! of those that are not tracked and that backward does not visit. A *ruler* is such a parent.
 //!
 //! An offloaded value is on the host and cannot be a parent of what another backend computes. A leaf
 //! on that backend stands for it and gets no gradient: the reduced one is registered for the value's
@@ -126,8 +129,15 @@ pub(crate) trait ShardOps: Backend {
         access: Access,
     ) -> FloatTensor<Self>;
 
-    /// `token`, deeper by `links`; the last link announces `milestone`.
-    fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self>;
+    /// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+    fn link(
+        token: FloatTensor<Self>,
+        ruler: FloatTensor<Self>,
+        milestone: Milestone,
+    ) -> FloatTensor<Self>;
+
+    /// `ruler`, which is not tracked, deeper by `links`.
+    fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
     /// The `output` that a region computed from `input` without a graph, as a node whose backward
     /// runs `region` again. `token` hangs it above the units that it uses.
@@ -178,12 +188,16 @@ macro_rules! plain_backend {
                 <$backend>::float_reshape(full, access.shape())
             }
 
-            fn chain(
+            fn link(
                 token: FloatTensor<Self>,
-                _links: usize,
+                _ruler: FloatTensor<Self>,
                 _milestone: Milestone,
             ) -> FloatTensor<Self> {
                 token
+            }
+
+            fn extend(ruler: FloatTensor<Self>, _links: usize) -> FloatTensor<Self> {
+                ruler
             }
 
             fn checkpointed(
@@ -240,11 +254,11 @@ impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
     }
 }
 
-/// A link without a milestone.
+/// A unit of length on a ruler.
 #[derive(Debug)]
-struct Link;
+struct Notch;
 
-impl<B: Backend> Backward<B, 1> for Link {
+impl<B: Backend> Backward<B, 1> for Notch {
     type State = ();
 
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
@@ -254,10 +268,10 @@ impl<B: Backend> Backward<B, 1> for Link {
 #[derive(Debug)]
 struct Announce;
 
-impl<B: Primitive> Backward<B, 1> for Announce {
+impl<B: Primitive> Backward<B, 2> for Announce {
     type State = Milestone;
 
-    fn backward(self, ops: Ops<Milestone, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Milestone, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let reduced = match ops.state {
             Milestone::UnitEnd(access) => access.root.unit_end(&access),
             Milestone::Finish(root) => root.finish(),
@@ -333,19 +347,25 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         }
     }
 
-    fn chain(token: FloatTensor<Self>, links: usize, milestone: Milestone) -> FloatTensor<Self> {
-        let mut token = token;
-        for _ in 1..links {
-            let (primitive, node) = token.into_parts();
-            let link = Backward::<B, 1>::prepare::<NoCheckpointing>(Link, [node]);
-            token = link.compute_bound().stateless(primitive);
-        }
+    fn link(
+        token: FloatTensor<Self>,
+        ruler: FloatTensor<Self>,
+        milestone: Milestone,
+    ) -> FloatTensor<Self> {
         let (primitive, node) = token.into_parts();
-        let last = Backward::<B, 1>::prepare::<NoCheckpointing>(Announce, [node]);
-        match last.compute_bound().stateful() {
+        let link = Backward::<B, 2>::prepare::<NoCheckpointing>(Announce, [node, ruler.node()]);
+        match link.compute_bound().stateful() {
             OpsKind::Tracked(prepared) => prepared.finish(milestone, primitive),
             OpsKind::UnTracked(prepared) => prepared.finish(primitive),
         }
+    }
+
+    fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self> {
+        (0..links).fold(ruler, |ruler, _| {
+            let (primitive, node) = ruler.into_parts();
+            let notch = Backward::<B, 1>::prepare::<NoCheckpointing>(Notch, [node]);
+            notch.compute_bound().stateless(primitive)
+        })
     }
 
     fn checkpointed(
@@ -387,9 +407,18 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// `token`, deeper by `links`, the last of which announces `milestone`.
-pub(crate) fn chain(token: Tensor<1>, links: usize, milestone: Milestone) -> Tensor<1> {
-    Tensor::from_dispatch(Dispatch::chain(token.into_dispatch(), links, milestone))
+/// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Milestone) -> Tensor<1> {
+    Tensor::from_dispatch(Dispatch::link(
+        token.into_dispatch(),
+        ruler.into_dispatch(),
+        milestone,
+    ))
+}
+
+/// `ruler`, which is not tracked, deeper by `links`.
+pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
+    Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
 
 /// `output` as a node above `input` and `token` that runs `region` again in backward.

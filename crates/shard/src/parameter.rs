@@ -67,7 +67,7 @@ impl ShardedParam {
         Self {
             value,
             identity,
-            generation: Owned::new(generation, from.slot),
+            generation: from.moved_to(generation, transition),
         }
     }
 
@@ -107,7 +107,7 @@ impl Reparameterization for ShardedParam {
         }
         let root = self.generation.unit.root();
         root.expect("a sharded module has a root")
-            .access(&self.generation, self.generation.slot)
+            .access(&self.generation, self.value.base())
             .unwrap_or_else(|error| throw(error))
     }
 }
@@ -143,7 +143,7 @@ impl Module for ShardedParam {
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let slot = self.generation.slot;
-        if inspect::answer(&self.generation, slot, &self.identity) {
+        if inspect::answer(&self.generation, &self.value, &self.identity) {
             return;
         }
         // A record has just taken the whole value under the parameter's own path.

@@ -1,5 +1,7 @@
 //! Backward, and what surrounds a training step.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
@@ -36,15 +38,15 @@ pub fn backward<M: Module, const D: usize>(
         let claim = is_first.then(|| leaves::claim(module, roots[0].group.world_rank()));
         let _claim = claim.transpose()?;
         let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
-        let mut gradients = loss.backward();
-        drop(loss);
+        let mut gradients = differentiated(loss)?;
         for (root, finished) in roots.iter().zip(finished) {
             if root.num_finished() == finished {
                 let members = inspect::members(module);
-                let mut members = members.iter().map(|member| &member.generation);
-                let own = members.find(|generation| root.owns(&generation.unit));
-                let epoch = own.map_or(0, |generation| generation.epoch());
-                register(&mut gradients, root.finish_unused(epoch)?, module);
+                let own = members
+                    .iter()
+                    .find(|member| root.owns(&member.generation.unit));
+                let copy = own.map(|member| member.copy);
+                register(&mut gradients, root.finish_unused(copy)?, module);
             }
         }
         Ok(GradientsParams::from_grads(gradients, module))
@@ -54,6 +56,18 @@ pub fn backward<M: Module, const D: usize>(
         reset(module)?;
     }
     result
+}
+
+/// Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.
+fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
+    catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        match text.is_some_and(|text| text.contains("tape has already been consumed")) {
+            true => Err(Error::Consumed),
+            false => resume_unwind(panic),
+        }
+    })
 }
 
 /// Puts reduced gradients where Burn looks for those of `module`.
@@ -130,8 +144,7 @@ impl std::fmt::Display for Order {
 pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
     let root = inspect::root_of(module)?;
     let (operations, hash) = root.order();
-    let units = root.units();
-    let name = |index: usize| units.get(index).map_or("?".to_owned(), |unit| unit.label());
+    let name = |index: usize| root.unit(index).map_or("?".to_owned(), |unit| unit.label());
     let operations = operations.iter().map(|operation| match *operation {
         Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
         Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),

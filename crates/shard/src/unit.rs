@@ -8,7 +8,7 @@ use burn_fsdp_collectives::{Part, ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
 use crate::error::Error;
-use crate::generation::{Generation, State};
+use crate::generation::{Copied, Generation, State};
 use crate::offload::{self, Offload};
 use crate::policy::{DivideFactors, GradientHook};
 use crate::precision::cast;
@@ -16,12 +16,13 @@ use crate::root::Root;
 use crate::slot::{Holding, Slot};
 use crate::transport;
 
-/// Links of token below a unit's gathers at first: more than the depth of a transformer block.
-const FIRST_CHAIN: usize = 64;
-/// A chain never grows beyond this.
-const LONGEST_CHAIN: usize = 1 << 12;
-/// What a chain falls back to when length does not help.
-const HOPELESS_CHAIN: usize = FIRST_CHAIN + 1;
+/// How much deeper a unit's gathers are than the use before it, at first: more than the depth of a
+/// transformer block.
+const FIRST_STRIDE: usize = 64;
+/// A stride never grows beyond this.
+const LONGEST_STRIDE: usize = 1 << 12;
+/// Stands for the first stride where length has not helped.
+const HOPELESS: usize = 0;
 
 /// Whether full weights stay from forward to backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +89,7 @@ pub(crate) struct Unit {
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
     /// Position in the root's list.
     pub(crate) index: AtomicUsize,
-    chain: AtomicUsize,
+    stride: AtomicUsize,
     root: Mutex<Option<Arc<Root>>>,
     generations: Mutex<Vec<Weak<Generation>>>,
 }
@@ -127,7 +128,7 @@ impl Unit {
             keep: Mutex::new(keep),
             strategy,
             index: AtomicUsize::new(0),
-            chain: AtomicUsize::new(FIRST_CHAIN),
+            stride: AtomicUsize::new(FIRST_STRIDE),
             root: Mutex::new(None),
             generations: Mutex::default(),
         }
@@ -211,20 +212,23 @@ impl Unit {
         self.slots.iter().any(Slot::is_gathered)
     }
 
-    /// Links of token to lay below the unit's gathers.
-    pub(crate) fn chain(&self) -> usize {
-        self.chain.load(Ordering::Relaxed)
+    /// How much deeper its gathers are than those of the use before it. A multiple of the first
+    /// stride.
+    pub(crate) fn stride(&self) -> usize {
+        match self.stride.load(Ordering::Relaxed) {
+            HOPELESS => FIRST_STRIDE,
+            stride => stride,
+        }
     }
 
-    /// Lengthens the chain for the next step: the unit's gradients came after the next gather.
-    /// Where even the longest chain does not help, the cause is not depth, and it is given up.
+    /// Lengthens the stride for the next step: the unit's gradients came after the next gather.
+    /// Where even the longest does not help, the cause is not depth, and it is given up.
     pub(crate) fn deepen(&self) {
-        let next = match self.chain() {
-            HOPELESS_CHAIN => HOPELESS_CHAIN,
-            LONGEST_CHAIN.. => HOPELESS_CHAIN,
-            links => links * 2,
+        let next = match self.stride.load(Ordering::Relaxed) {
+            HOPELESS | LONGEST_STRIDE.. => HOPELESS,
+            stride => stride * 2,
         };
-        self.chain.store(next, Ordering::Relaxed);
+        self.stride.store(next, Ordering::Relaxed);
     }
 
     /// Remembers a generation.
@@ -234,11 +238,57 @@ impl Unit {
         generations.push(Arc::downgrade(generation));
     }
 
-    /// The live generation that the pass `epoch` over the module made.
-    pub(crate) fn generation_of(&self, epoch: u64) -> Option<Arc<Generation>> {
+    /// The values of the copy `copy` of the module: those that it holds, and for what it does not
+    /// hold those of `otherwise`.
+    pub(crate) fn values_of(
+        &self,
+        copy: u64,
+        otherwise: Option<&Arc<Generation>>,
+    ) -> Arc<Generation> {
+        let live = self.live();
+        let first = live.iter().find(|held| held.copies().contains(&copy));
+        let otherwise = otherwise
+            .or(first)
+            .expect("asked for a copy that holds something");
+        let sources: Vec<_> = (0..self.slots.len())
+            .map(|slot| {
+                let held = live.iter().rfind(|held| held.is_of(copy, slot));
+                held.unwrap_or(otherwise).clone()
+            })
+            .collect();
+        Generation::joined(&sources)
+    }
+
+    /// The values of the unit in the copy `copy` of the module.
+    ///
+    /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that
+    /// it was cloned from, and otherwise for the only one there is.
+    pub(crate) fn in_copy(&self, copy: Copied) -> Option<Arc<Generation>> {
+        let live = self.live();
+        let mut copies: Vec<u64> = live.iter().flat_map(|held| held.copies()).collect();
+        copies.sort_unstable();
+        copies.dedup();
+        let number = [copy.number, copy.parent]
+            .into_iter()
+            .find(|number| copies.contains(number))
+            .or_else(|| (copies.len() == 1).then(|| copies[0]));
+        if let Some(number) = number {
+            return Some(self.values_of(number, None));
+        }
+        let mut held = live.into_iter().filter(|held| held.is_held());
+        let first = held.next()?;
+        held.all(|other| other.version() == first.version())
+            .then_some(first)
+    }
+
+    fn live(&self) -> Vec<Arc<Generation>> {
         let generations = self.generations.lock();
-        let mut live = generations.iter().filter_map(Weak::upgrade);
-        live.find(|generation| generation.epoch() == epoch)
+        generations.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether any module holds a parameter of it.
+    pub(crate) fn is_held(&self) -> bool {
+        self.live().iter().any(|generation| generation.is_held())
     }
 
     /// The one generation in which modules hold the parameter of `slot` now.
@@ -300,7 +350,7 @@ impl Unit {
 
     /// What this rank holds of the parameter in slot `index`, in the type that computes.
     pub(crate) fn computing(&self, generation: &Generation, index: usize) -> Tensor<1> {
-        cast(generation.value(index).inner(), self.slots[index].compute)
+        cast(generation.plain(index), self.slots[index].compute)
     }
 
     /// The slots that a gather fills, in order.

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
 use crate::checkpoint::{self, Mode};
 use crate::error::Error;
-use crate::generation::{Generation, State};
+use crate::generation::{Copied, Generation, Owned, State};
 use crate::op::{self, Access, Milestone};
 use crate::schedule::Operation;
 
@@ -56,14 +56,15 @@ impl Use {
 }
 
 impl Root {
-    /// The full parameter that `slot` of `generation` stands for. Called by the model's own code,
-    /// through `Param::val`.
+    /// The full parameter that `owned` stands for, of which this rank holds `value`. Called by the
+    /// model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
-        generation: &Arc<Generation>,
-        slot: usize,
+        owned: &Owned,
+        value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
-        if !generation.value(slot).is_autodiff() {
+        let (generation, slot) = (&owned.values(), owned.slot);
+        if !value.is_autodiff() {
             return self.read(generation, slot);
         }
         if checkpoint::mode() == Mode::Again {
@@ -75,12 +76,13 @@ impl Root {
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
+            progress.begin_pass(self, generation, owned.copy(), slot);
             if checkpoint::mode() == Mode::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
             }
             progress.open_use(self, generation, slot, UseKind::Tracked)?;
-            progress.node(self, slot)
+            progress.node(self, slot, value)
         })
     }
 
@@ -100,6 +102,12 @@ impl Root {
             // A leaf of its own: the parameter's may be in the graph around the region.
             current.node_of(self, slot, generation.own_leaf(slot), true)
         })
+    }
+
+    /// `token` as a link just deeper than `depth`.
+    fn link(&self, token: &Tensor<1>, depth: usize, milestone: Milestone) -> Tensor<1> {
+        let ruler = self.rulers.lock().of_depth(depth, &token.device());
+        op::link(token.clone(), ruler, milestone)
     }
 
     /// The second forward of a region is over.
@@ -137,16 +145,15 @@ impl Root {
 }
 
 impl Progress {
-    /// Makes the unit of `generation` the one in use.
-    fn open_use(
+    /// Begins a pass, unless one is under way that goes on with this parameter.
+    fn begin_pass(
         &mut self,
         root: &Arc<Root>,
         generation: &Arc<Generation>,
+        copy: Copied,
         slot: usize,
-        kind: UseKind,
-    ) -> Result<(), Error> {
-        let unit = &generation.unit;
-        let place = (unit.position(), slot);
+    ) {
+        let place = (generation.unit.position(), slot);
         let again = self
             .pass
             .as_ref()
@@ -155,11 +162,27 @@ impl Progress {
             self.leave_pass();
         }
         if self.pass.is_none() {
-            self.epoch = generation.epoch();
-            self.schedules.select(root.choice());
+            self.copy = copy;
+            self.used.clear();
+            self.begin_order(root);
             self.watch.begin();
-            self.pass = Some(Pass::begin(root, generation, place));
+            self.num_passes += 1;
+            let mut pass = Pass::begin(root, generation, place);
+            pass.number = self.num_passes;
+            pass.copy = copy.number;
+            self.pass = Some(pass);
         }
+    }
+
+    /// Makes the unit of `generation` the one in use.
+    fn open_use(
+        &mut self,
+        root: &Arc<Root>,
+        generation: &Arc<Generation>,
+        slot: usize,
+        kind: UseKind,
+    ) -> Result<(), Error> {
+        let place = (generation.unit.position(), slot);
         let pass = self.pass.as_mut().expect("a pass has begun");
         let is_current =
             |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
@@ -189,15 +212,24 @@ impl Progress {
         kind: UseKind,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
+        let id = self.next_use();
+        self.used
+            .insert(unit.position(), Arc::downgrade(generation));
         if !generation.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
+            self.schedules.current().begin_use(id);
         }
-        let id = self.next_use();
         let pass = self.pass.as_mut().expect("a pass has begun");
-        if kind == UseKind::Tracked {
-            let end = unit_end(root, generation, slot, id);
-            pass.token = op::chain(pass.token.clone(), unit.chain(), end);
+        match kind {
+            UseKind::Tracked => {
+                let end = unit_end(root, generation, slot, id);
+                pass.depth += unit.stride();
+                pass.token = root.link(&pass.token, pass.depth, end);
+                self.open.insert(id, (pass.number, Arc::downgrade(unit)));
+            }
+            // Its backward is that of another use, of which nobody knows yet.
+            UseKind::Plain => self.schedules.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
         Ok(())
@@ -218,6 +250,7 @@ impl Progress {
     ) -> Result<usize, Error> {
         let again = self.again.get_or_insert_with(|| Recomputation {
             token: leaf_token(generation, slot),
+            depth: 0,
             uses: Vec::new(),
         });
         let is_known = |used: &Use| Arc::ptr_eq(&used.generation, generation);
@@ -232,7 +265,8 @@ impl Progress {
         let id = self.next_use();
         let again = self.again.as_mut().expect("a recomputation has begun");
         let end = unit_end(root, generation, slot, id);
-        again.token = op::chain(again.token.clone(), unit.chain(), end);
+        again.depth += unit.stride();
+        again.token = root.link(&again.token, again.depth, end);
         let begun = Use::new(UseKind::Tracked, id, generation, &again.token);
         again.uses.push(begun);
         Ok(again.uses.len() - 1)
@@ -253,10 +287,15 @@ impl Progress {
     }
 
     /// The autodiff node of a parameter in the current use, made at the first access.
-    fn node<const D: usize>(&mut self, root: &Arc<Root>, slot: usize) -> Result<Tensor<D>, Error> {
+    fn node<const D: usize>(
+        &mut self,
+        root: &Arc<Root>,
+        slot: usize,
+        value: Tensor<1>,
+    ) -> Result<Tensor<D>, Error> {
         let pass = self.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
-        let value = current.generation.leaf(slot);
+        let value = current.generation.leaf(slot, value);
         let stays = current.generation.unit.keeps();
         current.node_of(root, slot, value, stays)
     }
@@ -275,9 +314,12 @@ impl Pass {
     fn begin(root: &Arc<Root>, generation: &Generation, first: (usize, usize)) -> Self {
         let token = leaf_token(generation, first.1);
         Self {
+            number: 0,
+            copy: 0,
             first,
             left_first: false,
-            token: op::chain(token, 1, Milestone::Finish(root.clone())),
+            token: root.link(&token, 0, Milestone::Finish(root.clone())),
+            depth: 0,
             current: None,
             kept: Vec::new(),
         }

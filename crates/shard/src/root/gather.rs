@@ -1,16 +1,41 @@
 //! Gathers: in order, ahead of their use, or for other ranks only.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use burn_fsdp_collectives::{Label, Part, Partition, ProcessGroup};
+use burn_fsdp_collectives::{Label, Part, Partition, Pending, ProcessGroup, Received};
 
 use super::{Phase, Progress, Root};
 use crate::error::Error;
 use crate::generation::{Generation, State};
 use crate::handle::UnitState;
 use crate::memory::Mark;
-use crate::schedule::Operation;
+use crate::schedule::{Next, Operation, Step};
 use crate::transport::{self, Marked};
+
+/// A gather that was started ahead of its use.
+pub(super) struct Ahead {
+    /// Its place in the order.
+    position: usize,
+    /// The values that are gathered.
+    generation: Arc<Generation>,
+    /// Whether it was started for the other ranks' sake alone: this rank had the full parameters,
+    /// or was getting them, when its turn came.
+    is_joined: bool,
+}
+
+impl Ahead {
+    /// Lets go of what has been gathered, or is being.
+    fn discard(self) {
+        if !self.is_joined && !self.generation.is_unsharded() {
+            self.generation.reshard();
+        }
+    }
+
+    /// Whether the full parameters of `generation` are on their way by it.
+    fn is_for(&self, generation: &Arc<Generation>) -> bool {
+        !self.is_joined && Arc::ptr_eq(&self.generation, generation)
+    }
+}
 
 impl Progress {
     /// Issues what comes before `operation` in the order, then makes sure that `generation` is
@@ -21,15 +46,23 @@ impl Progress {
         operation: Operation,
         generation: &Arc<Generation>,
     ) -> Result<(), Error> {
-        let position = self.advance(root, operation)?;
-        let ahead = self.take_prefetched(position);
-        if generation.is_sharded() {
-            if ahead {
-                // Another copy of the module was prefetched than the one now used.
-                self.discard(root, operation);
+        let position = loop {
+            let position = self.advance(root, operation)?;
+            match self.take_prefetched(position) {
+                None if generation.is_sharded() => root.start_gather(generation, operation)?,
+                None => {}
+                Some(ahead) if ahead.is_for(generation) => {}
+                Some(ahead) => {
+                    // The other ranks got what they need of it; this one asks again.
+                    ahead.discard();
+                    let order = self.schedules.current();
+                    position.into_iter().for_each(|place| order.mislead(place));
+                    self.prefetch_after(root, position)?;
+                    continue;
+                }
             }
-            root.start_gather(generation, operation)?;
-        }
+            break position;
+        };
         self.prefetch_after(root, position)?;
         let marks = root.finish_gather(generation)?;
         if self.phase == Phase::Forward && !generation.unit.keeps() {
@@ -39,23 +72,55 @@ impl Progress {
     }
 
     /// Issues everything in the order up to `wanted`, and returns the place of that.
+    ///
+    /// Where the order does not hold it, all ranks meet at its end and agree from there on. The end
+    /// of backward is reached by all of them together; the order is closed then.
     pub(super) fn advance(
         &mut self,
         root: &Root,
         wanted: Operation,
     ) -> Result<Option<usize>, Error> {
         loop {
-            let label = || root.label(format_args!("agree on the next operation"));
-            let step = self.schedules.current().next(wanted, &root.group, label)?;
-            if step.position.is_none() {
-                // The recorded order has come to its end, here or for good.
-                self.discard_prefetched(root);
-            }
+            let agreed = match self.schedules.current().next(wanted) {
+                Next::Issue(step) => Some(step),
+                Next::Agree => {
+                    self.discard_prefetched();
+                    let label = root.label(format_args!("agree on the next operation"));
+                    let order = self.schedules.current();
+                    let wishes = order.ask_all(wanted, &root.group, label)?;
+                    order.agree(wanted, &wishes)
+                }
+                Next::Meet => None,
+            };
+            let step = match agreed {
+                Some(step) => step,
+                None => match self.meet(root, wanted)? {
+                    Some(step) => step,
+                    None => return Ok(None),
+                },
+            };
             if step.wanted {
                 return Ok(step.position);
             }
             self.fill_in(root, step.operation, step.position)?;
         }
+    }
+
+    /// Meets the other ranks where the order ends, with what is reduced there. Closes the step if
+    /// all are at its end; otherwise returns the operation that they agree on.
+    fn meet(&mut self, root: &Root, wanted: Operation) -> Result<Option<Step>, Error> {
+        self.discard_prefetched();
+        let notes = self.reduce_whole(root, wanted)?;
+        let (wishes, marks): (Vec<_>, Vec<_>) = notes
+            .into_iter()
+            .map(|note| (note.wish, note.marks))
+            .unzip();
+        let order = self.schedules.current();
+        let step = order.agree(wanted, &wishes);
+        if step.is_none() {
+            order.close(&marks);
+        }
+        Ok(step)
     }
 
     /// Takes part in an operation that only other ranks need.
@@ -66,26 +131,30 @@ impl Progress {
         position: Option<usize>,
     ) -> Result<(), Error> {
         match operation {
-            Operation::UnshardForward(index) | Operation::UnshardBackward(index) => {
-                let generation = self.copy_in_use(root, index)?;
-                let is_ahead = self.take_prefetched(position);
+            Operation::UnshardForward(_) | Operation::UnshardBackward(_) => {
+                let ahead = self.take_prefetched(position);
                 let forward = matches!(operation, Operation::UnshardForward(_));
+                let generation = match &ahead {
+                    Some(ahead) => ahead.generation.clone(),
+                    None => self.copy_in_use(root, operation)?,
+                };
                 if forward && generation.unit.groups.neighbours.is_some() {
                     // The neighbours will want this rank's piece in backward.
-                    if !is_ahead {
+                    if ahead.is_none() {
                         root.start_gather(&generation, operation)?;
                     }
                     root.finish_gather(&generation)?;
                     generation.reshard_after_forward();
-                } else if is_ahead {
-                    self.discard(root, operation);
                 } else {
-                    root.join_gather(&generation, operation)?;
+                    match ahead {
+                        Some(ahead) => ahead.discard(),
+                        None => root.join_gather(&generation, operation)?,
+                    }
                 }
                 self.prefetch_after(root, position)
             }
-            Operation::Reduce(index) => {
-                let generation = self.copy_in_use(root, index)?;
+            Operation::Reduce(_) => {
+                let generation = self.copy_in_use(root, operation)?;
                 let nothing = generation.unit.places();
                 self.reduce(root, &generation, nothing)
             }
@@ -93,38 +162,40 @@ impl Progress {
         }
     }
 
-    /// The values of unit `index` in the copy of the module that this pass uses.
-    pub(super) fn copy_in_use(&self, root: &Root, index: usize) -> Result<Arc<Generation>, Error> {
+    /// The values of the unit of `operation` in the copy of the module that this pass uses: for
+    /// backward those that its forward had.
+    pub(super) fn copy_in_use(
+        &self,
+        root: &Root,
+        operation: Operation,
+    ) -> Result<Arc<Generation>, Error> {
+        let index = operation.unit().unwrap_or_default();
+        if !matches!(operation, Operation::UnshardForward(_))
+            && let Some(used) = self.used.get(&index).and_then(Weak::upgrade)
+        {
+            return Ok(used);
+        }
         let unit = root.unit(index);
-        let copy = unit.as_ref().and_then(|u| u.generation_of(self.epoch));
+        let copy = unit.as_ref().and_then(|unit| unit.in_copy(self.copy));
         copy.ok_or_else(|| Error::NoCopy {
             rank: root.group.rank(),
             unit: unit.map_or_else(|| format!("number {index}"), |u| u.label()),
         })
     }
 
-    fn take_prefetched(&mut self, position: Option<usize>) -> bool {
-        let first = self.prefetched.front().map(|&(place, _)| place);
-        let ahead = position.is_some() && first == position;
-        if ahead {
-            self.prefetched.pop_front();
-        }
-        ahead
-    }
-
-    fn discard_prefetched(&mut self, root: &Root) {
-        for (_, operation) in std::mem::take(&mut self.prefetched) {
-            self.discard(root, operation);
+    fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
+        let position = position?;
+        let first = self.prefetched.front()?;
+        match first.position == position {
+            true => self.prefetched.pop_front(),
+            false => None,
         }
     }
 
-    /// Drops what was gathered ahead for `operation`.
-    fn discard(&self, root: &Root, operation: Operation) {
-        if let Operation::UnshardForward(index) | Operation::UnshardBackward(index) = operation
-            && let Ok(generation) = self.copy_in_use(root, index)
-        {
-            *generation.state.lock() = State::Sharded;
-        }
+    fn discard_prefetched(&mut self) {
+        std::mem::take(&mut self.prefetched)
+            .into_iter()
+            .for_each(Ahead::discard);
     }
 
     /// Starts the gathers that follow `position`, up to the limit. The decision depends on the
@@ -133,23 +204,23 @@ impl Progress {
         let Some(position) = position else {
             return Ok(());
         };
-        let mut last = self.prefetched.back().map_or(position, |&(place, _)| place);
+        let mut last = self.prefetched.back().map_or(position, |a| a.position);
         while self.prefetched.len() < root.prefetch {
-            let Some((next, operation)) = self.schedules.current().following_unshard(last) else {
+            let order = self.schedules.current();
+            let Some((next, operation)) = order.following_unshard(position, last) else {
                 break;
             };
-            let (Operation::UnshardForward(index) | Operation::UnshardBackward(index)) = operation
-            else {
-                break;
-            };
-            let Ok(generation) = self.copy_in_use(root, index) else {
-                break;
-            };
-            if !generation.is_sharded() {
-                break;
+            let generation = self.copy_in_use(root, operation)?;
+            let is_joined = !generation.is_sharded();
+            match is_joined {
+                true => drop(root.start_join(&generation, operation)?),
+                false => root.start_gather(&generation, operation)?,
             }
-            root.start_gather(&generation, operation)?;
-            self.prefetched.push_back((next, operation));
+            self.prefetched.push_back(Ahead {
+                position: next,
+                generation,
+                is_joined,
+            });
             last = next;
         }
         Ok(())
@@ -206,13 +277,24 @@ impl Root {
         generation: &Generation,
         operation: Operation,
     ) -> Result<(), Error> {
-        let unit = &generation.unit;
-        if unit.is_gathered() {
-            let (group, parts) = sources(generation, operation)?;
-            let label = self.gather_label(generation, operation);
-            group.join_all_gather(label, Vec::new(), parts)?.wait()?;
+        if let Some(pending) = self.start_join(generation, operation)? {
+            pending.wait()?;
         }
         Ok(())
+    }
+
+    /// As [`join_gather`](Self::join_gather), without waiting.
+    fn start_join(
+        &self,
+        generation: &Generation,
+        operation: Operation,
+    ) -> Result<Option<Pending<Received>>, Error> {
+        if !generation.unit.is_gathered() {
+            return Ok(None);
+        }
+        let (group, parts) = sources(generation, operation)?;
+        let label = self.gather_label(generation, operation);
+        Ok(Some(group.join_all_gather(label, Vec::new(), parts)?))
     }
 
     /// Waits until the full parameters are there.
@@ -285,8 +367,9 @@ impl Root {
             _ => "forward",
         };
         self.label(format_args!(
-            "{} unshard, {direction},",
-            generation.unit.label()
+            "{} unshard, {direction}, values {:08x},",
+            generation.unit.label(),
+            generation.fingerprint()
         ))
     }
 }

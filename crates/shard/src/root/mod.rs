@@ -4,21 +4,28 @@
 mod backward;
 mod forward;
 mod gather;
+mod reduce;
+mod ruler;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, At, BufferPool, Label, Pending, ProcessGroup, Received};
+use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{Error, throw};
-use crate::generation::{Generation, Node};
+use crate::generation::{Copied, Generation, Node};
 use crate::memory::Watch;
 use crate::policy::{DivideFactors, GradientHook, ShardPolicy};
 use crate::schedule::{Operation, Schedules};
 use crate::unit::Unit;
+
+use gather::Ahead;
+use reduce::{Ended, Gradient, Reduction};
+use ruler::Rulers;
 
 /// The outermost unit's state on one rank.
 pub(crate) struct Root {
@@ -33,6 +40,9 @@ pub(crate) struct Root {
     /// Equal on all ranks for one module, different for two: tells their operations apart.
     number: u64,
     units: Mutex<Vec<Weak<Unit>>>,
+    rulers: Mutex<Rulers>,
+    /// Whether some thread is inside a part of a step.
+    stepping: AtomicBool,
     progress: Mutex<Progress>,
 }
 
@@ -59,13 +69,16 @@ struct Progress {
     phase: Phase,
     pass: Option<Pass>,
     again: Option<Recomputation>,
-    /// The copy of the module in use: see [`Generation::epoch`].
-    epoch: u64,
+    /// The copy of the module in use.
+    copy: Copied,
+    /// By unit: the values that the pass under way has used.
+    used: BTreeMap<usize, Weak<Generation>>,
+    num_passes: u64,
     num_uses: u64,
     num_finished: u64,
     schedules: Schedules,
-    /// Places in the order whose gathers were started ahead of their use.
-    prefetched: VecDeque<(usize, Operation)>,
+    /// Gathers that were started ahead of their use, in order.
+    prefetched: VecDeque<Ahead>,
     /// Full gradients by use, until the unit's last one has come.
     gradients: BTreeMap<u64, Vec<Option<Gradient>>>,
     /// Units whose gradients have all come in this backward, with those that wait for its end.
@@ -77,8 +90,8 @@ struct Progress {
     in_flight: VecDeque<Reduction>,
     /// Gradients of reductions that are through, until Burn's `Gradients` are at hand.
     done: Vec<Reduced>,
-    /// Units gathered again whose gradients have not all come.
-    open: Vec<(u64, Arc<Unit>)>,
+    /// Uses whose gradients have not all come: the pass and the unit of each.
+    open: BTreeMap<u64, (u64, Weak<Unit>)>,
     /// The copy read last without autodiff.
     reading: Weak<Generation>,
     watch: Watch,
@@ -95,10 +108,15 @@ enum Phase {
 
 /// One tracked forward.
 struct Pass {
+    number: u64,
+    /// The number of the copy of the module that began it.
+    copy: u64,
     /// The parameter touched first: touching it again after another unit begins a new pass.
     first: (usize, usize),
     left_first: bool,
     token: Tensor<1>,
+    /// Of the ruler beside the last link of the token.
+    depth: usize,
     current: Option<Use>,
     /// Uses of units that stay unsharded, to be gone on with when touched again.
     kept: Vec<Use>,
@@ -107,6 +125,7 @@ struct Pass {
 /// The second forward of a checkpointed region, inside backward.
 struct Recomputation {
     token: Tensor<1>,
+    depth: usize,
     uses: Vec<Use>,
 }
 
@@ -129,26 +148,6 @@ enum UseKind {
     Plain,
 }
 
-/// A full gradient, counted while it lives.
-struct Gradient {
-    tensor: Tensor<1>,
-    account: Account,
-}
-
-/// A unit whose backward has ended.
-struct Ended {
-    generation: Arc<Generation>,
-    /// Gradients of parameters kept whole, by slot.
-    whole: Vec<Option<Tensor<1>>>,
-}
-
-/// A reduction under way.
-struct Reduction {
-    pending: Pending<Received>,
-    generation: Arc<Generation>,
-    slots: Vec<usize>,
-}
-
 impl Root {
     /// A root without units, of all ranks in `group`.
     pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy) -> Arc<Self> {
@@ -162,6 +161,8 @@ impl Root {
             prefetch: policy.prefetch,
             factors: policy.factors,
             units: Mutex::default(),
+            rulers: Mutex::default(),
+            stepping: AtomicBool::new(false),
             progress: Mutex::default(),
         })
     }
@@ -186,10 +187,24 @@ impl Root {
 
     /// By unit: whether it reduces its gradients.
     fn choice(&self) -> Vec<bool> {
-        self.units().iter().map(|unit| unit.syncs()).collect()
+        let units = self.units.lock();
+        let units = units.iter().map(Weak::upgrade);
+        units
+            .map(|unit| unit.is_none_or(|unit| unit.syncs()))
+            .collect()
     }
 
-    fn unit(&self, index: usize) -> Option<Arc<Unit>> {
+    /// By unit: whether any module still holds it.
+    fn held(&self) -> Vec<bool> {
+        let units = self.units.lock();
+        let units = units.iter().map(Weak::upgrade);
+        units
+            .map(|unit| unit.is_some_and(|unit| unit.is_held()))
+            .collect()
+    }
+
+    /// The unit of number `index`, if it still exists.
+    pub(crate) fn unit(&self, index: usize) -> Option<Arc<Unit>> {
         self.units.lock().get(index).and_then(Weak::upgrade)
     }
 
@@ -206,10 +221,24 @@ impl Root {
     /// The recorded order of operations and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
         let progress = self.progress();
-        match progress.schedules.last() {
-            Some(schedule) => (schedule.recorded().to_vec(), schedule.hash()),
-            None => (Vec::new(), 0),
-        }
+        let schedule = progress.schedules.last();
+        (schedule.operations().collect(), schedule.hash())
+    }
+
+    /// The operations that any rank asked for in the last step.
+    pub(crate) fn used(&self) -> Vec<Operation> {
+        self.progress().schedules.last().used().collect()
+    }
+
+    /// Bytes of memory kept for the next operations.
+    pub(crate) fn pooled_bytes(&self) -> usize {
+        self.pool.kept_bytes() + self.reduced.kept_bytes()
+    }
+
+    /// Gives that memory back to the system.
+    pub(crate) fn trim(&self) {
+        self.pool.trim();
+        self.reduced.trim();
     }
 
     /// What the first steps found out about memory.
@@ -277,12 +306,7 @@ impl Root {
     /// Leaves with an error inside a hook: the step that calls it holds the state, and waiting for
     /// oneself has no end.
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        if GradientHook::is_running() {
-            throw(misplaced(
-                Phase::Backward,
-                "a gradient hook must not use a sharded module; read its values before backward",
-            ));
-        }
+        refuse_in_hook();
         self.progress.lock()
     }
 
@@ -295,6 +319,8 @@ impl Root {
     fn clear(&self, progress: &mut Progress) {
         let watch = std::mem::take(&mut progress.watch);
         *progress = Progress {
+            copy: progress.copy,
+            num_passes: progress.num_passes,
             num_uses: progress.num_uses,
             num_finished: progress.num_finished,
             watch,
@@ -305,16 +331,26 @@ impl Root {
         }
     }
 
-    /// The last module that held `generation` is gone: so is the forward that used it, as far as
-    /// this root is concerned. Its graph, if it is still there, holds what its backward needs.
-    pub(crate) fn forget(&self, generation: &Generation) {
+    /// The last module that held `generation`, in `copy`, is gone: so is the forward that used it,
+    /// as far as this root is concerned. Its graph, if it is still there, holds what its backward
+    /// needs.
+    pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
         // Never from inside a step: modules are dropped by user code and by Burn.
-        let forgotten = self.progress.try_lock().and_then(|mut progress| {
-            let of_pass = progress.epoch == generation.epoch();
-            of_pass.then(|| progress.pass.take()).flatten()
-        });
+        let Some(mut progress) = self.progress.try_lock() else {
+            return;
+        };
+        let is_of_pass = progress
+            .pass
+            .as_ref()
+            .is_some_and(|p| p.copy == copy.number);
+        let forgotten = is_of_pass.then(|| progress.pass.take()).flatten();
+        let is_backward = progress.phase == Phase::Backward;
+        drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
             last.close();
+        }
+        if !is_backward && generation.is_unsharded() {
+            generation.reshard();
         }
     }
 
@@ -323,12 +359,44 @@ impl Root {
         &self,
         body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
     ) -> Result<T, Error> {
+        let _turn = self.turn()?;
         let mut progress = self.progress();
         let result = body(&mut progress);
         if result.is_err() {
             self.clear(&mut progress);
         }
         result
+    }
+
+    /// The right to be in a step. Two threads at once would issue operations in the order in which
+    /// they happen to run, and one that is in a step already would wait for itself.
+    fn turn(&self) -> Result<Turn<'_>, Error> {
+        refuse_in_hook();
+        match self.stepping.swap(true, Ordering::Acquire) {
+            false => Ok(Turn(self)),
+            true => Err(Error::Concurrent {
+                rank: self.group.rank(),
+            }),
+        }
+    }
+}
+
+/// Ends the right to be in a step.
+struct Turn<'a>(&'a Root);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.stepping.store(false, Ordering::Release);
+    }
+}
+
+/// Leaves with an error inside a hook.
+fn refuse_in_hook() {
+    if GradientHook::is_running() {
+        throw(misplaced(
+            Phase::Backward,
+            "a gradient hook must not use a sharded module; read its values before backward",
+        ));
     }
 }
 
@@ -343,6 +411,16 @@ fn misplaced(got: Phase, advice: &'static str) -> Error {
 }
 
 impl Progress {
+    /// Takes the order for what the units are switched to.
+    fn begin_order(&mut self, root: &Root) {
+        self.schedules.select(root.choice());
+        let order = self.schedules.current();
+        if order.is_at_start() {
+            let held = root.held();
+            order.prune(|unit| held.get(unit).is_some_and(|&held| held));
+        }
+    }
+
     /// Ends the forward, at the first sign of backward.
     fn enter_backward(&mut self, root: &Root) -> Result<(), Error> {
         if self.phase == Phase::Backward {

@@ -1,5 +1,8 @@
 //! Bytes: bounds that fail if a full weight stays alive.
 
+mod growth;
+mod optimizers;
+
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

@@ -1,0 +1,38 @@
+//! Depths of tokens, kept for the next step.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{Device, Tensor};
+
+use crate::op;
+
+/// Tensors of stated depth that are not tracked, by device.
+///
+/// Burn's backward goes by depth, and a node is one deeper than its deepest parent, tracked or not.
+/// So one link beside a ruler stands for a chain of as many links as the ruler is deep. Laying the
+/// ruler costs that chain once in a training.
+#[derive(Default)]
+pub(super) struct Rulers(Vec<(Device, BTreeMap<usize, Tensor<1>>)>);
+
+impl Rulers {
+    /// One of `depth`, on `device`.
+    pub(super) fn of_depth(&mut self, depth: usize, device: &Device) -> Tensor<1> {
+        let known = self.0.iter().position(|(known, _)| known == device);
+        let index = known.unwrap_or_else(|| {
+            self.0.push((device.clone(), BTreeMap::new()));
+            self.0.len() - 1
+        });
+        let rulers = &mut self.0[index].1;
+        if let Some(ruler) = rulers.get(&depth) {
+            return ruler.clone();
+        }
+        let shorter = rulers.range(..depth).next_back();
+        let (reached, ruler) = match shorter {
+            Some((&reached, ruler)) => (reached, ruler.clone()),
+            None => (0, Tensor::zeros([1], device)),
+        };
+        let ruler = op::extend(ruler, depth - reached);
+        rulers.insert(depth, ruler.clone());
+        ruler
+    }
+}

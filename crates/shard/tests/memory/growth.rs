@@ -1,0 +1,159 @@
+//! What a training leaves behind: nothing that grows.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::SgdConfig;
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_shard::{Error, backward, fully_shard, memory, trim};
+
+use super::{HEAP, Net, UNIT, alone, blocks, checkpointing, on_ranks};
+
+/// Live bytes of all ranks, when all have come here.
+fn live(world: &ProcessGroup) -> Result<usize, Error> {
+    world.barrier("settled")?;
+    let live = HEAP.current_usage();
+    world.barrier("measured")?;
+    Ok(live)
+}
+
+struct Scale(f64);
+
+impl ModuleMapper for Scale {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match D {
+            // Shards; the parameters themselves are stand-ins.
+            1 => param.map(|value| {
+                let trainable = value.is_require_grad();
+                value
+                    .mul_scalar(self.0)
+                    .detach()
+                    .set_require_grad(trainable)
+            }),
+            _ => param,
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Habit {
+    /// A moving average that runs tracked, of which only values are used.
+    Teacher,
+    /// A metric of a tracked forward before the parameters are replaced.
+    Metric,
+    /// A module that is dropped between its forward and its backward.
+    Dropped,
+}
+
+/// Live bytes after each ten steps.
+fn over_time(habit: Habit) -> Vec<usize> {
+    let mut of_ranks = on_ranks(2, move |world, mesh| {
+        let device = checkpointing();
+        let mut model = fully_shard(Net::new(&device), &mesh, blocks())?;
+        let mut teacher = model.clone();
+        let mut optim = SgdConfig::new().init();
+        let mut seen = Vec::new();
+        for step in 0..40 {
+            let target = match habit {
+                Habit::Teacher => Some(teacher.loss([1, 5], &device).detach()),
+                _ => None,
+            };
+            let loss = model.loss([1, 5], &device);
+            let loss = target.into_iter().fold(loss, |loss, target| loss - target);
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-6, model, gradients);
+            match habit {
+                Habit::Teacher => teacher = teacher.map(&mut Scale(0.999)),
+                Habit::Metric => {
+                    drop(model.loss([1, 5], &device));
+                    model = model.map(&mut Scale(0.999));
+                }
+                Habit::Dropped => {
+                    let other = fully_shard(Net::new(&device), &mesh, blocks())?;
+                    let loss = other.loss([1, 5], &device);
+                    drop(other);
+                    drop(loss);
+                }
+            }
+            if step % 10 == 9 {
+                seen.push(live(&world)?);
+            }
+        }
+        assert_eq!(memory(&model)?.unsharded_live, 0);
+        Ok(seen)
+    });
+    of_ranks.swap_remove(0)
+}
+
+#[track_caller]
+fn assert_constant(seen: &[usize]) {
+    let (first, last) = (seen[1], seen[seen.len() - 1]);
+    assert!(last <= first + 2 * UNIT, "live bytes {seen:?}");
+}
+
+#[test]
+fn a_tracked_teacher_leaves_nothing() {
+    let _turn = alone();
+    assert_constant(&over_time(Habit::Teacher));
+}
+
+#[test]
+fn a_forward_before_a_map_leaves_nothing() {
+    let _turn = alone();
+    assert_constant(&over_time(Habit::Metric));
+}
+
+#[test]
+fn a_module_that_is_dropped_after_its_forward_leaves_nothing() {
+    let _turn = alone();
+    assert_constant(&over_time(Habit::Dropped));
+}
+
+#[test]
+fn a_thousand_forwards_without_backward_leave_nothing() {
+    let _turn = alone();
+    let number = match std::env::var_os("BURN_FSDP_LONG") {
+        Some(_) => 1000,
+        None => 200,
+    };
+    let seen = on_ranks(2, move |world, mesh| {
+        let device = checkpointing();
+        let mut model = fully_shard(Net::new(&device), &mesh, blocks())?;
+        let mut optim = SgdConfig::new().init();
+        let mut seen = Vec::new();
+        for _ in 0..3 {
+            // The parameters of these forwards are replaced before any backward.
+            (0..number).for_each(|_| drop(model.loss([1, 5], &device)));
+            for _ in 0..3 {
+                let gradients = backward(model.loss([1, 5], &device), &model)?;
+                model = optim.step(1e-6, model, gradients);
+            }
+            seen.push(live(&world)?);
+        }
+        Ok(seen)
+    });
+    assert_constant(&seen[0]);
+}
+
+#[test]
+fn memory_that_is_kept_is_counted_and_can_be_given_back() {
+    let _turn = alone();
+    let seen = on_ranks(2, |world, mesh| {
+        let device = checkpointing();
+        let model = fully_shard(Net::new(&device), &mesh, blocks())?;
+        drop(backward(model.loss([1, 5], &device), &model)?);
+        let kept = memory(&model)?.pooled;
+        let before = live(&world)?;
+        trim(&model)?;
+        let after = live(&world)?;
+        assert_eq!(memory(&model)?.pooled, 0);
+        Ok((kept, before, after))
+    });
+    let kept: usize = seen.iter().map(|seen| seen.0).sum();
+    let (_, before, after) = seen[0];
+    assert!(kept >= UNIT, "{kept}");
+    // Within what the books of two ranks take.
+    assert!(
+        before.abs_diff(after + kept) < 64 << 10,
+        "{before} - {after} = {kept}"
+    );
+}

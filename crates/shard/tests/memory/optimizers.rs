@@ -1,0 +1,137 @@
+//! Bytes that optimizers hold and take, beside plain Burn's.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdamWConfig, GradientsParams, LionConfig, ModuleOptimizer, RmsPropConfig, SgdConfig,
+};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_shard::{ShardPolicy, backward, fully_shard, memory};
+
+use super::{HEAP, alone, checkpointing, on_ranks};
+
+const DIM: usize = 256;
+const NUM_LAYERS: usize = 8;
+/// Bytes of one layer.
+const LAYER: usize = 4 * DIM * DIM;
+const MODEL: usize = NUM_LAYERS * LAYER;
+
+#[derive(Module, Debug)]
+struct Stack {
+    layers: Vec<Linear>,
+}
+
+impl Stack {
+    fn new(device: &Device) -> Self {
+        let layer = |_| LinearConfig::new(DIM, DIM).with_bias(false).init(device);
+        Self {
+            layers: (0..NUM_LAYERS).map(layer).collect(),
+        }
+    }
+
+    fn loss(&self, device: &Device) -> Tensor<1> {
+        let x = Tensor::<2>::ones([2, DIM], device);
+        let y = self.layers.iter().fold(x, |x, layer| layer.forward(x));
+        y.powf_scalar(2.0).mean()
+    }
+}
+
+/// Models of bytes: after a step, and at most within its optimizer step.
+#[derive(Debug, Clone, Copy)]
+struct Bytes {
+    at_rest: usize,
+    at_most: usize,
+}
+
+fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
+    let device = checkpointing();
+    let before = HEAP.current_usage();
+    let mut model = Stack::new(&device);
+    let mut optim = optimizer();
+    for step in 0..5 {
+        let gradients = GradientsParams::from_grads(model.loss(&device).backward(), &model);
+        if step == 3 {
+            HEAP.reset_peak_usage();
+        }
+        model = optim.step(1e-9, model, gradients);
+    }
+    Bytes {
+        at_rest: HEAP.current_usage() - before,
+        at_most: HEAP.peak_usage() - before,
+    }
+}
+
+/// Of all ranks together, and what they keep for their transport.
+fn sharded(optimizer: fn() -> ModuleOptimizer) -> (Bytes, usize) {
+    let before = HEAP.current_usage();
+    let seen = on_ranks(2, move |world, mesh| {
+        let device = checkpointing();
+        let policy = ShardPolicy::new().units(["layers.*"]);
+        let mut model = fully_shard(Stack::new(&device), &mesh, policy)?;
+        let mut optim = optimizer();
+        for step in 0..5 {
+            let gradients = backward(model.loss(&device), &model)?;
+            world.barrier("backward is through")?;
+            if step == 3 && world.rank() == 0 {
+                HEAP.reset_peak_usage();
+            }
+            world.barrier("measuring")?;
+            model = optim.step(1e-9, model, gradients);
+        }
+        world.barrier("trained")?;
+        let bytes = (HEAP.current_usage(), HEAP.peak_usage());
+        world.barrier("measured")?;
+        Ok((bytes, memory(&model)?.pooled))
+    });
+    let (at_rest, at_most) = seen[0].0;
+    let bytes = Bytes {
+        at_rest: at_rest - before,
+        at_most: at_most - before,
+    };
+    (bytes, seen.iter().map(|seen| seen.1).sum())
+}
+
+#[test]
+fn optimizers_hold_what_they_hold_without_sharding() {
+    let _turn = alone();
+    type Case = (&'static str, fn() -> ModuleOptimizer);
+    let cases: [Case; 5] = [
+        ("SGD", || SgdConfig::new().init()),
+        ("momentum", || {
+            SgdConfig::new()
+                .with_momentum(Some(MomentumConfig::new()))
+                .init()
+        }),
+        ("Lion", || LionConfig::new().init()),
+        ("RMSprop", || RmsPropConfig::new().init()),
+        ("AdamW", || AdamWConfig::new().init()),
+    ];
+    let models = |bytes: usize| bytes as f64 / MODEL as f64;
+    for (name, optimizer) in cases {
+        let plain = plainly(optimizer);
+        let (sharded, pooled) = sharded(optimizer);
+        eprintln!(
+            "{name:9} plain at rest {:.2}, at most {:.2}; 2 ranks at rest {:.2}, at most {:.2}; \
+             kept by the transport {:.2} models",
+            models(plain.at_rest),
+            models(plain.at_most),
+            models(sharded.at_rest),
+            models(sharded.at_most),
+            models(pooled),
+        );
+        // Graphs, tables, and one rank's tensors in the making.
+        let books = LAYER;
+        let rest = plain.at_rest + pooled + books;
+        assert!(
+            sharded.at_rest <= rest,
+            "{name}: {sharded:?}, {plain:?}, {pooled}"
+        );
+        // The whole activations of backward are plain Burn's, too.
+        let most = plain.at_most + pooled + 2 * books;
+        assert!(
+            sharded.at_most <= most,
+            "{name}: {sharded:?}, {plain:?}, {pooled}"
+        );
+    }
+}
