@@ -425,12 +425,10 @@ fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), Checkp
     let taken = OptimizerParts::take(&optimizer.clone().load_record(small))?;
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
-    // Names begin with the id of a parameter, which says nothing.
-    let field = |name: &String| name.split_once('.').map_or(name.as_str(), |(_, field)| field);
     match names.symmetric_difference(&taken).next() {
         None => Ok(()),
         Some(name) => {
-            let fields: BTreeSet<&str> = names.iter().map(field).collect();
+            let fields: BTreeSet<&str> = names.iter().map(|name| field_of(name)).collect();
             Err(optimizer_error(format!(
                 "the step has {fields:?}, and the optimizer {} `{}`; configure the optimizer as the \
                  one that was saved",
@@ -438,10 +436,15 @@ fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), Checkp
                     true => "does not take the state with",
                     false => "needs",
                 },
-                field(name)
+                field_of(name)
             )))
         }
     }
+}
+
+/// A name without the id of the parameter that it begins with.
+fn field_of(name: &str) -> &str {
+    name.split_once('.').map_or(name, |(_, field)| field)
 }
 
 pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {

@@ -327,7 +327,7 @@ fn a_checkpoint_has_the_running_statistics_of_one_rank() {
                 last: LinearConfig::new(4, 2).init(device),
             },
             |net: &Normed, x: Tensor<2>| {
-                let x = net.norms.iter().fold(x, |x, norm| norm.forward::<2>(x).tanh());
+                let x = net.norms.iter().fold(x, |x, norm| norm.forward(x).tanh());
                 net.last.forward(x).square().mean()
             },
             SgdConfig::new().build(),

@@ -147,8 +147,6 @@ macro_rules! optimizer {
         }
     };
 }
-pub(crate) use optimizer;
-
 optimizer!(
     /// A step that depends on the number of rows.
     FanIn,

@@ -3,6 +3,7 @@
 mod compiled;
 mod custom;
 mod eager;
+#[macro_use]
 #[path = "../common/optimizers.rs"]
 mod every;
 #[path = "../common/fused.rs"]

@@ -13,7 +13,7 @@ use burn_fsdp_spmd::{
 
 use crate::compiled::seeded;
 use crate::eager::{self, Trained};
-use crate::every::{ForEach, InF32, Kept, Needs, for_each, optimizer};
+use crate::every::{ForEach, InF32, Kept, Needs, for_each};
 
 /// Over how many steps: a schedule, branches and bias correction show in these.
 const STEPS: usize = 20;
@@ -102,7 +102,7 @@ impl ForEach for OneRank {
             let device = Device::flex();
             device.seed(1);
             let mode = Mode::single().verified();
-            let mut run = || -> Result<(CompiledStep<Tensor<2>>, Vec<f32>), Error> {
+            let run = || -> Result<(CompiledStep<Tensor<2>>, Vec<f32>), Error> {
                 let mut step = compiled(init, optimizer.clone(), mode.clone())?;
                 let losses = (0..STEPS).map(|index| {
                     let loss = step.step(rate(index), &batch(index, &device))?;

@@ -246,8 +246,10 @@ impl HostScalars {
 
     /// The tensors that the optimizer's states of a parameter have.
     pub(crate) fn slots(&self, path: &str) -> &[Slot] {
-        let held = self.parameters.get(path);
-        held.map_or(&[], |held| self.kinds[held.kind].twin.slots())
+        match self.parameters.get(path) {
+            Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
+            None => &[],
+        }
     }
 
     /// Makes states of these parameters, of numbers and the names of tensors; all others have none. They
