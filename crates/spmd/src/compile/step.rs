@@ -9,7 +9,7 @@ use burn::backend::Flex;
 use burn_ir::BackendIr;
 
 use super::state::Restored;
-use crate::graph::{Graph, Role};
+use crate::graph::{Graph, Node, Phase, Role};
 use crate::initial::InitialValues;
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
@@ -326,6 +326,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.num_traces += 1;
         let graph = (self.tracer)(batch, step, &self.mode)?;
         let graph = self.executor.operations().describe(graph)?;
+        self.check_optimizer(&graph)?;
         self.mode.decide(&graph)?;
         let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
         let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
@@ -344,6 +345,20 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             }
         };
         Ok(Made { compiled, stepped })
+    }
+
+    /// Refuses an optimizer that would give each rank other parameters.
+    fn check_optimizer(&self, graph: &Graph) -> Result<(), Error> {
+        let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
+        let drawn = graph.nodes().iter().find(is_drawn);
+        match drawn.filter(|_| self.mode.group.size() > 1) {
+            Some(node) => {
+                let path = node.path.as_deref().unwrap_or_default();
+                let reason = format!("every rank has other results of {}", node.name());
+                Err(self.scalars.untraceable(path, reason))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Makes sure that all ranks have the same graph.

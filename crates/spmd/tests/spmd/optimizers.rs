@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
-use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{Device, Distribution, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::{
@@ -426,6 +426,26 @@ optimizer!(
         (tensor - gradient.mul(scale.unsqueeze()), before)
     }
 );
+
+optimizer!(
+    /// Adds noise.
+    Noisy,
+    |rate, tensor, gradient, before| {
+        let noise = gradient.random_like(Distribution::Normal(0.0, 1.0));
+        (tensor - (gradient + noise).mul_scalar(rate), before)
+    }
+);
+
+#[test]
+fn noise_of_an_optimizer_is_refused_on_several_ranks() {
+    let run = |world: ProcessGroup| -> Result<f64, Error> {
+        let mode = Mode::data_parallel(world, DataParallel::Replicate);
+        compiled(Net::new, Noisy, mode)?.step(0.1, &batch(0, &Device::flex()))
+    };
+    launch(LaunchConfig::new(1), run).unwrap();
+    let error = launch(LaunchConfig::new(2), run).unwrap_err().to_string();
+    assert!(error.contains("Noisy") && error.contains("Random"), "{error}");
+}
 
 fn refusal(optimizer: impl Optimizer, steps: usize) -> String {
     let device = Device::flex();

@@ -182,7 +182,8 @@ impl HostScalars {
         Ok(new)
     }
 
-    fn untraceable(&self, path: &str, reason: String) -> Error {
+    /// The error that names this optimizer.
+    pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
         Error::UntraceableOptimizer {
             optimizer: self.optimizer,
             path: path.to_owned(),
