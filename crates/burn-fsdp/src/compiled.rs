@@ -114,11 +114,7 @@ pub fn snapshot_compiled<B: Batch>(
     })
 }
 
-fn layout_of(
-    mesh: &Mesh,
-    axis: &str,
-    layout: &ParameterLayout,
-) -> Result<Layout, CheckpointError> {
+fn layout_of(mesh: &Mesh, axis: &str, layout: &ParameterLayout) -> Result<Layout, CheckpointError> {
     Ok(match layout {
         ParameterLayout::Whole => Layout::replicated(mesh),
         ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
@@ -218,13 +214,21 @@ fn states_of<B: Batch>(
         Value::Null => BTreeMap::new(),
         kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
     };
-    for (path, kept) in kept.into_iter().filter(|(_, kept)| !kept.scalars.is_empty()) {
+    for (path, kept) in kept
+        .into_iter()
+        .filter(|(_, kept)| !kept.scalars.is_empty())
+    {
         if !specs.iter().any(|spec| *spec.path == *path) {
             return Err(lacks(&path, "state".to_owned()));
         }
         let state = states.entry(path.clone()).or_insert_with(|| new(&path));
-        let numbers = kept.scalars.into_iter().filter(|(name, _)| name != RANK_KEY);
-        state.counters = numbers.map(|(name, number)| (name, number.into())).collect();
+        let numbers = kept
+            .scalars
+            .into_iter()
+            .filter(|(name, _)| name != RANK_KEY);
+        state.counters = numbers
+            .map(|(name, number)| (name, number.into()))
+            .collect();
     }
     Ok(states.into_values().collect())
 }

@@ -97,7 +97,10 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
     let ranks = part.ranks;
     let body = move |world: ProcessGroup| -> Result<Vec<f32>, CheckpointError> {
         let mesh = mesh(&world)?;
-        let saved = part.from.as_deref().map(|from| Checkpoints::new(from).newest());
+        let saved = part
+            .from
+            .as_deref()
+            .map(|from| Checkpoints::new(from).newest());
         let saved = saved.transpose()?;
         let bias = part.bias;
         let mut losses = Vec::new();
@@ -142,12 +145,19 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
             };
             let request = SaveRequest::new(taken.plan.clone(), training);
             let mut meet = GroupRendezvous::new(world);
-            save(&Checkpoints::new(&**to), &request, &mut taken.snapshot, &mut meet)?;
+            save(
+                &Checkpoints::new(&**to),
+                &request,
+                &mut taken.snapshot,
+                &mut meet,
+            )?;
         }
         Ok(losses)
     };
     let losses = launch(LaunchConfig::new(ranks), body);
-    losses.map(|mut losses| losses.swap_remove(0)).map_err(|error| error.to_string())
+    losses
+        .map(|mut losses| losses.swap_remove(0))
+        .map_err(|error| error.to_string())
 }
 
 /// Burn's own loop on one rank.
@@ -207,8 +217,14 @@ impl ForEach for Moves {
     fn case<O: Optimizer>(&mut self, name: &'static str, optimizer: O, base: f64, needs: Needs) {
         let bias = needs != Needs::Matrix;
         let expected = burns(optimizer.clone(), base, bias);
-        let whole = [[(REPLICATED, 2), (REPLICATED, 1)], [(REPLICATED, 1), (REPLICATED, 2)]];
-        let sharded = [[(SHARDED, 2), (SHARDED, 3)], [(SHARDED, 2), (REPLICATED, 1)]];
+        let whole = [
+            [(REPLICATED, 2), (REPLICATED, 1)],
+            [(REPLICATED, 1), (REPLICATED, 2)],
+        ];
+        let sharded = [
+            [(SHARDED, 2), (SHARDED, 3)],
+            [(SHARDED, 2), (REPLICATED, 1)],
+        ];
         let engines = [
             [(Engine::Eager, 2), (SHARDED, 2)],
             [(SHARDED, 2), (Engine::Eager, 2)],
@@ -323,7 +339,9 @@ fn a_checkpoint_has_the_running_statistics_of_one_rank() {
         let mesh = mesh(&world)?;
         let mut step: CompiledStep<Tensor<2>> = compile(
             |device: &Device| Normed {
-                norms: (0..4).map(|_| BatchNormConfig::new(4).init(device)).collect(),
+                norms: (0..4)
+                    .map(|_| BatchNormConfig::new(4).init(device))
+                    .collect(),
                 last: LinearConfig::new(4, 2).init(device),
             },
             |net: &Normed, x: Tensor<2>| {
@@ -343,7 +361,12 @@ fn a_checkpoint_has_the_running_statistics_of_one_rank() {
         };
         let request = SaveRequest::new(taken.plan.clone(), training);
         let mut meet = GroupRendezvous::new(world.clone());
-        save(&Checkpoints::new(&*path), &request, &mut taken.snapshot, &mut meet)?;
+        save(
+            &Checkpoints::new(&*path),
+            &request,
+            &mut taken.snapshot,
+            &mut meet,
+        )?;
         if world.rank() == 0 {
             let saved = Checkpoints::new(&*path).newest()?;
             for norm in 0..4 {

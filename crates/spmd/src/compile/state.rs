@@ -260,7 +260,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         for ((path, slot), data) in &self.restored {
             let place = state_of(graph, path, slot)?;
             if !self.scalars.has_tensor(path, slot) {
-                let what = format!("the number of steps for state {path} {slot} (resume, resume_with)");
+                let what =
+                    format!("the number of steps for state {path} {slot} (resume, resume_with)");
                 return Err(Error::Missing { what });
             }
             data.check(&place, slot, &self.mode)?;
@@ -470,7 +471,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 let (shape, layout) = self.state_place(&state.path, slot)?;
                 let expected = part_shape(&shape, &layout, &self.mode);
                 let slots = self.scalars.slots(&state.path).iter();
-                let dtype = slots.filter(|other| *other.name == **slot).map(|slot| slot.dtype);
+                let dtype = slots
+                    .filter(|other| *other.name == **slot)
+                    .map(|slot| slot.dtype);
                 let dtype = dtype.last().unwrap_or(data.dtype());
                 if data.shape().to_vec() != expected || data.dtype() != dtype {
                     let name = format!("{} {slot}", state.path);
@@ -481,7 +484,11 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
         let host = states.iter().map(|state| {
             let names = state.tensors.iter().map(|(name, _)| name.as_str());
-            (state.path.as_str(), state.counters.as_slice(), names.collect())
+            (
+                state.path.as_str(),
+                state.counters.as_slice(),
+                names.collect(),
+            )
         });
         let host = self.scalars.restored(host)?;
         for state in states {

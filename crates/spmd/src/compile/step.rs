@@ -13,9 +13,7 @@ use crate::graph::{Graph, Node, Phase, Role};
 use crate::initial::InitialValues;
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
-use crate::trace::{
-    Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, specs_of,
-};
+use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, specs_of};
 use crate::{CustomOperations, Error};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;

@@ -347,8 +347,11 @@ impl Builder {
         let parameter = &mut self.graph.parameters_mut()[index];
         parameter.gradient = Some(gradient);
         let (value, states) = (parameter.value, parameter.states.clone());
-        let mut ids: BTreeMap<TensorId, TensorId> =
-            [(optimizer::parameter_id(), value), (optimizer::gradient_id(), gradient)].into();
+        let mut ids: BTreeMap<TensorId, TensorId> = [
+            (optimizer::parameter_id(), value),
+            (optimizer::gradient_id(), gradient),
+        ]
+        .into();
         let slots = states.iter().enumerate();
         ids.extend(slots.map(|(slot, id)| (optimizer::state_id(slot), *id)));
         for (position, mut operation) in step.operations().enumerate() {

@@ -35,29 +35,96 @@ pub(crate) fn for_each(each: &mut impl ForEach) {
     let momentum = MomentumConfig::new;
     let sgd = SgdConfig::new;
     each.case("sgd", sgd().build(), 0.1, Element);
-    each.case("sgd decay", sgd().with_weight_decay(decay()).build(), 0.1, Element);
-    each.case("sgd momentum", sgd().with_momentum(Some(momentum())).build(), 0.1, Element);
+    each.case(
+        "sgd decay",
+        sgd().with_weight_decay(decay()).build(),
+        0.1,
+        Element,
+    );
+    each.case(
+        "sgd momentum",
+        sgd().with_momentum(Some(momentum())).build(),
+        0.1,
+        Element,
+    );
     let nesterov = sgd().with_momentum(Some(momentum().with_nesterov(true)));
-    each.case("sgd nesterov decay", nesterov.with_weight_decay(decay()).build(), 0.1, Element);
+    each.case(
+        "sgd nesterov decay",
+        nesterov.with_weight_decay(decay()).build(),
+        0.1,
+        Element,
+    );
     let adam = AdamConfig::new;
     each.case("adam", adam().build(), 0.01, Element);
-    each.case("adam decay", adam().with_weight_decay(decay()).build(), 0.01, Element);
-    each.case("adam amsgrad", adam().with_amsgrad(true).build(), 0.01, Element);
+    each.case(
+        "adam decay",
+        adam().with_weight_decay(decay()).build(),
+        0.01,
+        Element,
+    );
+    each.case(
+        "adam amsgrad",
+        adam().with_amsgrad(true).build(),
+        0.01,
+        Element,
+    );
     let adamw = || AdamWConfig::new().with_weight_decay(0.05);
     each.case("adamw", adamw().build(), 0.01, Element);
-    each.case("adamw cautious", adamw().with_cautious_weight_decay(true).build(), 0.01, Element);
-    each.case("adamw amsgrad", adamw().with_amsgrad(true).build(), 0.01, Element);
-    each.case("adagrad", AdaGradConfig::new().with_lr_decay(0.1).build(), 0.05, Element);
+    each.case(
+        "adamw cautious",
+        adamw().with_cautious_weight_decay(true).build(),
+        0.01,
+        Element,
+    );
+    each.case(
+        "adamw amsgrad",
+        adamw().with_amsgrad(true).build(),
+        0.01,
+        Element,
+    );
+    each.case(
+        "adagrad",
+        AdaGradConfig::new().with_lr_decay(0.1).build(),
+        0.05,
+        Element,
+    );
     let rms_prop = RmsPropConfig::new;
-    each.case("rmsprop", rms_prop().with_momentum(0.0).build(), 0.01, Element);
-    each.case("rmsprop momentum", rms_prop().with_momentum(0.9).build(), 0.01, Element);
-    each.case("rmsprop centered", rms_prop().with_centered(true).build(), 0.01, Element);
+    each.case(
+        "rmsprop",
+        rms_prop().with_momentum(0.0).build(),
+        0.01,
+        Element,
+    );
+    each.case(
+        "rmsprop momentum",
+        rms_prop().with_momentum(0.9).build(),
+        0.01,
+        Element,
+    );
+    each.case(
+        "rmsprop centered",
+        rms_prop().with_centered(true).build(),
+        0.01,
+        Element,
+    );
     each.case("lion", LionConfig::new().build(), 0.01, Element);
     each.case("adan", AdanConfig::new().build(), 0.01, Element);
-    each.case("lamb", LambConfig::new().with_weight_decay(0.05).build(), 0.01, Whole);
+    each.case(
+        "lamb",
+        LambConfig::new().with_weight_decay(0.05).build(),
+        0.01,
+        Whole,
+    );
     each.case("adafactor", AdafactorConfig::new().build(), 0.01, Whole);
-    let absolute = AdafactorConfig::new().with_relative_step(false).with_scale_parameter(false);
-    each.case("adafactor absolute", absolute.with_weight_decay(0.01).build(), 0.01, Whole);
+    let absolute = AdafactorConfig::new()
+        .with_relative_step(false)
+        .with_scale_parameter(false);
+    each.case(
+        "adafactor absolute",
+        absolute.with_weight_decay(0.01).build(),
+        0.01,
+        Whole,
+    );
     each.case("muon", MuonConfig::new().build(), 0.01, Matrix);
     let matched = MuonConfig::new().with_adjust_lr_fn(AdjustLrFn::MatchRmsAdamW);
     each.case("muon matched", matched.build(), 0.01, Matrix);

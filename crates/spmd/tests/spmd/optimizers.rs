@@ -7,9 +7,7 @@ use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::{Device, Distribution, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{
-    CompiledStep, DataParallel, Error, Mode, OptimizerState, compile,
-};
+use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, OptimizerState, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, Trained};
@@ -74,13 +72,24 @@ const RATES: [(&str, fn(usize) -> f64); 3] = [
     ("from zero", |step| step as f64 / 10.0),
 ];
 
-fn compiled(init: Init, optimizer: impl Optimizer, mode: Mode) -> Result<CompiledStep<Tensor<2>>, Error> {
+fn compiled(
+    init: Init,
+    optimizer: impl Optimizer,
+    mode: Mode,
+) -> Result<CompiledStep<Tensor<2>>, Error> {
     compile(init, |net: &Net, x| net.loss(x), optimizer, mode)
 }
 
 fn expected(init: Init, optimizer: impl Optimizer, rate: impl Fn(usize) -> f64) -> Trained {
     let optimizer = ModuleOptimizer::from(optimizer);
-    eager::train(init, |net: &Net, x| net.loss(x), batch, STEPS, rate, optimizer)
+    eager::train(
+        init,
+        |net: &Net, x| net.loss(x),
+        batch,
+        STEPS,
+        rate,
+        optimizer,
+    )
 }
 
 /// Whether parameters are as they should be, to the bit.
@@ -117,7 +126,10 @@ impl ForEach for OneRank {
                     assert_same(&what, &mut step, &expected);
                 }
                 Ok((_, losses)) => {
-                    let at = losses.iter().zip(&expected.losses).position(|(a, b)| a != b);
+                    let at = losses
+                        .iter()
+                        .zip(&expected.losses)
+                        .position(|(a, b)| a != b);
                     self.0.push(format!("{what}: another loss at step {at:?}"));
                 }
                 Err(error) => self.0.push(format!("{what}: {error}")),
@@ -142,7 +154,11 @@ impl ForEach for Ranks {
         let rate = move |step: usize| base / (1.0 + 0.3 * step as f64);
         let init = init_for(needs);
         let expected = expected(init, optimizer.clone(), rate);
-        let styles = [DataParallel::Replicate, DataParallel::FullyShard, DataParallel::Default];
+        let styles = [
+            DataParallel::Replicate,
+            DataParallel::FullyShard,
+            DataParallel::Default,
+        ];
         for style in styles {
             Device::flex().seed(1);
             let optimizer = optimizer.clone();
@@ -151,17 +167,20 @@ impl ForEach for Ranks {
                 let mode = Mode::data_parallel(world.clone(), style).verified();
                 let mut step = compiled(init, optimizer.clone(), mode)?;
                 let part = |index| batch(index, &device).narrow(0, 2 * world.rank(), 2);
-                (0..STEPS).map(|index| step.step(rate(index), &part(index))).collect()
+                (0..STEPS)
+                    .map(|index| step.step(rate(index), &part(index)))
+                    .collect()
             };
             let what = format!("{name}, {style:?}");
-            let is_refused = style == DataParallel::FullyShard
-                && matches!(needs, Needs::Whole | Needs::Matrix);
+            let is_refused =
+                style == DataParallel::FullyShard && matches!(needs, Needs::Whole | Needs::Matrix);
             match launch(LaunchConfig::new(2), body).map(|mut losses| losses.swap_remove(0)) {
                 Ok(_) if is_refused => self.0.push(format!("{what} is not refused")),
                 Ok(losses) => {
-                    let far = losses.iter().zip(&expected.losses).position(|(a, b)| {
-                        (a - f64::from(*b)).abs() > 2e-5 * f64::from(*b).abs()
-                    });
+                    let far = losses
+                        .iter()
+                        .zip(&expected.losses)
+                        .position(|(a, b)| (a - f64::from(*b)).abs() > 2e-5 * f64::from(*b).abs());
                     if let Some(at) = far {
                         self.0.push(format!("{what}: another loss at step {at}"));
                     }
@@ -205,7 +224,9 @@ impl ForEach for Resumed {
             let mut states = Vec::new();
             for spec in first.parameters().to_vec() {
                 let path = spec.path.to_string();
-                second.set_parameter(&path, first.parameter(&path).unwrap()).unwrap();
+                second
+                    .set_parameter(&path, first.parameter(&path).unwrap())
+                    .unwrap();
                 let counters = first.counters(&path).map(<[_]>::to_vec);
                 states.extend(counters.map(|counters| OptimizerState {
                     tensors: first.state_shards(&path).unwrap(),
@@ -346,12 +367,17 @@ fn branches<O: Optimizer>(optimizer: O, rate: f64) {
                 let mode = Mode::data_parallel(world, DataParallel::FullyShard);
                 let mode = mode.with_options(options).verified();
                 let mut step = compile(Branchy::new, Branchy::loss, optimizer.clone(), mode)?;
-                (0..9).map(|index| step.step(rate, &batch(index, &device))).collect()
+                (0..9)
+                    .map(|index| step.step(rate, &batch(index, &device)))
+                    .collect()
             };
             let losses = launch(LaunchConfig::new(2), body).unwrap().swap_remove(0);
             for (index, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
                 let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected);
-                assert!(difference < 1e-5, "{place:?}, step {index}: {loss} is not {expected}");
+                assert!(
+                    difference < 1e-5,
+                    "{place:?}, step {index}: {loss} is not {expected}"
+                );
             }
         }
     }
@@ -444,7 +470,10 @@ fn noise_of_an_optimizer_is_refused_on_several_ranks() {
     };
     launch(LaunchConfig::new(1), run).unwrap();
     let error = launch(LaunchConfig::new(2), run).unwrap_err().to_string();
-    assert!(error.contains("Noisy") && error.contains("Random"), "{error}");
+    assert!(
+        error.contains("Noisy") && error.contains("Random"),
+        "{error}"
+    );
 }
 
 fn refusal(optimizer: impl Optimizer, steps: usize) -> String {
@@ -457,16 +486,25 @@ fn refusal(optimizer: impl Optimizer, steps: usize) -> String {
         Ok(())
     };
     let error = run().unwrap_err();
-    assert!(matches!(error, Error::UntraceableOptimizer { .. }), "{error}");
+    assert!(
+        matches!(error, Error::UntraceableOptimizer { .. }),
+        "{error}"
+    );
     error.to_string()
 }
 
 #[test]
 fn what_cannot_be_followed_is_an_error_that_names_it() {
     for (error, parts) in [
-        (refusal(Changing, 40), ["Changing", "a.bias", "keep changing"]),
+        (
+            refusal(Changing, 40),
+            ["Changing", "a.bias", "keep changing"],
+        ),
         (refusal(Growing, 10), ["Growing", "a.bias", "tensor3"]),
-        (refusal(Reading, 1), ["Reading", "a.weight", "no concrete value"]),
+        (
+            refusal(Reading, 1),
+            ["Reading", "a.weight", "no concrete value"],
+        ),
         (refusal(HostData, 1), ["HostData", "a.bias", "host data"]),
         (
             refusal(burn::optim::MuonConfig::new().build(), 1),
@@ -482,7 +520,11 @@ fn what_cannot_be_followed_is_an_error_that_names_it() {
 #[test]
 fn states_that_are_not_the_optimizers_are_refused_and_change_nothing() {
     let device = Device::flex();
-    let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).build();
+    let sgd = || {
+        SgdConfig::new()
+            .with_momentum(Some(MomentumConfig::new()))
+            .build()
+    };
     let _guard = seeded();
     device.seed(1);
     let mut first = compiled(Net::new, sgd(), Mode::single()).unwrap();
@@ -494,15 +536,23 @@ fn states_that_are_not_the_optimizers_are_refused_and_change_nothing() {
         vec![OptimizerState {
             path: "a.weight".to_owned(),
             counters,
-            tensors: tensors.map(|(name, data)| (name.to_owned(), data)).collect(),
+            tensors: tensors
+                .map(|(name, data)| (name.to_owned(), data))
+                .collect(),
         }]
     };
     let zeros = |shape: [usize; 2]| TensorData::zeros::<f32, _>(shape);
     let time = vec![("time".to_owned(), burn_pack::Scalar::UInt(3))];
     for (wrong, part) in [
         (state(vec![("moment", zeros([5, 3]))], Vec::new()), "moment"),
-        (state(vec![("momentum.velocity", zeros([3, 5]))], Vec::new()), "[5, 3]"),
-        (state(vec![("momentum.velocity", zeros([5, 3]))], time), "time"),
+        (
+            state(vec![("momentum.velocity", zeros([3, 5]))], Vec::new()),
+            "[5, 3]",
+        ),
+        (
+            state(vec![("momentum.velocity", zeros([5, 3]))], time),
+            "time",
+        ),
     ] {
         let error = first.resume_with(9, wrong).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
@@ -518,7 +568,9 @@ fn states_that_are_not_the_optimizers_are_refused_and_change_nothing() {
     }
     // A state without its host part.
     let mut third = compiled(Net::new, sgd(), Mode::single()).unwrap();
-    third.set_state("a.weight", "momentum.velocity", zeros([5, 3])).unwrap();
+    third
+        .set_state("a.weight", "momentum.velocity", zeros([5, 3]))
+        .unwrap();
     let error = third.step(0.1, &batch(0, &device)).unwrap_err();
     assert!(matches!(error, Error::Missing { .. }), "{error}");
 }

@@ -242,7 +242,12 @@ impl HostScalars {
         };
         let slots = self.kinds[held.kind].twin.slots();
         let state = held.state.as_ref();
-        state.is_some_and(|state| state.tensors.iter().any(|index| *slots[*index].name == *slot))
+        state.is_some_and(|state| {
+            state
+                .tensors
+                .iter()
+                .any(|index| *slots[*index].name == *slot)
+        })
     }
 
     /// The tensors that the optimizer's states of a parameter have.
@@ -319,7 +324,10 @@ impl Kind {
             scalars,
             next,
         } = self.twin.step(learning_rate, state)?;
-        let known = self.structures.iter().position(|other| **other == structure);
+        let known = self
+            .structures
+            .iter()
+            .position(|other| **other == structure);
         let number = match known {
             Some(number) => number,
             None if self.structures.len() >= MAX_STRUCTURES => {

@@ -112,7 +112,11 @@ impl Structure {
             Some(index) => {
                 let text = |name: Option<String>| name.unwrap_or_else(|| "none".to_owned());
                 let (before, now) = (name(other, index), name(self, index));
-                format!("operation {index} was {} and is {}", text(before), text(now))
+                format!(
+                    "operation {index} was {} and is {}",
+                    text(before),
+                    text(now)
+                )
             }
             None => "its new states are made by other operations".to_owned(),
         }

@@ -102,7 +102,10 @@ impl Form {
         let mut sink = StateSink::default();
         state.state_flatten("", &mut sink);
         let id_of = |data: TensorData| {
-            let id = data.as_slice::<i64>().ok().and_then(|ids| ids.first().copied());
+            let id = data
+                .as_slice::<i64>()
+                .ok()
+                .and_then(|ids| ids.first().copied());
             TensorId::new(id.unwrap_or(-1) as u64)
         };
         Self {
@@ -214,7 +217,10 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
 
     /// The slot whose window that is.
     fn slot_of(&self, data: &TensorData) -> Option<usize> {
-        let (base, at) = (self.zeros.as_ptr() as usize, data.as_bytes().as_ptr() as usize);
+        let (base, at) = (
+            self.zeros.as_ptr() as usize,
+            data.as_bytes().as_ptr() as usize,
+        );
         let slot = at.checked_sub(base)? / STRIDE;
         (slot < self.slots.len()).then_some(slot)
     }
@@ -249,7 +255,9 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             let (client, first) = client_of(&parameter)?;
             let second = id_of(&gradient)?;
             let live = live.map(|state| O::to_device(state, device));
-            let (after, next) = self.optimizer.step(learning_rate, parameter, gradient, live);
+            let (after, next) = self
+                .optimizer
+                .step(learning_rate, parameter, gradient, live);
             let after = id_of(&after)?;
             let next = next.map(|next| {
                 let form = Form::of(&next, &client, first);
@@ -324,7 +332,10 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         let mut known: Vec<TensorId> = given.keys().copied().collect();
         let mut operations = Vec::with_capacity(recording.operations.len());
         for operation in recording.operations {
-            if operation.outputs().any(|o| o.id == parameter || o.id == gradient) {
+            if operation
+                .outputs()
+                .any(|o| o.id == parameter || o.id == gradient)
+            {
                 continue;
             }
             if matches!(operation, OperationIr::Init(_)) {
@@ -346,7 +357,13 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             new_states.push((self.slot(name)?, *id));
         }
         new_states.sort_unstable_by_key(|(slot, _)| *slot);
-        Ok(Structure::new(operations, given, self.slots.len(), after, &new_states))
+        Ok(Structure::new(
+            operations,
+            given,
+            self.slots.len(),
+            after,
+            &new_states,
+        ))
     }
 }
 
@@ -378,7 +395,9 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             names.sort_unstable();
             names
         };
-        let given = tensors.iter().map(|slot| self.slots[*slot].name.to_string());
+        let given = tensors
+            .iter()
+            .map(|slot| self.slots[*slot].name.to_string());
         let mut given: Vec<String> = given.collect();
         given.sort_unstable();
         let recording = record_on(&lease, "the optimizer", |device, _| {
@@ -449,9 +468,8 @@ fn tensors_of(
     let tensors = form.map(|form| form.tensors.as_slice()).unwrap_or_default();
     let tensors = tensors.iter().map(|(name, id)| {
         let found = known.get(id).cloned();
-        let (shape, dtype) = found.ok_or_else(|| {
-            format!("its state \"{name}\" is made by nothing that was recorded")
-        })?;
+        let (shape, dtype) = found
+            .ok_or_else(|| format!("its state \"{name}\" is made by nothing that was recorded"))?;
         let name = name.as_str().into();
         Ok(Slot { name, shape, dtype })
     });
@@ -481,7 +499,9 @@ fn client_of<const D: usize>(tensor: &Tensor<D>) -> Result<(CaptureClient, Tenso
 }
 
 fn id_of<const D: usize>(tensor: &Tensor<D>) -> Result<TensorId, Error> {
-    float_id(tensor).map(|captured| captured.id).ok_or_else(moved)
+    float_id(tensor)
+        .map(|captured| captured.id)
+        .ok_or_else(moved)
 }
 
 fn moved() -> Error {
