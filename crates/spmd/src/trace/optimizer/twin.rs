@@ -418,11 +418,6 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
             Ok((state, form))
         });
         let (state, form) = recording.map_err(reason_of)?.result;
-        let numbers = |of: &[(String, Scalar)]| -> BTreeMap<String, String> {
-            of.iter()
-                .map(|(name, value)| (name.clone(), format!("{value:?}")))
-                .collect()
-        };
         let (Some(state), Some(form)) = (state, form) else {
             return Err(format!(
                 "no state of it has just the tensors {given:?} and the numbers {:?}",
@@ -474,6 +469,18 @@ fn tensors_of(
         Ok(Slot { name, shape, dtype })
     });
     tensors.collect()
+}
+
+/// Numbers by name, whatever kind of integer they are.
+fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
+    let text = |value: &Scalar| match value {
+        Scalar::Int(value) => value.to_string(),
+        Scalar::UInt(value) => value.to_string(),
+        Scalar::Float(value) => format!("{value:?}"),
+        Scalar::Bool(value) => value.to_string(),
+    };
+    let numbers = of.iter().map(|(name, value)| (name.as_str(), text(value)));
+    numbers.collect()
 }
 
 fn changed(known: &Slot, now: &Slot) -> String {
