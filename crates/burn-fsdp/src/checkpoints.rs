@@ -4,7 +4,7 @@
 //! Parameters and their optimizer state are named by path, so that a step loads into any number of
 //! ranks, any mesh and either layout.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use burn::module::Module;
@@ -432,8 +432,57 @@ fn restore_optimizer<M: Module>(
         }
     }
     let bytes = writer.into_bytes().map_err(optimizer_error)?;
+    check_taken(&optimizer, &bytes)?;
     let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
     Ok(optimizer.load_record(record))
+}
+
+/// Refuses a record of which the optimizer does not take everything: Burn leaves out the states that it cannot
+/// put together, and training would go on without them. Tried with tensors of one element.
+fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), CheckpointError> {
+    let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
+    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
+    let mut names: BTreeSet<String> = scalars.keys().cloned().collect();
+    let mut tensors = Vec::new();
+    for tensor in reader.into_tensors().map_err(optimizer_error)? {
+        let one = Bytes::from_bytes_vec(vec![0; tensor.dtype.size()]);
+        names.insert(tensor.name.clone());
+        let shape = Shape::from([1]);
+        let id = tensor.param_id;
+        tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
+    }
+    let mut writer = Writer::new(tensors);
+    for (name, scalar) in scalars {
+        writer = writer.with_scalar(&name, scalar);
+    }
+    for (name, path) in paths {
+        writer = writer.with_metadata(&name, &path);
+    }
+    let bytes = writer.into_bytes().map_err(optimizer_error)?;
+    let small = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
+    let taken = OptimizerParts::take(&optimizer.clone().load_record(small))?;
+    let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
+    let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
+    match names.symmetric_difference(&taken).next() {
+        None => Ok(()),
+        Some(name) => {
+            let fields: BTreeSet<&str> = names.iter().map(|name| field_of(name)).collect();
+            Err(optimizer_error(format!(
+                "the step has {fields:?}, and the optimizer {} `{}`; configure the optimizer as the \
+                 one that was saved",
+                match names.contains(name) {
+                    true => "does not take the state with",
+                    false => "needs",
+                },
+                field_of(name)
+            )))
+        }
+    }
+}
+
+/// A name without the id of the parameter that it begins with.
+fn field_of(name: &str) -> &str {
+    name.split_once('.').map_or(name, |(_, field)| field)
 }
 
 pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointError> {

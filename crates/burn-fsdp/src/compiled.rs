@@ -15,7 +15,7 @@ use burn_fsdp_shard::load_local_state;
 use burn_fsdp_spmd::graph::ParameterLayout;
 use burn_fsdp_spmd::place::{AxisPlacement, local_shape};
 use burn_fsdp_spmd::trace::ParameterSpec;
-use burn_fsdp_spmd::{Batch, CompiledStep};
+use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -42,7 +42,8 @@ impl AsRef<[u8]> for Elements {
 /// `axis` the one that the ranks of the step's group lie on; a step by placements has its own mesh, and
 /// axes of the same names must be in `mesh`.
 ///
-/// Not collective, but all ranks must take theirs at the same point.
+/// Not collective, but all ranks must take theirs at the same point. Buffers that every rank has for itself, as
+/// the running statistics of a data-parallel step, are those of the first rank.
 ///
 /// # Errors
 ///
@@ -55,7 +56,7 @@ pub fn snapshot_compiled<B: Batch>(
     let mut specs = Vec::new();
     let mut snapshot = Snapshot::new();
     let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
-    let counters = step.counters();
+    let mut regions = Vec::new();
     for parameter in step.parameters().to_vec() {
         let ParameterSpec {
             path,
@@ -64,11 +65,10 @@ pub fn snapshot_compiled<B: Batch>(
             is_trained,
         } = parameter;
         let path = path.to_string();
-        let layout = match step.layout(&path)? {
-            ParameterLayout::Whole => Layout::replicated(mesh),
-            ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
-            ParameterLayout::Placed(placements) => placed(mesh, &placements, axis)?,
-        };
+        let held = step.layout(&path)?;
+        let layout = layout_of(mesh, axis, &held)?;
+        let is_own = !is_trained && held == ParameterLayout::Whole;
+        regions.push(regions_of(mesh, &layout, &shape, is_own)?);
         let kind = match is_trained {
             true => TensorKind::Parameter,
             false => TensorKind::Buffer,
@@ -87,7 +87,7 @@ pub fn snapshot_compiled<B: Batch>(
         }
         let states = step.state_shards(&path)?;
         let of_parameter = kept.entry(path.clone()).or_default();
-        if !states.is_empty() {
+        if let Some(counters) = step.counters(&path) {
             let scalars = counters.iter();
             let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
             of_parameter.scalars = scalars.collect();
@@ -99,16 +99,42 @@ pub fn snapshot_compiled<B: Batch>(
             let name = state_name(&path, &field);
             let dtype = dtype_of(&name, data.dtype())?;
             let kind = TensorKind::OptimizerState;
-            let spec = TensorSpec::new(&name, shape.clone(), dtype, kind, layout.clone());
+            let (shape, held) = step.state_place(&path, &field)?;
+            let layout = layout_of(mesh, axis, &held)?;
+            regions.push(regions_of(mesh, &layout, &shape, false)?);
+            let spec = TensorSpec::new(&name, shape, dtype, kind, layout);
             specs.push(spec.with("path", path.clone()).with("field", field));
             snapshot.insert(name, Elements(data));
         }
     }
     Ok(TrainingSnapshot {
-        plan: Arc::new(WritePlan::new(mesh, specs)?),
+        plan: Arc::new(WritePlan::of_regions(mesh, specs, regions)?),
         snapshot,
         optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
     })
+}
+
+fn layout_of(mesh: &Mesh, axis: &str, layout: &ParameterLayout) -> Result<Layout, CheckpointError> {
+    Ok(match layout {
+        ParameterLayout::Whole => Layout::replicated(mesh),
+        ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
+        ParameterLayout::Placed(placements) => placed(mesh, placements, axis)?,
+    })
+}
+
+/// What each rank has of a tensor to write: of one that is each rank's own, the first rank's is taken.
+fn regions_of(
+    mesh: &Mesh,
+    layout: &Layout,
+    shape: &[usize],
+    is_own: bool,
+) -> Result<Vec<Region>, CheckpointError> {
+    let region = |rank: usize| match is_own && rank > 0 {
+        true => Ok(Region::Flat(0..0)),
+        false => layout.region(shape, mesh, rank),
+    };
+    let regions = (0..mesh.size()).map(region);
+    Ok(regions.collect::<Result<_, _>>()?)
 }
 
 /// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
@@ -119,8 +145,7 @@ pub fn snapshot_compiled<B: Batch>(
 /// # Errors
 ///
 /// Tensors of the model that the saved step lacks or has in another shape, tensors of the saved step that the
-/// model lacks, damage, parameters that were trained for different numbers of steps: nothing is changed
-/// then.
+/// model lacks, damage, states that are not those of the optimizer, or not all of them: nothing is changed then.
 pub fn restore_compiled<B: Batch>(
     step: &mut CompiledStep<B>,
     saved: &Step,
@@ -141,9 +166,29 @@ pub fn restore_compiled<B: Batch>(
         let place = Place::of(step, spec)?;
         let bytes = saved.read(&spec.path, &place.region)?;
         let data = TensorData::from_bytes_vec(bytes, place.shape, spec.dtype);
+        step.check_shard(&spec.path, &data)?;
         parameters.push((spec.path.to_string(), data));
     }
-    let mut states = Vec::new();
+    let states = states_of(step, saved)?;
+    step.resume_with(saved.index().training.step, states)?;
+    for (path, data) in parameters {
+        step.set_shard(&path, data)?;
+    }
+    Ok(())
+}
+
+/// The optimizer's states of a step on disk, in the parts that this rank holds.
+fn states_of<B: Batch>(
+    step: &CompiledStep<B>,
+    saved: &Step,
+) -> Result<Vec<OptimizerState>, CheckpointError> {
+    let specs = step.parameters();
+    let mut states: BTreeMap<String, OptimizerState> = BTreeMap::new();
+    let new = |path: &str| OptimizerState {
+        path: path.to_owned(),
+        counters: Vec::new(),
+        tensors: Vec::new(),
+    };
     let entries = saved.index().tensors.iter();
     for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
         let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
@@ -151,37 +196,47 @@ pub fn restore_compiled<B: Batch>(
             let reason = format!("`{}` names no parameter", entry.name);
             return Err(optimizer_error(reason));
         };
-        let found = specs.iter().find(|spec| *spec.path == *path);
-        let Some(spec) = found.filter(|spec| spec.shape == entry.shape) else {
-            return Err(optimizer_error(format!(
-                "`{}` of shape {:?} belongs to `{path}`, which the model has not, or in another shape",
-                entry.name, entry.shape
-            )));
+        let Some(spec) = specs.iter().find(|spec| *spec.path == *path) else {
+            return Err(lacks(path, format!("`{}`", entry.name)));
         };
-        let place = Place::of(step, spec)?;
+        let place = match spec.shape == entry.shape {
+            true => Place::of(step, spec)?,
+            // A state of another shape is whole on every rank.
+            false => Place::whole(&entry.shape),
+        };
         let bytes = saved.read(&entry.name, &place.region)?;
         let dtype = burn_dtype(&entry.name, entry.dtype)?;
         let data = TensorData::from_bytes_vec(bytes, place.shape, dtype);
-        states.push((path.to_owned(), field.to_owned(), data));
+        let state = states.entry(path.to_owned()).or_insert_with(|| new(path));
+        state.tensors.push((field.to_owned(), data));
     }
-    let counters = counters_of(saved, !states.is_empty())?;
-    let scalars = counters.scalars.into_iter();
-    let scalars: Vec<_> = scalars
-        .map(|(name, number)| (name, number.into()))
-        .collect();
-    // Before any step, the optimizer has no state.
-    let steps = match states.is_empty() {
-        true => 0,
-        false => saved.index().training.step,
+    let kept = match &saved.index().training.optimizer {
+        Value::Null => BTreeMap::new(),
+        kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
     };
-    step.resume_with(steps, &scalars)?;
-    for (path, data) in parameters {
-        step.set_shard(&path, data)?;
+    for (path, kept) in kept
+        .into_iter()
+        .filter(|(_, kept)| !kept.scalars.is_empty())
+    {
+        if !specs.iter().any(|spec| *spec.path == *path) {
+            return Err(lacks(&path, "state".to_owned()));
+        }
+        let state = states.entry(path.clone()).or_insert_with(|| new(&path));
+        let numbers = kept
+            .scalars
+            .into_iter()
+            .filter(|(name, _)| name != RANK_KEY);
+        state.counters = numbers
+            .map(|(name, number)| (name, number.into()))
+            .collect();
     }
-    for (path, field, data) in states {
-        step.set_state_shard(&path, &field, data)?;
-    }
-    Ok(())
+    Ok(states.into_values().collect())
+}
+
+fn lacks(path: &str, what: String) -> CheckpointError {
+    optimizer_error(format!(
+        "the step has {what} of `{path}`, which the model has not; restore into the model that was saved"
+    ))
 }
 
 /// Placements on the axes of a mesh; those on a single axis are on `axis`, whatever the step calls it.
@@ -216,12 +271,16 @@ struct Place {
 }
 
 impl Place {
+    fn whole(shape: &[usize]) -> Self {
+        Self {
+            region: Region::whole(shape),
+            shape: shape.to_vec(),
+        }
+    }
+
     fn of<B: Batch>(step: &CompiledStep<B>, spec: &ParameterSpec) -> Result<Self, CheckpointError> {
         Ok(match step.layout(&spec.path)? {
-            ParameterLayout::Whole => Self {
-                region: Region::whole(&spec.shape),
-                shape: spec.shape.clone(),
-            },
+            ParameterLayout::Whole => Self::whole(&spec.shape),
             ParameterLayout::Flat(partition) => {
                 let range = partition.range(step.rank());
                 Self {
@@ -240,34 +299,6 @@ impl Place {
             }
         })
     }
-}
-
-/// What the optimizer keeps beside tensors: a compiled step has it once for all parameters.
-fn counters_of(saved: &Step, has_states: bool) -> Result<Kept, CheckpointError> {
-    let kept = match &saved.index().training.optimizer {
-        Value::Null => BTreeMap::new(),
-        kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
-    };
-    let mut found: Option<(String, Kept)> = None;
-    for (path, kept) in kept
-        .into_iter()
-        .filter(|(_, kept)| !kept.scalars.is_empty())
-    {
-        match &found {
-            None => found = Some((path, kept)),
-            Some((_, first)) if first.scalars == kept.scalars => {}
-            Some((other, _)) => {
-                return Err(optimizer_error(format!(
-                    "`{other}` and `{path}` were trained for different numbers of steps; a compiled step \
-                     updates all parameters together, so go on from this step with the eager engine"
-                )));
-            }
-        }
-    }
-    let found = found.filter(|_| has_states);
-    let mut kept = found.map(|(_, kept)| kept).unwrap_or_default();
-    kept.scalars.remove(RANK_KEY);
-    Ok(kept)
 }
 
 /// Gives a sharded model the parameters and buffers that a compiled step has now, to evaluate it or to

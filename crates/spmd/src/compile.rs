@@ -14,8 +14,9 @@ use crate::graph::Graph;
 use crate::initial::InitialValues;
 use crate::mode::Mode;
 use crate::run::Executor;
-use crate::trace::{Batch, HostScalars, ParameterSpec, TraceConfig, parameters, trace_joined};
+use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, parameters, trace_joined};
 
+pub use state::OptimizerState;
 pub use step::CompiledStep;
 
 /// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
@@ -25,6 +26,11 @@ pub use step::CompiledStep;
 /// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
 /// gives on rank 0; no rank ever holds more than its part and one whole parameter, but for
 /// [`DataParallel::Default`](crate::DataParallel::Default), whose parts are known with the first graph only.
+///
+/// The optimizer is followed step by step: what it computes on the host may depend on the learning rate, its
+/// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
+/// that one a gradient, as Burn does. Gradient clipping is not part of Burn's `Optimizer`:
+/// `with_grad_clipping(..).build()` leaves it out, and a compiled step does not clip.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -51,8 +57,8 @@ pub use step::CompiledStep;
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::ElementType`];
-/// [`Error::Collective`].
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
+/// optimizer refuses a parameter, or reads tensors; [`Error::ElementType`]; [`Error::Collective`].
 pub fn compile<M, B, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
@@ -138,22 +144,20 @@ where
     if let Some(path) = first_difference(&specs, &traced) {
         return Err(Error::OverrideChangedParameters { path });
     }
-    let ranks: Vec<usize> = specs
-        .iter()
-        .filter(|spec| spec.is_trained)
-        .map(|spec| spec.shape.len())
-        .collect();
-    let scalars = HostScalars::new(&optimizer, ranks)?;
+    let trained = specs.iter().filter(|spec| spec.is_trained);
+    let trained = trained.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.dtype));
+    // At a rate that is not zero, so that nothing is left out.
+    let scalars = HostScalars::new(&optimizer, 1.0, trained)?;
     let initial = InitialValues::new(&init, &specs, &mode, device)?;
     let executor = Executor::new(backend_device, mode.group.clone()).with_axes(mode.axes()?);
-    let tracer = move |batch: &B, config: TraceConfig, mode: &Mode| {
+    let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();
             parts.fold(init(device), |module, part| part.replace(module))
         };
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-        let graph = trace_joined(init, loss, &optimizer, (batch, &joined), config)?;
+        let graph = trace_joined(init, loss, (batch, &joined), |_| Ok(step.clone()))?;
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))

@@ -156,15 +156,17 @@ pub enum Error {
         operation: String,
     },
 
-    /// An optimizer whose step does not settle into one sequence of operations.
+    /// An optimizer whose step, or whose state, cannot be followed.
     #[error(
-        "the optimizer cannot be traced for parameter \"{path}\": {reason}; use another optimizer \
-         or the eager engine"
+        "the optimizer {optimizer} cannot be followed for parameter \"{path}\": {reason}; use another \
+         optimizer, or train this model with the eager engine (fully_shard)"
     )]
     UntraceableOptimizer {
+        /// Its type.
+        optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// What differs.
+        /// What cannot be followed.
         reason: String,
     },
 

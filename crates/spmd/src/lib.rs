@@ -57,7 +57,7 @@ pub mod plan;
 pub mod run;
 pub mod trace;
 
-pub use compile::{CompiledStep, Override, compile, compile_on, compile_with};
+pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, compile_with};
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use mode::{Mode, lower};

@@ -1,5 +1,7 @@
 //! What a step holds between two calls, in the parts in which this rank holds it: for checkpoints.
 
+use std::collections::BTreeMap;
+
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::Mesh;
 use burn_ir::{BackendIr, TensorId};
@@ -23,6 +25,14 @@ pub(super) enum Restored {
 }
 
 impl Restored {
+    /// As long as nothing is cut, a part is the whole, whatever the first graph will make of it.
+    fn of(data: TensorData, layout: &ParameterLayout) -> Self {
+        match layout {
+            ParameterLayout::Whole => Self::Whole(data),
+            ParameterLayout::Flat(_) | ParameterLayout::Placed(_) => Self::Part(data),
+        }
+    }
+
     /// Refuses what is not a state of that place.
     fn check(&self, place: &Parameter, slot: &str, mode: &Mode) -> Result<(), Error> {
         let (shape, data) = match self {
@@ -47,6 +57,17 @@ impl Restored {
             Self::Part(data) => Ok(padded(data, &place.layout)),
         }
     }
+}
+
+/// What the optimizer keeps for one parameter, in the part in which this rank holds it.
+#[derive(Debug, Clone)]
+pub struct OptimizerState {
+    /// Path of the parameter.
+    pub path: String,
+    /// Its numbers, as [`CompiledStep::counters`] gives them.
+    pub counters: Vec<(String, Scalar)>,
+    /// Its tensors, as [`CompiledStep::state_shards`] gives them: all of them.
+    pub tensors: Vec<(String, TensorData)>,
 }
 
 /// A state of the optimizer as if it were a parameter: one of the parameter's shape is divided like it, and any
@@ -191,7 +212,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let (parameter, _) = self.located(path)?;
         let mut states = Vec::new();
         for (id, slot) in self.slots(&parameter) {
-            if self.executor.has(id) {
+            if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
                 let local = self.executor.get(id)?;
                 let place = state_of(&graph, path, &slot)?;
                 states.push((slot, self.whole(&place, &local)?));
@@ -200,13 +221,21 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(states)
     }
 
-    /// Continues a run after that many steps: the optimizer's counters are set to it, and every state
-    /// must be set with [`set_state`](Self::set_state) before the next step.
-    pub fn resume(&mut self, steps: u64, learning_rate: f64) {
+    /// Continues a run after that many steps at that learning rate, in all of which every parameter was trained:
+    /// the optimizer's numbers are what they are then, and every state must be set with
+    /// [`set_state`](Self::set_state) before the next step. For a run at other rates or with other routes, see
+    /// [`resume_with`](Self::resume_with).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UntraceableOptimizer`].
+    pub fn resume(&mut self, steps: u64, learning_rate: f64) -> Result<(), Error> {
         for _ in self.steps..steps {
-            self.scalars.advance(learning_rate);
+            let step = self.scalars.peek(learning_rate)?;
+            self.scalars.advance(&step, |_| true);
         }
         self.steps = self.steps.max(steps);
+        Ok(())
     }
 
     /// Sets a state of the optimizer as a whole, under the name that [`states`](Self::states) gives it.
@@ -230,6 +259,11 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let mut places = Vec::with_capacity(self.restored.len());
         for ((path, slot), data) in &self.restored {
             let place = state_of(graph, path, slot)?;
+            if !self.scalars.has_tensor(path, slot) {
+                let what =
+                    format!("the number of steps for state {path} {slot} (resume, resume_with)");
+                return Err(Error::Missing { what });
+            }
             data.check(&place, slot, &self.mode)?;
             places.push(place);
         }
@@ -308,13 +342,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// [`Error::UnknownName`]; [`Error::TensorMismatch`] if it has another shape or type.
     pub fn set_shard(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.flush()?;
+        self.check_shard(path, &data)?;
         let layout = self.layout(path)?;
-        let spec = self.spec(path)?;
-        let shape = part_shape(&spec.shape, &layout, &self.mode);
-        if data.shape().to_vec() != shape || data.dtype() != spec.dtype {
-            let expected = (shape.as_slice(), spec.dtype);
-            return Err(Error::mismatch("shard", path.to_owned(), expected, &data));
-        }
         let local = padded(data, &layout);
         if let Some(initial) = &mut self.initial {
             return initial.set_local(path, local);
@@ -324,38 +353,67 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(())
     }
 
-    /// This rank's part of the optimizer's states of a parameter, by name; empty before the first step.
+    /// This rank's part of the optimizer's states of a parameter, by name; empty before its first step.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownName`].
     pub fn state_shards(&mut self, path: &str) -> Result<Vec<(String, TensorData)>, Error> {
         self.flush()?;
-        let layout = self.layout(path)?;
+        let mut states = BTreeMap::new();
+        if self.current.is_some() {
+            let (parameter, _) = self.located(path)?;
+            for (id, slot) in self.slots(&parameter) {
+                if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
+                    let local = self.executor.get(id)?;
+                    let layout = self.state_place(path, &slot)?.1;
+                    states.insert(slot, unpadded(local, &layout, &self.mode));
+                }
+            }
+        }
         // What was set since the last step is what the next begins with.
-        let set = self.restored.iter().filter(|((of, _), _)| of == path);
-        let set = set.map(|((_, slot), data)| {
+        for ((of, slot), data) in &self.restored {
+            if of != path {
+                continue;
+            }
             let part = match data {
                 Restored::Part(data) => data.clone(),
                 Restored::Whole(data) => {
+                    let layout = self.state_place(path, slot)?.1;
                     unpadded(localize(data, &layout, &self.mode)?, &layout, &self.mode)
                 }
             };
-            Ok((slot.clone(), part))
-        });
-        let set = set.collect::<Result<Vec<_>, Error>>()?;
-        if !set.is_empty() || self.current.is_none() {
-            return Ok(set);
+            states.insert(slot.clone(), part);
         }
-        let (parameter, _) = self.located(path)?;
-        let mut states = Vec::new();
-        for (id, slot) in self.slots(&parameter) {
-            if self.executor.has(id) {
-                let local = self.executor.get(id)?;
-                states.push((slot, unpadded(local, &layout, &self.mode)));
-            }
-        }
-        Ok(states)
+        Ok(states.into_iter().collect())
+    }
+
+    /// Shape of the whole of a state of the optimizer, and how the ranks divide it: one of the parameter's shape like
+    /// the parameter, and any other not at all.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`].
+    pub fn state_place(
+        &self,
+        path: &str,
+        slot: &str,
+    ) -> Result<(Vec<usize>, ParameterLayout), Error> {
+        let spec = self.spec(path)?;
+        let slots = self.scalars.slots(path);
+        let Some(found) = slots.iter().find(|other| *other.name == *slot) else {
+            let known: Vec<_> = slots.iter().map(|slot| slot.name.as_ref()).collect();
+            return Err(Error::UnknownName {
+                what: "optimizer state",
+                name: format!("{path} {slot}"),
+                known: known.join(", "),
+            });
+        };
+        let layout = match found.shape == spec.shape {
+            true => self.layout(path)?,
+            false => ParameterLayout::Whole,
+        };
+        Ok((found.shape.clone(), layout))
     }
 
     fn slots(&self, parameter: &Parameter) -> Vec<(TensorId, String)> {
@@ -383,31 +441,82 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ) -> Result<(), Error> {
         self.spec(path)?;
         self.flush()?;
-        let key = (path.to_owned(), slot.to_owned());
-        // As long as nothing is cut, a part is the whole, whatever the first graph will make of it.
-        let restored = match self.layout(path)? {
-            ParameterLayout::Whole => Restored::Whole(data),
-            _ => Restored::Part(data),
+        let layout = match self.state_place(path, slot) {
+            Ok((_, layout)) => layout,
+            Err(_) => self.layout(path)?,
         };
-        self.restored.insert(key, restored);
+        let key = (path.to_owned(), slot.to_owned());
+        self.restored.insert(key, Restored::of(data, &layout));
         Ok(())
     }
 
-    /// The numbers of the optimizer's state, such as its step counter, which are equal for all
-    /// parameters; empty before the first step.
-    pub fn counters(&self) -> Vec<(String, Scalar)> {
-        self.scalars.counters()
+    /// The numbers of the optimizer's state of a parameter, such as its step counter; `None` before its first
+    /// step.
+    pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
+        self.scalars.counters(path)
     }
 
-    /// Continues a run after that many steps, with the numbers that [`counters`](Self::counters) gave
-    /// then. Every state must be set before the next step.
+    /// Continues a run after that many steps, with the optimizer's states that there were then. Trained parameters
+    /// without one have had no step.
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`] if the optimizer's state has other numbers.
-    pub fn resume_with(&mut self, steps: u64, counters: &[(String, Scalar)]) -> Result<(), Error> {
-        self.scalars.set_counters(counters)?;
+    /// [`Error::UnknownName`], [`Error::TensorMismatch`], [`Error::UntraceableOptimizer`] for a state that is
+    /// not one of this optimizer, or not all of it: nothing is changed then.
+    pub fn resume_with(&mut self, steps: u64, states: Vec<OptimizerState>) -> Result<(), Error> {
+        self.flush()?;
+        let mut restored = BTreeMap::new();
+        for state in &states {
+            for (slot, data) in &state.tensors {
+                let (shape, layout) = self.state_place(&state.path, slot)?;
+                let expected = part_shape(&shape, &layout, &self.mode);
+                let slots = self.scalars.slots(&state.path).iter();
+                let dtype = slots
+                    .filter(|other| *other.name == **slot)
+                    .map(|slot| slot.dtype);
+                let dtype = dtype.last().unwrap_or(data.dtype());
+                if data.shape().to_vec() != expected || data.dtype() != dtype {
+                    let name = format!("{} {slot}", state.path);
+                    let expected = (expected.as_slice(), dtype);
+                    return Err(Error::mismatch("optimizer state", name, expected, data));
+                }
+            }
+        }
+        let host = states.iter().map(|state| {
+            let names = state.tensors.iter().map(|(name, _)| name.as_str());
+            (
+                state.path.as_str(),
+                state.counters.as_slice(),
+                names.collect(),
+            )
+        });
+        let host = self.scalars.restored(host)?;
+        for state in states {
+            for (slot, data) in state.tensors {
+                let layout = self.state_place(&state.path, &slot)?.1;
+                let key = (state.path.clone(), slot);
+                restored.insert(key, Restored::of(data, &layout));
+            }
+        }
+        self.scalars.set(host);
+        self.restored = restored;
         self.steps = steps;
         Ok(())
+    }
+
+    /// Whether [`set_shard`](Self::set_shard) would take that data.
+    ///
+    /// # Errors
+    ///
+    /// As [`set_shard`](Self::set_shard).
+    pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
+        let layout = self.layout(path)?;
+        let spec = self.spec(path)?;
+        let shape = part_shape(&spec.shape, &layout, &self.mode);
+        if data.shape().to_vec() == shape && data.dtype() == spec.dtype {
+            return Ok(());
+        }
+        let expected = (shape.as_slice(), spec.dtype);
+        Err(Error::mismatch("shard", path.to_owned(), expected, data))
     }
 }

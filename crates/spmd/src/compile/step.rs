@@ -1,6 +1,6 @@
 //! A step that runs: the graphs that it has, and what is pending.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -9,29 +9,33 @@ use burn::backend::Flex;
 use burn_ir::BackendIr;
 
 use super::state::Restored;
-use crate::graph::{Graph, Role};
+use crate::graph::{Graph, Node, Phase, Role};
 use crate::initial::InitialValues;
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
-use crate::trace::{
-    Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
-    specs_of,
-};
+use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, specs_of};
 use crate::{CustomOperations, Error};
 
-pub(super) type Tracer<B> = Box<dyn Fn(&B, TraceConfig, &Mode) -> Result<Graph, Error> + Send>;
+pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
 /// What a graph was made for.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Key {
     inputs: Vec<InputSpec>,
-    step: OptimizerStep,
-    structure: BTreeMap<usize, Vec<String>>,
+    /// The operations of the optimizer's step.
+    structure: Vec<(usize, usize)>,
 }
 
 /// The graphs that were made for a key.
 #[derive(Debug, Clone)]
-pub(super) enum Compiled {
+pub(super) struct Made {
+    compiled: Compiled,
+    /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
+    stepped: Arc<BTreeSet<Arc<str>>>,
+}
+
+#[derive(Debug, Clone)]
+enum Compiled {
     Whole(Arc<Graph>),
     Iteration {
         setup: Arc<Graph>,
@@ -42,9 +46,8 @@ pub(super) enum Compiled {
 
 /// An optimizer's step that has been put off: gradients wait for it.
 pub(super) struct Pending {
-    step: OptimizerStep,
-    learning_rate: f64,
     scalars: StepScalars,
+    stepped: Arc<BTreeSet<Arc<str>>>,
     /// Does it without a step.
     cleanup: Arc<Graph>,
 }
@@ -52,7 +55,11 @@ pub(super) struct Pending {
 /// What the next call runs.
 struct Prepared {
     graph: Arc<Graph>,
+    /// What it runs with: of the step before, if that one's optimizer has been put off.
     scalars: StepScalars,
+    /// Of this step.
+    own: StepScalars,
+    stepped: Arc<BTreeSet<Arc<str>>>,
     /// What is put off by it.
     pending: Option<Pending>,
 }
@@ -69,7 +76,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// States that were set before there was a graph, by path and slot.
     pub(super) restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
-    pub(super) graphs: VecDeque<(Key, Compiled)>,
+    pub(super) graphs: VecDeque<(Key, Made)>,
     /// The last step's optimizer, if it has been put off.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
@@ -157,6 +164,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let Prepared {
             graph,
             scalars,
+            own,
+            stepped,
             pending,
         } = self.prepare(learning_rate, batch)?;
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
@@ -164,7 +173,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
         let loss = self.executor.run(&graph, &scalars, timeline);
         let loss = loss.inspect_err(|error| self.poison(error))?;
-        self.scalars.advance(learning_rate);
+        self.scalars.advance(&own, |path| stepped.contains(path));
         self.steps += 1;
         self.current = Some(graph);
         self.pending = pending;
@@ -231,38 +240,42 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// The graph for such a batch, made if there is none, and the scalars that it runs with.
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
-        let scalars = self.scalars.peek(learning_rate)?;
-        let step = match self.steps {
-            0 => OptimizerStep::First,
-            _ => OptimizerStep::Next,
-        };
-        let now = self.compiled(learning_rate, batch, step, &scalars)?;
-        let prepared = match (now, &self.pending) {
+        let own = self.scalars.peek(learning_rate)?;
+        let Made { compiled, stepped } = self.compiled(batch, &own)?;
+        // A graph does the optimizer's step before for the parameters that it has gradients of.
+        if let Some(pending) = &self.pending
+            && pending.stepped != stepped
+        {
+            self.flush()?;
+        }
+        let prepared = match (compiled, &self.pending) {
             (Compiled::Whole(graph), _) => Prepared {
                 graph,
-                scalars,
+                scalars: own.clone(),
+                own,
+                stepped,
                 pending: None,
             },
             (Compiled::Iteration { setup, cleanup, .. }, before) => {
-                let before = before.as_ref();
-                let before = before.map(|p| (p.learning_rate, p.step, p.scalars.clone()));
-                let (graph, with) = match before {
-                    None => (setup, scalars.clone()),
+                let before = before.as_ref().map(|before| before.scalars.clone());
+                let (graph, scalars) = match before {
+                    None => (setup, own.clone()),
                     // The optimizer's part of this graph is the step before's.
-                    Some((rate, step, with)) => match self.compiled(rate, batch, step, &with)? {
+                    Some(with) => match self.compiled(batch, &with)?.compiled {
                         Compiled::Iteration { main, .. } => (main, with),
                         Compiled::Whole(graph) => (graph, with),
                     },
                 };
                 Prepared {
                     graph,
-                    scalars: with,
+                    scalars,
                     pending: Some(Pending {
-                        step,
-                        learning_rate,
-                        scalars,
+                        scalars: own.clone(),
+                        stepped: stepped.clone(),
                         cleanup,
                     }),
+                    own,
+                    stepped,
                 }
             }
         };
@@ -288,59 +301,61 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     }
 
     /// The graphs for such a batch and step of the optimizer.
-    fn compiled(
-        &mut self,
-        learning_rate: f64,
-        batch: &B,
-        step: OptimizerStep,
-        scalars: &StepScalars,
-    ) -> Result<Compiled, Error> {
+    fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
         let key = Key {
             inputs: specs_of(batch)?,
-            step,
-            structure: scalars.structure().clone(),
+            structure: step.structure(),
         };
         let found = self.graphs.iter().position(|(other, _)| *other == key);
         let entry = match found.and_then(|index| self.graphs.remove(index)) {
             Some(entry) => entry,
-            None => (key, self.make(learning_rate, batch, step)?),
+            None => (key, self.make(batch, step)?),
         };
-        let compiled = entry.1.clone();
+        let made = entry.1.clone();
         self.graphs.push_back(entry);
         while self.graphs.len() > self.mode.cache {
             self.graphs.pop_front();
         }
-        Ok(compiled)
+        Ok(made)
     }
 
-    fn make(
-        &mut self,
-        learning_rate: f64,
-        batch: &B,
-        step: OptimizerStep,
-    ) -> Result<Compiled, Error> {
+    fn make(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
         self.mode.check_names(&self.specs, &specs_of(batch)?)?;
-        let config = TraceConfig {
-            step,
-            learning_rate,
-        };
         self.num_traces += 1;
-        let graph = (self.tracer)(batch, config, &self.mode)?;
+        let graph = (self.tracer)(batch, step, &self.mode)?;
         let graph = self.executor.operations().describe(graph)?;
+        self.check_optimizer(&graph)?;
         self.mode.decide(&graph)?;
-        match lower_all(graph, &self.mode)? {
+        let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
+        let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
+        let compiled = match lower_all(graph, &self.mode)? {
             Lowered::Whole(graph) => {
                 self.agree(&graph)?;
-                Ok(Compiled::Whole(Arc::new(graph)))
+                Compiled::Whole(Arc::new(graph))
             }
             Lowered::Iteration(iteration) => {
                 self.agree(&iteration.main)?;
-                Ok(Compiled::Iteration {
+                Compiled::Iteration {
                     setup: Arc::new(iteration.setup),
                     main: Arc::new(iteration.main),
                     cleanup: Arc::new(iteration.cleanup),
-                })
+                }
             }
+        };
+        Ok(Made { compiled, stepped })
+    }
+
+    /// Refuses an optimizer that would give each rank other parameters.
+    fn check_optimizer(&self, graph: &Graph) -> Result<(), Error> {
+        let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
+        let drawn = graph.nodes().iter().find(is_drawn);
+        match drawn.filter(|_| self.mode.group.size() > 1) {
+            Some(node) => {
+                let path = node.path.as_deref().unwrap_or_default();
+                let reason = format!("every rank has other results of {}", node.name());
+                Err(self.scalars.untraceable(path, reason))
+            }
+            None => Ok(()),
         }
     }
 

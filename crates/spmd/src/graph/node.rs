@@ -97,12 +97,10 @@ impl fmt::Display for Phase {
 
 /// Host scalars of an optimizer operation: they are patched before each step.
 ///
-/// The executor runs the optimizer on one element per step and reads the scalars of the operation
-/// at `position` in its trace for parameters of rank `rank`.
+/// The optimizer's step is recorded anew before each step, and the scalars are those of the operation at
+/// `position` in it, for the parameter that the node serves ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
-    /// Rank of the parameter's tensor.
-    pub rank: usize,
     /// Which operation of the optimizer's step it is.
     pub position: usize,
 }
@@ -181,17 +179,21 @@ impl Node {
         collect.0
     }
 
-    /// Replaces the operation's scalars; those beyond the end of `scalars` stay as they are.
-    pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) {
-        struct Patch<'a>(std::slice::Iter<'a, ScalarIr>);
+    /// Replaces the operation's scalars, and says whether there are as many as it has: where there are not,
+    /// the others are as they were.
+    pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) -> bool {
+        struct Patch<'a>(std::slice::Iter<'a, ScalarIr>, bool);
         impl IrVisitorMut for Patch<'_> {
             fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
-                if let Some(new) = self.0.next() {
-                    *scalar = *new;
+                match self.0.next() {
+                    Some(new) => *scalar = *new,
+                    None => self.1 = false,
                 }
             }
         }
-        self.operation.visit_mut(&mut Patch(scalars.iter()));
+        let mut patch = Patch(scalars.iter(), true);
+        self.operation.visit_mut(&mut patch);
+        patch.1 && patch.0.len() == 0
     }
 }
 

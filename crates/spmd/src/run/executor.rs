@@ -247,11 +247,17 @@ impl<B: BackendIr> Executor<B> {
                 self.shift(&mut operation, shift)
                     .map_err(|reason| failed(index, node, reason))?;
             }
-            if let Some(slot) = node.scalars
-                && let Some(values) = scalars.get(slot.rank, slot.position)
-            {
+            if let Some(slot) = node.scalars {
+                let path = node.path.as_deref().unwrap_or_default();
+                let values = scalars.get(path, slot.position);
                 let mut patched = Node::new(operation, node.phase);
-                patched.set_scalar_values(values);
+                // Never as it was traced: that was another step.
+                if !values.is_some_and(|values| patched.set_scalar_values(values)) {
+                    let reason = format!(
+                        "the optimizer's step for parameter \"{path}\" has no such scalars for it"
+                    );
+                    return Err(failed(index, node, reason));
+                }
                 operation = patched.operation;
             }
             let run = catch_unwind(AssertUnwindSafe(|| self.interpreter.register_op(operation)));

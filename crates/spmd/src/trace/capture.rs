@@ -68,10 +68,11 @@ pub(super) fn bool_id<const D: usize>(tensor: &Tensor<D, Bool>) -> Option<Captur
 /// are.
 static IDLE: Mutex<Vec<Device>> = Mutex::new(Vec::new());
 
-struct Lease(Option<Device>);
+/// A capture device that nobody else uses.
+pub(super) struct Lease(Option<Device>);
 
 impl Lease {
-    fn take() -> Self {
+    pub(super) fn take() -> Self {
         let mut idle = IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         Self(Some(idle.pop().unwrap_or_else(Device::capture)))
     }
@@ -110,7 +111,20 @@ pub(super) fn record<T>(
     stage: &'static str,
     record: impl FnOnce(&Device, &Progress) -> Result<T, Error>,
 ) -> Result<Recording<T>, Error> {
-    let lease = Lease::take();
+    record_on(&Lease::take(), stage, record)
+}
+
+/// [`record`] on a device that the caller keeps: tensors that outlive the recording can only be moved to
+/// another one.
+///
+/// # Errors
+///
+/// As [`record`].
+pub(super) fn record_on<T>(
+    lease: &Lease,
+    stage: &'static str,
+    record: impl FnOnce(&Device, &Progress) -> Result<T, Error>,
+) -> Result<Recording<T>, Error> {
     let device = lease.0.clone().unwrap_or_else(Device::capture);
     let progress = Progress(Cell::new(stage));
     let mut outcome = None;

@@ -28,7 +28,6 @@ use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarS
 use crate::graph::{rename, set_status};
 use capture::{Captured, Recording, Tape, float_id, record};
 use module::{Leaf, leaves, with_fakes};
-use optimizer::Template;
 
 pub(crate) use capture::message;
 
@@ -78,30 +77,37 @@ where
     B: Batch,
     O: Optimizer,
 {
-    trace_joined(
-        init,
-        loss,
-        optimizer,
-        (batch, &|_, shape| shape.to_vec()),
-        config,
-    )
+    let joined = |_: &str, shape: &[usize]| shape.to_vec();
+    trace_joined(init, loss, (batch, &joined), |leaves| {
+        let trained = leaves.iter().filter(|leaf| leaf.is_trained);
+        let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
+        let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;
+        let steps_before = match config.step {
+            OptimizerStep::First => 0,
+            OptimizerStep::Next => 2,
+        };
+        for _ in 0..steps_before {
+            let step = scalars.peek(config.learning_rate)?;
+            scalars.advance(&step, |_| true);
+        }
+        scalars.peek(config.learning_rate)
+    })
 }
 
 /// Shape of the tensor to trace for one of the batch, by its name and shape.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// [`trace`] of a batch whose tensors have other shapes than those at hand.
-pub(crate) fn trace_joined<M, B, O>(
+/// [`trace`] of a batch whose tensors have other shapes than those at hand, with the optimizer's step that is
+/// given for the tensors of the module.
+pub(crate) fn trace_joined<M, B>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> Tensor<1>,
-    optimizer: &O,
     (batch, joined): (&B, JoinedShape<'_>),
-    config: TraceConfig,
+    optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
 ) -> Result<Graph, Error>
 where
     M: Module,
     B: Batch,
-    O: Optimizer,
 {
     let specs = specs_of(batch)?;
     let recording = record("the module", |device, progress| {
@@ -143,7 +149,9 @@ where
             loss,
         })
     })?;
-    Builder::new(recording, specs)?.build(optimizer, config)
+    let builder = Builder::new(recording, specs)?;
+    let step = optimizer(&builder.leaves)?;
+    builder.build(&step)
 }
 
 /// What the closures left on the capture device.
@@ -243,88 +251,34 @@ impl Builder {
         })
     }
 
-    fn build<O: Optimizer>(mut self, optimizer: &O, config: TraceConfig) -> Result<Graph, Error> {
-        let slots = optimizer::slot_names(optimizer, config.learning_rate)?;
-        let templates = self.templates(optimizer, config)?;
-        if templates.is_empty() {
+    fn build(mut self, step: &StepScalars) -> Result<Graph, Error> {
+        if self.leaves.iter().all(|leaf| leaf.gradient.is_none()) {
             return Err(Error::NoGradient);
         }
-        self.add_states(&slots, &templates)?;
+        self.add_states(step);
         self.add_forward_and_backward()?;
-        for (index, template) in &templates {
-            self.add_optimizer(*index, template)?;
+        for index in 0..self.leaves.len() {
+            self.add_optimizer(index, step)?;
         }
         let mut graph = self.graph;
         graph.prune();
         Ok(graph)
     }
 
-    /// A step of the optimizer for every parameter with a gradient; traced once per shape.
-    fn templates<O: Optimizer>(
-        &self,
-        optimizer: &O,
-        config: TraceConfig,
-    ) -> Result<Vec<(usize, Arc<Template>)>, Error> {
-        let mut by_shape: BTreeMap<(Vec<usize>, String), Arc<Template>> = BTreeMap::new();
-        let mut templates = Vec::new();
+    /// Declares the optimizer's states, before anything whose number depends on the batch: of all trained
+    /// parameters, because other batches may give gradients to others of them.
+    fn add_states(&mut self, step: &StepScalars) {
         for (index, leaf) in self.leaves.iter().enumerate() {
-            if leaf.gradient.is_none() {
-                continue;
-            }
-            let key = (leaf.shape.clone(), format!("{:?}", leaf.dtype));
-            let template = match by_shape.get(&key) {
-                Some(template) => template.clone(),
-                None => {
-                    let TraceConfig {
-                        step,
-                        learning_rate,
-                    } = config;
-                    let template = optimizer::template(
-                        optimizer,
-                        step,
-                        learning_rate,
-                        &leaf.path,
-                        &leaf.shape,
-                        leaf.dtype,
-                    )?;
-                    let template = Arc::new(template);
-                    by_shape.insert(key, template.clone());
-                    template
-                }
-            };
-            templates.push((index, template));
-        }
-        Ok(templates)
-    }
-
-    /// Declares the optimizer's states, before anything whose number depends on the batch.
-    fn add_states(
-        &mut self,
-        slots: &[Arc<str>],
-        templates: &[(usize, Arc<Template>)],
-    ) -> Result<(), Error> {
-        for (index, template) in templates {
-            let path = self.leaves[*index].path.clone();
-            if slots.len() != template.new_states.len() {
-                return Err(Error::UntraceableOptimizer {
-                    path: path.to_string(),
-                    reason: format!(
-                        "it has {} states for this tensor and {} for one of rank 1",
-                        template.new_states.len(),
-                        slots.len()
-                    ),
-                });
-            }
-            for (slot, state) in slots.iter().zip(&template.new_states) {
+            let of_parameter = step.of(&leaf.path);
+            for slot in of_parameter.map_or(&[][..], |step| step.slots.as_slice()) {
                 let role = Role::State {
-                    path: path.clone(),
-                    slot: slot.clone(),
+                    path: leaf.path.clone(),
+                    slot: slot.name.clone(),
                 };
-                let id = self.graph.add_value(state.shape.clone(), state.dtype, role);
-                self.graph.parameters_mut()[*index].states.push(id);
+                let id = self.graph.add_value(slot.shape.clone(), slot.dtype, role);
+                self.graph.parameters_mut()[index].states.push(id);
             }
         }
-        Ok(())
     }
 
     /// The recorded operations that the loss, the gradients and the changed buffers need.
@@ -379,40 +333,45 @@ impl Builder {
         Ok(())
     }
 
-    /// The optimizer's step for one parameter.
-    fn add_optimizer(&mut self, index: usize, template: &Template) -> Result<(), Error> {
+    /// The optimizer's step for one parameter, if it has a gradient.
+    fn add_optimizer(&mut self, index: usize, step: &StepScalars) -> Result<(), Error> {
         let missing = || Error::Internal("an optimizer reads what nothing writes".to_owned());
         let leaf = self.leaves[index].clone();
-        let gradient = leaf.gradient.as_ref().and_then(|g| self.ids.get(&g.id));
-        let gradient = *gradient.ok_or_else(missing)?;
+        let Some(gradient) = leaf.gradient.as_ref() else {
+            return Ok(());
+        };
+        let gradient = *self.ids.get(&gradient.id).ok_or_else(missing)?;
+        let step = step.of(&leaf.path).ok_or_else(|| {
+            Error::Internal(format!("there is no optimizer for parameter {}", leaf.path))
+        })?;
         let parameter = &mut self.graph.parameters_mut()[index];
         parameter.gradient = Some(gradient);
         let (value, states) = (parameter.value, parameter.states.clone());
-        let mut ids: BTreeMap<TensorId, TensorId> =
-            [(template.parameter, value), (template.gradient, gradient)].into();
-        ids.extend(template.states.iter().copied().zip(states.iter().copied()));
-        for (position, operation) in template.operations.iter().enumerate() {
+        let mut ids: BTreeMap<TensorId, TensorId> = [
+            (optimizer::parameter_id(), value),
+            (optimizer::gradient_id(), gradient),
+        ]
+        .into();
+        let slots = states.iter().enumerate();
+        ids.extend(slots.map(|(slot, id)| (optimizer::state_id(slot), *id)));
+        for (position, mut operation) in step.operations().enumerate() {
             for output in operation.outputs() {
                 let id = self
                     .graph
                     .add_value(output.shape.to_vec(), output.dtype, Role::Temporary);
                 ids.insert(output.id, id);
             }
-            let mut operation = operation.clone();
             rename(&mut operation, &ids);
-            read_only(&mut operation);
             let mut node = Node::new(operation, Phase::Optimizer);
             node.path = Some(leaf.path.clone());
-            let slot = ScalarSlot {
-                rank: leaf.shape.len(),
-                position,
-            };
-            node.scalars = (!node.scalar_values().is_empty()).then_some(slot);
+            node.scalars = (!node.scalar_values().is_empty()).then_some(ScalarSlot { position });
             self.graph.push(node);
         }
-        let new = [(value, template.new_parameter)];
-        let new_states = template.new_states.iter().map(|state| state.id);
-        for (into, from) in new.into_iter().chain(states.into_iter().zip(new_states)) {
+        let structure = step.structure();
+        let new_states = structure.new_states.iter();
+        let new_states = new_states.map(|(slot, from)| (states[*slot], *from));
+        let new = [(value, structure.new_parameter)].into_iter();
+        for (into, from) in new.chain(new_states) {
             let from = *ids.get(&from).ok_or_else(missing)?;
             if into != from {
                 self.graph.updates_mut().push(Update { into, from });

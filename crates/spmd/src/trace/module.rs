@@ -11,13 +11,15 @@ use super::capture::{Captured, Tape, bool_id, float_id, int_id};
 
 /// A tensor of the module.
 #[derive(Debug, Clone)]
-pub(super) struct Leaf {
+pub(crate) struct Leaf {
     pub(super) path: Arc<str>,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
     pub(super) captured: Option<Captured>,
     pub(super) gradient: Option<Captured>,
     pub(super) is_float: bool,
+    /// A float parameter that requires a gradient.
+    pub(super) is_trained: bool,
 }
 
 /// Replaces every tensor of a module by a fake one: of the same shape, and of no memory. Lazy
@@ -99,6 +101,7 @@ impl Leaves<'_> {
             captured,
             gradient,
             is_float,
+            is_trained: false,
         });
     }
 }
@@ -118,6 +121,9 @@ impl ModuleVisitor for Leaves<'_> {
             float_id(&gradient)
         });
         self.add(float_id(&tensor), gradient.flatten(), true);
+        if let Some(leaf) = self.found.last_mut() {
+            leaf.is_trained = tensor.is_require_grad();
+        }
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {

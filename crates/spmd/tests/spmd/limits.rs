@@ -188,7 +188,7 @@ fn a_run_is_continued_from_parameters_and_states() {
         first.step(1e-2, &batch(step)).unwrap();
     }
     let mut second = compile(linear, loss, optimizer(), Mode::single()).unwrap();
-    second.resume(3, 1e-2);
+    second.resume(3, 1e-2).unwrap();
     for path in ["weight", "bias"] {
         second
             .set_parameter(path, first.parameter(path).unwrap())
@@ -202,7 +202,7 @@ fn a_run_is_continued_from_parameters_and_states() {
         assert_eq!(second.step(1e-2, &batch(step)).unwrap(), expected);
     }
     let mut third = compile(linear, loss, optimizer(), Mode::single()).unwrap();
-    third.resume(1, 1e-2);
+    third.resume(1, 1e-2).unwrap();
     let error = third.step(1e-2, &batch(0)).unwrap_err();
     assert!(
         matches!(error, Error::Missing { ref what } if what.contains("momentum")),

@@ -1,0 +1,378 @@
+//! A Burn optimizer's steps as operations, and the host values in them.
+//!
+//! An optimizer may do anything on the host: count steps, follow a schedule, look at shapes and types,
+//! take branches. So it runs beside the graph, step by step, once for all parameters of one shape, type
+//! and past, on tensors that are recorded and not computed. What comes out is compared with what the graph
+//! was made of. Equal operations: the graph runs with the scalars of this step. Others: there is another graph
+//! for them. What cannot be followed is an error that says what it was.
+
+mod structure;
+mod twin;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::optim::Optimizer;
+use burn::tensor::DType;
+use burn_ir::{OperationIr, ScalarIr};
+use burn_pack::Scalar;
+
+pub(crate) use structure::{Slot, gradient_id, parameter_id, state_id};
+use structure::{Structure, with_scalars};
+use twin::{Twin, TwinOf, TwinState, TwinStep};
+
+use crate::Error;
+
+/// Sequences of operations that an optimizer may have for the parameters of one shape and type: a
+/// graph is made for each.
+const MAX_STRUCTURES: usize = 16;
+
+/// Which step of an optimizer to trace: the first has no state yet, and other operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum OptimizerStep {
+    /// Without a state.
+    First,
+    /// With the state of the steps before: the third.
+    Next,
+}
+
+/// Calls `$body` with the const generic `$d` equal to `$rank`.
+macro_rules! with_rank {
+    ($rank:expr, $d:ident => $body:expr, $otherwise:expr) => {
+        match $rank {
+            1 => {
+                const $d: usize = 1;
+                $body
+            }
+            2 => {
+                const $d: usize = 2;
+                $body
+            }
+            3 => {
+                const $d: usize = 3;
+                $body
+            }
+            4 => {
+                const $d: usize = 4;
+                $body
+            }
+            5 => {
+                const $d: usize = 5;
+                $body
+            }
+            6 => {
+                const $d: usize = 6;
+                $body
+            }
+            _ => $otherwise,
+        }
+    };
+}
+
+/// The host side of an optimizer: its state for every trained parameter, without elements.
+pub struct HostScalars {
+    optimizer: &'static str,
+    kinds: Vec<Kind>,
+    parameters: BTreeMap<Arc<str>, Held>,
+}
+
+/// The parameters of one shape and type.
+struct Kind {
+    shape: Vec<usize>,
+    dtype: DType,
+    /// One of them, for messages.
+    path: Arc<str>,
+    twin: Box<dyn Twin>,
+    /// The sequences of operations so far.
+    structures: Vec<Arc<Structure>>,
+}
+
+struct Held {
+    kind: usize,
+    /// `None` before the parameter's first step. Parameters of one past share it.
+    state: Option<Arc<TwinState>>,
+}
+
+/// What the optimizer does in one step, for every trained parameter.
+#[derive(Debug, Clone, Default)]
+pub struct StepScalars {
+    parameters: BTreeMap<Arc<str>, Arc<ParameterStep>>,
+}
+
+/// What the optimizer does in one step, for the parameters of one shape, type and past.
+#[derive(Debug)]
+pub(crate) struct ParameterStep {
+    structure: Arc<Structure>,
+    /// Which structure of which kind that is.
+    number: (usize, usize),
+    pub(crate) slots: Arc<Vec<Slot>>,
+    scalars: Vec<Vec<ScalarIr>>,
+    next: Option<Arc<TwinState>>,
+}
+
+impl ParameterStep {
+    /// The operations, with the scalars of this step.
+    pub(crate) fn operations(&self) -> impl Iterator<Item = OperationIr> {
+        let operations = self.structure.operations.iter().zip(&self.scalars);
+        operations.map(|(operation, scalars)| with_scalars(operation, scalars))
+    }
+
+    pub(crate) fn structure(&self) -> &Structure {
+        &self.structure
+    }
+}
+
+impl StepScalars {
+    /// The scalars of an operation of that parameter's step, if there is one at that place.
+    pub fn get(&self, path: &str, position: usize) -> Option<&[ScalarIr]> {
+        let scalars = self.parameters.get(path)?.scalars.get(position)?;
+        Some(scalars)
+    }
+
+    pub(crate) fn of(&self, path: &str) -> Option<&Arc<ParameterStep>> {
+        self.parameters.get(path)
+    }
+
+    /// Which operations the step has for each parameter: an optimizer may branch on its step number, or
+    /// leave operations out when a scalar is zero, and then the step needs another graph. Numbers are those of
+    /// one [`HostScalars`].
+    pub fn structure(&self) -> Vec<(usize, usize)> {
+        self.parameters.values().map(|step| step.number).collect()
+    }
+}
+
+impl HostScalars {
+    /// Before the first step, for trained parameters of these paths, shapes and types. The rate is one at
+    /// which the optimizer is looked at: which tensors its state has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UntraceableOptimizer`] if the optimizer reads tensors, or refuses a parameter.
+    pub fn new<O: Optimizer>(
+        optimizer: &O,
+        learning_rate: f64,
+        parameters: impl IntoIterator<Item = (Arc<str>, Vec<usize>, DType)>,
+    ) -> Result<Self, Error> {
+        let mut new = Self {
+            optimizer: std::any::type_name::<O>(),
+            kinds: Vec::new(),
+            parameters: BTreeMap::new(),
+        };
+        for (path, shape, dtype) in parameters {
+            let mut kinds = new.kinds.iter();
+            let known = kinds.position(|kind| kind.shape == shape && kind.dtype == dtype);
+            let kind = match known {
+                Some(kind) => kind,
+                None => {
+                    let twin = twin(optimizer, learning_rate, &shape, dtype);
+                    let twin = twin.map_err(|reason| new.untraceable(&path, reason))?;
+                    new.kinds.push(Kind {
+                        shape,
+                        dtype,
+                        path: path.clone(),
+                        twin,
+                        structures: Vec::new(),
+                    });
+                    new.kinds.len() - 1
+                }
+            };
+            new.parameters.insert(path, Held { kind, state: None });
+        }
+        Ok(new)
+    }
+
+    /// The error that names this optimizer.
+    pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
+        Error::UntraceableOptimizer {
+            optimizer: self.optimizer,
+            path: path.to_owned(),
+            reason,
+        }
+    }
+
+    /// What the next step at that learning rate does.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UntraceableOptimizer`] if the optimizer does something that cannot be followed.
+    pub fn peek(&mut self, learning_rate: f64) -> Result<StepScalars, Error> {
+        type Past = (usize, Option<*const TwinState>);
+        let mut done: BTreeMap<Past, Arc<ParameterStep>> = BTreeMap::new();
+        let mut step = StepScalars::default();
+        for (path, held) in &self.parameters {
+            let past = (held.kind, held.state.as_ref().map(Arc::as_ptr));
+            let of_past = match done.get(&past) {
+                Some(known) => known.clone(),
+                None => {
+                    let kind = &mut self.kinds[held.kind];
+                    let made = kind.step(held.kind, learning_rate, held.state.as_deref());
+                    let made = made.map_err(|reason| Error::UntraceableOptimizer {
+                        optimizer: self.optimizer,
+                        path: path.to_string(),
+                        reason,
+                    })?;
+                    done.entry(past).or_insert(Arc::new(made)).clone()
+                }
+            };
+            step.parameters.insert(path.clone(), of_past);
+        }
+        Ok(step)
+    }
+
+    /// Counts a step as done for the parameters that `is_trained` by it.
+    pub fn advance(&mut self, step: &StepScalars, is_trained: impl Fn(&str) -> bool) {
+        for (path, held) in &mut self.parameters {
+            if let Some(step) = step.parameters.get(path).filter(|_| is_trained(path)) {
+                held.state = step.next.clone();
+            }
+        }
+    }
+
+    /// The host values of the optimizer's state of a parameter, such as its step counter, as named numbers;
+    /// `None` before its first step.
+    pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
+        Some(&self.parameters.get(path)?.state.as_ref()?.scalars)
+    }
+
+    /// Whether the optimizer's state of a parameter has that tensor now.
+    pub(crate) fn has_tensor(&self, path: &str, slot: &str) -> bool {
+        let Some(held) = self.parameters.get(path) else {
+            return false;
+        };
+        let slots = self.kinds[held.kind].twin.slots();
+        let state = held.state.as_ref();
+        state.is_some_and(|state| {
+            state
+                .tensors
+                .iter()
+                .any(|index| *slots[*index].name == *slot)
+        })
+    }
+
+    /// The tensors that the optimizer's states of a parameter have.
+    pub(crate) fn slots(&self, path: &str) -> &[Slot] {
+        match self.parameters.get(path) {
+            Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
+            None => &[],
+        }
+    }
+
+    /// Makes states of these parameters, of numbers and the names of tensors; all others have none. They
+    /// are taken by [`set`](Self::set).
+    pub(crate) fn restored<'a>(
+        &self,
+        states: impl IntoIterator<Item = (&'a str, &'a [(String, Scalar)], Vec<&'a str>)>,
+    ) -> Result<RestoredStates, Error> {
+        let mut restored = RestoredStates(BTreeMap::new());
+        let mut made: Vec<(usize, Vec<usize>, &[(String, Scalar)], Arc<TwinState>)> = Vec::new();
+        for (path, scalars, names) in states {
+            let Some((path, held)) = self.parameters.get_key_value(path) else {
+                return Err(self.untraceable(path, "it is not trained".to_owned()));
+            };
+            let twin = &self.kinds[held.kind].twin;
+            let mut tensors = Vec::new();
+            for name in names {
+                let found = twin.slots().iter().position(|slot| *slot.name == *name);
+                let known = twin.slots().iter().map(|slot| slot.name.as_ref());
+                tensors.push(found.ok_or_else(|| Error::UnknownName {
+                    what: "optimizer state",
+                    name: format!("{path} {name}"),
+                    known: known.collect::<Vec<_>>().join(", "),
+                })?);
+            }
+            tensors.sort_unstable();
+            let alike = made.iter().find(|(kind, of, numbers, _)| {
+                *kind == held.kind && *of == tensors && *numbers == scalars
+            });
+            let state = match alike {
+                Some((.., state)) => state.clone(),
+                None => {
+                    let state = twin.state(scalars, &tensors);
+                    let state = state.map_err(|reason| self.untraceable(path, reason))?;
+                    let state = Arc::new(state);
+                    made.push((held.kind, tensors, scalars, state.clone()));
+                    state
+                }
+            };
+            restored.0.insert(path.clone(), state);
+        }
+        Ok(restored)
+    }
+
+    /// Goes on from these states.
+    pub(crate) fn set(&mut self, mut restored: RestoredStates) {
+        for (path, held) in &mut self.parameters {
+            held.state = restored.0.remove(path);
+        }
+    }
+}
+
+/// States that [`HostScalars::restored`] made.
+#[derive(Debug)]
+pub(crate) struct RestoredStates(BTreeMap<Arc<str>, Arc<TwinState>>);
+
+impl Kind {
+    fn step(
+        &mut self,
+        own: usize,
+        learning_rate: f64,
+        state: Option<&TwinState>,
+    ) -> Result<ParameterStep, String> {
+        let TwinStep {
+            structure,
+            scalars,
+            next,
+        } = self.twin.step(learning_rate, state)?;
+        let known = self
+            .structures
+            .iter()
+            .position(|other| **other == structure);
+        let number = match known {
+            Some(number) => number,
+            None if self.structures.len() >= MAX_STRUCTURES => {
+                let last = &self.structures[MAX_STRUCTURES - 1];
+                return Err(format!(
+                    "its operations keep changing: after {MAX_STRUCTURES} different steps for {:?} tensors \
+                     such as \"{}\", {}",
+                    self.shape,
+                    self.path,
+                    structure.difference(last)
+                ));
+            }
+            None => {
+                self.structures.push(Arc::new(structure));
+                self.structures.len() - 1
+            }
+        };
+        Ok(ParameterStep {
+            structure: self.structures[number].clone(),
+            number: (own, number),
+            slots: self.twin.slots().clone(),
+            scalars,
+            next,
+        })
+    }
+}
+
+fn twin<O: Optimizer>(
+    optimizer: &O,
+    learning_rate: f64,
+    shape: &[usize],
+    dtype: DType,
+) -> Result<Box<dyn Twin>, String> {
+    with_rank!(
+        shape.len(),
+        D => Ok(Box::new(TwinOf::<O, D>::new(optimizer, learning_rate, shape, dtype)?)),
+        Err(format!("its tensor has {} dims, and 1 to 6 are supported", shape.len()))
+    )
+}
+
+impl fmt::Debug for HostScalars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostScalars")
+            .field("optimizer", &self.optimizer)
+            .field("parameters", &self.parameters.keys())
+            .finish_non_exhaustive()
+    }
+}

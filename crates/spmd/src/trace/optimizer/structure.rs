@@ -1,0 +1,157 @@
+//! The operations of an optimizer's step in a form that can be compared, apart from their scalars.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn::tensor::DType;
+use burn_ir::{
+    IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, ScalarOpIr, TensorId, TensorIr,
+    TensorStatus,
+};
+
+use crate::graph::{Node, Phase, operation_name, rename, set_status};
+
+/// The parameter in a [`Structure`].
+pub(crate) fn parameter_id() -> TensorId {
+    TensorId::new(0)
+}
+
+/// Its gradient in a [`Structure`].
+pub(crate) fn gradient_id() -> TensorId {
+    TensorId::new(1)
+}
+
+/// The state of that slot in a [`Structure`].
+pub(crate) fn state_id(slot: usize) -> TensorId {
+    TensorId::new(2 + slot as u64)
+}
+
+/// A tensor of an optimizer's state: the same in every step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Slot {
+    pub(crate) name: Arc<str>,
+    /// Of the whole.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+}
+
+/// What one step of an optimizer does to a parameter, whatever the values of its host scalars.
+///
+/// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then
+/// what the operations write, in their order.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Structure {
+    /// With scalars that say nothing.
+    pub(crate) operations: Vec<OperationIr>,
+    pub(crate) new_parameter: TensorId,
+    /// The slots that the step writes, and what they become.
+    pub(crate) new_states: Vec<(usize, TensorId)>,
+}
+
+impl Structure {
+    /// Takes operations apart; `known` numbers the tensors that are given. Each new value is made by an
+    /// operation or is the gradient: whatever else it would share memory with is copied.
+    pub(super) fn new(
+        operations: Vec<OperationIr>,
+        mut known: BTreeMap<TensorId, TensorId>,
+        num_slots: usize,
+        new_parameter: TensorId,
+        new_states: &[(usize, TensorId)],
+    ) -> (Self, Vec<Vec<ScalarIr>>) {
+        let mut next = 2 + num_slots as u64;
+        let mut fresh = || {
+            next += 1;
+            TensorId::new(next - 1)
+        };
+        let mut numbered = Vec::with_capacity(operations.len());
+        let mut tensors: BTreeMap<TensorId, TensorIr> = BTreeMap::new();
+        for mut operation in operations {
+            for output in operation.outputs() {
+                known.entry(output.id).or_insert_with(&mut fresh);
+            }
+            rename(&mut operation, &known);
+            set_status(&mut operation, |_| TensorStatus::ReadOnly);
+            tensors.extend(operation.nodes().into_iter().map(|t| (t.id, t.clone())));
+            numbered.push(operation);
+        }
+        let number = |id: TensorId| known.get(&id).copied().unwrap_or(id);
+        let new_parameter = number(new_parameter);
+        let mut taken = vec![new_parameter];
+        let mut states = Vec::with_capacity(new_states.len());
+        for (slot, from) in new_states {
+            let from = number(*from);
+            let is_own = from == state_id(*slot);
+            let is_given = from.value() < 2 + num_slots as u64 && from != gradient_id();
+            let is_shared = taken.contains(&from) || is_given;
+            let value = match tensors.get(&from).filter(|_| is_shared && !is_own) {
+                Some(tensor) => {
+                    let copy = fresh();
+                    numbered.push(copy_of(tensor, copy));
+                    copy
+                }
+                None => from,
+            };
+            taken.push(value);
+            states.push((*slot, value));
+        }
+        let scalars = numbered.iter_mut().map(take_scalars).collect();
+        let structure = Self {
+            operations: numbered,
+            new_parameter,
+            new_states: states,
+        };
+        (structure, scalars)
+    }
+
+    /// In words, where this one and another first differ.
+    pub(super) fn difference(&self, other: &Self) -> String {
+        let name = |of: &Self, index: usize| of.operations.get(index).map(operation_name);
+        let longest = self.operations.len().max(other.operations.len());
+        let differs = |index: &usize| self.operations.get(*index) != other.operations.get(*index);
+        match (0..longest).find(differs) {
+            Some(index) => {
+                let text = |name: Option<String>| name.unwrap_or_else(|| "none".to_owned());
+                let (before, now) = (name(other, index), name(self, index));
+                format!(
+                    "operation {index} was {} and is {}",
+                    text(before),
+                    text(now)
+                )
+            }
+            None => "its new states are made by other operations".to_owned(),
+        }
+    }
+}
+
+/// An operation whose result has the same elements in memory of its own.
+fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
+    let lhs = TensorIr {
+        status: TensorStatus::ReadOnly,
+        ..tensor.clone()
+    };
+    let out = TensorIr::uninit(copy, lhs.shape.clone(), lhs.dtype);
+    let rhs = ScalarIr::Float(1.0);
+    let operation = NumericOperationIr::MulScalar(ScalarOpIr { lhs, rhs, out });
+    OperationIr::NumericFloat(tensor.dtype, operation)
+}
+
+/// The scalars of an operation, in whose place it gets ones that are always the same.
+fn take_scalars(operation: &mut OperationIr) -> Vec<ScalarIr> {
+    struct Take(Vec<ScalarIr>);
+    impl IrVisitorMut for Take {
+        fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
+            self.0.push(*scalar);
+            *scalar = ScalarIr::Float(0.0);
+        }
+    }
+    let mut take = Take(Vec::new());
+    operation.visit_mut(&mut take);
+    take.0
+}
+
+/// An operation with these scalars.
+pub(crate) fn with_scalars(operation: &OperationIr, scalars: &[ScalarIr]) -> OperationIr {
+    let mut node = Node::new(operation.clone(), Phase::Optimizer);
+    node.set_scalar_values(scalars);
+    node.operation
+}

@@ -1,0 +1,516 @@
+//! An optimizer that runs beside the graph, on tensors of a parameter's shape and type that have no memory.
+//!
+//! Each step is recorded on a capture device of its own. Between two recordings the optimizer's state is
+//! kept as it is, host values and all. Two things make that possible:
+//!
+//! - A captured tensor can be read once its id is an alias of one that has data. Before a recording ends,
+//!   every tensor of the state is given data of its shape and type, and the next recording begins
+//!   by moving the state to its device, as Burn does before every step.
+//! - That data is a window of zeros that nobody touches, so that it takes no memory. Where the window
+//!   begins says which tensor of the state it is.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn_capture::{CaptureBackend, CaptureClient};
+use burn_ir::{OperationIr, ScalarIr, TensorId};
+use burn_pack::Scalar;
+use burn_router::RouterClient;
+
+use super::structure::{Slot, Structure, gradient_id, parameter_id, state_id};
+use crate::Error;
+use crate::graph::operation_name;
+use crate::trace::capture::{Lease, Recording, float_id, record_on};
+
+/// Bytes between the windows of two tensors of a state.
+const STRIDE: usize = 64;
+
+/// A state of the optimizer for one parameter, without the elements of its tensors.
+pub(crate) struct TwinState {
+    /// Its host numbers, by name.
+    pub(crate) scalars: Vec<(String, Scalar)>,
+    /// The slots that have a tensor.
+    pub(crate) tensors: Vec<usize>,
+    /// As the optimizer keeps it, and the device that its tensors must leave.
+    live: Live,
+}
+
+struct Live {
+    state: Box<dyn Any + Send + Sync>,
+    _device: Lease,
+}
+
+impl fmt::Debug for TwinState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TwinState")
+            .field("scalars", &self.scalars)
+            .field("tensors", &self.tensors)
+            .finish_non_exhaustive()
+    }
+}
+
+/// One step of an optimizer for the parameters of one kind.
+#[derive(Debug)]
+pub(crate) struct TwinStep {
+    pub(crate) structure: Structure,
+    /// By operation.
+    pub(crate) scalars: Vec<Vec<ScalarIr>>,
+    /// After the step.
+    pub(crate) next: Option<Arc<TwinState>>,
+}
+
+/// An optimizer for parameters of one shape and type.
+pub(super) trait Twin: Send {
+    /// Records a step.
+    fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String>;
+
+    /// The state of these numbers and tensors.
+    fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String>;
+
+    /// The tensors of its state.
+    fn slots(&self) -> &Arc<Vec<Slot>>;
+}
+
+/// Whether the tensors of the state are known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Look {
+    /// The new state is described, and cannot be gone on from.
+    First,
+    Again,
+}
+
+/// What a state consists of.
+#[derive(Debug)]
+struct Form {
+    scalars: Vec<(String, Scalar)>,
+    tensors: Vec<(String, TensorId)>,
+}
+
+impl Form {
+    /// Reads a state whose tensors were made in this recording, with ids from `first` on. Afterwards no
+    /// operation may be recorded any more.
+    fn of<S: RecordState>(state: &S, client: &CaptureClient, first: TensorId) -> Self {
+        let end = client.create_empty_handle();
+        for id in first.value()..end.value() {
+            let own = TensorData::new(vec![id as i64], [1]);
+            client.register_alias(TensorId::new(id), client.register_tensor_data(own).id());
+        }
+        let mut sink = StateSink::default();
+        state.state_flatten("", &mut sink);
+        let id_of = |data: TensorData| {
+            let id = data
+                .as_slice::<i64>()
+                .ok()
+                .and_then(|ids| ids.first().copied());
+            TensorId::new(id.unwrap_or(-1) as u64)
+        };
+        Self {
+            scalars: sink.scalars,
+            tensors: sink
+                .tensors
+                .into_iter()
+                .map(|(name, data)| (name, id_of(data)))
+                .collect(),
+        }
+    }
+
+    /// Whether two names are one tensor.
+    fn has_aliases(&self) -> bool {
+        let ids = self.tensors.iter().map(|(_, id)| *id);
+        let distinct: std::collections::BTreeSet<TensorId> = ids.collect();
+        distinct.len() != self.tensors.len()
+    }
+}
+
+pub(super) struct TwinOf<O: Optimizer, const D: usize> {
+    optimizer: O,
+    shape: [usize; D],
+    dtype: DType,
+    slots: Arc<Vec<Slot>>,
+    zeros: Bytes,
+}
+
+/// A step as it was recorded.
+struct Recorded<S> {
+    /// Of which the result is the parameter, its gradient and the new parameter.
+    recording: Recording<[TensorId; 3]>,
+    next: Option<(S, Form)>,
+    /// The tensors of the new state.
+    tensors: Vec<Slot>,
+    device: Lease,
+}
+
+impl<O: Optimizer, const D: usize> TwinOf<O, D> {
+    /// How many steps are looked at for tensors of the state.
+    const LOOKAHEAD: usize = 3;
+
+    pub(super) fn new(
+        optimizer: &O,
+        learning_rate: f64,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<Self, String> {
+        let mut of = [0; D];
+        of.copy_from_slice(shape);
+        let mut twin = Self {
+            optimizer: optimizer.clone(),
+            shape: of,
+            dtype,
+            slots: Arc::default(),
+            zeros: Bytes::from_bytes_vec(Vec::new()).shared(),
+        };
+        let mut state = None;
+        for _ in 0..Self::LOOKAHEAD {
+            let recorded = twin.record(learning_rate, state.as_ref(), Look::First)?;
+            let Some((_, form)) = recorded.next else {
+                break;
+            };
+            twin.declare(recorded.tensors)?;
+            let slots = form.tensors.iter().map(|(name, _)| twin.slot(name));
+            let slots = slots.collect::<Result<Vec<_>, _>>()?;
+            state = Some(twin.state(&form.scalars, &slots)?);
+        }
+        Ok(twin)
+    }
+
+    /// Adds slots, and sees to it that there are zeros for all.
+    fn declare(&mut self, found: Vec<Slot>) -> Result<(), String> {
+        let mut slots = self.slots.as_ref().clone();
+        for slot in found {
+            match slots.iter().find(|known| known.name == slot.name) {
+                Some(known) if *known != slot => return Err(changed(known, &slot)),
+                Some(_) => {}
+                None => slots.push(slot),
+            }
+        }
+        let size = |slot: &Slot| {
+            let elements: usize = slot.shape.iter().product();
+            elements * slot.dtype.size().max(DType::F32.size())
+        };
+        let longest = slots.iter().map(size).max().unwrap_or_default();
+        let num_bytes = longest + STRIDE * slots.len();
+        if self.zeros.len() < num_bytes {
+            self.zeros = Bytes::from_bytes_vec(vec![0; num_bytes]).shared();
+        }
+        self.slots = Arc::new(slots);
+        Ok(())
+    }
+
+    fn slot(&self, name: &str) -> Result<usize, String> {
+        let found = self.slots.iter().position(|slot| *slot.name == *name);
+        found.ok_or_else(|| format!("its state got the tensor \"{name}\" in a later step"))
+    }
+
+    /// Data of a slot's shape.
+    fn window(&self, slot: usize, dtype: DType) -> Result<TensorData, String> {
+        let shape = &self.slots[slot].shape;
+        let size = shape.iter().product::<usize>() * dtype.size();
+        let start = slot * STRIDE;
+        let bytes = self.zeros.view(start, start + size);
+        let bytes = bytes.map_err(|error| format!("{error:?}"))?;
+        TensorData::try_from_bytes(bytes, shape.clone(), dtype).map_err(|error| error.to_string())
+    }
+
+    /// The slot whose window that is.
+    fn slot_of(&self, data: &TensorData) -> Option<usize> {
+        let (base, at) = (
+            self.zeros.as_ptr() as usize,
+            data.as_bytes().as_ptr() as usize,
+        );
+        let slot = at.checked_sub(base)? / STRIDE;
+        (slot < self.slots.len()).then_some(slot)
+    }
+
+    /// Gives the tensors of a state data that the next recording recognises.
+    fn fix(&self, form: &Form, client: &CaptureClient) -> Result<(), String> {
+        for (name, id) in &form.tensors {
+            let slot = self.slot(name)?;
+            let data = client.register_tensor_data(self.window(slot, self.slots[slot].dtype)?);
+            client.register_alias(*id, data.id());
+        }
+        Ok(())
+    }
+
+    fn record(
+        &self,
+        learning_rate: f64,
+        state: Option<&TwinState>,
+        look: Look,
+    ) -> Result<Recorded<O::State<D>>, String> {
+        let live = match state {
+            Some(state) => {
+                let live = state.live.state.downcast_ref::<O::State<D>>();
+                Some(live.ok_or("its state is another optimizer's")?.clone())
+            }
+            None => None,
+        };
+        let lease = Lease::take();
+        let recording = record_on(&lease, "the optimizer", |device, _| {
+            let parameter = Tensor::<D>::empty(self.shape, (device, self.dtype));
+            let gradient = Tensor::<D>::empty(self.shape, (device, self.dtype));
+            let (client, first) = client_of(&parameter)?;
+            let second = id_of(&gradient)?;
+            let live = live.map(|state| O::to_device(state, device));
+            let (after, next) = self
+                .optimizer
+                .step(learning_rate, parameter, gradient, live);
+            let after = id_of(&after)?;
+            let next = next.map(|next| {
+                let form = Form::of(&next, &client, first);
+                (next, form)
+            });
+            if let (Some((_, form)), Look::Again) = (&next, look) {
+                self.fix(form, &client).map_err(Error::Internal)?;
+            }
+            Ok(([first, second, after], next))
+        });
+        let Recording {
+            operations,
+            values,
+            result: (result, next),
+        } = recording.map_err(reason_of)?;
+        let recording = Recording {
+            operations,
+            values,
+            result,
+        };
+        Ok(Recorded {
+            tensors: tensors_of(&recording, next.as_ref().map(|(_, form)| form))?,
+            recording,
+            next,
+            device: lease,
+        })
+    }
+
+    /// The state after a step.
+    fn next(
+        &self,
+        state: O::State<D>,
+        form: &Form,
+        tensors: &[Slot],
+        device: Lease,
+    ) -> Result<TwinState, String> {
+        let mut slots = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let slot = self.slot(&tensor.name)?;
+            if self.slots[slot] != *tensor {
+                return Err(changed(&self.slots[slot], tensor));
+            }
+            slots.push(slot);
+        }
+        // One tensor under two names could not be told apart.
+        if form.has_aliases() {
+            return self.state(&form.scalars, &slots);
+        }
+        Ok(TwinState {
+            scalars: form.scalars.clone(),
+            tensors: slots,
+            live: Live {
+                state: Box::new(state),
+                _device: device,
+            },
+        })
+    }
+
+    fn structure(
+        &self,
+        recording: Recording<[TensorId; 3]>,
+        form: Option<&Form>,
+    ) -> Result<(Structure, Vec<Vec<ScalarIr>>), String> {
+        let [parameter, gradient, after] = recording.result;
+        let mut given: BTreeMap<TensorId, TensorId> =
+            [(parameter, parameter_id()), (gradient, gradient_id())].into();
+        for (id, data) in &recording.values {
+            if let Some(slot) = self.slot_of(data) {
+                given.insert(*id, state_id(slot));
+            }
+        }
+        let mut known: Vec<TensorId> = given.keys().copied().collect();
+        let mut operations = Vec::with_capacity(recording.operations.len());
+        for operation in recording.operations {
+            if operation
+                .outputs()
+                .any(|o| o.id == parameter || o.id == gradient)
+            {
+                continue;
+            }
+            if matches!(operation, OperationIr::Init(_)) {
+                return Err("it makes tensors of host data".to_owned());
+            }
+            if let Some(input) = operation.inputs().find(|input| !known.contains(&input.id)) {
+                return Err(format!(
+                    "{} reads a tensor of shape {:?} that is neither the parameter, its gradient nor \
+                     in its state",
+                    operation_name(&operation),
+                    input.shape.to_vec()
+                ));
+            }
+            known.extend(operation.outputs().map(|output| output.id));
+            operations.push(operation);
+        }
+        let mut new_states = Vec::new();
+        for (name, id) in form.map(|form| form.tensors.as_slice()).unwrap_or_default() {
+            new_states.push((self.slot(name)?, *id));
+        }
+        new_states.sort_unstable_by_key(|(slot, _)| *slot);
+        Ok(Structure::new(
+            operations,
+            given,
+            self.slots.len(),
+            after,
+            &new_states,
+        ))
+    }
+}
+
+impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
+    fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String> {
+        let Recorded {
+            recording,
+            next,
+            tensors,
+            device,
+        } = self.record(learning_rate, state, Look::Again)?;
+        let form = next.as_ref().map(|(_, form)| form);
+        let (structure, scalars) = self.structure(recording, form)?;
+        let next = match next {
+            Some((next, form)) => Some(Arc::new(self.next(next, &form, &tensors, device)?)),
+            None => None,
+        };
+        Ok(TwinStep {
+            structure,
+            scalars,
+            next,
+        })
+    }
+
+    fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String> {
+        let lease = Lease::take();
+        let names = |form: &Form| -> Vec<String> {
+            let mut names: Vec<_> = form.tensors.iter().map(|(name, _)| name.clone()).collect();
+            names.sort_unstable();
+            names
+        };
+        let given = tensors
+            .iter()
+            .map(|slot| self.slots[*slot].name.to_string());
+        let mut given: Vec<String> = given.collect();
+        given.sort_unstable();
+        let recording = record_on(&lease, "the optimizer", |device, _| {
+            let (client, first) = client_of(&Tensor::<1>::empty([1], device))?;
+            let mut source = StateSource::new(scalars.iter().cloned().collect());
+            for slot in tensors {
+                // A captured tensor is made in the device's own type, whatever that of its data.
+                let data = self.window(*slot, DType::F32).map_err(Error::Internal)?;
+                source.insert_tensor(self.slots[*slot].name.to_string(), data);
+            }
+            let state = O::State::<D>::state_unflatten("", &mut source, device);
+            let form = state.as_ref().map(|state| Form::of(state, &client, first));
+            if let Some(form) = &form
+                && names(form) == given
+            {
+                self.fix(form, &client).map_err(Error::Internal)?;
+            }
+            Ok((state, form))
+        });
+        let (state, form) = recording.map_err(reason_of)?.result;
+        let (Some(state), Some(form)) = (state, form) else {
+            return Err(format!(
+                "no state of it has just the tensors {given:?} and the numbers {:?}",
+                numbers(scalars).into_keys().collect::<Vec<_>>()
+            ));
+        };
+        if names(&form) != given || numbers(&form.scalars) != numbers(scalars) {
+            return Err(format!(
+                "its state has the tensors {:?} and the numbers {:?}, not {given:?} and {:?}",
+                names(&form),
+                numbers(&form.scalars),
+                numbers(scalars)
+            ));
+        }
+        Ok(TwinState {
+            scalars: form.scalars,
+            tensors: tensors.to_vec(),
+            live: Live {
+                state: Box::new(state),
+                _device: lease,
+            },
+        })
+    }
+
+    fn slots(&self) -> &Arc<Vec<Slot>> {
+        &self.slots
+    }
+}
+
+/// Shapes and types of the tensors of the new state.
+fn tensors_of(
+    recording: &Recording<[TensorId; 3]>,
+    form: Option<&Form>,
+) -> Result<Vec<Slot>, String> {
+    let outputs = recording.operations.iter().flat_map(OperationIr::outputs);
+    let mut known: BTreeMap<TensorId, (Vec<usize>, DType)> = outputs
+        .map(|output| (output.id, (output.shape.to_vec(), output.dtype)))
+        .collect();
+    for (id, data) in &recording.values {
+        let of = || (data.shape().to_vec(), data.dtype());
+        known.entry(*id).or_insert_with(of);
+    }
+    let tensors = form.map(|form| form.tensors.as_slice()).unwrap_or_default();
+    let tensors = tensors.iter().map(|(name, id)| {
+        let found = known.get(id).cloned();
+        let (shape, dtype) = found
+            .ok_or_else(|| format!("its state \"{name}\" is made by nothing that was recorded"))?;
+        let name = name.as_str().into();
+        Ok(Slot { name, shape, dtype })
+    });
+    tensors.collect()
+}
+
+/// Numbers by name, whatever kind of integer they are.
+fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
+    let text = |value: &Scalar| match value {
+        Scalar::Int(value) => value.to_string(),
+        Scalar::UInt(value) => value.to_string(),
+        Scalar::Float(value) => format!("{value:?}"),
+        Scalar::Bool(value) => value.to_string(),
+    };
+    let numbers = of.iter().map(|(name, value)| (name.as_str(), text(value)));
+    numbers.collect()
+}
+
+fn changed(known: &Slot, now: &Slot) -> String {
+    format!(
+        "its state \"{}\" was {:?} {:?} and becomes {:?} {:?}",
+        known.name, known.dtype, known.shape, now.dtype, now.shape
+    )
+}
+
+fn reason_of(error: Error) -> String {
+    match error {
+        Error::Uncapturable { reason, .. } | Error::Internal(reason) => reason,
+        other => other.to_string(),
+    }
+}
+
+/// The recording that a tensor is made in, and its id there.
+fn client_of<const D: usize>(tensor: &Tensor<D>) -> Result<(CaptureClient, TensorId), Error> {
+    match tensor.clone().try_into_primitive::<CaptureBackend>() {
+        Ok(tensor) => Ok((tensor.client.clone(), tensor.id())),
+        Err(_) => Err(moved()),
+    }
+}
+
+fn id_of<const D: usize>(tensor: &Tensor<D>) -> Result<TensorId, Error> {
+    float_id(tensor)
+        .map(|captured| captured.id)
+        .ok_or_else(moved)
+}
+
+fn moved() -> Error {
+    Error::Internal("it moves tensors to another device".to_owned())
+}
