@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let mut model = fully_shard(init(&device), &mesh, policy)?;
         // Groups go by the same paths as without shards.
         let mut optim = optimizer();
-        check_elementwise(&optim, &model)?;
+        check_elementwise(&model, &optim)?;
         let own = world.rank() * ROWS..(world.rank() + 1) * ROWS;
         let mut losses: Vec<f32> = Vec::new();
         for step in 0..STEPS {
