@@ -18,7 +18,7 @@ use crate::note::Wish;
 /// An operation that no rank has needed for so many steps leaves the order.
 const IDLE_LIMIT: u32 = 32;
 /// How often the order keeps a forward's gather to which no backward has come: a teacher's, say.
-const ABANDONED_LIMIT: usize = 2;
+const ABANDONED_LIMIT: usize = 1;
 
 /// This rank asked for the operation.
 const ASKED: u8 = 1;

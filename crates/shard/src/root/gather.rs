@@ -138,7 +138,9 @@ impl Progress {
                     Some(ahead) => ahead.generation.clone(),
                     None => self.copy_in_use(root, operation)?,
                 };
-                if forward && generation.unit.groups.neighbours.is_some() {
+                let unit = &generation.unit;
+                let is_here = ahead.is_none() && !generation.is_sharded();
+                if forward && unit.groups.neighbours.is_some() && !unit.keeps() && !is_here {
                     // The neighbours will want this rank's piece in backward.
                     if ahead.is_none() {
                         root.start_gather(&generation, operation)?;

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{Error, backward, fully_shard, memory, trim};
 
-use super::{HEAP, Net, UNIT, alone, blocks, checkpointing, on_ranks};
+use super::{HEAP, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
 
 /// Live bytes of all ranks, when all have come here.
 fn live(world: &ProcessGroup) -> Result<usize, Error> {
@@ -78,7 +78,8 @@ fn over_time(habit: Habit) -> Vec<usize> {
                 seen.push(live(&world)?);
             }
         }
-        assert_eq!(memory(&model)?.unsharded_live, 0);
+        // What the graph of the last forward without a backward saved of the root.
+        assert!(memory(&model)?.unsharded_live <= ROOT);
         Ok(seen)
     });
     of_ranks.swap_remove(0)

@@ -11,7 +11,7 @@ use burn_fsdp_shard::{ShardPolicy, backward, fully_shard, memory};
 
 use super::{HEAP, alone, checkpointing, on_ranks};
 
-const DIM: usize = 256;
+const DIM: usize = 512;
 const NUM_LAYERS: usize = 8;
 /// Bytes of one layer.
 const LAYER: usize = 4 * DIM * DIM;
@@ -120,15 +120,15 @@ fn optimizers_hold_what_they_hold_without_sharding() {
             models(sharded.at_most),
             models(pooled),
         );
-        // Graphs, tables, and one rank's tensors in the making.
-        let books = LAYER;
+        // Of each rank: graphs, tables, threads and what its kernels keep.
+        let books = 3 * LAYER;
         let rest = plain.at_rest + pooled + books;
         assert!(
             sharded.at_rest <= rest,
             "{name}: {sharded:?}, {plain:?}, {pooled}"
         );
         // The whole activations of backward are plain Burn's, too.
-        let most = plain.at_most + pooled + 2 * books;
+        let most = plain.at_most + pooled + LAYER + books;
         assert!(
             sharded.at_most <= most,
             "{name}: {sharded:?}, {plain:?}, {pooled}"
