@@ -62,6 +62,7 @@ pub fn snapshot_compiled<B: Batch>(
             shape,
             dtype,
             is_trained,
+            ..
         } = parameter;
         let path = path.to_string();
         let layout = match step.layout(&path)? {

@@ -2,20 +2,24 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn_ir::BackendIr;
+use siphasher::sip::SipHasher13;
 
+use super::repeat::difference;
 use super::state::Restored;
 use crate::graph::{Graph, Role};
 use crate::initial::InitialValues;
+use crate::layout::collective;
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
 use crate::trace::{
     Batch, HostScalars, InputSpec, OptimizerStep, ParameterSpec, StepScalars, TraceConfig, data_of,
-    specs_of,
+    fixed_of, specs_of,
 };
 use crate::{CustomOperations, Error};
 
@@ -25,6 +29,8 @@ pub(super) type Tracer<B> = Box<dyn Fn(&B, TraceConfig, &Mode) -> Result<Graph, 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Key {
     inputs: Vec<InputSpec>,
+    /// What else of the batch decides: names and hashes.
+    fixed: Vec<(String, u64)>,
     step: OptimizerStep,
     structure: BTreeMap<usize, Vec<String>>,
 }
@@ -40,6 +46,15 @@ pub(super) enum Compiled {
     },
 }
 
+/// The graphs of a key, as they are kept.
+pub(super) struct Entry {
+    compiled: Compiled,
+    /// Of all of them.
+    fingerprint: u64,
+    /// What was traced, until the step has been traced once more and compared.
+    traced: Option<Box<Graph>>,
+}
+
 /// An optimizer's step that has been put off: gradients wait for it.
 pub(super) struct Pending {
     step: OptimizerStep,
@@ -52,6 +67,8 @@ pub(super) struct Pending {
 /// What the next call runs.
 struct Prepared {
     graph: Arc<Graph>,
+    /// Equal on all ranks that run the same.
+    fingerprint: u64,
     scalars: StepScalars,
     /// What is put off by it.
     pending: Option<Pending>,
@@ -69,7 +86,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// States that were set before there was a graph, by path and slot.
     pub(super) restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
-    pub(super) graphs: VecDeque<(Key, Compiled)>,
+    pub(super) graphs: VecDeque<(Key, Entry)>,
     /// The last step's optimizer, if it has been put off.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
@@ -126,6 +143,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// # Errors
     ///
     /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
+    /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks where they have not all the same to run,
+    /// because one has a batch of another shape, say: nothing has changed then, and the run may go on.
+    /// [`Error::NotRepeatable`], see [`compile`](crate::compile()).
     /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
     /// every call returns [`Error::Poisoned`].
     pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
@@ -158,6 +178,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             graph,
             scalars,
             pending,
+            ..
         } = self.prepare(learning_rate, batch)?;
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
             self.executor.set(*id, data);
@@ -228,44 +249,20 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The graph for such a batch, made if there is none, and the scalars that it runs with.
+    /// The graph for such a batch, made if there is none, and the scalars that it runs with. All ranks
+    /// must call it; they agree on what they run before anything changes, which takes one exchange of 8
+    /// bytes.
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
-        self.expect_defined()?;
-        let scalars = self.scalars.peek(learning_rate)?;
-        let step = match self.steps {
-            0 => OptimizerStep::First,
-            _ => OptimizerStep::Next,
-        };
-        let now = self.compiled(learning_rate, batch, step, &scalars)?;
-        let prepared = match (now, &self.pending) {
-            (Compiled::Whole(graph), _) => Prepared {
-                graph,
-                scalars,
-                pending: None,
-            },
-            (Compiled::Iteration { setup, cleanup, .. }, before) => {
-                let before = before.as_ref();
-                let before = before.map(|p| (p.learning_rate, p.step, p.scalars.clone()));
-                let (graph, with) = match before {
-                    None => (setup, scalars.clone()),
-                    // The optimizer's part of this graph is the step before's.
-                    Some((rate, step, with)) => match self.compiled(rate, batch, step, &with)? {
-                        Compiled::Iteration { main, .. } => (main, with),
-                        Compiled::Whole(graph) => (graph, with),
-                    },
-                };
-                Prepared {
-                    graph,
-                    scalars: with,
-                    pending: Some(Pending {
-                        step,
-                        learning_rate,
-                        scalars,
-                        cleanup,
-                    }),
-                }
+        let was_open = self.mode.is_open();
+        let prepared = self.prepare_own(learning_rate, batch);
+        let prepared = self.agree(prepared, learning_rate, batch);
+        let prepared = prepared.inspect_err(|_| {
+            // Ranks may have decided by different graphs.
+            if was_open && self.initial.is_some() {
+                self.mode.reopen();
+                self.graphs.clear();
             }
-        };
+        })?;
         let graph = &prepared.graph;
         if let Some(initial) = self.initial.take() {
             for (id, data) in initial.into_values(graph, &self.mode)? {
@@ -278,6 +275,89 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(prepared)
     }
 
+    /// What this rank would run. Nothing but the cache of graphs changes.
+    fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        self.expect_defined()?;
+        let scalars = self.scalars.peek(learning_rate)?;
+        let step = match self.steps {
+            0 => OptimizerStep::First,
+            _ => OptimizerStep::Next,
+        };
+        let (now, fingerprint) = self.compiled(learning_rate, batch, step, &scalars)?;
+        Ok(match (now, &self.pending) {
+            (Compiled::Whole(graph), _) => Prepared {
+                graph,
+                fingerprint,
+                scalars,
+                pending: None,
+            },
+            (Compiled::Iteration { setup, cleanup, .. }, before) => {
+                let before = before.as_ref();
+                let before = before.map(|p| (p.learning_rate, p.step, p.scalars.clone()));
+                let (graph, fingerprint, with) = match before {
+                    None => (setup, fingerprint, scalars.clone()),
+                    // The optimizer's part of this graph is the step before's.
+                    Some((rate, step, with)) => match self.compiled(rate, batch, step, &with)? {
+                        // Another graph of the same key than the one without a step before.
+                        (Compiled::Iteration { main, .. }, other) => (main, !other, with),
+                        (Compiled::Whole(graph), other) => (graph, other, with),
+                    },
+                };
+                Prepared {
+                    graph,
+                    fingerprint,
+                    scalars: with,
+                    pending: Some(Pending {
+                        step,
+                        learning_rate,
+                        scalars,
+                        cleanup,
+                    }),
+                }
+            }
+        })
+    }
+
+    /// Makes sure that all ranks are about to run the same.
+    fn agree(
+        &self,
+        own: Result<Prepared, Error>,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<Prepared, Error> {
+        /// What a rank without a graph says.
+        const NOT_READY: [u8; 8] = [0; 8];
+        let said = match &own {
+            Ok(prepared) => {
+                let mut hasher = SipHasher13::new();
+                (prepared.fingerprint, learning_rate.to_bits()).hash(&mut hasher);
+                hasher.finish().max(1).to_le_bytes()
+            }
+            Err(_) => NOT_READY,
+        };
+        let group = &self.mode.group;
+        let all = group.exchange("step", said.to_vec());
+        let own = own?;
+        let all = all.map_err(collective)?;
+        if let Some(rank) = all.iter().position(|other| *other == NOT_READY) {
+            return Err(Error::PeerNotReady { rank });
+        }
+        let Some(rank) = all.iter().position(|other| *other != all[0]) else {
+            return Ok(own);
+        };
+        // All ranks are here: they tell each other why.
+        let text = format!("{} at learning rate {learning_rate}", described(batch)?);
+        let texts = group.exchange("batches of a step", text.into_bytes());
+        let texts = texts.map_err(collective)?;
+        let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
+        let (first, other) = (text(0), text(rank));
+        let difference = match first == other {
+            true => format!("both have {first}, but the model, the loss or the mode differ"),
+            false => format!("rank 0 has {first}, rank {rank} has {other}"),
+        };
+        Err(Error::GraphsDiffer { rank, difference })
+    }
+
     /// Makes a graph's constants available.
     fn load(&mut self, graph: &Arc<Graph>) {
         let loaded = self.loaded.as_ref();
@@ -287,75 +367,86 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The graphs for such a batch and step of the optimizer.
+    /// The graphs for such a batch and step of the optimizer, and their fingerprint.
     fn compiled(
         &mut self,
         learning_rate: f64,
         batch: &B,
         step: OptimizerStep,
         scalars: &StepScalars,
-    ) -> Result<Compiled, Error> {
+    ) -> Result<(Compiled, u64), Error> {
         let key = Key {
             inputs: specs_of(batch)?,
+            fixed: fixed_of(batch),
             step,
             structure: scalars.structure().clone(),
         };
-        let found = self.graphs.iter().position(|(other, _)| *other == key);
-        let entry = match found.and_then(|index| self.graphs.remove(index)) {
-            Some(entry) => entry,
-            None => (key, self.make(learning_rate, batch, step)?),
-        };
-        let compiled = entry.1.clone();
-        self.graphs.push_back(entry);
-        while self.graphs.len() > self.mode.cache {
-            self.graphs.pop_front();
-        }
-        Ok(compiled)
-    }
-
-    fn make(
-        &mut self,
-        learning_rate: f64,
-        batch: &B,
-        step: OptimizerStep,
-    ) -> Result<Compiled, Error> {
-        self.mode.check_names(&self.specs, &specs_of(batch)?)?;
         let config = TraceConfig {
             step,
             learning_rate,
         };
+        let found = self.graphs.iter().position(|(other, _)| *other == key);
+        let entry = match found {
+            Some(index) => {
+                self.check_again(index, batch, config)?;
+                let entry = self.graphs.remove(index);
+                entry.ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
+            }
+            None => (key, self.make(batch, config)?),
+        };
+        let compiled = (entry.1.compiled.clone(), entry.1.fingerprint);
+        self.graphs.push_back(entry);
+        while self.graphs.len() > self.mode.cache {
+            self.graphs.pop_front();
+            tracing::warn!(
+                graphs = self.mode.cache,
+                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
+                 went again; pad batches to fewer shapes, or keep more graphs (Mode::with_cache)"
+            );
+        }
+        Ok(compiled)
+    }
+
+    /// Traces a graph that is used for the second time again, with the batch at hand: what differs now
+    /// would have been frozen.
+    fn check_again(&mut self, index: usize, batch: &B, config: TraceConfig) -> Result<(), Error> {
+        let Some(first) = &self.graphs[index].1.traced else {
+            return Ok(());
+        };
+        let again = (self.tracer)(batch, config, &self.mode)?;
+        if let Some(difference) = difference(first, &again) {
+            return Err(Error::NotRepeatable { difference });
+        }
+        self.graphs[index].1.traced = None;
+        Ok(())
+    }
+
+    fn make(&mut self, batch: &B, config: TraceConfig) -> Result<Entry, Error> {
+        self.mode.check_names(&self.specs, &specs_of(batch)?)?;
         self.num_traces += 1;
-        let graph = (self.tracer)(batch, config, &self.mode)?;
-        let graph = self.executor.operations().describe(graph)?;
+        let traced = (self.tracer)(batch, config, &self.mode)?;
+        let graph = self.executor.operations().describe(traced.clone())?;
         self.mode.decide(&graph)?;
-        match lower_all(graph, &self.mode)? {
+        let (compiled, fingerprint) = match lower_all(graph, &self.mode)? {
             Lowered::Whole(graph) => {
-                self.agree(&graph)?;
-                Ok(Compiled::Whole(Arc::new(graph)))
+                let fingerprint = graph.fingerprint();
+                (Compiled::Whole(Arc::new(graph)), fingerprint)
             }
             Lowered::Iteration(iteration) => {
-                self.agree(&iteration.main)?;
-                Ok(Compiled::Iteration {
+                let fingerprint = iteration.main.fingerprint();
+                let compiled = Compiled::Iteration {
                     setup: Arc::new(iteration.setup),
                     main: Arc::new(iteration.main),
                     cleanup: Arc::new(iteration.cleanup),
-                })
+                };
+                (compiled, fingerprint)
             }
-        }
-    }
-
-    /// Makes sure that all ranks have the same graph.
-    fn agree(&self, graph: &Graph) -> Result<(), Error> {
-        let fingerprint = graph.fingerprint().to_le_bytes().to_vec();
-        let all = self.mode.group.exchange("compiled graph", fingerprint);
-        let all = all.map_err(|source| Error::Collective {
-            node: 0,
-            source: Arc::new(source),
-        })?;
-        match all.iter().position(|other| *other != all[0]) {
-            Some(rank) => Err(Error::GraphsDiffer { rank }),
-            None => Ok(()),
-        }
+        };
+        Ok(Entry {
+            compiled,
+            fingerprint,
+            traced: Some(Box::new(traced)),
+        })
     }
 
     /// The graph of the last step, or of the batch prepared last; `None` before.
@@ -406,4 +497,21 @@ impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }
+}
+
+/// A batch in words: names, types and shapes of its tensors, and its other values by hash.
+fn described<B: Batch>(batch: &B) -> Result<String, Error> {
+    let tensors = specs_of(batch)?;
+    let tensors = tensors
+        .iter()
+        .map(|spec| format!("\"{}\" {:?} {:?}", spec.name, spec.dtype, spec.shape));
+    let fixed = fixed_of(batch);
+    let fixed = fixed
+        .iter()
+        .map(|(name, hash)| format!("\"{name}\" of hash {hash:016x}"));
+    let parts: Vec<_> = tensors.chain(fixed).collect();
+    Ok(match parts.is_empty() {
+        true => "an empty batch".to_owned(),
+        false => parts.join(", "),
+    })
 }

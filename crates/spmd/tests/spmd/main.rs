@@ -1,13 +1,18 @@
 //! Compiled train steps against Burn's eager ones.
 
+mod agreement;
 mod compiled;
 mod custom;
 mod eager;
+mod frozen;
 #[path = "../common/fused.rs"]
 mod fused;
+mod host_values;
 mod limits;
 mod models;
+mod modules;
 mod parallel;
 mod passes;
 mod placement;
 mod scale;
+mod units;
