@@ -63,6 +63,7 @@ pub fn snapshot_compiled<B: Batch>(
             shape,
             dtype,
             is_trained,
+            ..
         } = parameter;
         let path = path.to_string();
         let held = step.layout(&path)?;

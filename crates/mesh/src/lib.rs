@@ -3,6 +3,7 @@
 //! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
 //! - [`Placement`]: how a tensor lies on one mesh axis.
 //! - [`Partition`]: how one tensor is cut into the shards of the ranks.
+//! - [`Pattern`]: which dotted paths are meant.
 //! - [`transfers`]: which pieces move when a tensor is cut anew.
 //!
 //! Everything here is a small value computed from sizes. The crate knows nothing of tensors,
@@ -27,11 +28,13 @@
 mod error;
 mod mesh;
 mod partition;
+mod pattern;
 mod placement;
 mod transfer;
 
 pub use error::Error;
 pub use mesh::{Axis, Mesh};
 pub use partition::Partition;
+pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};
 pub use transfer::{Transfer, transfers};

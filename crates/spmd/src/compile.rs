@@ -1,5 +1,6 @@
 //! The whole way from closures to steps.
 
+mod repeat;
 mod state;
 mod step;
 
@@ -14,7 +15,9 @@ use crate::graph::Graph;
 use crate::initial::InitialValues;
 use crate::mode::Mode;
 use crate::run::Executor;
-use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, parameters, trace_joined};
+use crate::trace::{
+    Batch, Defaults, HostScalars, ParameterSpec, StepScalars, parameters_with, trace_joined,
+};
 
 pub use state::OptimizerState;
 pub use step::CompiledStep;
@@ -55,10 +58,30 @@ pub use step::CompiledStep;
 /// # Ok::<(), burn_fsdp_spmd::Error>(())
 /// ```
 ///
+/// # What is frozen
+///
+/// A graph holds the operations that the closures did while it was traced, and nothing of the code between
+/// them. Everything that is no tensor of the model or the batch keeps the value that it had then: numbers
+/// that the host draws or counts, branches, captured variables, fields of a batch that are no tensors.
+/// What decides over a branch and has few values is named with [`BatchMapper::fixed`], and every value has a
+/// graph; what changes from step to step (a temperature, a warm-up) is passed as a tensor. Shapes may differ
+/// from step to step.
+///
+/// When a graph is used for the second time, its step is traced again with the batch at hand and
+/// compared: a counter, a random number or a field that has changed since is [`Error::NotRepeatable`].
+/// A value that changes later is not noticed.
+///
+/// `init` and `loss` run on devices with autodiff, on which nothing is computed while tracing, so that neither
+/// may read the value of a tensor. `init` runs once more on rank 0, for the initial values. A tensor of the
+/// model that is no parameter is part of the graph, and may not be random.
+///
+/// [`BatchMapper::fixed`]: crate::BatchMapper::fixed
+///
 /// # Errors
 ///
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
-/// optimizer refuses a parameter, or reads tensors; [`Error::ElementType`]; [`Error::Collective`].
+/// optimizer refuses a parameter, or reads tensors; [`Error::Tied`]; [`Error::ElementType`];
+/// [`Error::Initialization`]; [`Error::Collective`].
 pub fn compile<M, B, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
     loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
@@ -133,14 +156,15 @@ where
     B: Batch,
     O: Optimizer,
 {
-    let specs = parameters(&init)?;
+    let defaults = Some(Defaults::of(device));
+    let specs = parameters_with(defaults, &init)?;
     let replaced = |device: &Device| {
         let module = init(device);
         overrides
             .iter()
             .fold(module, |module, part| part.replace(module))
     };
-    let traced = parameters(replaced)?;
+    let traced = parameters_with(defaults, replaced)?;
     if let Some(path) = first_difference(&specs, &traced) {
         return Err(Error::OverrideChangedParameters { path });
     }
@@ -157,7 +181,7 @@ where
         };
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-        let graph = trace_joined(init, loss, (batch, &joined), |_| Ok(step.clone()))?;
+        let graph = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()))?;
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))

@@ -11,9 +11,9 @@ pub enum Error {
     /// The model or the loss does something that a graph cannot hold: it reads the value of a tensor
     /// that is only computed when the step runs, say.
     #[error(
-        "cannot capture {stage}: {reason}{}; keep values on the device inside the loss, or train this \
-         model with the eager engine (fully_shard)",
-        Produced(produced_by)
+        "cannot capture {stage}: {reason}{}; {}",
+        Produced(produced_by),
+        advice(reason, produced_by.as_deref())
     )]
     Uncapturable {
         /// What was being traced: the module, the loss or the optimizer.
@@ -22,6 +22,74 @@ pub enum Error {
         produced_by: Option<String>,
         /// What Burn said.
         reason: String,
+    },
+
+    /// Parameters that are one: copies of a trained `Param`, which Burn does not keep equal either.
+    #[error(
+        "parameters `{first}` and `{second}` are one parameter (same id); \
+         a tied parameter needs one owner: keep it in one module and pass its value to the other"
+    )]
+    Tied {
+        /// The path seen first.
+        first: String,
+        /// The path seen second.
+        second: String,
+    },
+
+    /// `init` panicked where the initial values are computed.
+    #[error(
+        "init failed on rank 0 while it made the initial values: {reason}; it must make the module on the \
+         device that it is given, which has autodiff"
+    )]
+    Initialization {
+        /// What it said.
+        reason: String,
+    },
+
+    /// A tensor of the module that is no parameter is made of random numbers.
+    #[error(
+        "the loss reads a tensor that `init` draws ({operation} of shape {shape:?}) and that is no \
+         parameter: it would be drawn again in every step; make it a frozen parameter \
+         (Param::from_tensor(tensor).set_require_grad(false)), which is drawn once and saved"
+    )]
+    RandomInModule {
+        /// The operation that draws.
+        operation: String,
+        /// What it draws.
+        shape: Vec<usize>,
+    },
+
+    /// A module with running statistics runs twice in one loss.
+    #[error(
+        "\"{path}\" runs twice in one loss, and its running statistics (BatchNorm) cannot be captured \
+         twice; run it once on the joined rows (Tensor::cat), or train this model with the eager engine \
+         (fully_shard)"
+    )]
+    StatisticsTwice {
+        /// Path of the module.
+        path: String,
+    },
+
+    /// The same model, batch and step gave two graphs.
+    #[error(
+        "the step is not the same each time it is traced: {difference}; a compiled step has only what it \
+         was traced with, so values that the host draws or counts (random numbers, step counters, \
+         weights that follow a schedule, the order of a HashMap) must be tensors of the batch, or \
+         named with BatchMapper::fixed"
+    )]
+    NotRepeatable {
+        /// The first operation that differs, and how.
+        difference: String,
+    },
+
+    /// Another rank could not prepare the step.
+    #[error(
+        "rank {rank} could not prepare the step, so no rank ran it; its own error says why. Nothing has \
+         changed: go on with another batch, or stop"
+    )]
+    PeerNotReady {
+        /// The first rank that could not.
+        rank: usize,
     },
 
     /// The model captured an operation that is not Burn's, and nobody said how to run it.
@@ -89,7 +157,7 @@ pub enum Error {
     /// An operation can run in no way on operands that lie like this.
     #[error(
         "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be \
-         gathered: place what they are made of so that they are whole where they must be"
+         added up over ranks: place what they are made of so that they are whole where they must be"
     )]
     NoRule {
         /// The operation.
@@ -103,7 +171,7 @@ pub enum Error {
     /// A value whose type collectives do not move lies where it is not wanted.
     #[error(
         "{value} of type {dtype:?} cannot be redistributed on axis {axis}: only float tensors are \
-         moved; replicate what it is made of"
+         added up over ranks; replicate what it is made of"
     )]
     Redistribution {
         /// The value.
@@ -237,12 +305,14 @@ pub enum Error {
 
     /// The ranks do not run the same graph.
     #[error(
-        "rank {rank} runs another graph than rank 0; give all ranks the same model, mode and batch \
-         shapes"
+        "rank {rank} would run another graph than rank 0, so no rank ran one: {difference}; give all ranks \
+         the same model, mode and batch shapes. Nothing has changed, and the next step may follow"
     )]
     GraphsDiffer {
         /// The first rank that differs.
         rank: usize,
+        /// The batches of both, or what else differs.
+        difference: String,
     },
 
     /// An operation failed while the step ran.
@@ -293,6 +363,26 @@ pub enum Error {
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
+}
+
+/// What to do about something that cannot be captured.
+fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
+    // Burn panics with these words, and has no types for them.
+    if reason.contains("seeding is not supported") {
+        "seed before `compile`: what `init` makes on rank 0 is drawn there, from the seed of that time"
+    } else if reason.contains("do not support autodiff") {
+        "inner(), valid() and from_inner() cannot be captured: use detach() for what gets no gradient, or \
+         train this model with the eager engine (fully_shard)"
+    } else if reason.contains("to a capture device with autodiff") {
+        "do not move tensors that the loss computes between devices, or train this model with the eager \
+         engine (fully_shard)"
+    } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
+        "the loss asks whether any element holds, as one_hot does of its indices: compare with \
+         Tensor::arange instead of one_hot, keep values on the device inside the loss, or train this \
+         model with the eager engine (fully_shard)"
+    } else {
+        "keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
+    }
 }
 
 struct Produced<'a>(&'a Option<String>);

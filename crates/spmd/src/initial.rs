@@ -12,10 +12,11 @@ use crate::Error;
 use crate::graph::{Graph, ParameterLayout};
 use crate::layout::{broadcast, collective, element_of, localize, whole};
 use crate::mode::Mode;
+use crate::panics::caught;
 use crate::trace::ParameterSpec;
 
-/// Values of a module's tensors before there is a graph: trained parameters as the mode divides
-/// them, all others whole until a graph says whether they are buffers.
+/// Values of a module's tensors before there is a graph: parameters as the mode divides them, and buffers
+/// whole.
 #[derive(Debug)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
@@ -45,8 +46,14 @@ impl InitialValues {
         };
         match mode.group.rank() == 0 {
             true => {
+                // On the tape, as for Burn's own training: some modules ask for gradients.
+                let device = device.clone().autodiff();
                 // Parameters are replaced as they are visited, so that only one is there at a time.
-                let _ = init(device).map(&mut receiver);
+                let made = caught(|| init(&device).map(&mut receiver));
+                if let Err(panic) = made {
+                    let reason = panic.text();
+                    return Err(Error::Initialization { reason });
+                }
             }
             false => {
                 for spec in specs {
@@ -164,7 +171,7 @@ impl Receiver<'_> {
 
     fn try_receive(&self, spec: &ParameterSpec, data: Option<TensorData>) -> Result<Held, Error> {
         if let Some(data) = &data
-            && data.dtype() != spec.dtype
+            && (data.dtype() != spec.dtype || data.shape().to_vec() != spec.shape)
         {
             return Err(Error::mismatch(
                 "parameter",

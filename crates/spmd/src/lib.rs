@@ -22,16 +22,21 @@
 //!
 //! # How many collectives
 //!
-//! A unit is a module whose parameters travel together, see [`unit_of`](passes::unit_of). Let U be the number
+//! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number
 //! of units, P that of parameters, B that of units whose weights backward reads and that are not among the last
 //! two of forward, and say that no unit is larger than a bucket. A step of
-//! [`DataParallel::FullyShard`] then takes
+//! [`DataParallel::FullyShard`] then takes, if forward visits every unit once,
 //!
 //! | | all-gathers | reduce-scatters | all-reduces |
 //! |---|---|---|---|
 //! | by default | U + B | U | 1, the loss |
 //! | weights kept until backward | U | U | 1 |
 //! | no buckets, weights kept | P | P | 1 |
+//!
+//! A unit that forward, or backward, comes back to after two others is gathered there a second time, and then
+//! stays until its last use there: never more than 2 U all-gathers in each of them, however often a loop
+//! uses them. Frozen parameters are gathered and not reduced. Before anything runs, every step exchanges 8 bytes
+//! beside these, by which the ranks know that they run the same graph.
 //!
 //! and one of [`DataParallel::Replicate`] as many all-reduces as buckets of gradients and loss, or P + 1
 //! without buckets; all of it whatever the number of ranks, one included.
@@ -51,6 +56,7 @@ pub mod graph;
 mod initial;
 mod layout;
 mod mode;
+mod panics;
 pub mod passes;
 pub mod place;
 pub mod plan;

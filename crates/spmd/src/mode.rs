@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use crate::Error;
 use crate::graph::{Graph, ParameterLayout};
 use crate::passes::schedule::{self, OptimizerPlace};
 use crate::passes::{DeferOptimizer, GraphTransform, Iteration, Pipeline, verify};
-use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication};
+use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication_with};
 use crate::trace::{InputSpec, ParameterSpec};
 
 /// The mesh axis of data parallelism.
@@ -20,6 +20,8 @@ pub(crate) const DATA_AXIS: &str = "data";
 pub struct Mode {
     pub(crate) group: ProcessGroup,
     division: Division,
+    /// Names of inputs that all ranks have alike.
+    shared: Vec<Pattern>,
     pub(crate) options: schedule::Options,
     pub(crate) cache: usize,
     pub(crate) verify: bool,
@@ -77,6 +79,7 @@ impl Mode {
         Self {
             group,
             division,
+            shared: Vec::new(),
             options: schedule::Options::default(),
             cache: 8,
             verify: cfg!(debug_assertions),
@@ -96,6 +99,15 @@ impl Mode {
     #[must_use]
     pub fn with_cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
+        self
+    }
+
+    /// For [`DataParallel::Default`]: the batch's tensors that match a pattern have no batch dim, and all ranks
+    /// pass the same; such as the weights of classes, or a temperature. All others are joined along their first
+    /// dim. [`Expand`] replicates what it does not name, and the other styles join nothing.
+    #[must_use]
+    pub fn with_shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
+        self.shared.push(pattern.into());
         self
     }
 
@@ -145,7 +157,8 @@ impl Mode {
             Division::Expand(mesh, expand) => expand.joined_shape(mesh.layout(), name, shape),
             Division::Least(_) => {
                 let mut shape = shape.to_vec();
-                if let Some(rows) = shape.first_mut() {
+                let is_shared = self.shared.iter().any(|pattern| pattern.matches(name));
+                if let Some(rows) = shape.first_mut().filter(|_| !is_shared) {
                     *rows *= self.group.size();
                 }
                 shape
@@ -153,15 +166,15 @@ impl Mode {
         }
     }
 
-    /// How a parameter lies until there is a graph. Whether it is a buffer is not known before.
+    /// How a parameter or buffer lies until there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<ParameterLayout, Error> {
         match &self.division {
-            Division::DataParallel(DataParallel::FullyShard) if spec.is_trained => {
+            Division::DataParallel(DataParallel::FullyShard) if !spec.is_buffer => {
                 let num_elements = spec.shape.iter().product();
                 let partition = burn_fsdp_mesh::Partition::flat(num_elements, self.group.size())?;
                 Ok(ParameterLayout::Flat(partition))
             }
-            Division::Expand(mesh, expand) if spec.is_trained => {
+            Division::Expand(mesh, expand) if !spec.is_buffer => {
                 let placed = expand.of_parameter(mesh.layout(), &spec.path, &spec.shape)?;
                 let is_whole = placed.iter().all(|p| p.placement == Placement::Replicate);
                 Ok(match is_whole {
@@ -179,13 +192,33 @@ impl Mode {
         specs: &[ParameterSpec],
         inputs: &[InputSpec],
     ) -> Result<(), Error> {
+        for pattern in &self.shared {
+            if !inputs.iter().any(|input| pattern.matches(&input.name)) {
+                let known: Vec<_> = inputs.iter().map(|input| input.name.as_str()).collect();
+                return Err(Error::UnknownName {
+                    what: "input",
+                    name: pattern.to_string(),
+                    known: known.join(", "),
+                });
+            }
+        }
         let Division::Expand(mesh, expand) = &self.division else {
             return Ok(());
         };
-        let trained = specs.iter().filter(|spec| spec.is_trained);
-        let paths = trained.map(|spec| spec.path.as_ref());
+        let parameters = specs.iter().filter(|spec| !spec.is_buffer);
+        let paths = parameters.map(|spec| spec.path.as_ref());
         let names = inputs.iter().map(|input| input.name.as_str());
         expand.check_names(mesh.layout(), paths, names)
+    }
+
+    /// Whether something is left to decide by the first graph.
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(self.division, Division::Least(None))
+    }
+
+    /// Takes back what [`decide`](Self::decide) decided.
+    pub(crate) fn reopen(&mut self) {
+        self.division = Division::Least(None);
     }
 
     /// Decides what is left to decide, by the first graph of the joined batch.
@@ -194,7 +227,7 @@ impl Mode {
             Division::DataParallel(_) | Division::Expand(..) | Division::Least(Some(_)) => Ok(()),
             Division::Least(None) => {
                 let mesh = self.mesh()?;
-                let found = least_communication(graph, &mesh, DATA_AXIS)?;
+                let found = least_communication_with(graph, &mesh, DATA_AXIS, &self.shared)?;
                 self.division = Division::Least(Some(found));
                 Ok(())
             }

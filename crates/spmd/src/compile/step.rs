@@ -2,18 +2,24 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn_ir::BackendIr;
+use siphasher::sip::SipHasher13;
 
+use super::repeat::difference;
 use super::state::Restored;
 use crate::graph::{Graph, Node, Phase, Role};
 use crate::initial::InitialValues;
+use crate::layout::collective;
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::run::{Executor, MemoryTable, Timeline};
-use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, specs_of};
+use crate::trace::{
+    Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, fixed_of, specs_of,
+};
 use crate::{CustomOperations, Error};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
@@ -22,6 +28,8 @@ pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph,
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Key {
     inputs: Vec<InputSpec>,
+    /// What else of the batch decides: names and hashes.
+    fixed: Vec<(String, u64)>,
     /// The operations of the optimizer's step.
     structure: Vec<(usize, usize)>,
 }
@@ -30,6 +38,8 @@ pub(super) struct Key {
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     compiled: Compiled,
+    /// Of all of them.
+    fingerprint: u64,
     /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
     stepped: Arc<BTreeSet<Arc<str>>>,
 }
@@ -44,6 +54,13 @@ enum Compiled {
     },
 }
 
+/// The graphs of a key, as they are kept.
+pub(super) struct Entry {
+    made: Made,
+    /// What was traced, until the step has been traced once more and compared.
+    traced: Option<Box<Graph>>,
+}
+
 /// An optimizer's step that has been put off: gradients wait for it.
 pub(super) struct Pending {
     scalars: StepScalars,
@@ -55,6 +72,8 @@ pub(super) struct Pending {
 /// What the next call runs.
 struct Prepared {
     graph: Arc<Graph>,
+    /// Equal on all ranks that run the same.
+    fingerprint: u64,
     /// What it runs with: of the step before, if that one's optimizer has been put off.
     scalars: StepScalars,
     /// Of this step.
@@ -76,7 +95,7 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     /// States that were set before there was a graph, by path and slot.
     pub(super) restored: BTreeMap<(String, String), Restored>,
     /// The one used last at the back.
-    pub(super) graphs: VecDeque<(Key, Made)>,
+    pub(super) graphs: VecDeque<(Key, Entry)>,
     /// The last step's optimizer, if it has been put off.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
@@ -133,6 +152,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// # Errors
     ///
     /// Those of tracing, the first time that a batch of these shapes comes; parameters are unchanged then.
+    /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks where they have not all the same to run,
+    /// because one has a batch of another shape, say: nothing has changed then, and the run may go on.
+    /// [`Error::NotRepeatable`], see [`compile`](crate::compile()).
     /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
     /// every call returns [`Error::Poisoned`].
     pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
@@ -167,6 +189,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             own,
             stepped,
             pending,
+            ..
         } = self.prepare(learning_rate, batch)?;
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
             self.executor.set(*id, data);
@@ -237,48 +260,20 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The graph for such a batch, made if there is none, and the scalars that it runs with.
+    /// The graph for such a batch, made if there is none, and the scalars that it runs with. All ranks
+    /// must call it; they agree on what they run before anything changes, which takes one exchange of 8
+    /// bytes.
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
-        self.expect_defined()?;
-        let own = self.scalars.peek(learning_rate)?;
-        let Made { compiled, stepped } = self.compiled(batch, &own)?;
-        // A graph does the optimizer's step before for the parameters that it has gradients of.
-        if let Some(pending) = &self.pending
-            && pending.stepped != stepped
-        {
-            self.flush()?;
-        }
-        let prepared = match (compiled, &self.pending) {
-            (Compiled::Whole(graph), _) => Prepared {
-                graph,
-                scalars: own.clone(),
-                own,
-                stepped,
-                pending: None,
-            },
-            (Compiled::Iteration { setup, cleanup, .. }, before) => {
-                let before = before.as_ref().map(|before| before.scalars.clone());
-                let (graph, scalars) = match before {
-                    None => (setup, own.clone()),
-                    // The optimizer's part of this graph is the step before's.
-                    Some(with) => match self.compiled(batch, &with)?.compiled {
-                        Compiled::Iteration { main, .. } => (main, with),
-                        Compiled::Whole(graph) => (graph, with),
-                    },
-                };
-                Prepared {
-                    graph,
-                    scalars,
-                    pending: Some(Pending {
-                        scalars: own.clone(),
-                        stepped: stepped.clone(),
-                        cleanup,
-                    }),
-                    own,
-                    stepped,
-                }
+        let was_open = self.mode.is_open();
+        let prepared = self.prepare_own(learning_rate, batch);
+        let prepared = self.agree(prepared, learning_rate, batch);
+        let prepared = prepared.inspect_err(|_| {
+            // Ranks may have decided by different graphs.
+            if was_open && self.initial.is_some() {
+                self.mode.reopen();
+                self.graphs.clear();
             }
-        };
+        })?;
         let graph = &prepared.graph;
         if let Some(initial) = self.initial.take() {
             for (id, data) in initial.into_values(graph, &self.mode)? {
@@ -289,6 +284,101 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.load(graph);
         self.current = Some(graph.clone());
         Ok(prepared)
+    }
+
+    /// What this rank would run. Nothing moves between ranks, and the parameters and states change only by an
+    /// optimizer's step that was due anyway.
+    fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
+        self.expect_defined()?;
+        let own = self.scalars.peek(learning_rate)?;
+        let Made {
+            compiled,
+            fingerprint,
+            stepped,
+        } = self.compiled(batch, &own)?;
+        // A graph does the optimizer's step before for the parameters that it has gradients of.
+        if let Some(pending) = &self.pending
+            && pending.stepped != stepped
+        {
+            self.flush()?;
+        }
+        Ok(match (compiled, &self.pending) {
+            (Compiled::Whole(graph), _) => Prepared {
+                graph,
+                fingerprint,
+                scalars: own.clone(),
+                own,
+                stepped,
+                pending: None,
+            },
+            (Compiled::Iteration { setup, cleanup, .. }, before) => {
+                let before = before.as_ref().map(|before| before.scalars.clone());
+                let (graph, fingerprint, scalars) = match before {
+                    None => (setup, fingerprint, own.clone()),
+                    // The optimizer's part of this graph is the step before's.
+                    Some(with) => {
+                        let made = self.compiled(batch, &with)?;
+                        match made.compiled {
+                            // Another graph of the same key than the one without a step before.
+                            Compiled::Iteration { main, .. } => (main, !made.fingerprint, with),
+                            Compiled::Whole(graph) => (graph, made.fingerprint, with),
+                        }
+                    }
+                };
+                Prepared {
+                    graph,
+                    fingerprint,
+                    scalars,
+                    pending: Some(Pending {
+                        scalars: own.clone(),
+                        stepped: stepped.clone(),
+                        cleanup,
+                    }),
+                    own,
+                    stepped,
+                }
+            }
+        })
+    }
+
+    /// Makes sure that all ranks are about to run the same.
+    fn agree(
+        &self,
+        own: Result<Prepared, Error>,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<Prepared, Error> {
+        /// What a rank without a graph says.
+        const NOT_READY: [u8; 8] = [0; 8];
+        let said = match &own {
+            Ok(prepared) => {
+                let mut hasher = SipHasher13::new();
+                (prepared.fingerprint, learning_rate.to_bits()).hash(&mut hasher);
+                hasher.finish().max(1).to_le_bytes()
+            }
+            Err(_) => NOT_READY,
+        };
+        let group = &self.mode.group;
+        let all = group.exchange("step", said.to_vec());
+        let own = own?;
+        let all = all.map_err(collective)?;
+        if let Some(rank) = all.iter().position(|other| *other == NOT_READY) {
+            return Err(Error::PeerNotReady { rank });
+        }
+        let Some(rank) = all.iter().position(|other| *other != all[0]) else {
+            return Ok(own);
+        };
+        // All ranks are here: they tell each other why.
+        let text = format!("{} at learning rate {learning_rate}", described(batch)?);
+        let texts = group.exchange("batches of a step", text.into_bytes());
+        let texts = texts.map_err(collective)?;
+        let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
+        let (first, other) = (text(0), text(rank));
+        let difference = match first == other {
+            true => format!("both have {first}, but the model, the loss or the mode differ"),
+            false => format!("rank 0 has {first}, rank {rank} has {other}"),
+        };
+        Err(Error::GraphsDiffer { rank, difference })
     }
 
     /// Makes a graph's constants available.
@@ -304,45 +394,77 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
         let key = Key {
             inputs: specs_of(batch)?,
+            fixed: fixed_of(batch),
             structure: step.structure(),
         };
         let found = self.graphs.iter().position(|(other, _)| *other == key);
-        let entry = match found.and_then(|index| self.graphs.remove(index)) {
-            Some(entry) => entry,
+        let entry = match found {
+            Some(index) => {
+                self.check_again(index, batch, step)?;
+                let entry = self.graphs.remove(index);
+                entry.ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
+            }
             None => (key, self.make(batch, step)?),
         };
-        let made = entry.1.clone();
+        let made = entry.1.made.clone();
         self.graphs.push_back(entry);
         while self.graphs.len() > self.mode.cache {
             self.graphs.pop_front();
+            tracing::warn!(
+                graphs = self.mode.cache,
+                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
+                 went again; pad batches to fewer shapes, or keep more graphs (Mode::with_cache)"
+            );
         }
         Ok(made)
     }
 
-    fn make(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
+    /// Traces a graph that is used for the second time again, with the batch at hand: what differs now
+    /// would have been frozen.
+    fn check_again(&mut self, index: usize, batch: &B, step: &StepScalars) -> Result<(), Error> {
+        let Some(first) = &self.graphs[index].1.traced else {
+            return Ok(());
+        };
+        let again = (self.tracer)(batch, step, &self.mode)?;
+        if let Some(difference) = difference(first, &again) {
+            return Err(Error::NotRepeatable { difference });
+        }
+        self.graphs[index].1.traced = None;
+        Ok(())
+    }
+
+    fn make(&mut self, batch: &B, step: &StepScalars) -> Result<Entry, Error> {
         self.mode.check_names(&self.specs, &specs_of(batch)?)?;
         self.num_traces += 1;
-        let graph = (self.tracer)(batch, step, &self.mode)?;
-        let graph = self.executor.operations().describe(graph)?;
+        let traced = (self.tracer)(batch, step, &self.mode)?;
+        let graph = self.executor.operations().describe(traced.clone())?;
         self.check_optimizer(&graph)?;
         self.mode.decide(&graph)?;
         let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
         let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
-        let compiled = match lower_all(graph, &self.mode)? {
+        let (compiled, fingerprint) = match lower_all(graph, &self.mode)? {
             Lowered::Whole(graph) => {
-                self.agree(&graph)?;
-                Compiled::Whole(Arc::new(graph))
+                let fingerprint = graph.fingerprint();
+                (Compiled::Whole(Arc::new(graph)), fingerprint)
             }
             Lowered::Iteration(iteration) => {
-                self.agree(&iteration.main)?;
-                Compiled::Iteration {
+                let fingerprint = iteration.main.fingerprint();
+                let compiled = Compiled::Iteration {
                     setup: Arc::new(iteration.setup),
                     main: Arc::new(iteration.main),
                     cleanup: Arc::new(iteration.cleanup),
-                }
+                };
+                (compiled, fingerprint)
             }
         };
-        Ok(Made { compiled, stepped })
+        Ok(Entry {
+            made: Made {
+                compiled,
+                fingerprint,
+                stepped,
+            },
+            traced: Some(Box::new(traced)),
+        })
     }
 
     /// Refuses an optimizer that would give each rank other parameters.
@@ -355,20 +477,6 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 let reason = format!("every rank has other results of {}", node.name());
                 Err(self.scalars.untraceable(path, reason))
             }
-            None => Ok(()),
-        }
-    }
-
-    /// Makes sure that all ranks have the same graph.
-    fn agree(&self, graph: &Graph) -> Result<(), Error> {
-        let fingerprint = graph.fingerprint().to_le_bytes().to_vec();
-        let all = self.mode.group.exchange("compiled graph", fingerprint);
-        let all = all.map_err(|source| Error::Collective {
-            node: 0,
-            source: Arc::new(source),
-        })?;
-        match all.iter().position(|other| *other != all[0]) {
-            Some(rank) => Err(Error::GraphsDiffer { rank }),
             None => Ok(()),
         }
     }
@@ -421,4 +529,21 @@ impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }
+}
+
+/// A batch in words: names, types and shapes of its tensors, and its other values by hash.
+fn described<B: Batch>(batch: &B) -> Result<String, Error> {
+    let tensors = specs_of(batch)?;
+    let tensors = tensors
+        .iter()
+        .map(|spec| format!("\"{}\" {:?} {:?}", spec.name, spec.dtype, spec.shape));
+    let fixed = fixed_of(batch);
+    let fixed = fixed
+        .iter()
+        .map(|(name, hash)| format!("\"{name}\" of hash {hash:016x}"));
+    let parts: Vec<_> = tensors.chain(fixed).collect();
+    Ok(match parts.is_empty() {
+        true => "an empty batch".to_owned(),
+        false => parts.join(", "),
+    })
 }

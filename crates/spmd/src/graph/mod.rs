@@ -64,6 +64,8 @@ pub struct Graph {
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
     loss: Option<TensorId>,
+    /// Unit of each parameter, once they are assigned.
+    units: BTreeMap<Arc<str>, Arc<str>>,
     num_ranks: usize,
     applied: Vec<&'static str>,
     next_id: u64,
@@ -227,6 +229,16 @@ impl Graph {
         self.loss = None;
     }
 
+    /// The module whose parameters travel together with this one, once units are assigned.
+    pub fn unit(&self, path: &str) -> Option<&str> {
+        self.units.get(path).map(AsRef::as_ref)
+    }
+
+    /// Declares the unit of each parameter.
+    pub fn set_units(&mut self, units: BTreeMap<Arc<str>, Arc<str>>) {
+        self.units = units;
+    }
+
     /// Number of ranks that run this graph together.
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
@@ -327,8 +339,8 @@ impl Graph {
         })
     }
 
-    /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles
-    /// and updates, without the data of constants.
+    /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles,
+    /// updates and the data of constants.
     pub fn fingerprint(&self) -> u64 {
         print::fingerprint(self)
     }

@@ -1,9 +1,10 @@
 //! Graphs as text.
 
 use std::fmt;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
+use siphasher::sip::SipHasher13;
 
 use super::{Graph, Node, Role, Value};
 use crate::mode::DATA_AXIS;
@@ -97,7 +98,7 @@ fn input(tensor: &TensorIr) -> String {
 
 /// See [`Graph::fingerprint`].
 pub(super) fn fingerprint(graph: &Graph) -> u64 {
-    let mut hasher = DefaultHasher::new();
+    let mut hasher = SipHasher13::new();
     for value in graph.values.values() {
         (value.id, &value.shape, &value.role).hash(&mut hasher);
     }
@@ -112,6 +113,10 @@ pub(super) fn fingerprint(graph: &Graph) -> u64 {
     }
     for update in &graph.updates {
         (update.into, update.from).hash(&mut hasher);
+    }
+    for (id, data) in &graph.constants {
+        (id, data.shape().to_vec(), format!("{:?}", data.dtype())).hash(&mut hasher);
+        data.as_bytes().hash(&mut hasher);
     }
     hasher.finish()
 }

@@ -5,7 +5,7 @@ use burn_fsdp_mesh::ReduceOp;
 use burn_ir::TensorId;
 
 use super::GraphTransform;
-use super::unit::unit_of;
+use super::unit::unit_in;
 use crate::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage, collective_node};
 
@@ -55,7 +55,7 @@ impl GraphTransform for Bucket {
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = graph.take_nodes();
-        let buckets = self.assign(&nodes);
+        let buckets = self.assign(&graph, &nodes);
         // A bucket of gathers runs where its first member is, one of reductions where its last is.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();
         for bucket in &buckets {
@@ -101,7 +101,7 @@ struct Members {
 }
 
 impl Bucket {
-    fn assign(&self, nodes: &[Node]) -> Vec<Members> {
+    fn assign(&self, graph: &Graph, nodes: &[Node]) -> Vec<Members> {
         let mut closed = Vec::new();
         let mut open: BTreeMap<Key, Members> = BTreeMap::new();
         let mut begun: BTreeMap<CollectiveKind, usize> = BTreeMap::new();
@@ -113,7 +113,7 @@ impl Bucket {
             if !can_join(collective) {
                 continue;
             }
-            let key = key_of(collective);
+            let key = key_of(graph, collective);
             if collective.kind == CollectiveKind::AllGather && key.unit != visited {
                 // Another unit's visit: what is gathered for this one later is not joined.
                 visited = key.unit.clone();
@@ -156,11 +156,11 @@ fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
 
-fn key_of(collective: &Collective) -> Key {
+fn key_of(graph: &Graph, collective: &Collective) -> Key {
     let unit = collective
         .parts
         .first()
-        .map(|part| unit_of(&part.path).into());
+        .map(|part| unit_in(graph, &part.path).into());
     Key {
         kind: collective.kind,
         axis: collective.axis.clone(),

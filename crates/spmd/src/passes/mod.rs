@@ -35,7 +35,7 @@ pub use regather::Regather;
 pub use shard::InsertCollectives;
 pub use split::{Prefetch, SinkWaits, Split};
 pub use stand_ins::StandIns;
-pub use unit::unit_of;
+pub use unit::{AssignUnits, Units, unit_of};
 pub use verify::verify;
 
 use crate::Error;

@@ -5,15 +5,19 @@ use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::GraphTransform;
 use super::rewrite::repeat;
-use super::unit::unit_of;
+use super::unit::unit_in;
 use crate::Error;
-use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Storage, rename, storage_of};
+use crate::graph::{
+    Collective, CollectiveKind, Graph, Node, Payload, Phase, Storage, rename, storage_of,
+};
 
 /// Frees gathered weights after each visit of their unit and gathers them again for the next: forward
 /// and backward each have their own.
 ///
 /// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a
-/// later use of them gathers again; the last two units of forward are the first of backward and stay. Views
+/// later use of them gathers again; the last two units of forward are the first of backward and stay. A unit
+/// that forward or backward visits for the second time stays until its last use there, beside the other two:
+/// layers that run in a loop are gathered twice, and not in every round. Views
 /// and casts of a weight are made again, too: they would keep its memory. No pass may come after it that merges
 /// gathers, and the verifier checks that the weights die before the unit after next from here on.
 ///
@@ -43,9 +47,10 @@ impl GraphTransform for Regather {
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = graph.take_nodes();
-        let mut weights = Weights::of(&nodes);
+        let mut weights = Weights::of(&graph, &nodes);
         let mut scheduled = Vec::with_capacity(nodes.len());
-        for mut node in nodes {
+        for (index, mut node) in nodes.into_iter().enumerate() {
+            weights.now = (index, node.phase);
             if weights.is_source(&node) {
                 // Emitted where it is used.
                 continue;
@@ -76,17 +81,23 @@ struct Weights {
     resident: VecDeque<Arc<str>>,
     /// What each value is called in the visit of its unit.
     made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
+    /// The last node that uses each unit in each phase.
+    last_uses: BTreeMap<(Arc<str>, Phase), usize>,
+    /// How often each unit was gathered in each phase.
+    visits: BTreeMap<(Arc<str>, Phase), usize>,
+    /// The node at hand, and its phase.
+    now: (usize, Phase),
 }
 
 impl Weights {
-    fn of(nodes: &[Node]) -> Self {
+    fn of(graph: &Graph, nodes: &[Node]) -> Self {
         let mut sources: BTreeMap<TensorId, (Node, Arc<str>)> = BTreeMap::new();
         for node in nodes {
             let unit: Option<Arc<str>> = match &node.collective {
                 Some(collective) if is_gather(collective) => collective
                     .parts
                     .first()
-                    .map(|part| unit_of(&part.path).into()),
+                    .map(|part| unit_in(graph, &part.path).into()),
                 Some(_) => None,
                 None => match (follows(node), node.inputs().next()) {
                     (true, Some(input)) => sources.get(&input).map(|(_, unit)| unit.clone()),
@@ -102,10 +113,19 @@ impl Weights {
                 );
             }
         }
+        let mut last_uses = BTreeMap::new();
+        for (index, node) in nodes.iter().enumerate() {
+            for (_, unit) in node.inputs().filter_map(|input| sources.get(&input)) {
+                last_uses.insert((unit.clone(), node.phase), index);
+            }
+        }
         Self {
             sources,
             resident: VecDeque::new(),
             made: BTreeMap::new(),
+            last_uses,
+            visits: BTreeMap::new(),
+            now: (0, Phase::Forward),
         }
     }
 
@@ -153,11 +173,21 @@ impl Weights {
             return;
         }
         self.resident.push_back(unit.clone());
-        if self.resident.len() > 2
-            && let Some(gone) = self.resident.pop_front()
-        {
-            self.made.remove(&gone);
+        *self.visits.entry((unit.clone(), self.now.1)).or_default() += 1;
+        while self.resident.iter().filter(|unit| !self.stays(unit)).count() > 2 {
+            let oldest = self.resident.iter().position(|unit| !self.stays(unit));
+            if let Some(gone) = oldest.and_then(|index| self.resident.remove(index)) {
+                self.made.remove(&gone);
+            }
         }
+    }
+
+    /// Whether a unit is kept until its last use in this phase: it came back once.
+    fn stays(&self, unit: &Arc<str>) -> bool {
+        let (index, phase) = self.now;
+        let key = (unit.clone(), phase);
+        let is_back = self.visits.get(&key).is_some_and(|visits| *visits > 1);
+        is_back && self.last_uses.get(&key).is_some_and(|last| *last >= index)
     }
 }
 

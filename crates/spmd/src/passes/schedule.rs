@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::{
-    Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer, GraphTransform,
-    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
-    StandIns,
+    AssignUnits, Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer,
+    GraphTransform, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
+    SinkWaits, Split, StandIns, Units,
 };
 use crate::Error;
 use crate::graph::Graph;
@@ -16,6 +16,8 @@ use crate::place::DataParallel;
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
+    /// The modules whose parameters travel together: by the paths, unless patterns are given.
+    pub units: Units,
     /// Compute cheap values again in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
     /// Free gathered weights after forward and gather them again in backward: on by default.
@@ -43,6 +45,7 @@ pub enum OptimizerPlace {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            units: Units::by_path(),
             recompute: Some(Recompute::default()),
             reshard_after_forward: true,
             bucket: Some(Bucket::default()),
@@ -56,6 +59,7 @@ impl Options {
     /// Only what is needed for the step to be right.
     pub fn none() -> Self {
         Self {
+            units: Units::by_path(),
             recompute: None,
             reshard_after_forward: false,
             bucket: None,
@@ -94,6 +98,7 @@ pub(crate) fn pipeline_with(
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
     let mut pipeline = Pipeline::new()
+        .then(AssignUnits(options.units.clone()))
         .then(DeadCode)
         .then(CommonSubexpressions)
         .then(StandIns);

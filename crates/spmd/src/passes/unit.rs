@@ -1,27 +1,208 @@
 //! Which parameters belong together.
 
-/// The unit of a parameter: the module whose parameters are gathered, freed and reduced together.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Pattern;
+
+use super::GraphTransform;
+use crate::Error;
+use crate::graph::Graph;
+
+/// The units of a model: the modules whose parameters are gathered, freed and reduced together.
 ///
-/// It is the path up to the first number, such as `blocks.3` for `blocks.3.fc.weight`, or else the first
-/// name, such as `head` for `head.weight`; nothing for a parameter of the module itself.
+/// By default they follow from the paths. A parameter in a list of modules belongs to the innermost element
+/// that is made of several modules, or else to the outermost element: `blocks.3` for
+/// `blocks.3.fc.weight`, `stages.0.blocks.17` for `stages.0.blocks.17.conv.weight`, `layers.2` for
+/// `layers.2.weight`. Every other parameter belongs to the first module below those that contain all
+/// parameters of the model: `head` for `head.weight`, and `net.head` for `net.head.weight` where everything is in
+/// `net`.
+///
+/// With [patterns](Self::matching) they are the modules that the user names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Units {
+    patterns: Vec<Pattern>,
+}
+
+impl Units {
+    /// By the paths, see the type.
+    pub fn by_path() -> Self {
+        Self::default()
+    }
+
+    /// The modules that match one of these patterns. A parameter belongs to the innermost of them that contains
+    /// it; all others are one unit, the root.
+    ///
+    /// ```
+    /// use burn_fsdp_spmd::passes::Units;
+    /// use burn_fsdp_spmd::passes::schedule::Options;
+    ///
+    /// let mut options = Options::default();
+    /// options.units = Units::matching(["net.conv*", "**.blocks.*"]);
+    /// ```
+    pub fn matching<P: Into<Pattern>>(patterns: impl IntoIterator<Item = P>) -> Self {
+        Self {
+            patterns: patterns.into_iter().map(Into::into).collect(),
+        }
+    }
+
+    /// The unit of each parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownName`] for a pattern that matches no module.
+    pub fn of<'a>(
+        &self,
+        paths: impl IntoIterator<Item = &'a Arc<str>>,
+    ) -> Result<BTreeMap<Arc<str>, Arc<str>>, Error> {
+        let paths: Vec<&Arc<str>> = paths.into_iter().collect();
+        if self.patterns.is_empty() {
+            let wrapper = wrapper(&paths);
+            let units = paths.iter().map(|path| {
+                let unit = below(wrapper, path);
+                ((*path).clone(), Arc::from(unit))
+            });
+            return Ok(units.collect());
+        }
+        for pattern in &self.patterns {
+            let matches = |path: &&Arc<str>| pattern.prefix_of(module(path)).is_some();
+            if !paths.iter().any(|path| matches(path)) {
+                let mut known: Vec<_> = paths.iter().map(|path| module(path)).collect();
+                known.dedup();
+                known.truncate(12);
+                return Err(Error::UnknownName {
+                    what: "module that is a unit",
+                    name: pattern.to_string(),
+                    known: known.join(", "),
+                });
+            }
+        }
+        let units = paths.into_iter().map(|path| {
+            let module = module(path);
+            let found = self.patterns.iter();
+            let found = found.filter_map(|pattern| pattern.prefix_of(module));
+            let unit = found.max_by_key(|unit| unit.len()).unwrap_or("");
+            (path.clone(), Arc::from(unit))
+        });
+        Ok(units.collect())
+    }
+}
+
+/// Notes the unit of every parameter in the graph, for the passes that gather and join.
+#[derive(Debug, Clone, Default)]
+pub struct AssignUnits(pub Units);
+
+impl GraphTransform for AssignUnits {
+    fn name(&self) -> &'static str {
+        "units"
+    }
+
+    fn before(&self) -> &'static [&'static str] {
+        &["regather", "bucket collectives"]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let parameters = graph.parameters().iter();
+        let parameters = parameters.filter(|parameter| !parameter.is_buffer);
+        let units = self.0.of(parameters.map(|parameter| &parameter.path))?;
+        graph.set_units(units);
+        Ok(graph)
+    }
+}
+
+/// The unit of a parameter in a graph; by its path alone where nothing was assigned.
+pub(super) fn unit_in<'a>(graph: &'a Graph, path: &'a str) -> &'a str {
+    graph.unit(path).unwrap_or_else(|| unit_of(path))
+}
+
+/// The unit of a parameter by its path alone, see [`Units`].
 ///
 /// ```
 /// use burn_fsdp_spmd::passes::unit_of;
 ///
 /// assert_eq!(unit_of("blocks.3.fc.weight"), "blocks.3");
 /// assert_eq!(unit_of("model.layers.0.norm.gamma"), "model.layers.0");
+/// assert_eq!(unit_of("stages.0.blocks.17.conv.weight"), "stages.0.blocks.17");
+/// assert_eq!(unit_of("blocks.3.mlp.layers.0.weight"), "blocks.3");
 /// assert_eq!(unit_of("head.weight"), "head");
 /// assert_eq!(unit_of("weight"), "");
 /// ```
 pub fn unit_of(path: &str) -> &str {
-    let mut end = 0;
-    for name in path.split('.') {
-        let start = end;
-        end += name.len() + usize::from(start > 0);
-        let next = end.min(path.len());
-        if !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_digit()) {
-            return &path[..next];
-        }
+    below(0, path)
+}
+
+/// The same for a model whose parameters all are in the module of the first `wrapper` names.
+fn below(wrapper: usize, path: &str) -> &str {
+    let ends: Vec<usize> = path.match_indices('.').map(|(end, _)| end).collect();
+    let names: Vec<&str> = path.split('.').collect();
+    let is_number = |name: &str| !name.is_empty() && name.bytes().all(|b| b.is_ascii_digit());
+    let numbers: Vec<usize> = (0..names.len().saturating_sub(1))
+        .filter(|index| is_number(names[*index]))
+        .collect();
+    // An element of several modules has at least two names after it: a module and its parameter.
+    let composite = numbers.iter().rev().find(|index| names.len() - **index > 2);
+    if let Some(index) = composite.or(numbers.first()) {
+        return &path[..ends[*index]];
     }
-    path.split_once('.').map_or("", |(first, _)| first)
+    match ends.get(wrapper).or(ends.last()) {
+        Some(end) => &path[..*end],
+        None => "",
+    }
+}
+
+/// How many names all paths begin with, the last name of each left out.
+fn wrapper(paths: &[&Arc<str>]) -> usize {
+    let Some((first, rest)) = paths.split_first() else {
+        return 0;
+    };
+    let common = |a: &str, b: &str| -> usize {
+        let pairs = a.split('.').zip(b.split('.'));
+        pairs.take_while(|(a, b)| a == b).count()
+    };
+    let own = module(first);
+    let longest = if own.is_empty() { 0 } else { own.split('.').count() };
+    rest.iter()
+        .fold(longest, |least, path| least.min(common(own, module(path))))
+}
+
+/// The module that a parameter is in.
+fn module(path: &str) -> &str {
+    path.rsplit_once('.').map_or("", |(module, _)| module)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::Units;
+
+    fn units(units: &Units, paths: &[&str]) -> Vec<String> {
+        let paths: Vec<Arc<str>> = paths.iter().map(|path| Arc::from(*path)).collect();
+        let found = units.of(&paths).unwrap();
+        paths.iter().map(|path| found[path].to_string()).collect()
+    }
+
+    #[test]
+    fn a_wrapper_is_no_unit() {
+        let of = |paths: &[&str]| units(&Units::by_path(), paths);
+        let wrapped = of(&["net.one.weight", "net.one.bias", "net.two.weight"]);
+        assert_eq!(wrapped, ["net.one", "net.one", "net.two"]);
+        let twice = of(&["a.net.one.weight", "a.net.blocks.0.fc.weight"]);
+        assert_eq!(twice, ["a.net.one", "a.net.blocks.0"]);
+        assert_eq!(of(&["net.one.weight", "scale"]), ["net", ""]);
+        assert_eq!(of(&["head.weight", "head.bias"]), ["head", "head"]);
+        assert_eq!(of(&["weight", "bias"]), ["", ""]);
+    }
+
+    #[test]
+    fn units_are_the_users() {
+        let paths = ["embed.weight", "net.blocks.0.fc.weight", "net.blocks.1.fc.weight"];
+        let of = |patterns: &[&str]| units(&Units::matching(patterns.iter().copied()), &paths);
+        assert_eq!(of(&["net"]), ["", "net", "net"]);
+        assert_eq!(of(&["net", "**.blocks.*"]), ["", "net.blocks.0", "net.blocks.1"]);
+        assert_eq!(of(&["e*"]), ["embed", "", ""]);
+        let none = Units::matching(["conv*"]).of(&[Arc::from("head.weight")]);
+        let error = none.unwrap_err().to_string();
+        assert!(error.contains("conv*") && error.contains("head"), "{error}");
+    }
 }

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn_ir::{TensorId, TensorStatus};
 
-use super::unit_of;
+use super::unit::unit_in;
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase, Stage};
+use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase, Stage, Storage, storage_of};
 
 /// A rule, its name and what it finds.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
@@ -45,6 +45,10 @@ const RULES: &[Rule] = &[
         parts_match,
     ),
     ("every start has one wait, after it", waits_follow_starts),
+    (
+        "a unit is a module that contains its parameters",
+        units_contain,
+    ),
     (
         "gathered weights die before the unit after next",
         gathered_die,
@@ -309,17 +313,56 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
+/// Units are declared by one pass and used by others: what they are is checked by itself.
+fn units_contain(graph: &Graph) -> Option<Fault> {
+    graph.parameters().iter().find_map(|parameter| {
+        let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
+        let rest = path.strip_prefix(unit);
+        let is_inside = unit.is_empty() || rest.is_some_and(|rest| rest.starts_with('.'));
+        match is_inside {
+            true => None,
+            false => Fault::new(0, format!("{path} is said to be in {unit}")),
+        }
+    })
+}
+
+/// The last node that reads each value or a view of it: until then its memory is held.
+fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
+    let mut last: BTreeMap<TensorId, usize> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate().rev() {
+        if node.is_drop() {
+            continue;
+        }
+        for input in node.inputs() {
+            last.entry(input).or_insert(index);
+        }
+        // Views come after what they look at, so that their own last reads are known here.
+        if let Storage::View(base) = storage_of(node) {
+            let of_views = node.outputs().filter_map(|view| last.get(&view).copied()).max();
+            let known = last.entry(base).or_insert(index);
+            *known = of_views.map_or(*known, |last| last.max(*known));
+        }
+    }
+    last
+}
+
+/// One visit of a unit: gathers of it in a row.
+struct Visit<'a> {
+    unit: &'a str,
+    gathers: Vec<(usize, &'a Node)>,
+    /// Whether the same phase visited the unit before: then it stays until its last use there.
+    is_back: bool,
+}
+
 /// What the unit before the last brought must be gone when a unit begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&"regather") {
         return None;
     }
-    let readers = graph.readers();
+    let last_reads = last_reads(graph);
     let last_read = |node: &Node| {
         let outputs = node.outputs();
-        outputs
-            .filter_map(|id| readers.get(&id)?.last().copied())
-            .max()
+        outputs.filter_map(|id| last_reads.get(&id).copied()).max()
     };
     let is_gather = |node: &Node| {
         node.collective.as_ref().is_some_and(|collective| {
@@ -328,33 +371,32 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
                 && collective.stage != Stage::Start
         })
     };
-    // Gathers of one unit in a row are one visit of it.
-    let mut visits: Vec<(&str, Vec<(usize, &Node)>)> = Vec::new();
-    for (index, node) in graph
-        .nodes()
-        .iter()
-        .enumerate()
-        .filter(|(_, node)| is_gather(node))
-    {
-        let parts = node
-            .collective
-            .as_ref()
-            .and_then(|collective| collective.parts.first());
-        let unit = parts.map_or("", |part| unit_of(&part.path));
+    let mut visits: Vec<Visit<'_>> = Vec::new();
+    let mut seen: BTreeSet<(&str, Phase)> = BTreeSet::new();
+    let nodes = graph.nodes().iter().enumerate();
+    for (index, node) in nodes.filter(|(_, node)| is_gather(node)) {
+        let parts = node.collective.as_ref().and_then(|c| c.parts.first());
+        let unit = parts.map_or("", |part| unit_in(graph, &part.path));
         match visits.last_mut() {
-            Some((last, gathers)) if *last == unit => gathers.push((index, node)),
-            _ => visits.push((unit, vec![(index, node)])),
+            Some(last) if last.unit == unit => last.gathers.push((index, node)),
+            _ => visits.push(Visit {
+                unit,
+                gathers: vec![(index, node)],
+                is_back: !seen.insert((unit, node.phase)),
+            }),
         }
     }
-    for window in visits.windows(3) {
-        let [(unit, gathers), _, (next, after_next)] = window else {
+    for (at, visit) in visits.iter().enumerate().filter(|(_, visit)| !visit.is_back) {
+        // Units that came back stay, and displace nobody.
+        let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
+        let after_next = others.nth(1);
+        let Some((next, begins)) = after_next.and_then(|v| Some((v.unit, v.gathers.first()?.0)))
+        else {
             continue;
         };
-        let Some((begins, _)) = after_next.first() else {
-            continue;
-        };
-        for (index, node) in gathers {
-            if last_read(node).is_some_and(|last| last > *begins) {
+        for (index, node) in &visit.gathers {
+            if last_read(node).is_some_and(|last| last > begins) {
+                let unit = visit.unit;
                 let reason =
                     format!("weights of {unit} are read after {next} is gathered at node {begins}");
                 return Fault::new(*index, reason);

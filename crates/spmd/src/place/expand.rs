@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use super::layout::AxisPlacement;
 use crate::Error;
@@ -8,8 +8,8 @@ use crate::Error;
 /// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a
 /// mesh. What is not named is replicated.
 ///
-/// Patterns are paths in which `*` stands for one name and `**` for any number of them. Where several
-/// match, the last one given for an axis counts. Optimizer states lie like their parameter, gradients are
+/// Patterns are those of [`Pattern`]: `*` stands for one name, `conv*` for the names that begin so, and `**`
+/// for any number of names. Where several match, the last one given for an axis counts. Optimizer states lie like their parameter, gradients are
 /// brought there, and buffers are always replicated.
 ///
 /// The feed-forward part of a transformer over the axis `model`, after Megatron-LM: the first layer
@@ -35,7 +35,7 @@ pub struct Expand {
 /// What a pattern asks for.
 #[derive(Debug, Clone, PartialEq)]
 struct Wish {
-    pattern: String,
+    pattern: Pattern,
     axis: String,
     placement: Placement,
 }
@@ -112,7 +112,7 @@ impl Expand {
 impl Wish {
     fn new(pattern: &str, axis: &str, placement: Placement) -> Self {
         Self {
-            pattern: pattern.to_owned(),
+            pattern: pattern.into(),
             axis: axis.to_owned(),
             placement,
         }
@@ -124,7 +124,7 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
         let wanted = wishes
             .iter()
             .rev()
-            .find(|wish| wish.axis == axis.name && matches(&wish.pattern, name));
+            .find(|wish| wish.axis == axis.name && wish.pattern.matches(name));
         AxisPlacement {
             axis: Arc::from(axis.name.as_str()),
             num_ranks: axis.size,
@@ -203,47 +203,14 @@ fn check_names<'a>(
 ) -> Result<(), Error> {
     for wish in wishes {
         mesh.axis(&wish.axis)?;
-        if !names.clone().any(|name| matches(&wish.pattern, name)) {
+        if !names.clone().any(|name| wish.pattern.matches(name)) {
             let known: Vec<_> = names.take(8).collect();
             return Err(Error::UnknownName {
                 what,
-                name: wish.pattern.clone(),
+                name: wish.pattern.to_string(),
                 known: known.join(", "),
             });
         }
     }
     Ok(())
-}
-
-/// Whether a path matches a pattern: `*` is one name, `**` any number of them.
-fn matches(pattern: &str, path: &str) -> bool {
-    fn rest(pattern: &[&str], path: &[&str]) -> bool {
-        match (pattern, path) {
-            ([], []) => true,
-            (["**", pattern @ ..], path) => {
-                (0..=path.len()).any(|skipped| rest(pattern, &path[skipped..]))
-            }
-            ([wanted, pattern @ ..], [found, path @ ..]) => {
-                (*wanted == "*" || wanted == found) && rest(pattern, path)
-            }
-            _ => false,
-        }
-    }
-    let split = |text| str::split(text, '.').collect::<Vec<_>>();
-    rest(&split(pattern), &split(path))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::matches;
-
-    #[test]
-    fn stars_stand_for_names() {
-        assert!(matches("blocks.*.fc.weight", "blocks.3.fc.weight"));
-        assert!(!matches("blocks.*.weight", "blocks.3.fc.weight"));
-        assert!(matches("blocks.**.weight", "blocks.3.fc.weight"));
-        assert!(matches("**", "batch"));
-        assert!(matches("**.weight", "weight"));
-        assert!(!matches("*", "a.b"));
-    }
 }

@@ -39,6 +39,8 @@ pub use layout::{AxisPlacement, local_shape};
 pub use propagate::ExpandPlacements;
 pub use search::least_communication;
 
+pub(crate) use search::least_communication_with;
+
 /// What ranks that divide the batch do with parameters, gradients and optimizer states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

@@ -13,7 +13,7 @@ use super::signature::{Letter, Signature};
 use crate::Error;
 use crate::graph::{Graph, Node, ParameterLayout, Payload, Phase, Role, rename};
 use crate::passes::GraphTransform;
-use crate::run::element_type;
+use crate::run::{element_type, gathered_type};
 
 /// Insertion of collectives by placement: turns a graph of one rank, over the joined batch, into that
 /// of each rank of a mesh. See the [module](super).
@@ -418,7 +418,15 @@ impl Placer {
                         }
                         Placement::Shard(dim)
                     }
-                    None => Placement::Partial(*signature.contracted.get(letter)?),
+                    None => {
+                        let op = *signature.contracted.get(letter)?;
+                        // Nothing could bring addends together that are no floats, but a sum on its way to one.
+                        let (_, dtype) = self.whole.get(&output.id)?;
+                        if element_type(*dtype).is_none() && op != ReduceOp::Sum {
+                            return None;
+                        }
+                        Placement::Partial(op)
+                    }
                 },
             };
             next.outputs.entry(output.id).or_default().push(placement);
@@ -451,8 +459,13 @@ impl Placer {
             let num_ranks = self.axes[axis].num_ranks;
             let ways = versions.iter().filter_map(|version| {
                 let (from, to) = (version.on[axis], on[axis]);
-                let moves = from != to && from != Placement::Replicate;
-                if moves && element_type(*dtype).is_none() {
+                // Every type is gathered, floats alone are added up.
+                let movable = match from {
+                    Placement::Replicate => true,
+                    Placement::Shard(_) => gathered_type(*dtype).is_some(),
+                    Placement::Partial(_) => element_type(*dtype).is_some(),
+                };
+                if from != to && !movable {
                     return None;
                 }
                 cost(from, to, num_bytes, num_ranks)

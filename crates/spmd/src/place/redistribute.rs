@@ -12,7 +12,7 @@ use crate::graph::{
     AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
     Stage, collective_node,
 };
-use crate::run::element_type;
+use crate::run::{element_type, gathered_type};
 
 /// What a slice costs beside an operation that moves the same bytes.
 const SLICE: f64 = 1e-3;
@@ -293,7 +293,11 @@ impl Redistribution<'_> {
         is_last: bool,
     ) -> Result<(), Error> {
         let dtype = self.dtype(input)?;
-        if element_type(dtype).is_none() {
+        let element = match kind {
+            CollectiveKind::AllGather => gathered_type(dtype),
+            _ => element_type(dtype),
+        };
+        if element.is_none() {
             return Err(Error::Redistribution {
                 value: self.label.to_string(),
                 dtype,

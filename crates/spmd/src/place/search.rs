@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use super::expand::Expand;
 use super::propagate::ExpandPlacements;
@@ -23,6 +23,17 @@ const MAX_SWEEPS: usize = 3;
 ///
 /// [`Error::Placement`] if the batch cannot be cut; errors of the rules.
 pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Expand, Error> {
+    least_communication_with(graph, mesh, axis, &[])
+}
+
+/// [`least_communication`] where the inputs of these names are the same on all ranks.
+pub(crate) fn least_communication_with(
+    graph: &Graph,
+    mesh: &Mesh,
+    axis: &str,
+    shared: &[Pattern],
+) -> Result<Expand, Error> {
+    let inputs = cut_inputs(graph, axis, shared);
     let mut groups: BTreeMap<String, Vec<Vec<usize>>> = BTreeMap::new();
     for parameter in graph.parameters() {
         if !parameter.is_buffer {
@@ -32,7 +43,7 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
     }
     let num_ranks = mesh.axis(axis)?.size;
     let mut chosen: BTreeMap<String, Placement> = BTreeMap::new();
-    let mut least = moved(graph, mesh, axis, &chosen)?;
+    let mut least = moved(graph, mesh, &placed(&inputs, axis, &chosen))?;
     for _ in 0..MAX_SWEEPS {
         let mut improved = false;
         for (pattern, shapes) in &groups {
@@ -48,7 +59,7 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
                 // What the rules refuse is not chosen.
-                let Ok(bytes) = moved(graph, mesh, axis, &other) else {
+                let Ok(bytes) = moved(graph, mesh, &placed(&inputs, axis, &other)) else {
                     continue;
                 };
                 let is_replicated = !chosen.contains_key(pattern);
@@ -63,7 +74,7 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
             break;
         }
     }
-    Ok(expand(graph, axis, &chosen))
+    Ok(placed(&inputs, axis, &chosen))
 }
 
 /// The path with its numbers left open.
@@ -75,30 +86,32 @@ fn pattern_of(path: &str) -> String {
     names.collect::<Vec<_>>().join(".")
 }
 
-fn expand(graph: &Graph, axis: &str, chosen: &BTreeMap<String, Placement>) -> Expand {
+/// The batch, cut along its first dim.
+fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expand {
     let mut expand = Expand::new();
     for input in graph.inputs() {
         if let Some(value) = graph.value(*input)
             && let Role::Input(name) = &value.role
             && !value.shape.is_empty()
+            && !shared.iter().any(|pattern| pattern.matches(name))
         {
             expand = expand.input(name, axis, Placement::Shard(0));
         }
     }
-    for (pattern, placement) in chosen {
-        expand = expand.parameter(pattern, axis, *placement);
-    }
     expand
 }
 
-fn moved(
-    graph: &Graph,
-    mesh: &Mesh,
-    axis: &str,
-    chosen: &BTreeMap<String, Placement>,
-) -> Result<f64, Error> {
+fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> Expand {
+    chosen
+        .iter()
+        .fold(inputs.clone(), |expand, (pattern, placement)| {
+            expand.parameter(pattern, axis, *placement)
+        })
+}
+
+fn moved(graph: &Graph, mesh: &Mesh, expand: &Expand) -> Result<f64, Error> {
     let pass = ExpandPlacements {
-        expand: expand(graph, axis, chosen),
+        expand: expand.clone(),
         mesh: mesh.clone(),
     };
     Ok(pass.place(graph.clone())?.1)

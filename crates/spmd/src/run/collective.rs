@@ -2,13 +2,13 @@
 
 use std::any::Any;
 
-use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
+use burn::tensor::{AllocationProperty, BoolStore, Bytes, DType, TensorData};
 use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
     Buffer, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction, Source,
 };
-use burn_ir::BackendIr;
+use burn_ir::{BackendIr, HandleKind};
 
 use crate::graph::{Collective, CollectiveKind};
 
@@ -35,7 +35,7 @@ impl From<burn_fsdp_collectives::Error> for Failure {
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
-    tensors: Vec<B::FloatTensorPrimitive>,
+    tensors: Vec<HandleKind<B>>,
 ) -> Result<Started, Failure> {
     let mut parts = Vec::new();
     let mut full_parts = Vec::new();
@@ -43,7 +43,11 @@ pub(super) fn start<B: BackendIr>(
     let mut results = Vec::new();
     for (part, tensor) in collective.parts.iter().zip(tensors) {
         let (partition, dtype) = (part.partition, part.dtype);
-        let element = element_type(dtype)
+        let element = match collective.kind {
+            CollectiveKind::AllGather => gathered_type(dtype),
+            _ => element_type(dtype),
+        };
+        let element = element
             .ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let (whole, own) = (partition.num_elements(), partition.len(group.rank()));
         let (given, received, padded) = match collective.kind {
@@ -107,7 +111,22 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// The transport's name of a float type.
+/// The transport's name of a type that can be gathered: of bytes that are moved, nothing has to be known.
+pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
+    match dtype {
+        DType::I64 => Some(ElementType::I64),
+        DType::I32 => Some(ElementType::I32),
+        DType::I16 => Some(ElementType::I16),
+        DType::I8 => Some(ElementType::I8),
+        DType::U64 => Some(ElementType::U64),
+        DType::U32 | DType::Bool(BoolStore::U32) => Some(ElementType::U32),
+        DType::U16 => Some(ElementType::U16),
+        DType::U8 | DType::Bool(BoolStore::U8 | BoolStore::Native) => Some(ElementType::U8),
+        dtype => element_type(dtype),
+    }
+}
+
+/// The transport's name of a type that can be reduced: the float types.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),
@@ -119,11 +138,14 @@ pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
 }
 
 /// The first bytes of a tensor in the order of its dims: read where they lie on Flex, read back elsewhere.
-fn source<B: BackendIr>(
-    tensor: B::FloatTensorPrimitive,
-    num_bytes: usize,
-) -> Result<Source, Failure> {
-    if let Some(flex) = (&tensor as &dyn Any).downcast_ref::<FlexTensor>() {
+fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Source, Failure> {
+    let flex = match &tensor {
+        HandleKind::Float(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
+        HandleKind::Int(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
+        HandleKind::Bool(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
+        HandleKind::Quantized(_) => None,
+    };
+    if let Some(flex) = flex {
         let flex = match flex.layout().contiguous_offsets() {
             Some(_) => flex.clone(),
             None => flex.to_contiguous(),
@@ -137,7 +159,13 @@ fn source<B: BackendIr>(
             end: start + num_bytes,
         }));
     }
-    let data = try_read_sync(B::float_into_data(tensor))
+    let data = match tensor {
+        HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),
+        HandleKind::Int(tensor) => try_read_sync(B::int_into_data(tensor)),
+        HandleKind::Bool(tensor) => try_read_sync(B::bool_into_data(tensor)),
+        HandleKind::Quantized(tensor) => try_read_sync(B::q_into_data(tensor)),
+    };
+    let data = data
         .ok_or_else(|| Failure::Other("the backend cannot be read synchronously".to_owned()))?
         .map_err(|error| Failure::Other(error.to_string()))?;
     Ok(Source::new(HostBytes { data, num_bytes }))

@@ -343,16 +343,9 @@ impl<B: BackendIr> Executor<B> {
                 started.ok_or_else(|| failed(index, node, "it was not started".to_owned()))?
             }
             Stage::Whole | Stage::Start => {
-                let mut tensors = Vec::new();
-                for input in node.operation.inputs() {
-                    match self.interpreter.get_tensor(input) {
-                        HandleKind::Float(tensor) => tensors.push(tensor),
-                        other => {
-                            let reason = format!("it moves float tensors, not {}", other.name());
-                            return Err(failed(index, node, reason));
-                        }
-                    }
-                }
+                let inputs = node.operation.inputs();
+                let tensors = inputs.map(|input| self.interpreter.get_tensor(input));
+                let tensors = tensors.collect();
                 let group = self.along(&collective.axis);
                 let group = group.map_err(|reason| failed(index, node, reason))?;
                 collective::start::<B>(group, collective, tensors).map_err(fail)?

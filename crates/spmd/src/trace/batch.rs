@@ -1,6 +1,9 @@
 //! Batches: what a loss takes beside the model.
 
+use std::hash::{Hash, Hasher};
+
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
+use siphasher::sip::SipHasher13;
 
 use crate::Error;
 use crate::trace::capture::Captured;
@@ -8,7 +11,8 @@ use crate::trace::capture::Captured;
 /// The tensors that a loss closure takes beside the model.
 ///
 /// Implemented for tensors and for tuples and arrays of batches; implement it for a struct by mapping its
-/// fields in a fixed order:
+/// fields in a fixed order. Fields that are no tensors are frozen into the graph, with the values of the
+/// batch that it was traced with, unless they are named with [`BatchMapper::fixed`]:
 ///
 /// ```
 /// use burn::tensor::{Int, Tensor};
@@ -18,13 +22,16 @@ use crate::trace::capture::Captured;
 /// struct Labelled {
 ///     images: Tensor<4>,
 ///     labels: Tensor<1, Int>,
+///     num_classes: usize,
 /// }
 ///
 /// impl Batch for Labelled {
 ///     fn map(self, mapper: &mut impl BatchMapper) -> Self {
+///         mapper.fixed("num_classes", &self.num_classes);
 ///         Self {
 ///             images: mapper.float("images", self.images),
 ///             labels: mapper.int("labels", self.labels),
+///             ..self
 ///         }
 ///     }
 /// }
@@ -43,6 +50,9 @@ pub trait BatchMapper {
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int>;
     /// For a bool tensor of that name.
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool>;
+    /// For a value of that name that is no tensor, such as a length or a flag: a graph is made for each
+    /// value that comes. What changes in every step, as a schedule does, is better a tensor.
+    fn fixed(&mut self, name: &str, value: &impl Hash);
     /// Begins a part of that name: names inside it are `name.inner`.
     fn enter(&mut self, name: &str);
     /// Ends it.
@@ -140,6 +150,13 @@ pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
     Ok(found)
 }
 
+/// Names and hashes of a batch's values that are no tensors: a graph is compiled for these, too.
+pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
+    let mut walk = Walk::new(|_: String, _: Vec<usize>, _| ());
+    let _ = batch.clone().map(&mut walk);
+    walk.fixed
+}
+
 /// The data of a batch's tensors, by name, read back to the host.
 pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     struct Read {
@@ -159,6 +176,7 @@ pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
             self.found.push((self.path.of(name), tensor.to_data()));
             tensor
         }
+        fn fixed(&mut self, _: &str, _: &impl Hash) {}
         fn enter(&mut self, name: &str) {
             self.path.0.push(name.to_owned());
         }
@@ -195,6 +213,8 @@ impl Path {
 struct Walk<T, F> {
     path: Path,
     found: Vec<T>,
+    /// Values that are no tensors, by hash.
+    fixed: Vec<(String, u64)>,
     make: F,
 }
 
@@ -203,6 +223,7 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> Walk<T, F> {
         Self {
             path: Path::default(),
             found: Vec::new(),
+            fixed: Vec::new(),
             make,
         }
     }
@@ -227,6 +248,12 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
         self.add(name, tensor.dims().to_vec(), tensor.dtype());
         tensor
+    }
+
+    fn fixed(&mut self, name: &str, value: &impl Hash) {
+        let mut hasher = SipHasher13::new();
+        value.hash(&mut hasher);
+        self.fixed.push((self.path.of(name), hasher.finish()));
     }
 
     fn enter(&mut self, name: &str) {
@@ -274,10 +301,15 @@ impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
     }
 
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
-        let fake = Tensor::empty(self.shape(name, tensor.dims()), self.device);
+        let fake = Tensor::empty(
+            self.shape(name, tensor.dims()),
+            (self.device, tensor.dtype()),
+        );
         (self.found)(self.path.of(name), super::capture::bool_id(&fake));
         fake
     }
+
+    fn fixed(&mut self, _: &str, _: &impl Hash) {}
 
     fn enter(&mut self, name: &str) {
         self.path.0.push(name.to_owned());

@@ -1,19 +1,22 @@
 //! Burn's capture device: operations are recorded, not run.
 
-use std::any::Any;
 use std::cell::Cell;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
-use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{
+    Bool, BoolDType, DType, Device, DeviceConfig, FloatDType, Int, IntDType, Tensor, TensorData,
+};
 use burn_backend::TensorMetadata;
 use burn_capture::{CaptureBackend, CapturedGraph};
 use burn_ir::{OperationIr, TensorId};
 
 use crate::Error;
 use crate::graph::operation_name;
+use crate::panics::caught;
+
+pub(crate) use crate::panics::message;
 
 /// The capture backend under autodiff. Nothing is checkpointed: what to recompute is decided by a
 /// pass that sees the whole step.
@@ -64,24 +67,71 @@ pub(super) fn bool_id<const D: usize>(tensor: &Tensor<D, Bool>) -> Option<Captur
     plain.ok().map(|plain| Captured::of(&plain))
 }
 
+/// The types that tensors get on a device if nobody asks for others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Defaults {
+    float: FloatDType,
+    int: IntDType,
+    bool: BoolDType,
+}
+
+impl Defaults {
+    /// Those of the device on which the step will run: the module that is traced has the types of the
+    /// one that is trained.
+    pub(crate) fn of(device: &Device) -> Self {
+        let settings = device.settings();
+        Self {
+            float: settings.float_dtype,
+            int: settings.int_dtype,
+            bool: settings.bool_dtype,
+        }
+    }
+}
+
 /// Capture devices that are not in use: their ids are 16 bits and never recycled, so that devices
-/// are.
-static IDLE: Mutex<Vec<Device>> = Mutex::new(Vec::new());
+/// are. Each keeps the default types that it was made with.
+static IDLE: Mutex<Vec<(Option<Defaults>, Device)>> = Mutex::new(Vec::new());
 
 /// A capture device that nobody else uses.
-pub(super) struct Lease(Option<Device>);
+pub(super) struct Lease {
+    defaults: Option<Defaults>,
+    device: Device,
+    is_new: bool,
+}
 
 impl Lease {
-    pub(super) fn take() -> Self {
+    pub(super) fn take(defaults: Option<Defaults>) -> Self {
         let mut idle = IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        Self(Some(idle.pop().unwrap_or_else(Device::capture)))
+        let found = idle.iter().position(|(other, _)| *other == defaults);
+        let (device, is_new) = match found {
+            Some(index) => (idle.swap_remove(index).1, false),
+            None => (Device::capture(), true),
+        };
+        Self {
+            defaults,
+            device,
+            is_new,
+        }
+    }
+
+    /// Gives a new device its default types, before its first tensor; inside a capture scope.
+    fn configure(&self) -> Result<(), Error> {
+        let Some(Defaults { float, int, bool }) = self.defaults.filter(|_| self.is_new) else {
+            return Ok(());
+        };
+        let config = DeviceConfig::default();
+        let config = config.float_dtype(float).int_dtype(int).bool_dtype(bool);
+        let configured = self.device.clone().configure(config);
+        configured.map_err(|error| {
+            Error::Internal(format!("the capture device has other types: {error}"))
+        })
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
         let mut idle = IDLE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        idle.extend(self.0.take());
+        idle.push((self.defaults, self.device.clone()));
     }
 }
 
@@ -101,38 +151,40 @@ impl Progress {
     }
 }
 
-/// Records what `record` does on the capture device that it is given.
+/// Records what `record` does on the capture device that it is given, which has these default types.
 ///
 /// # Errors
 ///
 /// What `record` returns, or [`Error::Uncapturable`] if it panics: that is how Burn refuses what the
 /// capture device cannot do.
-pub(super) fn record<T>(
+pub(super) fn record_with<T>(
     stage: &'static str,
+    defaults: Option<Defaults>,
     record: impl FnOnce(&Device, &Progress) -> Result<T, Error>,
 ) -> Result<Recording<T>, Error> {
-    record_on(&Lease::take(), stage, record)
+    record_on(&Lease::take(defaults), stage, record)
 }
 
-/// [`record`] on a device that the caller keeps: tensors that outlive the recording can only be moved to
+/// [`record_with`] on a device that the caller keeps: tensors that outlive the recording can only be moved to
 /// another one.
 ///
 /// # Errors
 ///
-/// As [`record`].
+/// As [`record_with`].
 pub(super) fn record_on<T>(
     lease: &Lease,
     stage: &'static str,
     record: impl FnOnce(&Device, &Progress) -> Result<T, Error>,
 ) -> Result<Recording<T>, Error> {
-    let device = lease.0.clone().unwrap_or_else(Device::capture);
+    let device = lease.device.clone();
     let progress = Progress(Cell::new(stage));
     let mut outcome = None;
     let captured = device.capture_scope(|scope| {
         // Caught inside the scope, so that what was recorded until then can name the operation.
-        outcome = Some(catch_unwind(AssertUnwindSafe(|| {
+        outcome = Some(caught(|| {
+            lease.configure()?;
             record(&device, &progress)
-        })));
+        }));
         scope.complete([], [])
     });
     let (operations, values) = match captured {
@@ -145,7 +197,7 @@ pub(super) fn record_on<T>(
             values: values.into_iter().collect(),
             result: result?,
         }),
-        Some(Err(payload)) => Err(failed(&progress, message(payload.as_ref()), &operations)),
+        Some(Err(panic)) => Err(failed(&progress, panic.text(), &operations)),
         None => Err(Error::Internal("the capture scope did not run".to_owned())),
     }
 }
@@ -171,15 +223,4 @@ fn mentioned(reason: &str, operations: &[OperationIr]) -> Option<String> {
         operation_name(operation),
         shape.shape.to_vec()
     ))
-}
-
-/// What a panic said.
-pub(crate) fn message(payload: &(dyn Any + Send)) -> String {
-    if let Some(text) = payload.downcast_ref::<String>() {
-        return text.clone();
-    }
-    match payload.downcast_ref::<&'static str>() {
-        Some(text) => (*text).to_owned(),
-        None => "a panic without a message".to_owned(),
-    }
 }

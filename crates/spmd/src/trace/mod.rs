@@ -23,11 +23,16 @@ pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
 pub use parameters::{ParameterSpec, parameters};
 
+pub(crate) use batch::fixed_of;
+pub(crate) use capture::Defaults;
+pub(crate) use parameters::parameters_with;
+
 use crate::Error;
 use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};
-use crate::graph::{rename, set_status};
-use capture::{Captured, Recording, Tape, float_id, record};
-use module::{Leaf, leaves, with_fakes};
+use crate::graph::{operation_name, rename, set_status};
+use crate::panics::caught;
+use capture::{Captured, Recording, Tape, float_id, record_with};
+use module::{Leaf, leaves, updates, with_fakes};
 
 pub(crate) use capture::message;
 
@@ -54,8 +59,8 @@ impl Default for TraceConfig {
 /// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and a step of
 /// `optimizer` for every parameter that has one.
 ///
-/// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
-/// never initialised. Of `batch` only shapes and types are used.
+/// `init` is called with a device on which nothing is computed, so that no weight takes memory. Of `batch`
+/// only shapes and types are used, and what [`BatchMapper::fixed`] names.
 ///
 /// Values have the same ids in graphs of the same model, whichever step and batch they were traced
 /// with, as far as they are parameters, buffers, inputs and states.
@@ -64,7 +69,7 @@ impl Default for TraceConfig {
 ///
 /// [`Error::Uncapturable`] if the loss reads the value of a tensor, or does something else that the
 /// capture device refuses; [`Error::LossShape`] if it is not one number; [`Error::NoGradient`];
-/// [`Error::UntraceableOptimizer`].
+/// [`Error::UntraceableOptimizer`]; [`Error::RandomInModule`]; [`Error::StatisticsTwice`].
 pub fn trace<M, B, O>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> Tensor<1>,
@@ -78,7 +83,7 @@ where
     O: Optimizer,
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
-    trace_joined(init, loss, (batch, &joined), |leaves| {
+    trace_joined(init, loss, (batch, &joined), None, |leaves| {
         let trained = leaves.iter().filter(|leaf| leaf.is_trained);
         let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
         let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;
@@ -97,12 +102,13 @@ where
 /// Shape of the tensor to trace for one of the batch, by its name and shape.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// [`trace`] of a batch whose tensors have other shapes than those at hand, with the optimizer's step that is
-/// given for the tensors of the module.
+/// [`trace`] of a batch whose tensors have other shapes than those at hand, with the default types of a device and
+/// the optimizer's step that is given for the tensors of the module.
 pub(crate) fn trace_joined<M, B>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> Tensor<1>,
     (batch, joined): (&B, JoinedShape<'_>),
+    defaults: Option<Defaults>,
     optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
 ) -> Result<Graph, Error>
 where
@@ -110,7 +116,7 @@ where
     B: Batch,
 {
     let specs = specs_of(batch)?;
-    let recording = record("the module", |device, progress| {
+    let recording = record_with("the module", defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
         let before = leaves(&model, None);
@@ -122,7 +128,13 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let value = loss(&model, fake);
+        let value = match caught(|| loss(&model, fake)) {
+            Ok(value) => value,
+            Err(panic) => match running_twice(&model, &before) {
+                Some(path) => return Err(Error::StatisticsTwice { path }),
+                None => std::panic::resume_unwind(Box::new(panic.text())),
+            },
+        };
         let shape = value.dims();
         if shape != [1] {
             return Err(Error::LossShape {
@@ -130,21 +142,20 @@ where
             });
         }
         let captured = float_id(&value);
-        let tracked = value.try_into_primitive::<Tape>();
-        let (Some(loss), Ok(tracked)) = (captured, tracked) else {
+        let tracked_value = value.try_into_primitive::<Tape>();
+        let (Some(loss), Ok(value)) = (captured, tracked_value) else {
             return Err(Error::NoGradient);
         };
         progress.enter("the backward pass");
-        let mut gradients = tracked.backward();
+        let mut gradients = value.backward();
         let with_gradients = leaves(&model, Some(&mut gradients));
-        progress.enter("the buffers of the module");
-        // Running statistics take their pending update when the mode of the module changes.
-        let _ = model.clone().train();
-        let after = leaves(&model, None);
+        progress.enter("the running statistics of the module");
+        let (running, updates) = updates(model, &tracked);
         Ok(Captures {
             before,
             with_gradients,
-            after,
+            running,
+            updates,
             inputs,
             loss,
         })
@@ -154,11 +165,24 @@ where
     builder.build(&step)
 }
 
+/// The module whose running statistics have taken an update inside the loss: it ran a second time, for which
+/// Burn moves them in a way that the capture device refuses.
+fn running_twice<M: Module>(model: &M, before: &[Leaf]) -> Option<String> {
+    let now = leaves(model, None);
+    let mut pairs = before.iter().zip(&now);
+    let (leaf, _) = pairs.find(|(before, now)| before.captured != now.captured)?;
+    let module = leaf.path.rsplit_once('.').map_or("", |(module, _)| module);
+    Some(module.to_owned())
+}
+
 /// What the closures left on the capture device.
 struct Captures {
     before: Vec<Leaf>,
     with_gradients: Vec<Leaf>,
-    after: Vec<Leaf>,
+    /// For each tensor, whether it is a running statistic.
+    running: Vec<bool>,
+    /// What running statistics become.
+    updates: Vec<Option<Captured>>,
     inputs: Vec<Option<Captured>>,
     loss: Captured,
 }
@@ -181,7 +205,8 @@ impl Builder {
         let Captures {
             before,
             with_gradients,
-            after,
+            running,
+            updates,
             inputs,
             loss,
         } = recording.result;
@@ -189,10 +214,10 @@ impl Builder {
         let mut ids = BTreeMap::new();
         let mut changed = Vec::new();
         let mut leaves = Vec::new();
-        for ((leaf, with_gradient), after) in before.into_iter().zip(with_gradients).zip(after) {
+        let leaves_of = before.into_iter().zip(with_gradients);
+        for (index, (leaf, with_gradient)) in leaves_of.enumerate() {
             let captured = captured(&leaf)?;
-            let changes = after.captured.as_ref().map(|after| after.id) != Some(captured.id);
-            let is_buffer = changes || !leaf.is_float;
+            let is_buffer = running[index] || !leaf.is_float;
             let role = match is_buffer {
                 true => Role::Buffer(leaf.path.clone()),
                 false => Role::Parameter(leaf.path.clone()),
@@ -203,14 +228,14 @@ impl Builder {
                     name: leaf.path.to_string(),
                 });
             }
-            // Modules may share a tensor: then its second path is an alias of the first.
+            // Modules may share statistics: then the second path is an alias of the first.
             if ids.contains_key(&captured.id) {
                 continue;
             }
             let value = graph.add_value(leaf.shape.clone(), leaf.dtype, role);
             ids.insert(captured.id, value);
-            if changes && let Some(after) = after.captured {
-                changed.push((value, after.id));
+            if let Some(update) = &updates[index] {
+                changed.push((value, update.id));
             }
             graph.parameters_mut().push(Parameter {
                 path: leaf.path.clone(),
@@ -296,7 +321,7 @@ impl Builder {
             std::mem::take(&mut self.operations),
             &self.ids,
             wanted.collect(),
-        );
+        )?;
         let last_forward = operations
             .iter()
             .rposition(|op| op.outputs().any(|o| o.id == self.loss));
@@ -418,11 +443,16 @@ fn read_only(operation: &mut OperationIr) {
 
 /// The operations that `wanted` depends on, cut at the given tensors; random numbers that the loss
 /// draws stay even if unused, because the numbers after them depend on it.
+///
+/// # Errors
+///
+/// [`Error::RandomInModule`] if they depend on random numbers of the module's initialisation: as operations
+/// of the step they would be other ones in every step.
 fn needed(
     operations: Vec<OperationIr>,
     given: &BTreeMap<TensorId, TensorId>,
     mut wanted: BTreeSet<TensorId>,
-) -> Vec<OperationIr> {
+) -> Result<Vec<OperationIr>, Error> {
     // Everything before the inputs were made belongs to the module's initialisation.
     let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
     let first = operations
@@ -434,15 +464,22 @@ fn needed(
         if matches!(operation, OperationIr::Init(_) | OperationIr::Drop(_)) {
             continue;
         }
-        let is_random = index >= first && Node::new(operation.clone(), Phase::Forward).is_opaque();
+        let is_random = Node::new(operation.clone(), Phase::Forward).is_opaque();
         let is_needed = operation
             .outputs()
             .any(|output| wanted.contains(&output.id) && !given.contains_key(&output.id));
-        if is_needed || is_random {
+        if is_needed && is_random && index < first {
+            let shape = operation.outputs().next().map(|out| out.shape.to_vec());
+            return Err(Error::RandomInModule {
+                operation: operation_name(&operation),
+                shape: shape.unwrap_or_default(),
+            });
+        }
+        if is_needed || is_random && index >= first {
             wanted.extend(operation.inputs().map(|input| input.id));
             kept.push(operation);
         }
     }
     kept.reverse();
-    kept
+    Ok(kept)
 }

@@ -3,16 +3,19 @@
 use std::sync::Arc;
 
 use burn::backend::autodiff::grads::Gradients;
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
 
 use super::capture::{Captured, Tape, bool_id, float_id, int_id};
+use crate::panics::caught;
 
 /// A tensor of the module.
 #[derive(Debug, Clone)]
 pub(crate) struct Leaf {
     pub(super) path: Arc<str>,
+    /// Burn's own name of it, which copies share.
+    pub(super) id: ParamId,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
     pub(super) captured: Option<Captured>,
@@ -22,8 +25,7 @@ pub(crate) struct Leaf {
     pub(super) is_trained: bool,
 }
 
-/// Replaces every tensor of a module by a fake one: of the same shape, and of no memory. Lazy
-/// parameters stay uninitialised, so that no weight is ever computed.
+/// Replaces every tensor of a module by a fake one: of the same shape and type, and of no memory.
 pub(super) fn with_fakes<M: Module>(module: M, device: &Device, tracked: &Device) -> M {
     module.map(&mut Fakes { device, tracked })
 }
@@ -35,30 +37,39 @@ struct Fakes<'a> {
 
 impl ModuleMapper for Fakes<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let shape = param.lazy_shape();
-        let dtype = match param.is_initialized() {
-            true => param.base().dtype(),
-            // The capture device computes lazy parameters in its default type.
-            false => DType::F32,
-        };
         let id = param.id;
+        let lazy_shape = param.lazy_shape();
+        let fake = |shape: Shape, dtype: DType| Tensor::<D>::empty(shape, (self.tracked, dtype));
         // Loading a fake is the way to learn whether a lazy parameter is trained.
-        let fake = Tensor::<D>::empty(shape.clone(), (self.tracked, dtype));
-        let loaded = match param.lazy_device().is_autodiff() {
-            true => param
-                .load_mapper(|tensor| tensor)
-                .transform_for_load(fake, id),
-            false => Param::initialized(id, fake.set_require_grad(false)),
+        let is_trained = param.lazy_device().is_autodiff() && {
+            let asked = param.clone().load_mapper(|tensor| tensor);
+            let any = fake(lazy_shape.clone(), DType::F32);
+            asked.transform_for_load(any, id).base().is_require_grad()
         };
-        if loaded.base().is_require_grad() {
-            return loaded;
+        // What initialises a lazy parameter may change shape and type, as the column layout of linear
+        // layers does. On the capture device that computes nothing. One that reads values, or lies elsewhere,
+        // is not asked but believed.
+        let place = param.lazy_device();
+        let is_free = param.is_initialized() || place == *self.tracked || place == *self.device;
+        let ask = || {
+            let tensor = param.base();
+            (tensor.shape(), tensor.dtype())
+        };
+        let known = is_free.then(|| caught(ask).ok()).flatten();
+        let (shape, dtype): (Shape, DType) = known.unwrap_or_else(|| {
+            let default = self.device.settings().float_dtype;
+            (lazy_shape, default.into())
+        });
+        match is_trained {
+            true => Param::initialized(id, fake(shape, dtype).require_grad()),
+            // Off the tape: Burn does not move untracked tensors between capture devices.
+            false => Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype))),
         }
-        // Off the tape: Burn does not move untracked tensors between capture devices.
-        Param::initialized(id, Tensor::<D>::empty(shape, (self.device, dtype)))
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
-        let fake = Tensor::empty(param.lazy_shape(), (self.device, param.base().dtype()));
+        let tensor = param.base();
+        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
         Param::initialized(param.id, fake)
     }
 
@@ -66,7 +77,8 @@ impl ModuleMapper for Fakes<'_> {
         &mut self,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
-        let fake = Tensor::empty(param.lazy_shape(), self.device);
+        let tensor = param.base();
+        let fake = Tensor::empty(tensor.shape(), (self.device, tensor.dtype()));
         Param::initialized(param.id, fake)
     }
 }
@@ -89,13 +101,20 @@ struct Leaves<'a> {
 }
 
 impl Leaves<'_> {
-    fn add(&mut self, captured: Option<Captured>, gradient: Option<Captured>, is_float: bool) {
+    fn add(
+        &mut self,
+        id: ParamId,
+        captured: Option<Captured>,
+        gradient: Option<Captured>,
+        is_float: bool,
+    ) {
         let (shape, dtype) = match &captured {
             Some(captured) => (captured.shape.clone(), captured.dtype),
             None => (Vec::new(), DType::F32),
         };
         self.found.push(Leaf {
             path: self.path.join(".").into(),
+            id,
             shape,
             dtype,
             captured,
@@ -120,18 +139,18 @@ impl ModuleVisitor for Leaves<'_> {
             let gradient = Tensor::<D>::from_primitive::<CaptureBackend>(gradient);
             float_id(&gradient)
         });
-        self.add(float_id(&tensor), gradient.flatten(), true);
+        self.add(param.id, float_id(&tensor), gradient.flatten(), true);
         if let Some(leaf) = self.found.last_mut() {
             leaf.is_trained = tensor.is_require_grad();
         }
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
-        self.add(int_id(&param.base()), None, false);
+        self.add(param.id, int_id(&param.base()), None, false);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
-        self.add(bool_id(&param.base()), None, false);
+        self.add(param.id, bool_id(&param.base()), None, false);
     }
 
     fn enter_module(&mut self, name: &str, _: &str) {
@@ -160,4 +179,50 @@ pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     let mut visitor = Trained(Vec::new());
     module.visit(&mut visitor);
     visitor.0
+}
+
+/// Replaces every float tensor by one that requires a gradient, where that is possible: running
+/// statistics refuse it, which tells them from frozen parameters.
+pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
+    struct Marks<'a>(&'a Device);
+    impl ModuleMapper for Marks<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let tensor = param.base();
+            let mark = Tensor::<D>::empty(tensor.shape(), (self.0, tensor.dtype()));
+            Param::initialized(param.id, mark.require_grad())
+        }
+    }
+    module.map(&mut Marks(tracked))
+}
+
+/// For every tensor of a module with [marks](with_marks), whether it is a running statistic.
+pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
+    trained(marked)
+        .into_iter()
+        .zip(leaves(marked, None))
+        .map(|(is_marked, leaf)| leaf.is_float && !is_marked)
+        .collect()
+}
+
+/// What the running statistics of a module become by what it ran, `None` for those that stay and for all
+/// other tensors; and which tensors are running statistics. The module is no good afterwards.
+///
+/// Burn keeps an update apart until the mode of the module changes, and offers no other way to it. Only
+/// statistics may go through that here: parameters off the tape cannot, and they are replaced by marks.
+/// A statistic that still is its mark afterwards had no update.
+pub(super) fn updates<M: Module>(module: M, tracked: &Device) -> (Vec<bool>, Vec<Option<Captured>>) {
+    let marked = with_marks(module, tracked);
+    let running = running(&marked);
+    let marks = leaves(&marked, None);
+    let after = match running.contains(&true) {
+        true => leaves(&marked.train(), None),
+        false => marks.clone(),
+    };
+    let updates = marks.into_iter().zip(after).zip(&running);
+    let updates = updates.map(|((mark, after), is_running)| {
+        let is_updated = *is_running && mark.captured != after.captured;
+        after.captured.filter(|_| is_updated)
+    });
+    let updates = updates.collect();
+    (running, updates)
 }

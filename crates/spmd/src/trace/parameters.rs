@@ -1,12 +1,13 @@
 //! What a module consists of, without any of its values.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{DType, Device};
 
-use super::capture::record;
-use super::module::{leaves, trained, with_fakes};
+use super::capture::{Defaults, record_with};
+use super::module::{leaves, running, trained, with_fakes, with_marks};
 use crate::Error;
 
 /// A tensor of a module.
@@ -20,34 +21,56 @@ pub struct ParameterSpec {
     pub dtype: DType,
     /// Whether it is a float parameter that requires a gradient.
     pub is_trained: bool,
+    /// Whether it is no parameter: a running statistic, or not of a float type. Such a tensor is never
+    /// divided.
+    pub is_buffer: bool,
 }
 
-/// The tensors of the module that `init` makes, in the order in which it is visited; a tensor that
-/// occurs under several paths once, under the first. No weight is initialised.
+/// The tensors of the module that `init` makes, in the order in which it is visited; a running statistic that
+/// occurs under several paths once, under the first. No weight is computed.
 ///
 /// # Errors
 ///
-/// [`Error::Uncapturable`] if `init` reads the value of a tensor.
+/// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::Tied`] if two trained parameters
+/// are one.
 pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<ParameterSpec>, Error> {
-    let recording = record("the module", |device, _| {
+    parameters_with(None, init)
+}
+
+/// [`parameters`], with the types of a device.
+pub(crate) fn parameters_with<M: Module>(
+    defaults: Option<Defaults>,
+    init: impl FnOnce(&Device) -> M,
+) -> Result<Vec<ParameterSpec>, Error> {
+    let recording = record_with("the module", defaults, |device, _| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
         let trained = trained(&model);
-        let mut specs: Vec<(Option<burn_ir::TensorId>, ParameterSpec)> = Vec::new();
-        for (leaf, is_trained) in leaves(&model, None).into_iter().zip(trained) {
-            let id = leaf.captured.as_ref().map(|captured| captured.id);
-            if id.is_some() && specs.iter().any(|(other, _)| *other == id) {
+        let found = leaves(&model, None);
+        let running = running(&with_marks(model, &tracked));
+        let mut owners: BTreeMap<_, Arc<str>> = BTreeMap::new();
+        let mut seen = BTreeSet::new();
+        let mut specs = Vec::with_capacity(found.len());
+        for ((leaf, is_trained), is_running) in found.into_iter().zip(trained).zip(running) {
+            if !leaf.captured.iter().all(|captured| seen.insert(captured.id)) {
                 continue;
             }
-            let spec = ParameterSpec {
+            // A frozen copy keeps its own values, and that is no tie.
+            if is_trained && let Some(first) = owners.insert(leaf.id, leaf.path.clone()) {
+                return Err(Error::Tied {
+                    first: first.to_string(),
+                    second: leaf.path.to_string(),
+                });
+            }
+            specs.push(ParameterSpec {
                 path: leaf.path,
                 shape: leaf.shape,
                 dtype: leaf.dtype,
                 is_trained,
-            };
-            specs.push((id, spec));
+                is_buffer: is_running || !leaf.is_float,
+            });
         }
         Ok(specs)
     })?;
-    Ok(recording.result.into_iter().map(|(_, spec)| spec).collect())
+    Ok(recording.result)
 }

@@ -6,12 +6,12 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
-/// All floats of a module by path.
+/// All floats of a module by path, as they are stored: without what a reparameterization makes of them.
 pub(crate) fn floats<M: Module>(module: &M) -> BTreeMap<String, TensorData> {
     struct Floats(Vec<String>, BTreeMap<String, TensorData>);
     impl ModuleVisitor for Floats {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.1.insert(self.0.join("."), param.val().into_data());
+            self.1.insert(self.0.join("."), param.base().into_data());
         }
         fn enter_module(&mut self, name: &str, _: &str) {
             self.0.push(name.to_owned());

@@ -1,17 +1,22 @@
 //! Compiled train steps against Burn's eager ones.
 
+mod agreement;
 mod compiled;
 mod custom;
 mod eager;
 #[macro_use]
 #[path = "../common/optimizers.rs"]
 mod every;
+mod frozen;
 #[path = "../common/fused.rs"]
 mod fused;
+mod host_values;
 mod limits;
 mod models;
+mod modules;
 mod optimizers;
 mod parallel;
 mod passes;
 mod placement;
 mod scale;
+mod units;

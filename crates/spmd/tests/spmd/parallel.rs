@@ -83,14 +83,7 @@ where
 
 /// To 1e-5 of each loss, and of the largest value of each parameter.
 fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
-    assert_eq!(losses.len(), expected.losses.len());
-    for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
-        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected).abs();
-        assert!(
-            difference <= 1e-5,
-            "{what}, step {step}: {loss} is not {expected}"
-        );
-    }
+    assert_losses_close(what, losses, expected);
     assert!(!parameters.is_empty());
     for (path, values) in parameters {
         let expected = expected.parameters[path].try_to_vec::<f32>().unwrap();
@@ -104,6 +97,17 @@ fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Tr
                 "{what}, {path}: {value} is not {expected}, the largest is {largest}"
             );
         }
+    }
+}
+
+fn assert_losses_close(what: &str, losses: &[f64], expected: &eager::Trained) {
+    assert_eq!(losses.len(), expected.losses.len());
+    for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
+        let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected).abs();
+        assert!(
+            difference <= 1e-5,
+            "{what}, step {step}: {loss} is not {expected}"
+        );
     }
 }
 
@@ -129,22 +133,62 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
 }
 
 #[test]
-fn ranks_with_other_batch_shapes_are_told() {
+fn ranks_with_other_batch_shapes_are_told_and_go_on() {
     let _guard = seeded();
-    let body = |world: ProcessGroup| -> Result<bool, Error> {
+    // The steps in which both ranks have as many rows.
+    let whole = |step: usize, device: &Device| tokens([1, 2, 4, 5][step], 0, 4, device);
+    let expected = eager::train(Gpt::new, Gpt::loss, whole, 4, |_| 1e-2, adamw().init());
+    for style in [
+        DataParallel::Replicate,
+        DataParallel::FullyShard,
+        DataParallel::Default,
+    ] {
+        Device::flex().seed(1);
+        let body = move |world: ProcessGroup| -> Result<Vec<f64>, Error> {
+            let device = Device::flex();
+            let mode = Mode::data_parallel(world.clone(), style).verified();
+            let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+            let mut losses = Vec::new();
+            for index in 0..6 {
+                // In the first step both must trace, in the fourth rank 0 has its graph.
+                let rows = match index {
+                    0 | 3 => 2 - world.rank(),
+                    _ => 2,
+                };
+                match step.step(1e-2, &tokens(index, 2 * world.rank(), rows, &device)) {
+                    Ok(loss) => losses.push(loss),
+                    Err(error) => {
+                        let text = error.to_string();
+                        assert!(matches!(error, Error::GraphsDiffer { rank: 1, .. }), "{text}");
+                        let both = text.contains("[2, 6]") && text.contains("[1, 6]");
+                        assert!(both && [0, 3].contains(&index), "step {index}: {text}");
+                    }
+                }
+            }
+            Ok(losses)
+        };
+        for losses in launch(LaunchConfig::new(2), body).unwrap() {
+            assert_eq!(losses.len(), 4, "{style:?}");
+            assert_losses_close(&format!("{style:?}"), &losses, &expected);
+        }
+    }
+}
+
+#[test]
+fn ranks_with_other_learning_rates_are_told() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<String, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world.clone(), DataParallel::Replicate);
         let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
-        let batch = tokens(0, 0, 1 + world.rank(), &device);
-        let error = step.step(1e-2, &batch).expect_err("other shapes");
-        let is_known = matches!(error, Error::GraphsDiffer { rank: 1 });
-        assert!(is_known, "{error:?}");
-        let text = error.to_string();
-        assert!(text.contains("rank 1") && text.contains("shape"), "{text}");
-        Ok(is_known)
+        let rate = [1e-2, 2e-2][world.rank()];
+        let error = step.step(rate, &tokens(0, world.rank(), 1, &device));
+        Ok(error.unwrap_err().to_string())
     };
-    let told = launch(LaunchConfig::new(2), body).unwrap();
-    assert_eq!(told, [true, true]);
+    for text in launch(LaunchConfig::new(2), body).unwrap() {
+        let both = text.contains("learning rate 0.01") && text.contains("learning rate 0.02");
+        assert!(both, "{text}");
+    }
 }
 
 #[test]

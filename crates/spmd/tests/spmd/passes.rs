@@ -613,6 +613,47 @@ fn weights_that_outlive_the_unit_after_next_are_found() {
 }
 
 #[test]
+fn views_that_outlive_the_unit_after_next_are_found() {
+    let pipeline = Pipeline::new()
+        .then(StandIns)
+        .then(sharded())
+        .then(Deduplicate)
+        .then(Regather);
+    let mut graph = pipeline.run(gpt()).unwrap();
+    verify(&graph).unwrap();
+    let mut nodes = graph.take_nodes();
+    let is_gather = |node: &Node| {
+        let collective = node.collective.as_ref();
+        let label = collective.map(|collective| &*collective.label);
+        label == Some("blocks.0.fc.weight") && node.phase == Phase::Forward
+    };
+    let first = nodes.iter().position(is_gather).unwrap();
+    let weight = nodes[first].outputs().next().unwrap();
+    let shape = graph.value(weight).unwrap().shape.clone();
+    let mut view = |of| {
+        let out = graph.add_value(shape.clone(), burn::tensor::DType::F32, Role::Temporary);
+        let operation = burn_ir::BaseOperationIr::Reshape(burn_ir::ShapeOpIr {
+            input: graph.read(of).unwrap(),
+            out: graph.write(out).unwrap(),
+        });
+        (out, burn_ir::OperationIr::BaseFloat(operation))
+    };
+    let (early, operation) = view(weight);
+    nodes.insert(first + 1, Node::new(operation, Phase::Forward));
+    // Nothing reads the weight itself any more, but the memory is the same.
+    let (_, operation) = view(early);
+    let is_backward = |node: &Node| node.phase == Phase::Backward;
+    let last = nodes.iter().rposition(is_backward).unwrap();
+    nodes.insert(last + 1, Node::new(operation, Phase::Backward));
+    graph.set_nodes(nodes);
+    let text = verify(&graph).unwrap_err().to_string();
+    assert!(
+        text.contains("die before the unit after next") && text.contains("blocks.0"),
+        "{text}"
+    );
+}
+
+#[test]
 fn ranks_must_start_the_same_collectives() {
     let graph = run(Pipeline::new().then(sharded()).then(Deduplicate));
     let mut other = graph.clone();

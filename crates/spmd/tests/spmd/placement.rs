@@ -632,3 +632,120 @@ fn gradients_that_parameters_share_and_extrema_are_those_of_one_rank() {
         assert_close(&format!("{place:?}"), &got, &expected);
     }
 }
+
+/// A layer, and what is counted over the batch beside it.
+#[derive(burn::module::Module, Debug)]
+struct Counting {
+    weight: burn::module::Param<Tensor<2>>,
+    table: burn::module::Param<Tensor<2>>,
+}
+
+type Counted = (Tensor<2>, Tensor<2, burn::tensor::Int>, Tensor<2, burn::tensor::Bool>);
+
+impl Counting {
+    fn new(device: &Device) -> Self {
+        let uniform = burn::nn::Initializer::Uniform { min: -0.5, max: 0.5 };
+        Self {
+            weight: uniform.init([4, 4], device),
+            table: uniform.init([6, 4], device),
+        }
+    }
+
+    fn rows(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Counted {
+        let x = crate::agreement::data(step, [ROWS, 4], device);
+        let ids: Vec<i64> = (0..ROWS * 3).map(|i| ((i * 7 + step) % 6) as i64).collect();
+        let ids = burn::tensor::TensorData::new(ids, [ROWS, 3]);
+        let ids = Tensor::<2, burn::tensor::Int>::from_data(ids, device);
+        let keep = x.clone().greater_scalar(-0.3);
+        (
+            x.slice([rows.clone()]),
+            ids.slice([rows.clone()]),
+            keep.slice([rows]),
+        )
+    }
+
+    fn h(&self, x: Tensor<2>) -> Tensor<2> {
+        x.matmul(self.weight.val())
+    }
+}
+
+#[test]
+fn whole_numbers_and_booleans_are_brought_where_they_must_be() {
+    let _guard = seeded();
+    type Loss = fn(&Counting, Counted) -> Tensor<1>;
+    let losses: [(&str, Loss); 6] = [
+        ("the mean of whole numbers is rounded once", |model, (x, ids, _)| {
+            let mean = ids.mean().float();
+            model.h(x).square().mean() * mean
+        }),
+        ("means of rows", |model, (x, ids, _)| {
+            let mean = ids.mean_dim(0).float().sum();
+            model.h(x).square().mean() * mean
+        }),
+        ("the largest number", |model, (x, ids, _)| {
+            let most = ids.max().float();
+            model.h(x).square().mean() * most
+        }),
+        ("a part of the indices", |model, (x, ids, _)| {
+            let some = ids.narrow(0, 1, 5).float().mean();
+            model.h(x).square().mean() * some
+        }),
+        ("an embedding by hand", |model, (x, ids, _)| {
+            let ids = ids.narrow(1, 0, 1).squeeze_dim::<1>(1);
+            let rows = model.table.val().select(0, ids);
+            (model.h(x) * rows).tanh().square().mean()
+        }),
+        ("whether any is kept", |model, (x, _, keep)| {
+            let any = keep.narrow(0, 0, 3).any().float();
+            model.h(x).square().mean() * any
+        }),
+    ];
+    for (what, loss) in losses {
+        let whole = |step, device: &Device| Counting::rows(step, 0..ROWS, device);
+        let expected = eager::train(Counting::new, loss, whole, STEPS, |_| 1e-2, adamw().init());
+        for num_ranks in [1, 2, 3] {
+            let got = trained(
+                num_ranks,
+                |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Default)),
+                Counting::new,
+                loss,
+                move |step, rank, device| {
+                    let rows = ROWS / num_ranks;
+                    Counting::rows(step, rank * rows..(rank + 1) * rows, device)
+                },
+            );
+            assert_close(&format!("{what} on {num_ranks} ranks"), &got, &expected);
+        }
+    }
+}
+
+#[test]
+fn inputs_without_a_batch_dim_are_declared() {
+    let _guard = seeded();
+    type Weighted = (Tensor<2>, Tensor<1>);
+    let loss = |model: &Counting, (x, weights): Weighted| {
+        (model.h(x) * weights.unsqueeze()).square().mean() + model.table.val().square().mean()
+    };
+    let part = |step, rows: std::ops::Range<usize>, device: &Device| -> Weighted {
+        let x = crate::agreement::data::<2>(step, [ROWS, 4], device).slice([rows]);
+        (x, crate::agreement::data(step + 9, [4], device))
+    };
+    let whole = |step, device: &Device| part(step, 0..ROWS, device);
+    let expected = eager::train(Counting::new, loss, whole, STEPS, |_| 1e-2, adamw().init());
+    for num_ranks in [2, 3] {
+        let got = trained(
+            num_ranks,
+            |world| {
+                let mode = Mode::data_parallel(world.clone(), DataParallel::Default);
+                Ok(mode.with_shared_input("1"))
+            },
+            Counting::new,
+            loss,
+            move |step, rank, device| {
+                let rows = ROWS / num_ranks;
+                part(step, rank * rows..(rank + 1) * rows, device)
+            },
+        );
+        assert_close(&format!("shared on {num_ranks} ranks"), &got, &expected);
+    }
+}

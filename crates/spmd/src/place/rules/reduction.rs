@@ -10,7 +10,11 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         return None;
     };
     let sum = Some(ReduceOp::Sum);
+    // A mean of whole numbers is rounded, so that means of parts tell nothing of the mean of all.
+    let is_rounded = matches!(operation, OperationIr::NumericInt(..));
+    let mean = (!is_rounded).then_some(ReduceOp::Mean);
     Some(match op {
+        Numeric::Mean(_) if is_rounded => return None,
         Numeric::Sum(op) => all(&op.input, &op.out, ReduceOp::Sum),
         Numeric::Mean(op) => all(&op.input, &op.out, ReduceOp::Mean),
         Numeric::Max(op) => all(&op.input, &op.out, ReduceOp::Max),
@@ -18,7 +22,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         Numeric::MaxAbs(op) => all(&op.input, &op.out, ReduceOp::Max),
         Numeric::SumDim(op) => along(&op.input, &[&op.out], &[op.axis], sum),
         Numeric::SumDims(op) => along(&op.input, &[&op.out], &op.axes, sum),
-        Numeric::MeanDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Mean)),
+        Numeric::MeanDim(op) => along(&op.input, &[&op.out], &[op.axis], mean),
         Numeric::MaxDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MaxAbsDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Max)),
         Numeric::MinDim(op) => along(&op.input, &[&op.out], &[op.axis], Some(ReduceOp::Min)),

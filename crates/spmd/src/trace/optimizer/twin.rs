@@ -248,7 +248,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
             }
             None => None,
         };
-        let lease = Lease::take();
+        let lease = Lease::take(None);
         let recording = record_on(&lease, "the optimizer", |device, _| {
             let parameter = Tensor::<D>::empty(self.shape, (device, self.dtype));
             let gradient = Tensor::<D>::empty(self.shape, (device, self.dtype));
@@ -389,7 +389,7 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
     }
 
     fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String> {
-        let lease = Lease::take();
+        let lease = Lease::take(None);
         let names = |form: &Form| -> Vec<String> {
             let mut names: Vec<_> = form.tensors.iter().map(|(name, _)| name.clone()).collect();
             names.sort_unstable();

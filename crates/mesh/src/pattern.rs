@@ -1,0 +1,188 @@
+use std::fmt;
+
+/// Which dotted paths are meant: one language for units, placements and whatever else goes by path.
+///
+/// | in a pattern | stands for |
+/// |---|---|
+/// | `*` as a whole name | exactly one name |
+/// | `*` in a name, such as `conv*` | any characters of that name, none included |
+/// | `**` | any number of names, none included |
+/// | anything else | itself |
+///
+/// ```
+/// use burn_fsdp_mesh::Pattern;
+///
+/// assert!(Pattern::new("blocks.*.fc.weight").matches("blocks.3.fc.weight"));
+/// assert!(Pattern::new("conv*").matches("conv2"));
+/// assert!(Pattern::new("**.weight").matches("blocks.3.fc.weight"));
+/// assert!(!Pattern::new("blocks.*").matches("blocks.3.fc"));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Pattern(String);
+
+impl Pattern {
+    /// The paths that `pattern` stands for.
+    pub fn new(pattern: impl Into<String>) -> Self {
+        Self(pattern.into())
+    }
+
+    /// As it was given.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Whether the whole path is meant.
+    pub fn matches(&self, path: &str) -> bool {
+        let (wanted, found) = (names(&self.0), names(path));
+        matches_names(&wanted, &found)
+    }
+
+    /// The longest beginning of the path that is meant, ending at the end of a name: the module of a
+    /// parameter, say.
+    ///
+    /// ```
+    /// use burn_fsdp_mesh::Pattern;
+    ///
+    /// let blocks = Pattern::new("**.blocks.*");
+    /// assert_eq!(blocks.prefix_of("net.blocks.3.fc.weight"), Some("net.blocks.3"));
+    /// assert_eq!(blocks.prefix_of("net.head.weight"), None);
+    /// ```
+    pub fn prefix_of<'a>(&self, path: &'a str) -> Option<&'a str> {
+        let ends = path.match_indices('.').map(|(end, _)| end);
+        let prefixes = ends.chain([path.len()]).map(|end| &path[..end]);
+        prefixes.filter(|prefix| self.matches(prefix)).last()
+    }
+}
+
+impl From<&str> for Pattern {
+    fn from(pattern: &str) -> Self {
+        Self::new(pattern)
+    }
+}
+
+impl From<String> for Pattern {
+    fn from(pattern: String) -> Self {
+        Self::new(pattern)
+    }
+}
+
+/// Prints as it was given.
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+fn names(path: &str) -> Vec<&str> {
+    path.split('.').collect()
+}
+
+/// `fits[n]` says whether the names of the pattern so far stand for the first `n` of the path. One row
+/// per name of the pattern keeps the time bounded by the product of both lengths, whatever the stars.
+fn matches_names(pattern: &[&str], path: &[&str]) -> bool {
+    let mut fits: Vec<bool> = (0..=path.len()).map(|count| count == 0).collect();
+    for wanted in pattern {
+        let mut next = vec![false; path.len() + 1];
+        match *wanted {
+            "**" => {
+                let first = fits.iter().position(|fits| *fits);
+                if let Some(first) = first {
+                    next[first..].fill(true);
+                }
+            }
+            wanted => {
+                for (count, found) in path.iter().enumerate() {
+                    next[count + 1] = fits[count] && matches_name(wanted, found);
+                }
+            }
+        }
+        fits = next;
+    }
+    fits[path.len()]
+}
+
+/// Whether one name is meant: the pieces between stars occur in order, the first at the beginning and the
+/// last at the end.
+fn matches_name(pattern: &str, name: &str) -> bool {
+    let Some((first, rest)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let Some(mut name) = name.strip_prefix(first) else {
+        return false;
+    };
+    let (middle, last) = rest.rsplit_once('*').unwrap_or(("", rest));
+    let Some(before_last) = name.strip_suffix(last) else {
+        return false;
+    };
+    name = before_last;
+    for piece in middle.split('*') {
+        // The leftmost occurrence leaves the most for the pieces after it.
+        let Some(at) = name.find(piece) else {
+            return false;
+        };
+        name = &name[at + piece.len()..];
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Pattern;
+
+    fn matches(pattern: &str, path: &str) -> bool {
+        Pattern::new(pattern).matches(path)
+    }
+
+    #[test]
+    fn a_star_is_one_name() {
+        assert!(matches("blocks.*.fc.weight", "blocks.3.fc.weight"));
+        assert!(!matches("blocks.*.weight", "blocks.3.fc.weight"));
+        assert!(matches("blocks.*", "blocks.11"));
+        assert!(!matches("*", "a.b"));
+        assert!(!matches("blocks.*", "blocks"));
+        assert!(matches("", ""));
+    }
+
+    #[test]
+    fn two_stars_are_any_number_of_names() {
+        assert!(matches("blocks.**.weight", "blocks.3.fc.weight"));
+        assert!(matches("**", "batch"));
+        assert!(matches("**", ""));
+        assert!(matches("**.weight", "weight"));
+        assert!(matches("**.a.**.b", "x.a.a.y.b.b"));
+        assert!(!matches("**.a.**.b", "x.b.a"));
+        assert!(matches("a.**", "a"));
+    }
+
+    #[test]
+    fn a_star_in_a_name_is_any_characters_of_it() {
+        assert!(matches("conv*", "conv"));
+        assert!(matches("conv*", "conv12"));
+        assert!(!matches("conv*", "conv1.weight"));
+        assert!(matches("conv*.weight", "conv1.weight"));
+        assert!(matches("*norm*", "norm"));
+        assert!(matches("*norm*", "layer_norm_2"));
+        assert!(matches("a*b*c", "axbxbc"));
+        assert!(!matches("a*b*c", "acb"));
+        // Prefix and suffix do not share characters.
+        assert!(!matches("ab*ba", "aba"));
+        assert!(matches("ab*ba", "abba"));
+    }
+
+    #[test]
+    fn the_longest_beginning_counts() {
+        let prefix = |pattern: &str, path| Pattern::new(pattern).prefix_of(path);
+        assert_eq!(prefix("blocks.*", "blocks.3.fc.weight"), Some("blocks.3"));
+        assert_eq!(prefix("**", "a.b.c"), Some("a.b.c"));
+        assert_eq!(prefix("a.*.c", "a.b"), None);
+    }
+
+    #[test]
+    fn many_stars_take_little_time() {
+        let pattern = "**.".repeat(40) + "z";
+        let path = "a.".repeat(200) + "b";
+        assert!(!matches(&pattern, &path));
+        let name = "*a".repeat(30) + "z";
+        assert!(!matches(&name, &"a".repeat(500)));
+    }
+}

@@ -1,0 +1,57 @@
+//! Whether a step is the same each time it is traced.
+
+use crate::graph::{Graph, Node, Phase};
+
+/// The first way in which forward and backward of two graphs of the same model differ, in words. The optimizer's
+/// part is left out: its scalars change from step to step and are patched.
+pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
+    let nodes = |graph: &Graph| -> Vec<Node> {
+        let nodes = graph.nodes().iter();
+        nodes
+            .filter(|node| node.phase != Phase::Optimizer)
+            .cloned()
+            .collect()
+    };
+    let (a, b) = (nodes(first), nodes(again));
+    // Constants come first: other data is no other operation.
+    let constants = first.constants().iter().zip(again.constants());
+    for ((_, a), (_, b)) in constants {
+        if a.shape() == b.shape() && a != b {
+            return Some(format!(
+                "a tensor of host data, {:?} {:?}, had other values",
+                a.dtype(),
+                a.shape().to_vec()
+            ));
+        }
+    }
+    for (index, (a, b)) in a.iter().zip(&b).enumerate() {
+        if a.operation == b.operation {
+            continue;
+        }
+        let (old, new) = (words(a), words(b));
+        return Some(match old == new {
+            true => format!(
+                "operation {index} was {old} with {:?}, and then with {:?}",
+                a.scalar_values(),
+                b.scalar_values()
+            ),
+            false => format!("operation {index} was {old}, and then {new}"),
+        });
+    }
+    if a.len() != b.len() {
+        let extra = a.get(b.len()).or(b.get(a.len())).map(words);
+        return Some(format!(
+            "it had {} operations, and then {}; {} is in one only",
+            a.len(),
+            b.len(),
+            extra.unwrap_or_default()
+        ));
+    }
+    None
+}
+
+/// An operation and the shape of its result.
+fn words(node: &Node) -> String {
+    let shape = node.operation.outputs().next().map(|out| out.shape.to_vec());
+    format!("{} of shape {:?}", node.name(), shape.unwrap_or_default())
+}

@@ -1,0 +1,98 @@
+//! Panics of Burn, and of the closures of users, as values.
+//!
+//! Burn refuses what it cannot do by panicking. Where such a refusal becomes an [`Error`](crate::Error),
+//! its message and backtrace would be printed before the error by every rank; here they are not. Panics
+//! of all other code are printed as ever: the hook asks a flag of the thread, and hands on to the hook
+//! that was there before.
+
+use std::any::Any;
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+use std::path::Path;
+use std::sync::Once;
+
+thread_local! {
+    /// How many calls of [`caught`] the thread is in.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// Where the last panic in one was.
+    static LOCATION: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+static INSTALL: Once = Once::new();
+
+/// A panic that was caught.
+pub(crate) struct Panic {
+    /// To go on with it.
+    pub(crate) payload: Box<dyn Any + Send>,
+    location: Option<String>,
+}
+
+impl Panic {
+    /// What it said, and where, if that is in the user's own code.
+    pub(crate) fn text(&self) -> String {
+        let text = message(self.payload.as_ref());
+        match &self.location {
+            Some(location) => format!("{text} (at {location})"),
+            None => text,
+        }
+    }
+}
+
+/// Runs `body`; a panic in it is not printed.
+pub(crate) fn caught<T>(body: impl FnOnce() -> T) -> Result<T, Panic> {
+    struct Leave;
+    impl Drop for Leave {
+        fn drop(&mut self) {
+            DEPTH.set(DEPTH.get() - 1);
+        }
+    }
+    // The hook cannot be changed while a panic goes on.
+    if !std::thread::panicking() {
+        INSTALL.call_once(install);
+    }
+    DEPTH.set(DEPTH.get() + 1);
+    let leave = Leave;
+    let result = catch_unwind(AssertUnwindSafe(body));
+    drop(leave);
+    result.map_err(|payload| Panic {
+        payload,
+        location: LOCATION.with_borrow_mut(Option::take),
+    })
+}
+
+fn install() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info: &PanicHookInfo<'_>| {
+        if DEPTH.get() == 0 {
+            return before(info);
+        }
+        // Dependencies are compiled under absolute paths, which mean nothing to the user.
+        let location = info.location();
+        let own = location.filter(|location| !Path::new(location.file()).is_absolute());
+        LOCATION.with_borrow_mut(|last| *last = own.map(ToString::to_string));
+    }));
+}
+
+/// What a panic said.
+pub(crate) fn message(payload: &(dyn Any + Send)) -> String {
+    if let Some(text) = payload.downcast_ref::<String>() {
+        return text.clone();
+    }
+    match payload.downcast_ref::<&'static str>() {
+        Some(text) => (*text).to_owned(),
+        None => "a panic without a message".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::caught;
+
+    #[test]
+    fn a_panic_says_what_and_where() {
+        let panic = caught(|| panic!("no {}", "way")).expect_err("it panics");
+        let text = panic.text();
+        assert!(text.starts_with("no way (at ") && text.contains("panics.rs"), "{text}");
+        assert_eq!(caught(|| 3).ok(), Some(3));
+    }
+}

@@ -1,0 +1,128 @@
+//! One model trained by Burn on one rank, and compiled on one, two and three.
+
+use std::ops::Range;
+
+use burn::module::Module;
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+
+use crate::eager::{self, adamw};
+
+/// Rows of the joined batch; two and three ranks divide them.
+pub(crate) const ROWS: usize = 6;
+
+const STEPS: usize = 6;
+
+/// Data of a shape that is another for every seed.
+pub(crate) fn data<const D: usize>(seed: usize, shape: [usize; D], device: &Device) -> Tensor<D> {
+    let len: usize = shape.iter().product();
+    let values = (0..len).map(|i| ((i * 37 + seed * 101 + 13) % 211) as f32 / 105.0 - 1.0);
+    Tensor::from_data(TensorData::new(values.collect::<Vec<_>>(), shape), device)
+}
+
+/// Those rows of the joined batch of a step: vectors of five.
+pub(crate) fn vectors(step: usize, rows: Range<usize>, device: &Device) -> Tensor<2> {
+    data(step, [ROWS, 5], device).slice([rows])
+}
+
+/// What was trained, in a form that is compared.
+#[derive(Debug, PartialEq)]
+struct Run {
+    losses: Vec<f32>,
+    parameters: Vec<(String, Vec<f32>)>,
+}
+
+/// Trains on one rank bit for bit as Burn does, and on two and three nearly so, replicated and fully sharded.
+pub(crate) fn agrees<M, B>(
+    what: &str,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    rows: fn(usize, Range<usize>, &Device) -> B,
+) where
+    M: Module + 'static,
+    B: Batch,
+{
+    let whole = |step, device: &Device| rows(step, 0..ROWS, device);
+    let expected = eager::train(init, loss, whole, STEPS, |_| 1e-2, adamw().init());
+    let floats = expected.parameters.iter();
+    let expected = Run {
+        losses: expected.losses.clone(),
+        parameters: floats
+            .map(|(path, data)| (path.clone(), data.try_to_vec::<f32>().unwrap()))
+            .collect(),
+    };
+    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        for num_ranks in 1..=3 {
+            Device::flex().seed(1);
+            let body = move |world: ProcessGroup| trained(&world, style, init, loss, rows);
+            let runs = launch(LaunchConfig::new(num_ranks), body);
+            let runs = runs.unwrap_or_else(|error| panic!("{what}, {style:?}: {error}"));
+            let label = format!("{what}, {style:?} on {num_ranks} ranks");
+            for run in &runs {
+                assert_eq!(*run, runs[0], "{label}: the ranks differ");
+            }
+            match num_ranks {
+                1 => assert_eq!(runs[0], expected, "{label}"),
+                _ => assert_close(&label, &runs[0], &expected),
+            }
+        }
+    }
+}
+
+fn trained<M, B>(
+    world: &ProcessGroup,
+    style: DataParallel,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    rows: fn(usize, Range<usize>, &Device) -> B,
+) -> Result<Run, Error>
+where
+    M: Module + 'static,
+    B: Batch,
+{
+    let device = Device::flex();
+    let mode = Mode::data_parallel(world.clone(), style).verified();
+    let mut step = compile(init, loss, adamw().build(), mode)?;
+    if world.rank() == 0 {
+        device.seed(2);
+    }
+    let each = ROWS / world.size();
+    let own = world.rank() * each..(world.rank() + 1) * each;
+    let mut losses = Vec::new();
+    for index in 0..STEPS {
+        losses.push(step.step(1e-2, &rows(index, own.clone(), &device))? as f32);
+    }
+    let mut parameters = Vec::new();
+    for spec in step.parameters().to_vec() {
+        if spec.dtype.is_float() {
+            let data = step.parameter(&spec.path)?;
+            parameters.push((spec.path.to_string(), data.try_to_vec::<f32>().unwrap()));
+        }
+    }
+    parameters.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(Run { losses, parameters })
+}
+
+fn assert_close(label: &str, run: &Run, expected: &Run) {
+    for (step, (loss, expected)) in run.losses.iter().zip(&expected.losses).enumerate() {
+        let difference = (loss - expected).abs() / expected.abs().max(1e-3);
+        assert!(
+            difference <= 2e-5,
+            "{label}, step {step}: {loss} is not {expected}"
+        );
+    }
+    for ((path, values), (other, expected)) in run.parameters.iter().zip(&expected.parameters) {
+        assert_eq!(path, other, "{label}");
+        let largest = expected
+            .iter()
+            .fold(0f32, |most, value| most.max(value.abs()));
+        for (value, expected) in values.iter().zip(expected) {
+            // AdamW divides gradients of nearly nothing by their own size.
+            assert!(
+                (value - expected).abs() <= 5e-3 * largest.max(0.1),
+                "{label}, {path}: {value} is not {expected}"
+            );
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! What the host computes while a step is traced is frozen: it is named, passed as a tensor, or noticed.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::SgdConfig;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_spmd::{Batch, BatchMapper, DataParallel, Error, Mode, compile};
+
+use crate::agreement::data;
+use crate::compiled::seeded;
+use crate::eager;
+
+fn layer(device: &Device) -> Linear {
+    LinearConfig::new(4, 4).with_bias(false).init(device)
+}
+
+/// A batch with values that are no tensors.
+#[derive(Clone)]
+struct Padded<const NAMED: bool> {
+    x: Tensor<2>,
+    lengths: Vec<usize>,
+    weight: f32,
+}
+
+impl<const NAMED: bool> Padded<NAMED> {
+    fn new(step: usize, device: &Device) -> Self {
+        Self {
+            x: data(step, [6, 4], device),
+            lengths: vec![6 - step % 3],
+            weight: 1.0 + (step % 2) as f32,
+        }
+    }
+
+    fn loss(model: &Linear, batch: Self) -> Tensor<1> {
+        let rows = batch.x.narrow(0, 0, batch.lengths[0]);
+        model.forward(rows).square().mean() * batch.weight
+    }
+}
+
+impl<const NAMED: bool> Batch for Padded<NAMED> {
+    fn map(self, mapper: &mut impl BatchMapper) -> Self {
+        if NAMED {
+            mapper.fixed("lengths", &self.lengths);
+            mapper.fixed("weight", &self.weight.to_bits());
+        }
+        Self {
+            x: mapper.float("x", self.x),
+            ..self
+        }
+    }
+}
+
+#[test]
+fn named_values_of_a_batch_have_a_graph_each() {
+    let _guard = seeded();
+    let optimizer = SgdConfig::new();
+    let expected = eager::train(
+        layer,
+        Padded::<true>::loss,
+        Padded::<true>::new,
+        14,
+        |_| 1e-1,
+        optimizer.init(),
+    );
+    let device = Device::flex();
+    device.seed(1);
+    let loss = Padded::<true>::loss;
+    let mut step = compile(layer, loss, optimizer.build(), Mode::single().verified()).unwrap();
+    for (index, expected) in expected.losses.iter().enumerate() {
+        let loss = step.step(1e-1, &Padded::new(index, &device)).unwrap();
+        assert_eq!(loss as f32, *expected, "loss of step {index}");
+    }
+    // Three lengths and two weights, and one graph more for the first step.
+    assert_eq!(step.num_traces(), 7);
+}
+
+#[test]
+fn values_of_a_batch_without_a_name_are_noticed() {
+    let device = Device::flex();
+    let loss = Padded::<false>::loss;
+    let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
+    step.step(1e-1, &Padded::new(0, &device)).unwrap();
+    step.step(1e-1, &Padded::new(1, &device)).unwrap();
+    let before = step.parameter("weight").unwrap();
+    for _ in 0..2 {
+        let error = step.step(1e-1, &Padded::new(2, &device)).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, Error::NotRepeatable { .. }), "{text}");
+        assert!(text.contains("BatchMapper::fixed"), "{text}");
+    }
+    assert_eq!(step.parameter("weight").unwrap(), before);
+    assert_eq!(step.num_steps(), 2);
+}
+
+#[test]
+fn a_counter_in_the_loss_is_noticed() {
+    let count = AtomicUsize::new(0);
+    let loss = move |model: &Linear, x: Tensor<2>| {
+        let factor = 1.0 + count.fetch_add(1, Ordering::SeqCst) as f64;
+        model.forward(x).square().mean().mul_scalar(factor)
+    };
+    let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
+    let x = data(0, [4, 4], &Device::flex());
+    let first = step.step(0.0, &x).unwrap();
+    let second = step.step(0.0, &x).unwrap();
+    assert!((second / first - 2.0).abs() < 1e-6);
+    let error = step.step(0.0, &x).unwrap_err().to_string();
+    assert!(error.contains("NumericFloat.MulScalar"), "{error}");
+}
+
+#[test]
+fn a_schedule_is_a_tensor_of_the_batch() {
+    let _guard = seeded();
+    let loss = |model: &Linear, (x, factor): (Tensor<2>, Tensor<1>)| {
+        model.forward(x).square().mean() * factor
+    };
+    let batch = |step: usize, device: &Device| {
+        let factor = Tensor::from_floats([1.0 + step as f32], device);
+        (data(step, [4, 4], device), factor)
+    };
+    let optimizer = SgdConfig::new();
+    let expected = eager::train(layer, loss, batch, 6, |_| 1e-1, optimizer.init());
+    let device = Device::flex();
+    device.seed(1);
+    let mut step = compile(layer, loss, optimizer.build(), Mode::single()).unwrap();
+    for (index, expected) in expected.losses.iter().enumerate() {
+        let loss = step.step(1e-1, &batch(index, &device)).unwrap();
+        assert_eq!(loss as f32, *expected, "loss of step {index}");
+    }
+    assert_eq!(step.num_traces(), 2);
+}
+
+#[test]
+fn a_rank_that_cannot_prepare_a_step_tells_the_others_and_all_go_on() {
+    let body = |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let rank = world.rank();
+        // Rank 1 reads a value where the batch has two rows.
+        let loss = move |model: &Linear, x: Tensor<2>| {
+            let y = model.forward(x.clone()).square().mean();
+            if rank == 1 && x.dims()[0] == 2 {
+                let _ = y.clone().into_scalar::<f32>();
+            }
+            y
+        };
+        let mode = Mode::data_parallel(world, DataParallel::FullyShard);
+        let mut step = compile(layer, loss, SgdConfig::new().build(), mode)?;
+        let mut said = Vec::new();
+        for rows in [3, 3, 2, 3] {
+            let result = step.step(1e-1, &data(rank, [rows, 4], &device));
+            said.push(result.map_err(|error| error.to_string()));
+        }
+        Ok(said)
+    };
+    let said = launch(LaunchConfig::new(2), body).unwrap();
+    for (rank, said) in said.iter().enumerate() {
+        for index in [0, 1, 3] {
+            assert!(said[index].is_ok(), "rank {rank}: {:?}", said[index]);
+        }
+        let text = said[2].clone().unwrap_err();
+        let wanted = ["rank 1 could not prepare", "cannot capture the loss"][rank];
+        assert!(text.contains(wanted), "rank {rank}: {text}");
+    }
+}
