@@ -290,7 +290,7 @@ impl ProcessGroup {
     /// // A matrix of 2 x 2 bytes: from one row a rank to one column a rank.
     /// fn body(world: ProcessGroup) -> Result<Vec<u8>, Error> {
     ///     let line = Partition::flat(2, world.size())?;
-    ///     let row = [[1, 2], [3, 4]][world.rank()];
+    ///     let row = [[1u8, 2], [3, 4]][world.rank()];
     ///     let part = CrossPart::new(Source::new(row), line, line, ElementType::U8);
     ///     let column = vec![world.pool().take(2)];
     ///     let received = world.all_to_all("transpose", vec![], vec![part], column)?;
