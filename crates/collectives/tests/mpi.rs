@@ -83,6 +83,8 @@ fn mpirun(processes: usize, scene: &str) -> Output {
         &count,
     ]);
     mpirun.args(["--mca", "mpi_yield_when_idle", "1"]);
+    // Otherwise a single process counts as none.
+    mpirun.env("BURN_FSDP_ENGINE", "mpi");
     let output = mpirun.arg(program).env(SCENE, scene).output();
     output.expect("mpirun runs")
 }
