@@ -3,6 +3,7 @@
 //! This program starts itself again under `mpirun`, once for each number of processes and each way to
 //! fail. Where there is no `mpirun` it says so, and does nothing.
 
+#[path = "../contract/mod.rs"]
 mod contract;
 
 use std::process::{Command, ExitCode, Output};
@@ -16,7 +17,7 @@ const SCENE: &str = "BURN_FSDP_TEST_SCENE";
 /// Ranks that do not come are given up after this.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-fn main() -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     match std::env::var(SCENE) {
         Ok(scene) => play(&scene),
         Err(_) => direct(),
