@@ -393,6 +393,7 @@ fn parameters_that_some_batches_do_not_train_keep_their_own_states_and_steps() {
 
 #[test]
 fn the_steps_of_a_parameter_are_counted_by_themselves() {
+    let _guard = seeded();
     let device = Device::flex();
     let optimizer = AdamWConfig::new().build();
     let mut step = compile(Branchy::new, Branchy::loss, optimizer, Mode::single()).unwrap();
@@ -464,6 +465,7 @@ optimizer!(
 
 #[test]
 fn noise_of_an_optimizer_is_refused_on_several_ranks() {
+    let _guard = seeded();
     let run = |world: ProcessGroup| -> Result<f64, Error> {
         let mode = Mode::data_parallel(world, DataParallel::Replicate);
         compiled(Net::new, Noisy, mode)?.step(0.1, &batch(0, &Device::flex()))
@@ -495,6 +497,7 @@ fn refusal(optimizer: impl Optimizer, steps: usize) -> String {
 
 #[test]
 fn what_cannot_be_followed_is_an_error_that_names_it() {
+    let _guard = seeded();
     for (error, parts) in [
         (
             refusal(Changing, 40),
