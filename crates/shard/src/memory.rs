@@ -130,7 +130,8 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
 pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
     inspect::root_of(module)?;
     let mut means = Means::default();
-    catch(|| inspect::visit(module, &mut means))?;
+    // Not `inspect::visit`, which asks parameters who they are and gets their stand-ins.
+    catch(|| path::visit(module, &mut means))?;
     means.sum.ok_or(Error::NotSharded)
 }
 

@@ -14,7 +14,6 @@ mod prefetch;
 mod records;
 mod refusals;
 mod states;
-mod stored;
 mod switches;
 mod unused;
 mod warnings;
