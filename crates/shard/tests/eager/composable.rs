@@ -9,8 +9,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, UnitState, backward, catch, fully_shard, memory, replicate, units,
-    unused_units,
+    Error, ShardPolicy, UnitState, backward, catch, fully_shard, replicate, units, unused_units,
 };
 
 use super::bench::{
@@ -288,7 +287,6 @@ fn an_error_leaves_everything_sharded() {
             let message = message.unwrap_or_default();
             assert!(message.contains("blocks.1.up.weight"), "{message}");
             assert_sharded(&model, "after an error in backward")?;
-            assert_eq!(memory(&model)?.unsharded_live, 0);
 
             let loss = (MLP.loss)(&model, rank, step, &device);
             losses.push(loss.clone().into_scalar::<f32>());

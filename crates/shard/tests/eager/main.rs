@@ -16,7 +16,6 @@ mod records;
 mod refusals;
 mod routes;
 mod states;
-mod stored;
 mod switches;
 mod unused;
 mod warnings;

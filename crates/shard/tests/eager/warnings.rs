@@ -85,7 +85,6 @@ fn a_device_without_checkpointing_is_told_when_it_is_wrapped_and_once_for_each_u
                 assert!(text.contains(part), "{part} in {text}");
             }
             let pinned = memory(&model)?.pinned;
-            assert!(!pinned.is_empty());
             let expected: Vec<_> = pinned.iter().map(ToString::to_string).collect();
             assert_eq!(after, expected);
             Ok(())

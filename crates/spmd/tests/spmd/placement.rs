@@ -91,7 +91,7 @@ fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Tr
             .fold(1e-6f32, |most, value| most.max(value.abs()));
         for (value, expected) in values.iter().zip(&expected) {
             assert!(
-                (value - expected).abs() <= 1e-5 * largest,
+                (value - expected).abs() <= 1e-4 * largest.max(0.1),
                 "{what}, {path}: {value} is not {expected}"
             );
         }
@@ -520,7 +520,7 @@ fn an_optimizer_that_keeps_the_gradient_itself_keeps_that_of_all_ranks() {
             ] {
                 for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
                     assert!(
-                        (loss - expected).abs() <= 1e-5 * expected,
+                        (loss - expected).abs() <= 2e-5 * expected,
                         "{style} on {num_ranks} ranks, {place:?}, step {step}: {loss} is not {expected}"
                     );
                 }
