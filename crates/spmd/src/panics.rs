@@ -92,7 +92,10 @@ mod tests {
     fn a_panic_says_what_and_where() {
         let panic = caught(|| panic!("no {}", "way")).expect_err("it panics");
         let text = panic.text();
-        assert!(text.starts_with("no way (at ") && text.contains("panics.rs"), "{text}");
+        assert!(
+            text.starts_with("no way (at ") && text.contains("panics.rs"),
+            "{text}"
+        );
         assert_eq!(caught(|| 3).ok(), Some(3));
     }
 }

@@ -52,6 +52,10 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
 
 /// An operation and the shape of its result.
 fn words(node: &Node) -> String {
-    let shape = node.operation.outputs().next().map(|out| out.shape.to_vec());
+    let shape = node
+        .operation
+        .outputs()
+        .next()
+        .map(|out| out.shape.to_vec());
     format!("{} of shape {:?}", node.name(), shape.unwrap_or_default())
 }

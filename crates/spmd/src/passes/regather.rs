@@ -174,7 +174,13 @@ impl Weights {
         }
         self.resident.push_back(unit.clone());
         *self.visits.entry((unit.clone(), self.now.1)).or_default() += 1;
-        while self.resident.iter().filter(|unit| !self.stays(unit)).count() > 2 {
+        while self
+            .resident
+            .iter()
+            .filter(|unit| !self.stays(unit))
+            .count()
+            > 2
+        {
             let oldest = self.resident.iter().position(|unit| !self.stays(unit));
             if let Some(gone) = oldest.and_then(|index| self.resident.remove(index)) {
                 self.made.remove(&gone);

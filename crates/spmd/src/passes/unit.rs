@@ -160,7 +160,11 @@ fn wrapper(paths: &[&Arc<str>]) -> usize {
         pairs.take_while(|(a, b)| a == b).count()
     };
     let own = module(first);
-    let longest = if own.is_empty() { 0 } else { own.split('.').count() };
+    let longest = if own.is_empty() {
+        0
+    } else {
+        own.split('.').count()
+    };
     rest.iter()
         .fold(longest, |least, path| least.min(common(own, module(path))))
 }
@@ -196,10 +200,17 @@ mod tests {
 
     #[test]
     fn units_are_the_users() {
-        let paths = ["embed.weight", "net.blocks.0.fc.weight", "net.blocks.1.fc.weight"];
+        let paths = [
+            "embed.weight",
+            "net.blocks.0.fc.weight",
+            "net.blocks.1.fc.weight",
+        ];
         let of = |patterns: &[&str]| units(&Units::matching(patterns.iter().copied()), &paths);
         assert_eq!(of(&["net"]), ["", "net", "net"]);
-        assert_eq!(of(&["net", "**.blocks.*"]), ["", "net.blocks.0", "net.blocks.1"]);
+        assert_eq!(
+            of(&["net", "**.blocks.*"]),
+            ["", "net.blocks.0", "net.blocks.1"]
+        );
         assert_eq!(of(&["e*"]), ["embed", "", ""]);
         let none = Units::matching(["conv*"]).of(&[Arc::from("head.weight")]);
         let error = none.unwrap_err().to_string();

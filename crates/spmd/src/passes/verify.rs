@@ -338,7 +338,10 @@ fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
         }
         // Views come after what they look at, so that their own last reads are known here.
         if let Storage::View(base) = storage_of(node) {
-            let of_views = node.outputs().filter_map(|view| last.get(&view).copied()).max();
+            let of_views = node
+                .outputs()
+                .filter_map(|view| last.get(&view).copied())
+                .max();
             let known = last.entry(base).or_insert(index);
             *known = of_views.map_or(*known, |last| last.max(*known));
         }
@@ -386,7 +389,11 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
             }),
         }
     }
-    for (at, visit) in visits.iter().enumerate().filter(|(_, visit)| !visit.is_back) {
+    for (at, visit) in visits
+        .iter()
+        .enumerate()
+        .filter(|(_, visit)| !visit.is_back)
+    {
         // Units that came back stay, and displace nobody.
         let mut others = visits[at + 1..].iter().filter(|other| !other.is_back);
         let after_next = others.nth(1);

@@ -47,8 +47,8 @@ pub(super) fn start<B: BackendIr>(
             CollectiveKind::AllGather => gathered_type(dtype),
             _ => element_type(dtype),
         };
-        let element = element
-            .ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
+        let element =
+            element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let (whole, own) = (partition.num_elements(), partition.len(group.rank()));
         let (given, received, padded) = match collective.kind {
             CollectiveKind::AllGather => (own, whole, whole),

@@ -59,8 +59,8 @@ impl Default for TraceConfig {
 /// Traces a whole train step: `loss` of the module that `init` makes, its gradients, and a step of
 /// `optimizer` for every parameter that has one.
 ///
-/// `init` is called with a device on which nothing is computed, so that no weight takes memory. Of `batch`
-/// only shapes and types are used, and what [`BatchMapper::fixed`] names.
+/// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
+/// never initialised. Of `batch` only shapes and types are used.
 ///
 /// Values have the same ids in graphs of the same model, whichever step and batch they were traced
 /// with, as far as they are parameters, buffers, inputs and states.

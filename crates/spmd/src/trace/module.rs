@@ -8,7 +8,6 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
 
 use super::capture::{Captured, Tape, bool_id, float_id, int_id};
-use crate::panics::caught;
 
 /// A tensor of the module.
 #[derive(Debug, Clone)]
@@ -25,7 +24,8 @@ pub(crate) struct Leaf {
     pub(super) is_trained: bool,
 }
 
-/// Replaces every tensor of a module by a fake one: of the same shape and type, and of no memory.
+/// Replaces every tensor of a module by a fake one: of the same shape and type, and of no memory. Lazy
+/// parameters stay uninitialised, so that no weight is ever computed.
 pub(super) fn with_fakes<M: Module>(module: M, device: &Device, tracked: &Device) -> M {
     module.map(&mut Fakes { device, tracked })
 }
@@ -38,28 +38,33 @@ struct Fakes<'a> {
 impl ModuleMapper for Fakes<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
-        let lazy_shape = param.lazy_shape();
         let fake = |shape: Shape, dtype: DType| Tensor::<D>::empty(shape, (self.tracked, dtype));
-        // Loading a fake is the way to learn whether a lazy parameter is trained.
-        let is_trained = param.lazy_device().is_autodiff() && {
-            let asked = param.clone().load_mapper(|tensor| tensor);
-            let any = fake(lazy_shape.clone(), DType::F32);
-            asked.transform_for_load(any, id).base().is_require_grad()
+        // A lazy parameter is not initialised: that may compute on the host. Loading a fake as if from a
+        // record tells whether it is trained, and its shape in memory, which may be another than that in
+        // records, as that of linear layers by columns is.
+        let default: DType = self.device.settings().float_dtype.into();
+        let is_made = param.is_initialized();
+        let (known, stored) = match is_made {
+            true => (Some(param.base()), param.base().shape()),
+            false => (None, param.lazy_shape()),
         };
-        // What initialises a lazy parameter may change shape and type, as the column layout of linear
-        // layers does. On the capture device that computes nothing. One that reads values, or lies elsewhere,
-        // is not asked but believed.
-        let place = param.lazy_device();
-        let is_free = param.is_initialized() || place == *self.tracked || place == *self.device;
-        let ask = || {
-            let tensor = param.base();
-            (tensor.shape(), tensor.dtype())
-        };
-        let known = is_free.then(|| caught(ask).ok()).flatten();
-        let (shape, dtype): (Shape, DType) = known.unwrap_or_else(|| {
-            let default = self.device.settings().float_dtype;
-            (lazy_shape, default.into())
+        let is_tracked = param.lazy_device().is_autodiff();
+        let loaded = is_tracked.then(|| {
+            let asked = match is_made {
+                true => param.clone().load_mapper(|tensor| tensor),
+                false => param.clone(),
+            };
+            asked
+                .transform_for_load(fake(stored.clone(), default), id)
+                .base()
         });
+        let is_trained = loaded
+            .as_ref()
+            .is_some_and(|tensor| tensor.is_require_grad());
+        let (shape, dtype) = match known.or(loaded) {
+            Some(tensor) => (tensor.shape(), tensor.dtype()),
+            None => (stored, default),
+        };
         match is_trained {
             true => Param::initialized(id, fake(shape, dtype).require_grad()),
             // Off the tape: Burn does not move untracked tensors between capture devices.
@@ -210,7 +215,10 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
 /// Burn keeps an update apart until the mode of the module changes, and offers no other way to it. Only
 /// statistics may go through that here: parameters off the tape cannot, and they are replaced by marks.
 /// A statistic that still is its mark afterwards had no update.
-pub(super) fn updates<M: Module>(module: M, tracked: &Device) -> (Vec<bool>, Vec<Option<Captured>>) {
+pub(super) fn updates<M: Module>(
+    module: M,
+    tracked: &Device,
+) -> (Vec<bool>, Vec<Option<Captured>>) {
     let marked = with_marks(module, tracked);
     let running = running(&marked);
     let marks = leaves(&marked, None);

@@ -52,7 +52,11 @@ pub(crate) fn parameters_with<M: Module>(
         let mut seen = BTreeSet::new();
         let mut specs = Vec::with_capacity(found.len());
         for ((leaf, is_trained), is_running) in found.into_iter().zip(trained).zip(running) {
-            if !leaf.captured.iter().all(|captured| seen.insert(captured.id)) {
+            if !leaf
+                .captured
+                .iter()
+                .all(|captured| seen.insert(captured.id))
+            {
                 continue;
             }
             // A frozen copy keeps its own values, and that is no tie.

@@ -143,7 +143,10 @@ fn a_frozen_copy_is_a_teacher() {
     let init = |device: &Device| {
         let student = LinearConfig::new(5, 3).init(device);
         // Burn's lazy parameters share with their copies whether they are trained; values do not.
-        let _ = (student.weight.val(), student.bias.as_ref().map(|bias| bias.val()));
+        let _ = (
+            student.weight.val(),
+            student.bias.as_ref().map(|bias| bias.val()),
+        );
         Two {
             b: student.clone().no_grad(),
             a: student,
@@ -280,7 +283,11 @@ fn two_models_are_trained_against_each_other() {
             }
         };
         let mut generator = compile(init, Gan::generator_loss, adamw().build(), mode())?;
-        let paths: Vec<_> = critic.parameters().iter().map(|spec| spec.path.clone()).collect();
+        let paths: Vec<_> = critic
+            .parameters()
+            .iter()
+            .map(|spec| spec.path.clone())
+            .collect();
         let each = ROWS / world.size();
         let own = world.rank() * each..(world.rank() + 1) * each;
         let mut losses = Vec::new();
@@ -350,6 +357,7 @@ fn statistics_that_do_not_run_or_are_frozen_stay() {
 
 #[test]
 fn statistics_that_run_twice_are_refused_by_name() {
+    let _guard = seeded();
     let device = Device::flex();
     let loss = |model: &Statistics, x: Tensor<2>| {
         let run = |x: Tensor<2>| model.norm.forward(model.layer.forward(x));

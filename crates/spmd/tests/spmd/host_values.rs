@@ -78,6 +78,7 @@ fn named_values_of_a_batch_have_a_graph_each() {
 
 #[test]
 fn values_of_a_batch_without_a_name_are_noticed() {
+    let _guard = seeded();
     let device = Device::flex();
     let loss = Padded::<false>::loss;
     let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
@@ -96,6 +97,7 @@ fn values_of_a_batch_without_a_name_are_noticed() {
 
 #[test]
 fn a_counter_in_the_loss_is_noticed() {
+    let _guard = seeded();
     let count = AtomicUsize::new(0);
     let loss = move |model: &Linear, x: Tensor<2>| {
         let factor = 1.0 + count.fetch_add(1, Ordering::SeqCst) as f64;
@@ -134,6 +136,7 @@ fn a_schedule_is_a_tensor_of_the_batch() {
 
 #[test]
 fn a_rank_that_cannot_prepare_a_step_tells_the_others_and_all_go_on() {
+    let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let rank = world.rank();

@@ -6,6 +6,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_spmd::graph::{Graph, Phase};
 use burn_fsdp_spmd::{Error, Mode, Override, compile, compile_with};
 
+use crate::compiled::seeded;
+
 fn linear(device: &Device) -> Linear {
     LinearConfig::new(3, 2).init(device)
 }
@@ -22,6 +24,7 @@ fn error_of(loss: fn(&Linear, Tensor<2>) -> Tensor<1>) -> Error {
 
 #[test]
 fn reading_a_tensor_in_the_loss_names_the_operation_and_the_way_out() {
+    let _guard = seeded();
     let error = error_of(|model, x| {
         let y = model.forward(x).mean();
         match y.clone().into_scalar::<f32>() > 0.0 {
@@ -48,6 +51,7 @@ fn reading_a_tensor_in_the_loss_names_the_operation_and_the_way_out() {
 
 #[test]
 fn a_loss_of_several_numbers_is_refused() {
+    let _guard = seeded();
     let error = error_of(|model, x| model.forward(x).sum_dim(1).reshape([4]));
     assert!(
         matches!(error, Error::LossShape { ref shape } if *shape == [4]),
@@ -57,12 +61,14 @@ fn a_loss_of_several_numbers_is_refused() {
 
 #[test]
 fn a_loss_without_parameters_is_refused() {
+    let _guard = seeded();
     let error = error_of(|_, x| x.mean());
     assert!(matches!(error, Error::NoGradient), "{error}");
 }
 
 #[test]
 fn unknown_parameters_and_wrong_shapes_are_refused() {
+    let _guard = seeded();
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).mean();
     let mut step = compile(linear, loss, AdamWConfig::new().build(), Mode::single()).unwrap();
     let error = step.parameter("wait").unwrap_err();
@@ -130,6 +136,7 @@ impl Override<Curious> for DoNotLook {
 
 #[test]
 fn an_override_makes_a_module_traceable_and_rewrites_its_graph() {
+    let _guard = seeded();
     let device = Device::flex();
     let batch = Tensor::ones([4, 3], &device);
     let optimizer = || AdamWConfig::new().build();
@@ -158,6 +165,7 @@ fn an_override_makes_a_module_traceable_and_rewrites_its_graph() {
 
 #[test]
 fn an_override_that_changes_parameters_is_refused() {
+    let _guard = seeded();
     struct Wider;
     impl Override<Linear> for Wider {
         fn replace(&self, _: Linear) -> Linear {
@@ -179,6 +187,7 @@ fn an_override_that_changes_parameters_is_refused() {
 
 #[test]
 fn a_run_is_continued_from_parameters_and_states() {
+    let _guard = seeded();
     let device = Device::flex();
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
     let optimizer = || AdamWConfig::new().build();
@@ -217,6 +226,7 @@ fn a_run_is_continued_from_parameters_and_states() {
 
 #[test]
 fn a_timeline_holds_every_node_and_becomes_chrome_events() {
+    let _guard = seeded();
     let device = Device::flex();
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
     let mut step = compile(linear, loss, AdamWConfig::new().build(), Mode::single()).unwrap();

@@ -9,7 +9,7 @@ use burn::tensor::{Bool, Device, Distribution, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
 
-use crate::agreement::{ROWS, agrees, vectors};
+use crate::agreement::{ROWS, agrees, agrees_closely, vectors};
 use crate::compiled::seeded;
 
 #[derive(Module, Debug)]
@@ -61,7 +61,8 @@ fn columns_are_a_layout_like_rows() {
         let y = model.forward(x);
         y.sub_scalar(0.5).square().mean()
     };
-    agrees("column layout", init, loss, vectors);
+    // Burn computes with a view of the transposed weight, a compiled step with a tensor of its own.
+    agrees_closely("column layout", init, loss, vectors);
 }
 
 #[test]
@@ -83,6 +84,7 @@ struct Tied {
 
 #[test]
 fn copies_of_a_trained_parameter_are_refused_by_name() {
+    let _guard = seeded();
     let init = |device: &Device| {
         let a = LinearConfig::new(5, 5).with_bias(false).init(device);
         Tied { b: a.clone(), a }
@@ -91,7 +93,10 @@ fn copies_of_a_trained_parameter_are_refused_by_name() {
     let error = compile(init, loss, SgdConfig::new().build(), Mode::single()).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, Error::Tied { .. }), "{text}");
-    assert!(text.contains("a.weight") && text.contains("b.weight"), "{text}");
+    assert!(
+        text.contains("a.weight") && text.contains("b.weight"),
+        "{text}"
+    );
 }
 
 #[derive(Module, Debug)]
@@ -210,7 +215,10 @@ fn init_may_ask_for_gradients_and_its_failures_are_errors() {
         error.to_string()
     };
     let text = error_of(|_| panic!("no such file"));
-    assert!(text.contains("no such file") && text.contains("modules.rs"), "{text}");
+    assert!(
+        text.contains("no such file") && text.contains("modules.rs"),
+        "{text}"
+    );
     let text = error_of(|device| {
         device.seed(3);
         LinearConfig::new(5, 3).init(device)
@@ -220,6 +228,7 @@ fn init_may_ask_for_gradients_and_its_failures_are_errors() {
 
 #[test]
 fn what_burn_reads_back_is_refused_with_a_way_out() {
+    let _guard = seeded();
     let error_of = |loss: fn(&Linear, Tensor<2>) -> Tensor<1>| {
         let init = |device: &Device| LinearConfig::new(5, 3).init(device);
         let mut step = compile(init, loss, SgdConfig::new().build(), Mode::single()).unwrap();
@@ -231,7 +240,10 @@ fn what_burn_reads_back_is_refused_with_a_way_out() {
         let wanted: Tensor<2, Int> = classes.greater_scalar(0.0).int().one_hot(3);
         (model.forward(x) - wanted.float()).square().mean()
     });
-    assert!(text.contains("one_hot") && text.contains("arange"), "{text}");
+    assert!(
+        text.contains("one_hot") && text.contains("arange"),
+        "{text}"
+    );
     let text = error_of(|model, x| {
         let wanted = Tensor::from_inner(model.forward(x.clone()).without_autodiff());
         (model.forward(x) - wanted).square().mean()

@@ -159,7 +159,10 @@ fn ranks_with_other_batch_shapes_are_told_and_go_on() {
                     Ok(loss) => losses.push(loss),
                     Err(error) => {
                         let text = error.to_string();
-                        assert!(matches!(error, Error::GraphsDiffer { rank: 1, .. }), "{text}");
+                        assert!(
+                            matches!(error, Error::GraphsDiffer { rank: 1, .. }),
+                            "{text}"
+                        );
                         let both = text.contains("[2, 6]") && text.contains("[1, 6]");
                         assert!(both && [0, 3].contains(&index), "step {index}: {text}");
                     }

@@ -117,7 +117,10 @@ fn units_are_those_that_the_user_names() {
     let mut step = compile(Wrapped::new, Wrapped::loss, adamw().build(), mode).unwrap();
     let error = step.step(1e-2, &vectors(0, 0..3, &Device::flex()));
     let text = error.unwrap_err().to_string();
-    assert!(text.contains("blocks.*") && text.contains("net.one"), "{text}");
+    assert!(
+        text.contains("blocks.*") && text.contains("net.one"),
+        "{text}"
+    );
 }
 
 #[test]
