@@ -1,23 +1,35 @@
 //! The seam between what a group offers and what moves the bytes.
 
 use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
 
+use crate::control::Control;
 use crate::operation::Signature;
-use crate::{Buffer, Error, Operation, Source};
+use crate::{Buffer, Operation, Source};
 
 /// One rank's end of a group, on some transport.
 ///
-/// That a rank's own arguments are right is the responsibility of the caller, [`Call`](crate::call::Call).
-/// The engine finds out what only the ranks together can know: that they differ, that one failed, that
-/// one does not come.
+/// An engine moves bytes. That a rank's own arguments are right is the responsibility of
+/// [`Call`](crate::call::Call); deadlines, the comparison of claims, failures and ledgers are that of
+/// the group and its [`Control`]. What an engine owes them: it rings the bell of the control's
+/// world after each change that may end a wait, it carries [`News`](crate::world::News) where ranks
+/// are not all of one process, and it reads a rank's sources and fills its buffers only as the
+/// operation's [contract](crate::operation::OperationKind::contract) says.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
+    /// What users call it.
+    fn name(&self) -> &'static str;
+
+    /// The failure domain of the group.
+    fn control(&self) -> &Arc<Control>;
+
     /// Begins an operation. Returns without waiting for the peers.
     ///
     /// Called once per sequence number, in order.
-    fn start(&self, request: Request) -> Result<Box<dyn Flight>, Error>;
+    fn start(&self, request: Request) -> Box<dyn Flight>;
 
     /// Makes the smaller group described; called by all its members and no one else.
-    fn subgroup(&self, subgroup: Subgroup) -> Box<dyn Engine>;
+    fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
     /// Whether the other ranks exist.
     fn has_peers(&self) -> bool {
@@ -29,39 +41,80 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) operation: Operation,
-    /// What all ranks must agree on.
-    pub(crate) signature: Signature,
-    /// What this rank tells all others.
-    pub(crate) note: Vec<u8>,
+    pub(crate) claim: Claim,
     /// What this rank contributes, one per part.
     pub(crate) sources: Vec<Source>,
     /// Where this rank's results go: one per part, or none if it does not receive.
     pub(crate) into: Vec<Buffer>,
 }
 
+/// What a rank wants and tells.
+#[derive(Debug, Clone)]
+pub(crate) struct Claim {
+    /// What all ranks must agree on.
+    pub(crate) signature: Signature,
+    /// What this rank tells all others.
+    pub(crate) note: Vec<u8>,
+}
+
 /// A group to be made out of a larger one.
 #[derive(Debug)]
 pub(crate) struct Subgroup {
-    /// Tells apart the groups made at once.
-    pub(crate) color: usize,
-    /// The sequence number of the operation in which the members agreed.
-    pub(crate) sequence: u64,
+    /// The group's number in the world, which its members have agreed on; no other group has it.
+    pub(crate) number: u64,
     /// The members by their rank in the larger group, in the order of their new ranks.
     pub(crate) members: Vec<usize>,
     /// Which of them this rank is.
     pub(crate) rank: usize,
+    /// The deadline of a group that is a failure domain of its own; the domain has its number.
+    pub(crate) isolated: Option<Duration>,
+}
+
+/// What a rank waits for in an operation, in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Awaited {
+    /// All ranks have claimed what they want.
+    Claims,
+    /// All that this rank receives is there.
+    Result,
+    /// No peer reads this rank's sources any more, and the engine has dropped them.
+    Release,
 }
 
 /// One rank's part in an operation that has started. Dropping it completes that part without
 /// receiving: the peers still get theirs.
 pub(crate) trait Flight: Send {
-    /// Waits until this rank's result is there. Called at most once.
-    fn wait(&mut self) -> Result<Received, Error>;
+    /// Whether it has come about. Never waits, and costs little: it is asked in a loop.
+    fn is_there(&self, awaited: Awaited) -> bool;
 
-    /// Waits until the peers have read this rank's sources and those are dropped. Called at most
-    /// once, after `wait` succeeded.
-    fn wait_released(&mut self) -> Result<(), Error>;
+    /// The ranks of the group that have yet to do their part for it.
+    fn missing(&self, awaited: Awaited) -> Vec<usize>;
+
+    /// What a rank of the group has claimed. Called when all claims are there.
+    fn claim(&self, rank: usize) -> &Claim;
+
+    /// Does what this rank has to do before its result can be there. Called once, when all claims
+    /// are there and agree.
+    ///
+    /// # Errors
+    ///
+    /// [`Withdrawn`], which only a failure of the domain can be the cause of.
+    fn begin(&mut self) -> Result<(), Withdrawn> {
+        Ok(())
+    }
+
+    /// The request's buffers, filled. Called once, when the result is there; this rank's part is
+    /// complete then.
+    ///
+    /// # Errors
+    ///
+    /// As [`begin`](Self::begin).
+    fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn>;
 }
+
+/// A rank took its bytes away, as a rank does when its failure domain has ended.
+#[derive(Debug)]
+pub(crate) struct Withdrawn;
 
 /// What an operation gives a rank.
 #[derive(Debug)]

@@ -4,31 +4,74 @@
 //! So a training step of one rank of many runs on one thread, with the operations, the buffers and
 //! the memory that it would have among real peers. Only the values are made up.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use crate::arithmetic::{copy, reduce};
-use crate::engine::{Engine, Flight, Received, Request, Subgroup};
+use crate::control::Control;
+use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
 use crate::operation::{Extent, OperationKind};
-use crate::{Buffer, ElementType, Error, Reduction, Source};
+use crate::rank_state::RankState;
+use crate::world::{NobodyElse, World};
+use crate::{Buffer, ElementType, ProcessGroup, Reduction, Source};
+
+/// Rank `rank` of a group of `size` ranks of which no other exists.
+pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
+    let state = Arc::new(RankState::new(rank));
+    let mut ranks = vec![None; size];
+    ranks[rank] = Some(state.clone());
+    let world = World::new(ranks, Box::new(NobodyElse));
+    let control = Control::of_world(world, Duration::MAX);
+    let engine = Box::new(FakeEnd {
+        rank,
+        size,
+        control,
+    });
+    ProcessGroup::new("fake".into(), rank, (0..size).collect(), engine, state)
+}
 
 /// One rank's end of a group whose other ranks do not exist.
 #[derive(Debug)]
-pub(crate) struct FakeEnd {
-    pub(crate) rank: usize,
-    pub(crate) size: usize,
+struct FakeEnd {
+    rank: usize,
+    size: usize,
+    control: Arc<Control>,
 }
 
 impl Engine for FakeEnd {
-    fn start(&self, request: Request) -> Result<Box<dyn Flight>, Error> {
-        Ok(Box::new(FakeFlight {
-            rank: self.rank,
-            size: self.size,
-            request: Some(request),
-        }))
+    fn name(&self) -> &'static str {
+        "fake"
     }
 
-    fn subgroup(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+    fn control(&self) -> &Arc<Control> {
+        &self.control
+    }
+
+    fn start(&self, request: Request) -> Box<dyn Flight> {
+        let Request {
+            claim,
+            sources,
+            into,
+            ..
+        } = request;
+        Box::new(FakeFlight {
+            rank: self.rank,
+            size: self.size,
+            claim,
+            sources,
+            into,
+        })
+    }
+
+    fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+        let control = match subgroup.isolated {
+            Some(deadline) => self.control.isolate(subgroup.number, deadline),
+            None => self.control.clone(),
+        };
         Box::new(Self {
             rank: subgroup.rank,
             size: subgroup.members.len(),
+            control,
         })
     }
 
@@ -40,22 +83,28 @@ impl Engine for FakeEnd {
 struct FakeFlight {
     rank: usize,
     size: usize,
-    /// Taken by the wait, with which the sources are dropped.
-    request: Option<Request>,
+    claim: Claim,
+    sources: Vec<Source>,
+    into: Vec<Buffer>,
 }
 
 impl Flight for FakeFlight {
-    fn wait(&mut self) -> Result<Received, Error> {
-        let Some(request) = self.request.take() else {
-            unreachable!("an operation is waited for once");
-        };
-        let Request {
-            signature,
-            note,
-            sources,
-            into: mut buffers,
-            ..
-        } = request;
+    fn is_there(&self, _: Awaited) -> bool {
+        true
+    }
+
+    fn missing(&self, _: Awaited) -> Vec<usize> {
+        Vec::new()
+    }
+
+    fn claim(&self, _: usize) -> &Claim {
+        &self.claim
+    }
+
+    fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {
+        let signature = &self.claim.signature;
+        let mut buffers = std::mem::take(&mut self.into);
+        let sources = std::mem::take(&mut self.sources);
         let reduction = signature.reduction.unwrap_or(Reduction::sum());
         let parts = signature.extents.iter().zip(&sources).zip(&mut buffers);
         for ((extent, source), buffer) in parts {
@@ -78,12 +127,7 @@ impl Flight for FakeFlight {
                 OperationKind::Barrier | OperationKind::Exchange => {}
             }
         }
-        let notes = vec![note; self.size];
-        Ok(Received { buffers, notes })
-    }
-
-    fn wait_released(&mut self) -> Result<(), Error> {
-        Ok(())
+        Ok(buffers)
     }
 }
 

@@ -4,16 +4,18 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::engine::{Engine, Received, Request, Subgroup};
-use crate::fake::FakeEnd;
-use crate::local::World;
+use crate::control::Control;
+use crate::engine::{Claim, Engine, Received, Request, Subgroup};
+use crate::fake;
+use crate::local;
 use crate::lock::lock;
 use crate::operation::Signature;
 use crate::pending::{Entry, Pending};
 use crate::rank_state::RankState;
 use crate::recording::Recording;
 use crate::{
-    At, BufferPool, CommSpan, CommStage, Error, Fault, Label, Ledger, Operation, OperationCounts,
+    At, BufferPool, CommSpan, CommStage, Error, Fault, GroupId, Label, Ledger, Operation,
+    OperationCounts,
 };
 
 /// One rank's end of a group of ranks that communicate. Cheap to clone.
@@ -31,7 +33,7 @@ pub struct ProcessGroup(Arc<End>);
 struct End {
     name: Label,
     rank: usize,
-    size: usize,
+    id: GroupId,
     engine: Box<dyn Engine>,
     state: Arc<RankState>,
     progress: Mutex<Progress>,
@@ -45,17 +47,19 @@ struct Progress {
 }
 
 impl ProcessGroup {
+    /// A rank's end of a group of these ranks of the world.
     pub(crate) fn new(
         name: Label,
         rank: usize,
-        size: usize,
+        members: Arc<[usize]>,
         engine: Box<dyn Engine>,
         state: Arc<RankState>,
     ) -> Self {
+        let id = GroupId::new(engine.control().world.number, members);
         Self(Arc::new(End {
             name,
             rank,
-            size,
+            id,
             engine,
             state,
             progress: Mutex::default(),
@@ -65,7 +69,7 @@ impl ProcessGroup {
     /// The group of a rank that is alone: its operations never wait. For code that takes a group, on
     /// a single rank and without [`launch`](crate::launch()).
     pub fn solo() -> Self {
-        World::new(1, Duration::MAX).groups().swap_remove(0)
+        local::groups(1, Duration::MAX).swap_remove(0)
     }
 
     /// Rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on
@@ -96,9 +100,7 @@ impl ProcessGroup {
     #[track_caller]
     pub fn fake(size: usize, rank: usize) -> Self {
         assert!(rank < size, "rank {rank} of a group of {size} ranks");
-        let state = Arc::new(RankState::new(rank));
-        let engine = Box::new(FakeEnd { rank, size });
-        Self::new("fake".into(), rank, size, engine, state)
+        fake::group(size, rank)
     }
 
     /// Whether the group was made by [`fake`](Self::fake): its other ranks do not exist.
@@ -106,18 +108,9 @@ impl ProcessGroup {
         !self.0.engine.has_peers()
     }
 
-    /// A fake group out of this one, in which this rank is `rank` of `size`. Costs the operation
-    /// that a real split would.
-    pub(crate) fn split_fake(
-        &self,
-        size: usize,
-        rank: usize,
-        name: impl Into<Label>,
-    ) -> Result<ProcessGroup, Error> {
-        let name = name.into();
-        self.exchange(format!("split into {}", name.as_str()), Vec::new())?;
-        let engine = Box::new(FakeEnd { rank, size });
-        Ok(Self::new(name, rank, size, engine, self.0.state.clone()))
+    /// What moves the group's bytes: `local`, `mpi` or `fake`.
+    pub fn engine(&self) -> &'static str {
+        self.0.engine.name()
     }
 
     /// This rank's number in the group, from 0 on.
@@ -127,7 +120,18 @@ impl ProcessGroup {
 
     /// Number of ranks in the group.
     pub fn size(&self) -> usize {
-        self.0.size
+        self.members().len()
+    }
+
+    /// The members by their rank in the world, in the order of their rank here.
+    pub fn members(&self) -> &[usize] {
+        self.0.id.members()
+    }
+
+    /// Which ranks of which launch these are: equal for groups of the same members in the same order,
+    /// whatever the groups are called and however they were made.
+    pub fn id(&self) -> &GroupId {
+        &self.0.id
     }
 
     /// What the group is called; `world` for the group of all ranks.
@@ -182,32 +186,106 @@ impl ProcessGroup {
         name: impl Into<Label>,
     ) -> Result<ProcessGroup, Error> {
         let name = name.into();
-        let choice = [color.to_le_bytes(), key.to_le_bytes()].concat();
-        let pending = self.start_exchange(format!("split into {}", name.as_str()), choice)?;
-        let sequence = pending.operation().sequence;
-        let mut members: Vec<_> = pending
-            .wait()?
-            .iter()
-            .enumerate()
-            .map(|(rank, choice)| (word(choice, 0), word(choice, 1), rank))
-            .filter(|(others, ..)| *others == color)
-            .collect();
+        let label = format!("split into {}", name.as_str());
+        let choices = self.choose(label, color, key)?;
+        let of_color = |(rank, choice): (usize, &Choice)| {
+            (choice.color == color).then_some((choice.key, rank))
+        };
+        let mut members: Vec<_> = choices.iter().enumerate().filter_map(of_color).collect();
         members.sort_unstable();
-        let members: Vec<_> = members.into_iter().map(|(_, _, rank)| rank).collect();
-        let size = members.len();
-        // This rank chose its own color, so it is among the members.
+        let members = members.into_iter().map(|(_, rank)| rank).collect();
+        Ok(self.form(name, members, &choices, None))
+    }
+
+    /// A group of the same ranks that fails by itself: a mismatch in it, a rank that does not come
+    /// within `deadline` or that leaves ends the operations of this group alone, and of those
+    /// [`split`](Self::split) off it. What it was made from goes on. For work beside the main one, such
+    /// as checkpoints that are written in the background: a slow disk then costs a checkpoint, not the
+    /// run.
+    ///
+    /// The other way round there is no isolation: when the world fails, or an isolated group that this
+    /// one was made from, this one fails, too.
+    ///
+    /// A group that has failed stays failed. To begin anew, make another one from a group that has
+    /// not. `deadline` replaces that of [`LaunchConfig`](crate::LaunchConfig);
+    /// [`Duration::MAX`] is none. Collective; name and deadline must be the same on all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As [`barrier`](Self::barrier).
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup, launch};
+    ///
+    /// fn body(world: ProcessGroup) -> Result<(), Error> {
+    ///     let saves = world.isolate("saves", Duration::from_millis(50))?;
+    ///     if world.rank() == 0 {
+    ///         assert!(saves.barrier("nobody else comes").is_err());
+    ///     }
+    ///     world.barrier("all the same")
+    /// }
+    ///
+    /// launch(LaunchConfig::new(2), body)?;
+    /// # Ok::<(), burn_fsdp_collectives::LaunchError>(())
+    /// ```
+    pub fn isolate(
+        &self,
+        name: impl Into<Label>,
+        deadline: Duration,
+    ) -> Result<ProcessGroup, Error> {
+        let name = name.into();
+        let label = format!("isolate {} for {deadline:?}", name.as_str());
+        let choices = self.choose(label, 0, self.rank())?;
+        let members = (0..self.size()).collect();
+        Ok(self.form(name, members, &choices, Some(deadline)))
+    }
+
+    /// The group of these ranks of this group, in this order, which all ranks know without asking.
+    /// Collective; the ranks that are no members here make groups of their own.
+    pub(crate) fn split_known(
+        &self,
+        members: Vec<usize>,
+        name: Label,
+        label: String,
+    ) -> Result<ProcessGroup, Error> {
+        let choices = self.choose(label, 0, 0)?;
+        Ok(self.form(name, members, &choices, None))
+    }
+
+    /// Tells all ranks what this rank chooses in a division, and hears what they do.
+    fn choose(&self, label: String, color: usize, key: usize) -> Result<Vec<Choice>, Error> {
+        let own = Choice {
+            color,
+            key,
+            number: self.0.state.next_group(),
+        };
+        let told = self.exchange(label, own.to_bytes())?;
+        Ok(told.iter().map(|bytes| Choice::of_bytes(bytes)).collect())
+    }
+
+    /// The group of these ranks of this group, this one among them.
+    fn form(
+        &self,
+        name: Label,
+        members: Vec<usize>,
+        choices: &[Choice],
+        isolated: Option<Duration>,
+    ) -> ProcessGroup {
         let rank = members
             .iter()
             .take_while(|member| **member != self.0.rank)
             .count();
+        let world_ranks = members.iter().map(|member| self.members()[*member]);
+        let world_ranks: Arc<[usize]> = world_ranks.collect();
         let subgroup = Subgroup {
-            color,
-            sequence,
+            number: choices[members[0]].number,
             members,
             rank,
+            isolated,
         };
-        let engine = self.0.engine.subgroup(subgroup);
-        Ok(Self::new(name, rank, size, engine, self.0.state.clone()))
+        let engine = self.0.engine.split(subgroup);
+        Self::new(name, rank, world_ranks, engine, self.0.state.clone())
     }
 
     /// Arms a fault: if it is this rank's, this rank will fail there, once. All ranks may be given
@@ -259,19 +337,28 @@ impl ProcessGroup {
         tracing::trace!(rank = self.world_rank(), %operation, bytes, "start");
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
         let kind = signature.kind;
+        self.control()
+            .check(&operation)
+            .inspect_err(|_| entry.fail())?;
         let request = Request {
             operation: operation.clone(),
-            signature,
-            note,
+            claim: Claim { signature, note },
             sources,
             into,
         };
-        let flight = self.0.engine.start(request).inspect_err(|_| entry.fail())?;
+        let flight = self.0.engine.start(request);
         progress.sequence += 1;
         progress.counts.count(kind, bytes);
         let state = &self.0.state;
         state.note(&operation, CommStage::Start, bytes, start);
-        Ok(Pending::new(flight, entry, |received| received))
+        Ok(Pending::new(self.clone(), flight, entry, |received| {
+            received
+        }))
+    }
+
+    /// What is known of the group's ranks.
+    pub(crate) fn control(&self) -> &Arc<Control> {
+        self.0.engine.control()
     }
 
     fn operation(&self, signature: &Signature, sequence: u64) -> Operation {
@@ -294,12 +381,40 @@ pub(crate) struct Contribution {
     pub(crate) bytes: usize,
 }
 
-fn word(choice: &[u8], index: usize) -> usize {
-    let (words, _) = choice.as_chunks::<{ size_of::<usize>() }>();
-    words
-        .get(index)
-        .map_or(0, |word| usize::from_le_bytes(*word))
+/// What a rank chooses in a division.
+struct Choice {
+    color: usize,
+    key: usize,
+    /// The number of the new group, if this rank will be the first of it.
+    number: u64,
 }
+
+impl Choice {
+    fn to_bytes(&self) -> Vec<u8> {
+        let words = [self.color as u64, self.key as u64, self.number];
+        words.map(u64::to_le_bytes).concat()
+    }
+
+    /// What a rank of this program has written.
+    fn of_bytes(bytes: &[u8]) -> Self {
+        let (words, _) = bytes.as_chunks::<{ size_of::<u64>() }>();
+        let word = |index: usize| words.get(index).map_or(0, |word| u64::from_le_bytes(*word));
+        Self {
+            color: word(0) as usize,
+            key: word(1) as usize,
+            number: word(2),
+        }
+    }
+}
+
+/// Equal if the [ids](ProcessGroup::id) are.
+impl PartialEq for ProcessGroup {
+    fn eq(&self, other: &Self) -> bool {
+        self.id() == other.id()
+    }
+}
+
+impl Eq for ProcessGroup {}
 
 impl fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -115,21 +115,35 @@ impl fmt::Display for Ledger {
     }
 }
 
-/// The last operations of all ranks of the world at the moment of a failure. Cheap to clone.
+/// The last operations of the ranks of the world at the moment of a failure, of those of this
+/// process. Cheap to clone.
 #[derive(Debug, Clone)]
-pub struct LedgerReport(Arc<[Vec<LedgerEntry>]>);
+pub struct LedgerReport(Arc<[Known]>);
+
+/// What is known of a rank.
+#[derive(Debug)]
+struct Known {
+    entries: Vec<LedgerEntry>,
+    /// Whether the rank lives in this process.
+    is_here: bool,
+}
 
 impl LedgerReport {
     /// How many operations of each rank are reported.
     pub const PER_RANK: usize = 4;
 
-    pub(crate) fn new(ledgers: impl Iterator<Item = Ledger>) -> Self {
-        Self(ledgers.map(|ledger| ledger.last(Self::PER_RANK)).collect())
+    pub(crate) fn new(ledgers: impl Iterator<Item = Option<Ledger>>) -> Self {
+        let known = |ledger: Option<Ledger>| Known {
+            is_here: ledger.is_some(),
+            entries: ledger.map_or_else(Vec::new, |ledger| ledger.last(Self::PER_RANK)),
+        };
+        Self(ledgers.map(known).collect())
     }
 
-    /// The last operations of each rank, oldest first, by rank of the world.
-    pub fn ranks(&self) -> &[Vec<LedgerEntry>] {
-        &self.0
+    /// The last operations of each rank, oldest first, by rank of the world; none of a rank of
+    /// another process.
+    pub fn ranks(&self) -> impl ExactSizeIterator<Item = &[LedgerEntry]> {
+        self.0.iter().map(|known| known.entries.as_slice())
     }
 }
 
@@ -137,9 +151,11 @@ impl LedgerReport {
 impl fmt::Display for LedgerReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("last operations:")?;
-        for (rank, entries) in self.0.iter().enumerate() {
-            if entries.is_empty() {
-                write!(f, "\n  rank {rank}: none")?;
+        for (rank, Known { entries, is_here }) in self.0.iter().enumerate() {
+            match (entries.is_empty(), is_here) {
+                (true, true) => write!(f, "\n  rank {rank}: none")?,
+                (true, false) => write!(f, "\n  rank {rank}: see what its process says")?,
+                (false, _) => {}
             }
             for entry in entries {
                 write!(f, "\n  rank {rank}: {entry}")?;

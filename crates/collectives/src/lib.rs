@@ -38,8 +38,10 @@
 #![forbid(unsafe_code)]
 
 mod arithmetic;
+mod bell;
 mod call;
 mod collective;
+mod control;
 mod counter;
 mod counts;
 mod element;
@@ -48,12 +50,14 @@ mod error;
 mod fake;
 mod fault;
 mod group;
+mod identity;
 mod label;
 mod launch;
 mod ledger;
 mod local;
 mod lock;
 mod operation;
+mod patience;
 mod pending;
 mod pool;
 mod process_mesh;
@@ -61,6 +65,7 @@ mod rank_state;
 mod recording;
 mod reduction;
 mod source;
+mod world;
 
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
 pub use counter::CommCounter;
@@ -70,6 +75,7 @@ pub use engine::Received;
 pub use error::{Error, Stage};
 pub use fault::{At, Fault, How};
 pub use group::ProcessGroup;
+pub use identity::GroupId;
 pub use label::Label;
 pub use launch::{LaunchConfig, LaunchError, Unwound, launch};
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};

@@ -4,11 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::engine::{Flight, Received};
+use crate::control::Wait;
+use crate::engine::{Awaited, Flight, Received, Withdrawn};
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{CommStage, Error, Operation};
+use crate::{Buffer, CommStage, Error, Operation, ProcessGroup, Stage};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -22,14 +23,21 @@ use crate::{CommStage, Error, Operation};
 /// if it had been waited for, and this rank's buffers go back to their pool.
 #[must_use = "an operation that is dropped is discarded: wait for it"]
 pub struct Pending<T = Received> {
+    group: ProcessGroup,
     flight: Box<dyn Flight>,
     entry: Entry,
     finish: fn(Received) -> T,
 }
 
 impl<T> Pending<T> {
-    pub(crate) fn new(flight: Box<dyn Flight>, entry: Entry, finish: fn(Received) -> T) -> Self {
+    pub(crate) fn new(
+        group: ProcessGroup,
+        flight: Box<dyn Flight>,
+        entry: Entry,
+        finish: fn(Received) -> T,
+    ) -> Self {
         Self {
+            group,
             flight,
             entry,
             finish,
@@ -39,6 +47,7 @@ impl<T> Pending<T> {
     /// The same operation with another view of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
+            group: self.group,
             flight: self.flight,
             entry: self.entry,
             finish,
@@ -54,11 +63,11 @@ impl<T> Pending<T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], never
-    /// later than the deadline of the world plus the transfer itself.
+    /// [`Error::Mismatch`], [`Error::PeerFailed`], [`Error::PeerLeft`] or [`Error::Timeout`], at the
+    /// latest a tenth after the group's deadline plus the transfer itself.
     pub fn wait(mut self) -> Result<T, Error> {
         let start = Instant::now();
-        let received = self.flight.wait();
+        let received = self.receive();
         self.settle(received, start)
     }
 
@@ -73,15 +82,85 @@ impl<T> Pending<T> {
     /// As [`wait`](Self::wait); the deadline holds for both halves.
     pub fn wait_released(mut self) -> Result<T, Error> {
         let start = Instant::now();
-        let received = self.flight.wait().and_then(|received| {
-            self.flight.wait_released()?;
+        let received = self.receive().and_then(|received| {
+            self.until(Awaited::Release)?;
             Ok(received)
         });
         self.settle(received, start)
     }
 
+    /// Whether all ranks have started the operation, or it has failed: then [`wait`](Self::wait) waits
+    /// for no rank that is busy elsewhere.
+    pub fn is_ready(&self) -> bool {
+        self.flight.is_there(Awaited::Claims) || self.group.control().failure().is_some()
+    }
+
     /// Drops the operation, and says so: this rank does not want the result.
     pub fn discard(self) {}
+
+    /// What every engine does alike: the ranks meet, find out that they want the same, and receive.
+    fn receive(&mut self) -> Result<Received, Error> {
+        self.until(Awaited::Claims)?;
+        self.compare()?;
+        self.group.control().check(&self.entry.operation)?;
+        let begun = self.flight.begin();
+        self.there(begun)?;
+        self.until(Awaited::Result)?;
+        let buffers: Result<Vec<Buffer>, _> = self.flight.receive();
+        let buffers = self.there(buffers)?;
+        let notes = (0..self.group.size()).map(|rank| self.flight.claim(rank).note.clone());
+        Ok(Received {
+            buffers,
+            notes: notes.collect(),
+        })
+    }
+
+    fn until(&self, awaited: Awaited) -> Result<(), Error> {
+        let members = self.group.members();
+        let world_rank = |rank: usize| members[rank];
+        let missing = || self.flight.missing(awaited).into_iter().map(world_rank);
+        self.group.control().wait(&Wait {
+            is_over: &|| self.flight.is_there(awaited),
+            missing: &|| missing().collect(),
+            stage: match awaited {
+                Awaited::Claims => Stage::Start,
+                Awaited::Result | Awaited::Release => Stage::Finish,
+            },
+            rank: self.group.world_rank(),
+            operation: &self.entry.operation,
+        })
+    }
+
+    /// Every rank compares the same claims with the first, so all find the same difference.
+    fn compare(&self) -> Result<(), Error> {
+        let first = &self.flight.claim(0).signature;
+        let difference = (1..self.group.size()).find_map(|rank| {
+            let difference = first.difference(&self.flight.claim(rank).signature);
+            difference.map(|(expected, got)| (rank, expected, got))
+        });
+        let Some((peer, expected, got)) = difference else {
+            return Ok(());
+        };
+        let (control, members) = (self.group.control(), self.group.members());
+        let error = Error::Mismatch {
+            operation: Box::new(self.entry.operation.clone()),
+            rank: members[0],
+            expected,
+            peer: members[peer],
+            got,
+            ledger: control.report(),
+        };
+        Err(control.end_with(self.group.world_rank(), error))
+    }
+
+    /// What a rank shows stays until all have read it, unless the domain has failed.
+    fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
+        read.or_else(|Withdrawn| {
+            let operation = &self.entry.operation;
+            self.group.control().check(operation)?;
+            unreachable!("a source was withdrawn under a reader in {operation}")
+        })
+    }
 
     fn settle(mut self, received: Result<Received, Error>, start: Instant) -> Result<T, Error> {
         let Entry {

@@ -36,15 +36,14 @@ impl ProcessMesh {
         }
         let coordinate = layout.coordinate(world.rank())?;
         let mut groups = Vec::with_capacity(coordinate.len());
-        for (axis, index) in layout.axes().iter().zip(&coordinate) {
+        for axis in layout.axes() {
             groups.push(if axis.size == world.size() {
                 world.clone()
-            } else if world.is_fake() {
-                // There is nobody to ask, and the layout says it all.
-                world.split_fake(axis.size, *index, axis.name.as_str())?
             } else {
-                let color = layout.color_along(&axis.name, world.rank())?;
-                world.split(color, *index, axis.name.as_str())?
+                // The layout says who the members are. That all ranks have the same is compared.
+                let members = layout.ranks_along(&axis.name, world.rank())?;
+                let label = format!("split into {} of {layout}", axis.name);
+                world.split_known(members, axis.name.as_str().into(), label)?
             });
         }
         Ok(Self {

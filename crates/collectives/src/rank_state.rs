@@ -1,6 +1,7 @@
 //! What one rank of the world owns, whatever groups it is in.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::lock::lock;
@@ -16,6 +17,8 @@ pub(crate) struct RankState {
     /// While someone records.
     pub(crate) recording: Mutex<Option<Recording>>,
     faults: Mutex<Faults>,
+    /// How many numbers this rank has given to groups.
+    num_groups: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -33,7 +36,14 @@ impl RankState {
             ledger,
             recording,
             faults,
+            num_groups: AtomicU64::new(0),
         }
+    }
+
+    /// A number for a group of which this rank is the first; no other rank gives it.
+    pub(crate) fn next_group(&self) -> u64 {
+        let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
+        (self.world_rank as u64) << u32::BITS | count
     }
 
     /// Notes a span that ends now, if someone records.

@@ -18,7 +18,9 @@ fn rank_0_hears(
     use std::sync::{Arc, Mutex};
     let heard = Arc::new(Mutex::new(None));
     let ear = heard.clone();
-    let config = LaunchConfig::new(2).deadline(deadline).grace(SHORT);
+    let config = LaunchConfig::new(2)
+        .deadline(deadline)
+        .grace(Duration::ZERO);
     let _ = burn_fsdp_collectives::launch(config, move |world| {
         if world.rank() == 1 {
             return instead(&world);
@@ -139,7 +141,7 @@ fn a_rank_that_stalls_is_named_after_the_deadline() {
     );
     let message = error.to_string();
     assert!(
-        message.starts_with("rank 0 waited 200ms for ranks [1] to start all_gather \"x\""),
+        message.starts_with("rank 0 waited 2s for ranks [1] to start all_gather \"x\""),
         "{message}"
     );
     assert!(message.contains("rank 1: barrier \"first\""), "{message}");
@@ -147,14 +149,19 @@ fn a_rank_that_stalls_is_named_after_the_deadline() {
 
 #[test]
 fn a_peer_that_does_not_finish_is_named_after_the_deadline() {
-    let seen = observe(2, SHORT, |world| {
+    let (gave_up, has_given_up) = std::sync::mpsc::channel();
+    let has_given_up = std::sync::Mutex::new(has_given_up);
+    let seen = observe(2, SHORT, move |world| {
         let pending = world.join_all_gather("x", vec![], vec![counting(&world, 5)])?;
         if world.rank() == 0 {
-            return pending.wait_released().map(|_| ());
+            let result = pending.wait_released().map(|_| ());
+            gave_up.send(()).unwrap();
+            return result;
         }
         // Started, not finished, and busy elsewhere.
-        std::thread::sleep(SHORT * 4);
-        pending.wait().map(|_| ())
+        has_given_up.lock().unwrap().recv().unwrap();
+        pending.wait()?;
+        world.barrier("after")
     });
     let error = seen[0].as_ref().unwrap_err();
     assert!(

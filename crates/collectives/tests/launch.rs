@@ -41,10 +41,58 @@ fn every_rank_has_its_own_threads() {
     let threads = launch(config, |_| Ok::<_, Error>(rayon::current_num_threads())).unwrap();
     assert_eq!(threads, [3, 3]);
     let cores = std::thread::available_parallelism().unwrap().get();
+    // A rank with one thread has a worker for the background beside it.
     let threads = run(2, |_| Ok(rayon::current_num_threads()));
-    assert_eq!(threads, [(cores / 2).max(1); 2]);
+    assert_eq!(threads, [(cores / 2).max(2); 2]);
     let threads = run(64, |_| Ok(rayon::current_num_threads()));
-    assert_eq!(threads, [(cores / 64).max(1); 64]);
+    assert_eq!(threads, [(cores / 64).max(2); 64]);
+}
+
+#[test]
+fn work_in_the_background_is_done_while_the_body_waits_for_it() {
+    for threads in [1, 2] {
+        let config = LaunchConfig::new(2).threads_per_rank(threads);
+        let heard = launch(config, |world| {
+            let mut heard = Vec::new();
+            for batch in 0..3 {
+                let (send, receive) = std::sync::mpsc::channel();
+                rayon::spawn(move || send.send(batch).unwrap());
+                heard.push(receive.recv_timeout(LONG).expect("the spawned job ran"));
+                ranks::gather(&world, "x", 5)?;
+            }
+            Ok::<_, Error>(heard)
+        });
+        assert_eq!(heard.unwrap(), vec![vec![0, 1, 2]; 2]);
+    }
+}
+
+#[test]
+fn a_loader_in_the_background_may_run_for_ever() {
+    let config = LaunchConfig::new(2).threads_per_rank(1);
+    let sums = launch(config, |world| {
+        let (send, batches) = std::sync::mpsc::sync_channel(1);
+        rayon::spawn(move || while send.send([1.5f32; 8]).is_ok() {});
+        let mut sum = 0.0;
+        for _ in 0..5 {
+            let batch = batches.recv_timeout(LONG).expect("the loader runs");
+            // Parallel work of the body, which does not wait for the loader.
+            use rayon::prelude::*;
+            sum += batch.par_iter().sum::<f32>();
+            world.barrier("step")?;
+        }
+        Ok::<_, Error>(sum)
+    });
+    assert_eq!(sums.unwrap(), [60.0, 60.0]);
+}
+
+#[test]
+fn refuses_more_ranks_than_a_process_should_have() {
+    let error = fail(LaunchConfig::new(20_000), |_| Ok(()));
+    let message = error.to_string();
+    assert!(
+        message.starts_with("cannot launch 20000 ranks as threads of one process; ask for at most"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -140,7 +188,7 @@ fn a_stalled_rank_is_abandoned_also_if_its_peers_keep_quiet() {
     };
     assert_eq!(abandoned, &[1]);
     assert!(
-        error.to_string().contains("waited 200ms for ranks [1]"),
+        error.to_string().contains("waited 2s for ranks [1]"),
         "{error}"
     );
 }

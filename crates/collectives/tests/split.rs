@@ -120,3 +120,61 @@ fn a_mesh_must_fit_the_world() {
         "{error}"
     );
 }
+
+#[test]
+fn groups_of_the_same_ranks_are_one_and_of_others_are_not() {
+    run(4, |world| {
+        let pairs = |color: usize, name: &str| world.split(color, 0, name);
+        let halves = pairs(world.rank() / 2, "shard")?;
+        let again = pairs(world.rank() / 2, "another name")?;
+        let crossed = pairs(world.rank() % 2, "shard")?;
+        let reversed = world.split(world.rank() / 2, 4 - world.rank(), "shard")?;
+        assert_eq!(halves, again);
+        assert_eq!(halves.id(), again.id());
+        // Of the same name and size, and even of the same ranks in another order.
+        assert_ne!(halves, crossed);
+        assert_ne!(halves, reversed);
+        assert_ne!(halves, world);
+        assert_eq!(world, world.clone());
+        let first = 2 * (world.rank() / 2);
+        assert_eq!(halves.members(), [first, first + 1]);
+        assert_eq!(reversed.members(), [first + 1, first]);
+        let quarter = reversed.split(0, reversed.rank(), "same")?;
+        assert_eq!(quarter, reversed);
+
+        let mesh = |axes: [(&str, usize); 2]| ProcessMesh::new(&world, Mesh::new(axes)?);
+        let one = mesh([("replicate", 2), ("shard", 2)])?;
+        let other = mesh([("shard", 2), ("replicate", 2)])?;
+        assert_ne!(one.along("shard")?, other.along("shard")?);
+        assert_eq!(one.along("shard")?, other.along("replicate")?);
+        assert_eq!(one.along("shard")?, &halves);
+        Ok(())
+    });
+}
+
+#[test]
+fn groups_of_different_launches_differ() {
+    let world = burn_fsdp_collectives::ProcessGroup::solo();
+    assert_ne!(world, burn_fsdp_collectives::ProcessGroup::solo());
+    let fake = burn_fsdp_collectives::ProcessGroup::fake(4, 3);
+    assert_eq!(fake.members(), [0, 1, 2, 3]);
+    let mesh = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
+    let mesh = ProcessMesh::new(&fake, mesh).unwrap();
+    assert_eq!(mesh.along("shard").unwrap().members(), [2, 3]);
+    assert_eq!(mesh.along("replicate").unwrap().members(), [1, 3]);
+}
+
+#[test]
+fn meshes_must_agree() {
+    let seen = observe(4, ranks::LONG, |world| {
+        let axes = match world.rank() {
+            3 => [("shard", 2), ("replicate", 2)],
+            _ => [("replicate", 2), ("shard", 2)],
+        };
+        ProcessMesh::new(&world, Mesh::new(axes)?).map(|_| ())
+    });
+    for result in seen {
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+    }
+}

@@ -5,21 +5,20 @@ use std::sync::{Arc, Mutex};
 
 use super::flight::LocalFlight;
 use super::round::{Offer, Round};
-use super::world::World;
-use crate::Error;
+use crate::control::Control;
 use crate::engine::{Engine, Flight, Request, Subgroup};
 use crate::lock::lock;
 
 /// What the ranks of one group share.
 #[derive(Debug)]
 pub(super) struct LocalGroup {
-    pub(super) world: Arc<World>,
+    pub(super) control: Arc<Control>,
     /// The members by their rank in the world, in the order of their rank here.
-    pub(super) members: Vec<usize>,
+    pub(super) members: Arc<[usize]>,
     /// The operations that not all ranks have started yet, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
-    /// The subgroups that not all their members have collected yet.
-    subgroups: Mutex<HashMap<(u64, usize), Uncollected>>,
+    /// The subgroups that not all their members have collected yet, by number.
+    subgroups: Mutex<HashMap<u64, Uncollected>>,
 }
 
 #[derive(Debug)]
@@ -29,10 +28,10 @@ struct Uncollected {
 }
 
 impl LocalGroup {
-    pub(super) fn new(world: Arc<World>, members: Vec<usize>) -> Arc<Self> {
+    pub(super) fn new(control: Arc<Control>, members: Arc<[usize]>) -> Arc<Self> {
         let (rounds, subgroups) = Default::default();
         Arc::new(Self {
-            world,
+            control,
             members,
             rounds,
             subgroups,
@@ -69,15 +68,18 @@ impl LocalGroup {
 
     /// The subgroup, made by the member that comes first and forgotten with the last.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
-        let key = (subgroup.sequence, subgroup.color);
         let mut subgroups = lock(&self.subgroups);
-        let uncollected = subgroups.entry(key).or_insert_with(|| {
+        let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {
             let members = subgroup
                 .members
                 .iter()
                 .map(|member| self.members[*member])
                 .collect();
-            let group = LocalGroup::new(self.world.clone(), members);
+            let control = match subgroup.isolated {
+                Some(deadline) => self.control.isolate(subgroup.number, deadline),
+                None => self.control.clone(),
+            };
+            let group = LocalGroup::new(control, members);
             Uncollected {
                 group,
                 num_collected: 0,
@@ -86,7 +88,7 @@ impl LocalGroup {
         uncollected.num_collected += 1;
         let group = uncollected.group.clone();
         if uncollected.num_collected == group.size() {
-            subgroups.remove(&key);
+            subgroups.remove(&subgroup.number);
         }
         group
     }
@@ -100,28 +102,28 @@ pub(super) struct LocalEnd {
 }
 
 impl Engine for LocalEnd {
-    fn start(&self, request: Request) -> Result<Box<dyn Flight>, Error> {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn control(&self) -> &Arc<Control> {
+        &self.group.control
+    }
+
+    fn start(&self, request: Request) -> Box<dyn Flight> {
         let Request {
             operation,
-            signature,
-            note,
+            claim,
             sources,
             into,
         } = request;
-        self.group.world.check(&operation)?;
-        let offer = Offer::new(signature, note, sources);
+        let offer = Offer::new(claim, sources);
         let round = self.group.join(operation.sequence, self.rank, offer);
-        self.group.world.bell.ring();
-        Ok(Box::new(LocalFlight::new(
-            self.group.clone(),
-            self.rank,
-            operation,
-            round,
-            into,
-        )))
+        self.group.control.world.bell.ring();
+        Box::new(LocalFlight::new(self.group.clone(), self.rank, round, into))
     }
 
-    fn subgroup(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+    fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
         Box::new(LocalGroup::end(
             &self.group.collect(&subgroup),
             subgroup.rank,

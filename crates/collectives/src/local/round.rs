@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::Source;
+use crate::engine::Claim;
 use crate::lock::lock;
-use crate::operation::Signature;
 
 /// One operation of one group. Kept alive by the ranks that are not done with it.
 #[derive(Debug)]
@@ -30,13 +30,6 @@ struct Seat {
     finished: AtomicBool,
 }
 
-/// What a rank wants and tells.
-#[derive(Debug)]
-pub(super) struct Claim {
-    pub(super) signature: Signature,
-    pub(super) note: Vec<u8>,
-}
-
 /// One rank's sources, one per part.
 pub(super) type Sources = Arc<[Source]>;
 
@@ -54,9 +47,9 @@ struct Slice {
 }
 
 impl Offer {
-    pub(super) fn new(signature: Signature, note: Vec<u8>, sources: Vec<Source>) -> Self {
+    pub(super) fn new(claim: Claim, sources: Vec<Source>) -> Self {
         Self {
-            claim: Claim { signature, note },
+            claim,
             sources: sources.into(),
         }
     }

@@ -5,6 +5,7 @@ use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::lock::lock;
+use crate::patience::Patience;
 
 /// How often to look before letting other threads run: some 5 us, the processor's pause between two
 /// looks being up to 50 ns. A peer that waits for this very core pays for every one of them.
@@ -23,7 +24,7 @@ const YIELD_FOR: Duration = Duration::from_millis(1);
 /// the ringer sees the sleeper or the sleeper sees the change. A ringer that sees a sleeper takes
 /// the lock, so it cannot ring between the sleeper's look and its sleep.
 #[derive(Debug, Default)]
-pub(super) struct Bell {
+pub(crate) struct Bell {
     num_sleepers: AtomicUsize,
     lock: Mutex<()>,
     rung: Condvar,
@@ -31,7 +32,7 @@ pub(super) struct Bell {
 
 impl Bell {
     /// Wakes all who wait, to look at what the caller has changed.
-    pub(super) fn ring(&self) {
+    pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
         if self.num_sleepers.load(Ordering::Relaxed) > 0 {
             drop(lock(&self.lock));
@@ -39,10 +40,11 @@ impl Bell {
         }
     }
 
-    /// Waits until `look` gives something; `None` if it still gives nothing after `patience`.
-    pub(super) fn wait_for<T>(
+    /// Waits until `look` gives something; `None` if it still gives nothing when the deadline has
+    /// passed, as [`Patience`] counts it.
+    pub(crate) fn wait_for<T>(
         &self,
-        patience: Duration,
+        deadline: Duration,
         mut look: impl FnMut() -> Option<T>,
     ) -> Option<T> {
         for _ in 0..SPINS {
@@ -52,31 +54,31 @@ impl Bell {
             std::hint::spin_loop();
         }
         let start = Instant::now();
-        while start.elapsed() < YIELD_FOR.min(patience) {
+        while start.elapsed() < YIELD_FOR.min(deadline) {
             if let Some(found) = look() {
                 return Some(found);
             }
             std::thread::yield_now();
         }
-        self.sleep_until(start, patience, look)
+        self.sleep_until(Patience::new(deadline, start), look)
     }
 
     fn sleep_until<T>(
         &self,
-        start: Instant,
-        patience: Duration,
+        mut patience: Patience,
         mut look: impl FnMut() -> Option<T>,
     ) -> Option<T> {
         let mut guard = lock(&self.lock);
         self.num_sleepers.fetch_add(1, Ordering::Relaxed);
         let found = loop {
+            // The time before the look: what came late is found all the same.
+            let sleep = patience.spend(Instant::now());
             fence(Ordering::SeqCst);
             let found = look();
-            let left = patience.saturating_sub(start.elapsed());
-            if found.is_some() || left.is_zero() {
+            if found.is_some() || sleep.is_zero() {
                 break found;
             }
-            let woken = self.rung.wait_timeout(guard, left);
+            let woken = self.rung.wait_timeout(guard, sleep);
             guard = woken.unwrap_or_else(PoisonError::into_inner).0;
         };
         self.num_sleepers.fetch_sub(1, Ordering::Relaxed);

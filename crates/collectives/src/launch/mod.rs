@@ -1,21 +1,22 @@
-//! Starting ranks as threads of this process.
+//! Starting ranks.
+
+mod threads;
+mod workers;
 
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::ProcessGroup;
-use crate::local::World;
 
 /// An error of a rank, whatever its type.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Stack of a rank's threads: that of a main thread, because whole training loops run on it.
-const STACK_BYTES: usize = 8 << 20;
+/// The most ranks that are started as threads of one process. What ranks tell each other is a table
+/// of ranks by ranks, and no machine has as many cores.
+const MOST_THREADS: usize = 1024;
 
 /// How to start ranks.
 #[derive(Debug, Clone, Copy)]
@@ -53,18 +54,23 @@ impl LaunchConfig {
         self
     }
 
-    /// Threads of each rank's rayon pool; by default the cores divided by the ranks, at least 1.
+    /// Threads of each rank that compute; by default the cores divided by the ranks, at least 1.
     /// 0 is the default, too.
+    ///
+    /// They are the workers of a rayon pool, one of which runs the body. A rank with a single one gets
+    /// a second worker for work that is spawned in the background, by a data loader, say: it looks for
+    /// such work every few milliseconds, so that it hardly takes part in anything else.
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
         self
     }
 
-    fn num_threads(&self) -> usize {
+    /// Threads of a rank, where this many ranks share the machine.
+    fn num_threads(&self, ranks_here: usize) -> usize {
         let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
         self.threads_per_rank
-            .unwrap_or_else(|| (cores() / self.ranks).max(1))
+            .unwrap_or_else(|| (cores() / ranks_here).max(1))
     }
 }
 
@@ -75,6 +81,18 @@ pub enum LaunchError {
     /// There is nothing to start.
     #[error("cannot launch 0 ranks; ask for at least one")]
     NoRanks,
+
+    /// More ranks than one process should have.
+    #[error(
+        "cannot launch {ranks} ranks as threads of one process; ask for at most {most}, and for about \
+         as many as there are cores"
+    )]
+    TooManyRanks {
+        /// The ranks that were asked for.
+        ranks: usize,
+        /// The most that can be.
+        most: usize,
+    },
 
     /// The system did not give a rank its threads.
     #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
@@ -150,33 +168,7 @@ where
     if config.ranks == 0 {
         return Err(LaunchError::NoRanks);
     }
-    let world = World::new(config.ranks, config.deadline);
-    let body = Arc::new(body);
-    let (sender, receiver) = channel();
-    for (rank, group) in world.groups().into_iter().enumerate() {
-        let (shared, body, sender) = (world.clone(), body.clone(), sender.clone());
-        let num_threads = config.num_threads();
-        let run = move || {
-            let end = run_rank(num_threads, || body(group));
-            match &end {
-                Ok(_) => shared.depart(rank),
-                Err(cause) => shared.fail(rank, cause.to_string()),
-            }
-            // Nobody listens any more if this rank has been abandoned.
-            let _ = sender.send((rank, end));
-        };
-        if let Err(error) = thread::Builder::new()
-            .name(format!("rank {rank}"))
-            .spawn(run)
-        {
-            let cause = Cause::Start(error.into());
-            world.fail(rank, cause.to_string());
-            return Err(cause.of(rank, Vec::new()));
-        }
-    }
-    // The ranks' own senders are now the only ones.
-    drop(sender);
-    collect(&config, &world, &receiver)
+    threads::launch(&config, body)
 }
 
 /// Why a rank has no result.
@@ -195,65 +187,12 @@ where
     T: Send,
     E: Into<BoxError>,
 {
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(num_threads)
-        .stack_size(STACK_BYTES);
-    let pool = pool.build().map_err(|error| Cause::Start(error.into()))?;
-    let body = AssertUnwindSafe(|| pool.install(|| body().map_err(Into::into)));
+    let workers = workers::Workers::start(num_threads);
+    let workers = workers.map_err(|error| Cause::Start(error.into()))?;
+    let body = AssertUnwindSafe(|| workers.run(|| body().map_err(Into::into)));
     match catch_unwind(body) {
         Ok(result) => result.map_err(Cause::Failed),
         Err(payload) => Err(Cause::unwound(payload)),
-    }
-}
-
-/// Waits for the ranks, for at most the grace period once one has failed.
-fn collect<T>(
-    config: &LaunchConfig,
-    world: &World,
-    receiver: &Receiver<(usize, Result<T, Cause>)>,
-) -> Result<Vec<T>, LaunchError> {
-    let mut ends: Vec<Option<Result<T, Cause>>> = (0..config.ranks).map(|_| None).collect();
-    let mut give_up_at = None;
-    while ends.iter().any(Option::is_none) {
-        let received = match give_up_at {
-            None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            Some(at) => {
-                receiver.recv_timeout(Instant::saturating_duration_since(&at, Instant::now()))
-            }
-        };
-        let Ok((rank, end)) = received else { break };
-        ends[rank] = Some(end);
-        // A rank may have failed and live on: it saw an error and went on without its peers. Then
-        // it is the first to return who shows that the world is ending.
-        if give_up_at.is_none() && world.failure().is_some() {
-            give_up_at = Instant::now().checked_add(config.grace);
-        }
-    }
-    verdict(world, ends)
-}
-
-/// The results, or the first failure.
-fn verdict<T>(
-    world: &World,
-    mut ends: Vec<Option<Result<T, Cause>>>,
-) -> Result<Vec<T>, LaunchError> {
-    let is_missing = |(rank, end): (usize, &Option<_>)| end.is_none().then_some(rank);
-    let abandoned: Vec<_> = ends.iter().enumerate().filter_map(is_missing).collect();
-    let failed = |end: &Option<Result<T, Cause>>| matches!(end, Some(Err(_)));
-    let first = world
-        .failure()
-        .map(|failure| failure.rank)
-        .filter(|rank| failed(&ends[*rank]));
-    if let Some(rank) = first.or_else(|| ends.iter().position(failed))
-        && let Some(Err(cause)) = ends[rank].take()
-    {
-        return Err(cause.of(rank, abandoned));
-    }
-    match world.failure() {
-        Some(failure) if !abandoned.is_empty() => {
-            Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))
-        }
-        _ => Ok(ends.into_iter().flatten().flat_map(Result::ok).collect()),
     }
 }
 

@@ -1,0 +1,101 @@
+//! Ranks as threads of this process.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::Instant;
+
+use super::{BoxError, Cause, LaunchConfig, LaunchError, MOST_THREADS, run_rank};
+use crate::control::Control;
+use crate::{ProcessGroup, local};
+
+/// How a rank came to its end.
+type End<T> = Result<T, Cause>;
+
+/// Runs the body on all ranks, and returns their results in rank order.
+pub(super) fn launch<T, E, F>(config: &LaunchConfig, body: F) -> Result<Vec<T>, LaunchError>
+where
+    T: Send + 'static,
+    E: Into<BoxError>,
+    F: Fn(ProcessGroup) -> Result<T, E> + Send + Sync + 'static,
+{
+    let (ranks, most) = (config.ranks, MOST_THREADS);
+    if ranks > most {
+        return Err(LaunchError::TooManyRanks { ranks, most });
+    }
+    let groups = local::groups(ranks, config.deadline);
+    let control = groups[0].control().clone();
+    let body = Arc::new(body);
+    let (sender, receiver) = channel();
+    for (rank, group) in groups.into_iter().enumerate() {
+        let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
+        let num_threads = config.num_threads(ranks);
+        let run = move || {
+            let end = run_rank(num_threads, || body(group));
+            match &end {
+                Ok(_) => shared.world.depart(rank),
+                Err(cause) => shared.fail(rank, cause.to_string()),
+            }
+            // Nobody listens any more if this rank has been abandoned.
+            let _ = sender.send((rank, end));
+        };
+        let thread = thread::Builder::new().name(format!("rank {rank}"));
+        if let Err(error) = thread.spawn(run) {
+            let cause = Cause::Start(error.into());
+            control.fail(rank, cause.to_string());
+            return Err(cause.of(rank, Vec::new()));
+        }
+    }
+    // The ranks' own senders are now the only ones.
+    drop(sender);
+    verdict(&control, collect(config, &control, &receiver))
+}
+
+/// Waits for the ranks, for at most the grace period once one has failed. `None` for those that did
+/// not return.
+fn collect<T>(
+    config: &LaunchConfig,
+    control: &Control,
+    receiver: &Receiver<(usize, End<T>)>,
+) -> Vec<Option<End<T>>> {
+    let mut ends: Vec<Option<End<T>>> = (0..config.ranks).map(|_| None).collect();
+    let mut give_up_at = None;
+    while ends.iter().any(Option::is_none) {
+        let received = match give_up_at {
+            None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(at) => {
+                receiver.recv_timeout(Instant::saturating_duration_since(&at, Instant::now()))
+            }
+        };
+        let Ok((rank, end)) = received else { break };
+        ends[rank] = Some(end);
+        // A rank may have failed and live on: it saw an error and went on without its peers. Then
+        // it is the first to return who shows that the world is ending.
+        if give_up_at.is_none() && control.failure().is_some() {
+            give_up_at = Instant::now().checked_add(config.grace);
+        }
+    }
+    ends
+}
+
+/// The results, or the first failure.
+fn verdict<T>(control: &Control, mut ends: Vec<Option<End<T>>>) -> Result<Vec<T>, LaunchError> {
+    let is_missing = |(rank, end): (usize, &Option<_>)| end.is_none().then_some(rank);
+    let abandoned: Vec<_> = ends.iter().enumerate().filter_map(is_missing).collect();
+    let failed = |end: &Option<End<T>>| matches!(end, Some(Err(_)));
+    let first = control
+        .failure()
+        .map(|failure| failure.rank)
+        .filter(|rank| failed(&ends[*rank]));
+    if let Some(rank) = first.or_else(|| ends.iter().position(failed))
+        && let Some(Err(cause)) = ends[rank].take()
+    {
+        return Err(cause.of(rank, abandoned));
+    }
+    match control.failure() {
+        Some(failure) if !abandoned.is_empty() => {
+            Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))
+        }
+        _ => Ok(ends.into_iter().flatten().flat_map(Result::ok).collect()),
+    }
+}

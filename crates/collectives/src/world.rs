@@ -1,0 +1,116 @@
+//! What the ranks of one launch have in common, whatever groups they are in.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use crate::bell::Bell;
+use crate::lock::lock;
+use crate::rank_state::RankState;
+use crate::{Ledger, LedgerReport};
+
+/// The ranks of one launch, as this process sees them.
+#[derive(Debug)]
+pub(crate) struct World {
+    /// Tells the worlds of one process apart.
+    pub(crate) number: u64,
+    /// Wakes the waiting threads of this process.
+    pub(crate) bell: Bell,
+    /// Ranks that have returned and will start nothing more.
+    departed: Vec<AtomicBool>,
+    num_departed: AtomicUsize,
+    /// What each rank owns, if it lives in this process.
+    ranks: Vec<Option<Arc<RankState>>>,
+    messenger: Box<dyn Messenger>,
+}
+
+/// How a process tells those of the other ranks what they cannot see.
+pub(crate) trait Messenger: fmt::Debug + Send + Sync {
+    /// Tells all other processes. Never waits for them.
+    fn tell(&self, news: News);
+}
+
+/// What the processes of a world tell each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum News {
+    /// The ranks of a failure domain fail together, for this reason.
+    Failed {
+        /// The number of the domain; see [`Control`](crate::control::Control).
+        domain: u64,
+        /// The rank of the world that failed first.
+        rank: usize,
+        reason: String,
+    },
+    /// A rank of the world has returned.
+    Departed(usize),
+}
+
+/// The messenger of a world that has one process.
+#[derive(Debug)]
+pub(crate) struct NobodyElse;
+
+impl Messenger for NobodyElse {
+    fn tell(&self, _: News) {}
+}
+
+impl World {
+    /// A world of the ranks given, with what each owns if it lives here.
+    pub(crate) fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
+        static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
+        Self {
+            number: NUM_WORLDS.fetch_add(1, Ordering::Relaxed),
+            bell: Bell::default(),
+            departed: ranks.iter().map(|_| AtomicBool::new(false)).collect(),
+            num_departed: AtomicUsize::new(0),
+            ranks,
+            messenger,
+        }
+    }
+
+    /// What a rank owns, if it lives in this process.
+    pub(crate) fn rank(&self, rank: usize) -> Option<&Arc<RankState>> {
+        self.ranks[rank].as_ref()
+    }
+
+    /// Tells all other processes.
+    pub(crate) fn tell(&self, news: News) {
+        self.messenger.tell(news);
+    }
+
+    /// Says, here and elsewhere, that a rank of this process will start nothing more.
+    pub(crate) fn depart(&self, rank: usize) {
+        self.has_departed(rank);
+        self.tell(News::Departed(rank));
+    }
+
+    /// Notes that a rank will start nothing more.
+    pub(crate) fn has_departed(&self, rank: usize) {
+        if !self.departed[rank].swap(true, Ordering::AcqRel) {
+            self.num_departed.fetch_add(1, Ordering::AcqRel);
+        }
+        self.bell.ring();
+    }
+
+    /// A rank that will never do its part, of those that `missing` says have yet to do it.
+    pub(crate) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
+        // Cheap first: this runs in a spin loop, and hardly any rank ever leaves early.
+        if self.num_departed.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        // Departed first, missing second: what a rank did before it departed is seen here.
+        let departed: Vec<_> = self
+            .departed
+            .iter()
+            .map(|departed| departed.load(Ordering::Acquire))
+            .collect();
+        missing().into_iter().find(|rank| departed[*rank])
+    }
+
+    /// What the ranks of this process did last.
+    pub(crate) fn report(&self) -> LedgerReport {
+        let ledger = |rank: &Option<Arc<RankState>>| -> Option<Ledger> {
+            rank.as_ref().map(|rank| lock(&rank.ledger).clone())
+        };
+        LedgerReport::new(self.ranks.iter().map(ledger))
+    }
+}
