@@ -1,20 +1,10 @@
 //! What one rank asks for in one operation, checked before the peers hear of it.
 
-use burn_fsdp_mesh::Partition;
-
+use crate::contract::Share;
 use crate::group::Contribution;
 use crate::operation::{Extent, OperationKind, Signature};
 use crate::pending::Pending;
-use crate::{Buffer, ElementType, Error, Label, Part, ProcessGroup, Reduction, Source};
-
-/// How much of each tensor a rank gives or gets.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Share {
-    None,
-    /// The shard of this rank.
-    Own,
-    Full,
-}
+use crate::{Buffer, Error, Label, ProcessGroup, Reduction, Source};
 
 /// A call in the making: each step checks what it adds.
 pub(crate) struct Call<'a> {
@@ -55,53 +45,53 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Adds the parts, of each of which this rank gives `gives`.
-    pub(crate) fn parts(mut self, parts: Vec<Part>, gives: Share) -> Result<Self, Error> {
-        for (
-            index,
-            Part {
-                source,
-                partition,
-                element,
-            },
-        ) in parts.into_iter().enumerate()
-        {
-            let (num_shards, size) = (partition.num_shards(), self.group.size());
-            if num_shards != size {
-                let argument = format!("parts[{index}].partition");
-                let [expected, got] = [size, num_shards].map(|n| format!("in {n} shards"));
-                return Err(self.argument(argument, expected, got));
+    /// Adds the parts: what this rank gives, of which tensors.
+    pub(crate) fn parts(
+        mut self,
+        parts: impl IntoIterator<Item = (Source, Extent)>,
+    ) -> Result<Self, Error> {
+        for (index, (source, extent)) in parts.into_iter().enumerate() {
+            let size = self.group.size();
+            for partition in [Some(extent.partition), extent.across]
+                .into_iter()
+                .flatten()
+            {
+                let num_shards = partition.num_shards();
+                if num_shards != size {
+                    let argument = format!("parts[{index}].partition");
+                    let [expected, got] = [size, num_shards].map(|n| format!("in {n} shards"));
+                    return Err(self.argument(argument, expected, got));
+                }
             }
             // Widest of the input and any output, so that no later size can overflow.
-            if partition
-                .num_elements()
-                .checked_mul(size_of::<f64>())
-                .is_none()
-            {
+            let across = extent.across.map_or(1, |across| across.num_elements());
+            let num_elements = extent.partition.num_elements().checked_mul(across);
+            let num_bytes = num_elements.and_then(|len| len.checked_mul(size_of::<f64>()));
+            if num_bytes.is_none() {
                 let expected = "of a size that a usize counts in bytes".to_owned();
-                return Err(self.argument(
-                    format!("parts[{index}]"),
-                    expected,
-                    partition.to_string(),
-                ));
+                let got = extent.partition.to_string();
+                return Err(self.argument(format!("parts[{index}]"), expected, got));
             }
+            let element = extent.element;
             if let Some(objection) = self.signature.reduction.and_then(|r| r.objection(element)) {
                 let expected = "elements that the reduction can combine".to_owned();
                 return Err(self.argument(format!("parts[{index}]"), expected, objection));
             }
-            let len = self.share_len(gives, &partition, element);
+            let gives = self.signature.gives(self.group.rank());
+            let len = extent.share_len(gives, self.group.rank()) * element.size();
             if source.len() != len {
                 let argument = format!("parts[{index}].source");
                 return Err(self.argument(argument, bytes(len), bytes(source.len())));
             }
-            self.signature.extents.push(Extent { element, partition });
+            self.signature.extents.push(extent);
             self.sources.push(source);
         }
         Ok(self)
     }
 
-    /// Adds the buffers, each of which gets `gets` of its part.
-    pub(crate) fn receive(mut self, gets: Share, into: Vec<Buffer>) -> Result<Self, Error> {
+    /// Adds the buffers for what this rank gets.
+    pub(crate) fn receive(mut self, into: Vec<Buffer>) -> Result<Self, Error> {
+        let gets = self.signature.gets(self.group.rank());
         let num_buffers = if gets == Share::None {
             0
         } else {
@@ -117,7 +107,7 @@ impl<'a> Call<'a> {
                 .signature
                 .reduction
                 .map_or(input, |r| r.output_of(input));
-            let len = self.share_len(gets, &extent.partition, output);
+            let len = extent.share_len(gets, self.group.rank()) * output.size();
             if buffer.len() != len {
                 let got = bytes(buffer.len());
                 return Err(self.argument(format!("into[{index}]"), bytes(len), got));
@@ -147,16 +137,6 @@ impl<'a> Call<'a> {
                 bytes,
             },
         )
-    }
-
-    /// Bytes of this rank's share of a tensor.
-    fn share_len(&self, share: Share, partition: &Partition, element: ElementType) -> usize {
-        let num_elements = match share {
-            Share::None => 0,
-            Share::Own => partition.len(self.group.rank()),
-            Share::Full => partition.num_elements(),
-        };
-        num_elements * element.size()
     }
 
     fn argument(&self, argument: impl Into<String>, expected: String, got: String) -> Error {

@@ -2,11 +2,13 @@
 
 use burn_fsdp_mesh::Partition;
 
-use crate::call::{Call, Share};
+use crate::call::Call;
 use crate::engine::Received;
-use crate::operation::OperationKind;
+use crate::operation::{Extent, OperationKind};
 use crate::pending::Pending;
-use crate::{Buffer, Error, FullPart, Label, Part, ProcessGroup, Reduction};
+use crate::{
+    Buffer, CrossPart, ElementType, Error, FullPart, Label, Part, ProcessGroup, Reduction, Source,
+};
 
 /// # Collective operations
 ///
@@ -36,9 +38,7 @@ impl ProcessGroup {
         into: Vec<Buffer>,
     ) -> Result<Pending, Error> {
         let call = self.call(OperationKind::AllGather, label.into());
-        call.parts(parts, Share::Own)?
-            .receive(Share::Full, into)?
-            .start(note)
+        call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
     /// [`start_all_gather`](Self::start_all_gather), and waits.
@@ -70,7 +70,7 @@ impl ProcessGroup {
         parts: Vec<Part>,
     ) -> Result<Pending, Error> {
         let call = self.call(OperationKind::AllGather, label.into());
-        call.parts(parts, Share::Own)?.start(note)
+        call.parts(cut(parts))?.start(note)
     }
 
     /// Gives every rank its shard of the combination of all ranks' tensors.
@@ -93,9 +93,7 @@ impl ProcessGroup {
         let call = self
             .call(OperationKind::ReduceScatter, label.into())
             .reducing(reduction);
-        call.parts(parts, Share::Full)?
-            .receive(Share::Own, into)?
-            .start(note)
+        call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
     /// [`start_reduce_scatter`](Self::start_reduce_scatter), and waits.
@@ -136,10 +134,8 @@ impl ProcessGroup {
         let call = self
             .call(OperationKind::AllReduce, label.into())
             .reducing(reduction);
-        let parts = self.cut(parts)?;
-        call.parts(parts, Share::Full)?
-            .receive(Share::Full, into)?
-            .start(note)
+        let parts = self.sliced(parts)?;
+        call.parts(parts)?.receive(into)?.start(note)
     }
 
     /// [`start_all_reduce`](Self::start_all_reduce), and waits.
@@ -178,13 +174,8 @@ impl ProcessGroup {
         let call = self
             .call(OperationKind::Broadcast, label.into())
             .rooted(root)?;
-        let (gives, gets) = match self.rank() == root {
-            true => (Share::Full, Share::None),
-            false => (Share::None, Share::Full),
-        };
-        call.parts(self.cut(parts)?, gives)?
-            .receive(gets, into)?
-            .start(note)
+        let parts = self.sliced(parts)?;
+        call.parts(parts)?.receive(into)?.start(note)
     }
 
     /// [`start_broadcast`](Self::start_broadcast), and waits.
@@ -222,14 +213,7 @@ impl ProcessGroup {
         let call = self
             .call(OperationKind::Scatter, label.into())
             .rooted(root)?;
-        let gives = if self.rank() == root {
-            Share::Full
-        } else {
-            Share::None
-        };
-        call.parts(parts, gives)?
-            .receive(Share::Own, into)?
-            .start(note)
+        call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
     /// [`start_scatter`](Self::start_scatter), and waits.
@@ -267,14 +251,7 @@ impl ProcessGroup {
         let call = self
             .call(OperationKind::Gather, label.into())
             .rooted(root)?;
-        let gets = if self.rank() == root {
-            Share::Full
-        } else {
-            Share::None
-        };
-        call.parts(parts, Share::Own)?
-            .receive(gets, into)?
-            .start(note)
+        call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
     /// [`start_gather`](Self::start_gather), and waits.
@@ -291,6 +268,78 @@ impl ProcessGroup {
         into: Vec<Buffer>,
     ) -> Result<Received, Error> {
         self.start_gather(label, note, root, parts, into)?.wait()
+    }
+
+    /// Gives every rank its shard along one dim of tensors of which each rank holds a shard along
+    /// another: from each rank the piece that the two shards have in common.
+    ///
+    /// Of each part, `source` is this rank's shard along the first dim, ordered by where it goes: for
+    /// each rank `q` the `from.len(rank) * to.len(q)` elements that it gets. `into[i]` becomes this
+    /// rank's shard along the second, ordered by where it comes from: of each rank `p` the
+    /// `from.len(p) * to.len(rank)` elements that it had. Shards may be uneven or empty.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Argument`], [`Error::PeerFailed`].
+    ///
+    /// ```
+    /// use burn_fsdp_collectives::{
+    ///     CrossPart, ElementType, Error, LaunchConfig, Partition, ProcessGroup, Source, launch,
+    /// };
+    ///
+    /// // A matrix of 2 x 2 bytes: from one row a rank to one column a rank.
+    /// fn body(world: ProcessGroup) -> Result<Vec<u8>, Error> {
+    ///     let line = Partition::flat(2, world.size())?;
+    ///     let row = [[1u8, 2], [3, 4]][world.rank()];
+    ///     let part = CrossPart::new(Source::new(row), line, line, ElementType::U8);
+    ///     let column = vec![world.pool().take(2)];
+    ///     let received = world.all_to_all("transpose", vec![], vec![part], column)?;
+    ///     Ok(received.buffers[0].as_ref().to_vec())
+    /// }
+    ///
+    /// assert_eq!(launch(LaunchConfig::new(2), body)?, [[1, 3], [2, 4]]);
+    /// # Ok::<(), burn_fsdp_collectives::LaunchError>(())
+    /// ```
+    pub fn start_all_to_all(
+        &self,
+        label: impl Into<Label>,
+        note: Vec<u8>,
+        parts: Vec<CrossPart>,
+        into: Vec<Buffer>,
+    ) -> Result<Pending, Error> {
+        let call = self.call(OperationKind::AllToAll, label.into());
+        let crossed = |part: CrossPart| {
+            let CrossPart {
+                source,
+                from,
+                to,
+                element,
+            } = part;
+            let extent = Extent {
+                element,
+                partition: from,
+                across: Some(to),
+            };
+            (source, extent)
+        };
+        call.parts(parts.into_iter().map(crossed))?
+            .receive(into)?
+            .start(note)
+    }
+
+    /// [`start_all_to_all`](Self::start_all_to_all), and waits.
+    ///
+    /// # Errors
+    ///
+    /// As the start, and as [`Pending::wait`].
+    pub fn all_to_all(
+        &self,
+        label: impl Into<Label>,
+        note: Vec<u8>,
+        parts: Vec<CrossPart>,
+        into: Vec<Buffer>,
+    ) -> Result<Received, Error> {
+        self.start_all_to_all(label, note, parts, into)?.wait()
     }
 
     /// Says that this rank has come; waiting for it waits for all ranks to come.
@@ -336,23 +385,35 @@ impl ProcessGroup {
         self.start_exchange(label, bytes)?.wait()
     }
 
-    /// Full parts as parts: cut so that every rank has a slice of the work.
-    fn cut(&self, parts: Vec<FullPart>) -> Result<Vec<Part>, Error> {
-        let cut = |FullPart {
-                       source,
-                       num_elements,
-                       element,
-                   }| {
-            Ok(Part {
-                source,
-                partition: Partition::flat(num_elements, self.size())?,
-                element,
-            })
+    /// Full tensors, cut so that every rank has a slice of the work.
+    fn sliced(&self, parts: Vec<FullPart>) -> Result<Vec<(Source, Extent)>, Error> {
+        let sliced = |FullPart {
+                          source,
+                          num_elements,
+                          element,
+                      }| {
+            let partition = Partition::flat(num_elements, self.size())?;
+            Ok((source, extent(element, partition)))
         };
-        parts.into_iter().map(cut).collect()
+        parts.into_iter().map(sliced).collect()
     }
 
     fn call(&self, kind: OperationKind, label: Label) -> Call<'_> {
         Call::new(self, kind, label)
+    }
+}
+
+/// Tensors that are cut.
+fn cut(parts: Vec<Part>) -> impl Iterator<Item = (Source, Extent)> {
+    parts
+        .into_iter()
+        .map(|part| (part.source, extent(part.element, part.partition)))
+}
+
+fn extent(element: ElementType, partition: Partition) -> Extent {
+    Extent {
+        element,
+        partition,
+        across: None,
     }
 }

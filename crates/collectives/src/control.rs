@@ -79,6 +79,12 @@ impl Control {
         })
     }
 
+    /// The number of this domain.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn domain(&self) -> u64 {
+        self.domain
+    }
+
     /// Ends the domain, unless it has ended already, and tells all its ranks.
     pub(crate) fn fail(&self, rank: usize, reason: String) {
         if self.has_failed(rank, reason.clone()) {
@@ -141,7 +147,12 @@ impl Control {
             if self.failure().is_some() {
                 return Some(Outcome::Failed);
             }
-            self.world.left(wait.missing).map(Outcome::Left)
+            // What a rank has started comes to its end without it.
+            let left = match wait.stage {
+                Stage::Start => self.world.left(wait.missing),
+                Stage::Finish => None,
+            };
+            left.map(Outcome::Left)
         };
         let operation = || Box::new(wait.operation.clone());
         let error = match self.world.bell.wait_for(self.deadline, look) {

@@ -82,7 +82,8 @@ pub enum Error {
     /// Ranks did not come within the deadline.
     #[error(
         "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}; see below what \
-         they did instead, or set a longer LaunchConfig::deadline if they are only slow; {ledger}"
+         they did instead, or set a longer deadline (LaunchConfig::deadline, or that of the isolated \
+         group) if they are only slow; {ledger}"
     )]
     Timeout {
         /// The rank that waited.

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::arithmetic::{copy, reduce};
+use crate::contract::Route;
 use crate::control::Control;
 use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
-use crate::operation::{Extent, OperationKind};
+use crate::operation::OperationKind;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
-use crate::{Buffer, ElementType, ProcessGroup, Reduction, Source};
+use crate::{Buffer, ProcessGroup, Source};
 
 /// Rank `rank` of a group of `size` ranks of which no other exists.
 pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
@@ -105,26 +106,18 @@ impl Flight for FakeFlight {
         let signature = &self.claim.signature;
         let mut buffers = std::mem::take(&mut self.into);
         let sources = std::mem::take(&mut self.sources);
-        let reduction = signature.reduction.unwrap_or(Reduction::sum());
-        let parts = signature.extents.iter().zip(&sources).zip(&mut buffers);
-        for ((extent, source), buffer) in parts {
-            match signature.kind {
-                OperationKind::AllGather | OperationKind::Gather => {
-                    self.repeat(extent, source, buffer);
+        for (part, (source, buffer)) in sources.iter().zip(&mut buffers).enumerate() {
+            match &signature.reduction {
+                Some(reduction) => {
+                    let element = signature.extents[part].element;
+                    let own = match signature.kind {
+                        OperationKind::AllReduce => source.as_bytes(),
+                        _ => &source.as_bytes()[self.own_route(part).given],
+                    };
+                    let copies = vec![own; self.size];
+                    reduce(reduction, element, &copies, buffer.as_mut());
                 }
-                OperationKind::ReduceScatter => {
-                    let own = self.own_bytes(extent, source);
-                    self.combine(&reduction, extent.element, own, buffer);
-                }
-                OperationKind::AllReduce => {
-                    self.combine(&reduction, extent.element, source.as_bytes(), buffer);
-                }
-                // Only the root has a source; what it would have sent elsewhere is not known.
-                OperationKind::Scatter if !source.is_empty() => {
-                    copy(self.own_bytes(extent, source), buffer.as_mut());
-                }
-                OperationKind::Scatter | OperationKind::Broadcast => buffer.as_mut().fill(0),
-                OperationKind::Barrier | OperationKind::Exchange => {}
+                None => self.repeat(part, source, buffer),
             }
         }
         Ok(buffers)
@@ -132,29 +125,28 @@ impl Flight for FakeFlight {
 }
 
 impl FakeFlight {
-    /// This rank's shard of its full tensor.
-    fn own_bytes<'a>(&self, extent: &Extent, source: &'a Source) -> &'a [u8] {
-        let range = extent.partition.range(self.rank);
-        let size = extent.element.size();
-        &source.as_bytes()[range.start * size..range.end * size]
+    /// Where this rank's gift to itself goes.
+    fn own_route(&self, part: usize) -> Route {
+        let mut routes = self.claim.signature.routes(self.rank, self.rank);
+        routes.swap_remove(part)
     }
 
-    /// Puts this rank's shard in every rank's place, as far as it fits; the rest is zero.
-    fn repeat(&self, extent: &Extent, source: &Source, buffer: &mut Buffer) {
-        let own = source.as_bytes();
-        let full = buffer.as_mut();
-        for rank in 0..self.size {
-            let range = extent.partition.range(rank);
-            let size = extent.element.size();
-            let place = &mut full[range.start * size..range.end * size];
+    /// Puts what this rank gives itself in the place of what each rank gives it, as far as it fits.
+    /// The rest is zero, and so is what a root would have sent that is not this rank.
+    fn repeat(&self, part: usize, source: &Source, buffer: &mut Buffer) {
+        let signature = &self.claim.signature;
+        let gives = signature.travels(self.rank, self.rank);
+        let own = if gives {
+            &source.as_bytes()[self.own_route(part).given]
+        } else {
+            &[]
+        };
+        for from in (0..self.size).filter(|from| signature.travels(*from, self.rank)) {
+            let mut routes = signature.routes(from, self.rank);
+            let place = &mut buffer.as_mut()[routes.swap_remove(part).placed];
             let (fits, rest) = place.split_at_mut(own.len().min(place.len()));
             copy(&own[..fits.len()], fits);
             rest.fill(0);
         }
-    }
-
-    /// Combines as many copies of this rank's elements as there are ranks.
-    fn combine(&self, by: &Reduction, element: ElementType, own: &[u8], buffer: &mut Buffer) {
-        reduce(by, element, &vec![own; self.size], buffer.as_mut());
     }
 }

@@ -35,12 +35,18 @@
 //! assert_eq!(results, [[0, 10, 20], [0, 10, 20]]);
 //! # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 //! ```
-#![forbid(unsafe_code)]
+// MPI is a C library: `mpi/wire.rs` and `mpi/landing.rs` call it. Nothing else is unsafe.
+#![cfg_attr(not(feature = "mpi"), forbid(unsafe_code))]
+
+// The tests of the contract name the crate as its users do.
+#[cfg(test)]
+extern crate self as burn_fsdp_collectives;
 
 mod arithmetic;
 mod bell;
 mod call;
 mod collective;
+mod contract;
 mod control;
 mod counter;
 mod counts;
@@ -56,6 +62,8 @@ mod launch;
 mod ledger;
 mod local;
 mod lock;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod operation;
 mod patience;
 mod pending;
@@ -68,6 +76,7 @@ mod source;
 mod world;
 
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+pub use contract::{Contract, Role, Share, Who};
 pub use counter::CommCounter;
 pub use counts::{OperationCounts, Tally};
 pub use element::ElementType;
@@ -77,9 +86,9 @@ pub use fault::{At, Fault, How};
 pub use group::ProcessGroup;
 pub use identity::GroupId;
 pub use label::Label;
-pub use launch::{LaunchConfig, LaunchError, Unwound, launch};
+pub use launch::{LaunchConfig, LaunchError, Unwound, launch, launcher_ranks};
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
-pub use operation::{FullPart, Operation, OperationKind, Part};
+pub use operation::{CrossPart, FullPart, Operation, OperationKind, Part};
 pub use pending::Pending;
 pub use pool::{Account, Buffer, BufferPool};
 pub use process_mesh::ProcessMesh;

@@ -22,6 +22,8 @@ pub enum OperationKind {
     Scatter,
     /// The root gets the whole of tensors of which each rank holds a shard.
     Gather,
+    /// Every rank gets, of tensors of which each holds a shard along one dim, its shard along another.
+    AllToAll,
     /// No rank goes on before all have come.
     Barrier,
     /// Every rank gets the bytes of all.
@@ -30,13 +32,14 @@ pub enum OperationKind {
 
 impl OperationKind {
     /// All kinds.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::AllGather,
         Self::ReduceScatter,
         Self::AllReduce,
         Self::Broadcast,
         Self::Scatter,
         Self::Gather,
+        Self::AllToAll,
         Self::Barrier,
         Self::Exchange,
     ];
@@ -52,6 +55,7 @@ impl fmt::Display for OperationKind {
             Self::Broadcast => "broadcast",
             Self::Scatter => "scatter",
             Self::Gather => "gather",
+            Self::AllToAll => "all_to_all",
             Self::Barrier => "barrier",
             Self::Exchange => "exchange",
         })
@@ -144,23 +148,65 @@ impl FullPart {
     }
 }
 
+/// One tensor of an operation that changes along which of its dims it is cut.
+///
+/// Of a tensor of `F x T` elements each rank holds a shard along `F`, cut as `from` says, and gets
+/// its shard along `T`, cut as `to` says. More dims are folded into the rows of one of the two: see
+/// [`Partition::rows`].
+#[derive(Debug, Clone)]
+pub struct CrossPart {
+    /// What this rank contributes: for each rank of the group in turn, the elements that it will
+    /// get, of those that this rank holds.
+    pub source: Source,
+    /// How the tensor is cut before.
+    pub from: Partition,
+    /// How the tensor is cut afterwards.
+    pub to: Partition,
+    /// Type of the elements.
+    pub element: ElementType,
+}
+
+impl CrossPart {
+    /// A tensor to which this rank contributes `source`.
+    pub fn new(source: Source, from: Partition, to: Partition, element: ElementType) -> Self {
+        Self {
+            source,
+            from,
+            to,
+            element,
+        }
+    }
+}
+
 /// Type and cut of a tensor, which all ranks must agree on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Extent {
     pub(crate) element: ElementType,
     pub(crate) partition: Partition,
+    /// How it is cut along another dim, if it is.
+    pub(crate) across: Option<Partition>,
 }
 
 impl Extent {
-    /// Bytes of the whole tensor; `start` has checked that they can be counted.
+    /// Elements of the whole tensor; `start` has checked that their bytes can be counted.
+    pub(crate) fn num_elements(&self) -> usize {
+        let across = self.across.map_or(1, |across| across.num_elements());
+        self.partition.num_elements() * across
+    }
+
+    /// Bytes of the whole tensor.
     pub(crate) fn num_bytes(&self) -> usize {
-        self.partition.num_elements() * self.element.size()
+        self.num_elements() * self.element.size()
     }
 }
 
 impl fmt::Display for Extent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.element, self.partition)
+        write!(f, "{} {}", self.element, self.partition)?;
+        match &self.across {
+            Some(across) => write!(f, " across {across}"),
+            None => Ok(()),
+        }
     }
 }
 

@@ -106,6 +106,12 @@ impl World {
         missing().into_iter().find(|rank| departed[*rank])
     }
 
+    /// Whether every rank has departed.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn is_over(&self) -> bool {
+        self.num_departed.load(Ordering::Acquire) == self.departed.len()
+    }
+
     /// What the ranks of this process did last.
     pub(crate) fn report(&self) -> LedgerReport {
         let ledger = |rank: &Option<Arc<RankState>>| -> Option<Ledger> {

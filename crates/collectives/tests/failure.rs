@@ -18,9 +18,7 @@ fn rank_0_hears(
     use std::sync::{Arc, Mutex};
     let heard = Arc::new(Mutex::new(None));
     let ear = heard.clone();
-    let config = LaunchConfig::new(2)
-        .deadline(deadline)
-        .grace(Duration::ZERO);
+    let config = LaunchConfig::new(2).deadline(deadline).grace(SHORT);
     let _ = burn_fsdp_collectives::launch(config, move |world| {
         if world.rank() == 1 {
             return instead(&world);

@@ -94,6 +94,11 @@ impl Partition {
         self.rows.num_rows * self.rows.row_len
     }
 
+    /// Number of rows, which are never cut.
+    pub fn num_rows(&self) -> usize {
+        self.rows.num_rows
+    }
+
     /// Number of elements that are never separated: 1 for [`flat`](Self::flat).
     pub fn row_len(&self) -> usize {
         self.rows.row_len

@@ -1,5 +1,8 @@
 //! Starting ranks.
 
+mod environment;
+#[cfg(feature = "mpi")]
+mod processes;
 mod threads;
 mod workers;
 
@@ -39,7 +42,9 @@ impl LaunchConfig {
     }
 
     /// How long a rank waits for its peers in one operation before it gives up, 10 minutes by
-    /// default. It counts from the moment that the rank waits.
+    /// default. It counts from the moment that the rank waits; a pause of the whole machine counts as a
+    /// tenth of it. Groups that do work of another kind, such as checkpoints, may have their own: see
+    /// [`ProcessGroup::isolate`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -93,6 +98,58 @@ pub enum LaunchError {
         /// The most that can be.
         most: usize,
     },
+
+    /// A variable of the environment that cannot be understood.
+    #[error("the environment variable {variable} is {value:?}; it should be {expected}")]
+    Environment {
+        /// Its name.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: String,
+    },
+
+    /// This process is one of several that were started together, and cannot talk to the others.
+    #[error(
+        "this is one of {processes} processes that {launcher} has started, but the program was built \
+         without MPI, and each of them would do the same work; build it with the feature `mpi`, or set \
+         {}=local if they are to run by themselves",
+        environment::ENGINE
+    )]
+    NoMpi {
+        /// Who has started them.
+        launcher: String,
+        /// How many.
+        processes: usize,
+    },
+
+    /// Another number of ranks than there are processes.
+    #[error(
+        "asked for {ranks} ranks, but {launcher} has started {processes} processes, and each is one \
+         rank; ask for {processes} ranks, or start {ranks} processes"
+    )]
+    OtherSize {
+        /// The ranks that were asked for.
+        ranks: usize,
+        /// The processes that there are.
+        processes: usize,
+        /// Who has started them.
+        launcher: String,
+    },
+
+    /// MPI cannot be begun twice in a process.
+    #[error(
+        "this process has launched before; under MPI the ranks are launched once, so do all the work \
+         in one launch"
+    )]
+    Again,
+
+    /// MPI does not work.
+    #[error(
+        "cannot begin MPI: {0}; see that the program was built for the MPI whose launcher started it"
+    )]
+    Mpi(String),
 
     /// The system did not give a rank its threads.
     #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
@@ -148,7 +205,25 @@ impl fmt::Display for Abandoned<'_> {
 }
 
 /// Runs `body` on every rank of a new world, each on its own thread and inside its own rayon pool,
-/// and returns the ranks' results in rank order.
+/// and returns the results of this process's ranks in rank order.
+///
+/// # Threads or processes
+///
+/// Where nothing else is said, all ranks are threads of this process. Under the launcher of a parallel
+/// program each process is one rank; this function then runs `body` once, and returns one result. The
+/// environment says which, in this order:
+///
+/// 1. `BURN_FSDP_ENGINE`: `local` is threads whatever started the process, `mpi` is processes.
+/// 2. `OMPI_COMM_WORLD_SIZE` with `OMPI_COMM_WORLD_RANK`: Open MPI's `mpirun`.
+/// 3. `PMI_SIZE` with `PMI_RANK`: `mpiexec` of MPICH and its kin, `srun` with its PMI.
+/// 4. `SLURM_STEP_NUM_TASKS` with `SLURM_STEP_ID`: `srun`.
+///
+/// A launcher that has started a single process counts as none, unless 1. says `mpi`. Processes need
+/// the feature `mpi`: without it, [`LaunchError::NoMpi`]. The number of
+/// ranks must be that of processes: [`LaunchError::OtherSize`]. Processes are launched once:
+/// [`LaunchError::Again`].
+///
+/// # Failures
 ///
 /// When a rank panics or returns an error, the pending and later operations of all others fail, and
 /// the ranks that do not return within [`LaunchConfig::grace`] are abandoned: this function returns
@@ -168,7 +243,24 @@ where
     if config.ranks == 0 {
         return Err(LaunchError::NoRanks);
     }
-    threads::launch(&config, body)
+    let environment = environment::processes(|name| std::env::var(name).ok())?;
+    let Some(processes) = environment else {
+        return threads::launch(&config, body);
+    };
+    #[cfg(feature = "mpi")]
+    return processes::launch(&config, &processes, body);
+    #[cfg(not(feature = "mpi"))]
+    Err(LaunchError::NoMpi {
+        launcher: processes.launcher.to_owned(),
+        processes: processes.size,
+    })
+}
+
+/// Number of processes that a launcher such as `mpirun` has started this one among, and so the number
+/// of ranks that [`launch()`] will have to be asked for; `None` if none has. See there.
+pub fn launcher_ranks() -> Option<usize> {
+    let environment = environment::processes(|name| std::env::var(name).ok());
+    environment.ok().flatten().map(|processes| processes.size)
 }
 
 /// Why a rank has no result.

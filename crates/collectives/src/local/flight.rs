@@ -43,29 +43,24 @@ impl LocalFlight {
     /// Fills the buffers. All ranks have published the same signature.
     fn transfer(&self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
         let signature = self.signature();
-        let extents = &signature.extents;
-        // Operations without a root read none, those without a reduction reduce nothing.
-        let root = signature.root.unwrap_or(0);
-        let reduction = signature.reduction.unwrap_or(Reduction::sum());
-        match signature.kind {
-            OperationKind::AllGather | OperationKind::Gather => {
-                let shards = self.all(|rank| self.round.sources(rank))?;
-                transfer::gather(extents, |element| element, &shards, self.rank, into);
-            }
-            OperationKind::ReduceScatter => {
-                let tensors = self.all(|rank| self.round.sources(rank))?;
-                transfer::combine(&reduction, extents, &tensors, self.rank, into);
-            }
-            OperationKind::AllReduce => {
+        match (signature.kind, &signature.reduction) {
+            (OperationKind::AllReduce, Some(reduction)) => {
                 let slices = self.all(|rank| self.round.slice(rank))?;
-                let output = |element| reduction.output_of(element);
-                transfer::gather(extents, output, &slices, self.rank, into);
+                transfer::join(reduction, &signature.extents, &slices, self.rank, into);
             }
-            OperationKind::Broadcast => transfer::read(&self.published(root)?, into),
-            OperationKind::Scatter => {
-                transfer::read_shard(extents, &self.published(root)?, self.rank, into);
+            (_, Some(reduction)) => {
+                let tensors = self.all(|rank| self.round.sources(rank))?;
+                transfer::combine(reduction, &signature.extents, &tensors, self.rank, into);
             }
-            OperationKind::Barrier | OperationKind::Exchange => {}
+            (_, None) => {
+                // Begins with itself: so the ranks read from different places at any time.
+                for from in (self.rank..self.group.size()).chain(0..self.rank) {
+                    if signature.travels(from, self.rank) && !into.is_empty() {
+                        let routes = signature.routes(from, self.rank);
+                        transfer::copy_all(&self.published(from)?, &routes, into);
+                    }
+                }
+            }
         }
         Ok(())
     }
@@ -100,7 +95,9 @@ impl LocalFlight {
         // All ranks live in this process.
         let owner = self.group.control.world.rank(self.group.members[slice]);
         let pool = owner.map_or_else(BufferPool::new, |owner| owner.pool.clone());
-        let len = |Extent { element, partition }: &Extent| {
+        let len = |Extent {
+                       element, partition, ..
+                   }: &Extent| {
             partition.len(slice) * reduction.output_of(*element).size()
         };
         extents

@@ -7,26 +7,34 @@ use std::ops::Range;
 
 use super::round::Sources;
 use crate::arithmetic::{copy, reduce};
+use crate::contract::Route;
 use crate::operation::Extent;
 use crate::{Buffer, ElementType, Reduction};
 
-/// Fills each buffer with a full tensor of which every rank holds a shard. `element` maps the
-/// element type of a part to that of the shards.
+/// Copies what one rank gives another, part by part.
+pub(super) fn copy_all(sources: &Sources, routes: &[Route], into: &mut [Buffer]) {
+    for ((source, route), buffer) in sources.iter().zip(routes).zip(into) {
+        let Route { given, placed } = route.clone();
+        copy(&source.as_bytes()[given], &mut buffer.as_mut()[placed]);
+    }
+}
+
+/// Fills each buffer with the result of a reduction of which every rank has combined a slice.
 ///
-/// Begins with the shard of rank `first`: when every rank begins with its own, they read from
+/// Begins with the slice of rank `first`: when every rank begins with its own, they read from
 /// different places at any time.
-pub(super) fn gather(
+pub(super) fn join(
+    reduction: &Reduction,
     extents: &[Extent],
-    element: impl Fn(ElementType) -> ElementType,
-    shards: &[Sources],
+    slices: &[Sources],
     first: usize,
     into: &mut [Buffer],
 ) {
     for (part, (buffer, extent)) in into.iter_mut().zip(extents).enumerate() {
         let full = buffer.as_mut();
-        for rank in (first..shards.len()).chain(0..first) {
-            let range = byte_range(extent, rank, element(extent.element));
-            copy(shards[rank][part].as_bytes(), &mut full[range]);
+        for rank in (first..slices.len()).chain(0..first) {
+            let range = byte_range(extent, rank, reduction.output_of(extent.element));
+            copy(slices[rank][part].as_bytes(), &mut full[range]);
         }
     }
 }
@@ -50,21 +58,6 @@ pub(super) fn combine(
             &addends.collect::<Vec<_>>(),
             buffer.as_mut(),
         );
-    }
-}
-
-/// Fills each buffer with a full tensor.
-pub(super) fn read(tensors: &Sources, into: &mut [Buffer]) {
-    for (buffer, tensor) in into.iter_mut().zip(tensors.iter()) {
-        copy(tensor.as_bytes(), buffer.as_mut());
-    }
-}
-
-/// Fills each buffer with the shard of rank `shard` of a full tensor.
-pub(super) fn read_shard(extents: &[Extent], tensors: &Sources, shard: usize, into: &mut [Buffer]) {
-    for ((buffer, extent), tensor) in into.iter_mut().zip(extents).zip(tensors.iter()) {
-        let range = byte_range(extent, shard, extent.element);
-        copy(&tensor.as_bytes()[range], buffer.as_mut());
     }
 }
 

@@ -1,5 +1,8 @@
 //! The seam between what a group offers and what moves the bytes.
 
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;

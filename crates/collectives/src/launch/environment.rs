@@ -1,0 +1,170 @@
+//! How this process was started: alone, or by the launcher of a parallel program.
+
+use super::LaunchError;
+
+/// Overrules what the launcher's variables say: `local` or `mpi`.
+pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
+
+/// A launcher, by the variables that it sets.
+struct Launcher {
+    name: &'static str,
+    /// How many processes it has started together.
+    size: &'static str,
+    /// Set too, or it is not this launcher that has started this process.
+    also: &'static str,
+    /// How many of them run on this machine.
+    here: &'static str,
+}
+
+/// In this order; the first that matches counts.
+const LAUNCHERS: [Launcher; 3] = [
+    Launcher {
+        name: "Open MPI's mpirun",
+        size: "OMPI_COMM_WORLD_SIZE",
+        also: "OMPI_COMM_WORLD_RANK",
+        here: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    // MPICH, Intel MPI, and srun with its PMI.
+    Launcher {
+        name: "MPICH's mpiexec",
+        size: "PMI_SIZE",
+        also: "PMI_RANK",
+        here: "MPI_LOCALNRANKS",
+    },
+    // Set in the job's own script as well, but for the step.
+    Launcher {
+        name: "Slurm's srun",
+        size: "SLURM_STEP_NUM_TASKS",
+        also: "SLURM_STEP_ID",
+        here: "SLURM_STEP_TASKS_PER_NODE",
+    },
+];
+
+/// The processes that this one was started among.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Processes {
+    /// Who has started them.
+    pub(super) launcher: &'static str,
+    /// How many.
+    pub(super) size: usize,
+    /// How many of them share this machine.
+    pub(super) here: usize,
+}
+
+/// The processes that this one was started among, if a launcher has started it with others.
+///
+/// # Errors
+///
+/// [`LaunchError::Environment`] if a variable has a value that cannot be.
+pub(super) fn processes(
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<Option<Processes>, LaunchError> {
+    let error = |name: &str, value: String, expected: &str| LaunchError::Environment {
+        variable: name.to_owned(),
+        value,
+        expected: expected.to_owned(),
+    };
+    let engine = variable(ENGINE);
+    match engine.as_deref() {
+        None | Some("" | "mpi") => {}
+        Some("local") => return Ok(None),
+        Some(other) => return Err(error(ENGINE, other.to_owned(), "local or mpi")),
+    }
+    for launcher in LAUNCHERS {
+        let Some(text) = variable(launcher.size) else {
+            continue;
+        };
+        if variable(launcher.also).is_none() {
+            continue;
+        }
+        let Ok(size @ 1..) = text.trim().parse() else {
+            return Err(error(launcher.size, text, "a number of processes"));
+        };
+        // Slurm writes `2(x3),1`: the first number will do.
+        let here = variable(launcher.here).and_then(|text| {
+            let end = text.find(|c: char| !c.is_ascii_digit());
+            text[..end.unwrap_or(text.len())].parse().ok()
+        });
+        if size == 1 && engine.as_deref() != Some("mpi") {
+            return Ok(None);
+        }
+        return Ok(Some(Processes {
+            launcher: launcher.name,
+            size,
+            here: here.unwrap_or(size).clamp(1, size),
+        }));
+    }
+    match engine.as_deref() {
+        // A world of one process.
+        Some("mpi") => Ok(Some(Processes {
+            launcher: ENGINE,
+            size: 1,
+            here: 1,
+        })),
+        _ => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(variables: &[(&str, &str)]) -> Result<Option<Processes>, LaunchError> {
+        processes(|name| {
+            let found = variables.iter().find(|(other, _)| *other == name);
+            found.map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    fn sizes(variables: &[(&str, &str)]) -> Option<(usize, usize)> {
+        let found = of(variables).unwrap();
+        found.map(|processes| (processes.size, processes.here))
+    }
+
+    #[test]
+    fn launchers_are_known_by_their_variables() {
+        assert_eq!(sizes(&[]), None);
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_RANK", "3")];
+        assert_eq!(sizes(&open_mpi), Some((8, 8)));
+        let here = ("OMPI_COMM_WORLD_LOCAL_SIZE", "2");
+        assert_eq!(sizes(&[open_mpi[0], open_mpi[1], here]), Some((8, 2)));
+        assert_eq!(sizes(&[("PMI_SIZE", "4"), ("PMI_RANK", "0")]), Some((4, 4)));
+        let slurm = [
+            ("SLURM_STEP_NUM_TASKS", "7"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"),
+        ];
+        assert_eq!(sizes(&slurm), Some((7, 2)));
+    }
+
+    #[test]
+    fn the_first_launcher_counts() {
+        let both = [
+            ("PMI_SIZE", "4"),
+            ("PMI_RANK", "0"),
+            ("OMPI_COMM_WORLD_SIZE", "2"),
+            ("OMPI_COMM_WORLD_RANK", "1"),
+        ];
+        assert_eq!(sizes(&both), Some((2, 2)));
+    }
+
+    #[test]
+    fn a_job_that_starts_nothing_in_parallel_is_none() {
+        assert_eq!(sizes(&[("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")]), None);
+        assert_eq!(sizes(&[("SLURM_STEP_NUM_TASKS", "8")]), None);
+    }
+
+    #[test]
+    fn the_user_has_the_last_word() {
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_RANK", "3")];
+        assert_eq!(sizes(&[open_mpi[0], open_mpi[1], (ENGINE, "local")]), None);
+        assert_eq!(sizes(&[(ENGINE, "mpi")]), Some((1, 1)));
+        let alone = [("PMI_SIZE", "1"), ("PMI_RANK", "0"), (ENGINE, "mpi")];
+        assert_eq!(sizes(&alone), Some((1, 1)));
+        assert_eq!(sizes(&alone[..2]), None);
+        let error = of(&[(ENGINE, "tcp")]).unwrap_err().to_string();
+        assert!(error.contains("BURN_FSDP_ENGINE"), "{error}");
+        let error = of(&[("PMI_SIZE", "many"), ("PMI_RANK", "0")]).unwrap_err();
+        assert!(error.to_string().contains("\"many\""), "{error}");
+    }
+}

@@ -1,0 +1,134 @@
+//! Ranks as processes that a launcher of MPI has started.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::environment::Processes;
+use super::{BoxError, Cause, LaunchConfig, LaunchError, run_rank};
+use crate::control::Control;
+use crate::{ProcessGroup, mpi};
+
+/// How often to see whether another rank has failed, while this one goes on.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// Runs the body on this process's rank, and returns its result.
+pub(super) fn launch<T, E, F>(
+    config: &LaunchConfig,
+    processes: &Processes,
+    body: F,
+) -> Result<Vec<T>, LaunchError>
+where
+    T: Send + 'static,
+    E: Into<BoxError>,
+    F: Fn(ProcessGroup) -> Result<T, E> + Send + Sync + 'static,
+{
+    static HAS_LAUNCHED: AtomicBool = AtomicBool::new(false);
+    if HAS_LAUNCHED.swap(true, Ordering::AcqRel) {
+        return Err(LaunchError::Again);
+    }
+    let other_size = |processes_found| LaunchError::OtherSize {
+        ranks: config.ranks,
+        processes: processes_found,
+        launcher: processes.launcher.to_owned(),
+    };
+    // Before MPI begins: then the launcher has nothing to say about it.
+    if config.ranks != processes.size {
+        return Err(other_size(processes.size));
+    }
+    let connection = mpi::connect().map_err(LaunchError::Mpi)?;
+    let (rank, size) = (connection.rank, connection.size);
+    if config.ranks != size {
+        connection.close(false, config.grace);
+        return Err(other_size(size));
+    }
+    let world = connection.world(config.deadline);
+    let control = world.control().clone();
+    let end = run(config, processes, &control, move || body(world));
+    match &end {
+        Some(Ok(_)) => control.world.depart(rank),
+        Some(Err(cause)) => {
+            control.fail(rank, cause.to_string());
+            control.world.depart(rank);
+        }
+        // Abandoned: another rank has failed.
+        None => control.world.depart(rank),
+    }
+    let is_whole = part(config, &control);
+    connection.close(is_whole, config.grace);
+    verdict(&control, rank, end)
+}
+
+/// Runs the body to its end; `None` if another rank has failed and this one does not return within the
+/// grace period.
+fn run<T, E>(
+    config: &LaunchConfig,
+    processes: &Processes,
+    control: &Arc<Control>,
+    body: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Option<Result<T, Cause>>
+where
+    T: Send + 'static,
+    E: Into<BoxError>,
+{
+    let (sender, receiver) = channel();
+    let num_threads = config.num_threads(processes.here);
+    let run = move || {
+        // Nobody listens any more if this rank has been abandoned.
+        let _ = sender.send(run_rank(num_threads, body));
+    };
+    if let Err(error) = thread::Builder::new().name("rank".to_owned()).spawn(run) {
+        return Some(Err(Cause::Start(error.into())));
+    }
+    let mut give_up_at: Option<Instant> = None;
+    loop {
+        match receiver.recv_timeout(LOOK_EVERY) {
+            Ok(end) => return Some(end),
+            Err(RecvTimeoutError::Disconnected) => return None,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        if give_up_at.is_none() && control.failure().is_some() {
+            give_up_at = Instant::now().checked_add(config.grace);
+        }
+        if give_up_at.is_some_and(|at| at < Instant::now()) {
+            return None;
+        }
+    }
+}
+
+/// Waits until all ranks have come to their end, and says whether all have without a failure. After
+/// a failure they have the grace period: so that each can say what it saw before the launcher ends
+/// them all, and none waits for one that is gone.
+fn part(config: &LaunchConfig, control: &Control) -> bool {
+    let bell = &control.world.bell;
+    let over = bell.wait_for(Duration::MAX, || {
+        let is_failed = control.failure().is_some();
+        (is_failed || control.world.is_over()).then_some(!is_failed)
+    });
+    if over == Some(true) {
+        return true;
+    }
+    bell.wait_for(config.grace, || control.world.is_over().then_some(()));
+    false
+}
+
+/// This rank's result, or the first failure of any.
+fn verdict<T>(
+    control: &Control,
+    rank: usize,
+    end: Option<Result<T, Cause>>,
+) -> Result<Vec<T>, LaunchError> {
+    let abandoned: Vec<_> = end.is_none().then_some(rank).into_iter().collect();
+    match (control.failure(), end) {
+        // Its own error keeps its type.
+        (Some(failure), Some(Err(cause))) if failure.rank == rank => Err(cause.of(rank, abandoned)),
+        (Some(failure), _) => {
+            Err(Cause::Failed(failure.reason.clone().into()).of(failure.rank, abandoned))
+        }
+        (None, Some(Err(cause))) => Err(cause.of(rank, abandoned)),
+        (None, Some(Ok(result))) => Ok(vec![result]),
+        (None, None) => Ok(Vec::new()),
+    }
+}

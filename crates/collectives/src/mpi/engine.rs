@@ -1,0 +1,224 @@
+//! One rank's end of a group of processes.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use super::header::signature_bytes;
+use super::landing::Landing;
+use super::progress::Command;
+use super::round::{Shared, Start};
+use crate::arithmetic::{copy, reduce};
+use crate::control::{Control, WORLD_DOMAIN};
+use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
+use crate::operation::{OperationKind, Signature};
+use crate::rank_state::RankState;
+use crate::{Buffer, Reduction, Source};
+
+pub(super) struct MpiEnd {
+    control: Arc<Control>,
+    /// The group's number in the world.
+    number: u64,
+    /// The members by their rank in the world, which is that in MPI's.
+    members: Arc<[usize]>,
+    rank: usize,
+    state: Arc<RankState>,
+    commands: Sender<Command>,
+}
+
+impl MpiEnd {
+    /// The end of the group of all ranks.
+    pub(super) fn new(
+        control: Arc<Control>,
+        members: Arc<[usize]>,
+        rank: usize,
+        state: Arc<RankState>,
+        commands: Sender<Command>,
+    ) -> Self {
+        let _ = commands.send(Command::Domain(control.clone()));
+        Self {
+            control,
+            number: WORLD_DOMAIN,
+            members,
+            rank,
+            state,
+            commands,
+        }
+    }
+}
+
+impl fmt::Debug for MpiEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MpiEnd({} in {:?})", self.rank, self.members)
+    }
+}
+
+impl Engine for MpiEnd {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
+    fn control(&self) -> &Arc<Control> {
+        &self.control
+    }
+
+    fn start(&self, request: Request) -> Box<dyn Flight> {
+        let Request {
+            operation,
+            claim,
+            sources,
+            into,
+        } = request;
+        let receives = !into.is_empty();
+        let shared = Arc::new(Shared::new(self.members.len(), self.rank, claim, into));
+        let start = Start {
+            key: (self.number, operation.sequence),
+            members: self.members.clone(),
+            control: self.control.clone(),
+            signature: signature_bytes(&shared.claim(self.rank).signature),
+            sources: sources.clone(),
+            receives,
+            pool: self.state.pool.clone(),
+            shared: shared.clone(),
+        };
+        // The thread is gone only when the world is over; then the control says so.
+        let _ = self.commands.send(Command::Start(Box::new(start)));
+        Box::new(MpiFlight {
+            shared,
+            sources,
+            receives,
+        })
+    }
+
+    fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
+        let members = subgroup.members.iter().map(|member| self.members[*member]);
+        let control = match subgroup.isolated {
+            Some(deadline) => {
+                let control = self.control.isolate(subgroup.number, deadline);
+                let _ = self.commands.send(Command::Domain(control.clone()));
+                control
+            }
+            None => self.control.clone(),
+        };
+        Box::new(Self {
+            control,
+            number: subgroup.number,
+            members: members.collect(),
+            rank: subgroup.rank,
+            state: self.state.clone(),
+            commands: self.commands.clone(),
+        })
+    }
+}
+
+/// An operation that MPI's thread carries out.
+struct MpiFlight {
+    shared: Arc<Shared>,
+    sources: Vec<Source>,
+    receives: bool,
+}
+
+impl Flight for MpiFlight {
+    fn is_there(&self, awaited: Awaited) -> bool {
+        match awaited {
+            Awaited::Claims => self.shared.has_all_claims(),
+            Awaited::Result => self.shared.has_result(),
+            Awaited::Release => self.shared.is_released(),
+        }
+    }
+
+    fn missing(&self, awaited: Awaited) -> Vec<usize> {
+        self.shared.missing(awaited)
+    }
+
+    fn claim(&self, rank: usize) -> &Claim {
+        self.shared.claim(rank)
+    }
+
+    fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {
+        let sources = std::mem::take(&mut self.sources);
+        let mut buffers = self.shared.landing.take();
+        if self.receives {
+            let signature = &self.shared.claim(self.shared.rank).signature;
+            match (signature.kind, &signature.reduction) {
+                (OperationKind::AllReduce, Some(reduction)) => {
+                    self.put_own_slice(signature, reduction, &mut buffers);
+                }
+                (_, Some(reduction)) => {
+                    let addends = self.shared.take_addends();
+                    combine(
+                        signature,
+                        reduction,
+                        self.shared.rank,
+                        &sources,
+                        &addends,
+                        &mut buffers,
+                    );
+                }
+                (_, None) => self.give_itself(signature, &sources, &mut buffers),
+            }
+        }
+        Ok(buffers)
+    }
+}
+
+impl MpiFlight {
+    /// Copies what this rank gives itself.
+    fn give_itself(&self, signature: &Signature, sources: &[Source], buffers: &mut [Buffer]) {
+        let routes = signature.routes(self.shared.rank, self.shared.rank);
+        for ((route, source), buffer) in routes.into_iter().zip(sources).zip(buffers) {
+            let place = &mut buffer.as_mut()[route.placed];
+            copy(&source.as_bytes()[route.given], place);
+        }
+    }
+
+    /// Copies this rank's slice of an all-reduce, which MPI's thread has combined.
+    fn put_own_slice(&self, signature: &Signature, reduction: &Reduction, buffers: &mut [Buffer]) {
+        let slice = self.shared.take_slice();
+        for ((extent, source), buffer) in signature.extents.iter().zip(&slice).zip(buffers) {
+            let size = reduction.output_of(extent.element).size();
+            let range = extent.partition.range(self.shared.rank);
+            let place = &mut buffer.as_mut()[range.start * size..range.end * size];
+            copy(source.as_bytes(), place);
+        }
+    }
+}
+
+/// Combines a rank's own share of its sources with what the others have sent, in rank order.
+/// `addends` has one buffer per part for each other rank.
+pub(super) fn combine(
+    signature: &Signature,
+    reduction: &Reduction,
+    rank: usize,
+    sources: &[Source],
+    addends: &[Option<Vec<Buffer>>],
+    into: &mut [Buffer],
+) {
+    let own = signature.routes(rank, rank);
+    for (part, (buffer, extent)) in into.iter_mut().zip(&signature.extents).enumerate() {
+        let bytes: Vec<&[u8]> = addends
+            .iter()
+            .map(|addend| match addend {
+                Some(buffers) => buffers[part].as_ref(),
+                None => &sources[part].as_bytes()[own[part].given.clone()],
+            })
+            .collect();
+        reduce(reduction, extent.element, &bytes, buffer.as_mut());
+    }
+}
+
+/// Buffers to receive a rank's addends in.
+pub(super) fn scratch(
+    signature: &Signature,
+    from: usize,
+    to: usize,
+    pool: &crate::BufferPool,
+) -> Landing {
+    let routes = signature.routes(from, to);
+    Landing::new(
+        routes
+            .iter()
+            .map(|route| pool.take(route.given.len()))
+            .collect(),
+    )
+}

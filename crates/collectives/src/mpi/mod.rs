@@ -1,0 +1,109 @@
+//! The engine of ranks that are processes, over MPI.
+//!
+//! One process is one rank. One thread owns MPI: it takes commands from the rank's threads through a
+//! channel, and tests, in turn, whether headers have come and transfers are complete
+//! (`progress.rs`). Everything that it asks of MPI is non-blocking and point-to-point, in the world's
+//! communicator alone: groups are told apart by the headers, so that there may be as many as one
+//! likes. `src/README.md` of this crate describes the protocol.
+
+mod engine;
+mod header;
+mod landing;
+mod progress;
+mod round;
+mod wire;
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::Duration;
+
+use self::engine::MpiEnd;
+use self::progress::{Command, Progress};
+use self::wire::Wire;
+use crate::ProcessGroup;
+use crate::control::Control;
+use crate::rank_state::RankState;
+use crate::world::{Messenger, News, World};
+
+/// This process's place in the MPI world, and the thread that owns MPI.
+pub(crate) struct Connection {
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    commands: Sender<Command>,
+    /// Told when the thread is done with MPI.
+    done: Receiver<()>,
+}
+
+/// Tells other processes through MPI's thread.
+#[derive(Debug)]
+struct MpiMessenger(Sender<Command>);
+
+impl Messenger for MpiMessenger {
+    fn tell(&self, news: News) {
+        // The thread is gone only when the world is over.
+        let _ = self.0.send(Command::Tell(news));
+    }
+}
+
+/// Initialises MPI on a thread of its own. Once per process.
+///
+/// # Errors
+///
+/// What MPI says, or the system where it gives no thread.
+pub(crate) fn connect() -> Result<Connection, String> {
+    let (commands, received) = channel();
+    let (place, placed) = channel();
+    let (finish, done) = channel();
+    let run = move || {
+        let wire = match Wire::start() {
+            Ok(wire) => wire,
+            Err(error) => {
+                let _ = place.send(Err(error.to_string()));
+                return;
+            }
+        };
+        let _ = place.send(Ok(wire.place()));
+        Progress::new(wire, received).run();
+        let _ = finish.send(());
+    };
+    let thread = thread::Builder::new().name("mpi".to_owned());
+    thread.spawn(run).map_err(|error| error.to_string())?;
+    let gone = |_| "the thread of MPI ended before it began".to_owned();
+    let (rank, size) = placed.recv().map_err(gone)??;
+    Ok(Connection {
+        rank,
+        size,
+        commands,
+        done,
+    })
+}
+
+impl Connection {
+    /// This rank's end of the group of all ranks.
+    pub(crate) fn world(&self, deadline: Duration) -> ProcessGroup {
+        let state = Arc::new(RankState::new(self.rank));
+        let mut ranks = vec![None; self.size];
+        ranks[self.rank] = Some(state.clone());
+        let world = World::new(ranks, Box::new(MpiMessenger(self.commands.clone())));
+        let control = Control::of_world(world, deadline);
+        let members: Arc<[usize]> = (0..self.size).collect();
+        let engine = MpiEnd::new(
+            control,
+            members.clone(),
+            self.rank,
+            state.clone(),
+            self.commands.clone(),
+        );
+        ProcessGroup::new("world".into(), self.rank, members, Box::new(engine), state)
+    }
+
+    /// Ends MPI: with the others, if all have come to their end without a failure, or without them.
+    /// Gives up after `patience`.
+    pub(crate) fn close(self, with_others: bool, patience: Duration) {
+        let _ = self.commands.send(Command::Close { with_others });
+        // Whether it is done or stuck in MPI, with a process that is gone: no more can be done here.
+        let (Ok(()) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout)) =
+            self.done.recv_timeout(patience);
+    }
+}

@@ -1,0 +1,276 @@
+//! The thread that owns MPI.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::header::{ClaimHeader, Header};
+use super::round::{Round, Start};
+use super::wire::{FIRST_DATA_TAG, LAST_DATA_TAG, Transfer, Wire, WireError};
+use crate::Source;
+use crate::control::{Control, WORLD_DOMAIN};
+use crate::world::News;
+
+/// How long to go on looking while nothing moves, before sleeping between two looks.
+const LOOK_FOR: Duration = Duration::from_millis(1);
+
+/// How long to sleep between two looks while operations are under way.
+const SHORT_SLEEP: Duration = Duration::from_micros(50);
+
+/// How long to sleep while there are none. A command wakes the thread at once; the headers of others
+/// concern this rank only when it comes itself, and failures may wait so long.
+const LONG_SLEEP: Duration = Duration::from_millis(1);
+
+/// What the rank's threads ask of MPI's.
+pub(super) enum Command {
+    Start(Box<Start>),
+    /// A failure domain that this rank belongs to.
+    Domain(Arc<Control>),
+    Tell(News),
+    /// End MPI, together with the other processes or without them.
+    Close {
+        with_others: bool,
+    },
+}
+
+pub(super) struct Progress {
+    wire: Wire,
+    rank: usize,
+    commands: Receiver<Command>,
+    rounds: HashMap<(u64, u64), Round>,
+    /// Headers of operations that this rank has not started yet.
+    early: HashMap<(u64, u64), Vec<(usize, ClaimHeader)>>,
+    domains: HashMap<u64, Arc<Control>>,
+    /// Failures of domains that this rank has not entered yet, if it ever will.
+    early_failures: HashMap<u64, (usize, String)>,
+    early_departed: Vec<usize>,
+    /// Headers on their way.
+    outbox: Vec<Transfer>,
+    /// The next tag of what goes to each rank of the world.
+    next_tags: Vec<u32>,
+}
+
+impl Progress {
+    pub(super) fn new(wire: Wire, commands: Receiver<Command>) -> Self {
+        let (rank, size) = wire.place();
+        Self {
+            wire,
+            rank,
+            commands,
+            rounds: HashMap::new(),
+            early: HashMap::new(),
+            domains: HashMap::new(),
+            early_failures: HashMap::new(),
+            early_departed: Vec::new(),
+            outbox: Vec::new(),
+            next_tags: vec![FIRST_DATA_TAG; size],
+        }
+    }
+
+    /// Serves this rank until it is told to close.
+    pub(super) fn run(mut self) {
+        let mut moved_at = Instant::now();
+        let with_others = loop {
+            let command = self.next_command(moved_at);
+            let has_command = command.is_some();
+            let moved = match command {
+                Some(Command::Close { with_others }) => break with_others,
+                Some(command) => self.obey(command),
+                None => Ok(()),
+            };
+            let moved = moved.and_then(|()| self.look());
+            match moved {
+                Ok(false) if !has_command => {}
+                Ok(_) => moved_at = Instant::now(),
+                Err(error) => self.fail(&error),
+            }
+        };
+        self.close(with_others);
+    }
+
+    /// The next command, waited for a while if nothing else is to be done.
+    fn next_command(&self, moved_at: Instant) -> Option<Command> {
+        match self.commands.try_recv() {
+            Ok(command) => return Some(command),
+            // Nobody can ask anything any more, and nobody closed: as a failed rank leaves.
+            Err(TryRecvError::Disconnected) => return Some(Command::Close { with_others: false }),
+            Err(TryRecvError::Empty) => {}
+        }
+        let is_busy = !self.rounds.is_empty() || !self.outbox.is_empty();
+        if is_busy && moved_at.elapsed() < LOOK_FOR {
+            thread::yield_now();
+            return None;
+        }
+        let sleep = if is_busy { SHORT_SLEEP } else { LONG_SLEEP };
+        match self.commands.recv_timeout(sleep) {
+            Ok(command) => Some(command),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => Some(Command::Close { with_others: false }),
+        }
+    }
+
+    fn obey(&mut self, command: Command) -> Result<(), WireError> {
+        match command {
+            Command::Start(start) => self.start(*start),
+            Command::Domain(control) => {
+                if let Some((rank, reason)) = self.early_failures.remove(&control.domain()) {
+                    control.has_failed(rank, reason);
+                }
+                if control.domain() == WORLD_DOMAIN {
+                    for rank in self.early_departed.drain(..) {
+                        control.world.has_departed(rank);
+                    }
+                }
+                self.domains.insert(control.domain(), control);
+                Ok(())
+            }
+            Command::Tell(news) => {
+                let header = Source::new(Header::News(news).to_bytes());
+                for to in (0..self.next_tags.len()).filter(|to| *to != self.rank) {
+                    self.outbox.push(self.wire.send_header(header.clone(), to)?);
+                }
+                Ok(())
+            }
+            // Taken out of the queue by `run`.
+            Command::Close { .. } => Ok(()),
+        }
+    }
+
+    fn start(&mut self, start: Start) -> Result<(), WireError> {
+        let mut tags = vec![0; start.members.len()];
+        for (to, world_rank) in start.members.iter().enumerate() {
+            if to == start.shared.rank {
+                continue;
+            }
+            tags[to] = self.next_tags[*world_rank];
+            let next = tags[to] + 1;
+            self.next_tags[*world_rank] = if next > LAST_DATA_TAG {
+                FIRST_DATA_TAG
+            } else {
+                next
+            };
+            let header = Header::Claim(ClaimHeader {
+                round: start.key,
+                tag: tags[to],
+                receives: start.receives,
+                signature: start.signature.clone(),
+                note: start.shared.claim(start.shared.rank).note.clone(),
+            });
+            let header = Source::new(header.to_bytes());
+            self.outbox
+                .push(self.wire.send_header(header, *world_rank)?);
+        }
+        let key = start.key;
+        let mut round = Round::new(start, tags);
+        for (from, header) in self.early.remove(&key).unwrap_or_default() {
+            round.hear(&self.wire, from, header)?;
+        }
+        self.rounds.insert(key, round);
+        Ok(())
+    }
+
+    /// Reads what has come, and looks how far the transfers are. Returns whether anything moved.
+    fn look(&mut self) -> Result<bool, WireError> {
+        let mut has_moved = false;
+        while let Some((from, bytes)) = self.wire.next_header()? {
+            has_moved = true;
+            match Header::of_bytes(&bytes) {
+                Some(Header::Claim(claim)) => match self.rounds.get_mut(&claim.round) {
+                    Some(round) => round.hear(&self.wire, from, claim)?,
+                    None => self
+                        .early
+                        .entry(claim.round)
+                        .or_default()
+                        .push((from, claim)),
+                },
+                Some(Header::News(news)) => self.hear(news),
+                None => self.hear(News::Failed {
+                    domain: WORLD_DOMAIN,
+                    rank: from,
+                    reason: "sent a header that cannot be read; run the same binary on all ranks"
+                        .to_owned(),
+                }),
+            }
+        }
+        let mut failed = None;
+        self.rounds
+            .retain(|_, round| match round.advance(&self.wire) {
+                Ok((moved, is_over)) => {
+                    has_moved |= moved;
+                    !is_over && !round.is_given_up()
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    false
+                }
+            });
+        self.outbox
+            .retain_mut(|transfer| match transfer.is_complete() {
+                Ok(is_complete) => !is_complete,
+                Err(error) => {
+                    failed = Some(error);
+                    false
+                }
+            });
+        failed.map_or(Ok(has_moved), Err)
+    }
+
+    fn hear(&mut self, news: News) {
+        match news {
+            News::Failed {
+                domain,
+                rank,
+                reason,
+            } => match self.domains.get(&domain) {
+                Some(control) => {
+                    control.has_failed(rank, reason);
+                }
+                None => {
+                    self.early_failures.entry(domain).or_insert((rank, reason));
+                }
+            },
+            News::Departed(rank) => match self.domains.get(&WORLD_DOMAIN) {
+                Some(control) => control.world.has_departed(rank),
+                None => self.early_departed.push(rank),
+            },
+        }
+    }
+
+    /// MPI itself has failed.
+    fn fail(&mut self, error: &WireError) {
+        let reason = format!("{error}; see what MPI and the other ranks say");
+        match self.domains.get(&WORLD_DOMAIN) {
+            // Ends the waits of this rank, and tells the others if MPI still can.
+            Some(control) => control.fail(self.rank, reason),
+            None => {
+                let failure = (self.rank, reason);
+                self.early_failures.entry(WORLD_DOMAIN).or_insert(failure);
+            }
+        }
+    }
+
+    fn close(mut self, with_others: bool) {
+        // What was told before must have gone out.
+        while let Ok(command) = self.commands.try_recv() {
+            let _ = self.obey(command);
+        }
+        let give_up_at = Instant::now() + Duration::from_secs(1);
+        while !(self.outbox.is_empty() && self.rounds.is_empty()) && Instant::now() < give_up_at {
+            if self.look().is_err() {
+                break;
+            }
+            thread::yield_now();
+        }
+        let is_clean = self.rounds.is_empty() && self.outbox.is_empty();
+        self.rounds.clear();
+        self.outbox.clear();
+        if with_others && is_clean {
+            // Finalises MPI, which waits for the others to do so.
+            drop(self.wire);
+        } else {
+            self.wire.leave();
+        }
+    }
+}

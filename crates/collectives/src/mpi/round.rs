@@ -1,0 +1,337 @@
+//! One operation of this rank: what its threads and that of MPI share, and what MPI's does for it.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::engine::{combine, scratch};
+use super::header::{ClaimHeader, signature_of};
+use super::landing::Landing;
+use super::wire::{Transfer, Wire, WireError};
+use crate::control::Control;
+use crate::engine::{Awaited, Claim};
+use crate::lock::lock;
+use crate::operation::{OperationKind, Signature};
+use crate::{Buffer, BufferPool, Source};
+
+/// What MPI's thread tells the rank's threads. Ranks are those of the group.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) rank: usize,
+    claims: Vec<OnceLock<Claim>>,
+    num_claims: AtomicUsize,
+    /// Ranks all of whose bytes have come.
+    arrived: Vec<AtomicBool>,
+    result: AtomicBool,
+    released: AtomicBool,
+    pub(super) landing: Arc<Landing>,
+    /// What the other ranks add to a reduce-scatter.
+    addends: Mutex<Vec<Option<Arc<Landing>>>>,
+    /// This rank's slice of an all-reduce.
+    slice: Mutex<Vec<Source>>,
+}
+
+impl Shared {
+    pub(super) fn new(size: usize, rank: usize, claim: Claim, into: Vec<Buffer>) -> Self {
+        let claims: Vec<_> = (0..size).map(|_| OnceLock::new()).collect();
+        let _ = claims[rank].set(claim);
+        Self {
+            rank,
+            claims,
+            num_claims: AtomicUsize::new(1),
+            arrived: (0..size)
+                .map(|other| AtomicBool::new(other == rank))
+                .collect(),
+            result: AtomicBool::new(false),
+            released: AtomicBool::new(false),
+            landing: Arc::new(Landing::new(into)),
+            addends: Mutex::new((0..size).map(|_| None).collect()),
+            slice: Mutex::default(),
+        }
+    }
+
+    pub(super) fn claim(&self, rank: usize) -> &Claim {
+        let claim = self.claims[rank].get();
+        claim.expect("read after the ranks have met")
+    }
+
+    pub(super) fn has_all_claims(&self) -> bool {
+        self.num_claims.load(Ordering::Acquire) == self.claims.len()
+    }
+
+    pub(super) fn has_result(&self) -> bool {
+        self.result.load(Ordering::Acquire)
+    }
+
+    pub(super) fn is_released(&self) -> bool {
+        self.released.load(Ordering::Acquire)
+    }
+
+    pub(super) fn missing(&self, awaited: Awaited) -> Vec<usize> {
+        let has_done = |rank: &usize| match awaited {
+            Awaited::Claims => self.claims[*rank].get().is_some(),
+            Awaited::Result => self.arrived[*rank].load(Ordering::Acquire),
+            // Who is slow to take this rank's bytes is not known.
+            Awaited::Release => *rank == self.rank,
+        };
+        (0..self.claims.len())
+            .filter(|rank| !has_done(rank))
+            .collect()
+    }
+
+    /// The addends of the other ranks; `None` in the place of this one.
+    pub(super) fn take_addends(&self) -> Vec<Option<Vec<Buffer>>> {
+        let addends = std::mem::take(&mut *lock(&self.addends));
+        let taken = |landing: Option<Arc<Landing>>| landing.map(|landing| landing.take());
+        addends.into_iter().map(taken).collect()
+    }
+
+    pub(super) fn take_slice(&self) -> Vec<Source> {
+        std::mem::take(&mut *lock(&self.slice))
+    }
+}
+
+/// What a rank hands to MPI's thread.
+pub(super) struct Start {
+    pub(super) key: (u64, u64),
+    pub(super) members: Arc<[usize]>,
+    pub(super) control: Arc<Control>,
+    /// This rank's signature as bytes.
+    pub(super) signature: Vec<u8>,
+    pub(super) sources: Vec<Source>,
+    /// Whether this rank has buffers for what it gets.
+    pub(super) receives: bool,
+    pub(super) pool: BufferPool,
+    pub(super) shared: Arc<Shared>,
+}
+
+/// An operation that MPI's thread carries out.
+pub(super) struct Round {
+    pub(super) start: Start,
+    /// The tag of what this rank sends to each other.
+    pub(super) tags: Vec<u32>,
+    /// Ranks that want what this one does.
+    num_agreeing: usize,
+    sends: Vec<Transfer>,
+    /// What is put side by side or combined.
+    receives: Vec<(usize, Transfer)>,
+    /// The others' slices of an all-reduce.
+    slices: Vec<(usize, Transfer)>,
+    /// Of an all-reduce: this rank's slice is combined.
+    has_combined: bool,
+}
+
+impl Round {
+    pub(super) fn new(start: Start, tags: Vec<u32>) -> Self {
+        Self {
+            start,
+            tags,
+            num_agreeing: 1,
+            sends: Vec::new(),
+            receives: Vec::new(),
+            slices: Vec::new(),
+            has_combined: false,
+        }
+    }
+
+    fn rank(&self) -> usize {
+        self.start.shared.rank
+    }
+
+    fn signature(&self) -> &Signature {
+        &self.start.shared.claim(self.rank()).signature
+    }
+
+    /// Whether nobody waits for the operation any more, and it cannot come to its end.
+    pub(super) fn is_given_up(&self) -> bool {
+        Arc::strong_count(&self.start.shared) == 1 && self.start.control.failure().is_some()
+    }
+
+    /// A rank of the world has come. What is exchanged with it begins if it wants the same.
+    pub(super) fn hear(
+        &mut self,
+        wire: &Wire,
+        from: usize,
+        header: ClaimHeader,
+    ) -> Result<(), WireError> {
+        let Some(from) = self.start.members.iter().position(|rank| *rank == from) else {
+            return Ok(());
+        };
+        let agrees = header.signature == self.start.signature;
+        let signature = if agrees {
+            Some(self.signature().clone())
+        } else {
+            signature_of(&header.signature)
+        };
+        let Some(signature) = signature else {
+            let reason = "sent a header that cannot be read; run the same binary on all ranks";
+            let rank = self.start.members[from];
+            self.start.control.fail(rank, reason.to_owned());
+            return Ok(());
+        };
+        let note = header.note;
+        let shared = &self.start.shared;
+        if shared.claims[from].set(Claim { signature, note }).is_err() {
+            return Ok(());
+        }
+        if agrees {
+            self.num_agreeing += 1;
+            self.send(wire, from, header.receives)?;
+            self.receive(wire, from, header.tag)?;
+        }
+        // After the transfers have begun: a rank that waits sees that there are some.
+        let shared = &self.start.shared;
+        shared.num_claims.fetch_add(1, Ordering::AcqRel);
+        shared_bell(&self.start).ring();
+        Ok(())
+    }
+
+    fn send(&mut self, wire: &Wire, to: usize, receives: bool) -> Result<(), WireError> {
+        if !receives {
+            return Ok(());
+        }
+        let routes = self.signature().routes(self.rank(), to);
+        for (source, route) in self.start.sources.iter().zip(routes) {
+            let sent = wire.send(source, route.given, self.start.members[to], self.tags[to])?;
+            self.sends.extend(sent);
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self, wire: &Wire, from: usize, tag: u32) -> Result<(), WireError> {
+        if !self.start.receives {
+            return Ok(());
+        }
+        let (rank, world_rank) = (self.rank(), self.start.members[from]);
+        let signature = self.signature().clone();
+        let routes = signature.routes(from, rank);
+        let shared = self.start.shared.clone();
+        let landing = match &signature.reduction {
+            Some(_) => {
+                let scratch = Arc::new(scratch(&signature, from, rank, &self.start.pool));
+                lock(&shared.addends)[from] = Some(scratch.clone());
+                scratch
+            }
+            None => shared.landing.clone(),
+        };
+        for (part, route) in routes.into_iter().enumerate() {
+            let place = match &signature.reduction {
+                Some(_) => 0..route.given.len(),
+                None => route.placed,
+            };
+            let transfers = wire.receive(&landing, part, place, world_rank, tag)?;
+            self.receives
+                .extend(transfers.into_iter().map(|one| (from, one)));
+        }
+        let Some(reduction) = signature.reduction else {
+            return Ok(());
+        };
+        if signature.kind == OperationKind::AllReduce {
+            for (part, extent) in signature.extents.iter().enumerate() {
+                let size = reduction.output_of(extent.element).size();
+                let range = extent.partition.range(from);
+                let place = range.start * size..range.end * size;
+                let transfers = wire.receive(&shared.landing, part, place, world_rank, tag)?;
+                self.slices
+                    .extend(transfers.into_iter().map(|one| (from, one)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks how far the transfers are. Returns whether anything has changed, and whether the
+    /// operation has come to its end.
+    pub(super) fn advance(&mut self, wire: &Wire) -> Result<(bool, bool), WireError> {
+        let before = (self.sends.len(), self.receives.len(), self.slices.len());
+        drop_complete(&mut self.sends, |transfer| transfer)?;
+        drop_complete(&mut self.receives, |(_, transfer)| transfer)?;
+        drop_complete(&mut self.slices, |(_, transfer)| transfer)?;
+        let mut has_moved = before != (self.sends.len(), self.receives.len(), self.slices.len());
+        let size = self.start.members.len();
+        let (shared, is_all) = (self.start.shared.clone(), self.num_agreeing == size);
+        let is_reduced = self.signature().kind == OperationKind::AllReduce;
+        if is_all && is_reduced && !self.has_combined && self.receives.is_empty() {
+            self.combine_slice(wire)?;
+            self.has_combined = true;
+            has_moved = true;
+        }
+        if has_moved {
+            self.note_arrived();
+        }
+        let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
+        if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
+            shared.result.store(true, Ordering::Release);
+            shared_bell(&self.start).ring();
+            has_moved = true;
+        }
+        let is_over = shared.has_result() && self.sends.is_empty();
+        if is_over {
+            self.start.sources.clear();
+            shared.released.store(true, Ordering::Release);
+            shared_bell(&self.start).ring();
+        }
+        Ok((has_moved, is_over))
+    }
+
+    fn note_arrived(&self) {
+        let shared = &self.start.shared;
+        let mut is_awaited = vec![false; shared.arrived.len()];
+        for (from, _) in self.receives.iter().chain(&self.slices) {
+            is_awaited[*from] = true;
+        }
+        for (rank, awaited) in is_awaited.into_iter().enumerate() {
+            let has_come = !awaited && shared.claims[rank].get().is_some();
+            shared.arrived[rank].store(has_come, Ordering::Release);
+        }
+    }
+
+    /// Combines this rank's slice of an all-reduce, and sends it to all others.
+    fn combine_slice(&mut self, wire: &Wire) -> Result<(), WireError> {
+        let signature = self.signature().clone();
+        let Some(reduction) = &signature.reduction else {
+            return Ok(());
+        };
+        let rank = self.rank();
+        let mut slice: Vec<Buffer> = signature
+            .extents
+            .iter()
+            .map(|extent| {
+                let size = reduction.output_of(extent.element).size();
+                self.start.pool.take(extent.partition.len(rank) * size)
+            })
+            .collect();
+        let addends = self.start.shared.take_addends();
+        let sources = &self.start.sources;
+        combine(&signature, reduction, rank, sources, &addends, &mut slice);
+        drop(addends);
+        let slice: Vec<_> = slice.into_iter().map(Source::new).collect();
+        for to in (0..self.start.members.len()).filter(|to| *to != rank) {
+            for source in &slice {
+                let world_rank = self.start.members[to];
+                let sent = wire.send(source, 0..source.len(), world_rank, self.tags[to])?;
+                self.sends.extend(sent);
+            }
+        }
+        *lock(&self.start.shared.slice) = slice;
+        Ok(())
+    }
+}
+
+fn shared_bell(start: &Start) -> &crate::bell::Bell {
+    &start.control.world.bell
+}
+
+/// Drops the transfers that are complete.
+fn drop_complete<T>(
+    all: &mut Vec<T>,
+    of: impl Fn(&mut T) -> &mut Transfer,
+) -> Result<(), WireError> {
+    let mut failed = None;
+    all.retain_mut(|one| match of(one).is_complete() {
+        Ok(is_complete) => !is_complete,
+        Err(error) => {
+            failed = Some(error);
+            true
+        }
+    });
+    failed.map_or(Ok(()), Err)
+}

@@ -1,0 +1,172 @@
+//! The contract of engines, and what becomes of failures, on ranks that are processes.
+//!
+//! This program starts itself again under `mpirun`, once for each number of processes and each way to
+//! fail. Where there is no `mpirun` it says so, and does nothing.
+
+#[path = "../contract/mod.rs"]
+mod contract;
+
+use std::process::{Command, ExitCode, Output};
+use std::time::Duration;
+
+use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup, launch, launcher_ranks};
+
+/// What the processes do; set by the program for itself.
+const SCENE: &str = "BURN_FSDP_TEST_SCENE";
+
+/// Ranks that do not come are given up after this.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+pub(crate) fn main() -> ExitCode {
+    match std::env::var(SCENE) {
+        Ok(scene) => play(&scene),
+        Err(_) => direct(),
+    }
+}
+
+/// Starts the scenes, and checks how they end.
+fn direct() -> ExitCode {
+    let has_mpirun = Command::new("mpirun").arg("--version").output().is_ok();
+    if !has_mpirun {
+        println!("skipped: there is no mpirun");
+        return ExitCode::SUCCESS;
+    }
+    for processes in [1, 2, 3, 4] {
+        let output = mpirun(processes, "contract");
+        expect(
+            &output,
+            Some(0),
+            &[&format!("{processes} ranks keep the contract")],
+        );
+    }
+    let output = mpirun(2, "fewer");
+    expect(&output, Some(3), &["asked for 7 ranks", "2 processes"]);
+    let output = mpirun(3, "error");
+    expect(&output, Some(3), &["rank 1 failed: told to fail"]);
+    let output = mpirun(3, "panic");
+    expect(
+        &output,
+        Some(3),
+        &["rank 1 failed: panicked: told to panic"],
+    );
+    let output = mpirun(3, "leave");
+    expect(
+        &output,
+        Some(3),
+        &["rank 1 returned without starting barrier \"x\""],
+    );
+    let output = mpirun(3, "mismatch");
+    expect(&output, Some(3), &["rank 1 called barrier \"odd\""]);
+    let output = mpirun(3, "late");
+    expect(&output, Some(3), &["for ranks [1] to start barrier \"x\""]);
+    let output = mpirun(3, "stop");
+    expect(&output, Some(3), &["for ranks [1] to start barrier \"x\""]);
+    let output = mpirun(3, "kill");
+    expect(&output, None, &[]);
+    assert!(!output.status.success(), "{output:?}");
+    println!("test result: ok");
+    ExitCode::SUCCESS
+}
+
+fn mpirun(processes: usize, scene: &str) -> Output {
+    println!("{scene} on {processes} processes");
+    let program = std::env::current_exe().expect("this program has a path");
+    let count = processes.to_string();
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args([
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        &count,
+    ]);
+    mpirun.args(["--mca", "mpi_yield_when_idle", "1"]);
+    // Otherwise a single process counts as none.
+    mpirun.env("BURN_FSDP_ENGINE", "mpi");
+    let output = mpirun.arg(program).env(SCENE, scene).output();
+    output.expect("mpirun runs")
+}
+
+fn expect(output: &Output, code: Option<i32>, lines: &[&str]) {
+    let [stdout, stderr] =
+        [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    let text = format!("{stdout}{stderr}");
+    if code.is_some() {
+        assert_eq!(output.status.code(), code, "{text}");
+    }
+    for line in lines {
+        assert!(text.contains(line), "{line:?} is not in {text}");
+    }
+}
+
+/// One process's part in a scene.
+fn play(scene: &str) -> ExitCode {
+    let size = launcher_ranks().expect("mpirun has started this process");
+    let ranks = if scene == "fewer" { 7 } else { size };
+    let config = LaunchConfig::new(ranks).deadline(match scene {
+        "late" | "stop" => DEADLINE,
+        _ => Duration::from_secs(60),
+    });
+    let name = scene.to_owned();
+    let result = launch(config, move |world| act(&name, &world));
+    match result {
+        Ok(results) => {
+            assert_eq!(results.len(), 1);
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(3)
+        }
+    }
+}
+
+fn act(scene: &str, world: &ProcessGroup) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    if scene == "contract" {
+        return Ok(keep_contract(world)?);
+    }
+    world.barrier("begin")?;
+    if world.rank() == 1 {
+        match scene {
+            "error" => return Err("told to fail".into()),
+            "panic" => std::panic::resume_unwind(Box::new("told to panic")),
+            "leave" => return Ok(()),
+            "mismatch" => world.barrier("odd")?,
+            "late" => std::thread::sleep(Duration::from_secs(600)),
+            "stop" => signal("-STOP"),
+            "kill" => signal("-KILL"),
+            _ => {}
+        }
+    }
+    world.barrier("x")?;
+    Ok(())
+}
+
+fn signal(signal: &str) {
+    let process = std::process::id().to_string();
+    let killed = Command::new("kill").args([signal, &process]).status();
+    killed.expect("there is a kill");
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+fn keep_contract(world: &ProcessGroup) -> Result<(), Error> {
+    assert_eq!(world.engine(), "mpi");
+    for (name, case) in contract::CASES {
+        let before = world.counts();
+        case(world)?;
+        if world.rank() == 0 {
+            println!("  {name}: {}", world.counts().since(&before));
+        }
+    }
+    // Again, on a part of the world.
+    let part = world.split(world.rank() % 2, 0, "part")?;
+    for (_, case) in contract::CASES {
+        case(&part)?;
+    }
+    world.barrier("end")?;
+    if world.rank() == 0 {
+        println!("{} ranks keep the contract", world.size());
+    }
+    Ok(())
+}
