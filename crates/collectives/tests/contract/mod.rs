@@ -1,6 +1,7 @@
 //! What every engine must do: each case runs on all ranks of a group at once, and checks on each what
 //! this rank gets. Nothing here knows where the other ranks live.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use burn_fsdp_collectives::{
@@ -383,17 +384,16 @@ fn discarded(group: &ProcessGroup) -> Outcome {
 }
 
 fn released(group: &ProcessGroup) -> Outcome {
-    let live = group.pool().live_bytes();
     for len in [100, 200_000] {
         let partition = flat(group, len);
-        let shard = group.pool().take(4 * partition.len(group.rank()));
-        let part = Part::new(Source::new(shard), partition, ElementType::F32);
+        let shard = Arc::new(vec![7u8; 4 * partition.len(group.rank())]);
+        let alive = Arc::downgrade(&shard);
+        let part = Part::new(Source::from_arc(shard), partition, ElementType::F32);
         let into = vec![group.pool().take(4 * len)];
         let pending = group.start_all_gather("x", vec![], vec![part], into)?;
         let received = pending.wait_released()?;
-        assert_eq!(group.pool().live_bytes() - live, 4 * len);
-        drop(received);
-        assert_eq!(group.pool().live_bytes(), live);
+        assert!(alive.upgrade().is_none(), "the source is still held");
+        assert_eq!(values::<u8>(&received, 0), vec![7; 4 * len]);
     }
     Ok(())
 }
