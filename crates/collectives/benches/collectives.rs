@@ -16,6 +16,9 @@ use burn_fsdp_collectives::{
     ElementType, Error, LaunchConfig, Part, Partition, ProcessGroup, Reduction, Source, launch,
 };
 
+#[path = "../../../benches/run.rs"]
+mod run;
+
 /// Bytes of the full tensors.
 const SIZES: [usize; 6] = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20];
 
@@ -47,12 +50,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let of_size = |size: &usize| measure(&world, *size, rounds);
         SIZES.iter().map(of_size).collect::<Result<Vec<_>, Error>>()
     })?;
+    let run = run::Run::here("collectives");
+    println!("{run}");
     println!("{ranks} ranks; GB/s of the full tensor; ratio to memcpy: median (quartiles)");
     println!(
         "{:>10} {:>8}   {:<32} {:<32}",
         "KiB", KINDS[0], KINDS[1], KINDS[2]
     );
-    let mut raw = Vec::new();
+    let mut raw = vec![run.to_json()];
     for (index, size) in SIZES.into_iter().enumerate() {
         let rounds = turns(measured.iter().map(|sizes| &sizes[index]));
         print_row(size, &rounds);
