@@ -1,8 +1,9 @@
 //! Saving while the training goes on.
 
 use std::fmt;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use crate::rendezvous::Rendezvous;
 use crate::save::save;
@@ -120,6 +121,25 @@ impl BackgroundSaver {
             return Ok(None);
         };
         let result = self.results.recv().unwrap_or_else(|_| Err(gone(step)));
+        result.map(Some)
+    }
+
+    /// As [`wait`](Self::wait), but no longer than `patience`. If the save is not done then, this is
+    /// `None` and the step is still [`pending`](Self::pending).
+    ///
+    /// # Errors
+    ///
+    /// That of the save.
+    pub fn wait_for(&mut self, patience: Duration) -> Result<Option<Saved>, Error> {
+        let Some(step) = self.pending else {
+            return Ok(None);
+        };
+        let result = match self.results.recv_timeout(patience) {
+            Err(RecvTimeoutError::Timeout) => return Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(gone(step)),
+            Ok(result) => result,
+        };
+        self.pending = None;
         result.map(Some)
     }
 

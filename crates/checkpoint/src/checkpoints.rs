@@ -4,21 +4,24 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::folder_lock::{FolderLock, RunLock};
 use crate::folder_name::{self, Hidden, State};
-use crate::storage::{self, FileSystem, Lock, Storage};
+use crate::index::{INDEX_FILE, SEAL_FILE};
+use crate::staging::write_synced;
+use crate::storage::{DirEntry, EntryKind, FileSystem, Storage};
 use crate::{Error, Limits, Step};
-
-/// Name of the file that a save locks.
-const LOCK_FILE: &str = ".lock";
 
 /// A folder with one sub-folder for each step.
 ///
-/// Names that are no steps', hidden ones included, are left alone by every reader.
+/// Names that are no steps', hidden ones included, are left alone by every reader. A link is never
+/// followed below the folder, which may itself be reached by one.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     storage: Arc<dyn Storage>,
     root: PathBuf,
     limits: Limits,
+    /// Held for the life of a run, by all clones together.
+    held: Option<Arc<RunLock>>,
 }
 
 /// How much of a step to look at before calling it good.
@@ -33,7 +36,7 @@ pub enum Check {
 /// The newest good step, and what is newer but is not good.
 #[derive(Debug)]
 pub struct NewestGood {
-    /// None if there is no good step at all.
+    /// None if there is no step at all.
     pub step: Option<Step>,
     /// The damaged steps that are newer, newest first.
     pub skipped: Vec<Skipped>,
@@ -42,6 +45,8 @@ pub struct NewestGood {
 /// A step that cannot be used.
 #[derive(Debug)]
 pub struct Skipped {
+    /// Its number.
+    pub step: u64,
     /// Its folder.
     pub path: PathBuf,
     /// Why.
@@ -60,7 +65,43 @@ impl Checkpoints {
             storage,
             root: root.into(),
             limits: Limits::default(),
+            held: None,
         }
+    }
+
+    /// Holds off all other runs and saves, as long as this or a clone of it lives: makes the folder if
+    /// need be, locks it, removes what dead runs left in it, and tries out whether a step could be
+    /// written. Saves through this value and its clones take turns under that one lock.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Locked`] if somebody else is at work in the folder; [`Error::Io`] if it cannot be made
+    /// or written into.
+    pub fn acquire(mut self) -> Result<Self, Error> {
+        let made = self.storage.create_dir_all(&self.root);
+        made.map_err(Error::io("create", &self.root))?;
+        let lock = RunLock::new(&*self.storage, &self.root)?;
+        self.clean()?;
+        self.try_out()?;
+        self.held = Some(Arc::new(lock));
+        Ok(self)
+    }
+
+    /// Whether [`acquire`](Self::acquire) holds others off. Some network file systems have no locks:
+    /// there it is up to people that no two runs save into one folder.
+    pub fn is_exclusive(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.is_effective())
+    }
+
+    /// Makes and removes what a save begins with.
+    fn try_out(&self) -> Result<(), Error> {
+        let path = self.hidden_path(&Hidden::new(0, State::Partial));
+        let made = self.storage.create_dir(&path);
+        made.map_err(Error::io("create", &path))?;
+        let written = write_synced(&*self.storage, &path.join(INDEX_FILE), b"tried out");
+        let removed = self.storage.remove_tree(&path);
+        written?;
+        removed.map_err(Error::io("remove", &path))
     }
 
     /// Reads steps up to other sizes.
@@ -94,74 +135,127 @@ impl Checkpoints {
     ///
     /// [`Error::Io`].
     pub fn steps(&self) -> Result<Vec<u64>, Error> {
-        let mut steps: Vec<_> = self
-            .entries()?
-            .into_iter()
-            .filter_map(|name| folder_name::parse_step(&name))
-            .collect();
-        steps.sort_unstable();
-        Ok(steps)
+        let named = self.named_as_steps()?.into_iter();
+        let folders = named.filter(|(_, kind)| *kind == EntryKind::Dir);
+        Ok(folders.map(|(step, _)| step).collect())
     }
 
-    /// Names of the sub-folders.
-    fn entries(&self) -> Result<Vec<String>, Error> {
+    /// Whether anything in the folder has the name of a step, be it a folder, a link or a file.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`].
+    pub fn is_begun(&self) -> Result<bool, Error> {
+        Ok(!self.named_as_steps()?.is_empty())
+    }
+
+    /// What has the name of a step, in ascending order.
+    fn named_as_steps(&self) -> Result<Vec<(u64, EntryKind)>, Error> {
+        let numbered = |entry: DirEntry| Some((folder_name::parse_step(&entry.name)?, entry.kind));
+        let mut named: Vec<_> = self.entries()?.into_iter().filter_map(numbered).collect();
+        named.sort_unstable_by_key(|(step, _)| *step);
+        Ok(named)
+    }
+
+    fn entries(&self) -> Result<Vec<DirEntry>, Error> {
         let exists = self.storage.exists(&self.root);
         if !exists.map_err(Error::io("look for", &self.root))? {
             return Ok(Vec::new());
         }
         let entries = self.storage.list(&self.root);
-        let entries = entries.map_err(Error::io("list", &self.root))?;
-        let dirs = entries.into_iter().filter(|entry| entry.is_dir);
-        Ok(dirs.map(|entry| entry.name).collect())
+        entries.map_err(Error::io("list", &self.root))
     }
 
     /// Opens a step.
     ///
     /// # Errors
     ///
-    /// As [`Step::open`].
+    /// [`Error::Invalid`] if the folder holds a step of another number, as a renamed or copied one does;
+    /// otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
-        Step::open_in(Arc::clone(&self.storage), self.path(step), self.limits)
+        let path = self.path(step);
+        let opened = Step::open_in(Arc::clone(&self.storage), &path, self.limits)?;
+        match opened.index().training.step {
+            inside if inside == step => Ok(opened),
+            inside => {
+                let own = folder_name::of_step(inside);
+                let problem = format!(
+                    "it is of step {inside}, and not of the {step} of its folder, whose own name is {own}"
+                );
+                Err(Error::invalid(&path.join(INDEX_FILE), problem))
+            }
+        }
     }
 
     /// Opens the newest step.
     ///
     /// # Errors
     ///
-    /// [`Error::NoStep`] if there is none, else as [`Step::open`].
+    /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a
+    /// newer one; else as [`open`](Self::open).
     pub fn newest(&self) -> Result<Step, Error> {
-        match self.steps()?.last() {
-            Some(step) => self.open(*step),
+        match self.named_as_steps()?.last() {
+            Some((step, kind)) => {
+                self.check_folder(*step, *kind)?;
+                self.open(*step)
+            }
             None => Err(Error::NoStep {
                 path: self.root.clone(),
             }),
         }
     }
 
+    fn check_folder(&self, step: u64, kind: EntryKind) -> Result<(), Error> {
+        let found = match kind {
+            EntryKind::Dir => return Ok(()),
+            EntryKind::Link => "a link",
+            EntryKind::File | EntryKind::Other => "a file",
+        };
+        let path = self.path(step);
+        Err(Error::NotAFolder { path, found })
+    }
+
     /// Looks for the newest step that is good, from the newest on, and says which it skipped and why.
+    /// Only damaged steps are skipped: see [`Error::is_damage`].
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if the folder cannot be listed.
+    /// [`Error::NoGoodStep`] if there are steps, and all are damaged; [`Error::NotAFolder`] if a link or
+    /// a file has the name of a newer one; [`Error::Io`] if the folder cannot be listed, or a step
+    /// cannot be read, which does not mean that it is damaged.
     pub fn newest_good(&self, check: Check) -> Result<NewestGood, Error> {
         let mut skipped = Vec::new();
-        for number in self.steps()?.into_iter().rev() {
+        for (number, kind) in self.named_as_steps()?.into_iter().rev() {
+            self.check_folder(number, kind)?;
             match self.open_good(number, check) {
                 Ok(step) => {
                     let step = Some(step);
                     return Ok(NewestGood { step, skipped });
                 }
-                Err(error) => {
+                Err(error) if error.is_damage() => {
                     let path = self.path(number);
                     tracing::warn!(path = %path.display(), %error, "step skipped");
-                    skipped.push(Skipped { path, error });
+                    skipped.push(Skipped {
+                        step: number,
+                        path,
+                        error,
+                    });
                 }
+                Err(error) => return Err(error),
             }
         }
-        Ok(NewestGood {
-            step: None,
-            skipped,
-        })
+        let count = skipped.len();
+        match skipped.into_iter().next() {
+            None => Ok(NewestGood {
+                step: None,
+                skipped: Vec::new(),
+            }),
+            Some(newest) => Err(Error::NoGoodStep {
+                path: self.root.clone(),
+                count,
+                newest: Box::new(newest.error),
+            }),
+        }
     }
 
     fn open_good(&self, number: u64, check: Check) -> Result<Step, Error> {
@@ -177,7 +271,7 @@ impl Checkpoints {
     /// what it removed, oldest first.
     ///
     /// Steps that are newer than `newest_good` or are not whole are neither counted nor removed: they
-    /// may be all that a person has left to repair.
+    /// may be all that a person has left to repair. So are those with files in them that are of no step.
     ///
     /// # Errors
     ///
@@ -199,7 +293,8 @@ impl Checkpoints {
         let older = self.steps()?.into_iter().rev();
         let whole = older
             .filter(|step| *step < newest_good)
-            .filter(|step| self.open_good(*step, Check::Sizes).is_ok());
+            .filter(|step| self.open_good(*step, Check::Sizes).is_ok())
+            .filter(|step| self.check_removable(*step).is_ok());
         for step in whole.skip(keep.get() - 1) {
             self.remove(step)?;
             removed.push(step);
@@ -208,47 +303,101 @@ impl Checkpoints {
         Ok(removed)
     }
 
+    /// Removes all steps, oldest first, so that a run may begin in this folder.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotAFolder`] and [`Error::Foreign`] for what has the name of a step and is none, before
+    /// anything is removed; [`Error::Locked`]; [`Error::Io`].
+    pub fn clear(&self) -> Result<Vec<u64>, Error> {
+        let _lock = self.lock()?;
+        let named = self.named_as_steps()?;
+        for (step, kind) in &named {
+            self.check_folder(*step, *kind)?;
+            self.check_removable(*step)?;
+        }
+        let steps: Vec<_> = named.into_iter().map(|(step, _)| step).collect();
+        steps.iter().try_for_each(|step| self.remove(*step))?;
+        Ok(steps)
+    }
+
+    /// Whether the folder of a step may make way: it is a folder, and nothing is in it but what a save
+    /// puts there, be it damaged.
+    pub(crate) fn check_removable(&self, step: u64) -> Result<(), Error> {
+        let path = self.path(step);
+        let kind = self.storage.kind(&path);
+        let kind = kind.map_err(Error::io("look for", &path))?;
+        self.check_folder(step, kind.unwrap_or(EntryKind::Dir))?;
+        let entries = self.storage.list(&path).map_err(Error::io("list", &path))?;
+        let is_ours = |entry: &DirEntry| {
+            let name = entry.name.as_str();
+            let is_rank_file = name.ends_with(".safetensors") && !name.starts_with('.');
+            let is_known = [INDEX_FILE, SEAL_FILE].contains(&name) || is_rank_file;
+            // A link is removed as such, and what it leads to stays.
+            is_known && entry.kind != EntryKind::Dir
+        };
+        match entries.into_iter().find(|entry| !is_ours(entry)) {
+            None => Ok(()),
+            Some(DirEntry { name, .. }) => Err(Error::Foreign { path, name }),
+        }
+    }
+
     /// Removes a step: hidden first, so that a crash leaves it whole or unseen.
     fn remove(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let hidden = self.hidden_path(&Hidden::new(step, State::Removed));
-        let renamed = self.storage.rename(&path, &hidden);
-        renamed.map_err(Error::io("rename", &path))?;
+        self.rename(&path, &hidden)?;
         let synced = self.storage.sync_dir(&self.root);
         synced.map_err(Error::io("sync", &self.root))?;
-        let removed = storage::remove_tree(&*self.storage, &hidden);
+        let removed = self.storage.remove_tree(&hidden);
         removed.map_err(Error::io("remove", &hidden))
     }
 
+    /// Renames inside the folder, under the lock, to a name that was free.
+    pub(crate) fn rename(&self, from: &Path, to: &Path) -> Result<(), Error> {
+        match self.storage.rename(from, to) {
+            // A network file system that repeats a request of which it lost the answer says that there
+            // is nothing to rename, when it has renamed it. Nobody else could have.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let is_done = !self.storage.exists(from).unwrap_or(true)
+                    && self.storage.exists(to).unwrap_or(false);
+                is_done.then_some(()).ok_or(error)
+            }
+            result => result,
+        }
+        .map_err(Error::io("rename", from))
+    }
+
     /// Holds off other saves into this folder.
-    pub(crate) fn lock(&self) -> Result<Box<dyn Lock>, Error> {
-        let path = self.root.join(LOCK_FILE);
-        let lock = self.storage.lock(&path).map_err(Error::io("lock", &path))?;
-        lock.ok_or(Error::Locked { path })
+    pub(crate) fn lock(&self) -> Result<FolderLock, Error> {
+        match &self.held {
+            Some(held) => RunLock::turn(held, &self.root),
+            None => FolderLock::new(&*self.storage, &self.root),
+        }
     }
 
     /// Removes what dead runs left behind, under the lock: nobody else is at work in the folder.
     ///
     /// A leftover that cannot be removed takes space but harms nothing, so that is only a warning.
     pub(crate) fn clean(&self) -> Result<(), Error> {
-        for name in self.entries()? {
-            let Some(hidden) = Hidden::parse(&name) else {
+        for entry in self.entries()? {
+            let Some(hidden) = Hidden::parse(&entry.name) else {
                 continue;
             };
             let path = self.hidden_path(&hidden);
             let visible = self.path(hidden.step);
             // A run that died between the two renames of a replacement: the old step comes back.
             let is_lost = hidden.state == State::Replaced
+                && entry.kind == EntryKind::Dir
                 && !self
                     .storage
                     .exists(&visible)
                     .map_err(Error::io("look for", &visible))?;
             if is_lost {
-                let renamed = self.storage.rename(&path, &visible);
-                renamed.map_err(Error::io("rename", &path))?;
+                self.rename(&path, &visible)?;
                 let synced = self.storage.sync_dir(&self.root);
                 synced.map_err(Error::io("sync", &self.root))?;
-            } else if let Err(error) = storage::remove_tree(&*self.storage, &path) {
+            } else if let Err(error) = self.storage.remove_tree(&path) {
                 tracing::warn!(path = %path.display(), %error, "cannot remove what a dead run left");
             }
         }

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use crate::folder_name::nonce;
+use crate::folder_name::{Hidden, nonce, parse_step};
+use crate::index::{INDEX_FILE, SEAL_FILE};
 use crate::shard_header::{self, StoredTensor};
 use crate::staging::write_synced;
-use crate::storage;
+use crate::storage::{self, EntryKind, Storage};
 use crate::tensor::check_tensor;
 use crate::{Error, Region, Step, TensorEntry};
 
@@ -94,8 +95,8 @@ struct WeightMetadata {
 ///
 /// # Errors
 ///
-/// [`Error::Exists`]; [`Error::Argument`] if no tensor is wanted, if two get one name, or if one that is
-/// no matrix should be transposed; those of [`Step::read_into`]; [`Error::Io`].
+/// [`Error::Exists`]; [`Error::InsideStep`]; [`Error::Argument`] if no tensor is wanted, if two get one name, or if
+/// one that is no matrix should be transposed; those of [`Step::read_into`]; [`Error::Io`].
 pub fn consolidate_to_file(
     step: &Step,
     out: &Path,
@@ -103,6 +104,7 @@ pub fn consolidate_to_file(
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
+    check_outside_steps(storage, step, out)?;
     if !config.replace && storage.exists(out).map_err(Error::io("look for", out))? {
         return Err(Error::Exists {
             path: out.to_owned(),
@@ -112,6 +114,7 @@ pub fn consolidate_to_file(
     let parent = parent(out);
     let made = storage.create_dir_all(parent);
     made.map_err(Error::io("create", parent))?;
+    remove_leftovers(storage, out);
     let partial = beside(out)?;
     let all: Vec<_> = tensors.iter().collect();
     let written = write_file(step, &partial, &all, config).and_then(|()| {
@@ -148,6 +151,7 @@ pub fn consolidate_to_folder(
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
+    check_outside_steps(storage, step, out)?;
     if storage.exists(out).map_err(Error::io("look for", out))? {
         let is_empty = storage.list(out).is_ok_and(|entries| entries.is_empty());
         if !(config.replace && is_empty) {
@@ -172,7 +176,7 @@ pub fn consolidate_to_folder(
     let names = match written {
         Ok(names) => names,
         Err(error) => {
-            discard(storage::remove_tree(storage, &partial), &partial);
+            discard(storage.remove_tree(&partial), &partial);
             return Err(error);
         }
     };
@@ -201,6 +205,35 @@ impl Output<'_> {
         }
         shape
     }
+}
+
+/// Refuses an output that would replace a file of a step, lie among them, or pass for a step.
+fn check_outside_steps(storage: &dyn Storage, step: &Step, out: &Path) -> Result<(), Error> {
+    let refused = |step: &Path| Error::InsideStep {
+        out: out.to_owned(),
+        step: step.to_owned(),
+    };
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    if parse_step(&name).is_some() || Hidden::parse(&name).is_some() {
+        return Err(refused(parent(out)));
+    }
+    // Folders that are not there yet will be made, and are in nothing but those above them.
+    let mut there = out;
+    while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
+        there = parent(there);
+    }
+    if there.as_os_str().is_empty() {
+        there = Path::new(".");
+    }
+    let canonical = |path: &Path| storage.canonical(path).unwrap_or_else(|_| path.to_owned());
+    let (there, own) = (canonical(there), canonical(step.path()));
+    for folder in there.ancestors() {
+        let has = |file| storage.exists(&folder.join(file)).unwrap_or(false);
+        if folder == own || has(INDEX_FILE) && has(SEAL_FILE) {
+            return Err(refused(folder));
+        }
+    }
+    Ok(())
 }
 
 fn wanted(
@@ -314,6 +347,8 @@ fn write_file(
         .map_err(|problem| Error::invalid(path, problem))?;
     let file = step.storage().create_file(path);
     let mut file = file.map_err(Error::io("create", path))?;
+    // Tells others that somebody is at work on it. Where there are no locks, nobody asks.
+    let _lock = step.storage().lock(path);
     let mut write = |bytes: &[u8]| file.write_all(bytes).map_err(Error::io("write", path));
     write(&header)?;
     for tensor in tensors {
@@ -423,6 +458,30 @@ fn total_size<'a, 'b: 'a>(tensors: impl IntoIterator<Item = &'a Output<'b>>) -> 
 
 fn parent(out: &Path) -> &Path {
     out.parent().unwrap_or(Path::new(""))
+}
+
+/// Removes the files of earlier attempts at the same output whose processes are dead: nobody locks them.
+fn remove_leftovers(storage: &dyn Storage, out: &Path) {
+    let folder = match parent(out) {
+        folder if folder.as_os_str().is_empty() => Path::new("."),
+        folder => folder,
+    };
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    let begin = format!(".{name}.partial-");
+    for entry in storage.list(folder).unwrap_or_default() {
+        let nonce = entry.name.strip_prefix(&begin);
+        let is_ours = nonce.is_some_and(|nonce| {
+            nonce.len() == 16 && nonce.bytes().all(|byte| byte.is_ascii_hexdigit())
+        });
+        if !is_ours || entry.kind != EntryKind::File {
+            continue;
+        }
+        let path = folder.join(&entry.name);
+        let lock = storage.lock(&path).ok().flatten();
+        if lock.is_some_and(|lock| lock.is_effective()) {
+            discard(storage.remove_file(&path), &path);
+        }
+    }
 }
 
 /// A hidden name in the same folder.

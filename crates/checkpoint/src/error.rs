@@ -22,8 +22,8 @@ pub enum Error {
         source: io::Error,
     },
 
-    /// Another save is going on in the same folder.
-    #[error("{path} is locked by another save into the same folder; give each run its own checkpoint folder", path = path.display())]
+    /// Another run, or another save, is at work in the same folder.
+    #[error("{path} is locked by another run or save in the same folder; wait for its end, or give each run a checkpoint folder of its own", path = path.display())]
     Locked {
         /// The lock file.
         path: PathBuf,
@@ -34,6 +34,33 @@ pub enum Error {
     Exists {
         /// What is in the way.
         path: PathBuf,
+    },
+
+    /// Something that has the name of a step, and is no folder.
+    #[error("{path} has the name of a step but is {found}, and links are not followed; put the step itself there, or give it another name", path = path.display())]
+    NotAFolder {
+        /// What has the name.
+        path: PathBuf,
+        /// What it is.
+        found: &'static str,
+    },
+
+    /// A folder that would have to be removed, with something in it that is of no step.
+    #[error("{path} holds {name:?}, which is no file of a step, and is not removed for that; move it elsewhere", path = path.display())]
+    Foreign {
+        /// The folder.
+        path: PathBuf,
+        /// What is in it.
+        name: String,
+    },
+
+    /// An output inside a step, or with a step's name.
+    #[error("{out} would lie in {step}, or take the name of a step; write it outside of the steps", out = out.display(), step = step.display())]
+    InsideStep {
+        /// What was to be written.
+        out: PathBuf,
+        /// The step, or the folder of steps.
+        step: PathBuf,
     },
 
     // === Damaged or foreign files ===
@@ -118,6 +145,17 @@ pub enum Error {
     NoStep {
         /// The folder.
         path: PathBuf,
+    },
+
+    /// Every step of a folder is damaged.
+    #[error("{path} has {count} steps, and none of them is whole; of the newest: {newest}; repair a step, or start in another folder", path = path.display())]
+    NoGoodStep {
+        /// The folder.
+        path: PathBuf,
+        /// How many steps there are.
+        count: usize,
+        /// What is wrong with the newest.
+        newest: Box<Error>,
     },
 
     /// Tensors that the model has and the checkpoint lacks.
@@ -271,6 +309,9 @@ pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
     /// Whether a file is missing, damaged or foreign, so that another step may be good.
+    ///
+    /// A file that cannot be read *now* (no permission, a network disk that is away, an error of the
+    /// disk) is not damaged for all that anyone knows: whoever passed over it could lose it.
     pub fn is_damage(&self) -> bool {
         match self {
             Self::NotACheckpoint { .. }
@@ -279,8 +320,13 @@ impl Error {
             | Self::FileSize { .. }
             | Self::Invalid { .. }
             | Self::Limit { .. } => true,
-            // A disk that cannot read its sectors is damage as well.
-            Self::Io { .. } => true,
+            Self::Io { source, .. } => matches!(
+                source.kind(),
+                // The last one is what is no regular file.
+                io::ErrorKind::NotFound
+                    | io::ErrorKind::UnexpectedEof
+                    | io::ErrorKind::InvalidInput
+            ),
             _ => false,
         }
     }
@@ -315,15 +361,15 @@ impl Error {
 }
 
 fn of_tensor(tensor: &Option<String>) -> String {
-    tensor
-        .as_ref()
-        .map_or_else(String::new, |name| format!(" (tensor {name:?})"))
+    tensor.as_ref().map_or_else(String::new, |name| {
+        format!(" (tensor {:?})", crate::shortened(name))
+    })
 }
 
 fn cut_tensor(tensor: &Option<String>) -> String {
-    tensor
-        .as_ref()
-        .map_or_else(String::new, |name| format!(", cut in tensor {name:?}"))
+    tensor.as_ref().map_or_else(String::new, |name| {
+        format!(", cut in tensor {:?}", crate::shortened(name))
+    })
 }
 
 /// The first few names, quoted.
@@ -332,7 +378,7 @@ fn list(names: &[String]) -> String {
     let shown: Vec<_> = names
         .iter()
         .take(SHOWN)
-        .map(|name| format!("{name:?}"))
+        .map(|name| format!("{:?}", crate::shortened(name)))
         .collect();
     match names.len() > SHOWN {
         true => format!("{}, ...", shown.join(", ")),

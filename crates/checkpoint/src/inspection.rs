@@ -1,9 +1,9 @@
 //! What is in a step, to be shown.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use serde_json::Value;
 
 use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
@@ -11,7 +11,8 @@ use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 /// What is in a step. Prints as a table, with nothing but what is known without reading tensors.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder.
+    /// The folder. As text, what is no UTF-8 in it is replaced.
+    #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Version of the format.
     pub version: u32,
@@ -27,6 +28,10 @@ pub struct Inspection {
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
+}
+
+fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
 }
 
 /// The beginning of a text that is too long for a line of a table; JSON has all of it.
@@ -153,7 +158,12 @@ impl fmt::Display for Inspection {
             writeln!(f, "loss scale: {}", loss_scale.scale)?;
         }
         for (name, value) in &training.sections {
-            writeln!(f, "{name:?}: {value}")?;
+            writeln!(
+                f,
+                "{:?}: {}",
+                shortened(name),
+                shortened(&value.to_string())
+            )?;
         }
         writeln!(f)?;
         for file in &self.files {

@@ -14,7 +14,8 @@
 //! - [`save`] runs a whole save with the other ranks, over any [`Rendezvous`]; [`BackgroundSaver`]
 //!   does so on a thread while the training goes on. [`Staging`] and [`write_shard`] are the phases,
 //!   for those who meet in another way.
-//! - [`Checkpoints`] is a folder of steps: the newest, the newest good one, and which may go.
+//! - [`Checkpoints`] is a folder of steps: the newest, the newest good one, and which may go. A run
+//!   [holds](Checkpoints::acquire) it against others.
 //! - [`Step`] reads any region of any tensor, whatever the ranks were that saved it.
 //! - [`consolidate_to_file`] and [`consolidate_to_folder`] make plain safetensors of a step;
 //!   [`Inspection`] shows what is in it.
@@ -60,6 +61,7 @@ mod checkpoints;
 mod checksum;
 mod consolidation;
 mod error;
+mod folder_lock;
 mod folder_name;
 #[doc(hidden)]
 pub mod fuzzing;

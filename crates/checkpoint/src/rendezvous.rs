@@ -125,7 +125,9 @@ impl ThreadRendezvous {
             let again = format!("an earlier call failed ({failure}); make a new rendezvous");
             return Err(again.into());
         }
-        let until = Instant::now() + self.deadline;
+        // A deadline beyond what the clock can count is none.
+        const LONGEST: Duration = Duration::from_secs(1 << 31);
+        let until = Instant::now() + self.deadline.min(LONGEST);
         call(&mut self.ends, until).map_err(|problem| {
             let problem = match problem.ends_with("in time") {
                 true => format!("{problem} ({:?})", self.deadline),

@@ -48,7 +48,8 @@ impl SaveRequest {
 pub struct Saved {
     /// The step.
     pub step: u64,
-    /// Its folder.
+    /// Its folder. Every rank knows it, and a path need not be a text that could be sent.
+    #[serde(skip)]
     pub path: PathBuf,
     /// Older steps that were removed to make room, oldest first.
     pub removed: Vec<u64>,
@@ -121,7 +122,7 @@ pub fn save(
             finish(staging, request, &reports, failed)
         })
     });
-    let verdict = outcome.as_ref().map(|outcome| match outcome {
+    let verdict: Option<Result<Saved, Failure>> = outcome.as_ref().map(|outcome| match outcome {
         Ok(saved) => Ok(saved.clone()),
         Err(Error::PeerFailed { rank, reason, .. }) => Err(Failure {
             rank: *rank,
@@ -136,7 +137,9 @@ pub fn save(
         // A step that is there is saved, even if not everybody could be told.
         return outcome;
     }
-    verdict?.map_err(failed)
+    let mut saved: Saved = verdict?.map_err(failed)?;
+    saved.path = checkpoints.path(step);
+    Ok(saved)
 }
 
 fn finish(

@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::fmt;
 
+use safetensors::Dtype;
+
 use crate::error::BoxError;
-use crate::{Region, TensorSpec};
+use crate::{Region, TensorSpec, WritePlan};
 
 /// The bytes of one part: little-endian elements in row-major order.
 pub type PartBytes<'a> = Box<dyn AsRef<[u8]> + Send + Sync + 'a>;
@@ -58,6 +60,50 @@ impl Snapshot {
     }
 }
 
+impl Snapshot {
+    /// The first tensor, of those that the plan asks this rank for, with an element that is infinite or
+    /// no number. Only the floats that models compute in are looked at.
+    ///
+    /// Every element of a step is written by one rank. So a step is of finite numbers if no rank finds
+    /// anything.
+    pub fn not_finite(&self, plan: &WritePlan, rank: usize) -> Option<String> {
+        let tensors = plan
+            .of_rank(rank)
+            .iter()
+            .map(|part| &plan.tensors()[part.tensor]);
+        let mut held = tensors.filter_map(|spec| Some((spec, self.parts.get(&spec.name)?)));
+        let found = held.find(|(spec, part)| !is_finite((***part).as_ref(), spec.dtype));
+        found.map(|(spec, _)| spec.name.clone())
+    }
+}
+
+/// Whether all of these little-endian elements are finite: none has an exponent of ones alone.
+fn is_finite(bytes: &[u8], dtype: Dtype) -> bool {
+    let halves_below = |exponent: u16| {
+        let (halves, _) = bytes.as_chunks::<2>();
+        halves
+            .iter()
+            .all(|half| u16::from_le_bytes(*half) & exponent != exponent)
+    };
+    match dtype {
+        Dtype::F64 => {
+            let (elements, _) = bytes.as_chunks::<8>();
+            elements
+                .iter()
+                .all(|element| f64::from_le_bytes(*element).is_finite())
+        }
+        Dtype::F32 => {
+            let (elements, _) = bytes.as_chunks::<4>();
+            elements
+                .iter()
+                .all(|element| f32::from_le_bytes(*element).is_finite())
+        }
+        Dtype::BF16 => halves_below(0x7f80),
+        Dtype::F16 => halves_below(0x7c00),
+        _ => true,
+    }
+}
+
 impl Source for Snapshot {
     fn part(&mut self, tensor: &TensorSpec, _: &Region) -> Result<PartBytes<'_>, BoxError> {
         let part = self.parts.remove(&tensor.name);
@@ -71,5 +117,51 @@ impl fmt::Debug for Snapshot {
             .field("num_tensors", &self.parts.len())
             .field("num_bytes", &self.num_bytes())
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn infinities_and_nans_of_every_float_are_seen() {
+        let f32s = |values: [f32; 3]| values.map(f32::to_le_bytes).concat();
+        let f64s = |values: [f64; 3]| values.map(f64::to_le_bytes).concat();
+        let halves = |values: [u16; 3]| values.map(u16::to_le_bytes).concat();
+        for (dtype, good, bad) in [
+            (
+                Dtype::F32,
+                f32s([1.0, f32::MAX, -0.0]),
+                f32s([1.0, 0.0, f32::NAN]),
+            ),
+            (
+                Dtype::F32,
+                f32s([0.0; 3]),
+                f32s([1.0, f32::NEG_INFINITY, 0.0]),
+            ),
+            (
+                Dtype::F64,
+                f64s([f64::MIN, 0.0, 1.0]),
+                f64s([f64::INFINITY, 0.0, 1.0]),
+            ),
+            // 1, the largest, the smallest below zero; NaN and infinity.
+            (
+                Dtype::BF16,
+                halves([0x3f80, 0x7f7f, 0x8001]),
+                halves([0x3f80, 0x7fc0, 0]),
+            ),
+            (Dtype::BF16, halves([0; 3]), halves([0, 0, 0xff80])),
+            (
+                Dtype::F16,
+                halves([0x3c00, 0x7bff, 0x8001]),
+                halves([0x3c00, 0x7e00, 0]),
+            ),
+            (Dtype::F16, halves([0; 3]), halves([0, 0, 0xfc00])),
+        ] {
+            assert!(is_finite(&good, dtype), "{dtype}: {good:?}");
+            assert!(!is_finite(&bad, dtype), "{dtype}: {bad:?}");
+        }
+        assert!(is_finite(&[255; 8], Dtype::I64));
     }
 }

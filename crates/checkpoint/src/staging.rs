@@ -9,11 +9,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::checksum::{BLOCK_BYTES, CHUNK_BYTES, crc32};
+use crate::folder_lock::FolderLock;
 use crate::folder_name::{Hidden, State, Ticket};
 use crate::index::{FORMAT_VERSION, INDEX_FILE, IndexContent, SEAL_FILE, seal};
 use crate::shard_header::{self, StoredTensor};
 use crate::source::Source;
-use crate::storage::{self, Lock, Storage, WriteFile};
+use crate::storage::{Storage, WriteFile};
 use crate::{
     Assignment, Checkpoints, Checksums, Error, FileEntry, Index, PartEntry, TensorEntry,
     TrainingState, WritePlan,
@@ -25,7 +26,8 @@ pub enum Existing {
     /// Fail with [`Error::Exists`] and leave it as it is.
     #[default]
     Refuse,
-    /// Put the new one in its place when that is complete.
+    /// Put the new one in its place when that is complete. What is there must be the folder of a step,
+    /// be it damaged: anything else is an error, and stays.
     Replace,
 }
 
@@ -39,7 +41,7 @@ pub struct Staging {
     path: PathBuf,
     existing: Existing,
     is_done: bool,
-    lock: Option<Box<dyn Lock>>,
+    lock: Option<FolderLock>,
 }
 
 /// What a rank has written; rank 0 needs those of all ranks to commit.
@@ -63,7 +65,7 @@ pub struct Committed {
     /// Its folder.
     pub path: PathBuf,
     checkpoints: Checkpoints,
-    _lock: Option<Box<dyn Lock>>,
+    _lock: Option<FolderLock>,
 }
 
 impl Staging {
@@ -72,16 +74,14 @@ impl Staging {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`], [`Error::Exists`], [`Error::Io`].
+    /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::Foreign`], [`Error::Io`].
     pub fn create(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<Self, Error> {
         let (storage, root) = (checkpoints.storage(), checkpoints.root());
         let made = storage.create_dir_all(root);
         made.map_err(Error::io("create", root))?;
         let lock = checkpoints.lock()?;
         checkpoints.clean()?;
-        if existing == Existing::Refuse {
-            refuse_existing(&**storage, &checkpoints.path(step))?;
-        }
+        check_target(checkpoints, step, existing)?;
         let ticket = Ticket(Hidden::new(step, State::Partial));
         let path = checkpoints.hidden_path(&ticket.0);
         let made = storage.create_dir(&path);
@@ -152,29 +152,26 @@ impl Staging {
         let step = self.ticket.step();
         let target = self.checkpoints.path(step);
         let mut replaced = None;
-        if self.existing == Existing::Refuse {
-            refuse_existing(&**storage, &target)?;
-        } else if exists(&**storage, &target)? {
+        if check_target(&self.checkpoints, step, self.existing)? {
             let hidden = Hidden::new(step, State::Replaced);
             let aside = self.checkpoints.hidden_path(&hidden);
-            let renamed = storage.rename(&target, &aside);
-            renamed.map_err(Error::io("rename", &target))?;
+            self.checkpoints.rename(&target, &aside)?;
             replaced = Some(aside);
         }
-        if let Err(error) = storage.rename(&self.path, &target) {
+        if let Err(error) = self.checkpoints.rename(&self.path, &target) {
             if let Some(aside) = &replaced
                 && let Err(error) = storage.rename(aside, &target)
             {
                 // The next save tries again.
                 tracing::error!(path = %aside.display(), %error, "cannot bring the replaced step back");
             }
-            return Err(Error::io("rename", &self.path)(error));
+            return Err(error);
         }
         self.is_done = true;
         let synced = storage.sync_dir(root);
         synced.map_err(Error::io("sync", root))?;
         if let Some(aside) = replaced
-            && let Err(error) = storage::remove_tree(&**storage, &aside)
+            && let Err(error) = storage.remove_tree(&aside)
         {
             tracing::warn!(path = %aside.display(), %error, "cannot remove the replaced step");
         }
@@ -278,7 +275,7 @@ impl Drop for Staging {
             return;
         }
         // The next save would do it as well.
-        let removed = storage::remove_tree(&**self.checkpoints.storage(), &self.path);
+        let removed = self.checkpoints.storage().remove_tree(&self.path);
         if let Err(error) = removed {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove an unfinished save");
         }
@@ -420,16 +417,16 @@ fn plan_crc32(plan: &WritePlan) -> Result<u32, Error> {
     Ok(crc32(&json))
 }
 
-fn exists(storage: &dyn Storage, path: &Path) -> Result<bool, Error> {
-    storage.exists(path).map_err(Error::io("look for", path))
-}
-
-fn refuse_existing(storage: &dyn Storage, path: &Path) -> Result<(), Error> {
-    match exists(storage, path)? {
-        true => Err(Error::Exists {
-            path: path.to_owned(),
-        }),
-        false => Ok(()),
+/// Whether there is a step of this number that is to make way.
+fn check_target(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<bool, Error> {
+    let path = checkpoints.path(step);
+    let exists = checkpoints.storage().exists(&path);
+    if !exists.map_err(Error::io("look for", &path))? {
+        return Ok(false);
+    }
+    match existing {
+        Existing::Refuse => Err(Error::Exists { path }),
+        Existing::Replace => checkpoints.check_removable(step).map(|()| true),
     }
 }
 

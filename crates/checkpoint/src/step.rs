@@ -1,22 +1,18 @@
 //! A step that is read: any part of any tensor, at any world size.
 
-use std::collections::{HashMap, VecDeque};
-use std::ops::Range;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
-use crc32fast::Hasher;
-
-use crate::checksum::{BLOCK_BYTES, crc32};
-use crate::index::{INDEX_FILE, PartEntry, SEAL_FILE, seal};
 use crate::read_plan::check_region;
-use crate::region::{Overlap, Runs, overlaps};
-use crate::shard_header::{self, LENGTH_BYTES};
 use crate::storage::{FileSystem, ReadFile, Storage};
 use crate::{Dtype, Error, Index, Limits, Region, TensorEntry};
 
-/// At most this many files are kept open: a step may have more than a process may open.
-const MAX_OPEN_FILES: usize = 64;
+mod files;
+mod part;
+
+use files::{OpenFiles, read_index};
+use part::{Chunk, PartReader, overlap};
 
 /// Whether tensors are checked against their checksums as they are read.
 ///
@@ -50,15 +46,6 @@ pub struct Step {
     checked: Vec<OnceLock<()>>,
     /// The files used last.
     open_files: OpenFiles,
-}
-
-#[derive(Default)]
-struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
-
-impl std::fmt::Debug for OpenFiles {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("OpenFiles")
-    }
 }
 
 /// A tensor that a model has, to be compared with those of a step.
@@ -316,6 +303,19 @@ impl Step {
         (0..self.index.files.len()).try_for_each(|file| self.open_file(file).map(drop))
     }
 
+    /// Opens the files now, as many as are kept open. A step that is removed meanwhile, as the older ones of
+    /// a run are, can then be read to its end where the file system lets open files live on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::FileSize`], [`Error::Checksum`] or [`Error::Invalid`] for a header, or [`Error::Io`].
+    pub fn hold(&self) -> Result<(), Error> {
+        let files = 0..self.index.files.len().min(files::MAX_OPEN_FILES);
+        files
+            .into_iter()
+            .try_for_each(|file| self.file(file).map(drop))
+    }
+
     /// Reads every byte of the step and checks it, up to the first damage.
     ///
     /// # Errors
@@ -394,270 +394,4 @@ impl Step {
             }
         }
     }
-
-    fn file_path(&self, number: usize) -> PathBuf {
-        self.path.join(&self.index.files[number].name)
-    }
-
-    /// A file whose size and header agree with the index.
-    fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
-        let lock = || {
-            self.open_files
-                .0
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        };
-        let known = lock()
-            .iter()
-            .find(|(known, _)| *known == number)
-            .map(|(_, file)| Arc::clone(file));
-        let file = match known {
-            Some(file) => file,
-            None => {
-                let file = self.open_file(number)?;
-                let mut files = lock();
-                files.push_back((number, Arc::clone(&file)));
-                if files.len() > MAX_OPEN_FILES {
-                    files.pop_front();
-                }
-                file
-            }
-        };
-        if self.checked[number].get().is_none() {
-            self.check_header(number, &*file)?;
-            self.checked[number].get_or_init(|| ());
-        }
-        Ok(file)
-    }
-
-    /// A file that has its size.
-    fn open_file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
-        let path = self.file_path(number);
-        let file = self.storage.open_file(&path);
-        let file = file.map_err(Error::io("open", &path))?;
-        let got = file.num_bytes().map_err(Error::io("open", &path))?;
-        let expected = self.index.files[number].bytes;
-        if got == expected {
-            return Ok(Arc::from(file));
-        }
-        let parts = self.by_file[number].iter();
-        let is_cut = |(tensor, part): &&(usize, usize)| {
-            self.index.tensors[*tensor].parts[*part].bytes.end > got
-        };
-        let cut = parts.clone().find(is_cut);
-        Err(Error::FileSize {
-            path,
-            tensor: cut.map(|(tensor, _)| self.index.tensors[*tensor].name.clone()),
-            expected,
-            got,
-        })
-    }
-
-    fn check_header(&self, number: usize, file: &dyn ReadFile) -> Result<(), Error> {
-        let path = self.file_path(number);
-        let entry = &self.index.files[number];
-        if entry.header_bytes > self.limits.header_bytes {
-            return Err(Error::Limit {
-                path,
-                what: "the header",
-                limit: self.limits.header_bytes,
-                got: entry.header_bytes,
-            });
-        }
-        let mut bytes = vec![0; entry.header_bytes as usize];
-        let read = file.read_exact_at(&mut bytes, 0);
-        read.map_err(Error::io("read", &path))?;
-        let got = crc32(&bytes);
-        if got != entry.header_crc32 {
-            return Err(Error::Checksum {
-                path,
-                tensor: None,
-                bytes: 0..entry.header_bytes,
-                expected: entry.header_crc32,
-                got,
-            });
-        }
-        let length = bytes
-            .first_chunk()
-            .map(|length| u64::from_le_bytes(*length));
-        if length != Some(entry.header_bytes - LENGTH_BYTES) {
-            let problem = format!("its header should have {} bytes", entry.header_bytes);
-            return Err(Error::invalid(&path, problem));
-        }
-        let header = shard_header::decode(&path, &bytes, entry.bytes)?;
-        let parts = &self.by_file[number];
-        let num_tensors = header.tensors().len();
-        if num_tensors != parts.len() {
-            let problem = format!(
-                "it has {num_tensors} tensors, but {} according to the index",
-                parts.len()
-            );
-            return Err(Error::invalid(&path, problem));
-        }
-        for (tensor, part) in parts {
-            let tensor = &self.index.tensors[*tensor];
-            let part = &tensor.parts[*part];
-            let offset = |byte: u64| (byte - entry.header_bytes) as usize;
-            let is_same = header.info(&tensor.name).is_some_and(|info| {
-                info.dtype == tensor.dtype
-                    && info.shape == part.region.stored_shape(&tensor.shape)
-                    && info.data_offsets == (offset(part.bytes.start), offset(part.bytes.end))
-            });
-            if !is_same {
-                let problem = "its header and the index disagree about it";
-                return Err(Error::invalid_tensor(&path, &tensor.name, problem));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The chunk read last, of which a later piece may need more.
-#[derive(Default)]
-struct Chunk {
-    index: Option<usize>,
-    bytes: Vec<u8>,
-}
-
-/// Reads the bytes of one part.
-struct PartReader<'a> {
-    step: &'a Step,
-    file: Arc<dyn ReadFile>,
-    tensor: &'a TensorEntry,
-    part: &'a PartEntry,
-}
-
-impl PartReader<'_> {
-    /// Fills the buffer from byte `from` of the part on.
-    fn read(&self, from: u64, buffer: &mut [u8]) -> Result<(), Error> {
-        let read = self
-            .file
-            .read_exact_at(buffer, self.part.bytes.start + from);
-        read.map_err(|source| Error::Io {
-            operation: "read",
-            path: self.step.file_path(self.part.file),
-            source,
-        })
-    }
-
-    /// As [`read`](Self::read), by way of whole chunks that are checked.
-    ///
-    /// A chunk that is wanted in full goes straight into the buffer.
-    fn read_verified(
-        &self,
-        from: u64,
-        mut buffer: &mut [u8],
-        chunk: &mut Chunk,
-    ) -> Result<(), Error> {
-        let chunk_bytes = self.step.index.chunk_bytes;
-        let part_bytes = self.part.bytes.end - self.part.bytes.start;
-        let mut from = from;
-        while !buffer.is_empty() {
-            let index = (from / chunk_bytes) as usize;
-            let start = index as u64 * chunk_bytes;
-            let end = (start + chunk_bytes).min(part_bytes);
-            let len = buffer.len().min((end - from) as usize);
-            let (now, later) = std::mem::take(&mut buffer).split_at_mut(len);
-            let in_file = self.part.bytes.start + start..self.part.bytes.start + end;
-            // Validation established that there is a checksum for every chunk.
-            let expected = self.part.crc32.0[index];
-            if len as u64 == end - start {
-                self.read_chunk(in_file, expected, now)?;
-            } else {
-                if chunk.index != Some(index) {
-                    chunk.index = None;
-                    chunk.bytes.resize((end - start) as usize, 0);
-                    self.read_chunk(in_file, expected, &mut chunk.bytes)?;
-                    chunk.index = Some(index);
-                }
-                let offset = (from - start) as usize;
-                now.copy_from_slice(&chunk.bytes[offset..offset + len]);
-            }
-            from += len as u64;
-            buffer = later;
-        }
-        Ok(())
-    }
-
-    fn read_chunk(&self, bytes: Range<u64>, expected: u32, buffer: &mut [u8]) -> Result<(), Error> {
-        let mut from = bytes.start - self.part.bytes.start;
-        let mut hasher = Hasher::new();
-        for block in buffer.chunks_mut(BLOCK_BYTES) {
-            self.read(from, block)?;
-            hasher.update(block);
-            from += block.len() as u64;
-        }
-        let got = hasher.finalize();
-        if got == expected {
-            return Ok(());
-        }
-        Err(Error::Checksum {
-            path: self.step.file_path(self.part.file),
-            tensor: Some(self.tensor.name.clone()),
-            bytes,
-            expected,
-            got,
-        })
-    }
-}
-
-fn overlap(
-    part: &PartEntry,
-    tensor: &TensorEntry,
-    region: &Region,
-) -> impl Iterator<Item = Overlap> {
-    let from = Runs::new(&part.region, &tensor.shape);
-    overlaps(from, Runs::new(region, &tensor.shape))
-}
-
-fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Index, Error> {
-    let seal_path = path.join(SEAL_FILE);
-    let index_path = path.join(INDEX_FILE);
-    for (file, name) in [(&index_path, INDEX_FILE), (&seal_path, SEAL_FILE)] {
-        let exists = storage.exists(file);
-        if !exists.map_err(Error::io("look for", file))? {
-            return Err(Error::NotACheckpoint {
-                path: path.to_owned(),
-                missing: name.to_owned(),
-            });
-        }
-    }
-    // More than any seal has.
-    const MAX_SEAL_BYTES: u64 = 64;
-    let found = read_whole(
-        storage,
-        &seal_path,
-        "the checksum of the index",
-        MAX_SEAL_BYTES,
-    )?;
-    let json = read_whole(storage, &index_path, "the index", limits.index_bytes)?;
-    if found != seal(&json).as_bytes() {
-        let problem = format!(
-            "its checksum and length are not those in {SEAL_FILE}: one of the two files was changed"
-        );
-        return Err(Error::invalid(&index_path, problem));
-    }
-    Index::from_json(&index_path, &json)
-}
-
-fn read_whole(
-    storage: &dyn Storage,
-    path: &Path,
-    what: &'static str,
-    limit: u64,
-) -> Result<Vec<u8>, Error> {
-    let file = storage.open_file(path).map_err(Error::io("open", path))?;
-    let got = file.num_bytes().map_err(Error::io("open", path))?;
-    if got > limit {
-        return Err(Error::Limit {
-            path: path.to_owned(),
-            what,
-            limit,
-            got,
-        });
-    }
-    let mut bytes = vec![0; got as usize];
-    let read = file.read_exact_at(&mut bytes, 0);
-    read.map_err(Error::io("read", path))?;
-    Ok(bytes)
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 mod file_system;
 mod memory;
@@ -29,14 +29,20 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Makes a file; an error if it is there.
     fn create_file(&self, path: &Path) -> io::Result<Box<dyn WriteFile>>;
 
-    /// Opens a file. Refuses anything else, such as a link or a pipe.
+    /// Opens a file. Anything else, such as a link or a pipe, is an error of the kind
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput).
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn ReadFile>>;
 
     /// What is in a folder, in no order.
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>>;
 
+    /// What there is of this name; a link is not followed. `None` if there is nothing.
+    fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>>;
+
     /// Whether there is anything of this name, be it a link to nothing.
-    fn exists(&self, path: &Path) -> io::Result<bool>;
+    fn exists(&self, path: &Path) -> io::Result<bool> {
+        Ok(self.kind(path)?.is_some())
+    }
 
     /// Gives a file or folder another name in the same folder, at once.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
@@ -46,6 +52,28 @@ pub trait Storage: fmt::Debug + Send + Sync {
 
     /// Removes an empty folder.
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
+
+    /// Removes a file, a link, or a folder with everything in it. No link is followed, not even if
+    /// `path` is one.
+    fn remove_tree(&self, path: &Path) -> io::Result<()> {
+        match self.kind(path)? {
+            None => Err(io::ErrorKind::NotFound.into()),
+            Some(EntryKind::Dir) => {
+                for entry in self.list(path)? {
+                    self.remove_tree(&path.join(&entry.name))?;
+                }
+                self.remove_dir(path)
+            }
+            Some(_) => self.remove_file(path),
+        }
+    }
+
+    /// Another name of the same file or folder, without links and the same for all of its names.
+    ///
+    /// The last part of the path need not be there.
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+        Ok(path.components().collect())
+    }
 
     /// Returns when the entries of a folder will survive a crash.
     fn sync_dir(&self, path: &Path) -> io::Result<()>;
@@ -74,25 +102,32 @@ pub trait ReadFile: Send + Sync {
 }
 
 /// Something that is locked as long as this lives.
-pub trait Lock: fmt::Debug + Send {}
+pub trait Lock: fmt::Debug + Send + Sync {
+    /// Whether others are held off. Some network file systems have no locks; there this is a lock in
+    /// name only.
+    fn is_effective(&self) -> bool {
+        true
+    }
+}
 
 /// An entry of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirEntry {
     /// Its name; entries whose names are no text are not listed.
     pub name: String,
-    /// Whether it is a folder, as opposed to a file or link.
-    pub is_dir: bool,
+    /// What it is.
+    pub kind: EntryKind,
 }
 
-/// Removes a folder with everything in it, following no links.
-pub(crate) fn remove_tree(storage: &dyn Storage, path: &Path) -> io::Result<()> {
-    for entry in storage.list(path)? {
-        let path = path.join(&entry.name);
-        match entry.is_dir {
-            true => remove_tree(storage, &path)?,
-            false => storage.remove_file(&path)?,
-        }
-    }
-    storage.remove_dir(path)
+/// What a name in a folder stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EntryKind {
+    /// A regular file.
+    File,
+    /// A folder.
+    Dir,
+    /// A symbolic link, wherever it leads.
+    Link,
+    /// Anything else, such as a pipe or a device.
+    Other,
 }

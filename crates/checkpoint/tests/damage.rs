@@ -2,59 +2,14 @@
 
 mod common;
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-
 use burn_fsdp_checkpoint::storage::{FileSystem, Memory, Storage};
 use burn_fsdp_checkpoint::{
-    Check, Checkpoints, Dtype, Error, ExpectedTensor, Extra, Layout, Limits, Region, Step,
-    TensorKind, TensorSpec, WritePlan, fuzzing,
+    Check, Checkpoints, Dtype, Error, ExpectedTensor, Extra, Limits, Region, TensorSpec, fuzzing,
 };
-use common::Kind;
+use common::stored::{FILES, assert_names, checkpoints, copy, in_step, plan, with_index_text};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
-use serde_json::{Value, json};
-
-const FILES: [&str; 4] = [
-    "index.json",
-    "index.json.crc32",
-    "rank-00000.safetensors",
-    "rank-00001.safetensors",
-];
-
-fn checkpoints(memory: &Memory) -> Checkpoints {
-    Checkpoints::with_storage(Arc::new(memory.clone()), "run")
-}
-
-fn in_step(step: u64, file: &str) -> PathBuf {
-    Path::new("run").join(format!("step-{step:06}")).join(file)
-}
-
-/// Small tensors of all kinds and one of several chunks a rank.
-fn plan() -> Arc<WritePlan> {
-    let mesh = common::line(2);
-    let mut tensors = common::tensors(&mesh, Kind::Flat);
-    let layout = Layout::dim(&mesh, "shard", 1).expect("an axis");
-    let shape = [700, 1001];
-    tensors.push(TensorSpec::new(
-        "big",
-        shape,
-        Dtype::F32,
-        TensorKind::Parameter,
-        layout,
-    ));
-    Arc::new(WritePlan::new(&mesh, tensors).expect("fits"))
-}
-
-fn copy(memory: &Memory, step: u64) -> Vec<Vec<u8>> {
-    let read = |file: &&str| memory.read(&in_step(step, file)).expect("there");
-    FILES.iter().map(read).collect()
-}
-
-fn assert_names(error: &Error, text: &str) {
-    let message = error.to_string();
-    assert!(message.contains(text), "{message:?} does not name {text:?}");
-}
+use serde_json::Value;
 
 #[test]
 fn bit_flips_and_truncations_are_detected_where_they_are() {
@@ -158,224 +113,18 @@ fn a_missing_file_is_named() {
         let memory = Memory::new();
         common::save_step(&checkpoints(&memory), &plan(), 1);
         memory.remove_file(&in_step(1, file)).expect("there");
-        let found = checkpoints(&memory)
+        let error = checkpoints(&memory)
             .newest_good(Check::Sizes)
-            .expect("lists");
-        assert!(found.step.is_none());
-        assert_names(&found.skipped[0].error, file);
+            .expect_err("there are steps, and none is good");
+        assert!(
+            matches!(error, Error::NoGoodStep { count: 1, .. }),
+            "{error}"
+        );
+        assert_names(&error, file);
     }
     let error = checkpoints(&Memory::new()).newest().expect_err("nothing");
     assert!(matches!(error, Error::NoStep { .. }));
     assert!(error.to_string().contains("has no whole step"), "{error}");
-}
-
-/// A step whose index is edited and sealed again, as somebody would who means harm.
-fn with_index(edit: impl FnOnce(&mut Value)) -> Result<Step, Error> {
-    let memory = Memory::new();
-    common::save_step(&checkpoints(&memory), &plan(), 1);
-    let json = memory.read(&in_step(1, FILES[0])).expect("there");
-    let mut index: Value = serde_json::from_slice(&json).expect("JSON");
-    edit(&mut index);
-    with_index_text(&memory, index.to_string())
-}
-
-fn with_index_text(memory: &Memory, json: String) -> Result<Step, Error> {
-    let seal = format!("{:08x} {}\n", crc32fast::hash(json.as_bytes()), json.len());
-    memory
-        .write(&in_step(1, FILES[0]), json.into_bytes())
-        .expect("in memory");
-    memory
-        .write(&in_step(1, FILES[1]), seal.into_bytes())
-        .expect("in memory");
-    checkpoints(memory).open(1)
-}
-
-#[test]
-fn malicious_indices_are_refused() {
-    with_index(|_| ()).expect("an unchanged index is fine");
-    type Edit = fn(&mut Value);
-    let edits: &[(&str, Edit)] = &[
-        ("format version 2", |i| i["version"] = json!(2)),
-        ("format", |i| i["format"] = json!("x".repeat(10_000))),
-        ("chunk_bytes", |i| i["chunk_bytes"] = json!(0)),
-        ("chunk_bytes", |i| i["chunk_bytes"] = json!(1u64 << 40)),
-        ("world_size", |i| i["world_size"] = json!(3)),
-        ("world_size", |i| i["mesh"][0]["size"] = json!(u64::MAX)),
-        ("at most 64", |i| {
-            i["mesh"] = vec![json!({"name": "a", "size": 1}); 65].into()
-        }),
-        ("plain name", |i| {
-            i["files"][0]["name"] = json!("../rank.safetensors")
-        }),
-        ("plain name", |i| {
-            i["files"][0]["name"] = json!("/tmp/rank.safetensors")
-        }),
-        ("plain name", |i| {
-            i["files"][0]["name"] = json!("a\\rank.safetensors")
-        }),
-        ("plain name", |i| i["files"][0]["name"] = json!("..")),
-        ("plain name", |i| {
-            i["files"][0]["name"] = json!("\u{202e}.safetensors")
-        }),
-        ("plain name", |i| {
-            i["files"][0]["name"] = json!("index.json")
-        }),
-        ("occurs twice", |i| {
-            i["files"][0]["name"] = i["files"][1]["name"].clone()
-        }),
-        ("impossible sizes", |i| {
-            i["files"][0]["bytes"] = json!(u64::MAX)
-        }),
-        ("impossible sizes", |i| {
-            i["files"][0]["header_bytes"] = json!(u64::MAX)
-        }),
-        ("impossible sizes", |i| {
-            i["files"][0]["header_bytes"] = json!(7)
-        }),
-        ("to count", |i| {
-            i["files"][0]["bytes"] = json!(i64::MAX);
-            i["files"][1]["bytes"] = json!(i64::MAX);
-        }),
-        ("two of that name", |i| {
-            i["tensors"][1]["name"] = i["tensors"][0]["name"].clone()
-        }),
-        ("name must be", |i| i["tensors"][0]["name"] = json!("")),
-        ("name must be", |i| {
-            i["tensors"][0]["name"] = json!("__metadata__")
-        }),
-        ("too large", |i| {
-            i["tensors"][0]["shape"] = json!([u64::MAX, 2])
-        }),
-        ("at most 16", |i| {
-            i["tensors"][0]["shape"] = vec![1; 17].into()
-        }),
-        ("whole bytes", |i| i["tensors"][0]["dtype"] = json!("F4")),
-        ("unknown variant", |i| {
-            i["tensors"][0]["dtype"] = json!("F31")
-        }),
-        ("unknown field", |i| i["more"] = json!(1)),
-        ("missing field", |i| {
-            i.as_object_mut().expect("a map").remove("training");
-        }),
-        ("parts hold", |i| {
-            i["tensors"][0]["parts"]
-                .as_array_mut()
-                .expect("a list")
-                .pop();
-        }),
-        ("two parts in file", |i| {
-            let part = i["tensors"][0]["parts"][0].clone();
-            i["tensors"][0]["parts"]
-                .as_array_mut()
-                .expect("a list")
-                .push(part);
-        }),
-        ("does not exist", |i| {
-            i["tensors"][0]["parts"][0]["file"] = json!(2)
-        }),
-        ("bytes after byte", |i| {
-            i["tensors"][0]["parts"][0]["bytes"]["end"] = json!(1u64 << 60)
-        }),
-        ("bytes after byte", |i| {
-            i["tensors"][0]["parts"][0]["bytes"]["start"] = json!(1u64 << 61)
-        }),
-        ("bytes after byte", |i| {
-            i["tensors"][0]["parts"][0]["bytes"] = json!({"start": 0, "end": 212})
-        }),
-        ("instead of", |i| {
-            // Overlapping bytes of two tensors in one file.
-            let first = i["tensors"][9]["parts"][0]["bytes"].clone();
-            i["tensors"][10]["parts"][0]["bytes"] = first;
-        }),
-        ("parts hold elements", |i| {
-            // Overlapping elements of one tensor, with bytes and checksums to match.
-            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 52, "end": 104}});
-        }),
-        ("it has no elements", |i| {
-            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 53, "end": 1000}});
-        }),
-        ("it has no elements", |i| {
-            i["tensors"][0]["parts"][1]["region"] = json!({"flat": {"start": 50, "end": 3}});
-        }),
-        ("overlap", |i| {
-            let parts = &mut i["tensors"][11]["parts"];
-            assert!(
-                parts[0]["region"]["box"].is_object(),
-                "shards of dim 1 are boxes"
-            );
-            parts[1]["region"]["box"]["offsets"] = json!([0, 0]);
-        }),
-        ("it has no box", |i| {
-            i["tensors"][11]["parts"][1]["region"]["box"]["offsets"] = json!([0, u64::MAX]);
-        }),
-        ("it has no box", |i| {
-            i["tensors"][11]["parts"][1]["region"]["box"]["offsets"] = json!([0]);
-        }),
-        ("all ranges or all boxes", |i| {
-            i["tensors"][11]["parts"][1]["region"] =
-                json!({"flat": {"start": 0, "end": 700 * 500}});
-        }),
-        ("checksums for", |i| {
-            i["tensors"][0]["parts"][0]["crc32"] = json!("")
-        }),
-        ("hexadecimal", |i| {
-            i["tensors"][0]["parts"][0]["crc32"] = json!("0123456")
-        }),
-        ("hexadecimal", |i| {
-            i["tensors"][0]["parts"][0]["crc32"] = json!("+1234567")
-        }),
-        ("hexadecimal", |i| {
-            i["tensors"][0]["parts"][0]["crc32"] = json!("\u{e9}\u{e9}\u{e9}\u{e9}")
-        }),
-        ("invalid type", |i| i["training"] = json!(null)),
-    ];
-    for (expected, edit) in edits {
-        let error = with_index(edit).expect_err(expected);
-        assert_names(&error, "index.json");
-        assert_names(&error, expected);
-    }
-}
-
-#[test]
-fn malicious_text_is_refused_without_much_memory_or_stack() {
-    let memory = Memory::new();
-    common::save_step(&checkpoints(&memory), &plan(), 1);
-    let head = r#"{"format":"burn-fsdp-checkpoint","version":1,"model":"#;
-    let depth = 1 << 20;
-    let deep = format!("{head}{}{}}}", "[".repeat(depth), "]".repeat(depth));
-    let error = with_index_text(&memory, deep).expect_err("too deep");
-    assert_names(&error, "recursion limit");
-    let twice = format!("{head}1,\"model\":2}}");
-    let error = with_index_text(&memory, twice).expect_err("two models");
-    assert_names(&error, "duplicate field");
-    for text in ["", "null", "[]", "{}", "\u{0}", "{\"format\":\"x\""] {
-        let error = with_index_text(&memory, text.to_owned()).expect_err(text);
-        assert_names(&error, "index.json");
-    }
-    let limits = Limits {
-        index_bytes: 100,
-        ..Limits::default()
-    };
-    let error = checkpoints(&memory).with_limits(limits);
-    let error = with_index_text(&memory, " ".repeat(101))
-        .and(error.open(1))
-        .expect_err("too large");
-    assert_names(&error, "index.json");
-    let error = checkpoints(&memory)
-        .with_limits(limits)
-        .open(1)
-        .expect_err("too large");
-    assert!(
-        matches!(
-            error,
-            Error::Limit {
-                limit: 100,
-                got: 101,
-                ..
-            }
-        ),
-        "{error}"
-    );
 }
 
 #[test]

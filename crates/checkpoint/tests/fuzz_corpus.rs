@@ -121,15 +121,21 @@ fn corpus_and_mutations_neither_panic_nor_hang() {
 
 #[test]
 fn written_files_are_the_corpus() {
-    let is_written = std::env::var_os("WRITE_FUZZ_CORPUS").is_some();
+    let is_written_anew = std::env::var_os("WRITE_FUZZ_CORPUS").is_some();
     let write = |target: &str, name: &str, bytes: &[u8]| {
-        let dir = corpus(target);
-        if is_written {
-            std::fs::create_dir_all(&dir).expect("makes a folder");
-            std::fs::write(dir.join(name), bytes).expect("writes");
+        let path = corpus(target).join(name);
+        if is_written_anew {
+            std::fs::create_dir_all(corpus(target)).expect("makes a folder");
+            std::fs::write(path, bytes).expect("writes");
+            return;
         }
-        let known = std::fs::read(dir.join(name)).expect("the corpus has it");
-        assert!(known == bytes, "{target}/{name}: the format has changed");
+        let there = std::fs::read(&path).expect("a file of the corpus");
+        assert!(
+            there == bytes,
+            "the format has changed: {} is not what is written now; read the older one as well, or \
+             raise the version, and write the corpus anew with WRITE_FUZZ_CORPUS=1",
+            path.display()
+        );
     };
     let in_step = |memory: &Memory, file: &str| {
         let path = Path::new("run/step-000001").join(file);

@@ -1,6 +1,7 @@
 //! Whether an index, which may come from anyone, can be relied on.
 
 use std::collections::HashSet;
+use std::ops::RangeInclusive;
 use std::path::Path;
 
 use super::{FileEntry, Index, PartEntry, TensorEntry};
@@ -11,6 +12,9 @@ use crate::{Error, Region};
 
 /// A tensor may have at most this many boxes: they are compared in pairs.
 const MAX_BOXES: usize = 1 << 14;
+
+/// Losses are scaled in 32 bits.
+const LOSS_SCALES: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=f32::MAX as f64;
 
 impl Index {
     /// See [`Index`] for what this establishes. `path` is for messages.
@@ -32,9 +36,14 @@ impl Index {
             ));
         }
         if let Some(loss_scale) = self.training.loss_scale
-            && !loss_scale.scale.is_finite()
+            && !LOSS_SCALES.contains(&loss_scale.scale)
         {
-            return invalid(format!("the loss scale is {}", loss_scale.scale));
+            return invalid(format!(
+                "the loss scale is {:?} but should be {:e} to {:e}",
+                loss_scale.scale,
+                LOSS_SCALES.start(),
+                LOSS_SCALES.end()
+            ));
         }
         self.validate_files(path)?;
         let mut names = HashSet::new();

@@ -2,9 +2,9 @@
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::{DirEntry, Lock, ReadFile, Storage, WriteFile};
+use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// The file system.
 ///
@@ -40,12 +40,8 @@ impl Storage for FileSystem {
     }
 
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn ReadFile>> {
-        // Asked before opening: a pipe would block the opener for ever.
-        if !fs::symlink_metadata(path)?.is_file() {
-            let problem = "it is not a regular file";
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, problem));
-        }
-        Ok(Box::new(Read(File::open(path)?)))
+        let file = without_following(OpenOptions::new().read(true)).open(path);
+        Ok(Box::new(Read(regular(file, path)?)))
     }
 
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>> {
@@ -53,17 +49,17 @@ impl Storage for FileSystem {
         for entry in fs::read_dir(path)? {
             let entry = entry?;
             if let Ok(name) = entry.file_name().into_string() {
-                let is_dir = entry.file_type()?.is_dir();
-                entries.push(DirEntry { name, is_dir });
+                let kind = kind_of(entry.file_type()?);
+                entries.push(DirEntry { name, kind });
             }
         }
         Ok(entries)
     }
 
-    fn exists(&self, path: &Path) -> io::Result<bool> {
+    fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>> {
         match fs::symlink_metadata(path) {
-            Ok(_) => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Ok(metadata) => Ok(Some(kind_of(metadata.file_type()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -80,30 +76,108 @@ impl Storage for FileSystem {
         fs::remove_dir(path)
     }
 
+    fn remove_tree(&self, path: &Path) -> io::Result<()> {
+        match self.kind(path)? {
+            // Goes by open folders and not by paths: a folder that somebody exchanges for a link
+            // meanwhile is not followed. Entries whose names are no text go, too.
+            Some(EntryKind::Dir) => fs::remove_dir_all(path),
+            Some(_) => fs::remove_file(path),
+            None => Err(io::ErrorKind::NotFound.into()),
+        }
+    }
+
+    fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
+        let parent = path.parent().filter(|parent| *parent != Path::new(""));
+        match (path.canonicalize(), path.file_name()) {
+            (Err(error), Some(name)) if error.kind() == io::ErrorKind::NotFound => {
+                Ok(parent.unwrap_or(Path::new(".")).canonicalize()?.join(name))
+            }
+            (canonical, _) => canonical,
+        }
+    }
+
     fn sync_dir(&self, path: &Path) -> io::Result<()> {
         let path = match path.as_os_str().is_empty() {
             true => Path::new("."),
             false => path,
         };
         // Other systems cannot open folders; theirs record renames by themselves.
-        match cfg!(unix) {
-            true => File::open(path)?.sync_all(),
-            false => Ok(()),
+        if !cfg!(unix) {
+            return Ok(());
+        }
+        match File::open(path)?.sync_all() {
+            // SMB and some file systems of user space have no call for it. Nobody can ask more of them
+            // than what they promise by themselves, and a save without it is better than none.
+            Err(error) if is_unsupported(&error) => Ok(()),
+            result => result,
         }
     }
 
     fn lock(&self, path: &Path) -> io::Result<Option<Box<dyn Lock>>> {
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .open(path)?;
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(false);
+        let file = regular(without_following(&mut options).open(path), path)?;
         match file.try_lock() {
             Ok(()) => Ok(Some(Box::new(Locked(file)))),
             Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(error)) if is_unsupported(&error) => {
+                Ok(Some(Box::new(Unlocked)))
+            }
             Err(TryLockError::Error(error)) => Err(error),
         }
     }
+}
+
+fn kind_of(file_type: fs::FileType) -> EntryKind {
+    match file_type {
+        is if is.is_file() => EntryKind::File,
+        is if is.is_dir() => EntryKind::Dir,
+        is if is.is_symlink() => EntryKind::Link,
+        _ => EntryKind::Other,
+    }
+}
+
+/// Opening neither follows a link nor waits for the other end of a pipe.
+fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
+    #[cfg(unix)]
+    {
+        use rustix::fs::OFlags;
+        let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        std::os::unix::fs::OpenOptionsExt::custom_flags(options, flags.bits() as i32);
+    }
+    options
+}
+
+/// The file that was opened, if it is a regular one.
+fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
+    let is_regular = match &opened {
+        Ok(file) => file.metadata()?.is_file(),
+        // What cannot be opened because it is a link, a folder or a pipe is told as such.
+        Err(_) => fs::symlink_metadata(path).map_or(true, |metadata| metadata.is_file()),
+    };
+    match is_regular {
+        true => opened,
+        false => {
+            let problem = "it is not a regular file";
+            Err(io::Error::new(io::ErrorKind::InvalidInput, problem))
+        }
+    }
+}
+
+/// Whether a file system says that it does not have this operation at all.
+fn is_unsupported(error: &io::Error) -> bool {
+    #[cfg(unix)]
+    {
+        use rustix::io::Errno;
+        let codes = [Errno::NOSYS, Errno::NOTSUP, Errno::OPNOTSUPP, Errno::INVAL];
+        if codes
+            .iter()
+            .any(|code| error.raw_os_error() == Some(code.raw_os_error()))
+        {
+            return true;
+        }
+    }
+    error.kind() == io::ErrorKind::Unsupported
 }
 
 struct Written(File);
@@ -150,3 +224,13 @@ impl ReadFile for Read {
 struct Locked(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Lock for Locked {}
+
+/// Where the file system has no locks.
+#[derive(Debug)]
+struct Unlocked;
+
+impl Lock for Unlocked {
+    fn is_effective(&self) -> bool {
+        false
+    }
+}

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{DirEntry, Lock, ReadFile, Storage, WriteFile};
+use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// A storage in memory, for tests: [`crash`](Self::crash) forgets what was not synced, as a machine
 /// without power does.
@@ -145,6 +145,13 @@ impl Disk {
         Ok(node)
     }
 
+    fn kind(&self, node: Node) -> EntryKind {
+        match self.files.contains_key(&node) {
+            true => EntryKind::File,
+            false => EntryKind::Dir,
+        }
+    }
+
     fn dir(&mut self, path: &Path) -> io::Result<&mut DirNode> {
         let node = self.node(path)?;
         if node == 0 {
@@ -233,13 +240,14 @@ impl Storage for Memory {
         let entries = disk.dir(path)?.entries.clone();
         let entry = |(name, node): (String, Node)| DirEntry {
             name,
-            is_dir: disk.dirs.contains_key(&node),
+            kind: disk.kind(node),
         };
         Ok(entries.into_iter().map(entry).collect())
     }
 
-    fn exists(&self, path: &Path) -> io::Result<bool> {
-        Ok(self.disk().node(path).is_ok())
+    fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>> {
+        let disk = self.disk();
+        Ok(disk.node(path).ok().map(|node| disk.kind(node)))
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

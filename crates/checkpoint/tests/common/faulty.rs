@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use burn_fsdp_checkpoint::storage::{DirEntry, Lock, ReadFile, Storage, WriteFile};
+use burn_fsdp_checkpoint::storage::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
 /// When operations that change something fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,8 +98,8 @@ impl<S: Storage> Storage for Faulty<S> {
         self.inner.list(path)
     }
 
-    fn exists(&self, path: &Path) -> io::Result<bool> {
-        self.inner.exists(path)
+    fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>> {
+        self.inner.kind(path)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

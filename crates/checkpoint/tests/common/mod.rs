@@ -4,6 +4,7 @@
 #![allow(unreachable_pub, reason = "a module of several test programs")]
 
 pub mod faulty;
+pub mod stored;
 
 use std::sync::Arc;
 use std::time::Duration;

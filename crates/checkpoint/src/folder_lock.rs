@@ -1,0 +1,94 @@
+//! Who may change a folder of steps.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use crate::Error;
+use crate::storage::{Lock, Storage};
+
+/// Name of the file that is locked.
+const LOCK_FILE: &str = ".lock";
+
+/// How long somebody else may hold a lock until that is an error: a process that was just killed, or a
+/// save of another program, is gone by then.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How often to try again meanwhile.
+const RETRY: Duration = Duration::from_millis(20);
+
+/// A folder that is held for one save or removal.
+#[derive(Debug)]
+pub(crate) enum FolderLock {
+    /// Against everybody.
+    Own(#[expect(dead_code, reason = "held for its lock")] Box<dyn Lock>),
+    /// Against others of the same run, which holds the folder against everybody else.
+    Turn(Arc<RunLock>),
+}
+
+/// A folder that is held for the life of a run.
+#[derive(Debug)]
+pub(crate) struct RunLock {
+    lock: Box<dyn Lock>,
+    /// Whether a save or removal of this run is under way.
+    is_busy: AtomicBool,
+}
+
+impl FolderLock {
+    pub(crate) fn new(storage: &dyn Storage, root: &Path) -> Result<Self, Error> {
+        Ok(Self::Own(lock(storage, root)?))
+    }
+}
+
+impl Drop for FolderLock {
+    fn drop(&mut self) {
+        if let Self::Turn(held) = self {
+            held.is_busy.store(false, Ordering::Release);
+        }
+    }
+}
+
+impl RunLock {
+    pub(crate) fn new(storage: &dyn Storage, root: &Path) -> Result<Self, Error> {
+        Ok(Self {
+            lock: lock(storage, root)?,
+            is_busy: AtomicBool::new(false),
+        })
+    }
+
+    pub(crate) fn is_effective(&self) -> bool {
+        self.lock.is_effective()
+    }
+
+    /// The next turn of the run's own saves.
+    pub(crate) fn turn(held: &Arc<Self>, root: &Path) -> Result<FolderLock, Error> {
+        wait(root, || {
+            let was_busy = held.is_busy.swap(true, Ordering::AcqRel);
+            Ok((!was_busy).then(|| FolderLock::Turn(Arc::clone(held))))
+        })
+    }
+}
+
+fn lock(storage: &dyn Storage, root: &Path) -> Result<Box<dyn Lock>, Error> {
+    let path = root.join(LOCK_FILE);
+    wait(root, || {
+        storage.lock(&path).map_err(Error::io("lock", &path))
+    })
+}
+
+/// Tries until it succeeds, or patience is at its end.
+fn wait<T>(root: &Path, attempt: impl Fn() -> Result<Option<T>, Error>) -> Result<T, Error> {
+    let start = Instant::now();
+    loop {
+        match attempt()? {
+            Some(lock) => return Ok(lock),
+            None if start.elapsed() < PATIENCE => sleep(RETRY),
+            None => {
+                let path = root.join(LOCK_FILE);
+                return Err(Error::Locked { path });
+            }
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Reading the bytes of one part, checked or not.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crc32fast::Hasher;
+
+use super::Step;
+use crate::checksum::BLOCK_BYTES;
+use crate::index::PartEntry;
+use crate::region::{Overlap, Runs, overlaps};
+use crate::storage::ReadFile;
+use crate::{Error, Region, TensorEntry};
+
+/// The chunk read last, of which a later piece may need more.
+#[derive(Default)]
+pub(super) struct Chunk {
+    pub(super) index: Option<usize>,
+    bytes: Vec<u8>,
+}
+
+/// Reads the bytes of one part.
+pub(super) struct PartReader<'a> {
+    pub(super) step: &'a Step,
+    pub(super) file: Arc<dyn ReadFile>,
+    pub(super) tensor: &'a TensorEntry,
+    pub(super) part: &'a PartEntry,
+}
+
+impl PartReader<'_> {
+    /// Fills the buffer from byte `from` of the part on.
+    pub(super) fn read(&self, from: u64, buffer: &mut [u8]) -> Result<(), Error> {
+        let read = self
+            .file
+            .read_exact_at(buffer, self.part.bytes.start + from);
+        read.map_err(|source| Error::Io {
+            operation: "read",
+            path: self.step.file_path(self.part.file),
+            source,
+        })
+    }
+
+    /// As [`read`](Self::read), by way of whole chunks that are checked.
+    ///
+    /// A chunk that is wanted in full goes straight into the buffer.
+    pub(super) fn read_verified(
+        &self,
+        from: u64,
+        mut buffer: &mut [u8],
+        chunk: &mut Chunk,
+    ) -> Result<(), Error> {
+        let chunk_bytes = self.step.index.chunk_bytes;
+        let part_bytes = self.part.bytes.end - self.part.bytes.start;
+        let mut from = from;
+        while !buffer.is_empty() {
+            let index = (from / chunk_bytes) as usize;
+            let start = index as u64 * chunk_bytes;
+            let end = (start + chunk_bytes).min(part_bytes);
+            let len = buffer.len().min((end - from) as usize);
+            let (now, later) = std::mem::take(&mut buffer).split_at_mut(len);
+            let in_file = self.part.bytes.start + start..self.part.bytes.start + end;
+            // Validation established that there is a checksum for every chunk.
+            let expected = self.part.crc32.0[index];
+            if len as u64 == end - start {
+                self.read_chunk(in_file, expected, now)?;
+            } else {
+                if chunk.index != Some(index) {
+                    chunk.index = None;
+                    chunk.bytes.resize((end - start) as usize, 0);
+                    self.read_chunk(in_file, expected, &mut chunk.bytes)?;
+                    chunk.index = Some(index);
+                }
+                let offset = (from - start) as usize;
+                now.copy_from_slice(&chunk.bytes[offset..offset + len]);
+            }
+            from += len as u64;
+            buffer = later;
+        }
+        Ok(())
+    }
+
+    pub(super) fn read_chunk(
+        &self,
+        bytes: Range<u64>,
+        expected: u32,
+        buffer: &mut [u8],
+    ) -> Result<(), Error> {
+        let mut from = bytes.start - self.part.bytes.start;
+        let mut hasher = Hasher::new();
+        for block in buffer.chunks_mut(BLOCK_BYTES) {
+            self.read(from, block)?;
+            hasher.update(block);
+            from += block.len() as u64;
+        }
+        let got = hasher.finalize();
+        if got == expected {
+            return Ok(());
+        }
+        Err(Error::Checksum {
+            path: self.step.file_path(self.part.file),
+            tensor: Some(self.tensor.name.clone()),
+            bytes,
+            expected,
+            got,
+        })
+    }
+}
+
+/// The pieces of a region that a part holds.
+pub(super) fn overlap(
+    part: &PartEntry,
+    tensor: &TensorEntry,
+    region: &Region,
+) -> impl Iterator<Item = Overlap> {
+    let from = Runs::new(&part.region, &tensor.shape);
+    overlaps(from, Runs::new(region, &tensor.shape))
+}
