@@ -182,6 +182,15 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
             return Err(InputError::TooLarge { flag, value, most });
         }
     }
+    // Each may be large, but not both.
+    let tokens = args.batch.saturating_mul(seq);
+    if tokens > MOST_TOKENS {
+        return Err(InputError::TooLarge {
+            flag: "--batch times --seq",
+            value: tokens,
+            most: MOST_TOKENS,
+        });
+    }
     let is_learned = args.model == Some(ModelArg::Gpt);
     if is_learned && seq > preset.seq() {
         let longest = preset.seq();

@@ -21,7 +21,8 @@ pub struct Flops {
 impl Flops {
     /// Of all kinds.
     pub fn total(&self) -> u64 {
-        self.matmul + self.convolution + self.pointwise
+        let products = self.matmul.saturating_add(self.convolution);
+        products.saturating_add(self.pointwise)
     }
 
     /// Of a whole graph.
@@ -42,7 +43,7 @@ impl Flops {
             return custom.flops;
         }
         let matmul = |multiplications: u64| Self {
-            matmul: 2 * multiplications,
+            matmul: multiplications.saturating_mul(2),
             ..Self::default()
         };
         let convolution = |multiplications: u64| Self {
@@ -90,9 +91,10 @@ impl Flops {
 
 impl AddAssign for Flops {
     fn add_assign(&mut self, other: Self) {
-        self.matmul += other.matmul;
-        self.convolution += other.convolution;
-        self.pointwise += other.pointwise;
+        // A trillion parameters and millions of tokens are more than 64 bits count.
+        self.matmul = self.matmul.saturating_add(other.matmul);
+        self.convolution = self.convolution.saturating_add(other.convolution);
+        self.pointwise = self.pointwise.saturating_add(other.pointwise);
     }
 }
 

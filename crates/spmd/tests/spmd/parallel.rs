@@ -81,7 +81,7 @@ where
     results.swap_remove(0)
 }
 
-/// To 1e-5 of each loss, and 1e-4 of the largest value of each parameter.
+/// To 1e-5 of each loss, and of the largest value of each parameter.
 fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
     assert_losses_close(what, losses, expected);
     assert!(!parameters.is_empty());
@@ -93,7 +93,7 @@ fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Tr
             .fold(1e-6f32, |most, value| most.max(value.abs()));
         for (value, expected) in values.iter().zip(&expected) {
             assert!(
-                (value - expected).abs() <= 1e-4 * largest,
+                (value - expected).abs() <= 1e-5 * largest,
                 "{what}, {path}: {value} is not {expected}, the largest is {largest}"
             );
         }

@@ -45,7 +45,7 @@ fn thirteen_billion_parameters_are_traced_and_scheduled_without_their_memory() {
     let gathers = graph.nodes().iter().filter(|node| {
         let collective = node.collective.as_ref();
         collective.is_some_and(|collective| {
-            collective.kind == CollectiveKind::AllGather && collective.stage == Stage::Start
+            collective.kind == CollectiveKind::AllGather && collective.stage != Stage::Wait
         })
     });
     let gathers = gathers.count();
