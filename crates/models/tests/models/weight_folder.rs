@@ -121,6 +121,9 @@ fn files_outside_of_the_folder_are_not_opened() {
     }
 }
 
+/// What makes an index wrong.
+type Change<'a> = &'a dyn Fn(&mut Value);
+
 #[test]
 fn an_index_that_does_not_fit_its_files_is_refused() {
     let (first, second) = (
@@ -141,7 +144,7 @@ fn an_index_that_does_not_fit_its_files_is_refused() {
     let extra = |index: &mut Value| index["weight_map"]["more"] = json!(first);
     let gone = |index: &mut Value| index["weight_map"]["more"] = json!("gone");
     let number = |index: &mut Value| index["weight_map"]["wte.weight"] = json!(3);
-    let cases: [(&dyn Fn(&mut Value), &str); 5] = [
+    let cases: [(Change<'_>, &str); 5] = [
         (&swapped, "tensor wte.weight"),
         (&missing, "has tensor wte.weight"),
         (&extra, "lacks tensor more"),
