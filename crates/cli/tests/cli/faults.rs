@@ -1,14 +1,11 @@
 //! A rank that fails ends the whole command, soon, and by its name.
 
-use std::time::{Duration, Instant};
-
 use crate::command::{Folder, Run};
 
 const ARGUMENTS: &str = "--synthetic --warmup 0 --steps 5 --metrics metrics.jsonl";
 
-fn fails(at: &str, how: &str, deadline: u64) -> (Run, Folder, Duration) {
+fn fails(at: &str, how: &str, deadline: u64) -> Run {
     let folder = Folder::new();
-    let start = Instant::now();
     let run = folder.train_with_fault(
         &format!("{ARGUMENTS} --deadline {deadline}"),
         &format!("rank:1,step:3,at:{at},how:{how}"),
@@ -18,8 +15,7 @@ fn fails(at: &str, how: &str, deadline: u64) -> (Run, Folder, Duration) {
     // Rank 1 may fail before rank 0 has seen the end of the step before.
     let num_lines = folder.read("metrics.jsonl").lines().count();
     assert!((2..=3).contains(&num_lines), "{at} {how}: {num_lines}");
-    let duration = start.elapsed();
-    (run, folder, duration)
+    run
 }
 
 fn error_line(run: &Run) -> &str {
@@ -32,35 +28,42 @@ fn error_line(run: &Run) -> &str {
 #[test]
 fn a_panic_is_reported_by_rank() {
     for at in ["forward", "backward", "collective"] {
-        let (run, _, duration) = fails(at, "panic", 600);
+        let run = fails(at, "panic", 600);
         assert!(
             error_line(&run).starts_with("error: rank 1 panicked: "),
             "{}",
             run.stderr
         );
-        assert!(duration < Duration::from_secs(10), "{duration:?}");
+        assert!(
+            !run.stderr.contains("waited"),
+            "nobody waits for the deadline: {}",
+            run.stderr
+        );
     }
 }
 
 #[test]
 fn an_error_is_reported_by_rank() {
     for at in ["forward", "backward", "collective"] {
-        let (run, _, duration) = fails(at, "error", 600);
+        let run = fails(at, "error", 600);
         assert!(
             error_line(&run).starts_with("error: rank 1 failed: "),
             "{}",
             run.stderr
         );
-        assert!(duration < Duration::from_secs(10), "{duration:?}");
+        assert!(
+            !run.stderr.contains("waited"),
+            "nobody waits for the deadline: {}",
+            run.stderr
+        );
     }
 }
 
 #[test]
 fn a_stall_ends_with_the_deadline() {
     for at in ["forward", "backward", "collective"] {
-        let (run, _, duration) = fails(at, "stall", 2);
+        let run = fails(at, "stall", 2);
         let line = error_line(&run);
         assert!(line.contains("waited 2s for ranks [1]"), "{at}: {line}");
-        assert!(duration < Duration::from_secs(7), "{duration:?}");
     }
 }
