@@ -9,7 +9,7 @@ use crate::folder_name::{Hidden, nonce, parse_step};
 use crate::index::{INDEX_FILE, SEAL_FILE};
 use crate::shard_header::{self, StoredTensor};
 use crate::staging::write_synced;
-use crate::storage::{self, EntryKind, Storage};
+use crate::storage::{EntryKind, Storage};
 use crate::tensor::check_tensor;
 use crate::{Error, Region, Step, TensorEntry};
 

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
 #[derive(Debug, Parser)]
-#[command(name = "burn-fsdp", version)]
+#[command(name = "burn-fsdp", version, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -64,7 +64,7 @@ pub(crate) struct InspectArgs {
     pub(crate) json: bool,
 }
 
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
     /// Folder of a step, or of checkpoints, of which the newest step is taken
     pub(crate) step: PathBuf,
@@ -79,20 +79,27 @@ pub(crate) struct GenerateArgs {
     pub(crate) seed: u64,
 }
 
-const AFTER_HELP: &str = "\
+/// What the exit code of every command says.
+const EXIT_CODES: &str = "\
+Exit code:
+  0  done; of a training also: stopped by a first signal, after a save
+  1  a second signal ended a training at once; saved steps are whole
+  2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
+     or written
+  3  a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
+     message says which, and saved steps are whole";
+
+const TRAIN_AFTER_HELP: &str = "\
 Environment:
   BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
                    rank:N,step:N,at:forward|backward|collective,how:panic|error|stall
                    (steps count from 0, warmup included)
   RUST_LOG         what to log on stderr [default: off]
 
-Exit code:
-  0  done
-  2  the command line, a file or the environment is at fault; nothing was trained
-  3  a rank failed; the message names it";
+Exit code: see `burn-fsdp --help`";
 
 #[derive(Debug, Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(after_help = TRAIN_AFTER_HELP)]
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
@@ -198,6 +205,9 @@ pub(crate) struct TrainingArgs {
     /// Scale gradients down to this norm, taken over all parameters
     #[arg(long, value_name = "MAX_NORM", allow_negative_numbers = true)]
     pub(crate) clip_grad_norm: Option<f64>,
+    /// What to do when the loss, the norm of the gradients, or a parameter is no finite number
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = NotFinite::Stop)]
+    pub(crate) nan: NotFinite,
     /// Type in which parameters and activations compute; f16 scales the loss. The optimizer's copy
     /// stays f32
     #[arg(long, value_enum, default_value_t = Float::F32)]
@@ -243,13 +253,15 @@ pub(crate) struct ShardingArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Checkpoints")]
 pub(crate) struct CheckpointArgs {
-    /// Save into this folder at the end, and when SIGTERM or SIGINT ends the run early
+    /// Save into this folder at the end, and when SIGTERM, SIGINT or SIGHUP ends the run early. No
+    /// other run may use it meanwhile; if it has steps, give --resume or --overwrite
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,
     /// Save every so many steps, too, in the background
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) save_every: Option<usize>,
-    /// Keep this many saved steps, the newest [default: all]
+    /// Keep this many saved steps, the newest; of 1 two, as only the step after shows whether the newest
+    /// gives finite losses [default: all]
     #[arg(long, value_name = "STEPS", requires = "checkpoint_dir")]
     pub(crate) keep_last: Option<std::num::NonZeroUsize>,
     /// Go on from a saved step, or start fresh where there is none
@@ -263,13 +275,33 @@ pub(crate) struct CheckpointArgs {
         requires = "checkpoint_dir"
     )]
     pub(crate) resume: Option<ResumeFrom>,
+    /// Remove the steps that are there before the first one is trained, and start fresh
+    #[arg(long, requires = "checkpoint_dir", conflicts_with = "resume")]
+    pub(crate) overwrite: bool,
+    /// How long a save may take before it is given up; training goes on meanwhile
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 3600,
+        requires = "checkpoint_dir"
+    )]
+    pub(crate) save_deadline: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum NotFinite {
+    /// End the run, saving nothing more, with exit code 3
+    Stop,
+    /// Go on; steps that are saved then push out no older ones
+    Continue,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ResumeFrom {
     /// The newest step; it is an error if that is damaged
     Newest,
-    /// The newest step that is whole, every byte of it verified
+    /// The newest step that is whole, every byte of it verified. Damaged ones are passed over; it is an
+    /// error if a step cannot be read, or all are damaged
     NewestGood,
 }
 

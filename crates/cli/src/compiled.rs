@@ -17,6 +17,7 @@ use burn_fsdp_models::{Batches, Gpt};
 use serde_json::Value;
 
 use crate::config::{Sharding, TrainConfig};
+use crate::console;
 use crate::eager;
 use crate::engine::Engine;
 use crate::error::RankError;
@@ -110,7 +111,9 @@ impl<'a> Compiled<'a> {
         let plan = MemoryPlan::new(graph, self.world.rank())?;
         if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
             let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
-            eprintln!("compiled: {nodes} operations, at most {peak} of tensors on a rank");
+            console::tell(format_args!(
+                "compiled: {nodes} operations, at most {peak} of tensors on a rank"
+            ));
         }
         let moments = plan.moments.iter().map(|moment| moment.during);
         let unsharded = moments.map(|bytes| bytes.full_parameters + bytes.gradients);

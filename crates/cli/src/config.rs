@@ -1,27 +1,24 @@
 //! What is to be done, complete and valid: nothing after this asks the user for anything.
 
-use std::env;
-use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::FloatDType;
-use burn_fsdp::{At, Clip, Fault, Precision, Strategy};
+use burn_fsdp::{Clip, Fault, Precision, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
-use crate::args::{
-    CheckpointArgs, Float, ModelArgs, ResumeFrom, StrategyArg, TrainArgs, TrainingArgs,
-};
+use crate::args::{Float, ModelArgs, NotFinite, StrategyArg, TrainArgs, TrainingArgs};
+use crate::console;
 use crate::data::Data;
 use crate::error::InputError;
+use crate::fault;
 use crate::host;
 use crate::output;
+use crate::resuming::Resumed;
+use crate::run_folder::CheckpointConfig;
 use crate::schedule::Schedule;
-
-const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
+use crate::settings::Settings;
 
 /// A training run.
 #[derive(Debug)]
@@ -39,6 +36,9 @@ pub(crate) struct TrainConfig {
     pub(crate) steps: usize,
     pub(crate) warmup: usize,
     pub(crate) schedule: Schedule,
+    /// What is saved with a step, to be compared by whoever goes on from it.
+    pub(crate) settings: Settings,
+    pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: AdamWConfig,
     pub(crate) ranks: usize,
     pub(crate) sharding: Sharding,
@@ -81,17 +81,6 @@ pub(crate) struct StepConfig {
     pub(crate) activation_checkpointing: bool,
 }
 
-/// Where and when to save.
-#[derive(Debug)]
-pub(crate) struct CheckpointConfig {
-    pub(crate) folder: PathBuf,
-    pub(crate) save_every: Option<usize>,
-    pub(crate) keep_last: Option<NonZeroUsize>,
-    pub(crate) resume: Option<ResumeFrom>,
-    /// Set by a signal: finish the step, save, and end.
-    pub(crate) stop: Arc<AtomicBool>,
-}
-
 impl TrainConfig {
     /// Resolves and checks everything, the cheap checks first and the disk last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
@@ -111,14 +100,26 @@ impl TrainConfig {
             return Err(InputError::Zero { flag: "--deadline" });
         }
         let is_compiled = args.training.compile;
-        let fault = fault_from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
+        let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
         check_memory(&model, batch, ranks, &sharding)?;
         let data = Data::read(&args.data, &model, batch)?;
         let init = args.model.init.as_ref();
         let init_file = init
             .map(|path| WeightsFile::open(path, model))
             .transpose()?;
+        if let Some(folder) = &sharding.offload {
+            output::check_folder("--offload", folder)?;
+        }
         output::check(&args)?;
+        let settings = Settings::new(&args, &data);
+        let has_init = init_file.is_some();
+        let checkpoints = CheckpointConfig::take(args.checkpoint, ranks, &model, &settings)?;
+        let resumed = checkpoints
+            .as_ref()
+            .and_then(|config| config.resumed.as_ref());
+        if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps + warmup, has_init)) {
+            console::tell(format_args!("warning: {warning}"));
+        }
         Ok(Self {
             model,
             seed: args.model.seed,
@@ -131,13 +132,16 @@ impl TrainConfig {
             steps,
             warmup,
             schedule: Schedule::new(&args.training),
+            settings,
+            not_finite: args.training.nan,
             optimizer,
             ranks,
             sharding,
             step,
             is_compiled: args.training.compile,
-            checkpoints: checkpoints(args.checkpoint)?,
-            deadline: Duration::from_secs(args.sharding.deadline),
+            checkpoints,
+            // Clocks do not count further, and nobody waits longer.
+            deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
             fault,
             metrics: args.output.metrics,
             trace: args.output.trace,
@@ -145,6 +149,17 @@ impl TrainConfig {
             sample_bytes: args.output.sample,
             json: args.output.json,
         })
+    }
+
+    /// What the run goes on from, if it does not start fresh.
+    pub(crate) fn resumed(&self) -> Option<&Resumed> {
+        self.checkpoints.as_ref()?.resumed.as_ref()
+    }
+
+    /// Whether a signal has told the run to end.
+    pub(crate) fn is_stopped(&self) -> bool {
+        let checkpoints = self.checkpoints.as_ref();
+        checkpoints.is_some_and(CheckpointConfig::is_stopped)
     }
 
     /// All steps, the unmeasured ones included.
@@ -375,32 +390,6 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// From here on a signal is for the run to obey.
-fn checkpoints(args: CheckpointArgs) -> Result<Option<CheckpointConfig>, InputError> {
-    let Some(folder) = args.checkpoint_dir else {
-        return Ok(None);
-    };
-    if args.save_every == Some(0) {
-        return Err(InputError::Zero {
-            flag: "--save-every",
-        });
-    }
-    if folder.exists() && !folder.is_dir() {
-        return Err(InputError::Output {
-            flag: "--checkpoint-dir",
-            path: folder,
-            problem: "not a folder".to_owned(),
-        });
-    }
-    Ok(Some(CheckpointConfig {
-        folder,
-        save_every: args.save_every,
-        keep_last: args.keep_last,
-        resume: args.resume,
-        stop: Arc::default(),
-    }))
-}
-
 /// Every token of the run must have a position that can be counted.
 fn check_size(args: &TrainArgs) -> Result<(), InputError> {
     let steps = args.training.steps.checked_add(args.training.warmup);
@@ -437,7 +426,11 @@ fn check_memory(
     };
     let state = 4 * values * params as u128 * copies;
     let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128);
+    // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
+    // few elements it has.
+    let per_rank = (64 << 10) + 24 * ranks as u128 + 12 * 1024 * model.layers as u128;
     let needed = state.saturating_add(logits);
+    let needed = needed.saturating_add(per_rank.saturating_mul(ranks as u128));
     let available = u128::from(available);
     match needed > available {
         true => Err(InputError::TooLittleMemory {
@@ -448,40 +441,4 @@ fn check_memory(
         }),
         false => Ok(()),
     }
-}
-
-/// A fault that can never strike would make a test pass for nothing, so it is refused.
-fn fault_from_environment(
-    ranks: usize,
-    steps: usize,
-    is_compiled: bool,
-) -> Result<Option<Fault>, InputError> {
-    let Some(text) = env::var_os(FAULT_VARIABLE) else {
-        return Ok(None);
-    };
-    let invalid = |problem| Err(InputError::Fault { problem });
-    let fault = match Fault::parse(&text.to_string_lossy()) {
-        Ok(fault) => fault,
-        Err(error) => return invalid(error.to_string()),
-    };
-    if fault.rank >= ranks {
-        return invalid(format!(
-            "there is no rank {} among {ranks}; ranks count from 0",
-            fault.rank
-        ));
-    }
-    if fault.step >= steps as u64 {
-        return invalid(format!(
-            "there is no step {} among {steps}; steps count from 0, warmup included",
-            fault.step
-        ));
-    }
-    if is_compiled && fault.at == At::Backward {
-        return invalid(
-            "a compiled step has no place of its own for its backward; choose at:forward or \
-             at:collective"
-                .to_owned(),
-        );
-    }
-    Ok(Some(fault))
 }

@@ -1,27 +1,40 @@
 //! `burn-fsdp consolidate`.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::{self, Write};
 
 use burn_fsdp::steps::{
-    ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file, consolidate_to_folder,
+    Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
+    consolidate_to_folder,
 };
 use burn_fsdp_models::{ModelConfig, ParameterSpec};
 
 use crate::args::{ConsolidateArgs, NamesArg};
+use crate::console;
 use crate::error::{Failure, InputError};
-use crate::saving;
+use crate::resuming;
 
 /// Writes the model of a step as plain safetensors.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
-    let step = saving::open(args.step).map_err(InputError::from)?;
+    let written = resuming::with_step(&args.step, |step| write(&args, &step))?;
+    console::answer(format_args!(
+        "{} tensors, {} bytes, in {} files: {}",
+        written.num_tensors,
+        written.total_size,
+        written.files.len(),
+        args.out.display()
+    ))
+}
+
+fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     let table = match args.names {
         Some(NamesArg::Burn) => None,
-        Some(NamesArg::Torch) => Some(table(&step)?),
-        None => match model_of(&step) {
-            Some(_) => Some(table(&step)?),
+        Some(NamesArg::Torch) => Some(table(step)?),
+        None => match model_of(step) {
+            Some(_) => Some(table(step)?),
             None => {
-                eprintln!("note: the model has no table of names; names and layout are Burn's");
+                console::tell(format_args!(
+                    "note: the model has no table of names; names and layout are Burn's"
+                ));
                 None
             }
         },
@@ -42,20 +55,10 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
         Some(table) => table.get(&tensor.name).cloned(),
     };
     let written = match args.max_shard_size {
-        None => consolidate_to_file(&step, &args.out, &config, write_as),
-        Some(_) => consolidate_to_folder(&step, &args.out, &config, write_as),
+        None => consolidate_to_file(step, &args.out, &config, write_as),
+        Some(_) => consolidate_to_folder(step, &args.out, &config, write_as),
     };
-    let written = written.map_err(InputError::from)?;
-    // Whoever reads may have stopped reading; the files are there all the same.
-    let _ = writeln!(
-        io::stdout(),
-        "{} tensors, {} bytes, in {} files: {}",
-        written.num_tensors,
-        written.total_size,
-        written.files.len(),
-        args.out.display()
-    );
-    Ok(())
+    Ok(written.map_err(InputError::from)?)
 }
 
 /// The model that was saved, if it is one that this command knows.

@@ -6,9 +6,9 @@ use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (800, 480);
 
-/// An SVG of the loss over the steps, and of the evaluations where there are any.
-pub(crate) fn draw(losses: &[f64], eval_losses: &[(usize, f64)]) -> String {
-    let points: Vec<(usize, f64)> = losses.iter().copied().enumerate().collect();
+/// An SVG of the loss over the steps from `first_step` on, and of the evaluations where there are any.
+pub(crate) fn draw(first_step: usize, losses: &[f64], eval_losses: &[(usize, f64)]) -> String {
+    let points: Vec<(usize, f64)> = (first_step..).zip(losses.iter().copied()).collect();
     let mut svg = String::new();
     // Drawing into memory fails only where a picture makes no sense; then it stays without lines.
     if draw_into(&mut svg, &finite(&points), &finite(eval_losses)).is_err() {
@@ -35,12 +35,14 @@ fn draw_into(
     let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
     // A flat line needs some height, too.
     let margin = (0.05 * (high - low)).max(0.01);
-    let last_step = losses.last().map_or(0, |(step, _)| *step).max(1);
+    let steps = || losses.iter().chain(eval_losses).map(|(step, _)| *step);
+    let first_step = steps().min().unwrap_or(0);
+    let last_step = steps().max().unwrap_or(0).max(first_step + 1);
     let mut chart = ChartBuilder::on(&area)
         .margin(16)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d(0..last_step, low - margin..high + margin)?;
+        .build_cartesian_2d(first_step..last_step, low - margin..high + margin)?;
     chart
         .configure_mesh()
         .light_line_style(TRANSPARENT)
@@ -86,14 +88,20 @@ mod tests {
     use super::draw;
 
     #[test]
+    fn steps_count_from_the_beginning_of_the_run() {
+        let svg = draw(1000, &[5.0, 4.0, 3.0], &[(1002, 3.5)]);
+        assert!(svg.contains("1000") || svg.contains("1001"), "{svg}");
+    }
+
+    #[test]
     fn any_losses_make_a_complete_picture() {
         for losses in [&[5.5, 4.0, 3.0][..], &[2.0], &[1.0, 1.0], &[f64::NAN], &[]] {
-            let svg = draw(losses, &[(0, 3.5)]);
+            let svg = draw(0, losses, &[(0, 3.5)]);
             assert!(
                 svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"),
                 "{losses:?}"
             );
         }
-        assert!(draw(&[f64::NAN], &[]).trim_end().ends_with("</svg>"));
+        assert!(draw(7, &[f64::NAN], &[]).trim_end().ends_with("</svg>"));
     }
 }

@@ -80,6 +80,24 @@ impl Data {
         }
     }
 
+    /// What tells one text from another, wherever it was read from.
+    pub(crate) fn identity(&self) -> String {
+        let Self::Text(text) = self else {
+            return "synthetic tokens".to_owned();
+        };
+        let mut hasher = crc32fast::Hasher::new();
+        for part in [text.training(), text.held_out()] {
+            if let TokenStream::Bytes(bytes) = part {
+                hasher.update(bytes.as_slice());
+            }
+        }
+        format!(
+            "{} bytes of text with checksum {:08x}",
+            text.num_bytes(),
+            hasher.finalize()
+        )
+    }
+
     /// What the user should know about the text.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let Self::Text(text) = self else {

@@ -13,7 +13,9 @@ use burn_fsdp::{
 use burn_fsdp_models::{Batches, Block, Gpt};
 use serde_json::Value;
 
+use crate::args::NotFinite;
 use crate::config::TrainConfig;
+use crate::console;
 use crate::engine::Engine;
 use crate::error::RankError;
 use crate::evaluation;
@@ -35,6 +37,7 @@ pub(crate) struct Eager<'a> {
     plan: WrapPlan,
     optimizer: Optimizer,
     scaler: Option<LossScaler>,
+    norm_not_finite: Option<f64>,
     phases: Phases,
 }
 
@@ -88,7 +91,7 @@ impl<'a> Eager<'a> {
         let model = shard(config, mesh, model)?;
         let plan = wrap_plan(&model)?;
         if world.rank() == 0 && !config.json {
-            eprint!("{plan}");
+            console::tell(plan.to_string().trim_end());
         }
         Ok(Self {
             config,
@@ -100,6 +103,7 @@ impl<'a> Eager<'a> {
             model: Some(model),
             plan,
             scaler: config.step.scales_loss.then(LossScaler::default),
+            norm_not_finite: None,
             phases: Phases::default(),
         })
     }
@@ -161,7 +165,8 @@ impl<'a> Eager<'a> {
         Ok((own_loss, accumulator.grads()))
     }
 
-    /// The model after the optimizer's step, or as it is if gradients overflowed.
+    /// The model after the optimizer's step, or as it is if gradients overflowed or their norm is not
+    /// finite.
     fn update(
         &mut self,
         step: usize,
@@ -176,7 +181,12 @@ impl<'a> Eager<'a> {
             return Ok(model);
         };
         if let Some(clip) = self.config.step.clip {
-            gradients = clip_grad_norm(&model, gradients, clip)?.gradients;
+            let clipped = clip_grad_norm(&model, gradients, clip)?;
+            if !clipped.total_norm.is_finite() && self.config.not_finite == NotFinite::Stop {
+                self.norm_not_finite = Some(clipped.total_norm);
+                return Ok(model);
+            }
+            gradients = clipped.gradients;
         }
         self.optimizer
             .step(self.config.schedule.at(step), model, gradients)
@@ -224,6 +234,10 @@ impl Engine for Eager<'_> {
         };
         let layout = self.mesh.layout();
         Ok(snapshot(self.model()?, optimizer, layout, "shard")?)
+    }
+
+    fn norm_not_finite(&self) -> Option<f64> {
+        self.norm_not_finite
     }
 
     fn scaler(&self) -> Option<&LossScaler> {

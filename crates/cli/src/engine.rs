@@ -23,6 +23,11 @@ pub(crate) trait Engine {
     /// The mean loss on the held-out text, or `None` without any.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
+    /// The norm of the last step's gradients, if it is not finite and the step was not taken for that.
+    fn norm_not_finite(&self) -> Option<f64> {
+        None
+    }
+
     /// What is to be saved now.
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError>;
 

@@ -14,7 +14,41 @@ pub(crate) enum Failure {
     Input(Box<InputError>),
     /// A rank failed; the message names it.
     #[error(transparent)]
-    Rank(#[from] LaunchError),
+    Rank(LaunchError),
+    /// A rank could not read what the user gave. Which one found out is chance.
+    #[error("{0}")]
+    Read(RankError),
+    /// The ranks are done, but not everything is as it should be.
+    #[error("{0}")]
+    Unfinished(String),
+    /// What the command was asked for cannot be printed.
+    #[error("cannot write to stdout: {0}")]
+    Stdout(std::io::Error),
+}
+
+impl From<LaunchError> for Failure {
+    fn from(error: LaunchError) -> Self {
+        match error {
+            LaunchError::Failed {
+                rank,
+                source,
+                abandoned,
+            } => match source.downcast::<RankError>() {
+                Ok(source) if source.is_input() => Self::Read(*source),
+                Ok(source) => Self::Rank(LaunchError::Failed {
+                    rank,
+                    source,
+                    abandoned,
+                }),
+                Err(source) => Self::Rank(LaunchError::Failed {
+                    rank,
+                    source,
+                    abandoned,
+                }),
+            },
+            error => Self::Rank(error),
+        }
+    }
 }
 
 impl From<InputError> for Failure {
@@ -26,8 +60,8 @@ impl From<InputError> for Failure {
 impl Failure {
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Self::Input(_) => 2,
-            Self::Rank(_) => 3,
+            Self::Input(_) | Self::Read(_) => 2,
+            Self::Rank(_) | Self::Unfinished(_) | Self::Stdout(_) => 3,
         })
     }
 }
@@ -86,6 +120,23 @@ pub(crate) enum InputError {
         found: String,
     },
 
+    #[error(
+        "{} was saved by a model of {found}, this run trains {expected}; give the same sizes",
+        path.display()
+    )]
+    OtherModel {
+        path: PathBuf,
+        expected: String,
+        found: String,
+    },
+
+    #[error(
+        "{} has steps; give --resume to go on from the newest, --overwrite to remove them, or another \
+         folder",
+        path.display()
+    )]
+    HasSteps { path: PathBuf },
+
     #[error("--prompt is empty; give at least one character to go on from")]
     EmptyPrompt,
 
@@ -94,7 +145,7 @@ pub(crate) enum InputError {
 
     #[error(
         "{params} parameters on {ranks} ranks need at least {needed} GiB of memory, \
-         this machine has {available} GiB; choose a smaller model or batch"
+         this process may use {available} GiB; choose a smaller model or batch"
     )]
     TooLittleMemory {
         params: usize,
@@ -192,20 +243,25 @@ pub(crate) enum RankError {
     Compiled(Box<burn_fsdp::spmd::Error>),
     #[error("the training has ended in an error before")]
     Ended,
-    #[error(
-        "{} was saved by a model of {found}, this run trains {expected}; give the same sizes",
-        path.display()
-    )]
-    OtherModel {
+    /// What is in the files of a step, which the user gave.
+    #[error("cannot read {}: {source}", path.display())]
+    Restore {
         path: PathBuf,
-        expected: String,
-        found: String,
+        source: Box<RankError>,
     },
-    #[error("--metrics {}: {source}", path.display())]
-    Metrics {
-        path: PathBuf,
-        source: std::io::Error,
-    },
+    #[error("the model gives no finite numbers to choose text by")]
+    NoNumbers,
+}
+
+impl RankError {
+    /// Whether a file that was to be read is at fault, and not the run.
+    pub(crate) fn is_input(&self) -> bool {
+        use burn_fsdp::steps::Error::{Foreign, NotAFolder};
+        matches!(
+            self,
+            Self::Restore { .. } | Self::Step(NotAFolder { .. } | Foreign { .. })
+        )
+    }
 }
 
 impl From<burn_fsdp::spmd::Error> for RankError {

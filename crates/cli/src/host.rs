@@ -1,21 +1,83 @@
 //! What the operating system says about memory.
 
 use std::fs;
+use std::path::Path;
 
-/// Memory of the machine, where the system tells.
+/// Memory that this process may use, where the system tells: the machine's, or less if a group of
+/// processes that it is in, or a limit of its own (`ulimit -v`, `ulimit -d`), allows less.
 pub(crate) fn memory_bytes() -> Option<u64> {
-    field("/proc/meminfo", "MemTotal:")
+    let machine = field("/proc/meminfo", "MemTotal:").map(|kib| kib.saturating_mul(1024));
+    let limits = ["Max address space", "Max data size"];
+    let own = limits.map(|name| field("/proc/self/limits", name));
+    own.into_iter()
+        .chain(cgroup_limits())
+        .chain([machine])
+        .flatten()
+        .min()
 }
 
 /// The most memory that this process has had resident, where the system tells.
 pub(crate) fn peak_rss_bytes() -> Option<u64> {
-    field("/proc/self/status", "VmHWM:")
+    field("/proc/self/status", "VmHWM:").map(|kib| kib.saturating_mul(1024))
 }
 
-/// A line such as `VmHWM:  1234 kB` of a file, in bytes.
+/// Whether the process was started with a signal ignored, as `nohup` does with SIGHUP.
+pub(crate) fn is_ignored(signal: i32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+/// The number in a line such as `VmHWM:  1234 kB` of a file. There is none in one of `unlimited`.
 fn field(path: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
+    line.split_whitespace().next()?.parse().ok()
+}
+
+/// The limits of the control groups that this process is in, of either version, and of those above.
+fn cgroup_limits() -> Vec<Option<u64>> {
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let mut limits = Vec::new();
+    for line in groups.lines() {
+        // `0::/path` of version 2, `4:memory:/path` of version 1.
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        let (root, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
+            list if list.split(',').any(|controller| controller == "memory") => {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
+            _ => continue,
+        };
+        // In a container the path may be the host's, and only the root is there.
+        for above in Path::new(path.trim_start_matches('/')).ancestors() {
+            let limit = fs::read_to_string(Path::new(root).join(above).join(file));
+            limits.push(limit.ok().and_then(|limit| limit.trim().parse().ok()));
+        }
+    }
+    limits
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_is_at_most_the_machines() {
+        let machine = field("/proc/meminfo", "MemTotal:").expect("a machine with memory") * 1024;
+        let usable = memory_bytes().expect("some");
+        assert!(usable > 0 && usable <= machine, "{usable} of {machine}");
+        assert!(peak_rss_bytes().is_some_and(|peak| peak > 0 && peak < machine));
+    }
+
+    #[test]
+    fn broken_pipes_are_ignored_and_kills_are_not() {
+        // Rust's runtime ignores SIGPIPE, 13.
+        assert!(is_ignored(13));
+        assert!(!is_ignored(9));
+    }
 }

@@ -1,14 +1,13 @@
 //! `burn-fsdp inspect`.
 
-use std::io::{self, Write};
-
-use burn_fsdp::steps::Inspection;
+use burn_fsdp::steps::{Error as StepError, Inspection, Step};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
 use crate::args::InspectArgs;
+use crate::console;
 use crate::error::{Failure, InputError};
-use crate::saving;
+use crate::resuming;
 
 /// What is in a step, and what is wrong with it.
 #[derive(Serialize)]
@@ -21,31 +20,25 @@ struct Findings {
 
 /// Shows a step; damage is the error.
 pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
-    let step = saving::open(args.step).map_err(InputError::from)?;
-    let inspection = Inspection::new(&step);
-    let damage = (!args.no_verify).then(|| {
-        let bar = ProgressBar::new(0);
-        let style = ProgressStyle::with_template("verifying {bar:32} {bytes}/{total_bytes} {msg}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        let damage = step.damage(|progress| {
-            bar.set_length(progress.total);
-            bar.set_position(progress.done);
-            bar.set_message(progress.file.to_owned());
-        });
-        bar.finish_and_clear();
-        damage
-    });
-    let mut out = io::stdout();
-    // Whoever reads may have stopped reading: the exit code says what was found.
-    let _ = match args.json {
+    let (inspection, damage) = resuming::with_step(&args.step, |step| {
+        let inspection = Inspection::new(&step);
+        let damage = (!args.no_verify).then(|| damage_of(&step));
+        match damage {
+            // A step that was removed meanwhile is not damaged.
+            Some(mut damage) if !damage.is_empty() && !step.path().exists() => {
+                Err(InputError::from(damage.swap_remove(0)).into())
+            }
+            damage => Ok((inspection, damage)),
+        }
+    })?;
+    let text = match args.json {
         true => {
             let texts = |errors: &Vec<_>| errors.iter().map(ToString::to_string).collect();
             let findings = Findings {
                 inspection,
                 damage: damage.as_ref().map(texts),
             };
-            let text = serde_json::to_string(&findings).unwrap_or_default();
-            writeln!(out, "{text}")
+            serde_json::to_string(&findings).unwrap_or_default()
         }
         false => {
             let verdict = match &damage {
@@ -53,16 +46,30 @@ pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
                 Some(damage) if damage.is_empty() => "verified: every byte is as it was written",
                 Some(_) => "damaged",
             };
-            writeln!(out, "{inspection}\n{verdict}")
+            format!("{inspection}\n{verdict}")
         }
     };
+    let printed = console::answer(text);
     let mut damage = damage.unwrap_or_default().into_iter();
     let first = damage.next();
     for error in damage {
-        eprintln!("error: {error}");
+        console::tell(format_args!("error: {error}"));
     }
     match first {
         Some(error) => Err(InputError::from(error).into()),
-        None => Ok(()),
+        None => printed,
     }
+}
+
+fn damage_of(step: &Step) -> Vec<StepError> {
+    let bar = ProgressBar::new(0);
+    let style = ProgressStyle::with_template("verifying {bar:32} {bytes}/{total_bytes} {msg}");
+    bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let damage = step.damage(|progress| {
+        bar.set_length(progress.total);
+        bar.set_position(progress.done);
+        bar.set_message(progress.file.to_owned());
+    });
+    bar.finish_and_clear();
+    damage
 }

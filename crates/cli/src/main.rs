@@ -3,19 +3,23 @@
 //! In the order in which a run meets them:
 //!
 //! - `args`: the command line as it was typed.
-//! - `config`: what is to be done, complete and valid (`data`, `schedule`, `output`, `host`).
+//! - `config`: what is to be done, complete and valid (`data`, `schedule`, `settings`, `output`, `host`,
+//!   `fault`, `run_folder`, `resuming`).
 //! - `train`: the whole run, from the initial weights to the report.
 //! - `rank`: what one rank does in it, around the `engine` that trains: `eager` or `compiled`
-//!   (`optimizer`, `fused`, `share`, `evaluation`, `sample`, `progress`, `metrics`, `saving`, `trace`).
+//!   (`optimizer`, `fused`, `share`, `evaluation`, `sample`, `progress`, `metrics`, `saving`, `meeting`,
+//!   `trace`).
 //! - `report`, `summary`, `curve`: what is left afterwards.
 //! - `consolidate`, `inspect`, `generate`: what can be done with a saved step.
 //! - `plan`: what a run would take, without one (`preset`, `published`, `bytes`).
+//! - `console`: what is printed.
 //! - `error`: why there is nothing, and the exit code for it.
 
 mod args;
 mod bytes;
 mod compiled;
 mod config;
+mod console;
 mod consolidate;
 mod curve;
 mod data;
@@ -23,10 +27,12 @@ mod eager;
 mod engine;
 mod error;
 mod evaluation;
+mod fault;
 mod fused;
 mod generate;
 mod host;
 mod inspect;
+mod meeting;
 mod metrics;
 mod optimizer;
 mod output;
@@ -36,9 +42,12 @@ mod progress;
 mod published;
 mod rank;
 mod report;
+mod resuming;
+mod run_folder;
 mod sample;
 mod saving;
 mod schedule;
+mod settings;
 mod share;
 mod summary;
 mod trace;
@@ -46,6 +55,7 @@ mod train;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
@@ -57,6 +67,7 @@ use crate::error::Failure;
 fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     log_to_stderr();
+    take_file_size_limits_as_errors();
     let result = match command {
         Command::Train(args) => TrainConfig::from_args(*args)
             .map_err(Failure::from)
@@ -69,9 +80,19 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("error: {failure}");
+            console::tell(format_args!("error: {failure}"));
             failure.exit_code()
         }
+    }
+}
+
+/// A limit on the size of files (`ulimit -f`) is an error of the write that meets it, like a full disk, and
+/// not the end of the process.
+fn take_file_size_limits_as_errors() {
+    #[cfg(unix)]
+    {
+        // A signal with a handler does not kill. Where the system refuses one, all is as it was.
+        let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     }
 }
 
@@ -83,5 +104,7 @@ fn log_to_stderr() {
         .with_env_filter(filter)
         .with_ansi(io::stderr().is_terminal())
         .with_writer(io::stderr)
+        // It would panic where stderr cannot be written.
+        .log_internal_errors(false)
         .init();
 }

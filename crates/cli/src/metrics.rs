@@ -1,12 +1,15 @@
 //! The file of metrics: one JSON line per step, there as soon as the step is done.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::RankError;
+use crate::error::InputError;
+
+/// A line is not longer than this. What is, is none of ours, and is not read into memory.
+const MAX_LINE_BYTES: u64 = 1 << 16;
 
 /// One step.
 #[derive(Debug, Clone, Serialize)]
@@ -26,65 +29,192 @@ pub(crate) struct StepLine {
 }
 
 /// Where the lines go, if anywhere.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics(Option<Open>);
+
 #[derive(Debug)]
-pub(crate) struct Metrics(Option<(PathBuf, File)>);
+struct Open {
+    path: PathBuf,
+    file: File,
+    /// The end of the last whole line; `None` of a pipe or a terminal, which has no length.
+    end: Option<u64>,
+    /// Whether the user was told that lines are lost.
+    has_failed: bool,
+}
 
 impl Metrics {
-    pub(crate) fn create(path: Option<&Path>) -> Result<Self, RankError> {
-        let create = |path: &Path| match File::create(path) {
-            Ok(file) => Ok((path.to_owned(), file)),
-            Err(source) => Err(failed(path, source)),
-        };
-        Ok(Self(path.map(create).transpose()?))
-    }
-
-    /// Goes on with the file of a run that is resumed at `step`: its lines before that stay, what comes
-    /// after and what is torn goes. Without a file, one is begun.
-    pub(crate) fn resume(path: Option<&Path>, step: usize) -> Result<Self, RankError> {
+    /// Begins a file, or goes on with that of a run that is resumed at `first_step`: its lines before
+    /// that stay, the first later or torn one goes with all that follow. A pipe or a terminal only gets
+    /// what is new; opening a pipe waits for its reader.
+    pub(crate) fn open(path: Option<&Path>, first_step: usize) -> Result<Self, InputError> {
         let Some(path) = path else {
             return Ok(Self(None));
         };
-        let old = match fs::read(path) {
-            Ok(old) => old,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
-            Err(error) => return Err(failed(path, error)),
-        };
-        let mut file = File::create(path).map_err(|error| failed(path, error))?;
-        let lines = old.split_inclusive(|&byte| byte == b'\n');
-        let kept: Vec<u8> = lines
-            .filter(|line| is_before(line, step))
-            .flatten()
-            .copied()
-            .collect();
-        file.write_all(&kept).map_err(|error| failed(path, error))?;
-        Ok(Self(Some((path.to_owned(), file))))
+        let opened = Open::new(path, first_step).map_err(|error| InputError::Output {
+            flag: "--metrics",
+            path: path.to_owned(),
+            problem: error.to_string(),
+        })?;
+        Ok(Self(Some(opened)))
     }
 
-    pub(crate) fn write(&mut self, line: &StepLine) -> Result<(), RankError> {
-        let Some((path, file)) = &mut self.0 else {
-            return Ok(());
-        };
-        // One write a line: a reader never sees half of one.
+    /// Writes a line. The first failure is returned, to be told; training goes on.
+    pub(crate) fn write(&mut self, line: &StepLine) -> Option<String> {
+        let open = self.0.as_mut()?;
         let written = serde_json::to_string(line)
             .map_err(io::Error::from)
-            .and_then(|text| file.write_all(format!("{text}\n").as_bytes()));
-        written.map_err(|source| failed(path, source))
+            .and_then(|text| open.append(format!("{text}\n").as_bytes()));
+        open.first_failure(written)
+    }
+
+    /// Returns when what was written survives a crash, so that no saved step is without its metrics.
+    pub(crate) fn sync(&mut self) -> Option<String> {
+        let open = self.0.as_mut()?;
+        let synced = match open.end {
+            Some(_) => open.file.sync_data(),
+            None => Ok(()),
+        };
+        open.first_failure(synced)
     }
 }
 
-/// Whether a line is whole and of a step before `step`.
-fn is_before(line: &[u8], step: usize) -> bool {
+impl Open {
+    fn new(path: &Path, first_step: usize) -> io::Result<Self> {
+        // Never truncated as it is opened: a run that dies between that and the first line would take
+        // all older lines with it.
+        let mut options = OpenOptions::new();
+        let file = options.append(true).create(true).open(path)?;
+        let mut end = None;
+        if file.metadata()?.is_file() {
+            let kept = match first_step {
+                0 => 0,
+                _ => end_of_lines_before(File::open(path)?, first_step)?,
+            };
+            file.set_len(kept)?;
+            end = Some(kept);
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            end,
+            has_failed: false,
+        })
+    }
+
+    fn append(&mut self, line: &[u8]) -> io::Result<()> {
+        // One write a line: a reader never sees half of one.
+        let written = self.file.write_all(line);
+        if let Some(end) = &mut self.end {
+            match written {
+                Ok(()) => *end += line.len() as u64,
+                // What was torn, by a full disk for one, goes: the next line begins a line.
+                Err(_) => drop(self.file.set_len(*end)),
+            }
+        }
+        written
+    }
+
+    fn first_failure(&mut self, result: io::Result<()>) -> Option<String> {
+        let error = result.err()?;
+        let is_first = !std::mem::replace(&mut self.has_failed, true);
+        is_first.then(|| {
+            let path = self.path.display();
+            format!("--metrics {path}: {error}; lines are lost, training goes on")
+        })
+    }
+}
+
+/// Where the first line begins that is torn or is of step `first_step` or a later one. Lines that are
+/// none of ours stay.
+fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
     #[derive(Deserialize)]
     struct Numbered {
         step: usize,
     }
-    line.ends_with(b"\n")
-        && serde_json::from_slice::<Numbered>(line).is_ok_and(|line| line.step < step)
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
+    let mut end = 0;
+    loop {
+        line.clear();
+        let mut length = reader
+            .by_ref()
+            .take(MAX_LINE_BYTES)
+            .read_until(b'\n', &mut line)? as u64;
+        if !line.ends_with(b"\n") && length == MAX_LINE_BYTES {
+            length += skip_line(&mut reader)?;
+        } else if !line.ends_with(b"\n") {
+            return Ok(end);
+        } else if serde_json::from_slice::<Numbered>(&line)
+            .is_ok_and(|line| line.step >= first_step)
+        {
+            return Ok(end);
+        }
+        end += length;
+    }
 }
 
-fn failed(path: &Path, source: io::Error) -> RankError {
-    RankError::Metrics {
-        path: path.to_owned(),
-        source,
+/// Reads on to the end of a line, in little memory, and returns the bytes.
+fn skip_line(reader: &mut impl BufRead) -> io::Result<u64> {
+    let mut skipped = 0;
+    loop {
+        let available = reader.fill_buf()?;
+        let end = available.iter().position(|&byte| byte == b'\n');
+        let length = end.map_or(available.len(), |end| end + 1);
+        let is_done = end.is_some() || available.is_empty();
+        reader.consume(length);
+        skipped += length as u64;
+        if is_done {
+            return Ok(skipped);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(text: &str, first_step: usize) -> String {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("metrics");
+        std::fs::write(&path, text).expect("writes");
+        let mut metrics = Metrics::open(Some(&path), first_step).expect("opens");
+        let line = StepLine {
+            step: first_step,
+            loss: 1.0,
+            tokens_per_s: 1.0,
+            step_ms: 1.0,
+            lr: 1.0,
+            measured: true,
+            eval_loss: None,
+        };
+        assert_eq!(metrics.write(&line), None);
+        assert_eq!(metrics.sync(), None);
+        let whole = std::fs::read_to_string(&path).expect("reads");
+        let (kept, new) = whole
+            .trim_end()
+            .rsplit_once('\n')
+            .unwrap_or(("", whole.trim_end()));
+        assert!(
+            new.starts_with(&format!("{{\"step\":{first_step},")),
+            "{whole}"
+        );
+        kept.to_owned()
+    }
+
+    #[test]
+    fn whole_lines_of_earlier_steps_stay() {
+        let lines = "{\"step\":0}\n{\"step\":1}\nnot ours\n{\"step\":2}\n{\"step\":3";
+        assert_eq!(kept(lines, 2), "{\"step\":0}\n{\"step\":1}\nnot ours");
+        assert_eq!(
+            kept(lines, 3),
+            "{\"step\":0}\n{\"step\":1}\nnot ours\n{\"step\":2}"
+        );
+        assert_eq!(kept(lines, 0), "");
+        assert_eq!(kept("", 7), "");
+        let long = format!("{}\n{{\"step\":1}}\n{{\"step\":2}}\n", "x".repeat(200_000));
+        assert_eq!(
+            kept(&long, 2),
+            format!("{}\n{{\"step\":1}}", "x".repeat(200_000))
+        );
     }
 }

@@ -1,9 +1,10 @@
 //! The files that a run writes: checked before it starts, whole or absent after it ends.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::process;
+
+use tempfile::Builder;
 
 use crate::args::TrainArgs;
 use crate::error::InputError;
@@ -22,6 +23,11 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
     for (flag, path) in [
         ("--init", args.model.init.as_deref()),
         ("--data", args.data.data.as_deref()),
+        (
+            "--checkpoint-dir",
+            args.checkpoint.checkpoint_dir.as_deref(),
+        ),
+        ("--offload", args.sharding.offload.as_deref()),
     ] {
         taken.extend(path.map(|path| (flag, identity(path))));
     }
@@ -33,6 +39,15 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             problem,
         })?;
         let identity = identity(path);
+        if let Some(folder) = &args.checkpoint.checkpoint_dir
+            && lies_among_steps(&identity, folder)
+        {
+            return Err(InputError::Output {
+                flag,
+                path: path.to_owned(),
+                problem: "lies among the saved steps; name a file beside them".to_owned(),
+            });
+        }
         if let Some((first, _)) = taken.iter().find(|(_, other)| *other == identity) {
             return Err(InputError::SameFile {
                 first,
@@ -54,23 +69,51 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
+/// Checks that what a folder is to be made of is not a file.
+pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
+    match path.exists() && !path.is_dir() {
+        true => Err(InputError::Output {
+            flag,
+            path: path.to_owned(),
+            problem: "not a folder".to_owned(),
+        }),
+        false => Ok(()),
+    }
+}
+
 /// Puts a file in its place only when it is complete.
 pub(crate) fn write_whole(
     flag: &'static str,
     path: &Path,
     contents: &[u8],
 ) -> Result<(), InputError> {
-    let temporary = beside(path);
-    let result = fs::write(&temporary, contents).and_then(|()| fs::rename(&temporary, path));
-    result.map_err(|error| {
-        // The error that matters is the one that is reported.
-        let _ = fs::remove_file(&temporary);
-        InputError::Output {
-            flag,
-            path: path.to_owned(),
-            problem: error.to_string(),
-        }
+    write_beside(path, contents).map_err(|error| InputError::Output {
+        flag,
+        path: path.to_owned(),
+        problem: error.to_string(),
     })
+}
+
+/// Writes into a new file of a name that nobody can foresee, and renames it when it is on disk.
+fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
+    let folder = folder_of(path);
+    let mut builder = Builder::new();
+    builder.prefix(".").suffix(".part");
+    #[cfg(unix)]
+    {
+        // As any new file: for those whom the process's mask allows.
+        let all = <fs::Permissions as std::os::unix::fs::PermissionsExt>::from_mode(0o666);
+        builder.permissions(all);
+    }
+    let mut file = builder.tempfile_in(folder)?;
+    file.write_all(contents)?;
+    file.as_file().sync_all()?;
+    file.persist(path).map_err(|error| error.error)?;
+    // Where folders cannot be synced, the rename lasts when the system gets to it.
+    if cfg!(unix) {
+        let _ = File::open(folder).and_then(|folder| folder.sync_all());
+    }
+    Ok(())
 }
 
 /// How an output is written.
@@ -112,16 +155,24 @@ fn identity(path: &Path) -> PathBuf {
     if let Ok(path) = path.canonicalize() {
         return path;
     }
-    let parent = path.parent().filter(|parent| *parent != Path::new(""));
-    let parent = parent.unwrap_or(Path::new("."));
-    match (parent.canonicalize(), path.file_name()) {
+    match (folder_of(path).canonicalize(), path.file_name()) {
         (Ok(parent), Some(name)) => parent.join(name),
         _ => path.to_owned(),
     }
 }
 
-/// A name in the same folder, and so on the same disk, that no other process uses.
-fn beside(path: &Path) -> PathBuf {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!(".{name}.{}.part", process::id()))
+/// The folder that a file is in.
+fn folder_of(path: &Path) -> &Path {
+    let parent = path.parent().filter(|parent| *parent != Path::new(""));
+    parent.unwrap_or(Path::new("."))
+}
+
+/// Whether a file has, in the folder of checkpoints, a name of the steps' or a hidden one.
+fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
+    let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
+    let first = inside.and_then(|inside| inside.components().next());
+    first.is_some_and(|first| {
+        let name = first.as_os_str().to_string_lossy();
+        name.starts_with('.') || name.starts_with("step-")
+    })
 }

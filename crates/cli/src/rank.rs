@@ -5,15 +5,21 @@ use std::time::Instant;
 use burn_fsdp::{OperationCounts, ProcessGroup};
 use serde_json::Value;
 
+use crate::args::NotFinite;
 use crate::compiled::Compiled;
 use crate::config::TrainConfig;
+use crate::console;
 use crate::eager::{self, Eager};
 use crate::engine::Engine;
 use crate::error::RankError;
 use crate::metrics::{Metrics, StepLine};
 use crate::progress::Progress;
-use crate::saving::Saving;
-use crate::share;
+use crate::saving::{Saving, Started};
+use crate::share::{self, StepEnd};
+
+/// What to do about numbers that are not finite.
+const NOT_FINITE_ADVICE: &str =
+    "go on from a saved step with a lower --lr, or give --nan continue to train on";
 
 /// What a rank has to tell when it is done.
 #[derive(Debug)]
@@ -36,6 +42,8 @@ pub(crate) struct RankResult {
     pub(crate) saved_step: Option<u64>,
     /// Whether a signal ended the run.
     pub(crate) interrupted: bool,
+    /// Why the run is not a success, though this rank got to its end.
+    pub(crate) failure: Option<String>,
     /// Remarks on the sharding.
     pub(crate) warnings: Vec<String>,
     /// Events of the step that was traced.
@@ -44,39 +52,41 @@ pub(crate) struct RankResult {
     pub(crate) sample: Option<Vec<u8>>,
 }
 
-/// One training run as one rank lives it. Times of traces count from `origin`.
+/// One training run as one rank lives it. Times of traces count from `origin`; rank 0 has the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
     origin: Instant,
+    metrics: Metrics,
 ) -> Result<RankResult, RankError> {
     if let Some(fault) = config.fault {
         world.set_fault(fault);
     }
     let is_first = world.rank() == 0;
     if is_first && !config.json {
-        eprintln!("{}", config.data);
+        console::tell(&config.data);
     }
     let mesh = eager::mesh(config, world)?;
     let mut engine: Box<dyn Engine> = match config.is_compiled {
         true => Box::new(Compiled::new(config, world, &mesh)?),
         false => Box::new(Eager::new(config, world, &mesh)?),
     };
-    let mut saving = Saving::begin(config, &mesh)?;
+    let saving = Saving::begin(config, &mesh)?;
     let mut first_step = 0;
-    let resumed = saving.as_mut().map(Saving::resumed_step).transpose()?;
-    if let Some(saved) = resumed.flatten() {
-        engine.resume(&saved)?;
-        first_step = saved.index().training.step as usize;
+    if let Some(resumed) = config.resumed() {
+        let restored = engine.resume(&resumed.step);
+        restored.map_err(|source| RankError::Restore {
+            path: resumed.step.path().to_owned(),
+            source: Box::new(source),
+        })?;
+        first_step = resumed.first_step();
     }
-    let metrics = config.metrics.as_deref().filter(|_| is_first);
     let mut observers = Observers {
         progress: Progress::new(config, is_first, first_step),
-        metrics: match first_step {
-            0 => Metrics::create(metrics)?,
-            _ => Metrics::resume(metrics, first_step)?,
-        },
+        metrics,
         saving,
+        lost: Vec::new(),
+        has_told: false,
     };
     let mut result = RankResult::new(config.num_steps(), first_step);
     let run = Run {
@@ -85,16 +95,33 @@ pub(crate) fn train(
         origin,
     };
     run.train(engine.as_mut(), &mut observers, &mut result)?;
-    if let Some(saving) = &mut observers.saving {
-        result.saved_step = saving.finish()?;
-        result.warnings.append(&mut saving.warnings);
-    }
-    drop(observers);
+    let Observers {
+        progress,
+        metrics,
+        saving,
+        lost,
+        ..
+    } = observers;
+    drop((progress, metrics));
+    result.warnings.extend(lost);
 
     result.state_bytes = engine.state_bytes()?;
     result.warnings.extend(engine.warnings()?);
-    if !result.interrupted {
+    if !result.interrupted && result.failure.is_none() {
         result.sample = engine.sample()?;
+    }
+    if let Some(mut saving) = saving {
+        // Last, as nothing of the training may wait for a disk. If the sample failed, dropping the saver
+        // waits for the save, too.
+        let steps = first_step + result.losses.len();
+        let is_whole = result.failure.is_none();
+        let (saved_step, failure) = saving.finish(steps, engine.as_mut(), is_whole)?;
+        result.saved_step = saved_step;
+        result.failure = result.failure.or(failure);
+        result.warnings.append(&mut saving.warnings);
+    }
+    if let Some(resumed) = config.resumed() {
+        result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
 }
@@ -106,6 +133,7 @@ impl RankResult {
             first_step,
             saved_step: None,
             interrupted: false,
+            failure: None,
             // The steps may be more than memory could hold losses of; it grows as they come.
             losses: Vec::with_capacity(num_steps.min(1 << 16)),
             seconds: Vec::with_capacity(num_steps.min(1 << 16)),
@@ -125,6 +153,20 @@ struct Observers<'a> {
     progress: Progress,
     metrics: Metrics,
     saving: Option<Saving<'a>>,
+    /// What could not be written, and numbers that are not finite.
+    lost: Vec<String>,
+    /// Whether the user knows of such numbers.
+    has_told: bool,
+}
+
+impl Observers<'_> {
+    /// Says something at once; training goes on.
+    fn note(&mut self, problem: Option<String>) {
+        if let Some(problem) = problem {
+            console::tell(format_args!("warning: {problem}"));
+            self.lost.push(problem);
+        }
+    }
 }
 
 /// What stays the same from step to step.
@@ -141,6 +183,59 @@ impl Run<'_> {
         self.config.trace.as_ref()?;
         let last = self.config.num_steps().checked_sub(1)?;
         Some(self.config.warmup.max(first_step + 2).min(last))
+    }
+
+    /// Looks at the numbers of a step that is done, and saves it if it is due. Returns why the run must end,
+    /// if it must.
+    fn end_step(
+        &self,
+        step: usize,
+        end: StepEnd,
+        engine: &mut dyn Engine,
+        observers: &mut Observers<'_>,
+    ) -> Result<Option<String>, RankError> {
+        if let Some(problem) = self.not_finite(step, end.loss, engine) {
+            if self.config.not_finite == NotFinite::Stop {
+                return Ok(Some(problem));
+            }
+            // Once is enough: it does not get better.
+            if self.world.rank() == 0 && !std::mem::replace(&mut observers.has_told, true) {
+                observers.note(Some(problem));
+            }
+        }
+        let is_last = step + 1 == self.config.num_steps() || end.stop;
+        let Some(saving) = &mut observers.saving else {
+            return Ok(None);
+        };
+        saving.poll();
+        if !is_last && !saving.is_due(step) {
+            return Ok(None);
+        }
+        // No saved step is without its metrics.
+        let problem = observers.metrics.sync();
+        let started = saving.start(step + 1, engine, is_last)?;
+        observers.note(problem);
+        Ok(match started {
+            Started::Goes => None,
+            Started::NotFinite { tensor, rank } => Some(format!(
+                "after step {step}, {tensor} is not finite on rank {rank}; nothing of that is saved, \
+                 {NOT_FINITE_ADVICE}"
+            )),
+        })
+    }
+
+    /// What is wrong with the numbers of a step, if anything is. Those of a loss that is scaled overflow
+    /// now and then, which the scaler deals with.
+    fn not_finite(&self, step: usize, loss: f64, engine: &dyn Engine) -> Option<String> {
+        if let Some(norm) = engine.norm_not_finite() {
+            return Some(format!(
+                "the norm of the gradients of step {step} is {norm}, and the step was not taken; \
+                 {NOT_FINITE_ADVICE}"
+            ));
+        }
+        let is_scaled = engine.scaler().is_some();
+        (!loss.is_finite() && !is_scaled)
+            .then(|| format!("the loss of step {step} is {loss}; {NOT_FINITE_ADVICE}"))
     }
 
     fn train(
@@ -191,17 +286,14 @@ impl Run<'_> {
                 eval_loss,
             };
             observers.progress.step(&line);
-            observers.metrics.write(&line)?;
+            let problem = observers.metrics.write(&line);
+            observers.note(problem);
             if let Some(eval_loss) = eval_loss {
                 result.eval_losses.push((step, eval_loss));
             }
-            let is_last = step + 1 == config.num_steps() || end_of_step.stop;
-            if let Some(saving) = &mut observers.saving {
-                saving.poll();
-                if is_last || saving.is_due(step) {
-                    let taken = engine.snapshot()?;
-                    saving.start(step + 1, taken, engine.scaler())?;
-                }
+            result.failure = self.end_step(step, end_of_step, engine, observers)?;
+            if result.failure.is_some() {
+                break;
             }
             if eval_loss.is_some() {
                 // Evaluation is no part of a step.

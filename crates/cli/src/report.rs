@@ -55,6 +55,8 @@ pub(crate) struct Report {
     /// Whether a signal ended the run before its last step.
     pub(crate) interrupted: bool,
     pub(crate) warnings: Vec<String>,
+    /// Why the run ends with an error, if it does.
+    pub(crate) failures: Vec<String>,
 }
 
 /// Times of the measured steps.
@@ -135,6 +137,7 @@ impl Report {
             saved_step,
             interrupted,
             warnings,
+            failures: Vec::new(),
         }
     }
 
@@ -165,7 +168,8 @@ fn warnings(config: &TrainConfig, results: &[RankResult]) -> Vec<String> {
         }
     }
     let losses = results.first().map_or(&[][..], |first| &first.losses);
-    if let Some(step) = losses.iter().position(|loss| !loss.is_finite()) {
+    if let Some(position) = losses.iter().position(|loss| !loss.is_finite()) {
+        let step = position + results.first().map_or(0, |first| first.first_step);
         warnings.push(format!(
             "the loss is no number from step {step} on; choose a lower --lr"
         ));

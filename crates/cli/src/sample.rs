@@ -8,7 +8,7 @@ use burn_fsdp_models::{BYTE_VOCAB, Gpt, TokenStream};
 use crate::config::TrainConfig;
 use crate::data::Data;
 use crate::error::RankError;
-use crate::share;
+use crate::share::{self, NextByte};
 
 /// Below 1, so that likely bytes become likelier: a little training shows better.
 const TEMPERATURE: f64 = 0.8;
@@ -41,7 +41,12 @@ pub(crate) fn generate(
         num_bytes: config.sample_bytes,
         seed: config.seed,
     };
-    sample.go_on(&model.valid(), prompt, world).map(Some)
+    let is_stopped = || config.is_stopped();
+    match sample.go_on(&model.valid(), prompt, world, is_stopped) {
+        // The training is done; its losses say what is wrong.
+        Err(RankError::NoNumbers) => Ok(None),
+        sample => sample.map(Some),
+    }
 }
 
 /// What to generate.
@@ -53,19 +58,24 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
-    /// `bytes`, and those that the model adds. The model is without autodiff.
+    /// `bytes`, and those that the model adds until it is told to stop. The model is without autodiff.
     pub(crate) fn go_on(
         &self,
         model: &Gpt,
         mut bytes: Vec<u8>,
         world: &ProcessGroup,
+        is_stopped: impl Fn() -> bool,
     ) -> Result<Vec<u8>, RankError> {
         let mut random = Random(self.seed);
         for _ in 0..self.num_bytes {
             let window = &bytes[bytes.len().saturating_sub(self.seq)..];
             let logits = catch(|| last_logits(model, window))?;
             let choice = choose(&logits, random.next_unit());
-            bytes.push(share::byte_of_rank_0(world, "sample", choice)?);
+            match share::next_byte(world, choice, is_stopped())? {
+                NextByte::Is(byte) => bytes.push(byte),
+                NextByte::NoNumbers => return Err(RankError::NoNumbers),
+                NextByte::Stop => break,
+            }
         }
         Ok(bytes)
     }
@@ -91,20 +101,24 @@ fn last_logits(model: &Gpt, window: &[u8]) -> Vec<f32> {
     last.into_data().iter::<f32>().collect()
 }
 
-/// The byte at `position`, from 0 to 1, when each has room as to its likelihood.
-fn choose(logits: &[f32], position: f64) -> u8 {
+/// The byte at `position`, from 0 to 1, when each has room as to its likelihood; `None` of a model that
+/// has diverged and gives no numbers.
+fn choose(logits: &[f32], position: f64) -> Option<u8> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |logit: &f32| (f64::from(logit - highest) / TEMPERATURE).exp();
     let total: f64 = logits.iter().map(weight).sum();
+    if !total.is_finite() {
+        return None;
+    }
     let mut left = position * total;
     for (byte, logit) in (0..=u8::MAX).zip(logits) {
         left -= weight(logit);
         if left < 0.0 {
-            return byte;
+            return Some(byte);
         }
     }
-    // Also where a model that has diverged gives no numbers at all.
-    u8::MAX
+    // By rounding.
+    Some(u8::MAX)
 }
 
 /// SplitMix64: the same numbers on every rank and machine.
@@ -145,13 +159,20 @@ mod tests {
     fn the_likely_byte_is_chosen_nearly_everywhere() {
         let mut logits = vec![0.0; BYTE_VOCAB];
         logits[65] = 20.0;
-        assert!([0.1, 0.5, 0.9].iter().all(|&at| choose(&logits, at) == 65));
-        assert_eq!(choose(&logits, 0.0), 0);
+        assert!(
+            [0.1, 0.5, 0.9]
+                .iter()
+                .all(|&at| choose(&logits, at) == Some(65))
+        );
+        assert_eq!(choose(&logits, 0.0), Some(0));
     }
 
     #[test]
-    fn a_diverged_model_still_gives_a_byte() {
-        assert_eq!(choose(&[f32::NAN; BYTE_VOCAB], 0.5), u8::MAX);
+    fn a_diverged_model_gives_no_byte() {
+        assert_eq!(choose(&[f32::NAN; BYTE_VOCAB], 0.5), None);
+        let mut logits = [0.0; BYTE_VOCAB];
+        logits[7] = f32::INFINITY;
+        assert_eq!(choose(&logits, 0.5), None);
     }
 
     #[test]

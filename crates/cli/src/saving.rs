@@ -1,22 +1,27 @@
-//! Steps on disk: saved while the training goes on, and gone on from.
+//! Steps on disk: saved while the training goes on.
 
-use std::path::PathBuf;
+use std::num::NonZeroUsize;
+use std::time::Duration;
 
 use burn::optim::ModuleOptimizer;
 use burn_fsdp::steps::{
-    BackgroundSaver, Check, Checkpoints, DataPosition, Existing, LossScale, SaveRequest, Saved,
+    BackgroundSaver, DataPosition, Error as StepError, Existing, LossScale, SaveRequest, Saved,
     Step, TrainingState,
 };
-use burn_fsdp::{
-    GroupRendezvous, LossScaler, LossScalerState, ProcessMesh, TrainingSnapshot, restore,
-};
-use burn_fsdp_models::{Gpt, GptConfig};
+use burn_fsdp::{LossScaler, LossScalerState, ProcessMesh, TrainingSnapshot, restore};
+use burn_fsdp_models::Gpt;
 use serde_json::json;
 
-use crate::args::ResumeFrom;
-use crate::config::{CheckpointConfig, TrainConfig};
+use crate::args::NotFinite;
+use crate::config::TrainConfig;
+use crate::console;
+use crate::engine::Engine;
 use crate::error::RankError;
+use crate::run_folder::CheckpointConfig;
 use crate::share;
+
+/// How long to wait before a last save that failed is tried once more.
+const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
 /// One rank's end of the saves of a run.
 pub(crate) struct Saving<'a> {
@@ -24,10 +29,23 @@ pub(crate) struct Saving<'a> {
     checkpoints: &'a CheckpointConfig,
     mesh: &'a ProcessMesh,
     saver: BackgroundSaver,
+    /// The last save, if it has to wait for the one before it.
+    deferred: Option<Box<(SaveRequest, TrainingSnapshot)>>,
+    /// How many steps the last save was to keep.
+    keep_last: Option<NonZeroUsize>,
     /// The newest step that is known to be saved.
     saved_step: Option<u64>,
-    /// What went wrong with saves, and steps that were passed over.
+    /// What went wrong with saves.
     pub(crate) warnings: Vec<String>,
+}
+
+/// What became of the wish to save.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Started {
+    /// The step is being saved, or will be; or it was left out, and the user was told.
+    Goes,
+    /// There is nothing worth saving: this tensor is not finite, on this rank.
+    NotFinite { tensor: String, rank: usize },
 }
 
 impl<'a> Saving<'a> {
@@ -39,76 +57,22 @@ impl<'a> Saving<'a> {
         let Some(checkpoints) = &config.checkpoints else {
             return Ok(None);
         };
-        let world = mesh.world();
-        let group = world.split(0, world.rank(), "checkpoints")?;
-        let rendezvous = Box::new(GroupRendezvous::new(group));
-        let folder = Checkpoints::new(&checkpoints.folder);
+        let rank = mesh.world().rank();
+        if rank == 0 && checkpoints.overwrite {
+            checkpoints.folder.clear()?;
+        }
+        let folder = checkpoints.folder.clone();
+        let rendezvous = checkpoints.meeting.end_of(rank)?;
         Ok(Some(Self {
             config,
             checkpoints,
             mesh,
             saver: BackgroundSaver::new(folder, rendezvous)?,
+            deferred: None,
+            keep_last: checkpoints.keep_last,
             saved_step: None,
             warnings: Vec::new(),
         }))
-    }
-
-    /// The step to go on from, the same on every rank; `None` to start fresh.
-    ///
-    /// Collective.
-    pub(crate) fn resumed_step(&mut self) -> Result<Option<Step>, RankError> {
-        let Some(which) = self.checkpoints.resume else {
-            return Ok(None);
-        };
-        let folder = Checkpoints::new(&self.checkpoints.folder);
-        let world = self.mesh.world();
-        let own = match world.rank() {
-            0 => self.newest(&folder, which)?,
-            _ => None,
-        };
-        let Some(number) = share::number_of_rank_0(world, "step to resume from", own)? else {
-            return Ok(None);
-        };
-        let step = folder.open(number)?;
-        self.check_model(&step)?;
-        Ok(Some(step))
-    }
-
-    fn newest(
-        &mut self,
-        folder: &Checkpoints,
-        which: ResumeFrom,
-    ) -> Result<Option<u64>, RankError> {
-        let newest = folder.steps()?.last().copied();
-        match (which, newest) {
-            (_, None) => Ok(None),
-            (ResumeFrom::Newest, Some(newest)) => {
-                // Whole or an error: nothing else is looked for.
-                folder.open(newest)?.check_sizes()?;
-                Ok(Some(newest))
-            }
-            (ResumeFrom::NewestGood, Some(_)) => {
-                let found = folder.newest_good(Check::Everything)?;
-                for skipped in found.skipped {
-                    let warning = format!("{} skipped: {}", skipped.path.display(), skipped.error);
-                    self.warnings.push(warning);
-                }
-                Ok(found.step.map(|step| step.index().training.step))
-            }
-        }
-    }
-
-    /// Shapes do not tell everything: the number of heads leaves no trace in them.
-    fn check_model(&self, step: &Step) -> Result<(), RankError> {
-        let found: Result<GptConfig, _> = serde_json::from_value(step.index().model.clone());
-        match found {
-            Ok(found) if found == self.config.model => Ok(()),
-            found => Err(RankError::OtherModel {
-                path: step.path().to_owned(),
-                expected: format!("{:?}", self.config.model),
-                found: found.map_or("another kind".to_owned(), |found| format!("{found:?}")),
-            }),
-        }
     }
 
     /// Whether to save after this step, counted from 0.
@@ -119,22 +83,59 @@ impl<'a> Saving<'a> {
 
     /// Whether this rank was told to stop.
     pub(crate) fn is_stopped(&self) -> bool {
-        self.checkpoints
-            .stop
-            .load(std::sync::atomic::Ordering::Relaxed)
+        self.checkpoints.is_stopped()
     }
 
-    /// Begins to save what was taken after `steps` steps. The training goes on meanwhile.
+    /// Begins to save what there is after `steps` steps. The training goes on meanwhile.
     ///
-    /// All ranks do so at the same point.
+    /// If the save before is not done, this waits for it, but less long than ranks wait for each other;
+    /// then this save is left out, or comes at the end if it is the last.
+    ///
+    /// Collective: all ranks do so at the same point, and agree on what is done.
     pub(crate) fn start(
         &mut self,
         steps: usize,
-        taken: TrainingSnapshot,
+        engine: &mut dyn Engine,
+        is_last: bool,
+    ) -> Result<Started, RankError> {
+        let world = self.mesh.world();
+        let taken = engine.snapshot()?;
+        let not_finite = taken.snapshot.not_finite(&taken.plan, world.rank());
+        let last = self.saver.wait_for(self.config.deadline / 2);
+        self.note(last);
+        let is_busy = self.saver.pending().is_some();
+        let agreed = share::save_begins(world, not_finite.as_deref(), is_busy)?;
+        // Whether a step gives finite losses shows in the next one, so the one before it stays, too.
+        let least = |keep: NonZeroUsize| keep.max(NonZeroUsize::MIN.saturating_add(1));
+        self.keep_last = self.checkpoints.keep_last.map(least);
+        if let Some((tensor, rank)) = agreed.not_finite {
+            if self.config.not_finite == NotFinite::Stop {
+                return Ok(Started::NotFinite { tensor, rank });
+            }
+            // A step of no numbers pushes out none that has some.
+            self.keep_last = None;
+        }
+        let request = self.request(steps, &taken, engine.scaler());
+        match (agreed.is_busy, is_last) {
+            (false, _) => {
+                self.saver.start(request, taken.snapshot)?;
+            }
+            (true, true) => self.deferred = Some(Box::new((request, taken))),
+            (true, false) => self.warn(format!(
+                "step {steps} is not saved, as the save before it still goes on"
+            )),
+        }
+        Ok(Started::Goes)
+    }
+
+    fn request(
+        &self,
+        steps: usize,
+        taken: &TrainingSnapshot,
         scaler: Option<&LossScaler>,
-    ) -> Result<(), RankError> {
+    ) -> SaveRequest {
         let config = self.config;
-        let training = TrainingState {
+        let mut training = TrainingState {
             step: steps as u64,
             seed: config.seed,
             data: DataPosition {
@@ -146,21 +147,19 @@ impl<'a> Saving<'a> {
                 good_steps: scaler.state().growth_tracker.into(),
             }),
             learning_rate: json!(config.schedule),
-            optimizer: taken.optimizer,
+            optimizer: taken.optimizer.clone(),
             sections: Default::default(),
         };
-        // A save that failed was reported; this one is another.
-        let last = self.saver.wait();
-        self.note(last);
-        let request = SaveRequest {
+        config.settings.save_into(&mut training);
+        SaveRequest {
             model: json!(config.model),
-            keep_last: self.checkpoints.keep_last,
-            // The step may be there, damaged and passed over, or of a run that was not resumed.
-            existing: Existing::Replace,
-            ..SaveRequest::new(taken.plan, training)
-        };
-        self.saver.start(request, taken.snapshot)?;
-        Ok(())
+            keep_last: self.keep_last,
+            existing: match self.checkpoints.may_replace(steps as u64) {
+                true => Existing::Replace,
+                false => Existing::Refuse,
+            },
+            ..SaveRequest::new(taken.plan.clone(), training)
+        }
     }
 
     /// Notices what has come of the save under way.
@@ -169,33 +168,83 @@ impl<'a> Saving<'a> {
         self.note(saved);
     }
 
-    /// Waits for the last save.
-    pub(crate) fn finish(&mut self) -> Result<Option<u64>, RankError> {
-        if let Some(saved) = self.saver.wait()? {
-            self.note(Ok(Some(saved)));
+    /// Waits for the last save, which is tried once more if it fails and was of the last step. Returns the
+    /// newest saved step, and what went wrong with the last one.
+    ///
+    /// No collectives of the training: a disk may take its time.
+    pub(crate) fn finish(
+        &mut self,
+        steps: usize,
+        engine: &mut dyn Engine,
+        is_of_last: bool,
+    ) -> Result<(Option<u64>, Option<String>), RankError> {
+        let mut last = self.saver.wait();
+        if let Some(deferred) = self.deferred.take() {
+            self.note(last);
+            let (request, taken) = *deferred;
+            self.saver.start(request, taken.snapshot)?;
+            last = self.saver.wait();
         }
-        Ok(self.saved_step)
+        if !is_of_last {
+            self.note(last);
+            return Ok((self.saved_step, None));
+        }
+        if let Err(error) = &last
+            && may_be_tried_again(error)
+        {
+            self.warn(format!(
+                "the last save failed, and is tried once more: {error}"
+            ));
+            std::thread::sleep(BEFORE_RETRY);
+            let taken = engine.snapshot()?;
+            let mut request = self.request(steps, &taken, engine.scaler());
+            // If the step is there by now, it is what the first attempt left.
+            request.existing = Existing::Replace;
+            self.saver.start(request, taken.snapshot)?;
+            last = self.saver.wait();
+        }
+        let failure = match last {
+            Err(error) => Some(format!("step {steps} was not saved: {error}")),
+            saved => {
+                self.note(saved);
+                None
+            }
+        };
+        Ok((self.saved_step, failure))
     }
 
-    fn note(&mut self, saved: Result<Option<Saved>, burn_fsdp::steps::Error>) {
+    fn note(&mut self, saved: Result<Option<Saved>, StepError>) {
         match saved {
             Ok(None) => {}
             Ok(Some(saved)) => {
                 self.saved_step = Some(saved.step);
-                let problem = saved.removal_failure;
-                self.warnings.extend(
-                    problem.map(|problem| format!("older steps could not be removed: {problem}")),
-                );
-            }
-            Err(error) => {
-                let warning = format!("a save failed, training goes on: {error}");
-                if self.mesh.world().rank() == 0 {
-                    eprintln!("warning: {warning}");
+                if let Some(problem) = saved.removal_failure {
+                    self.warn(format!("older steps could not be removed: {problem}"));
                 }
-                self.warnings.push(warning);
             }
+            Err(error) => self.warn(format!("a save failed, training goes on: {error}")),
         }
     }
+
+    /// Rank 0 hears of every failure, and speaks for all.
+    fn warn(&mut self, warning: String) {
+        if self.mesh.world().rank() == 0 {
+            console::tell(format_args!("warning: {warning}"));
+            self.warnings.push(warning);
+        }
+    }
+}
+
+/// Whether another attempt could end otherwise. Every rank knows of a failure, but for one of the meeting
+/// itself, after which there is no other.
+fn may_be_tried_again(error: &StepError) -> bool {
+    !matches!(
+        error,
+        StepError::Rendezvous { .. }
+            | StepError::Exists { .. }
+            | StepError::NotAFolder { .. }
+            | StepError::Foreign { .. }
+    )
 }
 
 /// The model and the optimizer as they were after the steps of a saved one.
@@ -214,12 +263,4 @@ pub(crate) fn resume(
         *scaler = scaler.clone().with_state(state);
     }
     Ok((model, optimizer))
-}
-
-/// The step at `path`, or the newest of the folder of checkpoints there.
-pub(crate) fn open(path: PathBuf) -> Result<Step, burn_fsdp::steps::Error> {
-    match Checkpoints::new(&path).steps() {
-        Ok(steps) if !steps.is_empty() => Checkpoints::new(path).newest(),
-        _ => Step::open(path),
-    }
 }

@@ -44,30 +44,61 @@ pub(crate) fn step_end(
     })
 }
 
-/// Rank 0's number, on every rank.
-pub(crate) fn number_of_rank_0(
-    world: &ProcessGroup,
-    label: &'static str,
-    own: Option<u64>,
-) -> Result<Option<u64>, Error> {
-    let note = own.map(u64::to_le_bytes).map(Vec::from).unwrap_or_default();
-    let notes = world.exchange(label, note)?;
-    let first = notes
-        .first()
-        .and_then(|note| note.as_slice().try_into().ok());
-    Ok(first.map(u64::from_le_bytes))
+/// What the ranks agree on before a save.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct SaveBegins {
+    /// A tensor that is not finite, and the first rank that has one.
+    pub(crate) not_finite: Option<(String, usize)>,
+    /// Whether any rank is still at work on the save before.
+    pub(crate) is_busy: bool,
 }
 
-/// Rank 0's byte, on every rank.
-pub(crate) fn byte_of_rank_0(
+/// Whether all ranks are ready to save, and all have finite numbers.
+pub(crate) fn save_begins(
     world: &ProcessGroup,
-    label: &'static str,
-    own: u8,
-) -> Result<u8, Error> {
-    let notes = world.exchange(label, vec![own])?;
-    Ok(notes
-        .first()
-        .and_then(|note| note.first())
-        .copied()
-        .unwrap_or(own))
+    own_not_finite: Option<&str>,
+    own_is_busy: bool,
+) -> Result<SaveBegins, Error> {
+    let mut note = vec![u8::from(own_is_busy)];
+    note.extend(own_not_finite.unwrap_or_default().as_bytes());
+    let notes = world.exchange("begin of a save", note)?;
+    let named = |(rank, note): (usize, &Vec<u8>)| {
+        let name = note.get(1..).filter(|name| !name.is_empty())?;
+        Some((String::from_utf8_lossy(name).into_owned(), rank))
+    };
+    Ok(SaveBegins {
+        not_finite: notes.iter().enumerate().find_map(named),
+        is_busy: notes.iter().any(|note| note.first() == Some(&1)),
+    })
+}
+
+/// The next byte of a sample.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum NextByte {
+    Is(u8),
+    /// The model gives no numbers to choose by.
+    NoNumbers,
+    /// Some rank was told to stop.
+    Stop,
+}
+
+/// Rank 0's byte on every rank, unless a rank was told to stop.
+pub(crate) fn next_byte(
+    world: &ProcessGroup,
+    own: Option<u8>,
+    own_stop: bool,
+) -> Result<NextByte, Error> {
+    let note = vec![
+        u8::from(own_stop),
+        u8::from(own.is_some()),
+        own.unwrap_or(0),
+    ];
+    let notes = world.exchange("sample", note)?;
+    if notes.iter().any(|note| note.first() == Some(&1)) {
+        return Ok(NextByte::Stop);
+    }
+    Ok(match notes.first().map(Vec::as_slice) {
+        Some([_, 1, byte]) => NextByte::Is(*byte),
+        _ => NextByte::NoNumbers,
+    })
 }

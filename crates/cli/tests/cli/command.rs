@@ -1,7 +1,9 @@
 //! Running the command in a folder of its own.
 
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -108,16 +110,18 @@ impl Folder {
     pub(crate) fn report(&self, arguments: &str) -> Value {
         let run = self.train(&format!("{arguments} --json"));
         assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
-        let last = run.stdout.lines().last().unwrap_or_default();
-        serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {last}"))
+        last_report(&run)
+    }
+
+    /// `burn-fsdp train` with the tiny model and these arguments.
+    pub(crate) fn train_command(&self, arguments: &str) -> Command {
+        let mut command = self.command("train");
+        command.args(merged(arguments));
+        command
     }
 
     fn train_with(&self, arguments: &str, fault: Option<&str>) -> Run {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
-        command.current_dir(self.0.path()).arg("train");
-        command
-            .args(merged(arguments))
-            .env_remove("BURN_FSDP_FAULT");
+        let mut command = self.train_command(arguments);
         if let Some(fault) = fault {
             command.env("BURN_FSDP_FAULT", fault);
         }
@@ -130,8 +134,67 @@ impl Run {
         Self {
             code: output.status.code().unwrap_or(-1),
             stdout: String::from_utf8(output.stdout).expect("UTF-8 on stdout"),
-            stderr: String::from_utf8(output.stderr).expect("UTF-8 on stderr"),
+            // An error names the path that was given, which may be any bytes.
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
         }
+    }
+}
+
+/// The last line of stdout, as `--json` prints it.
+pub(crate) fn last_report(run: &Run) -> Value {
+    let last = run.stdout.lines().last().unwrap_or_default();
+    serde_json::from_str(last).unwrap_or_else(|e| panic!("{e}: {last}: {}", run.stderr))
+}
+
+/// How a command ended, or `None` if it never does: it is killed after a time that no command takes.
+pub(crate) fn bounded(mut command: Command) -> Option<Run> {
+    const FAR_TOO_LONG: Duration = Duration::from_secs(120);
+    let child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let child = child.expect("the command starts");
+    let id = child.id();
+    let (done, is_done) = channel::<()>();
+    let guard = std::thread::spawn(move || {
+        let is_late = is_done.recv_timeout(FAR_TOO_LONG) == Err(RecvTimeoutError::Timeout);
+        if is_late {
+            let _ = Command::new("kill")
+                .args(["-KILL", &id.to_string()])
+                .status();
+        }
+        is_late
+    });
+    let output = child.wait_with_output().expect("an end");
+    drop(done);
+    let is_late = guard.join().expect("no panic");
+    (!is_late).then(|| Run::of(output))
+}
+
+/// Whether the long forms of tests are to be run, which take minutes.
+pub(crate) fn is_long() -> bool {
+    std::env::var_os("BURN_FSDP_LONG").is_some_and(|value| value != "0" && !value.is_empty())
+}
+
+/// Numbers that are the same in every run (xorshift).
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(0x9e37_79b9_7f4a_7c15 ^ (seed << 1))
+    }
+
+    /// A number from 0 to below `end`.
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % end
+    }
+
+    pub(crate) fn choice<T: Copy>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize]
     }
 }
 

@@ -137,6 +137,17 @@ fn faults_must_be_readable_and_able_to_strike() {
 }
 
 #[test]
+fn a_stall_that_nobody_would_notice_is_refused() {
+    for engine in ["", "--compile"] {
+        let arguments = format!("--synthetic --steps 2 --ranks 1 {engine}");
+        let fault = "rank:0,step:0,at:forward,how:stall";
+        let run = Folder::new().train_with_fault(&arguments, fault);
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(run.stderr.contains("the only rank"), "{}", run.stderr);
+    }
+}
+
+#[test]
 fn sources_of_tokens_exclude_each_other() {
     let run = Folder::new().train("--synthetic --data text");
     assert_eq!(run.code, 2);

@@ -1,14 +1,22 @@
 //! The command as a user runs it: a process with arguments, files, output and an exit code.
 
+mod arguments;
 mod checkpoints;
 mod command;
 mod compiled;
+mod corruption;
 mod faults;
 mod features;
 mod files;
+mod folder;
 mod input;
 mod interchange;
+mod kill;
+mod links;
+mod numbers;
+mod outputs;
 mod plan;
 mod report;
+mod settings;
 mod start;
 mod trace;

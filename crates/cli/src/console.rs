@@ -1,0 +1,24 @@
+//! What is printed. Nobody may be there to read it: that is no reason to panic, or to end a training.
+
+use std::fmt::Display;
+use std::io::{self, ErrorKind, Write};
+
+use crate::error::Failure;
+
+/// Says a line on stderr. If that cannot be written, nobody can be told.
+pub(crate) fn tell(line: impl Display) {
+    let _ = writeln!(io::stderr(), "{line}");
+}
+
+/// Prints what the command was asked for on stdout.
+///
+/// Whoever reads may have stopped reading, which is fine. Any other error means that an answer was
+/// lost that somebody wanted.
+pub(crate) fn answer(text: impl Display) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    let written = writeln!(out, "{text}").and_then(|()| out.flush());
+    match written {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(Failure::Stdout(error)),
+        _ => Ok(()),
+    }
+}

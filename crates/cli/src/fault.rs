@@ -1,0 +1,53 @@
+//! A fault that the environment asks for.
+
+use std::env;
+
+use burn_fsdp::collectives::How;
+use burn_fsdp::{At, Fault};
+
+use crate::error::InputError;
+
+const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
+
+/// A fault that can never strike would make a test pass for nothing, so it is refused.
+pub(crate) fn from_environment(
+    ranks: usize,
+    steps: usize,
+    is_compiled: bool,
+) -> Result<Option<Fault>, InputError> {
+    let Some(text) = env::var_os(FAULT_VARIABLE) else {
+        return Ok(None);
+    };
+    let invalid = |problem| Err(InputError::Fault { problem });
+    let fault = match Fault::parse(&text.to_string_lossy()) {
+        Ok(fault) => fault,
+        Err(error) => return invalid(error.to_string()),
+    };
+    if fault.rank >= ranks {
+        return invalid(format!(
+            "there is no rank {} among {ranks}; ranks count from 0",
+            fault.rank
+        ));
+    }
+    if fault.step >= steps as u64 {
+        return invalid(format!(
+            "there is no step {} among {steps}; steps count from 0, warmup included",
+            fault.step
+        ));
+    }
+    if fault.how == How::Stall && ranks == 1 {
+        return invalid(
+            "a stall of the only rank would never end, as no other waits for it; choose --ranks 2 or \
+             how:error"
+                .to_owned(),
+        );
+    }
+    if is_compiled && fault.at == At::Backward {
+        return invalid(
+            "a compiled step has no place of its own for its backward; choose at:forward or \
+             at:collective"
+                .to_owned(),
+        );
+    }
+    Ok(Some(fault))
+}

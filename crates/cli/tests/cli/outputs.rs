@@ -1,0 +1,185 @@
+//! Outputs that fail, late or at once: what is there stays, and what there is to tell is told.
+#![cfg(unix)]
+
+use std::fs::File;
+use std::io::Read;
+use std::process::Stdio;
+
+use crate::checkpoints::{DIR, metrics};
+use crate::command::{Folder, Run, last_report};
+
+#[test]
+fn a_stderr_that_nobody_reads_is_no_panic() {
+    let folder = Folder::new();
+    let full = || {
+        File::options()
+            .write(true)
+            .open("/dev/full")
+            .expect("a device")
+    };
+    // Something is said on stderr in each: an error, a plan, a warning.
+    for (arguments, code) in [
+        ("inspect nowhere", 2),
+        ("train --synthetic --steps 2", 0),
+        ("train --synthetic --steps 5 --lr 1e30 --warmup 0", 3),
+        (
+            "train --synthetic --steps 0 --checkpoint-dir s --metrics /dev/full --warmup 1",
+            0,
+        ),
+    ] {
+        for (log, closed) in [("off", false), ("trace", false), ("off", true)] {
+            let _ = std::fs::remove_dir_all(folder.path("s"));
+            let sizes = match arguments.starts_with("train") {
+                true => "--layers 1 --dim 16 --heads 2 --seq 8 --batch 4",
+                false => "",
+            };
+            let mut command = folder.command(&format!("{arguments} {sizes}"));
+            command.env("RUST_LOG", log).stdout(Stdio::null());
+            let status = match closed {
+                false => command.stderr(full()).status().expect("runs"),
+                true => {
+                    let mut child = command.stderr(Stdio::piped()).spawn().expect("runs");
+                    drop(child.stderr.take());
+                    child.wait().expect("an end")
+                }
+            };
+            assert_eq!(
+                status.code(),
+                Some(code),
+                "{arguments}, log {log}, closed {closed}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_stdout_that_is_full_is_told_and_one_that_is_closed_is_not() {
+    let folder = Folder::new();
+    let full = File::options()
+        .write(true)
+        .open("/dev/full")
+        .expect("a device");
+    let mut command = folder.train_command("--synthetic --steps 2 --json");
+    let run = Run::of(
+        command
+            .stdout(full)
+            .stderr(Stdio::piped())
+            .output()
+            .expect("runs"),
+    );
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    assert!(run.stderr.contains("stdout"), "{}", run.stderr);
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("runs");
+    drop(child.stdout.take());
+    assert_eq!(child.wait().expect("an end").code(), Some(0));
+}
+
+#[test]
+fn a_full_disk_under_the_metrics_ends_nothing() {
+    let folder = Folder::new();
+    let run = folder.train(
+        "--synthetic --warmup 0 --steps 6 --metrics /dev/full --checkpoint-dir steps --json",
+    );
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let report = last_report(&run);
+    assert_eq!(report["saved_step"], 6);
+    let warnings = report["warnings"].to_string();
+    assert_eq!(
+        warnings.matches("--metrics /dev/full").count(),
+        1,
+        "{warnings}"
+    );
+    assert_eq!(
+        run.stderr.matches("lines are lost").count(),
+        1,
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn resuming_into_a_pipe_does_not_read_from_it() {
+    let folder = Folder::new();
+    let run = "--synthetic --warmup 0 --checkpoint-dir steps --metrics /dev/stdout --curve c.svg";
+    for (steps, how, lines) in [(3, "", 3), (6, "--resume", 3)] {
+        let mut child = folder
+            .train_command(&format!("{run} --steps {steps} {how} --json"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("runs");
+        let mut text = String::new();
+        let mut out = child.stdout.take().expect("piped");
+        out.read_to_string(&mut text).expect("reads");
+        assert_eq!(child.wait().expect("an end").code(), Some(0));
+        assert_eq!(text.lines().count(), lines + 1, "{text}");
+    }
+}
+
+/// At the moment when the resumed run has opened its metrics and trained nothing, the lines of before are
+/// all there.
+#[test]
+fn metrics_survive_a_resumed_run_that_dies_at_once() {
+    let folder = Folder::new();
+    folder.report(&format!("{DIR} --warmup 0 --steps 6"));
+    let before = metrics(&folder);
+    let fault = "rank:0,step:6,at:forward,how:panic";
+    let run = folder.train_with_fault(&format!("{DIR} --warmup 0 --steps 9 --resume"), fault);
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    assert_eq!(metrics(&folder), before);
+    // Nor does an open for writing truncate: the file's number is the same.
+    use std::os::unix::fs::MetadataExt;
+    let number = || {
+        std::fs::metadata(folder.path("metrics.jsonl"))
+            .expect("there")
+            .ino()
+    };
+    let old = number();
+    folder.report(&format!("{DIR} --warmup 0 --steps 9 --resume"));
+    assert_eq!(number(), old);
+    let steps: Vec<_> = metrics(&folder).into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
+}
+
+/// The folder goes away while the run trains: the last save and the curve fail, and the report is there.
+#[test]
+fn the_report_is_printed_whatever_fails_last() {
+    let folder = Folder::new();
+    std::fs::create_dir(folder.path("out")).expect("makes");
+    let mut child = folder
+        .train_command(
+            "--synthetic --warmup 0 --steps 400 --checkpoint-dir steps --curve out/c.svg --json \
+             --metrics m",
+        )
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("runs");
+    let lines = || {
+        std::fs::read_to_string(folder.path("m"))
+            .unwrap_or_default()
+            .lines()
+            .count()
+    };
+    while lines() == 0 {
+        assert!(
+            child.try_wait().expect("asks").is_none(),
+            "it has steps to go"
+        );
+        std::thread::sleep(std::time::Duration::from_millis(2));
+    }
+    std::fs::remove_dir_all(folder.path("out")).expect("removes");
+    std::fs::remove_dir_all(folder.path("steps")).expect("removes");
+    folder.write("steps", "in the way");
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    let report = last_report(&run);
+    assert_eq!(report["losses"].as_array().expect("a list").len(), 400);
+    assert_eq!(
+        report["failures"].as_array().expect("a list").len(),
+        2,
+        "{report}"
+    );
+    for word in ["step 400 was not saved", "--curve out/c.svg"] {
+        assert!(run.stderr.contains(word), "{}", run.stderr);
+    }
+}
