@@ -482,7 +482,7 @@ fn an_optimizer_that_needs_whole_tensors_is_noticed() {
         let scratch = tempfile::tempdir().expect("a folder");
         let mut optim = FileBackedOptimizer::new(clips(), scratch.path(), world.rank())?;
         let gradients = backward(loss(&model, 0, &device), &model)?;
-        let error = optim.step(1e-2, model, gradients).err().expect("refused");
+        let error = optim.step(1e-2, model, gradients).expect_err("refused");
         assert!(error.to_string().contains("clip_grad_norm"), "{error}");
         Ok::<_, CheckpointError>(())
     })

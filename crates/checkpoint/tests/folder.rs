@@ -37,7 +37,7 @@ fn a_run_holds_the_folder_against_others_and_saves_into_it() {
     save(&run, 1);
     // A save of the run's own waits for its turn, and no longer than others.
     let staging = Staging::create(&run, 2, Existing::Refuse).expect("free");
-    refused(Staging::create(&run.clone(), 3, Existing::Refuse).map(drop));
+    refused(Staging::create(&run, 3, Existing::Refuse).map(drop));
     drop(staging);
     save(&run, 2);
     drop(run);

@@ -10,8 +10,8 @@ use std::path::Path;
 
 use burn_fsdp_checkpoint::storage::{FileSystem, Storage};
 use burn_fsdp_checkpoint::{
-    Check, Checkpoints, ConsolidationConfig, Error, Existing, Staging, consolidate_to_file,
-    consolidate_to_folder,
+    Check, Checkpoints, ConsolidationConfig, Error, Existing, PlainTensor, Staging,
+    consolidate_to_file, consolidate_to_folder,
 };
 use common::Kind;
 
@@ -181,13 +181,19 @@ fn nothing_is_consolidated_into_a_step() {
         dir.path().join("copy/model"),
         dir.path().join("run/step-000003"),
     ] {
-        let error = consolidate_to_file(&step, &out, &config, |_| true).expect_err("inside");
+        let error = consolidate_to_file(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect_err("inside");
         assert!(
             matches!(error, Error::InsideStep { .. }),
             "{}: {error}",
             out.display()
         );
-        let error = consolidate_to_folder(&step, &out, &config, |_| true).expect_err("inside");
+        let error = consolidate_to_folder(&step, &out, &config, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        })
+        .expect_err("inside");
         assert!(
             matches!(error, Error::InsideStep { .. }),
             "{}: {error}",
@@ -201,6 +207,9 @@ fn nothing_is_consolidated_into_a_step() {
         .join("run/.model.safetensors.partial-0123456789abcdef");
     fs::write(&left, "half").expect("writes");
     let beside = dir.path().join("run/model.safetensors");
-    consolidate_to_file(&step, &beside, &config, |_| true).expect("beside steps is fine");
+    consolidate_to_file(&step, &beside, &config, |tensor| {
+        Some(PlainTensor::unchanged(tensor))
+    })
+    .expect("beside steps is fine");
     assert!(!left.exists());
 }

@@ -14,10 +14,10 @@ pub(crate) enum Failure {
     Input(Box<InputError>),
     /// A rank failed; the message names it.
     #[error(transparent)]
-    Rank(LaunchError),
+    Rank(Box<LaunchError>),
     /// A rank could not read what the user gave. Which one found out is chance.
     #[error("{0}")]
-    Read(RankError),
+    Read(Box<RankError>),
     /// The ranks are done, but not everything is as it should be.
     #[error("{0}")]
     Unfinished(String),
@@ -34,19 +34,17 @@ impl From<LaunchError> for Failure {
                 source,
                 abandoned,
             } => match source.downcast::<RankError>() {
-                Ok(source) if source.is_input() => Self::Read(*source),
-                Ok(source) => Self::Rank(LaunchError::Failed {
+                Ok(source) if source.is_input() => Self::Read(source),
+                other => Self::Rank(Box::new(LaunchError::Failed {
                     rank,
-                    source,
+                    source: match other {
+                        Ok(source) => source,
+                        Err(source) => source,
+                    },
                     abandoned,
-                }),
-                Err(source) => Self::Rank(LaunchError::Failed {
-                    rank,
-                    source,
-                    abandoned,
-                }),
+                })),
             },
-            error => Self::Rank(error),
+            error => Self::Rank(Box::new(error)),
         }
     }
 }

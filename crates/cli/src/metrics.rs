@@ -140,13 +140,14 @@ fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
             .by_ref()
             .take(MAX_LINE_BYTES)
             .read_until(b'\n', &mut line)? as u64;
-        if !line.ends_with(b"\n") && length == MAX_LINE_BYTES {
+        let is_whole = line.ends_with(b"\n");
+        let is_later = || {
+            let line = serde_json::from_slice::<Numbered>(&line);
+            line.is_ok_and(|line| line.step >= first_step)
+        };
+        if !is_whole && length == MAX_LINE_BYTES {
             length += skip_line(&mut reader)?;
-        } else if !line.ends_with(b"\n") {
-            return Ok(end);
-        } else if serde_json::from_slice::<Numbered>(&line)
-            .is_ok_and(|line| line.step >= first_step)
-        {
+        } else if !is_whole || is_later() {
             return Ok(end);
         }
         end += length;

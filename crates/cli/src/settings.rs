@@ -63,7 +63,7 @@ impl Settings {
         let own = self.0.iter();
         let changed = own.filter_map(|(name, own)| {
             let was = was.get(name)?;
-            (!is_same(was, own)).then(|| (name, was, own))
+            (!is_same(was, own)).then_some((name, was, own))
         });
         let mut sentences: Vec<_> = changed
             .map(|(name, was, own)| {

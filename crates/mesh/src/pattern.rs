@@ -49,8 +49,8 @@ impl Pattern {
     /// ```
     pub fn prefix_of<'a>(&self, path: &'a str) -> Option<&'a str> {
         let ends = path.match_indices('.').map(|(end, _)| end);
-        let prefixes = ends.chain([path.len()]).map(|end| &path[..end]);
-        prefixes.filter(|prefix| self.matches(prefix)).last()
+        let mut prefixes = ends.chain([path.len()]).map(|end| &path[..end]);
+        prefixes.rfind(|prefix| self.matches(prefix))
     }
 }
 

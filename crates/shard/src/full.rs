@@ -323,7 +323,7 @@ pub(crate) struct StateTensor {
 /// Where the elements are.
 pub(crate) enum Held {
     /// Cut among ranks.
-    Sharded(Member),
+    Sharded(Box<Member>),
     /// On this rank, flat.
     Here(Box<Tensor<1>>),
     /// On this rank, integers or booleans.
@@ -357,7 +357,7 @@ impl path::Visitor for All {
                     shape: slot.shape.clone(),
                     dtype: slot.dtype,
                     held: match slot.is_gathered() {
-                        true => Held::Sharded(member),
+                        true => Held::Sharded(Box::new(member)),
                         false => {
                             Held::Here(Box::new(member.generation.value(member.index).inner()))
                         }

@@ -49,7 +49,7 @@ pub(crate) fn separate<M: Module>(
 /// The module with copies of its running states, and everything else as it is.
 fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     let mut kept = Kept {
-        states: survey.buffers.iter().cloned().collect(),
+        states: survey.buffers.to_vec(),
         devices: survey.devices.clone(),
         ..Kept::default()
     };

@@ -24,7 +24,7 @@ use crate::unit::Unit;
 enum Handed {
     /// The shard's new value.
     Value {
-        value: Tensor<1>,
+        value: Box<Tensor<1>>,
         /// Whether the stand-in has the id that it had before.
         keeps_id: bool,
     },
@@ -52,7 +52,7 @@ fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
 /// A value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
 pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, bool)> {
     match take_handed(unit, index)? {
-        Handed::Value { value, keeps_id } => Some((value, keeps_id)),
+        Handed::Value { value, keeps_id } => Some((*value, keeps_id)),
         Handed::Recorded => None,
     }
 }
@@ -65,6 +65,7 @@ pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
 /// Gives the shard that the walk under way comes to next another value.
 pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
     let keeps_id = true;
+    let value = Box::new(value);
     hand(unit, index, Handed::Value { value, keeps_id });
 }
 
@@ -139,6 +140,7 @@ pub(crate) fn load<const D: usize>(
         let device = whole.device();
         let value = narrow(&unit, index, whole, &device);
         let keeps_id = false;
+        let value = Box::new(value);
         hand(&unit, index, Handed::Value { value, keeps_id });
         stand_in.clone()
     }

@@ -263,7 +263,7 @@ impl Mode {
 #[derive(Debug)]
 pub(crate) enum Lowered {
     /// One for every step.
-    Whole(Graph),
+    Whole(Box<Graph>),
     /// The optimizer runs in the step after.
     Iteration(Box<Iteration>),
 }
@@ -278,7 +278,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone();
     mode.decide(&graph)?;
     Ok(match lower_all(graph, &mode)? {
-        Lowered::Whole(graph) => graph,
+        Lowered::Whole(graph) => *graph,
         Lowered::Iteration(iteration) => iteration.main,
     })
 }
@@ -287,7 +287,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 pub(crate) fn lower_all(graph: Graph, mode: &Mode) -> Result<Lowered, Error> {
     let graph = mode.pipeline()?.run(graph)?;
     if mode.options.optimizer != OptimizerPlace::InNextForward {
-        return Ok(Lowered::Whole(graph));
+        return Ok(Lowered::Whole(Box::new(graph)));
     }
     let iteration = DeferOptimizer.split(graph)?;
     if mode.verify {

@@ -91,8 +91,9 @@ fn a_second_run_is_kept_out_as_long_as_the_first_lives() {
             assert_eq!(run.code, 0, "{reader}: {}", run.stderr);
         }
     }
-    let kill = std::process::Command::new("kill").args(["-TERM", &first.id().to_string()]);
-    assert!({ kill }.status().expect("kill").success());
+    let mut kill = std::process::Command::new("kill");
+    kill.args(["-TERM", &first.id().to_string()]);
+    assert!(kill.status().expect("kill").success());
     let first = Run::of(first.wait_with_output().expect("an end"));
     assert_eq!(first.code, 0, "{}", first.stderr);
     let saved = last_report(&first)["saved_step"].as_u64().expect("saved");

@@ -40,7 +40,7 @@ fn settings_that_differ_are_named() {
         let run = folder.train(&format!("{RUN} --steps 4 --resume {change}"));
         assert_eq!(run.code, 0, "{change}: {}", run.stderr);
         assert!(
-            run.stderr.contains(&format!("{sentence}")),
+            run.stderr.contains(&sentence.to_string()),
             "{change}: {}",
             run.stderr
         );

@@ -417,7 +417,7 @@ fn groups(group: &ProcessGroup) -> Outcome {
         let world_ranks: Vec<_> = members.iter().map(|rank| group.members()[*rank]).collect();
         assert_eq!(part.members(), world_ranks);
     }
-    if group.size() % 2 == 0 {
+    if group.size().is_multiple_of(2) {
         let mesh = Mesh::new([("replicate", 2), ("shard", group.size() / 2)])?;
         let mesh = ProcessMesh::new(group, mesh)?;
         for axis in ["replicate", "shard"] {

@@ -152,7 +152,8 @@ fn ignored_modules_are_left_alone() {
         Ok(whole_params((MLP.build)(&device()), &model))
     });
     // The head of each rank has seen the rank's own gradients, everything else the mean.
-    let own: [fn(&Mlp, usize, usize, &Device) -> Tensor<1>; 2] = [
+    type Loss = fn(&Mlp, usize, usize, &Device) -> Tensor<1>;
+    let own: [Loss; 2] = [
         |model, _, step, device| model.loss(0, step, device),
         |model, _, step, device| model.loss(1, step, device),
     ];

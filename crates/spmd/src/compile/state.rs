@@ -471,10 +471,10 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 let (shape, layout) = self.state_place(&state.path, slot)?;
                 let expected = part_shape(&shape, &layout, &self.mode);
                 let slots = self.scalars.slots(&state.path).iter();
-                let dtype = slots
+                let mut dtype = slots
                     .filter(|other| *other.name == **slot)
                     .map(|slot| slot.dtype);
-                let dtype = dtype.last().unwrap_or(data.dtype());
+                let dtype = dtype.next_back().unwrap_or(data.dtype());
                 if data.shape().to_vec() != expected || data.dtype() != dtype {
                     let name = format!("{} {slot}", state.path);
                     let expected = (expected.as_slice(), dtype);

@@ -445,7 +445,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let (compiled, fingerprint) = match lower_all(graph, &self.mode)? {
             Lowered::Whole(graph) => {
                 let fingerprint = graph.fingerprint();
-                (Compiled::Whole(Arc::new(graph)), fingerprint)
+                (Compiled::Whole(Arc::from(graph)), fingerprint)
             }
             Lowered::Iteration(iteration) => {
                 let fingerprint = iteration.main.fingerprint();

@@ -66,7 +66,7 @@ impl Units {
         }
         for pattern in &self.patterns {
             let matches = |path: &&Arc<str>| pattern.prefix_of(module(path)).is_some();
-            if !paths.iter().any(|path| matches(path)) {
+            if !paths.iter().any(matches) {
                 let mut known: Vec<_> = paths.iter().map(|path| module(path)).collect();
                 known.dedup();
                 known.truncate(12);

@@ -185,7 +185,7 @@ fn tensors_of_other_host_data_are_noticed() {
         "{error}"
     );
     let body = |world: ProcessGroup| -> Result<_, Error> {
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world, DataParallel::FullyShard);
         let mut step = compile(of_the_host, Features::loss, SgdConfig::new().build(), mode)?;
         let batch = vectors(0, 0..3, &Device::flex());
         Ok(step.step(1e-1, &batch).map_err(|error| error.to_string()))

@@ -66,7 +66,9 @@ fn init_for(needs: Needs) -> Init {
 }
 
 /// The same in every step, falling, and from zero.
-const RATES: [(&str, fn(usize) -> f64); 3] = [
+type Rate = fn(usize) -> f64;
+
+const RATES: [(&str, Rate); 3] = [
     ("constant", |_| 1.0),
     ("falling", |step| 1.0 / (1.0 + 0.3 * step as f64)),
     ("from zero", |step| step as f64 / 10.0),

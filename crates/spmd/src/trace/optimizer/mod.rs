@@ -265,7 +265,8 @@ impl HostScalars {
         states: impl IntoIterator<Item = (&'a str, &'a [(String, Scalar)], Vec<&'a str>)>,
     ) -> Result<RestoredStates, Error> {
         let mut restored = RestoredStates(BTreeMap::new());
-        let mut made: Vec<(usize, Vec<usize>, &[(String, Scalar)], Arc<TwinState>)> = Vec::new();
+        type Made<'a> = (usize, Vec<usize>, &'a [(String, Scalar)], Arc<TwinState>);
+        let mut made: Vec<Made<'_>> = Vec::new();
         for (path, scalars, names) in states {
             let Some((path, held)) = self.parameters.get_key_value(path) else {
                 return Err(self.untraceable(path, "it is not trained".to_owned()));
