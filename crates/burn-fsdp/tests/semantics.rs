@@ -8,7 +8,7 @@ fn file_of(binary: &str, module: Option<&str>) -> PathBuf {
     let module = module.unwrap_or("main");
     match binary {
         "eager" | "extras" => crates.join(format!("shard/tests/{binary}/{module}.rs")),
-        "memory" => crates.join("shard/tests/memory.rs"),
+        "memory" => crates.join("shard/tests/memory/main.rs"),
         "spmd" => crates.join(format!("spmd/tests/spmd/{module}.rs")),
         "cli" => crates.join(format!("cli/tests/cli/{module}.rs")),
         other => crates.join(format!("{other}/tests/{module}.rs")),
