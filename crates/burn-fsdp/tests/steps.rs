@@ -174,7 +174,8 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
             in_file == recorded,
             "saved at {n}: the record of the module"
         );
-        if n.is_power_of_two() {
+        // All ranks have the same rows: sums of up to four equal addends are exact when divided again.
+        if [1, 2, 4].contains(&n) {
             assert!(in_file == plain, "saved at {n}: the plain model");
             // The states of one rank are proved by training on with them.
             let states: Tensors = want.iter().filter(is_state).cloned().collect();

@@ -105,11 +105,8 @@ fn a_damaged_step_is_an_error_or_passed_over() {
     assert!(run.stderr.contains("step-000004"), "{}", run.stderr);
     let report = folder.report(&format!("{DIR} --warmup 0 --steps 6 --resume=newest-good"));
     assert_eq!(report["first_step"], 2);
-    assert!(
-        report["warnings"][0]
-            .as_str()
-            .is_some_and(|text| text.contains("step-000004 skipped"))
-    );
+    let warnings = report["warnings"].to_string();
+    assert!(warnings.contains("step-000004 skipped"), "{warnings}");
     let inspected = folder.run("inspect steps/step-000006");
     assert_eq!(inspected.code, 0, "{}", inspected.stderr);
 }

@@ -72,8 +72,8 @@ fn named_values_of_a_batch_have_a_graph_each() {
         let loss = step.step(1e-1, &Padded::new(index, &device)).unwrap();
         assert_eq!(loss as f32, *expected, "loss of step {index}");
     }
-    // Three lengths and two weights, and one graph more for the first step.
-    assert_eq!(step.num_traces(), 7);
+    // Three lengths and two weights.
+    assert_eq!(step.num_traces(), 6);
 }
 
 #[test]
@@ -83,16 +83,15 @@ fn values_of_a_batch_without_a_name_are_noticed() {
     let loss = Padded::<false>::loss;
     let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
     step.step(1e-1, &Padded::new(0, &device)).unwrap();
-    step.step(1e-1, &Padded::new(1, &device)).unwrap();
     let before = step.parameter("weight").unwrap();
     for _ in 0..2 {
-        let error = step.step(1e-1, &Padded::new(2, &device)).unwrap_err();
+        let error = step.step(1e-1, &Padded::new(1, &device)).unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, Error::NotRepeatable { .. }), "{text}");
         assert!(text.contains("BatchMapper::fixed"), "{text}");
     }
     assert_eq!(step.parameter("weight").unwrap(), before);
-    assert_eq!(step.num_steps(), 2);
+    assert_eq!(step.num_steps(), 1);
 }
 
 #[test]
@@ -105,9 +104,7 @@ fn a_counter_in_the_loss_is_noticed() {
     };
     let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
     let x = data(0, [4, 4], &Device::flex());
-    let first = step.step(0.0, &x).unwrap();
-    let second = step.step(0.0, &x).unwrap();
-    assert!((second / first - 2.0).abs() < 1e-6);
+    step.step(0.0, &x).unwrap();
     let error = step.step(0.0, &x).unwrap_err().to_string();
     assert!(error.contains("NumericFloat.MulScalar"), "{error}");
 }
@@ -131,7 +128,7 @@ fn a_schedule_is_a_tensor_of_the_batch() {
         let loss = step.step(1e-1, &batch(index, &device)).unwrap();
         assert_eq!(loss as f32, *expected, "loss of step {index}");
     }
-    assert_eq!(step.num_traces(), 2);
+    assert_eq!(step.num_traces(), 1);
 }
 
 #[test]
