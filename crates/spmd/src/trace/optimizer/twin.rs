@@ -194,7 +194,9 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         let longest = slots.iter().map(size).max().unwrap_or_default();
         let num_bytes = longest + STRIDE * slots.len();
         if self.zeros.len() < num_bytes {
-            self.zeros = Bytes::from_bytes_vec(vec![0; num_bytes]).shared();
+            // Of words: bytes would be copied, and so touched, to be aligned.
+            let words = vec![0_u64; num_bytes.div_ceil(size_of::<u64>())];
+            self.zeros = Bytes::from_elems(words).shared();
         }
         self.slots = Arc::new(slots);
         Ok(())
