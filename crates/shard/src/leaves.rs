@@ -60,6 +60,14 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize) -> Result<Claim, Error> 
     Ok(Claim(nodes))
 }
 
+/// Whether the gradient of any parameter of `module` is wanted, sharded or not.
+pub(crate) fn is_any_trained<M: Module>(module: &M) -> bool {
+    let mut leaves = Leaves::default();
+    let members = inspect::visit(module, &mut leaves);
+    let mut members = members.iter();
+    !leaves.found.is_empty() || members.any(|member| member.generation.is_trainable(member.index))
+}
+
 #[derive(Default)]
 struct Leaves {
     found: Vec<(String, NodeId)>,

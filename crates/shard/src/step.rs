@@ -24,8 +24,8 @@ use crate::schedule::Operation;
 ///
 /// # Errors
 ///
-/// [`Error::NoGraph`] for a loss without autodiff; what the collectives inside met: another rank's
-/// failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
+/// [`Error::NoGraph`] for a loss without autodiff, or a module of which nothing is trained; what the
+/// collectives inside met: another rank's failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -48,7 +48,7 @@ fn reduced_gradients<M: Module, const D: usize>(
     module: &M,
     roots: &[Arc<Root>],
 ) -> Result<GradientsParams, Error> {
-    if !loss.is_tracked() {
+    if !loss.is_tracked() || !leaves::is_any_trained(module) {
         return Err(Error::NoGraph);
     }
     let is_first = roots.iter().all(|root| root.num_finished() == 0);
