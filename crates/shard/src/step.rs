@@ -52,7 +52,8 @@ fn reduced_gradients<M: Module, const D: usize>(
         return Err(Error::NoGraph);
     }
     let is_first = roots.iter().all(|root| root.num_finished() == 0);
-    let claim = is_first.then(|| leaves::claim(module, roots[0].group.world_rank()));
+    let group = &roots[0].group;
+    let claim = is_first.then(|| leaves::claim(module, group.world_rank(), group.size()));
     let _claim = claim.transpose()?;
     let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
     let mut gradients = differentiated(loss)?;
