@@ -25,7 +25,8 @@ use crate::schedule::Operation;
 /// # Errors
 ///
 /// [`Error::NoGraph`] for a loss without autodiff, or a module of which nothing is trained; what the
-/// collectives inside met: another rank's failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
+/// collectives inside met: another rank's failure, a timeout, a mismatch of operations. Afterwards
+/// every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
