@@ -5,7 +5,7 @@ use burn_fsdp::steps::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{LrSchedule, TrainArgs};
-use crate::data::Data;
+use crate::train::data::Data;
 
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";

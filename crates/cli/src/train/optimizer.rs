@@ -4,8 +4,8 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn_fsdp::{FileBackedOptimizer, catch, check_elementwise};
 use burn_fsdp_models::Gpt;
 
-use crate::config::TrainConfig;
 use crate::error::RankError;
+use crate::train::config::TrainConfig;
 
 /// AdamW.
 pub(crate) enum Optimizer {

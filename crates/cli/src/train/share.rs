@@ -71,34 +71,3 @@ pub(crate) fn save_begins(
         is_busy: notes.iter().any(|note| note.first() == Some(&1)),
     })
 }
-
-/// The next byte of a sample.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum NextByte {
-    Is(u8),
-    /// The model gives no numbers to choose by.
-    NoNumbers,
-    /// Some rank was told to stop.
-    Stop,
-}
-
-/// Rank 0's byte on every rank, unless a rank was told to stop.
-pub(crate) fn next_byte(
-    world: &ProcessGroup,
-    own: Option<u8>,
-    own_stop: bool,
-) -> Result<NextByte, Error> {
-    let note = vec![
-        u8::from(own_stop),
-        u8::from(own.is_some()),
-        own.unwrap_or(0),
-    ];
-    let notes = world.exchange("sample", note)?;
-    if notes.iter().any(|note| note.first() == Some(&1)) {
-        return Ok(NextByte::Stop);
-    }
-    Ok(match notes.first().map(Vec::as_slice) {
-        Some([_, 1, byte]) => NextByte::Is(*byte),
-        _ => NextByte::NoNumbers,
-    })
-}

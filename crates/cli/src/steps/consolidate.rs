@@ -11,11 +11,11 @@ use burn_fsdp_models::{ModelConfig, ParameterSpec};
 use crate::args::{ConsolidateArgs, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
-use crate::resuming;
+use crate::steps::open::with_step;
 
 /// Writes the model of a step as plain safetensors.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
-    let written = resuming::with_step(&args.step, |step| write(&args, &step))?;
+    let written = with_step(&args.step, |step| write(&args, &step))?;
     console::answer(format_args!(
         "{} tensors, {} bytes, in {} files: {}",
         written.num_tensors,

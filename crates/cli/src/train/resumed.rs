@@ -1,17 +1,12 @@
-//! The step that a run goes on from, and the steps that other commands read.
-
-use std::path::{Path, PathBuf};
+//! The step that a run goes on from.
 
 use burn_fsdp::steps::{Check, Checkpoints, Step};
 use burn_fsdp_models::GptConfig;
 
 use crate::args::ResumeFrom;
 use crate::console;
-use crate::error::{Failure, InputError};
-use crate::settings::Settings;
-
-/// How often the newest step is looked for again when it is removed while it is read.
-const ATTEMPTS: usize = 5;
+use crate::error::InputError;
+use crate::train::settings::Settings;
 
 /// What a run goes on from. Found before any rank starts: verifying may take longer than ranks wait for
 /// each other, and what is wrong with a file is no failure of a rank.
@@ -99,37 +94,4 @@ fn check_model(step: &Step, expected: &GptConfig) -> Result<(), InputError> {
             found: found.map_or("another kind".to_owned(), |found| format!("{found:?}")),
         }),
     }
-}
-
-/// Reads the step at `path`, or the newest of the folder of checkpoints there; that anew if it is
-/// removed meanwhile, as a training that keeps its last steps does.
-pub(crate) fn with_step<T>(
-    path: &Path,
-    mut read: impl FnMut(Step) -> Result<T, Failure>,
-) -> Result<T, Failure> {
-    let mut attempt = 1;
-    loop {
-        let folder = Checkpoints::new(path);
-        let is_folder = folder.is_begun().unwrap_or(false);
-        let mut opened = path.to_owned();
-        let result = open(&folder, is_folder, path).and_then(|step| {
-            opened = step.path().to_owned();
-            // What is wrong with a file is told by whoever reads it.
-            let _ = step.hold();
-            read(step)
-        });
-        let is_gone = is_folder && (opened == path || !opened.exists());
-        if result.is_ok() || !is_gone || attempt == ATTEMPTS {
-            return result;
-        }
-        attempt += 1;
-    }
-}
-
-fn open(folder: &Checkpoints, is_folder: bool, path: &Path) -> Result<Step, Failure> {
-    let step = match is_folder {
-        true => folder.newest(),
-        false => Step::open(PathBuf::from(path)),
-    };
-    step.map_err(|error| InputError::from(error).into())
 }

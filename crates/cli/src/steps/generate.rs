@@ -14,15 +14,15 @@ use crate::args::GenerateArgs;
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
-use crate::resuming;
-use crate::sample::{Sample, printable};
+use crate::steps::open::with_step;
+use crate::text::{Sample, printable};
 
 /// Prints the prompt and what the model adds to it.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     if args.prompt.is_empty() {
         return Err(InputError::EmptyPrompt.into());
     }
-    let text = resuming::with_step(&args.step, |step| {
+    let text = with_step(&args.step, |step| {
         let model = model_of(&step)?;
         let job = Arc::new((args.clone(), step, model));
         let texts = launch(LaunchConfig::new(1), move |world| {

@@ -10,15 +10,15 @@ use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{Float, ModelArgs, NotFinite, StrategyArg, TrainArgs, TrainingArgs};
 use crate::console;
-use crate::data::Data;
 use crate::error::InputError;
-use crate::fault;
 use crate::host;
 use crate::output;
-use crate::resuming::Resumed;
-use crate::run_folder::CheckpointConfig;
-use crate::schedule::Schedule;
-use crate::settings::Settings;
+use crate::train::data::Data;
+use crate::train::fault;
+use crate::train::resumed::Resumed;
+use crate::train::run_folder::CheckpointConfig;
+use crate::train::schedule::Schedule;
+use crate::train::settings::Settings;
 
 /// A training run.
 #[derive(Debug)]

@@ -16,14 +16,13 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Batches, Gpt};
 use serde_json::Value;
 
-use crate::config::{Sharding, TrainConfig};
 use crate::console;
-use crate::eager;
-use crate::engine::Engine;
 use crate::error::RankError;
-use crate::trace::shifted;
-use crate::train::initial_model;
-use crate::{evaluation, fused, sample};
+use crate::fused;
+use crate::train::config::{Sharding, TrainConfig};
+use crate::train::trace::shifted;
+use crate::train::trainer::Trainer;
+use crate::train::{evaluation, model, sample};
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
@@ -64,7 +63,7 @@ impl<'a> Compiled<'a> {
         let values = Device::flex();
         // Only rank 0's values count.
         let loaded = match world.rank() == 0 && config.init.is_some() {
-            true => Some(initial_model(config, &values, 0)?),
+            true => Some(model::initial(config, &values, 0)?),
             false => None,
         };
         let loaded = Mutex::new(loaded);
@@ -126,8 +125,8 @@ impl<'a> Compiled<'a> {
         let model = match self.model.take() {
             Some(model) => model,
             None => {
-                let model = self.config.model.init(&eager::device(), self.config.seed)?;
-                eager::shard(self.config, self.mesh, model)?
+                let model = self.config.model.init(&model::device(), self.config.seed)?;
+                model::shard(self.config, self.mesh, model)?
             }
         };
         let model = load_compiled(model, &mut self.step)?;
@@ -135,7 +134,7 @@ impl<'a> Compiled<'a> {
     }
 }
 
-impl Engine for Compiled<'_> {
+impl Trainer for Compiled<'_> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let batch = self.begin(step)?;
         let rate = self.config.schedule.at(step);

@@ -2,8 +2,8 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::config::TrainConfig;
-use crate::metrics::StepLine;
+use crate::train::config::TrainConfig;
+use crate::train::metrics::StepLine;
 
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 

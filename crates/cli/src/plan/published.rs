@@ -8,7 +8,7 @@
 use burn_fsdp::spmd::plan::{Checkpointing, Division, Estimate, Job, Machine, Precision};
 
 use crate::args::ModelArg;
-use crate::preset::Preset;
+use crate::plan::preset::Preset;
 
 const ROWS: &str = include_str!("published.csv");
 

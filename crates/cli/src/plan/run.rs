@@ -20,8 +20,8 @@ use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PrecisionArg, StrategyAr
 use crate::error::InputError;
 use crate::fused;
 use crate::output;
-use crate::preset::Preset;
-use crate::published;
+use crate::plan::preset::Preset;
+use crate::plan::published;
 
 /// More of anything is refused, so that no product overflows.
 const MOST_RANKS: usize = 1 << 20;

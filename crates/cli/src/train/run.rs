@@ -5,20 +5,21 @@ use std::time::Instant;
 
 use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
-use burn_fsdp_models::{Gpt, ModelError};
+use burn_fsdp_models::ModelError;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 
-use crate::config::TrainConfig;
 use crate::console;
-use crate::curve;
 use crate::error::{Failure, InputError};
 use crate::host;
-use crate::metrics::Metrics;
 use crate::output;
-use crate::rank;
-use crate::report::Report;
-use crate::trace;
+use crate::train::config::TrainConfig;
+use crate::train::curve;
+use crate::train::metrics::Metrics;
+use crate::train::model;
+use crate::train::rank;
+use crate::train::report::Report;
+use crate::train::trace;
 
 /// Trains, and leaves the files and the output that the configuration asks for.
 ///
@@ -88,24 +89,10 @@ fn obey_signals(config: &TrainConfig) {
     }
 }
 
-/// The model on a device, lazy where its weights are drawn.
-///
-/// Only rank 0's values count, so only rank 0 reads the file.
-pub(crate) fn initial_model(
-    config: &TrainConfig,
-    device: &Device,
-    rank: usize,
-) -> Result<Gpt, ModelError> {
-    match &config.init {
-        Some(file) if rank == 0 => file.load(device),
-        _ => config.model.init(device, config.seed),
-    }
-}
-
 /// Writes the weights that training starts from: the same seed gives them again.
 fn save_initial_weights(config: &TrainConfig) -> Result<(), ModelError> {
     match &config.save_init {
-        Some(path) => initial_model(config, &Device::flex(), 0)?.save(path),
+        Some(path) => model::initial(config, &Device::flex(), 0)?.save(path),
         None => Ok(()),
     }
 }

@@ -1,12 +1,11 @@
 //! The results of a run, from those of all ranks.
 
-use burn_fsdp::{OperationCounts, OperationKind};
 use serde::Serialize;
 
-use crate::config::TrainConfig;
 use crate::host;
-use crate::rank::RankResult;
-use crate::sample::printable;
+use crate::text::printable;
+use crate::train::config::TrainConfig;
+use crate::train::outcome::{Collectives, RankOutcome};
 
 /// The object that `--json` prints.
 #[derive(Debug, Serialize)]
@@ -67,25 +66,9 @@ pub(crate) struct StepMillis {
     pub(crate) max: f64,
 }
 
-/// Operations on tensors, each counted once for all ranks.
-#[derive(Debug, Serialize)]
-pub(crate) struct Collectives {
-    pub(crate) all_gather: Count,
-    pub(crate) reduce_scatter: Count,
-    pub(crate) all_reduce: Count,
-    pub(crate) broadcast: Count,
-}
-
-/// Operations of one kind, and the bytes of their full tensors.
-#[derive(Debug, Serialize)]
-pub(crate) struct Count {
-    pub(crate) count: u64,
-    pub(crate) bytes: u64,
-}
-
 impl Report {
     /// Puts together what the ranks say, of which there is at least one.
-    pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankResult>) -> Self {
+    pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankOutcome>) -> Self {
         let seconds = slowest(&results);
         let first = results.first();
         let first_step = first.map_or(0, |first| first.first_step);
@@ -131,7 +114,7 @@ impl Report {
             state_bytes,
             unsharded_peak_bytes,
             peak_rss_bytes: host::peak_rss_bytes().into_iter().collect(),
-            collectives: Collectives::of(&collectives.unwrap_or_default()),
+            collectives: collectives.unwrap_or_default(),
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),
             saved_step,
@@ -148,7 +131,7 @@ impl Report {
 }
 
 /// A step lasts as long as its slowest rank.
-fn slowest(results: &[RankResult]) -> Vec<f64> {
+fn slowest(results: &[RankOutcome]) -> Vec<f64> {
     let num_steps = results.first().map_or(0, |first| first.seconds.len());
     let of_step = |step: usize| results.iter().map(move |result| result.seconds[step]);
     (0..num_steps)
@@ -157,7 +140,7 @@ fn slowest(results: &[RankResult]) -> Vec<f64> {
 }
 
 /// All remarks, each once.
-fn warnings(config: &TrainConfig, results: &[RankResult]) -> Vec<String> {
+fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     let mut warnings = config.data.warnings();
     if config.eval_every > 0 && config.data.held_out(&config.model, config.batch).is_none() {
         warnings.push("--eval-every has no effect with --synthetic".to_owned());
@@ -192,24 +175,6 @@ impl StepMillis {
             min: 1e3 * min,
             max: 1e3 * max,
         })
-    }
-}
-
-impl Collectives {
-    fn of(counts: &OperationCounts) -> Self {
-        let count = |kind| {
-            let tally = counts.of(kind);
-            Count {
-                count: tally.operations,
-                bytes: tally.bytes,
-            }
-        };
-        Self {
-            all_gather: count(OperationKind::AllGather),
-            reduce_scatter: count(OperationKind::ReduceScatter),
-            all_reduce: count(OperationKind::AllReduce),
-            broadcast: count(OperationKind::Broadcast),
-        }
     }
 }
 

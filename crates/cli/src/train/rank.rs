@@ -1,56 +1,26 @@
-//! What each rank does: the loop around the engine that trains.
+//! What each rank does: the loop around its trainer.
 
 use std::time::Instant;
 
-use burn_fsdp::{OperationCounts, ProcessGroup};
-use serde_json::Value;
+use burn_fsdp::ProcessGroup;
 
 use crate::args::NotFinite;
-use crate::compiled::Compiled;
-use crate::config::TrainConfig;
 use crate::console;
-use crate::eager::{self, Eager};
-use crate::engine::Engine;
 use crate::error::RankError;
-use crate::metrics::{Metrics, StepLine};
-use crate::progress::Progress;
-use crate::saving::{Saving, Started};
-use crate::share::{self, StepEnd};
+use crate::train::compiled::Compiled;
+use crate::train::config::TrainConfig;
+use crate::train::eager::Eager;
+use crate::train::metrics::{Metrics, StepLine};
+use crate::train::model;
+use crate::train::outcome::{Collectives, RankOutcome};
+use crate::train::progress::Progress;
+use crate::train::saving::{Saving, Started};
+use crate::train::share::{self, StepEnd};
+use crate::train::trainer::Trainer;
 
 /// What to do about numbers that are not finite.
 const NOT_FINITE_ADVICE: &str =
     "go on from a saved step with a lower --lr, or give --nan continue to train on";
-
-/// What a rank has to tell when it is done.
-#[derive(Debug)]
-pub(crate) struct RankResult {
-    /// Mean over the ranks, of every step.
-    pub(crate) losses: Vec<f64>,
-    /// Duration of every step on this rank.
-    pub(crate) seconds: Vec<f64>,
-    /// Steps done and loss, of every evaluation.
-    pub(crate) eval_losses: Vec<(usize, f64)>,
-    /// Bytes of parameters and optimizer that this rank holds.
-    pub(crate) state_bytes: usize,
-    /// The most bytes of full tensors at once, in the measured steps.
-    pub(crate) unsharded_peak: usize,
-    /// Operations of the last step.
-    pub(crate) collectives: OperationCounts,
-    /// Steps done before this run.
-    pub(crate) first_step: usize,
-    /// The newest step that was saved.
-    pub(crate) saved_step: Option<u64>,
-    /// Whether a signal ended the run.
-    pub(crate) interrupted: bool,
-    /// Why the run is not a success, though this rank got to its end.
-    pub(crate) failure: Option<String>,
-    /// Remarks on the sharding.
-    pub(crate) warnings: Vec<String>,
-    /// Events of the step that was traced.
-    pub(crate) trace: Vec<Value>,
-    /// Generated text, with the text it goes on from.
-    pub(crate) sample: Option<Vec<u8>>,
-}
 
 /// One training run as one rank lives it. Times of traces count from `origin`; rank 0 has the metrics.
 pub(crate) fn train(
@@ -58,7 +28,7 @@ pub(crate) fn train(
     world: &ProcessGroup,
     origin: Instant,
     metrics: Metrics,
-) -> Result<RankResult, RankError> {
+) -> Result<RankOutcome, RankError> {
     if let Some(fault) = config.fault {
         world.set_fault(fault);
     }
@@ -66,15 +36,15 @@ pub(crate) fn train(
     if is_first && !config.json {
         console::tell(&config.data);
     }
-    let mesh = eager::mesh(config, world)?;
-    let mut engine: Box<dyn Engine> = match config.is_compiled {
+    let mesh = model::mesh(config, world)?;
+    let mut trainer: Box<dyn Trainer> = match config.is_compiled {
         true => Box::new(Compiled::new(config, world, &mesh)?),
         false => Box::new(Eager::new(config, world, &mesh)?),
     };
     let saving = Saving::begin(config, &mesh)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {
-        let restored = engine.resume(&resumed.step);
+        let restored = trainer.resume(&resumed.step);
         restored.map_err(|source| RankError::Restore {
             path: resumed.step.path().to_owned(),
             source: Box::new(source),
@@ -88,13 +58,13 @@ pub(crate) fn train(
         lost: Vec::new(),
         has_told: false,
     };
-    let mut result = RankResult::new(config.num_steps(), first_step);
+    let mut result = RankOutcome::new(config.num_steps(), first_step);
     let run = Run {
         config,
         world,
         origin,
     };
-    run.train(engine.as_mut(), &mut observers, &mut result)?;
+    run.train(trainer.as_mut(), &mut observers, &mut result)?;
     let Observers {
         progress,
         metrics,
@@ -105,17 +75,17 @@ pub(crate) fn train(
     drop((progress, metrics));
     result.warnings.extend(lost);
 
-    result.state_bytes = engine.state_bytes()?;
-    result.warnings.extend(engine.warnings()?);
+    result.state_bytes = trainer.state_bytes()?;
+    result.warnings.extend(trainer.warnings()?);
     if !result.interrupted && result.failure.is_none() {
-        result.sample = engine.sample()?;
+        result.sample = trainer.sample()?;
     }
     if let Some(mut saving) = saving {
         // Last, as nothing of the training may wait for a disk. If the sample failed, dropping the saver
         // waits for the save, too.
         let steps = first_step + result.losses.len();
         let is_whole = result.failure.is_none();
-        let (saved_step, failure) = saving.finish(steps, engine.as_mut(), is_whole)?;
+        let (saved_step, failure) = saving.finish(steps, trainer.as_mut(), is_whole)?;
         result.saved_step = saved_step;
         result.failure = result.failure.or(failure);
         result.warnings.append(&mut saving.warnings);
@@ -124,28 +94,6 @@ pub(crate) fn train(
         result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
-}
-
-impl RankResult {
-    fn new(num_steps: usize, first_step: usize) -> Self {
-        let num_steps = num_steps.saturating_sub(first_step);
-        Self {
-            first_step,
-            saved_step: None,
-            interrupted: false,
-            failure: None,
-            // The steps may be more than memory could hold losses of; it grows as they come.
-            losses: Vec::with_capacity(num_steps.min(1 << 16)),
-            seconds: Vec::with_capacity(num_steps.min(1 << 16)),
-            eval_losses: Vec::new(),
-            state_bytes: 0,
-            unsharded_peak: 0,
-            collectives: OperationCounts::default(),
-            warnings: Vec::new(),
-            trace: Vec::new(),
-            sample: None,
-        }
-    }
 }
 
 /// Those who look on while training runs.
@@ -191,10 +139,10 @@ impl Run<'_> {
         &self,
         step: usize,
         end: StepEnd,
-        engine: &mut dyn Engine,
+        trainer: &mut dyn Trainer,
         observers: &mut Observers<'_>,
     ) -> Result<Option<String>, RankError> {
-        if let Some(problem) = self.not_finite(step, end.loss, engine) {
+        if let Some(problem) = self.not_finite(step, end.loss, trainer) {
             if self.config.not_finite == NotFinite::Stop {
                 return Ok(Some(problem));
             }
@@ -213,7 +161,7 @@ impl Run<'_> {
         }
         // No saved step is without its metrics.
         let problem = observers.metrics.sync();
-        let started = saving.start(step + 1, engine, is_last)?;
+        let started = saving.start(step + 1, trainer, is_last)?;
         observers.note(problem);
         Ok(match started {
             Started::Goes => None,
@@ -226,23 +174,23 @@ impl Run<'_> {
 
     /// What is wrong with the numbers of a step, if anything is. Those of a loss that is scaled overflow
     /// now and then, which the scaler deals with.
-    fn not_finite(&self, step: usize, loss: f64, engine: &dyn Engine) -> Option<String> {
-        if let Some(norm) = engine.norm_not_finite() {
+    fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
+        if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
                 "the norm of the gradients of step {step} is {norm}, and the step was not taken; \
                  {NOT_FINITE_ADVICE}"
             ));
         }
-        let is_scaled = engine.scaler().is_some();
+        let is_scaled = trainer.scaler().is_some();
         (!loss.is_finite() && !is_scaled)
             .then(|| format!("the loss of step {step} is {loss}; {NOT_FINITE_ADVICE}"))
     }
 
     fn train(
         &self,
-        engine: &mut dyn Engine,
+        trainer: &mut dyn Trainer,
         observers: &mut Observers<'_>,
-        result: &mut RankResult,
+        result: &mut RankOutcome,
     ) -> Result<(), RankError> {
         let config = self.config;
         let traced_step = self.traced_step(result.first_step);
@@ -250,16 +198,16 @@ impl Run<'_> {
         for step in result.first_step..config.num_steps() {
             let before = self.world.counts();
             let own_loss = match traced_step == Some(step) {
-                false => engine.step(step)?,
+                false => trainer.step(step)?,
                 true => {
                     let own_loss;
-                    (own_loss, result.trace) = engine.traced_step(step, self.origin)?;
+                    (own_loss, result.trace) = trainer.traced_step(step, self.origin)?;
                     own_loss
                 }
             };
-            result.collectives = self.world.counts().since(&before);
+            result.collectives = Collectives::of(&self.world.counts().since(&before));
             if step >= config.warmup {
-                let peak = engine.unsharded_peak()?;
+                let peak = trainer.unsharded_peak()?;
                 result.unsharded_peak = result.unsharded_peak.max(peak);
             }
             let told_to_stop = observers.saving.as_ref().is_some_and(Saving::is_stopped);
@@ -273,7 +221,7 @@ impl Run<'_> {
             result.seconds.push(seconds);
 
             let eval_loss = match config.evaluates_after(step) {
-                true => engine.evaluate()?,
+                true => trainer.evaluate()?,
                 false => None,
             };
             let line = StepLine {
@@ -291,7 +239,7 @@ impl Run<'_> {
             if let Some(eval_loss) = eval_loss {
                 result.eval_losses.push((step, eval_loss));
             }
-            result.failure = self.end_step(step, end_of_step, engine, observers)?;
+            result.failure = self.end_step(step, end_of_step, trainer, observers)?;
             if result.failure.is_some() {
                 break;
             }

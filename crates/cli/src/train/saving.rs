@@ -3,22 +3,20 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use burn::optim::ModuleOptimizer;
 use burn_fsdp::steps::{
     BackgroundSaver, DataPosition, Error as StepError, Existing, LossScale, SaveRequest, Saved,
-    Step, TrainingState,
+    TrainingState,
 };
-use burn_fsdp::{LossScaler, LossScalerState, ProcessMesh, TrainingSnapshot, restore};
-use burn_fsdp_models::Gpt;
+use burn_fsdp::{LossScaler, ProcessMesh, TrainingSnapshot};
 use serde_json::json;
 
 use crate::args::NotFinite;
-use crate::config::TrainConfig;
 use crate::console;
-use crate::engine::Engine;
 use crate::error::RankError;
-use crate::run_folder::CheckpointConfig;
-use crate::share;
+use crate::train::config::TrainConfig;
+use crate::train::run_folder::CheckpointConfig;
+use crate::train::share;
+use crate::train::trainer::Trainer;
 
 /// How long to wait before a last save that failed is tried once more.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
@@ -95,11 +93,11 @@ impl<'a> Saving<'a> {
     pub(crate) fn start(
         &mut self,
         steps: usize,
-        engine: &mut dyn Engine,
+        trainer: &mut dyn Trainer,
         is_last: bool,
     ) -> Result<Started, RankError> {
         let world = self.mesh.world();
-        let taken = engine.snapshot()?;
+        let taken = trainer.snapshot()?;
         let not_finite = taken.snapshot.not_finite(&taken.plan, world.rank());
         let last = self.saver.wait_for(self.config.deadline / 2);
         self.note(last);
@@ -115,7 +113,7 @@ impl<'a> Saving<'a> {
             // A step of no numbers pushes out none that has some.
             self.keep_last = None;
         }
-        let request = self.request(steps, &taken, engine.scaler());
+        let request = self.request(steps, &taken, trainer.scaler());
         match (agreed.is_busy, is_last) {
             (false, _) => {
                 self.saver.start(request, taken.snapshot)?;
@@ -175,7 +173,7 @@ impl<'a> Saving<'a> {
     pub(crate) fn finish(
         &mut self,
         steps: usize,
-        engine: &mut dyn Engine,
+        trainer: &mut dyn Trainer,
         is_of_last: bool,
     ) -> Result<(Option<u64>, Option<String>), RankError> {
         let mut last = self.saver.wait();
@@ -196,8 +194,8 @@ impl<'a> Saving<'a> {
                 "the last save failed, and is tried once more: {error}"
             ));
             std::thread::sleep(BEFORE_RETRY);
-            let taken = engine.snapshot()?;
-            let mut request = self.request(steps, &taken, engine.scaler());
+            let taken = trainer.snapshot()?;
+            let mut request = self.request(steps, &taken, trainer.scaler());
             // If the step is there by now, it is what the first attempt left.
             request.existing = Existing::Replace;
             self.saver.start(request, taken.snapshot)?;
@@ -245,22 +243,4 @@ fn may_be_tried_again(error: &StepError) -> bool {
             | StepError::NotAFolder { .. }
             | StepError::Foreign { .. }
     )
-}
-
-/// The model and the optimizer as they were after the steps of a saved one.
-pub(crate) fn resume(
-    step: &Step,
-    model: Gpt,
-    optimizer: ModuleOptimizer,
-    scaler: Option<&mut LossScaler>,
-) -> Result<(Gpt, ModuleOptimizer), RankError> {
-    let (model, optimizer) = restore(model, optimizer, step)?;
-    let training = &step.index().training;
-    if let (Some(scaler), Some(saved)) = (scaler, training.loss_scale) {
-        let mut state: LossScalerState = scaler.state();
-        state.scale = saved.scale;
-        state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
-        *scaler = scaler.clone().with_state(state);
-    }
-    Ok((model, optimizer))
 }

@@ -6,24 +6,20 @@ use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
 use burn_fsdp::steps::Step;
 use burn_fsdp::{
-    At, LiveBytes, LossScaler, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, TrainingSnapshot,
-    WrapPlan, auto_units, backward, catch, checkpoint, clip_grad_norm, fully_shard, memory,
-    no_sync, reset_peak, snapshot, wrap_plan,
+    At, LiveBytes, LossScaler, ProcessGroup, ProcessMesh, TrainingSnapshot, WrapPlan, backward,
+    catch, checkpoint, clip_grad_norm, memory, no_sync, reset_peak, restore, snapshot, wrap_plan,
 };
 use burn_fsdp_models::{Batches, Block, Gpt};
 use serde_json::Value;
 
 use crate::args::NotFinite;
-use crate::config::TrainConfig;
 use crate::console;
-use crate::engine::Engine;
 use crate::error::RankError;
-use crate::evaluation;
-use crate::optimizer::Optimizer;
-use crate::sample;
-use crate::saving;
-use crate::trace::{Phases, eager_events};
-use crate::train::initial_model;
+use crate::train::config::TrainConfig;
+use crate::train::optimizer::Optimizer;
+use crate::train::trace::{Phases, eager_events};
+use crate::train::trainer::Trainer;
+use crate::train::{evaluation, model, sample};
 
 /// A sharded model and its optimizer.
 pub(crate) struct Eager<'a> {
@@ -41,44 +37,6 @@ pub(crate) struct Eager<'a> {
     phases: Phases,
 }
 
-/// A device for the engine: full weights go after forward.
-pub(crate) fn device() -> Device {
-    Device::flex().autodiff().gradient_checkpointing()
-}
-
-/// Divides a model as the configuration says.
-pub(crate) fn shard(
-    config: &TrainConfig,
-    mesh: &ProcessMesh,
-    model: Gpt,
-) -> Result<Gpt, RankError> {
-    let sharding = &config.sharding;
-    let units = match sharding.unit_size {
-        None => vec!["blocks.*".to_owned()],
-        Some(least) => auto_units(&model, least),
-    };
-    let policy = ShardPolicy::new()
-        .units(units)
-        .strategy(sharding.strategy)
-        .prefetch(sharding.prefetch)
-        .precision(sharding.precision.clone());
-    let policy = match sharding.replicas {
-        1 => policy,
-        _ => policy.replicate_axis("replicate"),
-    };
-    Ok(fully_shard(model, mesh, policy)?)
-}
-
-/// The ranks as the configuration lays them out.
-pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
-    let replicas = config.sharding.replicas;
-    let layout = match replicas {
-        1 => Mesh::line("shard", world.size())?,
-        _ => Mesh::new([("replicate", replicas), ("shard", world.size() / replicas)])?,
-    };
-    Ok(ProcessMesh::new(world, layout)?)
-}
-
 impl<'a> Eager<'a> {
     /// Makes the model, divides it and begins to train it. Collective.
     pub(crate) fn new(
@@ -86,9 +44,9 @@ impl<'a> Eager<'a> {
         world: &'a ProcessGroup,
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
-        let device = device();
-        let model = initial_model(config, &device, world.rank())?;
-        let model = shard(config, mesh, model)?;
+        let device = model::device();
+        let model = model::initial(config, &device, world.rank())?;
+        let model = model::shard(config, mesh, model)?;
         let plan = wrap_plan(&model)?;
         if world.rank() == 0 && !config.json {
             console::tell(plan.to_string().trim_end());
@@ -193,7 +151,7 @@ impl<'a> Eager<'a> {
     }
 }
 
-impl Engine for Eager<'_> {
+impl Trainer for Eager<'_> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let model = self.model.take().ok_or(RankError::Ended)?;
         reset_peak(&model)?;
@@ -250,8 +208,15 @@ impl Engine for Eager<'_> {
         };
         let model = self.model.take().ok_or(RankError::Ended)?;
         let fresh = self.config.optimizer.init();
-        let (model, restored) = saving::resume(saved, model, fresh, self.scaler.as_mut())?;
+        let (model, restored) = restore(model, fresh, saved)?;
         **optimizer = restored;
+        let saved = saved.index().training.loss_scale;
+        if let (Some(scaler), Some(saved)) = (&mut self.scaler, saved) {
+            let mut state = scaler.state();
+            state.scale = saved.scale;
+            state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
+            *scaler = scaler.clone().with_state(state);
+        }
         self.model = Some(model);
         Ok(())
     }

@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::args::InspectArgs;
 use crate::console;
 use crate::error::{Failure, InputError};
-use crate::resuming;
+use crate::steps::open::with_step;
 
 /// What is in a step, and what is wrong with it.
 #[derive(Serialize)]
@@ -20,7 +20,7 @@ struct Findings {
 
 /// Shows a step; damage is the error.
 pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
-    let (inspection, damage) = resuming::with_step(&args.step, |step| {
+    let (inspection, damage) = with_step(&args.step, |step| {
         let inspection = Inspection::new(&step);
         let damage = (!args.no_verify).then(|| damage_of(&step));
         match damage {

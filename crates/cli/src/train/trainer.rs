@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::error::RankError;
 
 /// One rank's model and optimizer. All ranks call the same methods in the same order.
-pub(crate) trait Engine {
+pub(crate) trait Trainer {
     /// Trains one step on this rank's rows, and returns the loss before it, of these rows or of all.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 

@@ -11,10 +11,10 @@ use burn_fsdp_models::GptConfig;
 use crate::args::CheckpointArgs;
 use crate::console;
 use crate::error::InputError;
-use crate::meeting::Meeting;
 use crate::output;
-use crate::resuming::Resumed;
-use crate::settings::Settings;
+use crate::train::meeting::Meeting;
+use crate::train::resumed::Resumed;
+use crate::train::settings::Settings;
 
 /// Where and when to save.
 #[derive(Debug)]

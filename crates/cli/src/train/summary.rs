@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::report::Report;
+use crate::train::report::Report;
 
 const MIB: f64 = (1 << 20) as f64;
 

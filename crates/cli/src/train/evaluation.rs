@@ -5,9 +5,9 @@ use burn::tensor::Device;
 use burn_fsdp::{ProcessGroup, catch};
 use burn_fsdp_models::Gpt;
 
-use crate::config::TrainConfig;
 use crate::error::RankError;
-use crate::share;
+use crate::train::config::TrainConfig;
+use crate::train::share;
 
 /// The mean loss on the held-out text, or `None` without any.
 ///

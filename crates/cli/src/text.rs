@@ -1,53 +1,14 @@
-//! Text that the trained model makes up.
+//! Text that a model makes up.
 
-use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
-use burn_fsdp_models::{BYTE_VOCAB, Gpt, TokenStream};
+use burn_fsdp_models::{BYTE_VOCAB, Gpt};
 
-use crate::config::TrainConfig;
-use crate::data::Data;
 use crate::error::RankError;
-use crate::share::{self, NextByte};
 
 /// Below 1, so that likely bytes become likelier: a little training shows better.
 const TEMPERATURE: f64 = 0.8;
-
-/// Bytes of held-out text that the sample goes on from.
-const MAX_PROMPT_BYTES: usize = 32;
-
-/// Whether a run ends with a sample.
-pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
-    matches!(config.data, Data::Text(_)) && config.sample_bytes > 0
-}
-
-/// The start of the held-out text and what the model makes of it, or `None` without text.
-///
-/// All ranks run the sharded model together and go on with rank 0's choice.
-pub(crate) fn generate(
-    model: &Gpt,
-    config: &TrainConfig,
-    world: &ProcessGroup,
-) -> Result<Option<Vec<u8>>, RankError> {
-    let Data::Text(text) = &config.data else {
-        return Ok(None);
-    };
-    if config.sample_bytes == 0 {
-        return Ok(None);
-    }
-    let prompt = prompt(&text.held_out(), config.model.seq);
-    let sample = Sample {
-        seq: config.model.seq,
-        num_bytes: config.sample_bytes,
-        seed: config.seed,
-    };
-    let is_stopped = || config.is_stopped();
-    match sample.go_on(&model.valid(), prompt, world, is_stopped) {
-        // The training is done; its losses say what is wrong.
-        Err(RankError::NoNumbers) => Ok(None),
-        sample => sample.map(Some),
-    }
-}
 
 /// What to generate.
 pub(crate) struct Sample {
@@ -71,23 +32,13 @@ impl Sample {
             let window = &bytes[bytes.len().saturating_sub(self.seq)..];
             let logits = catch(|| last_logits(model, window))?;
             let choice = choose(&logits, random.next_unit());
-            match share::next_byte(world, choice, is_stopped())? {
+            match next_byte(world, choice, is_stopped())? {
                 NextByte::Is(byte) => bytes.push(byte),
                 NextByte::NoNumbers => return Err(RankError::NoNumbers),
                 NextByte::Stop => break,
             }
         }
         Ok(bytes)
-    }
-}
-
-fn prompt(stream: &TokenStream, seq: usize) -> Vec<u8> {
-    match stream {
-        TokenStream::Bytes(range) => {
-            let bytes = range.as_slice();
-            bytes[..bytes.len().min(MAX_PROMPT_BYTES).min(seq)].to_vec()
-        }
-        _ => vec![b'\n'],
     }
 }
 
@@ -119,6 +70,37 @@ fn choose(logits: &[f32], position: f64) -> Option<u8> {
     }
     // By rounding.
     Some(u8::MAX)
+}
+
+/// The next byte of a sample.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum NextByte {
+    Is(u8),
+    /// The model gives no numbers to choose by.
+    NoNumbers,
+    /// Some rank was told to stop.
+    Stop,
+}
+
+/// Rank 0's byte on every rank, unless a rank was told to stop.
+fn next_byte(
+    world: &ProcessGroup,
+    own: Option<u8>,
+    own_stop: bool,
+) -> Result<NextByte, CollectiveError> {
+    let note = vec![
+        u8::from(own_stop),
+        u8::from(own.is_some()),
+        own.unwrap_or(0),
+    ];
+    let notes = world.exchange("sample", note)?;
+    if notes.iter().any(|note| note.first() == Some(&1)) {
+        return Ok(NextByte::Stop);
+    }
+    Ok(match notes.first().map(Vec::as_slice) {
+        Some([_, 1, byte]) => NextByte::Is(*byte),
+        _ => NextByte::NoNumbers,
+    })
 }
 
 /// SplitMix64: the same numbers on every rank and machine.
