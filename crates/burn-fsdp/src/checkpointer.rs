@@ -11,19 +11,10 @@ use burn_fsdp_mesh::Mesh;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoints::{CheckpointError, GroupRendezvous, restore, snapshot};
-
-impl From<burn_fsdp_collectives::Error> for CheckpointError {
-    fn from(error: burn_fsdp_collectives::Error) -> Self {
-        Self::Engine(error.into())
-    }
-}
-
-impl From<burn_fsdp_mesh::Error> for CheckpointError {
-    fn from(error: burn_fsdp_mesh::Error) -> Self {
-        Self::Engine(error.into())
-    }
-}
+use crate::error::CheckpointError;
+use crate::rendezvous::GroupRendezvous;
+use crate::restore::restore;
+use crate::snapshot::snapshot;
 
 /// A training as it was when it was saved, or fresh.
 #[derive(Clone)]

@@ -59,9 +59,14 @@
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
 mod checkpointer;
-mod checkpoints;
 mod compiled;
+mod dtype;
+mod error;
 mod file_backed;
+mod optimizer_record;
+mod rendezvous;
+mod restore;
+mod snapshot;
 
 /// Steps on disk: format, plans, storage, commit, consolidation.
 pub use burn_fsdp_checkpoint as steps;
@@ -77,12 +82,12 @@ pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
 pub use checkpointer::{Resumed, resume, save};
-pub use checkpoints::{
-    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
-    snapshot,
-};
 pub use compiled::{load_compiled, restore_compiled, snapshot_compiled};
+pub use error::CheckpointError;
 pub use file_backed::FileBackedOptimizer;
+pub use rendezvous::GroupRendezvous;
+pub use restore::{restore, restore_matching, restore_model};
+pub use snapshot::{TrainingSnapshot, snapshot};
 
 /// The compiler: a whole train step as one graph, planned and run.
 pub use burn_fsdp_spmd as spmd;
