@@ -7,7 +7,8 @@ use burn::tensor::Device;
 use burn_fsdp::steps::Step;
 use burn_fsdp::{
     At, LiveBytes, LossScaler, ProcessGroup, ProcessMesh, TrainingSnapshot, WrapPlan, backward,
-    catch, checkpoint, clip_grad_norm, memory, no_sync, reset_peak, restore, snapshot, wrap_plan,
+    catch, checkpoint, clip_grad_norm, memory, no_sync, reset_peak, restore, restore_scaler,
+    snapshot, wrap_plan,
 };
 use burn_fsdp_models::{Batches, Block, Gpt};
 use serde_json::Value;
@@ -210,13 +211,8 @@ impl Trainer for Eager<'_> {
         let fresh = self.config.optimizer.init();
         let (model, restored) = restore(model, fresh, saved)?;
         **optimizer = restored;
-        let saved = saved.index().training.loss_scale;
-        if let (Some(scaler), Some(saved)) = (&mut self.scaler, saved) {
-            let mut state = scaler.state();
-            state.scale = saved.scale;
-            state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
-            *scaler = scaler.clone().with_state(state);
-        }
+        let scaler = self.scaler.take();
+        self.scaler = scaler.map(|scaler| restore_scaler(scaler, saved));
         self.model = Some(model);
         Ok(())
     }

@@ -10,8 +10,9 @@ use crate::error::RankError;
 /// The ends of the saves' own rendezvous, one for each rank to take.
 ///
 /// It is none of the process groups of the training, so that a disk may take longer than ranks wait for
-/// each other in a step, and whatever goes wrong with a save stays there. Ranks that are processes would
-/// meet over a group that is as much on its own: this is the one place to change for that.
+/// each other in a step, and whatever goes wrong with a save stays there. It is no group isolated from
+/// them either, as a failure of the training would end that one, too, and with it the save under way:
+/// here a rank that fails still writes its part of the step before, which the next run goes on from.
 #[derive(Debug)]
 pub(crate) struct Meeting(Mutex<Vec<Option<ThreadRendezvous>>>);
 

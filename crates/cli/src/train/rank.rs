@@ -41,7 +41,7 @@ pub(crate) fn train(
         true => Box::new(Compiled::new(config, world, &mesh)?),
         false => Box::new(Eager::new(config, world, &mesh)?),
     };
-    let saving = Saving::begin(config, &mesh)?;
+    let saving = Saving::begin(config, world)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {
         let restored = trainer.resume(&resumed.step);

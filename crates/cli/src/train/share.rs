@@ -43,31 +43,3 @@ pub(crate) fn step_end(
         stop: notes.iter().any(|note| note.last() == Some(&1)),
     })
 }
-
-/// What the ranks agree on before a save.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct SaveBegins {
-    /// A tensor that is not finite, and the first rank that has one.
-    pub(crate) not_finite: Option<(String, usize)>,
-    /// Whether any rank is still at work on the save before.
-    pub(crate) is_busy: bool,
-}
-
-/// Whether all ranks are ready to save, and all have finite numbers.
-pub(crate) fn save_begins(
-    world: &ProcessGroup,
-    own_not_finite: Option<&str>,
-    own_is_busy: bool,
-) -> Result<SaveBegins, Error> {
-    let mut note = vec![u8::from(own_is_busy)];
-    note.extend(own_not_finite.unwrap_or_default().as_bytes());
-    let notes = world.exchange("begin of a save", note)?;
-    let named = |(rank, note): (usize, &Vec<u8>)| {
-        let name = note.get(1..).filter(|name| !name.is_empty())?;
-        Some((String::from_utf8_lossy(name).into_owned(), rank))
-    };
-    Ok(SaveBegins {
-        not_finite: notes.iter().enumerate().find_map(named),
-        is_busy: notes.iter().any(|note| note.first() == Some(&1)),
-    })
-}
