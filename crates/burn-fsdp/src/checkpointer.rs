@@ -261,8 +261,8 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Whether another attempt could end otherwise. Every rank knows of a failure, but for one of the meeting
-    /// itself, after which there is no other.
+    /// Whether another attempt could end otherwise, as far as this rank knows: the ranks that have only heard of
+    /// a failure do not know its kind. Where one does not try, the attempts of the others fail when it leaves.
     pub fn may_be_tried_again(failure: &StepError) -> bool {
         !matches!(
             failure,
@@ -273,8 +273,8 @@ impl Checkpointer {
         )
     }
 
-    /// Tries a last save once more, after a while, and returns why it failed, if it did. All ranks do so where
-    /// the failure [allows it](Self::may_be_tried_again).
+    /// Tries a last save once more, after a while, and returns why it failed, if it did. For ranks whose failure
+    /// [allows it](Self::may_be_tried_again).
     ///
     /// # Errors
     ///
