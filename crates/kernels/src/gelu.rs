@@ -1,3 +1,5 @@
+//! GELU.
+
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
 
 use burn::backend::Autodiff;
@@ -8,9 +10,9 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
-use super::exp::exp_nonpositive;
-use super::rows::{Kernel, contiguous, map_chunks, matrix_dims};
+use crate::backend::Kernels;
+use crate::exp::exp_nonpositive;
+use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims};
 
 #[derive(Debug)]
 struct Gelu;
@@ -25,7 +27,7 @@ impl<B: Kernels> Backward<B, 1> for Gelu {
     }
 }
 
-pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
 ) -> FloatTensor<Autodiff<B, C>> {
     match Backward::<B, 1>::prepare::<C>(Gelu, [x.node()])
@@ -40,14 +42,14 @@ pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-pub(super) fn forward(x: FlexTensor) -> FlexTensor {
+pub(crate) fn forward(x: FlexTensor) -> FlexTensor {
     let mut x = contiguous(x);
     let [_, width] = matrix_dims(&x);
     map_chunks(x.storage_mut(), width, |_, rows| Forward(rows));
     x
 }
 
-pub(super) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
+pub(crate) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
     let x = contiguous(x);
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);

@@ -4,7 +4,7 @@ use burn_flex::FlexTensor;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::exp::exp_nonpositive;
+use crate::exp::exp_nonpositive;
 
 /// Partial sums that are kept apart, so that additions become vector
 /// instructions: the widest vectors have this many floats.
@@ -16,7 +16,7 @@ const CHUNK_ROWS: usize = 32;
 
 /// The tensor in row-major order from the start of its buffer, copied only if it
 /// is not already.
-pub(super) fn contiguous(tensor: FlexTensor) -> FlexTensor {
+pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let elements = tensor.layout().num_elements();
     match tensor.layout().contiguous_offsets() {
         Some((0, end)) if end == elements && tensor.storage::<f32>().len() == elements => tensor,
@@ -25,7 +25,7 @@ pub(super) fn contiguous(tensor: FlexTensor) -> FlexTensor {
 }
 
 /// Rows and columns of a matrix.
-pub(super) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
+pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     let shape = tensor.layout().shape();
     [shape[0], shape[1]]
 }
@@ -34,14 +34,14 @@ pub(super) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
 ///
 /// A trait and not a closure, because `run` and all that it calls must be
 /// `#[inline(always)]` to be compiled with those instructions.
-pub(super) trait Kernel {
+pub(crate) trait Kernel {
     type Output;
 
     fn run(self) -> Self::Output;
 }
 
 /// Run with the widest vector instructions that the processor has.
-pub(super) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
+pub(crate) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {
         if let Some(avx512) = pulp::x86::V4::try_new() {
@@ -68,7 +68,7 @@ impl<K: Kernel> WithSimd for Vectorized<K> {
 /// Run a kernel on each chunk of rows, on several threads, and return what they
 /// return in the order of the rows. `kernel` is given the number of a chunk's
 /// first row.
-pub(super) fn map_chunks<'a, K: Kernel<Output: Send>>(
+pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
     matrix: &'a mut [f32],
     width: usize,
     kernel: impl Fn(usize, &'a mut [f32]) -> K + Sync,
@@ -82,7 +82,7 @@ pub(super) fn map_chunks<'a, K: Kernel<Output: Send>>(
 
 /// Sum of `f` over the row.
 #[inline(always)]
-pub(super) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+pub(crate) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let mut sums = [0.0; LANES];
     let chunks = row.chunks_exact(LANES);
     let rest: f32 = chunks.remainder().iter().map(|&x| f(x)).sum();
@@ -96,7 +96,7 @@ pub(super) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
 
 /// Sum of `f` over pairs of two rows.
 #[inline(always)]
-pub(super) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+pub(crate) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     let mut sums = [0.0; LANES];
     let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
     let rest: f32 = a_chunks
@@ -115,7 +115,7 @@ pub(super) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) ->
 
 /// Largest value of the row, not counting NaN.
 #[inline(always)]
-pub(super) fn max(row: &[f32]) -> f32 {
+pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut maxima = [f32::NEG_INFINITY; LANES];
     let chunks = row.chunks_exact(LANES);
@@ -133,7 +133,7 @@ pub(super) fn max(row: &[f32]) -> f32 {
 
 /// Replace a row by `exp(scale * (x - max))` and return the sum.
 #[inline(always)]
-pub(super) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
+pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
     for x in &mut *row {
         *x = exp_nonpositive((*x - max) * scale);
     }
@@ -142,7 +142,7 @@ pub(super) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
 
 /// Multiply every value of a row.
 #[inline(always)]
-pub(super) fn scale(row: &mut [f32], factor: f32) {
+pub(crate) fn scale(row: &mut [f32], factor: f32) {
     for x in row {
         *x *= factor;
     }

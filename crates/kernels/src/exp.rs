@@ -1,3 +1,5 @@
+//! Exponentials.
+
 /// Below this, `exp` is so small that it is not told from zero.
 const SMALLEST_EXPONENT: f32 = -87.0;
 
@@ -14,7 +16,7 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Without a branch or a call, so that a loop over it becomes vector
 /// instructions. The polynomial is that of the Cephes library.
 #[inline(always)]
-pub(super) fn exp_nonpositive(x: f32) -> f32 {
+pub(crate) fn exp_nonpositive(x: f32) -> f32 {
     // Written so that NaN stays NaN.
     let x = if x < SMALLEST_EXPONENT {
         SMALLEST_EXPONENT

@@ -1,10 +1,16 @@
 //! The fused operations against the composed ones, values and gradients.
 
-use burn::nn::LayerNorm;
+use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::activation;
 use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
 
-use crate::{attention, fused, loss, norm};
+use crate::{composed, layer_norm, route, supports};
+
+const EPSILON: f64 = 1e-5;
+
+fn norm(dim: usize, device: &Device) -> LayerNorm {
+    LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
+}
 
 /// With and without saving what is cheap to compute again.
 fn devices() -> [Device; 2] {
@@ -39,7 +45,7 @@ fn assert_same<const D: usize>(
     fused: impl Fn(Tensor<2>) -> Tensor<D>,
     composed: impl Fn(Tensor<2>) -> Tensor<D>,
 ) {
-    assert!(fused::supports(x));
+    assert!(supports(x));
     let (fused, composed) = (fused(x.clone()), composed(x.clone()));
     let weights = Tensor::random(fused.dims(), Distribution::Normal(0.0, 1.0), &x.device());
     assert_close(fused.clone(), composed.clone());
@@ -55,7 +61,7 @@ fn gelu_is_burns() {
     for device in devices() {
         // More rows than a chunk, and a width that is no multiple of the lanes.
         let x = random([70, 19], &device);
-        assert_same(&x, fused::gelu, activation::gelu);
+        assert_same(&x, route::gelu, activation::gelu);
     }
 }
 
@@ -65,7 +71,7 @@ fn gelu_of_a_view_is_that_of_its_elements() {
         let x = random([12, 9], &device);
         assert_same(
             &x,
-            |x| fused::gelu(x.transpose().narrow(0, 1, 5)),
+            |x| route::gelu(x.transpose().narrow(0, 1, 5)),
             |x| activation::gelu(x.transpose().narrow(0, 1, 5)),
         );
     }
@@ -74,11 +80,11 @@ fn gelu_of_a_view_is_that_of_its_elements() {
 #[test]
 fn layer_norm_is_burns() {
     for device in devices() {
-        let mut burns = norm::init(19, &device);
+        let mut burns = norm(19, &device);
         burns.gamma = burns.gamma.map(|_| random([19], &device));
         burns.beta = burns.beta.map(|beta| beta.map(|_| random([19], &device)));
         let x = random([70, 19], &device);
-        let fused = |x| norm::layer_norm(&burns, x);
+        let fused = |x| layer_norm(&burns, EPSILON, x);
         assert_same(&x, fused, |x| burns.forward(x));
         let [fused, composed] =
             [fused(x.clone()), burns.forward(x)].map(|y| parameter_gradients(&burns, y));
@@ -105,8 +111,8 @@ fn attention_is_the_composed_one() {
             let x = random([batch * time, 3 * 6 * heads], &device);
             assert_same(
                 &x,
-                |x| fused::causal_attention(x, batch, heads),
-                |x| attention::composed(&x, batch, heads),
+                |x| route::causal_attention(x, batch, heads),
+                |x| composed::causal_attention(&x, batch, heads),
             );
         }
     }
@@ -120,8 +126,8 @@ fn cross_entropy_is_the_composed_one() {
         let targets = Tensor::from_data(TensorData::new(targets, [70]), &device);
         assert_same(
             &x,
-            |x| fused::cross_entropy(x, targets.clone()),
-            |x| loss::composed(x, targets.clone()),
+            |x| route::cross_entropy(x, targets.clone()),
+            |x| composed::cross_entropy(x, targets.clone()),
         );
     }
 }
@@ -132,7 +138,7 @@ fn cross_entropy_leaves_logits_that_others_hold() {
     let logits = random([4, 9], &device);
     let before = values(logits.clone());
     let targets = Tensor::from_data(TensorData::from([0_i64, 1, 2, 3]), &device);
-    let loss = fused::cross_entropy(logits.clone(), targets);
+    let loss = route::cross_entropy(logits.clone(), targets);
     assert!(loss.into_scalar::<f32>() > 0.0);
     assert_eq!(values(logits), before);
 }
@@ -142,7 +148,7 @@ fn large_logits_do_not_overflow() {
     let device = Device::flex().autodiff();
     let logits = Tensor::<2>::from_data([[1000.0, -1000.0, 0.0]], &device).require_grad();
     let targets = Tensor::from_data(TensorData::from([1_i64]), &device);
-    let loss = fused::cross_entropy(logits, targets).into_scalar::<f32>();
+    let loss = route::cross_entropy(logits, targets).into_scalar::<f32>();
     assert_eq!(loss, 2000.0);
 }
 
@@ -151,10 +157,10 @@ fn not_a_number_stays_one() {
     let device = Device::flex();
     let x = Tensor::<2>::from_data([[f32::NAN, 1.0, 2.0]], &device);
     let targets = Tensor::from_data(TensorData::from([1_i64]), &device);
-    assert!(values(fused::gelu(x.clone()))[0].is_nan());
-    assert!(values(fused::causal_attention(x.clone(), 1, 1))[0].is_nan());
+    assert!(values(route::gelu(x.clone()))[0].is_nan());
+    assert!(values(route::causal_attention(x.clone(), 1, 1))[0].is_nan());
     assert!(
-        fused::cross_entropy(x, targets)
+        route::cross_entropy(x, targets)
             .into_scalar::<f32>()
             .is_nan()
     );
@@ -169,9 +175,9 @@ fn results_do_not_depend_on_the_number_of_threads() {
             let data: Vec<f32> = (0..200 * 18).map(|i| (i as f32 * 0.37).sin()).collect();
             let x =
                 Tensor::<2>::from_data(TensorData::new(data, [200, 18]), &device).require_grad();
-            let norm = norm::init(18, &device);
-            let y = fused::causal_attention(norm::layer_norm(&norm, x.clone()), 2, 3);
-            let grads = fused::gelu(y).sum().backward();
+            let norm = norm(18, &device);
+            let y = route::causal_attention(layer_norm(&norm, EPSILON, x.clone()), 2, 3);
+            let grads = route::gelu(y).sum().backward();
             let gamma = norm.gamma.val().grad(&grads).expect("gamma has a gradient");
             (
                 values(gamma),

@@ -1,25 +1,10 @@
-use burn::tensor::activation::softmax;
-use burn::tensor::{Device, Int, Tensor};
+//! The same of elementary operations, for any backend and type.
 
-use crate::fused;
+use burn::tensor::activation::{log_softmax, softmax};
+use burn::tensor::{DType, Device, Int, Tensor};
 
-/// Causal self-attention over the rows of `qkv`, which are queries, keys and
-/// values side by side, each cut into heads.
-///
-/// # Shapes
-///
-/// - qkv: `[batch * time, 3 * dim]`
-/// - output: `[batch * time, dim]`
-pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
-    if fused::supports(&qkv) {
-        fused::causal_attention(qkv, batch, heads)
-    } else {
-        composed(&qkv, batch, heads)
-    }
-}
-
-/// The same of elementary operations, for any backend.
-pub(crate) fn composed(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+/// See [`causal_attention`](crate::causal_attention).
+pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
     let [rows, width] = qkv.dims();
     let (time, dim) = (rows / batch, width / 3);
     let head_dim = dim / heads;
@@ -44,4 +29,13 @@ fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
     let position = |shape| Tensor::<1, Int>::arange(0..time as i64, device).reshape(shape);
     let ahead = position([1, 1, 1, time]).greater(position([1, 1, time, 1]));
     Tensor::zeros([1, 1, time, time], device).mask_fill(ahead, f32::NEG_INFINITY)
+}
+
+/// See [`cross_entropy`](fn@crate::cross_entropy).
+pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+    let logits = logits.cast(DType::F32);
+    log_softmax(logits, 1)
+        .gather(1, targets.unsqueeze_dim(1))
+        .mean()
+        .neg()
 }

@@ -1,3 +1,5 @@
+//! Layer norms.
+
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -7,8 +9,8 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
-use super::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
+use crate::backend::Kernels;
+use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]
 struct LayerNorm;
@@ -36,7 +38,7 @@ impl<B: Kernels> Backward<B, 3> for LayerNorm {
     }
 }
 
-pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     x: FloatTensor<Autodiff<B, C>>,
     gamma: FloatTensor<Autodiff<B, C>>,
     beta: FloatTensor<Autodiff<B, C>>,
@@ -63,7 +65,7 @@ pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-pub(super) fn forward(
+pub(crate) fn forward(
     x: FlexTensor,
     gamma: FlexTensor,
     beta: FlexTensor,
@@ -105,7 +107,7 @@ impl Kernel for Forward<'_> {
 }
 
 /// Gradients of input, gamma and beta.
-pub(super) fn backward(
+pub(crate) fn backward(
     x: FlexTensor,
     gamma: FlexTensor,
     grad: FlexTensor,

@@ -1,3 +1,5 @@
+//! Causal self-attention.
+
 use std::ops::Range;
 
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -11,8 +13,8 @@ use burn::tensor::{DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
-use super::Kernels;
-use super::rows::{Kernel, contiguous, exp_row, matrix_dims, max, scale, sum_pairs_by, vectorized};
+use crate::backend::Kernels;
+use crate::rows::{Kernel, contiguous, exp_row, matrix_dims, max, scale, sum_pairs_by, vectorized};
 
 /// Queries that are handled together. They meet only the keys before the last of
 /// them, so that smaller blocks waste less on the future, and larger ones make
@@ -41,7 +43,7 @@ impl<B: Kernels> Backward<B, 1> for CausalAttention {
     }
 }
 
-pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     qkv: FloatTensor<Autodiff<B, C>>,
     batch: usize,
     heads: usize,
@@ -57,11 +59,11 @@ pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-pub(super) fn forward(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
+pub(crate) fn forward(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
     Packed::new(qkv, batch, heads).forward()
 }
 
-pub(super) fn backward(
+pub(crate) fn backward(
     qkv: FlexTensor,
     grad: FlexTensor,
     batch: usize,
@@ -71,7 +73,7 @@ pub(super) fn backward(
 }
 
 /// Bytes of the scores that one sequence takes at once, in forward.
-pub(super) fn scores_bytes(time: usize, heads: usize) -> usize {
+pub(crate) fn scores_bytes(time: usize, heads: usize) -> usize {
     heads * BLOCK.min(time) * time * size_of::<f32>()
 }
 

@@ -1,3 +1,5 @@
+//! The cross entropy of logits.
+
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -7,8 +9,8 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
-use super::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
+use crate::backend::Kernels;
+use crate::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
 
 #[derive(Debug)]
 struct CrossEntropy;
@@ -23,7 +25,7 @@ impl<B: Kernels> Backward<B, 1> for CrossEntropy {
     }
 }
 
-pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     logits: FloatTensor<Autodiff<B, C>>,
     targets: IntTensor<B>,
 ) -> FloatTensor<Autodiff<B, C>> {
@@ -41,7 +43,7 @@ pub(super) fn tracked<B: Kernels, C: CheckpointStrategy>(
 ///
 /// Logits are the largest tensor of a small model. Nothing needs them after the
 /// loss, and their gradient is at hand when the loss is computed.
-pub(super) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
+pub(crate) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
     let mut logits = contiguous(logits);
     let [num_rows, vocab] = matrix_dims(&logits);
     let targets = target_indices(targets);
@@ -89,7 +91,7 @@ fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     sum.ln() + max - logit
 }
 
-pub(super) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
+pub(crate) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
     let grad = contiguous(grad).storage::<f32>()[0];
     let mut logits_gradient = logits_gradient;
     // One, unless the loss was scaled or is a part of another one.
