@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the crates of the workspace that it may use.
-const ALLOWED: [(&str, &[&str]); 8] = [
+const ALLOWED: [(&str, &[&str]); 9] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
     (
@@ -27,7 +27,8 @@ const ALLOWED: [(&str, &[&str]); 8] = [
             "burn-fsdp-spmd",
         ],
     ),
-    ("burn-fsdp-models", &[]),
+    ("burn-fsdp-kernels", &[]),
+    ("burn-fsdp-models", &["burn-fsdp-kernels"]),
     ("burn-fsdp-cli", &["burn-fsdp", "burn-fsdp-models"]),
 ];
 
