@@ -11,7 +11,8 @@ use burn_fsdp_mesh::Mesh;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoints::{CheckpointError, GroupRendezvous, restore, snapshot};
+use crate::checkpoints::{CheckpointError, restore, snapshot};
+use crate::rendezvous::GroupRendezvous;
 
 impl From<burn_fsdp_collectives::Error> for CheckpointError {
     fn from(error: burn_fsdp_collectives::Error) -> Self {

@@ -11,10 +11,9 @@ use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{BoolStore, Bytes, DType, Shape};
 use burn_fsdp_checkpoint::{
-    BoxError, Dtype, Error as StepError, ExpectedTensor, Extra, Layout, Region, Rendezvous,
-    Snapshot, Step, TensorEntry, TensorKind, TensorSpec, WritePlan,
+    Dtype, Error as StepError, ExpectedTensor, Extra, Layout, Region, Snapshot, Step, TensorEntry,
+    TensorKind, TensorSpec, WritePlan,
 };
-use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_mesh::{Mesh, Partition};
 use burn_fsdp_shard::{
     LocalPart, LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
@@ -492,42 +491,5 @@ pub(crate) fn burn_dtype(name: &str, dtype: Dtype) -> Result<DType, CheckpointEr
         Dtype::F16 => Ok(DType::F16),
         Dtype::BF16 => Ok(DType::BF16),
         other => Err(optimizer_error(format!("`{name}` is of type {other}"))),
-    }
-}
-
-/// The ranks of a save, meeting over a process group of their own.
-///
-/// For saves in the background, [`split`](ProcessGroup::split) the group off: its operations must not
-/// mix with those of the training.
-#[derive(Debug)]
-pub struct GroupRendezvous(ProcessGroup);
-
-impl GroupRendezvous {
-    /// Meets over `group`.
-    pub fn new(group: ProcessGroup) -> Self {
-        Self(group)
-    }
-}
-
-impl Rendezvous for GroupRendezvous {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.0.size()
-    }
-
-    fn gather(&mut self, bytes: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, BoxError> {
-        let all = self.0.exchange("checkpoint, gather", bytes)?;
-        Ok((self.0.rank() == 0).then_some(all))
-    }
-
-    fn broadcast(&mut self, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, BoxError> {
-        let own = bytes.unwrap_or_default();
-        let all = self.0.exchange("checkpoint, broadcast", own)?;
-        all.into_iter()
-            .next()
-            .ok_or_else(|| "rank 0 gave nothing to broadcast".into())
     }
 }

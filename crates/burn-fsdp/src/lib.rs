@@ -62,6 +62,7 @@ mod checkpointer;
 mod checkpoints;
 mod compiled;
 mod file_backed;
+mod rendezvous;
 
 /// Steps on disk: format, plans, storage, commit, consolidation.
 pub use burn_fsdp_checkpoint as steps;
@@ -78,11 +79,11 @@ pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
 pub use checkpointer::{Resumed, resume, save};
 pub use checkpoints::{
-    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
-    snapshot,
+    CheckpointError, TrainingSnapshot, restore, restore_matching, restore_model, snapshot,
 };
 pub use compiled::{load_compiled, restore_compiled, snapshot_compiled};
 pub use file_backed::FileBackedOptimizer;
+pub use rendezvous::GroupRendezvous;
 
 /// The compiler: a whole train step as one graph, planned and run.
 pub use burn_fsdp_spmd as spmd;

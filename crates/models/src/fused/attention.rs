@@ -11,7 +11,7 @@ use burn::tensor::{DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
-use super::Kernels;
+use super::kernels::Kernels;
 use super::rows::{Kernel, contiguous, exp_row, matrix_dims, max, scale, sum_pairs_by, vectorized};
 
 /// Queries that are handled together. They meet only the keys before the last of

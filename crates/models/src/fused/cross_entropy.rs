@@ -7,7 +7,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
+use super::kernels::Kernels;
 use super::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
 
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
 use super::exp::exp_nonpositive;
+use super::kernels::Kernels;
 use super::rows::{Kernel, contiguous, map_chunks, matrix_dims};
 
 #[derive(Debug)]

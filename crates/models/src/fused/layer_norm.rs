@@ -7,7 +7,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
-use super::Kernels;
+use super::kernels::Kernels;
 use super::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]

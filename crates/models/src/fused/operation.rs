@@ -6,7 +6,8 @@ use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 use burn_router::{RouterClient, RouterTensor};
 
 use super::attention::scores_bytes;
-use super::{Kernels, attention, cross_entropy, gelu, layer_norm};
+use super::kernels::Kernels;
+use super::{attention, cross_entropy, gelu, layer_norm};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`] of this [name](Self::name), which [`run`](Self::run) computes.
