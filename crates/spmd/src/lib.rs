@@ -51,17 +51,21 @@
 
 mod compile;
 mod custom;
+mod elements;
 mod error;
 pub mod graph;
 mod initial;
-mod layout;
 mod mode;
 mod panics;
+mod parts;
+mod pass_id;
 pub mod passes;
 pub mod place;
 pub mod plan;
+mod ranks;
 pub mod run;
 pub mod trace;
+mod transform;
 
 pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, compile_with};
 pub use custom::{CustomOperation, CustomOperations};

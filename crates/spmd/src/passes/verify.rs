@@ -7,6 +7,7 @@ use burn_ir::{TensorId, TensorStatus};
 use super::unit::unit_in;
 use crate::Error;
 use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase, Stage, Storage, storage_of};
+use crate::pass_id::PassId;
 
 /// A rule, its name and what it finds.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
@@ -359,7 +360,7 @@ struct Visit<'a> {
 
 /// What the unit before the last brought must be gone when a unit begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
-    if !graph.applied().contains(&"regather") {
+    if !graph.applied().contains(&PassId::Regather) {
         return None;
     }
     let last_reads = last_reads(graph);

@@ -27,17 +27,20 @@
 //! where it is read. A value that has been redistributed once is not moved again.
 
 mod expand;
-mod layout;
+mod located;
+mod placer;
 mod propagate;
 mod redistribute;
 mod rules;
 mod search;
 mod signature;
+mod strategy;
 
 pub use expand::Expand;
-pub use layout::{AxisPlacement, local_shape};
 pub use propagate::ExpandPlacements;
 pub use search::least_communication;
+
+pub use crate::graph::{AxisPlacement, local_shape};
 
 pub(crate) use search::least_communication_with;
 

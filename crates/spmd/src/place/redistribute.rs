@@ -6,13 +6,12 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
-use super::layout::AxisPlacement;
 use crate::Error;
+use crate::elements::{element_type, gathered_type};
+use crate::graph::AxisPlacement;
 use crate::graph::{
-    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
-    Stage, collective_node,
+    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage,
 };
-use crate::run::{element_type, gathered_type};
 
 /// What a slice costs beside an operation that moves the same bytes.
 const SLICE: f64 = 1e-3;
@@ -336,7 +335,9 @@ impl Redistribution<'_> {
             stage: Stage::Whole,
         };
         let phase = self.reader.phase;
-        let mut node = collective_node(self.graph, collective, &[input], &[output], phase)?;
+        let mut node = self
+            .graph
+            .collective_node(collective, &[input], &[output], phase)?;
         node.path = self.reader.path.clone();
         self.scheduled.push(node);
         Ok(())

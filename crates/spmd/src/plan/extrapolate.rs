@@ -2,11 +2,11 @@
 
 use super::allocated::KernelScratch;
 use super::category::{Bytes, Category};
-use super::flops::Flops;
 use super::memory::{MemoryPlan, Moment};
 use super::report::Plan;
 use super::time::TimePlan;
 use super::traffic::{Tally, Traffic};
+use crate::graph::Flops;
 
 /// A line through two plans of one model with different numbers of blocks.
 #[derive(Debug, Clone, Copy)]

@@ -6,7 +6,6 @@ use serde::Serialize;
 
 use super::allocated::KernelScratch;
 use super::category::{Bytes, Category};
-use super::flops::Flops;
 use super::machine::Machine;
 use super::memory::MemoryPlan;
 #[cfg(feature = "draw")]
@@ -14,6 +13,7 @@ use super::picture;
 use super::time::TimePlan;
 use super::traffic::Traffic;
 use crate::Error;
+use crate::graph::Flops;
 use crate::graph::Graph;
 
 /// What one rank's step costs.

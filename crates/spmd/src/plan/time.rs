@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use burn_ir::{FloatOperationIr, OperationIr, TensorId};
 use serde::Serialize;
 
-use super::flops::{Flops, touched_bytes};
 use super::machine::Machine;
 use crate::graph::{Collective, CollectiveKind, Graph, Node, Stage};
+use crate::graph::{Flops, touched_bytes};
 
 /// An estimate of one step on one rank, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]

@@ -2,14 +2,15 @@
 
 use std::any::Any;
 
-use burn::tensor::{AllocationProperty, BoolStore, Bytes, DType, TensorData};
+use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
 use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
-    Buffer, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction, Source,
+    Buffer, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction, Source,
 };
 use burn_ir::{BackendIr, HandleKind};
 
+use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind};
 
 /// An operation that has been started.
@@ -109,32 +110,6 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
         }
     };
     TensorData::from_bytes(bytes, [len], dtype)
-}
-
-/// The transport's name of a type that can be gathered: of bytes that are moved, nothing has to be known.
-pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
-    match dtype {
-        DType::I64 => Some(ElementType::I64),
-        DType::I32 => Some(ElementType::I32),
-        DType::I16 => Some(ElementType::I16),
-        DType::I8 => Some(ElementType::I8),
-        DType::U64 => Some(ElementType::U64),
-        DType::U32 | DType::Bool(BoolStore::U32) => Some(ElementType::U32),
-        DType::U16 => Some(ElementType::U16),
-        DType::U8 | DType::Bool(BoolStore::U8 | BoolStore::Native) => Some(ElementType::U8),
-        dtype => element_type(dtype),
-    }
-}
-
-/// The transport's name of a type that can be reduced: the float types.
-pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
-    match dtype {
-        DType::F64 => Some(ElementType::F64),
-        DType::F32 | DType::Flex32 => Some(ElementType::F32),
-        DType::F16 => Some(ElementType::F16),
-        DType::BF16 => Some(ElementType::BF16),
-        _ => None,
-    }
 }
 
 /// The first bytes of a tensor in the order of its dims: read where they lie on Flex, read back elsewhere.

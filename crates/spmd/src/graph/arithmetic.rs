@@ -1,30 +1,13 @@
-//! Arithmetic of a step.
-
-use std::ops::AddAssign;
+//! How much arithmetic and memory traffic the operations of a step are.
 
 use burn_ir::{FloatOperationIr, ModuleOperationIr as M, OperationIr, TensorIr};
-use serde::Serialize;
 
-use crate::graph::{Graph, Node, Storage, storage_of};
-
-/// Operations on floats of one rank; a multiplication and an addition are two.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
-pub struct Flops {
-    /// In matrix products, also those of linear layers: `2 m k n`.
-    pub matmul: u64,
-    /// In convolutions: `2` times output elements times weights per output channel.
-    pub convolution: u64,
-    /// In everything else: one per element of the largest tensor involved.
-    pub pointwise: u64,
-}
+use super::Graph;
+use super::flops::Flops;
+use super::node::Node;
+use super::storage::{Storage, storage_of};
 
 impl Flops {
-    /// Of all kinds.
-    pub fn total(&self) -> u64 {
-        let products = self.matmul.saturating_add(self.convolution);
-        products.saturating_add(self.pointwise)
-    }
-
     /// Of a whole graph.
     pub fn of_graph(graph: &Graph) -> Self {
         let mut sum = Self::default();
@@ -89,17 +72,8 @@ impl Flops {
     }
 }
 
-impl AddAssign for Flops {
-    fn add_assign(&mut self, other: Self) {
-        // A trillion parameters and millions of tokens are more than 64 bits count.
-        self.matmul = self.matmul.saturating_add(other.matmul);
-        self.convolution = self.convolution.saturating_add(other.convolution);
-        self.pointwise = self.pointwise.saturating_add(other.pointwise);
-    }
-}
-
 /// Bytes that a node reads and writes in memory: every operand and result once.
-pub(super) fn touched_bytes(node: &Node) -> u64 {
+pub fn touched_bytes(node: &Node) -> u64 {
     if node.collective.is_some() || !matches!(storage_of(node), Storage::New) {
         return 0;
     }

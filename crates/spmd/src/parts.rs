@@ -1,28 +1,25 @@
-//! Tensors on the host: from wholes to the parts of ranks, and back.
+//! Tensors on the host: from wholes to the parts that ranks hold, and back.
 
-use std::sync::Arc;
-
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::{Partition, Placement};
 
 use crate::Error;
-use crate::graph::ParameterLayout;
-use crate::mode::Mode;
-use crate::run::element_type;
-use crate::trace::ParameterSpec;
+use crate::elements::element_type;
+use crate::graph::{ParameterLayout, local_shape};
+use crate::ranks::Ranks;
 
 /// The part of a whole tensor that a rank holds, padded.
 pub(crate) fn localize(
     data: &TensorData,
     layout: &ParameterLayout,
-    mode: &Mode,
+    ranks: &Ranks,
 ) -> Result<TensorData, Error> {
     Ok(match layout {
         ParameterLayout::Whole => data.clone(),
         ParameterLayout::Flat(partition) => {
             let size = data.dtype().size();
-            let range = partition.range(mode.group.rank());
+            let range = partition.range(ranks.rank());
             let mut bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
             bytes.resize(partition.chunk_len() * size, 0);
             TensorData::from_bytes_vec(bytes, [partition.chunk_len()], data.dtype())
@@ -31,7 +28,7 @@ pub(crate) fn localize(
             let mut part = data.clone();
             for axis in placements.iter() {
                 if let Placement::Shard(dim) = axis.placement {
-                    let index = mode.along(&axis.axis)?.rank();
+                    let index = ranks.along(&axis.axis)?.rank();
                     part = part_along(&part, dim, axis.num_ranks, index);
                 }
             }
@@ -71,7 +68,7 @@ fn join_along(bytes: &[u8], part: &TensorData, dim: usize, num_parts: usize) -> 
 
 /// The whole of which this rank has a part. All ranks must call it.
 pub(crate) fn whole(
-    mode: &Mode,
+    ranks: &Ranks,
     path: &str,
     local: &TensorData,
     layout: &ParameterLayout,
@@ -79,12 +76,12 @@ pub(crate) fn whole(
 ) -> Result<TensorData, Error> {
     match layout {
         ParameterLayout::Whole => Ok(local.clone()),
-        ParameterLayout::Flat(partition) => gather(&mode.group, path, local, *partition, shape),
+        ParameterLayout::Flat(partition) => gather(ranks.group(), path, local, *partition, shape),
         ParameterLayout::Placed(placements) => {
             let mut joined = local.clone();
             for axis in placements.iter() {
                 if let Placement::Shard(dim) = axis.placement {
-                    let group = mode.along(&axis.axis)?;
+                    let group = ranks.along(&axis.axis)?;
                     let num_elements = joined.num_elements() * axis.num_ranks;
                     let partition = Partition::flat(num_elements, axis.num_ranks)?;
                     let all = gather(group, path, &joined, partition, &[num_elements])?;
@@ -118,12 +115,12 @@ fn gather(
     let part = Part::new(source, partition, element);
     let received = group
         .all_gather(format!("read {path}"), Vec::new(), vec![part], vec![into])
-        .map_err(collective)?;
+        .map_err(Error::among_ranks)?;
     let bytes = received.buffers[0].as_ref().to_vec();
     Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
 }
 
-pub(crate) fn element_of(path: &str, dtype: burn::tensor::DType) -> Result<ElementType, Error> {
+pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error> {
     element_type(dtype).ok_or_else(|| Error::ElementType {
         path: path.to_owned(),
         dtype,
@@ -135,9 +132,9 @@ pub(crate) fn broadcast(
     group: &ProcessGroup,
     path: &str,
     data: Option<TensorData>,
-    spec: &ParameterSpec,
+    (shape, dtype): (&[usize], DType),
 ) -> Result<TensorData, Error> {
-    let num_bytes = spec.shape.iter().product::<usize>() * spec.dtype.size();
+    let num_bytes = shape.iter().product::<usize>() * dtype.size();
     let bytes = ElementType::U8;
     let label = format!("initial {path}");
     let (parts, into) = match &data {
@@ -152,24 +149,43 @@ pub(crate) fn broadcast(
     };
     let received = group
         .broadcast(label, Vec::new(), 0, parts, into)
-        .map_err(collective)?;
+        .map_err(Error::among_ranks)?;
     match data {
         Some(data) => Ok(data),
         None => {
             let bytes = received.buffers[0].as_ref().to_vec();
-            Ok(TensorData::from_bytes_vec(
-                bytes,
-                spec.shape.clone(),
-                spec.dtype,
-            ))
+            Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
         }
     }
 }
 
-pub(crate) fn collective(source: burn_fsdp_collectives::Error) -> Error {
-    Error::Collective {
-        node: 0,
-        source: Arc::new(source),
+/// A part as tensors hold it.
+pub(crate) fn padded(data: TensorData, layout: &ParameterLayout) -> TensorData {
+    match layout {
+        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
+        ParameterLayout::Flat(partition) => {
+            let dtype = data.dtype();
+            let mut bytes = data.as_bytes().to_vec();
+            bytes.resize(partition.chunk_len() * dtype.size(), 0);
+            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], dtype)
+        }
+    }
+}
+
+/// A part without its padding.
+pub(crate) fn unpadded(data: TensorData, layout: &ParameterLayout, ranks: &Ranks) -> TensorData {
+    match layout {
+        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
+        ParameterLayout::Flat(partition) => slice(&data, 0..partition.len(ranks.rank())),
+    }
+}
+
+/// Shape of this rank's part of a tensor, without padding.
+pub(crate) fn part_shape(shape: &[usize], layout: &ParameterLayout, ranks: &Ranks) -> Vec<usize> {
+    match layout {
+        ParameterLayout::Whole => shape.to_vec(),
+        ParameterLayout::Flat(partition) => vec![partition.len(ranks.rank())],
+        ParameterLayout::Placed(placements) => local_shape(shape, placements),
     }
 }
 
