@@ -190,10 +190,7 @@ impl Insertion<'_> {
         partition: Partition,
         dtype: burn::tensor::DType,
     ) -> Collective {
-        let reduction = match kind {
-            CollectiveKind::AllGather => None,
-            _ => Some(ReduceOp::Mean),
-        };
+        let reduces = kind.contract().reduces;
         Collective {
             kind,
             axis: self.pass.axis.clone(),
@@ -201,12 +198,13 @@ impl Insertion<'_> {
             parts: vec![CollectivePart {
                 path: path.clone(),
                 partition,
+                across: None,
                 dtype,
             }],
-            reduction,
-            payload: match kind {
-                CollectiveKind::AllGather => Payload::Parameter,
-                _ => Payload::Gradient,
+            reduction: reduces.then_some(ReduceOp::Mean),
+            payload: match reduces {
+                false => Payload::Parameter,
+                true => Payload::Gradient,
             },
             stage: Stage::Whole,
         }

@@ -173,10 +173,10 @@ impl GraphTransform for SinkWaits {
                     continue;
                 }
                 // Before the next reduction, those before it are done, in order.
-                Some((kind, Stage::Start)) if kind != CollectiveKind::AllGather => {
+                Some((kind, Stage::Start)) if kind.contract().reduces => {
                     let is_reduction = |node: &Node| {
                         let collective = node.collective.as_ref();
-                        collective.is_some_and(|c| c.kind != CollectiveKind::AllGather)
+                        collective.is_some_and(|c| c.kind.contract().reduces)
                     };
                     release(&mut held, &mut scheduled, is_reduction);
                 }

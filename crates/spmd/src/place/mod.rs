@@ -21,7 +21,7 @@
 //! | `shard(d)` | `replicate` | all-gather |
 //! | `partial(op)` | `replicate` | all-reduce |
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
-//! | `shard(c)` | `shard(d)` | all-gather, slice |
+//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
 //! What is made of nothing (zeros, random numbers) has no place until something reads it, and is made
 //! where it is read. A value that has been redistributed once is not moved again.

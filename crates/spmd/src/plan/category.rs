@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::{Index, IndexMut};
 
+use burn_fsdp_collectives::Share;
 use burn_ir::TensorId;
 use serde::Serialize;
 
-use crate::graph::{CollectiveKind, Graph, Phase, Role, Stage};
+use crate::graph::{Graph, Phase, Role, Stage};
 
 /// What a tensor is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -135,15 +136,19 @@ pub(super) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
             Phase::Forward => Category::Activations,
             Phase::Backward | Phase::Optimizer => Category::Temporaries,
         };
-        let kind = node.collective.as_ref();
-        let category = match kind.map(|collective| collective.kind) {
-            Some(CollectiveKind::AllGather) => Category::FullParameters,
-            Some(_) if node.phase != Phase::Forward => Category::Gradients,
+        let collective = node.collective.as_ref();
+        let contract = collective.map(|collective| collective.kind.contract());
+        let category = match contract {
+            Some(contract) if contract.reduces && node.phase != Phase::Forward => {
+                Category::Gradients
+            }
+            Some(contract) if !contract.reduces && contract.gets.share == Share::Full => {
+                Category::FullParameters
+            }
             _ => by_phase,
         };
-        let is_reduction = kind.is_some_and(|collective| {
-            collective.kind != CollectiveKind::AllGather && collective.stage != Stage::Wait
-        });
+        let is_reduction = contract.is_some_and(|contract| contract.reduces)
+            && collective.is_some_and(|collective| collective.stage != Stage::Wait);
         if is_reduction && node.phase != Phase::Forward {
             // What is reduced is a gradient before, too.
             categories.extend(node.inputs().map(|id| (id, Category::Gradients)));

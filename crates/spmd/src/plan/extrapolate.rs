@@ -90,6 +90,7 @@ impl Plan {
                 all_gather: line.tally(few.traffic.all_gather, more.traffic.all_gather),
                 reduce_scatter: line.tally(few.traffic.reduce_scatter, more.traffic.reduce_scatter),
                 all_reduce: line.tally(few.traffic.all_reduce, more.traffic.all_reduce),
+                all_to_all: line.tally(few.traffic.all_to_all, more.traffic.all_to_all),
             },
             flops: Flops {
                 matmul: line.count(few.flops.matmul, more.flops.matmul),

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use burn_fsdp_collectives::Share;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 use super::category::{Bytes, Category, categories};
@@ -11,7 +12,7 @@ use super::memory::{MemoryPlan, Moment};
 use super::scratch::scratch;
 use super::transport::{Buffer, Transport};
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, Role, Stage};
+use crate::graph::{Graph, Node, Role, Stage};
 
 /// Memory that one or more tensors lie in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -260,7 +261,7 @@ impl Heap {
         let Some(collective) = &node.collective else {
             return Ok(received);
         };
-        let stage = collective.stage;
+        let (stage, contract) = (collective.stage, collective.kind.contract());
         let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
         if stage != Stage::Wait {
             // What does not lie in order is sent from a copy.
@@ -274,23 +275,19 @@ impl Heap {
         for (index, (output, part)) in outputs.iter().zip(&collective.parts).enumerate() {
             let layout = Layout::contiguous(&output.shape);
             let mut written = self.fresh(output.id, layout, None, output.dtype.size());
-            let partition = &part.partition;
-            let is_padded = collective.kind == CollectiveKind::ReduceScatter
-                && partition.len(rank) != partition.chunk_len();
-            let size = part.dtype.size() as u64;
-            let own = partition.len(rank) as u64 * size;
+            let (gives, gets) = (contract.gives.share, contract.gets.share);
+            let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
+            let bytes = |share| (part.share_len(share, rank) * part.dtype.size()) as u64;
             // Between start and wait, the buffer is that of the reserved memory.
             let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
             let buffer = match reserved.and_then(|input| self.detach(input.id)) {
                 Some(buffer) => buffer,
-                None => self.transport.take(match collective.kind {
-                    CollectiveKind::ReduceScatter => own,
-                    _ => partition.num_elements() as u64 * size,
-                }),
+                None => self.transport.take(bytes(gets)),
             };
-            if collective.kind == CollectiveKind::AllReduce && stage == Stage::Whole {
+            let is_combined_whole = contract.reduces && (gives, gets) == (Share::Full, Share::Full);
+            if is_combined_whole && stage == Stage::Whole {
                 // The slice that this rank combines.
-                received.spare.push(self.transport.take(own));
+                received.spare.push(self.transport.take(bytes(Share::Own)));
             }
             if is_padded && stage != Stage::Start {
                 // Filled up in bytes without alignment, which are then copied to where they have it.

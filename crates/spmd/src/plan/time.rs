@@ -6,7 +6,7 @@ use burn_ir::{FloatOperationIr, OperationIr, TensorId};
 use serde::Serialize;
 
 use super::machine::Machine;
-use crate::graph::{Collective, CollectiveKind, Graph, Node, Stage};
+use crate::graph::{Collective, Graph, Node, Stage};
 use crate::graph::{Flops, touched_bytes};
 
 /// An estimate of one step on one rank, in seconds.
@@ -90,9 +90,7 @@ fn node_seconds(node: &Node, machine: &Machine) -> f64 {
 }
 
 fn collective_seconds(collective: &Collective, num_ranks: usize, machine: &Machine) -> f64 {
-    let one_way = machine.gather_seconds(collective.num_bytes() as f64, num_ranks);
-    match collective.kind {
-        CollectiveKind::AllReduce => 2.0 * one_way,
-        CollectiveKind::AllGather | CollectiveKind::ReduceScatter => one_way,
-    }
+    let kind = collective.kind;
+    let bytes = kind.circulating_bytes(collective.num_bytes() as u64, num_ranks);
+    f64::from(kind.rounds()) * machine.gather_seconds(bytes as f64, num_ranks)
 }

@@ -12,7 +12,7 @@ pub struct Tally {
     /// Bytes of the whole tensors.
     pub bytes: u64,
     /// Bytes that one rank sends, as rings: `(n - 1) / n` of the whole, twice that for
-    /// all-reduce.
+    /// all-reduce, and `(n - 1) / n` of a rank's part for all-to-all.
     pub sent: u64,
 }
 
@@ -25,6 +25,8 @@ pub struct Traffic {
     pub reduce_scatter: Tally,
     /// Wholes to their combination.
     pub all_reduce: Tally,
+    /// Parts along one dim to parts along another.
+    pub all_to_all: Tally,
 }
 
 impl Traffic {
@@ -44,26 +46,26 @@ impl Traffic {
     /// Counts one collective.
     pub fn add(&mut self, kind: CollectiveKind, bytes: u64, num_ranks: usize) {
         let ranks = num_ranks.max(1) as u128;
-        let times = match kind {
-            CollectiveKind::AllReduce => 2,
-            CollectiveKind::AllGather | CollectiveKind::ReduceScatter => 1,
-        };
+        let circulating = u128::from(kind.circulating_bytes(bytes, num_ranks));
+        let times = u128::from(kind.rounds());
         let tally = match kind {
             CollectiveKind::AllGather => &mut self.all_gather,
             CollectiveKind::ReduceScatter => &mut self.reduce_scatter,
             CollectiveKind::AllReduce => &mut self.all_reduce,
+            CollectiveKind::AllToAll => &mut self.all_to_all,
         };
         tally.operations += 1;
         tally.bytes += bytes;
-        tally.sent += (times * u128::from(bytes) * (ranks - 1) / ranks) as u64;
+        tally.sent += (times * circulating * (ranks - 1) / ranks) as u64;
     }
 
     /// Each kind with its name.
-    pub fn by_kind(&self) -> [(CollectiveKind, Tally); 3] {
+    pub fn by_kind(&self) -> [(CollectiveKind, Tally); 4] {
         [
             (CollectiveKind::AllGather, self.all_gather),
             (CollectiveKind::ReduceScatter, self.reduce_scatter),
             (CollectiveKind::AllReduce, self.all_reduce),
+            (CollectiveKind::AllToAll, self.all_to_all),
         ]
     }
 }

@@ -1,14 +1,17 @@
 //! The plan's bytes are the executor's, node by node.
 
 use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{self as models, GptConfig};
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::plan::MemoryPlan;
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
 
 use crate::fused;
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
@@ -35,24 +38,28 @@ fn same<M: Module + 'static, B: Batch>(
         (DataParallel::Replicate, Options::default()),
     ] {
         for num_ranks in [1, 2, 4] {
-            compare(init, loss, batch, num_ranks, style, options.clone());
+            let name = format!("{style:?} on {num_ranks} ranks, {options:?}");
+            let options = options.clone();
+            let mode = move |world: &ProcessGroup| {
+                Mode::data_parallel(world.clone(), style).with_options(options.clone())
+            };
+            compare(&name, init, loss, batch, num_ranks, mode);
         }
     }
 }
 
+/// What was planned and executed; returns the lines of the graph.
 fn compare<M: Module + 'static, B: Batch>(
+    name: &str,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
-    batch: fn(usize, &Device) -> B,
+    batch: impl Fn(usize, &Device) -> B + Send + Sync + 'static,
     num_ranks: usize,
-    style: DataParallel,
-    options: Options,
-) {
-    let name = format!("{style:?} on {num_ranks} ranks, {options:?}");
+    mode: impl Fn(&ProcessGroup) -> Mode + Send + Sync + 'static,
+) -> Vec<String> {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), style).with_options(options.clone());
-        let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let step = compile(init, loss, AdamWConfig::new().build(), mode(&world))?;
         let mut step = step.with_operations(fused::operations());
         for index in 0..4 {
             step.step(1e-3, &batch(index, &device))?;
@@ -78,6 +85,7 @@ fn compare<M: Module + 'static, B: Batch>(
         let lines: Vec<String> = graph.to_string().lines().map(str::to_owned).collect();
         Ok((planned, executed, lines))
     };
+    let mut graph = Vec::new();
     for (planned, executed, lines) in launch(LaunchConfig::new(num_ranks), body).unwrap() {
         let pairs = planned.after.iter().zip(&executed.after);
         if let Some(((node, planned), (_, executed))) = pairs.clone().find(|(a, b)| a != b) {
@@ -91,7 +99,9 @@ fn compare<M: Module + 'static, B: Batch>(
             );
         }
         assert_eq!(planned, executed, "{name}");
+        graph = lines;
     }
+    graph
 }
 
 #[test]
@@ -118,6 +128,39 @@ fn an_attention_encoder_takes_what_was_planned() {
     same(Encoder::new, Encoder::loss, |step, device| {
         sequences(step, 8, device)
     });
+}
+
+#[test]
+fn what_goes_from_dim_to_dim_takes_what_was_planned() {
+    const SHAPE: [usize; 2] = [24, 12];
+    for num_ranks in [2, 3, 4] {
+        let mode = |world: &ProcessGroup| {
+            let line = Mesh::line("line", world.size()).unwrap();
+            let mesh = ProcessMesh::new(world, line).unwrap();
+            let expand = Expand::new().input("0", "line", Shard(0));
+            Mode::expand(mesh, expand.input("1", "line", Shard(1)))
+        };
+        let batch = move |step: usize, device: &Device| {
+            let [rows, columns] = SHAPE;
+            let of = |shape: [usize; 2]| Tensor::<2>::full(shape, step as f32, device);
+            (
+                of([rows / num_ranks, columns]),
+                of([rows, columns / num_ranks]),
+            )
+        };
+        let graph = compare(
+            &format!("rows and columns on {num_ranks} ranks"),
+            |device| LinearConfig::new(SHAPE[1], 3).init(device),
+            |model: &Linear, (rows, columns): (Tensor<2>, Tensor<2>)| {
+                model.forward(rows + columns).square().mean()
+            },
+            batch,
+            num_ranks,
+            mode,
+        );
+        let crossings = graph.iter().filter(|line| line.contains("all_to_all("));
+        assert_eq!(crossings.count(), 1, "{graph:#?}");
+    }
 }
 
 #[test]
