@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use cargo_metadata::{DependencyKind, MetadataCommand};
 
 /// For each crate of the workspace, the crates of the workspace that it may use.
-const ALLOWED: [(&str, &[&str]); 8] = [
+const ALLOWED: [(&str, &[&str]); 9] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
     (
@@ -18,6 +18,10 @@ const ALLOWED: [(&str, &[&str]); 8] = [
         &["burn-fsdp-mesh", "burn-fsdp-collectives"],
     ),
     (
+        "burn-fsdp-plan",
+        &["burn-fsdp-collectives", "burn-fsdp-spmd"],
+    ),
+    (
         "burn-fsdp",
         &[
             "burn-fsdp-mesh",
@@ -25,6 +29,7 @@ const ALLOWED: [(&str, &[&str]); 8] = [
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
             "burn-fsdp-spmd",
+            "burn-fsdp-plan",
         ],
     ),
     ("burn-fsdp-models", &[]),
