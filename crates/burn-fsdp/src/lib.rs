@@ -94,7 +94,12 @@ pub use scaler::{loss_scale, restore_scaler};
 pub use snapshot::{TrainingSnapshot, snapshot};
 
 /// The compiler: a whole train step as one graph, planned and run.
-pub use burn_fsdp_spmd as spmd;
+pub mod spmd {
+    pub use burn_fsdp_spmd::*;
+
+    /// What a step will cost, before anything runs.
+    pub use burn_fsdp_plan as plan;
+}
 
 /// The examples of the README, compiled and run as tests.
 #[cfg(doctest)]

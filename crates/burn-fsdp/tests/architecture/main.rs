@@ -16,7 +16,7 @@ use imports::Imports;
 use sizes::TooLarge;
 
 /// For each crate of the workspace, the crates of the workspace that it may use.
-const ALLOWED: [(&str, &[&str]); 9] = [
+const ALLOWED: [(&str, &[&str]); 10] = [
     ("burn-fsdp-mesh", &[]),
     ("burn-fsdp-collectives", &["burn-fsdp-mesh"]),
     (
@@ -29,6 +29,10 @@ const ALLOWED: [(&str, &[&str]); 9] = [
         &["burn-fsdp-mesh", "burn-fsdp-collectives"],
     ),
     (
+        "burn-fsdp-plan",
+        &["burn-fsdp-collectives", "burn-fsdp-spmd"],
+    ),
+    (
         "burn-fsdp",
         &[
             "burn-fsdp-mesh",
@@ -36,6 +40,7 @@ const ALLOWED: [(&str, &[&str]); 9] = [
             "burn-fsdp-shard",
             "burn-fsdp-checkpoint",
             "burn-fsdp-spmd",
+            "burn-fsdp-plan",
         ],
     ),
     ("burn-fsdp-kernels", &[]),
