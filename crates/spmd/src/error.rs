@@ -105,7 +105,11 @@ pub enum Error {
     },
 
     /// The loss is not one number.
-    #[error("the loss has shape {shape:?}; reduce it to one element, with mean() for instance")]
+    #[error(
+        "the loss has shape {shape:?}; reduce it to one element, with mean() for instance, and where the \
+         ranks' inputs are joined (DataParallel::Default) name those that have no batch dim \
+         (Mode::with_shared_input)"
+    )]
     LossShape {
         /// Its shape.
         shape: Vec<usize>,
