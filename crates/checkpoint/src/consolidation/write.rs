@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::config::ConsolidationConfig;
 use super::output::{Output, total_size};
 use crate::shard_header::{self, StoredTensor};
-use crate::staging::write_synced;
+use crate::storage::write_synced;
 use crate::{Error, Region, Step, TensorEntry};
 
 /// Bytes of tensors that are copied at a time.
