@@ -47,7 +47,7 @@ fn embedding(operation: &OperationIr) -> Option<Signature> {
 
 /// Elements and rows by their numbers.
 fn indexed(operation: &OperationIr) -> Option<Signature> {
-    Some(match super::base(operation)? {
+    Some(match super::base::base(operation)? {
         Base::Select(op) => {
             let mut letters = alphabet(op.tensor.shape.num_dims());
             letters[op.dim] = None;
