@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-/// The bookkeeping of the pool: the same rules, without memory.
+/// What the pool counts: by the same rules, without memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Transport {
     /// Sizes of what is kept, the most recent last.
@@ -96,31 +96,31 @@ mod tests {
 
     /// What the pool itself says about the same calls.
     #[test]
-    fn bookkeeping_is_that_of_the_pool() {
-        let (pool, mut transport) = (BufferPool::new(), Transport::default());
+    fn the_books_are_the_pools() {
+        let (pool, mut books) = (BufferPool::new(), Transport::default());
         let mut held = Vec::new();
         for step in 0..200_usize {
             let len = [24, 8, 800, 64, 24, 1000][step * 7 % 6];
-            held.push((pool.take(len), transport.take(len as u64)));
+            held.push((pool.take(len), books.take(len as u64)));
             while held.len() > step * 5 % 4 {
                 let (buffer, booked) = held.swap_remove(step * 3 % held.len());
                 drop(buffer);
-                transport.give_back(booked);
+                books.give_back(booked);
             }
             let whole = pool.kept_bytes() + pool.live_bytes();
-            assert_eq!(transport.hidden_bytes(), whole as u64, "step {step}");
+            assert_eq!(books.hidden_bytes(), whole as u64, "step {step}");
         }
     }
 
     #[test]
     fn what_a_tensor_lies_in_is_not_counted_again() {
-        let mut transport = Transport::default();
-        let buffer = transport.take(80);
-        let shown = transport.show(buffer);
-        assert_eq!(transport.hidden_bytes(), 0);
-        let hidden = transport.hide(shown);
-        assert_eq!(transport.hidden_bytes(), 80);
-        transport.give_back(hidden);
-        assert_eq!(transport.hidden_bytes(), 80);
+        let mut books = Transport::default();
+        let buffer = books.take(80);
+        let shown = books.show(buffer);
+        assert_eq!(books.hidden_bytes(), 0);
+        let hidden = books.hide(shown);
+        assert_eq!(books.hidden_bytes(), 80);
+        books.give_back(hidden);
+        assert_eq!(books.hidden_bytes(), 80);
     }
 }
