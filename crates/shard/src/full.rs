@@ -10,6 +10,7 @@ use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
+use crate::mailbox;
 use crate::path::{self, Place};
 use crate::record;
 use crate::transport;
@@ -215,7 +216,7 @@ impl path::Mapper for Narrow {
                 let whole = Tensor::<D>::from_data(value, (&plain, member.slot().dtype));
                 let unit = &member.generation.unit;
                 let shard = record::narrow(unit, member.index, whole, &device);
-                record::replace(unit, member.index, shard);
+                mailbox::replace(unit, member.index, shard);
                 param
             }
             None => param.map(|old| transport::in_place_of(&old, value)),

@@ -20,9 +20,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{Partition, Pending, Received};
 use parking_lot::Mutex;
 
-use crate::checkpoint;
+use crate::device;
 use crate::handle::UnitState;
-use crate::offload;
 use crate::op;
 use crate::unit::Unit;
 
@@ -242,7 +241,7 @@ impl Generation {
     /// The value of `slot`, on an autodiff device if the module is on one; never tracked.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let Value { plain, device, .. } = self.held(slot);
-        checkpoint::tracked(plain, &device)
+        device::tracked(plain, &device)
     }
 
     /// The value of `slot`, without autodiff.
@@ -259,7 +258,7 @@ impl Generation {
     pub(crate) fn device(&self, slot: usize) -> Device {
         let home = self.held(slot).device;
         match &*self.compute.lock() {
-            Some(compute) => offload::alike(compute, &home),
+            Some(compute) => device::alike(compute, &home),
             None => home,
         }
     }

@@ -8,7 +8,7 @@ use burn_fsdp_mesh::Partition;
 
 use crate::error::Error;
 use crate::offload::Offload;
-use crate::pattern::{ancestors, matches, matches_ancestor};
+use crate::pattern::{ancestors, is_around, module_of};
 use crate::policy::{Layout, ShardPolicy, Strategy};
 use crate::slot::{Holding, Slot};
 use crate::survey::{Found, Survey};
@@ -27,7 +27,7 @@ impl Ignored {
     pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
         let pattern_of = |path: &str| {
             let mut patterns = policy.ignored.iter();
-            patterns.find(|pattern| matches_ancestor(pattern, path))
+            patterns.find(|pattern| is_around(pattern, path))
         };
         if let Some(path) = survey
             .sharded
@@ -42,9 +42,9 @@ impl Ignored {
             .cloned()
             .collect();
         for pattern in &policy.ignored {
-            if !ignored.iter().any(|path| matches_ancestor(pattern, path)) {
+            if !ignored.iter().any(|path| is_around(pattern, path)) {
                 return Err(unmatched(
-                    pattern,
+                    pattern.as_str(),
                     survey.parameters.iter().map(|found| found.path.as_str()),
                 ));
             }
@@ -91,23 +91,24 @@ impl Grouping {
         let mut matched = vec![false; policy.patterns.len()];
         let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
         for found in parameters {
-            let mut unit = String::new();
-            for module in ancestors(&found.path) {
-                for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
-                    if matches(pattern, module) {
-                        *matched = true;
-                        unit = module.to_owned();
+            let mut unit = "";
+            for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
+                if let Some(module) = module_of(pattern, &found.path) {
+                    *matched = true;
+                    // All of them contain the parameter, so the longest path is the innermost.
+                    if module.len() > unit.len() {
+                        unit = module;
                     }
                 }
             }
             match by_unit.iter_mut().find(|(path, _)| *path == unit) {
                 Some((_, members)) => members.push(found.clone()),
-                None => by_unit.push((unit, vec![found.clone()])),
+                None => by_unit.push((unit.to_owned(), vec![found.clone()])),
             }
         }
         if let Some(index) = matched.iter().position(|matched| !matched) {
             let paths = parameters.iter().map(|found| found.path.as_str());
-            return Err(unmatched(&policy.patterns[index], paths));
+            return Err(unmatched(policy.patterns[index].as_str(), paths));
         }
         by_unit.retain(|(_, members)| !members.is_empty());
         Ok(Self { by_unit })

@@ -10,8 +10,8 @@ use burn_fsdp_collectives::{Partition, Source};
 use crate::error::{Error, catch};
 use crate::full::{self, Held};
 use crate::inspect::{self, Member};
+use crate::mailbox;
 use crate::path::{self, Place};
-use crate::record;
 use crate::transport;
 
 /// A tensor of a module, and this rank's part of it.
@@ -188,7 +188,7 @@ impl path::Mapper for PutBack {
                 let slot = member.slot();
                 let device = member.generation.value(member.index).device();
                 let shard = Tensor::from_data(data, (&device, slot.dtype));
-                record::replace(&member.generation.unit, member.index, shard);
+                mailbox::replace(&member.generation.unit, member.index, shard);
                 param
             }
             None => param.map(|old| transport::in_place_of(&old, data)),

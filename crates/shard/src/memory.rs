@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
@@ -11,10 +11,10 @@ use burn_fsdp_collectives::BufferPool;
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
 use crate::path::{self, Place};
+use crate::pins::Pinned;
 use crate::report;
 use crate::root::Root;
 use crate::survey::survey;
-use crate::unit::Unit;
 
 /// Memory of one rank, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,29 +46,6 @@ impl fmt::Display for Memory {
         self.pinned
             .iter()
             .try_for_each(|pinned| writeln!(f, "{pinned}"))
-    }
-}
-
-/// A unit whose full weights are kept alive by something other than the engine.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Pinned {
-    /// Path of the unit.
-    pub unit: String,
-    /// Bytes still alive when backward began.
-    pub bytes: usize,
-    /// Bytes of the unit's full parameters.
-    pub of: usize,
-}
-
-impl fmt::Display for Pinned {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
-             operation saved a view, a cast or the weight itself. Use a device with \
-             `.autodiff().gradient_checkpointing()`, and keep embeddings in the root",
-            self.unit, self.bytes, self.of
-        )
     }
 }
 
@@ -190,51 +167,6 @@ impl path::Visitor for Means {
             Some(sum) => sum + mean,
             None => mean,
         });
-    }
-}
-
-/// One buffer of full weights, by its life.
-#[derive(Debug, Clone)]
-pub(crate) struct Mark {
-    /// Its size.
-    pub(crate) bytes: usize,
-    /// Dropped with it.
-    pub(crate) life: Weak<()>,
-}
-
-/// Follows the buffers of dropped full weights to the start of backward.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Watch {
-    /// By unit: its name, the bytes of its full parameters, the buffers.
-    marks: Vec<(String, usize, Vec<Mark>)>,
-    pinned: Vec<Pinned>,
-}
-
-impl Watch {
-    /// A new forward begins.
-    pub(crate) fn begin(&mut self) {
-        self.marks.clear();
-    }
-
-    /// The full weights of `unit` now exist.
-    pub(crate) fn unsharded(&mut self, unit: &Unit, marks: Vec<Mark>) {
-        self.marks
-            .push((unit.label(), unit.gathered_bytes(), marks));
-    }
-
-    /// Forward is over: no full weight of a unit that drops them should be alive.
-    pub(crate) fn check_pins(&mut self) {
-        for (unit, of, marks) in std::mem::take(&mut self.marks) {
-            let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
-            let bytes: usize = alive.map(|mark| mark.bytes).sum();
-            let known = self.pinned.iter().any(|pinned| pinned.unit == unit);
-            if bytes == 0 || known {
-                continue;
-            }
-            let pinned = Pinned { unit, bytes, of };
-            report::warn(&pinned);
-            self.pinned.push(pinned);
-        }
     }
 }
 

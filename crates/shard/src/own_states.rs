@@ -11,7 +11,7 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fsdp_collectives::ProcessGroup;
 
 use crate::ambient::{Purpose, within};
-use crate::checkpoint;
+use crate::device;
 use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Place};
@@ -125,7 +125,7 @@ impl path::Mapper for PutBack {
             return self.0.next().unwrap_or(param);
         }
         match self.0.devices.get(&path) {
-            Some(device) => param.map(|tensor| checkpoint::tracked(tensor.inner(), device)),
+            Some(device) => param.map(|tensor| device::tracked(tensor.inner(), device)),
             None => param,
         }
     }

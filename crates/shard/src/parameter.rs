@@ -10,13 +10,9 @@ use crate::ambient::{Purpose, is_within};
 use crate::error::{Error, throw};
 use crate::generation::{Generation, Owned, Transition};
 use crate::identity::Identity;
-use crate::inspect;
-use crate::record;
-
-/// Name of the reparameterization.
-pub(crate) const NAME: &str = "fsdp";
-/// What Burn calls the container of a reparameterization while visiting and mapping.
-pub(crate) const CONTAINER: &str = "Reparameterization";
+use crate::mailbox;
+use crate::member;
+use crate::path::{CONTAINER, NAME};
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
@@ -86,6 +82,24 @@ impl ShardedParam {
     }
 }
 
+/// The id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
+/// of a sharded one is that of its stand-in, which records hold.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Device;
+/// use burn_fsdp_shard::param_id;
+///
+/// let layer: Linear = LinearConfig::new(2, 2).init(&Device::flex());
+/// assert_eq!(param_id(&layer.weight), layer.weight.id);
+/// ```
+pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
+    match param.reparameterization::<ShardedParam>() {
+        Some(sharded) => sharded.settled_id(param.id),
+        None => param.id,
+    }
+}
+
 /// Burn asks a shard for what to record only if the stand-in has not answered: a mapper has dropped
 /// what the stand-in does when it is recorded, or a group has left it out. The record would hold a
 /// shard in the place of the parameter.
@@ -143,11 +157,11 @@ impl Module for ShardedParam {
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let slot = self.generation.slot;
-        if inspect::answer(&self.generation, &self.value, &self.identity) {
+        if member::answer(&self.generation, &self.value, &self.identity) {
             return;
         }
         // A record has just taken the whole value under the parameter's own path.
-        if record::take_recorded(&self.generation.unit, slot) {
+        if mailbox::take_recorded(&self.generation.unit, slot) {
             return;
         }
         // Under the path of the parameter it stands for, so that groups by path go on to work.
@@ -166,7 +180,7 @@ impl Module for ShardedParam {
             identity,
             generation,
         } = self;
-        let (value, identity) = match record::take_value(&generation.unit, generation.slot) {
+        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
             Some((loaded, keeps_id)) => {
                 let value = value.map(|old| loaded.set_require_grad(old.is_require_grad()));
                 let identity = match keeps_id {

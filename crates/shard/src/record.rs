@@ -16,57 +16,13 @@ use crate::ambient::{Purpose, is_within, within};
 use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
 use crate::inspect::{self, Member};
+use crate::mailbox::{Handed, hand};
 use crate::transport;
 use crate::unit::Unit;
 
-/// What a stand-in that is being loaded or recorded leaves for the shard beside it, which Burn comes
-/// to next.
-enum Handed {
-    /// The shard's new value.
-    Value {
-        value: Box<Tensor<1>>,
-        /// Whether the stand-in has the id that it had before.
-        keeps_id: bool,
-    },
-    /// The parameter has been recorded, whole.
-    Recorded,
-}
-
 thread_local! {
-    static HANDED: RefCell<Option<(*const Unit, usize, Handed)>> = const { RefCell::new(None) };
     /// The sharded parameters of the module that is being recorded, in its order, if it is known.
     static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
-}
-
-fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
-    HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
-}
-
-/// What the stand-in of this parameter has just left. What another one left is of a walk that was
-/// broken off.
-fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
-    let (of, at, handed) = HANDED.take()?;
-    (of == Arc::as_ptr(unit) && at == index).then_some(handed)
-}
-
-/// A value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
-pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, bool)> {
-    match take_handed(unit, index)? {
-        Handed::Value { value, keeps_id } => Some((*value, keeps_id)),
-        Handed::Recorded => None,
-    }
-}
-
-/// Whether the visitor that comes to this shard has just recorded the parameter.
-pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
-    matches!(take_handed(unit, index), Some(Handed::Recorded))
-}
-
-/// Gives the shard that the walk under way comes to next another value.
-pub(crate) fn replace(unit: &Arc<Unit>, index: usize, value: Tensor<1>) {
-    let keeps_id = true;
-    let value = Box::new(value);
-    hand(unit, index, Handed::Value { value, keeps_id });
 }
 
 /// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:

@@ -9,8 +9,9 @@ use burn::tensor::{Gradients, Tensor};
 use crate::error::{Error, catch};
 use crate::inspect;
 use crate::leaves;
-use crate::root::Reduced;
+use crate::op::Reduced;
 use crate::schedule::Operation;
+use crate::transport::cast;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
@@ -114,6 +115,21 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
         root.reset();
     }
     Ok(())
+}
+
+/// `input` in the type in which the parameters of the sharded `module` compute: that of its first
+/// unit. Burn has no forward hooks, so programs cast what they feed to a module by this.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn cast_input<M: Module, const D: usize>(
+    module: &M,
+    input: Tensor<D>,
+) -> Result<Tensor<D>, Error> {
+    let members = inspect::members(module);
+    let first = members.first().ok_or(Error::NotSharded)?;
+    Ok(cast(input, first.slot().compute))
 }
 
 /// The recorded order of a module's operations.

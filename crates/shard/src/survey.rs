@@ -5,11 +5,10 @@ use std::collections::{HashMap, HashSet};
 use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::device;
 use crate::error::Error;
 use crate::inspect;
-use crate::op;
-use crate::parameter::{CONTAINER, NAME};
-use crate::path::{self, Place};
+use crate::path::{self, CONTAINER, NAME, Place};
 
 /// What the walk found at one path.
 #[derive(Debug, Clone)]
@@ -69,7 +68,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     drop(marked);
     let mut seen = HashSet::new();
     for (path, shape, device) in &kinds.places {
-        op::check_backend(path, device)?;
+        device::check_backend(path, device)?;
         if !seen.insert(path) {
             return Err(Error::SamePath { path: path.clone() });
         }

@@ -7,14 +7,15 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 use burn_fsdp_collectives::{Part, ProcessGroup, Reduction};
 use parking_lot::Mutex;
 
+use crate::device;
 use crate::error::Error;
 use crate::generation::{Copied, Generation, State};
-use crate::offload::{self, Offload};
-use crate::policy::{DivideFactors, GradientHook};
-use crate::precision::cast;
+use crate::gradient_hook::GradientHook;
+use crate::offload::Offload;
+use crate::policy::DivideFactors;
 use crate::root::Root;
 use crate::slot::{Holding, Slot};
-use crate::transport;
+use crate::transport::{self, cast};
 
 /// How much deeper a unit's gathers are than the use before it, at first: more than the depth of a
 /// transformer block.
@@ -343,7 +344,7 @@ impl Unit {
     /// Where a shard lives whose full parameter is on `device`, with the autodiff of that.
     pub(crate) fn home(&self, device: &Device) -> Device {
         match &self.offload {
-            Some(offload) => offload::alike(&offload.host, device),
+            Some(offload) => device::alike(&offload.host, device),
             None => device.clone(),
         }
     }

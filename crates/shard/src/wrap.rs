@@ -8,6 +8,7 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 
+use crate::device;
 use crate::error::{Error, catch, throw};
 use crate::generation::Generation;
 use crate::gradients;
@@ -16,7 +17,6 @@ use crate::identity::counterpart;
 use crate::initial;
 use crate::inspect;
 use crate::memory;
-use crate::op;
 use crate::own_states;
 use crate::parameter::ShardedParam;
 use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
@@ -283,7 +283,7 @@ fn check(
     }
     for found in parameters {
         let first = &parameters[0];
-        if !op::is_same_backend(&first.device, &found.device) {
+        if !device::is_same_backend(&first.device, &found.device) {
             return Err(Error::Backends {
                 first: first.path.clone(),
                 second: found.path.clone(),

@@ -1,58 +1,65 @@
 //! Backward: gather again, collect gradients, hand them over unit by unit.
 
-use std::sync::Weak;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Weak};
 
 use burn::tensor::Tensor;
 
-use super::{Gradient, Phase, Progress, Reduced, Root};
-use crate::checkpoint::{self, Mode};
+use super::{Gradient, Phase, Progress, Root};
 use crate::error::Error;
-use crate::generation::{Copied, State};
-use crate::op::Access;
+use crate::generation::{Copied, Generation, State};
+use crate::op::Reduced;
+use crate::region::{self, Mode};
 use crate::schedule::Operation;
+use crate::unit::Unit;
 
 impl Root {
     /// The full parameter, for a recomputation inside backward.
-    pub(crate) fn regather(&self, access: &Access) -> Result<Tensor<1>, Error> {
-        let generation = &access.generation;
+    pub(super) fn regather(
+        &self,
+        generation: &Arc<Generation>,
+        slot: usize,
+        use_id: u64,
+    ) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            let gathered = unit.slots[access.slot].is_gathered();
+            let gathered = unit.slots[slot].is_gathered();
             if gathered && !generation.is_unsharded() {
-                progress.note_late_unit(access.use_id);
+                progress.note_late_unit(use_id);
                 let operation = Operation::UnshardBackward(unit.position());
                 progress.unshard(self, operation, generation)?;
             }
-            self.full(generation, access.slot)
+            self.full(generation, slot)
         })
     }
 
     /// Takes a full gradient over.
-    pub(crate) fn receive(&self, access: &Access, gradient: Tensor<1>) {
-        let unit = &access.generation.unit;
-        let bytes = match unit.slots[access.slot].is_gathered() {
-            true => unit.slots[access.slot].unsharded_bytes(),
+    pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
+        let bytes = match unit.slots[slot].is_gathered() {
+            true => unit.slots[slot].unsharded_bytes(),
             false => 0,
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();
         let of_use = progress
             .gradients
-            .entry(access.use_id)
+            .entry(use_id)
             .or_insert_with(|| unit.places());
         let gradient = Gradient {
             tensor: gradient,
             account,
         };
-        gradient.add_to(&mut of_use[access.slot]);
+        gradient.add_to(&mut of_use[slot]);
     }
 
     /// The last gradient of a use has come: free the full parameters, start the reduction.
     /// Returns the gradients of reductions that are through.
-    pub(crate) fn unit_end(&self, access: &Access) -> Result<Vec<Reduced>, Error> {
-        let generation = &access.generation;
+    pub(super) fn unit_end(
+        &self,
+        generation: &Arc<Generation>,
+        use_id: u64,
+    ) -> Result<Vec<Reduced>, Error> {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
@@ -64,9 +71,9 @@ impl Root {
             if reshards && !stays && generation.is_unsharded() {
                 *generation.state.lock() = State::Sharded;
             }
-            progress.open.remove(&access.use_id);
-            progress.schedules.current().end_use(access.use_id);
-            let gradients = progress.gradients.remove(&access.use_id);
+            progress.open.remove(&use_id);
+            progress.schedules.current().end_use(use_id);
+            let gradients = progress.gradients.remove(&use_id);
             let gradients = gradients.unwrap_or_else(|| unit.places());
             if unit.syncs() {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
@@ -75,7 +82,7 @@ impl Root {
                 progress.hold(self, generation, gradients);
             }
             // The gradients of a region's own graph are not those of the step.
-            Ok(match checkpoint::mode() {
+            Ok(match region::mode() {
                 Mode::Again => Vec::new(),
                 Mode::Off | Mode::Plain => std::mem::take(&mut progress.done),
             })
@@ -89,7 +96,7 @@ impl Root {
     }
 
     /// The end of backward: nothing of this step is left pending.
-    pub(crate) fn finish(&self) -> Result<Vec<Reduced>, Error> {
+    pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {
                 // Two forwards in one loss end twice; the first end has done it all.

@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
+use super::access::{Access, Finish, UnitEnd};
 use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
-use crate::checkpoint::{self, Mode};
+use crate::device;
 use crate::error::Error;
 use crate::generation::{Copied, Generation, Owned, State};
-use crate::op::{self, Access, Milestone};
+use crate::op::{self, Announce};
+use crate::region::{self, Mode, Recomputed};
 use crate::schedule::Operation;
 
 impl Use {
@@ -42,7 +44,7 @@ impl Use {
             use_id: self.id,
             stays,
         };
-        let node: Tensor<D> = op::unshard(full, value, &self.token, access);
+        let node: Tensor<D> = op::unshard(full, value, &self.token, Arc::new(access));
         self.nodes[slot] = Some(Box::new(node.clone()));
         Ok(node)
     }
@@ -67,7 +69,7 @@ impl Root {
         if !value.is_autodiff() {
             return self.read(generation, slot);
         }
-        if checkpoint::mode() == Mode::Again {
+        if region::mode() == Mode::Again {
             return self.access_again(generation, slot);
         }
         self.step(|progress| {
@@ -77,7 +79,7 @@ impl Root {
             }
             progress.phase = Phase::Forward;
             progress.begin_pass(self, generation, owned.copy(), slot);
-            if checkpoint::mode() == Mode::Plain {
+            if region::mode() == Mode::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
             }
@@ -97,7 +99,7 @@ impl Root {
             progress.enter_backward(self)?;
             let index = progress.open_again(self, generation, slot)?;
             let again = progress.again.as_mut().expect("a recomputation has begun");
-            checkpoint::touch(self, &again.token);
+            region::touch(self, &again.token);
             let current = &mut again.uses[index];
             // A leaf of its own: the parameter's may be in the graph around the region.
             current.node_of(self, slot, generation.own_leaf(slot), true)
@@ -105,14 +107,9 @@ impl Root {
     }
 
     /// `token` as a link just deeper than `depth`.
-    fn link(&self, token: &Tensor<1>, depth: usize, milestone: Milestone) -> Tensor<1> {
+    fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
-    }
-
-    /// The second forward of a region is over.
-    pub(crate) fn end_recomputation(&self) {
-        self.progress().again = None;
     }
 
     /// A full parameter without autodiff: gather, run, free.
@@ -141,6 +138,12 @@ impl Root {
             self.full(generation, slot)
         })?;
         Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
+    }
+}
+
+impl Recomputed for Root {
+    fn end_recomputation(&self) {
+        self.progress().again = None;
     }
 }
 
@@ -201,14 +204,13 @@ impl Progress {
             pass.current = Some(pass.kept.swap_remove(index));
             return Ok(());
         }
-        self.begin_use(root, generation, slot, kind)
+        self.begin_use(root, generation, kind)
     }
 
     fn begin_use(
         &mut self,
         root: &Arc<Root>,
         generation: &Arc<Generation>,
-        slot: usize,
         kind: UseKind,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
@@ -223,7 +225,7 @@ impl Progress {
         let pass = self.pass.as_mut().expect("a pass has begun");
         match kind {
             UseKind::Tracked => {
-                let end = unit_end(root, generation, slot, id);
+                let end = UnitEnd::new(root, generation, id);
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
                 self.open.insert(id, (pass.number, Arc::downgrade(unit)));
@@ -264,7 +266,7 @@ impl Progress {
         }
         let id = self.next_use();
         let again = self.again.as_mut().expect("a recomputation has begun");
-        let end = unit_end(root, generation, slot, id);
+        let end = UnitEnd::new(root, generation, id);
         again.depth += unit.stride();
         again.token = root.link(&again.token, again.depth, end);
         let begun = Use::new(UseKind::Tracked, id, generation, &again.token);
@@ -280,10 +282,10 @@ impl Progress {
         slot: usize,
     ) -> Result<Tensor<D>, Error> {
         let pass = self.pass.as_ref().expect("a pass has begun");
-        checkpoint::touch(root, &pass.token);
+        region::touch(root, &pass.token);
         let full = root.full(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
-        Ok(checkpoint::tracked(full, &generation.device(slot)))
+        Ok(device::tracked(full, &generation.device(slot)))
     }
 
     /// The autodiff node of a parameter in the current use, made at the first access.
@@ -318,7 +320,7 @@ impl Pass {
             copy: 0,
             first,
             left_first: false,
-            token: root.link(&token, 0, Milestone::Finish(root.clone())),
+            token: root.link(&token, 0, Arc::new(Finish(root.clone()))),
             depth: 0,
             current: None,
             kept: Vec::new(),
@@ -330,14 +332,4 @@ impl Pass {
 /// checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
-}
-
-fn unit_end(root: &Arc<Root>, generation: &Arc<Generation>, slot: usize, use_id: u64) -> Milestone {
-    Milestone::UnitEnd(Access {
-        root: root.clone(),
-        generation: generation.clone(),
-        slot,
-        use_id,
-        stays: generation.unit.keeps(),
-    })
 }

@@ -8,9 +8,9 @@ use super::{Phase, Progress, Root};
 use crate::error::Error;
 use crate::generation::{Generation, State};
 use crate::handle::UnitState;
-use crate::memory::Mark;
+use crate::pins::{Mark, Marked};
 use crate::schedule::{Next, Operation, Step};
-use crate::transport::{self, Marked};
+use crate::transport;
 
 /// A gather that was started ahead of its use.
 pub(super) struct Ahead {
@@ -66,7 +66,9 @@ impl Progress {
         self.prefetch_after(root, position)?;
         let marks = root.finish_gather(generation)?;
         if self.phase == Phase::Forward && !generation.unit.keeps() {
-            self.watch.unsharded(&generation.unit, marks);
+            let unit = &generation.unit;
+            let (name, bytes) = (unit.label(), unit.gathered_bytes());
+            self.watch.unsharded(name, bytes, marks);
         }
         Ok(())
     }
@@ -324,15 +326,8 @@ impl Root {
         };
         let received = pending.wait()?;
         for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
-            let life = Arc::new(());
-            marks.push(Mark {
-                bytes: buffer.len(),
-                life: Arc::downgrade(&life),
-            });
-            let marked = Marked {
-                buffer,
-                _life: life,
-            };
+            let (marked, mark) = Marked::new(buffer);
+            marks.push(mark);
             let device = generation.device(slot).without_autodiff();
             let dtype = unit.slots[slot].compute;
             full[slot] = Some(transport::tensor(marked, dtype, &device));

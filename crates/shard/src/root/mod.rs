@@ -1,6 +1,7 @@
 //! The root: one per rank and sharded module. It owns the order of operations, the token of the
 //! pass under way, the gradients on their way to the shards, and the buffers.
 
+mod access;
 mod backward;
 mod forward;
 mod gather;
@@ -11,15 +12,16 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use burn::backend::autodiff::NodeId;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{Error, throw};
 use crate::generation::{Copied, Generation, Node};
-use crate::memory::Watch;
-use crate::policy::{DivideFactors, GradientHook, ShardPolicy};
+use crate::gradient_hook::GradientHook;
+use crate::op::Reduced;
+use crate::pins::Watch;
+use crate::policy::{DivideFactors, ShardPolicy};
 use crate::schedule::{Operation, Schedules};
 use crate::unit::Unit;
 
@@ -53,14 +55,6 @@ impl std::fmt::Debug for Root {
             .field("num_units", &self.units.lock().len())
             .finish_non_exhaustive()
     }
-}
-
-/// A shard gradient that is ready for the optimizer.
-pub(crate) struct Reduced {
-    /// The leaf that it belongs to.
-    pub(crate) node: NodeId,
-    /// The averaged gradient of this rank's elements.
-    pub(crate) gradient: Tensor<1>,
 }
 
 /// Where a step stands.

@@ -8,14 +8,13 @@ use burn_fsdp_collectives::{
     Account, ElementType, FullPart, Pending, ProcessGroup, Received, Reduction as Averaging, Source,
 };
 
-use super::{Progress, Reduced, Root};
+use super::{Progress, Root};
 use crate::error::Error;
 use crate::generation::Generation;
-use crate::note::Note;
-use crate::precision::cast;
-use crate::schedule::Operation;
+use crate::op::Reduced;
+use crate::schedule::{Note, Operation};
 use crate::slot::Slot;
-use crate::transport;
+use crate::transport::{self, cast};
 use crate::unit::{Unit, averaging};
 
 /// A full gradient, counted while it lives.

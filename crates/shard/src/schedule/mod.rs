@@ -6,14 +6,20 @@
 //! go to its end and agree on the rest again; what they agree on is put into the order for the next
 //! step. The argument why all ranks issue the same sequence is in the README beside this file.
 
+mod note;
+mod operation;
+
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn_fsdp_collectives::{Label, ProcessGroup};
 
 use crate::error::Error;
-use crate::note::Wish;
+
+use note::Wish;
+
+pub(crate) use note::Note;
+pub(crate) use operation::Operation;
 
 /// An operation that no rank has needed for so many steps leaves the order.
 const IDLE_LIMIT: u32 = 32;
@@ -26,46 +32,6 @@ const ASKED: u8 = 1;
 const ENDED: u8 = 2;
 /// It was gathered ahead for another copy of the module than the one that asked.
 const MISLED: u8 = 4;
-
-/// One operation of a step; units by their number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Operation {
-    /// Gather a unit for its forward.
-    UnshardForward(usize),
-    /// Gather a unit for its backward.
-    UnshardBackward(usize),
-    /// Reduce a unit's gradients.
-    Reduce(usize),
-    /// End of backward: reduce the parameters kept whole.
-    Finish,
-}
-
-impl Operation {
-    /// The unit that it is about.
-    pub(crate) fn unit(self) -> Option<usize> {
-        match self {
-            Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
-                Some(unit)
-            }
-            Self::Finish => None,
-        }
-    }
-
-    fn is_gather(self) -> bool {
-        matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UnshardForward(unit) => write!(f, "forward unshard of unit {unit}"),
-            Self::UnshardBackward(unit) => write!(f, "backward unshard of unit {unit}"),
-            Self::Reduce(unit) => write!(f, "reduction of unit {unit}"),
-            Self::Finish => f.write_str("end of backward"),
-        }
-    }
-}
 
 /// What to do next on the way to the operation wanted.
 #[derive(Debug)]

@@ -1,6 +1,6 @@
 //! What ranks tell each other about the order of their operations.
 
-use crate::schedule::Operation;
+use super::operation::Operation;
 
 /// What a rank wants next.
 #[derive(Debug, Clone, Copy)]
