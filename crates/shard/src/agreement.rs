@@ -148,7 +148,7 @@ impl path::Visitor for Checksums {
         let sum = match self.members.remove(&path) {
             Some(member) => {
                 let piece = match member.slot().is_gathered() {
-                    true => member.generation.unit.group.rank(),
+                    true => member.generation.unit.groups.shard.rank(),
                     false => 0,
                 };
                 Checksum::of(piece, member.generation.value(member.index).inner())

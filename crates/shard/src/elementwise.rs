@@ -1,7 +1,6 @@
 //! Finding out whether an optimizer can work on shards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering;
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
@@ -59,11 +58,11 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
             id: member.id,
             path: path.split('.').map(str::to_owned).collect(),
             device: member.generation.value(member.index).device(),
-            dtype: slot.dtype,
+            dtype: slot.elements.stored.dtype,
         };
         let num_shards = if slot.is_gathered() { 2 } else { 1 };
         let passes = |scale: f32| trial.passes(num_shards, scale);
-        if !scales(slot.dtype).into_iter().all(passes) {
+        if !scales(slot.elements.stored.dtype).into_iter().all(passes) {
             return Err(Error::WholeTensors { path });
         }
     }
@@ -83,11 +82,11 @@ pub fn check_elementwise_once<M: Module>(
 ) -> Result<(), Error> {
     let members = inspect::members(module);
     let first = members.first().ok_or(Error::NotSharded)?;
-    if first.slot().is_tried.load(Ordering::Relaxed) {
+    if first.generation.unit.is_tried(first.index) {
         return Ok(());
     }
     check_elementwise(module, optimizer)?;
-    first.slot().is_tried.store(true, Ordering::Relaxed);
+    first.generation.unit.set_tried(first.index);
     Ok(())
 }
 

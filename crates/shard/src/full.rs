@@ -213,7 +213,8 @@ impl path::Mapper for Narrow {
             Some(member) => {
                 let device = param.lazy_device();
                 let plain = device.clone().without_autodiff();
-                let whole = Tensor::<D>::from_data(value, (&plain, member.slot().dtype));
+                let whole =
+                    Tensor::<D>::from_data(value, (&plain, member.slot().elements.stored.dtype));
                 let unit = &member.generation.unit;
                 let shard = record::narrow(unit, member.index, whole, &device);
                 mailbox::replace(unit, member.index, shard);
@@ -301,9 +302,9 @@ pub fn full_state<M: Module>(
 
 /// The whole parameter, on rank 0 of its group.
 fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
-    let (slot, group) = (member.slot(), &member.generation.unit.group);
+    let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
-    let part = slot.part(transport::source(value, None), slot.element);
+    let part = slot.part(transport::source(value, None), slot.elements.stored);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],
         _ => Vec::new(),
@@ -356,7 +357,7 @@ impl path::Visitor for All {
                 let slot = member.slot();
                 StateTensor {
                     shape: slot.shape.clone(),
-                    dtype: slot.dtype,
+                    dtype: slot.elements.stored.dtype,
                     held: match slot.is_gathered() {
                         true => Held::Sharded(Box::new(member)),
                         false => {

@@ -189,7 +189,7 @@ impl Parameter<'_> {
     fn share(&self) -> Share {
         match self.member {
             Some(member) if member.slot().is_gathered() => {
-                Share::Shard(member.generation.unit.group.clone())
+                Share::Shard(member.generation.unit.groups.shard.clone())
             }
             Some(_) => Share::Everywhere,
             None => Share::Local,

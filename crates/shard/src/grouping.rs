@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use burn_fsdp_mesh::Partition;
 
@@ -10,10 +9,11 @@ use crate::error::Error;
 use crate::offload::Offload;
 use crate::pattern::{ancestors, is_around, module_of};
 use crate::policy::{Layout, ShardPolicy, Strategy};
-use crate::slot::{Holding, Slot};
+use crate::slot::{Element, Elements, Holding, Slot};
+use crate::spec::{GradientOptions, Groups, UnitSpec};
 use crate::survey::{Found, Survey};
 use crate::transport;
-use crate::unit::{Gradients, Groups, Keep, Unit};
+use crate::unit::{Keep, Unit};
 
 /// Paths of parameters that the policy leaves alone.
 pub(crate) struct Ignored(HashSet<String>);
@@ -136,15 +136,18 @@ impl Grouping {
                 Strategy::FullShard => Keep::No,
                 Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
             };
-            let strategy = members[0].device.gradient_checkpointing_strategy();
-            let mut unit = Unit::new(path.clone(), slots?, groups.clone(), keep, strategy);
-            unit.is_replica = is_replica;
-            unit.offload = Offload::new(policy, &members[0].device)?;
-            unit.gradients = Gradients {
-                factors: policy.factors,
-                hook: policy.hook.clone(),
+            let spec = UnitSpec {
+                slots: slots?,
+                groups: groups.clone(),
+                offload: Offload::new(policy, &members[0].device)?,
+                gradients: GradientOptions {
+                    factors: policy.factors,
+                    hook: policy.hook.clone(),
+                },
+                strategy: members[0].device.gradient_checkpointing_strategy(),
+                is_replica,
             };
-            Ok(Arc::new(unit))
+            Ok(Arc::new(Unit::new(path.clone(), keep, spec)))
         });
         units.collect()
     }
@@ -154,13 +157,14 @@ fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, 
     let num_elements: usize = found.shape.iter().product();
     let compute = policy.precision.compute_of(&found.path, found.dtype);
     let reduce = policy.precision.reduce_of(compute);
-    let element_of = |dtype| {
-        transport::element_type(dtype).ok_or_else(|| Error::ElementType {
+    let element_of = |dtype| match transport::element_type(dtype) {
+        Some(wire) => Ok(Element { dtype, wire }),
+        None => Err(Error::ElementType {
             path: found.path.clone(),
             got: format!("{dtype:?}"),
-        })
+        }),
     };
-    let element = element_of(found.dtype)?;
+    let stored = element_of(found.dtype)?;
     let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
     let holding = match policy.strategy {
         Strategy::NoShard => Holding::Replica,
@@ -175,14 +179,12 @@ fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, 
     Ok(Slot {
         path: found.path.clone(),
         shape: found.shape.clone(),
-        dtype: found.dtype,
-        element,
-        compute,
-        compute_element: element_of(compute)?,
-        reduce,
-        reduce_element: element_of(reduce)?,
+        elements: Elements {
+            stored,
+            compute: element_of(compute)?,
+            reduce: element_of(reduce)?,
+        },
         partition,
         holding,
-        is_tried: AtomicBool::new(false),
     })
 }

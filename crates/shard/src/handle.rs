@@ -7,28 +7,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use burn::module::Module;
 
+use crate::copies::{Copies, Generation, UnitState};
 use crate::error::Error;
-use crate::generation::Generation;
 use crate::inspect;
 use crate::root::Root;
 use crate::unit::Unit;
-
-/// The life cycle of a unit's full parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UnitState {
-    /// Only the shards exist.
-    Sharded,
-    /// A gather is under way: its memory is taken.
-    Gathering,
-    /// The full parameters exist.
-    Unsharded,
-}
-
-impl fmt::Display for UnitState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(self, f)
-    }
-}
 
 /// One unit of a sharded module: the module's own copy of it.
 ///
@@ -64,8 +47,8 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
         }
         units.push(UnitHandle {
             unit: unit.clone(),
-            root: unit.root().ok_or(Error::NotSharded)?,
-            generation: unit
+            root: member.root_link().root().ok_or(Error::NotSharded)?,
+            generation: Copies::of(&member.generation)
                 .in_copy(member.copy)
                 .unwrap_or(member.generation.clone()),
         });
@@ -84,7 +67,7 @@ impl UnitHandle {
 
     /// What exists of its full parameters now.
     pub fn state(&self) -> UnitState {
-        self.generation.unit_state()
+        self.generation.life.state()
     }
 
     /// Paths of its parameters.
@@ -155,7 +138,7 @@ impl UnitHandle {
     /// [`Error::State`] inside a backward.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
-        self.generation.reshard();
+        self.generation.life.drop_full();
         Ok(())
     }
 

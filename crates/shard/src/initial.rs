@@ -25,7 +25,7 @@ pub(crate) fn value<const D: usize>(
     };
     let held = match is_first {
         true => {
-            let source = match unit.group.rank() {
+            let source = match unit.groups.shard.rank() {
                 0 => source_of(param, slot),
                 _ => Source::empty(),
             };
@@ -35,7 +35,7 @@ pub(crate) fn value<const D: usize>(
     };
     match &unit.groups.replicas {
         Some(replicas) => {
-            let elements = slot.held_elements(unit.group.rank());
+            let elements = slot.held_elements(unit.groups.shard.rank());
             broadcast(replicas, slot, elements, held, &device)
         }
         None => Ok(held.expect("the only replica is the first")),
@@ -49,14 +49,14 @@ fn from_first(
     source: Source,
     device: &Device,
 ) -> Result<Tensor<1>, Error> {
-    let group = &unit.group;
+    let group = &unit.groups.shard;
     if !slot.is_gathered() {
         let whole = (group.rank() == 0).then(|| leaf(source.as_bytes(), slot, device));
         return broadcast(group, slot, slot.partition.num_elements(), whole, device);
     }
     let elements = slot.partition.len(group.rank());
-    let into = vec![BufferPool::new().take(elements * slot.element.size())];
-    let part = slot.part(source, slot.element);
+    let into = vec![BufferPool::new().take(elements * slot.elements.stored.size())];
+    let part = slot.part(source, slot.elements.stored);
     let received = group
         .start_scatter(label(slot), Vec::new(), 0, vec![part], into)?
         .wait_released()?;
@@ -77,12 +77,12 @@ fn broadcast(
             None => Source::empty(),
         },
         num_elements: elements,
-        element: slot.element,
+        element: slot.elements.stored.wire,
     };
     // The source of a broadcast receives nothing: it has it.
     let into = match own {
         Some(_) => Vec::new(),
-        None => vec![BufferPool::new().take(elements * slot.element.size())],
+        None => vec![BufferPool::new().take(elements * slot.elements.stored.size())],
     };
     let received = group
         .start_broadcast(label(slot), Vec::new(), 0, vec![part], into)?
@@ -97,20 +97,20 @@ fn label(slot: &Slot) -> String {
 fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {
     let buffer = received.buffers.into_iter().next();
     let buffer = buffer.expect("one part was asked for");
-    transport::tensor(buffer, slot.dtype, device)
+    transport::tensor(buffer, slot.elements.stored.dtype, device)
 }
 
 fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     let value = param.val().inner();
     let flat: Tensor<1> = value.reshape([slot.partition.num_elements()]);
-    let flat = match flat.dtype() == slot.dtype {
+    let flat = match flat.dtype() == slot.elements.stored.dtype {
         true => flat,
-        false => flat.cast(slot.dtype),
+        false => flat.cast(slot.elements.stored.dtype),
     };
     transport::source(flat, None)
 }
 
 /// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
-    transport::owned(bytes.to_vec(), slot.dtype, device)
+    transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
 }

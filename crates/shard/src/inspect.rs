@@ -65,7 +65,7 @@ impl path::Visitor for Paths {
 pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
     let mut roots: Vec<Arc<Root>> = Vec::new();
     for member in members(module) {
-        let root = member.generation.unit.root().ok_or(Error::NotSharded)?;
+        let root = member.root_link().root().ok_or(Error::NotSharded)?;
         if !roots.iter().any(|known| Arc::ptr_eq(known, &root)) {
             roots.push(root);
         }

@@ -65,7 +65,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
         let (part, elements) = match tensor.held {
             Held::Sharded(member) => {
                 let slot = member.slot();
-                let rank = member.generation.unit.group.rank();
+                let rank = member.generation.unit.groups.shard.rank();
                 let part = match slot.is_gathered() {
                     true => LocalPart::Shard {
                         range: slot.held_range(rank),
@@ -187,7 +187,7 @@ impl path::Mapper for PutBack {
             Some(member) => {
                 let slot = member.slot();
                 let device = member.generation.value(member.index).device();
-                let shard = Tensor::from_data(data, (&device, slot.dtype));
+                let shard = Tensor::from_data(data, (&device, slot.elements.stored.dtype));
                 mailbox::replace(&member.generation.unit, member.index, shard);
                 param
             }

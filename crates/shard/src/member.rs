@@ -10,9 +10,10 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, Int, Tensor};
 
 use crate::ambient::{Purpose, is_within, within};
+use crate::copies::{Copied, Generation};
 use crate::error::Error;
-use crate::generation::{Copied, Generation, Owned};
 use crate::identity::Identity;
+use crate::owned::{Owned, RootLink};
 use crate::path::{self, Place};
 use crate::slot::Slot;
 
@@ -34,9 +35,12 @@ pub(crate) struct Member {
 impl Member {
     /// The full parameter, as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
-        let root = self.generation.unit.root();
-        root.expect("a sharded module has a root")
-            .access(&self.owned, self.value.clone())
+        self.owned.full(self.value.clone())
+    }
+
+    /// Where its unit belongs.
+    pub(crate) fn root_link(&self) -> &Arc<RootLink> {
+        self.owned.root_link()
     }
 
     pub(crate) fn slot(&self) -> &Slot {

@@ -58,7 +58,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
     let roots = inspect::roots_of(module)?;
     let members = inspect::members(module);
     let held = members.iter().map(|member| {
-        let rank = member.generation.unit.group.rank();
+        let rank = member.generation.unit.groups.shard.rank();
         member.slot().held_bytes(rank)
     });
     Ok(Memory {

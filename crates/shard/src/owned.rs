@@ -5,18 +5,13 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::ambient::{Purpose, is_within};
-use crate::generation::{Generation, Transition};
+use burn::tensor::Tensor;
+use parking_lot::Mutex;
 
-/// A copy of a module: it keeps its number whatever is done to its parameters, all or some, and a
-/// clone gets another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Copied {
-    /// Equal for all parameters of one copy.
-    pub(crate) number: u64,
-    /// That of the copy that it was cloned from.
-    pub(crate) parent: u64,
-}
+use crate::ambient::{Purpose, is_within};
+use crate::copies::{Copied, Copies, Generation, Transition};
+use crate::error::Error;
+use crate::root::Root;
 
 /// A module's hold on one parameter of a generation: counted, because backward graphs hold
 /// generations too, and must not make an abandoned copy look alive.
@@ -29,18 +24,41 @@ pub(crate) struct Owned {
     num_clones: AtomicU64,
     /// Not what a graph holds.
     is_counted: bool,
+    root_link: Arc<RootLink>,
+}
+
+/// The root that orders a unit's operations: another one, once its module is a part of a larger one.
+#[derive(Default)]
+pub(crate) struct RootLink(Mutex<Option<Arc<Root>>>);
+
+impl RootLink {
+    /// Moves below `root`.
+    pub(crate) fn join(&self, root: &Arc<Root>) {
+        *self.0.lock() = Some(root.clone());
+    }
+
+    /// The root, once there is one.
+    pub(crate) fn root(&self) -> Option<Arc<Root>> {
+        self.0.lock().clone()
+    }
 }
 
 impl Owned {
     /// Takes hold, in the copy of the module that was sharded.
-    pub(crate) fn new(generation: Arc<Generation>, slot: usize) -> Self {
-        Self::of(generation, slot, Copied::default(), 0)
+    pub(crate) fn new(generation: Arc<Generation>, slot: usize, root_link: Arc<RootLink>) -> Self {
+        Self::of(generation, slot, Copied::default(), 0, root_link)
     }
 
-    fn of(generation: Arc<Generation>, slot: usize, copy: Copied, num_clones: u64) -> Self {
+    fn of(
+        generation: Arc<Generation>,
+        slot: usize,
+        copy: Copied,
+        num_clones: u64,
+        root_link: Arc<RootLink>,
+    ) -> Self {
         let is_counted = !is_within(Purpose::CopyForGraph);
         if is_counted {
-            generation.take_hold(copy.number, slot);
+            generation.holders.take_hold(copy.number, slot);
         }
         Self {
             generation,
@@ -48,6 +66,7 @@ impl Owned {
             copy,
             num_clones: AtomicU64::new(num_clones),
             is_counted,
+            root_link,
         }
     }
 
@@ -55,12 +74,19 @@ impl Owned {
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         match transition {
             // The module that it is made of stays.
-            Transition::Valid => Self::of(generation, self.slot, self.cloned(), 0),
+            Transition::Valid => Self::of(
+                generation,
+                self.slot,
+                self.cloned(),
+                0,
+                self.root_link.clone(),
+            ),
             Transition::Map | Transition::Train | Transition::Device => Self::of(
                 generation,
                 self.slot,
                 self.copy,
                 self.num_clones.load(Ordering::Relaxed),
+                self.root_link.clone(),
             ),
         }
     }
@@ -81,13 +107,29 @@ impl Owned {
         self.copy
     }
 
+    /// Where the unit's root is found.
+    pub(crate) fn root_link(&self) -> &Arc<RootLink> {
+        &self.root_link
+    }
+
+    /// The full parameter, as the model's own code gets it, of which this rank holds `value`.
+    /// Collective.
+    pub(crate) fn full<const D: usize>(&self, value: Tensor<1>) -> Result<Tensor<D>, Error> {
+        let root = self.root_link.root();
+        root.expect("a sharded module has a root").access(
+            &self.values(),
+            self.slot,
+            self.copy,
+            value,
+        )
+    }
+
     /// All values of the unit in this copy of the module.
-    pub(crate) fn values(&self) -> Arc<Generation> {
-        if self.generation.is_all_of(self.copy.number) {
+    fn values(&self) -> Arc<Generation> {
+        if self.generation.holders.is_all_of(self.copy.number) {
             return self.generation.clone();
         }
-        self.unit
-            .values_of(self.copy.number, Some(&self.generation))
+        Copies::of(&self.generation).values_of(self.copy.number, Some(&self.generation))
     }
 }
 
@@ -99,7 +141,13 @@ impl Clone for Owned {
         } else {
             self.cloned()
         };
-        Self::of(self.generation.clone(), self.slot, copy, 0)
+        Self::of(
+            self.generation.clone(),
+            self.slot,
+            copy,
+            0,
+            self.root_link.clone(),
+        )
     }
 }
 
@@ -108,9 +156,9 @@ impl Drop for Owned {
         if !self.is_counted {
             return;
         }
-        self.generation.let_go(self.copy.number, self.slot);
-        if !self.generation.is_held()
-            && let Some(root) = self.generation.unit.root()
+        self.generation.holders.let_go(self.copy.number, self.slot);
+        if !self.generation.holders.is_held()
+            && let Some(root) = self.root_link.root()
         {
             root.forget(&self.generation, self.copy);
         }

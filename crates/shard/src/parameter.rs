@@ -7,11 +7,12 @@ use burn::tensor::{Device, Tensor};
 use std::sync::Arc;
 
 use crate::ambient::{Purpose, is_within};
+use crate::copies::{Generation, Transition};
 use crate::error::{Error, throw};
-use crate::generation::{Generation, Owned, Transition};
 use crate::identity::Identity;
 use crate::mailbox;
 use crate::member;
+use crate::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
@@ -39,12 +40,17 @@ impl std::fmt::Debug for ShardedParam {
 
 impl ShardedParam {
     /// The parameter in `slot` of a unit's first generation.
-    pub(crate) fn new(value: Param<Tensor<1>>, slot: usize, generation: Arc<Generation>) -> Self {
+    pub(crate) fn new(
+        value: Param<Tensor<1>>,
+        slot: usize,
+        generation: Arc<Generation>,
+        root_link: Arc<RootLink>,
+    ) -> Self {
         generation.set(slot, value.base());
         Self {
             identity: Identity::new(value.id),
             value: guarded(value, &generation, slot),
-            generation: Owned::new(generation, slot),
+            generation: Owned::new(generation, slot, root_link),
         }
     }
 
@@ -119,9 +125,8 @@ impl Reparameterization for ShardedParam {
         if is_within(Purpose::KeepBase) {
             return base;
         }
-        let root = self.generation.unit.root();
-        root.expect("a sharded module has a root")
-            .access(&self.generation, self.value.base())
+        self.generation
+            .full(self.value.base())
             .unwrap_or_else(|error| throw(error))
     }
 }

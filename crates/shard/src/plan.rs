@@ -84,7 +84,7 @@ pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
             held: unit
                 .slots
                 .iter()
-                .map(|s| s.held_bytes(unit.group.rank()))
+                .map(|s| s.held_bytes(unit.groups.shard.rank()))
                 .sum(),
             keeps_unsharded: unit.keeps(),
         })

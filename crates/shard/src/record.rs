@@ -13,8 +13,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
 use crate::ambient::{Purpose, is_within, within};
+use crate::copies::{Copies, Generation};
 use crate::error::{Error, catch, throw};
-use crate::generation::Generation;
 use crate::inspect::{self, Member};
 use crate::mailbox::{Handed, hand};
 use crate::transport;
@@ -59,17 +59,18 @@ pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) 
 }
 
 /// The values of the copy that is being recorded.
-fn copy_of(unit: &Arc<Unit>, index: usize) -> Result<Arc<Generation>, Error> {
+fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
     let known = RECORDED.with_borrow_mut(|members| {
-        let is_it =
-            |member: &Member| member.index == index && Arc::ptr_eq(&member.generation.unit, unit);
+        let is_it = |member: &Member| {
+            member.index == index && Arc::ptr_eq(&member.generation.unit, &copies.unit)
+        };
         // One module may hold two copies: each of its members counts once.
         let at = members.iter().position(is_it)?;
         Some(members.remove(at).generation)
     });
     match known {
         Some(generation) => Ok(generation),
-        None => unit.current(index),
+        None => copies.current(index),
     }
 }
 
@@ -110,16 +111,16 @@ pub(crate) fn narrow<const D: usize>(
     device: &Device,
 ) -> Tensor<1> {
     let slot = &unit.slots[index];
-    let range = slot.held_range(unit.group.rank());
+    let range = slot.held_range(unit.groups.shard.rank());
     let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
     // Read out, so that the shard does not keep the whole alive.
     let shard = flat.slice([range]).into_data();
-    Tensor::from_data(shard, (&unit.home(device), slot.dtype))
+    Tensor::from_data(shard, (&unit.home(device), slot.elements.stored.dtype))
 }
 
 /// Gathers the whole parameter for a record.
 pub(crate) fn save<const D: usize>(
-    unit: Arc<Unit>,
+    copies: Copies,
     index: usize,
     own: ParamMapper<Tensor<D>>,
 ) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
@@ -127,12 +128,13 @@ pub(crate) fn save<const D: usize>(
         if is_within(Purpose::PlainMappers) {
             return own.on_save(stand_in);
         }
+        let unit = &copies.unit;
         let slot = &unit.slots[index];
-        let whole = copy_of(&unit, index).and_then(|generation| whole(&generation, index));
+        let whole = copy_of(&copies, index).and_then(|generation| whole(&generation, index));
         let whole = whole.unwrap_or_else(|error| throw(error));
         let saved = own.on_save(whole.reshape(slot.dims::<D>()));
         // Last of all: what follows must be the visit that it is meant for.
-        hand(&unit, index, Handed::Recorded);
+        hand(unit, index, Handed::Recorded);
         saved
     }
 }
@@ -149,14 +151,18 @@ pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, 
     if !slot.is_gathered() {
         return Ok(value.to_device(&device));
     }
-    let part = slot.part(transport::source(value, None), slot.element);
+    let part = slot.part(transport::source(value, None), slot.elements.stored);
     let into = BufferPool::new().take(slot.full_bytes());
     let label = format!("{} whole value", slot.path);
-    let received = unit
-        .group
+    let group = &unit.groups.shard;
+    let received = group
         .start_all_gather(label, Vec::new(), vec![part], vec![into])?
         .wait()?;
     let buffer = received.buffers.into_iter().next();
     let buffer = buffer.expect("one part was asked for");
-    Ok(transport::tensor(buffer, slot.dtype, &device))
+    Ok(transport::tensor(
+        buffer,
+        slot.elements.stored.dtype,
+        &device,
+    ))
 }

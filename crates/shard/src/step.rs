@@ -129,7 +129,7 @@ pub fn cast_input<M: Module, const D: usize>(
 ) -> Result<Tensor<D>, Error> {
     let members = inspect::members(module);
     let first = members.first().ok_or(Error::NotSharded)?;
-    Ok(cast(input, first.slot().compute))
+    Ok(cast(input, first.slot().elements.compute.dtype))
 }
 
 /// The recorded order of a module's operations.

@@ -8,9 +8,9 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 
+use crate::copies::{Copies, Generation};
 use crate::device;
 use crate::error::{Error, catch, throw};
-use crate::generation::Generation;
 use crate::gradients;
 use crate::grouping::{self, Grouping, Ignored};
 use crate::identity::counterpart;
@@ -18,13 +18,14 @@ use crate::initial;
 use crate::inspect;
 use crate::memory;
 use crate::own_states;
+use crate::owned::RootLink;
 use crate::parameter::ShardedParam;
 use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
 use crate::record;
 use crate::root::Root;
+use crate::spec::Groups;
 use crate::survey::{Declared, Found, Survey, stand_in, survey};
 use crate::transport;
-use crate::unit::{Groups, Unit};
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
 /// used in the same way.
@@ -120,9 +121,9 @@ fn wrap<M: Module>(
         .collect();
     check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
-    for (unit, prefix) in &adopted {
-        check_group(unit, prefix, &ranks.groups.shard)?;
-        if let Some(root) = unit.root() {
+    for earlier in &adopted {
+        check_group(earlier, &ranks.groups.shard)?;
+        if let Some(root) = earlier.root_link.root() {
             root.expect_between_steps()?;
         }
     }
@@ -130,14 +131,15 @@ fn wrap<M: Module>(
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
     let root = Root::new(ranks.all, policy);
 
-    let sharder = Sharder::new(&units, &survey);
+    let first = units.into_iter().map(Generation::first).collect();
+    let (sharder, made) = Sharder::new(first, &survey);
     let module = catch(|| module.apply_reparameterization(sharder))?;
-    for (unit, prefix) in &adopted {
-        unit.demote(prefix);
+    for earlier in &adopted {
+        earlier.copies.unit.demote(&earlier.prefix);
     }
-    let adopted = adopted.into_iter().map(|(unit, _)| unit);
-    let all: Vec<_> = units.into_iter().chain(adopted).collect();
-    root.adopt(&all);
+    let all: Vec<_> = made.into_iter().chain(adopted).collect();
+    all.iter().for_each(|placed| placed.root_link.join(&root));
+    root.adopt(all.iter().map(|placed| &placed.copies));
     let module = own_states::separate(module, &survey, &root.group)?;
     begin_history(&module);
     memory::warn_at_wrap(&root);
@@ -233,13 +235,20 @@ fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>
     Ok(Some(group))
 }
 
-/// Units with the paths of the modules that they were made on.
-type Placed = Vec<(Arc<Unit>, String)>;
+/// A unit on the module that a call was made on.
+struct Placed {
+    copies: Copies,
+    root_link: Arc<RootLink>,
+    /// Path of that module in the one at hand.
+    prefix: String,
+}
 
 /// Separates replicated modules, and whatever lies in them, from units that a parent adopts.
-fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
-    let roots = earlier.iter().filter(|(unit, _)| unit.is_replica);
-    let roots: Vec<String> = roots.map(|(_, prefix)| prefix.clone()).collect();
+fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Placed>) {
+    let roots = earlier
+        .iter()
+        .filter(|placed| placed.copies.unit.is_replica);
+    let roots: Vec<String> = roots.map(|placed| placed.prefix.clone()).collect();
     let is_inside = |prefix: &str| {
         let mut roots = roots.iter();
         roots.any(|root| {
@@ -249,7 +258,7 @@ fn split_off_replicas(earlier: Placed) -> (Placed, Placed) {
     };
     earlier
         .into_iter()
-        .partition(|(_, prefix)| is_inside(prefix))
+        .partition(|placed| is_inside(&placed.prefix))
 }
 
 /// Refuses parameters of one id, sharded by now or by an earlier call, or to be left alone: of two leaves
@@ -272,8 +281,8 @@ fn check_ids<M: Module>(module: &M, survey: &Survey) -> Result<(), Error> {
 fn check(
     survey: &Survey,
     parameters: &[Found],
-    adopted: &Placed,
-    left_alone: &Placed,
+    adopted: &[Placed],
+    left_alone: &[Placed],
 ) -> Result<(), Error> {
     if let Some((path, name)) = survey.foreign.first() {
         return Err(Error::Reparameterized {
@@ -293,41 +302,52 @@ fn check(
         }
     }
     // A parent without parameters of its own still orders the operations of its children.
-    let mut roots: Vec<_> = adopted.iter().filter_map(|(unit, _)| unit.root()).collect();
+    let mut roots: Vec<_> = adopted
+        .iter()
+        .filter_map(|placed| placed.root_link.root())
+        .collect();
     roots.dedup_by(|a, b| Arc::ptr_eq(a, b));
     if !parameters.is_empty() || roots.len() > 1 {
         return Ok(());
     }
     let mut known = adopted.iter().chain(left_alone);
     Err(match known.next() {
-        Some((unit, _)) => Error::AlreadySharded { unit: unit.label() },
+        Some(placed) => Error::AlreadySharded {
+            unit: placed.copies.unit.label(),
+        },
         None => Error::NothingToShard,
     })
 }
 
-fn check_group(unit: &Unit, prefix: &str, group: &ProcessGroup) -> Result<(), Error> {
-    match gradients::is_same(&unit.group, group) {
+fn check_group(earlier: &Placed, group: &ProcessGroup) -> Result<(), Error> {
+    let unit = &earlier.copies.unit;
+    match gradients::is_same(&unit.groups.shard, group) {
         true => Ok(()),
         false => Err(Error::Group {
-            unit: prefix.to_owned(),
+            unit: earlier.prefix.clone(),
             expected: group.name().to_owned(),
-            got: unit.group.name().to_owned(),
+            got: unit.groups.shard.name().to_owned(),
         }),
     }
 }
 
 /// Units that earlier calls made, in the order of the module, each with the path in `module` of the
 /// module that the call was made on. `paths` are those of their parameters.
-fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Placed {
-    let mut units = Placed::new();
+fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<Placed> {
+    let mut units: Vec<Placed> = Vec::new();
     for (member, path) in inspect::members(module).iter().zip(paths) {
         let unit = &member.generation.unit;
-        if units.iter().any(|(known, _)| Arc::ptr_eq(known, unit)) {
+        let mut known = units.iter().map(|placed| &placed.copies.unit);
+        if known.any(|known| Arc::ptr_eq(known, unit)) {
             continue;
         }
         let own = &member.slot().path;
         let prefix = path.strip_suffix(own.as_str()).unwrap_or_default();
-        units.push((unit.clone(), prefix.trim_end_matches('.').to_owned()));
+        units.push(Placed {
+            copies: Copies::of(&member.generation),
+            root_link: member.root_link().clone(),
+            prefix: prefix.trim_end_matches('.').to_owned(),
+        });
     }
     units
 }
@@ -347,26 +367,35 @@ fn begin_history<M: Module>(module: &M) {
 
 /// Replaces each parameter by a stand-in with its value beside it.
 struct Sharder {
-    places: HashMap<String, (Arc<Generation>, usize)>,
+    places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
 }
 
 impl Sharder {
-    fn new(units: &[Arc<Unit>], survey: &Survey) -> Self {
+    /// For the parameters of these generations; and their units, which the call makes.
+    fn new(first: Vec<Arc<Generation>>, survey: &Survey) -> (Self, Vec<Placed>) {
         let mut places = HashMap::new();
-        for unit in units {
-            let generation = Generation::first(unit.clone());
-            for (index, slot) in unit.slots.iter().enumerate() {
-                places.insert(slot.path.clone(), (generation.clone(), index));
+        let mut made = Vec::with_capacity(first.len());
+        for generation in first {
+            let root_link = Arc::<RootLink>::default();
+            for (index, slot) in generation.unit.slots.iter().enumerate() {
+                let place = (generation.clone(), index, root_link.clone());
+                places.insert(slot.path.clone(), place);
             }
+            made.push(Placed {
+                copies: Copies::of(&generation),
+                root_link,
+                prefix: String::new(),
+            });
         }
         let found = survey.parameters.iter().map(|found| &found.path);
         let others = found.filter(|path| !places.contains_key(*path)).cloned();
-        Self {
+        let sharder = Self {
             others: others.collect(),
             places,
-        }
+        };
+        (sharder, made)
     }
 }
 
@@ -378,7 +407,7 @@ impl Reparameterizer for Sharder {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
-        let Some((generation, index)) = self.places.remove(path) else {
+        let Some((generation, index, root_link)) = self.places.remove(path) else {
             let param = match self.others.contains(path) {
                 true => own_leaf(param),
                 false => param,
@@ -398,9 +427,12 @@ impl Reparameterizer for Sharder {
         let own = declared.mapper;
         let stand_in = stand_in(declared.shape, &device);
         let base = base
-            .load_mapper(record::load(unit.clone(), index, own.clone(), stand_in))
-            .save_mapper(record::save(unit, index, own));
-        (base, Some(ShardedParam::new(leaf, index, generation)))
+            .load_mapper(record::load(unit, index, own.clone(), stand_in))
+            .save_mapper(record::save(Copies::of(&generation), index, own));
+        (
+            base,
+            Some(ShardedParam::new(leaf, index, generation, root_link)),
+        )
     }
 }
 

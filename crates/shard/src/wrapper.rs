@@ -242,7 +242,7 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         };
         let mut dtypes: Vec<String> = members
             .iter()
-            .map(|member| format!("{:?}", member.slot().dtype).to_lowercase())
+            .map(|member| format!("{:?}", member.slot().elements.stored.dtype).to_lowercase())
             .collect();
         dtypes.sort();
         dtypes.dedup();

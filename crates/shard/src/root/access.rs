@@ -5,8 +5,8 @@ use std::sync::Arc;
 use burn::tensor::{Shape, Tensor};
 
 use super::Root;
+use crate::copies::Generation;
 use crate::error::Error;
-use crate::generation::Generation;
 use crate::op::{Announce, Reduced, Weight};
 
 /// Who is asking for a full parameter: one parameter in one use of its unit.

@@ -6,8 +6,8 @@ use std::sync::{Arc, Weak};
 use burn::tensor::Tensor;
 
 use super::{Gradient, Phase, Progress, Root};
+use crate::copies::{Copied, Generation};
 use crate::error::Error;
-use crate::generation::{Copied, Generation, State};
 use crate::op::Reduced;
 use crate::region::{self, Mode};
 use crate::schedule::Operation;
@@ -25,7 +25,7 @@ impl Root {
         self.step(|progress| {
             progress.enter_backward(self)?;
             let gathered = unit.slots[slot].is_gathered();
-            if gathered && !generation.is_unsharded() {
+            if gathered && !generation.life.is_unsharded() {
                 progress.note_late_unit(use_id);
                 let operation = Operation::UnshardBackward(unit.position());
                 progress.unshard(self, operation, generation)?;
@@ -45,7 +45,7 @@ impl Root {
         let of_use = progress
             .gradients
             .entry(use_id)
-            .or_insert_with(|| unit.places());
+            .or_insert_with(|| unit.empty_slots());
         let gradient = Gradient {
             tensor: gradient,
             account,
@@ -68,13 +68,13 @@ impl Root {
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
             // What is being gathered already is for another use of the unit.
-            if reshards && !stays && generation.is_unsharded() {
-                *generation.state.lock() = State::Sharded;
+            if reshards && !stays && generation.life.is_unsharded() {
+                generation.life.drop_full();
             }
             progress.open.remove(&use_id);
             progress.schedules.current().end_use(use_id);
             let gradients = progress.gradients.remove(&use_id);
-            let gradients = gradients.unwrap_or_else(|| unit.places());
+            let gradients = gradients.unwrap_or_else(|| unit.empty_slots());
             if unit.syncs() {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
                 progress.reduce(self, generation, gradients)?;
@@ -125,8 +125,8 @@ impl Progress {
         self.enter_backward(root)?;
         self.reduce_held(root)?;
         self.advance(root, Operation::Finish)?;
-        for unit in root.units() {
-            unit.drop_pieces();
+        for copies in root.live() {
+            copies.drop_pieces();
         }
         self.phase = Phase::Idle;
         self.num_finished += 1;

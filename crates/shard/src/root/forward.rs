@@ -6,9 +6,9 @@ use burn::tensor::Tensor;
 
 use super::access::{Access, Finish, UnitEnd};
 use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
+use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
-use crate::generation::{Copied, Generation, Owned, State};
 use crate::op::{self, Announce};
 use crate::region::{self, Mode, Recomputed};
 use crate::schedule::Operation;
@@ -20,7 +20,7 @@ impl Use {
             id,
             generation: generation.clone(),
             token: token.clone(),
-            nodes: generation.unit.places(),
+            nodes: generation.unit.empty_slots(),
         }
     }
 
@@ -58,14 +58,16 @@ impl Use {
 }
 
 impl Root {
-    /// The full parameter that `owned` stands for, of which this rank holds `value`. Called by the
+    /// The full parameter in `slot` of `generation`, which the copy `copy` of the module has, and of which
+    /// this rank holds `value`. Called by the
     /// model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
-        owned: &Owned,
+        generation: &Arc<Generation>,
+        slot: usize,
+        copy: Copied,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
-        let (generation, slot) = (&owned.values(), owned.slot);
         if !value.is_autodiff() {
             return self.read(generation, slot);
         }
@@ -78,7 +80,7 @@ impl Root {
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
-            progress.begin_pass(self, generation, owned.copy(), slot);
+            progress.begin_pass(self, generation, copy, slot);
             if region::mode() == Mode::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
@@ -125,11 +127,11 @@ impl Root {
                 && !Arc::ptr_eq(&last, generation)
                 && !last.unit.keeps()
             {
-                *last.state.lock() = State::Sharded;
+                last.life.drop_full();
             }
             progress.reading = Arc::downgrade(generation);
             if unit.slots[slot].is_gathered() {
-                if generation.is_sharded() {
+                if generation.life.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
@@ -217,7 +219,7 @@ impl Progress {
         let id = self.next_use();
         self.used
             .insert(unit.position(), Arc::downgrade(generation));
-        if !generation.is_unsharded() {
+        if !generation.life.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
             self.schedules.current().begin_use(id);
@@ -260,7 +262,7 @@ impl Progress {
             return Ok(index);
         }
         let unit = &generation.unit;
-        if !generation.is_unsharded() {
+        if !generation.life.is_unsharded() {
             let operation = Operation::UnshardBackward(unit.position());
             self.unshard(root, operation, generation)?;
         }

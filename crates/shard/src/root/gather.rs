@@ -5,9 +5,8 @@ use std::sync::{Arc, Weak};
 use burn_fsdp_collectives::{Label, Part, Partition, Pending, ProcessGroup, Received};
 
 use super::{Phase, Progress, Root};
+use crate::copies::{Generation, UnitState};
 use crate::error::Error;
-use crate::generation::{Generation, State};
-use crate::handle::UnitState;
 use crate::pins::{Mark, Marked};
 use crate::schedule::{Next, Operation, Step};
 use crate::transport;
@@ -26,8 +25,8 @@ pub(super) struct Ahead {
 impl Ahead {
     /// Lets go of what has been gathered, or is being.
     fn discard(self) {
-        if !self.is_joined && !self.generation.is_unsharded() {
-            self.generation.reshard();
+        if !self.is_joined && !self.generation.life.is_unsharded() {
+            self.generation.life.drop_full();
         }
     }
 
@@ -49,7 +48,7 @@ impl Progress {
         let position = loop {
             let position = self.advance(root, operation)?;
             match self.take_prefetched(position) {
-                None if generation.is_sharded() => root.start_gather(generation, operation)?,
+                None if generation.life.is_sharded() => root.start_gather(generation, operation)?,
                 None => {}
                 Some(ahead) if ahead.is_for(generation) => {}
                 Some(ahead) => {
@@ -141,7 +140,7 @@ impl Progress {
                     None => self.copy_in_use(root, operation)?,
                 };
                 let unit = &generation.unit;
-                let is_here = ahead.is_none() && !generation.is_sharded();
+                let is_here = ahead.is_none() && !generation.life.is_sharded();
                 if forward && unit.groups.neighbours.is_some() && !unit.keeps() && !is_here {
                     // The neighbours will want this rank's piece in backward.
                     if ahead.is_none() {
@@ -159,7 +158,7 @@ impl Progress {
             }
             Operation::Reduce(_) => {
                 let generation = self.copy_in_use(root, operation)?;
-                let nothing = generation.unit.places();
+                let nothing = generation.unit.empty_slots();
                 self.reduce(root, &generation, nothing)
             }
             Operation::Finish => unreachable!("the end of backward comes last on every rank"),
@@ -179,11 +178,11 @@ impl Progress {
         {
             return Ok(used);
         }
-        let unit = root.unit(index);
-        let copy = unit.as_ref().and_then(|unit| unit.in_copy(self.copy));
+        let copies = root.copies(index);
+        let copy = copies.as_ref().and_then(|copies| copies.in_copy(self.copy));
         copy.ok_or_else(|| Error::NoCopy {
             rank: root.group.rank(),
-            unit: unit.map_or_else(|| format!("number {index}"), |u| u.label()),
+            unit: copies.map_or_else(|| format!("number {index}"), |c| c.unit.label()),
         })
     }
 
@@ -215,7 +214,7 @@ impl Progress {
                 break;
             };
             let generation = self.copy_in_use(root, operation)?;
-            let is_joined = !generation.is_sharded();
+            let is_joined = !generation.life.is_sharded();
             match is_joined {
                 true => drop(root.start_join(&generation, operation)?),
                 false => root.start_gather(&generation, operation)?,
@@ -234,7 +233,7 @@ impl Progress {
 impl Root {
     /// Starts a gather that the program asks for itself, outside of the order.
     pub(crate) fn unshard_by_hand(&self, generation: &Arc<Generation>) -> Result<(), Error> {
-        self.step(|_| match generation.is_sharded() {
+        self.step(|_| match generation.life.is_sharded() {
             true => self.start_gather(
                 generation,
                 Operation::UnshardForward(generation.unit.position()),
@@ -258,10 +257,10 @@ impl Root {
         if !unit.is_gathered() {
             return Ok(());
         }
-        if unit.group.size() == 1 {
+        if unit.groups.shard.size() == 1 {
             // The shard is the whole: nothing to copy, but the same operation in the same order.
             self.join_gather(generation, operation)?;
-            *generation.state.lock() = State::Gathering(None);
+            generation.life.begin_gather(None);
             return Ok(());
         }
         let into = unit
@@ -271,7 +270,7 @@ impl Root {
         let (group, parts) = sources(generation, operation)?;
         let label = self.gather_label(generation, operation);
         let pending = group.start_all_gather(label, Vec::new(), parts, into)?;
-        *generation.state.lock() = State::Gathering(Some(pending));
+        generation.life.begin_gather(Some(pending));
         Ok(())
     }
 
@@ -306,34 +305,27 @@ impl Root {
     /// Returns the buffers now filled, as marks that live as long as they do.
     pub(super) fn finish_gather(&self, generation: &Generation) -> Result<Vec<Mark>, Error> {
         let unit = &generation.unit;
-        let mut state = generation.state.lock();
-        let pending = match std::mem::take(&mut *state) {
-            State::Gathering(pending) => pending,
-            // Gathered before, or nothing to gather.
-            other => {
-                *state = other;
-                return Ok(Vec::new());
+        let marks = generation.life.fill(|pending| {
+            let mut marks = Vec::new();
+            let mut full = unit.empty_slots();
+            let Some(pending) = pending else {
+                for slot in unit.gathered_slots() {
+                    full[slot] = Some(generation.held_there(slot));
+                }
+                return Ok((full, marks));
+            };
+            let received = pending.wait()?;
+            for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
+                let (marked, mark) = Marked::new(buffer);
+                marks.push(mark);
+                let device = generation.device(slot).without_autodiff();
+                let dtype = unit.slots[slot].elements.compute.dtype;
+                full[slot] = Some(transport::tensor(marked, dtype, &device));
             }
-        };
-        let mut marks = Vec::new();
-        let mut full = unit.places();
-        let Some(pending) = pending else {
-            for slot in unit.gathered_slots() {
-                full[slot] = Some(generation.held_there(slot));
-            }
-            *state = State::Unsharded(full);
-            return Ok(marks);
-        };
-        let received = pending.wait()?;
-        for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
-            let (marked, mark) = Marked::new(buffer);
-            marks.push(mark);
-            let device = generation.device(slot).without_autodiff();
-            let dtype = unit.slots[slot].compute;
-            full[slot] = Some(transport::tensor(marked, dtype, &device));
-        }
-        *state = State::Unsharded(full);
-        Ok(marks)
+            Ok((full, marks))
+        })?;
+        // Gathered before, or nothing to gather.
+        Ok(marks.unwrap_or_default())
     }
 
     /// The full value of a slot, flat and plain. The unit must be unsharded.
@@ -346,13 +338,13 @@ impl Root {
         if !unit.slots[slot].is_gathered() {
             return Ok(generation.held_there(slot));
         }
-        if let State::Unsharded(full) = &*generation.state.lock() {
-            return Ok(full[slot].clone().expect("gathered slots are filled"));
+        if let Some(full) = generation.life.full(slot) {
+            return Ok(full);
         }
         Err(Error::State {
             unit: unit.label(),
             expected: UnitState::Unsharded.to_string(),
-            got: generation.unit_state().to_string(),
+            got: generation.life.state().to_string(),
             advice: "it was resharded in the middle of a use; run the forward again, and `reshard` \
                      only what no forward is using",
         })
@@ -378,8 +370,7 @@ fn sources(
     operation: Operation,
 ) -> Result<(&ProcessGroup, Vec<Part>), Error> {
     let unit = &generation.unit;
-    let pieces = generation.pieces.lock();
-    match (&unit.groups.neighbours, &*pieces, operation) {
+    match (&unit.groups.neighbours, generation.pieces(), operation) {
         (Some(neighbours), Some(pieces), Operation::UnshardBackward(_)) => {
             let parts = unit.gathered_slots().map(|index| {
                 let slot = &unit.slots[index];
@@ -387,12 +378,12 @@ fn sources(
                 Ok(Part {
                     source: transport::source(piece, None),
                     partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
-                    element: slot.compute_element,
+                    element: slot.elements.compute.wire,
                 })
             });
             let parts: Result<_, Error> = parts.collect();
             Ok((neighbours, parts?))
         }
-        _ => Ok((&unit.group, unit.shards(generation))),
+        _ => Ok((&unit.groups.shard, generation.shards())),
     }
 }

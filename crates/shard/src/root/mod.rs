@@ -8,6 +8,7 @@ mod gather;
 mod reduce;
 mod ruler;
 
+use std::any::Any;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,13 +17,14 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
+use crate::copies::{Copied, Copies, Generation, WeakCopies};
 use crate::error::{Error, throw};
-use crate::generation::{Copied, Generation, Node};
 use crate::gradient_hook::GradientHook;
 use crate::op::Reduced;
 use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
 use crate::schedule::{Operation, Schedules};
+use crate::slot::Slots;
 use crate::unit::Unit;
 
 use gather::Ahead;
@@ -41,7 +43,7 @@ pub(crate) struct Root {
     factors: Option<DivideFactors>,
     /// Equal on all ranks for one module, different for two: tells their operations apart.
     number: u64,
-    units: Mutex<Vec<Weak<Unit>>>,
+    units: Mutex<Vec<WeakCopies>>,
     rulers: Mutex<Rulers>,
     /// Whether some thread is inside a part of a step.
     stepping: AtomicBool,
@@ -74,13 +76,13 @@ struct Progress {
     /// Gathers that were started ahead of their use, in order.
     prefetched: VecDeque<Ahead>,
     /// Full gradients by use, until the unit's last one has come.
-    gradients: BTreeMap<u64, Vec<Option<Gradient>>>,
+    gradients: BTreeMap<u64, Slots<Gradient>>,
     /// Units whose gradients have all come in this backward, with those that wait for its end.
     ended: Vec<Ended>,
     /// Gradients of steps without reduction, by unit, until its next reduction.
-    held: BTreeMap<usize, Vec<Option<Gradient>>>,
+    held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that have not crossed to the replicas yet, by unit.
-    partial: BTreeMap<usize, Vec<Option<Tensor<1>>>>,
+    partial: BTreeMap<usize, Slots<Tensor<1>>>,
     in_flight: VecDeque<Reduction>,
     /// Gradients of reductions that are through, until Burn's `Gradients` are at hand.
     done: Vec<Reduced>,
@@ -130,8 +132,11 @@ struct Use {
     id: u64,
     generation: Arc<Generation>,
     token: Tensor<1>,
-    nodes: Vec<Option<Node>>,
+    nodes: Slots<Node>,
 }
+
+/// A full parameter as an autodiff node, of any rank: a `Tensor<D>`.
+type Node = Box<dyn Any + Send>;
 
 /// What a use of a unit leaves behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,16 +167,23 @@ impl Root {
     }
 
     /// Makes `units` the root's units, in this order.
-    pub(crate) fn adopt(self: &Arc<Self>, units: &[Arc<Unit>]) {
-        for (index, unit) in units.iter().enumerate() {
-            unit.join(self, index);
-        }
-        *self.units.lock() = units.iter().map(Arc::downgrade).collect();
+    pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
+        let known = units.enumerate().map(|(index, copies)| {
+            copies.unit.set_position(index);
+            copies.downgrade()
+        });
+        *self.units.lock() = known.collect();
     }
 
     /// The units that still exist, in order.
     pub(crate) fn units(&self) -> Vec<Arc<Unit>> {
-        self.units.lock().iter().filter_map(Weak::upgrade).collect()
+        self.live().into_iter().map(|copies| copies.unit).collect()
+    }
+
+    /// The same, with their copies.
+    fn live(&self) -> Vec<Copies> {
+        let units = self.units.lock();
+        units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
     /// Whether `unit` is one of the root's.
@@ -182,24 +194,30 @@ impl Root {
     /// By unit: whether it reduces its gradients.
     fn choice(&self) -> Vec<bool> {
         let units = self.units.lock();
-        let units = units.iter().map(Weak::upgrade);
+        let units = units.iter().map(WeakCopies::upgrade);
         units
-            .map(|unit| unit.is_none_or(|unit| unit.syncs()))
+            .map(|copies| copies.is_none_or(|copies| copies.unit.syncs()))
             .collect()
     }
 
     /// By unit: whether any module still holds it.
     fn held(&self) -> Vec<bool> {
         let units = self.units.lock();
-        let units = units.iter().map(Weak::upgrade);
+        let units = units.iter().map(WeakCopies::upgrade);
         units
-            .map(|unit| unit.is_some_and(|unit| unit.is_held()))
+            .map(|copies| copies.is_some_and(|copies| copies.is_held()))
             .collect()
     }
 
     /// The unit of number `index`, if it still exists.
     pub(crate) fn unit(&self, index: usize) -> Option<Arc<Unit>> {
-        self.units.lock().get(index).and_then(Weak::upgrade)
+        Some(self.copies(index)?.unit)
+    }
+
+    /// The copies of the unit of number `index`, if it still exists.
+    fn copies(&self, index: usize) -> Option<Copies> {
+        let units = self.units.lock();
+        units.get(index).and_then(WeakCopies::upgrade)
     }
 
     /// What to call `operation` of one of the root's units.
@@ -248,7 +266,11 @@ impl Root {
     /// Bytes of gradients held back on this rank, by steps without reduction.
     pub(crate) fn held_bytes(&self) -> usize {
         let progress = self.progress();
-        let held = progress.held.values().flatten().flatten();
+        let held = progress
+            .held
+            .values()
+            .flat_map(|held| held.iter())
+            .flatten();
         held.map(|gradient| gradient.account.len()).sum()
     }
 
@@ -320,8 +342,8 @@ impl Root {
             watch,
             ..Progress::default()
         };
-        for unit in self.units() {
-            unit.reshard_all();
+        for copies in self.live() {
+            copies.drop_full();
         }
     }
 
@@ -343,8 +365,8 @@ impl Root {
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
             last.close();
         }
-        if !is_backward && generation.is_unsharded() {
-            generation.reshard();
+        if !is_backward && generation.life.is_unsharded() {
+            generation.life.drop_full();
         }
     }
 

@@ -5,17 +5,18 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{
-    Account, ElementType, FullPart, Pending, ProcessGroup, Received, Reduction as Averaging, Source,
+    Account, FullPart, Pending, ProcessGroup, Received, Reduction as Averaging, Source,
 };
 
 use super::{Progress, Root};
+use crate::copies::{Copies, Generation};
 use crate::error::Error;
-use crate::generation::Generation;
 use crate::op::Reduced;
 use crate::schedule::{Note, Operation};
-use crate::slot::Slot;
+use crate::slot::{Element, Slot, Slots};
+use crate::spec::averaging;
 use crate::transport::{self, cast};
-use crate::unit::{Unit, averaging};
+use crate::unit::Unit;
 
 /// A full gradient, counted while it lives.
 pub(super) struct Gradient {
@@ -27,7 +28,7 @@ pub(super) struct Gradient {
 pub(super) struct Ended {
     generation: Arc<Generation>,
     /// Gradients of parameters kept whole, by slot.
-    whole: Vec<Option<Tensor<1>>>,
+    whole: Slots<Tensor<1>>,
 }
 
 /// A reduction under way.
@@ -45,22 +46,22 @@ impl Progress {
         &mut self,
         root: &Root,
         generation: &Arc<Generation>,
-        gradients: Vec<Option<Gradient>>,
+        gradients: Slots<Gradient>,
     ) {
         let unit = &generation.unit;
         let held = self
             .held
             .entry(unit.position())
-            .or_insert_with(|| unit.places());
+            .or_insert_with(|| unit.empty_slots());
         for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
             let Some(gradient) = gradient else { continue };
-            let gradient = match gradient.tensor.dtype() == slot.reduce {
+            let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
                 true => gradient,
                 false => Gradient {
-                    tensor: cast(gradient.tensor, slot.reduce),
+                    tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
                     account: root
                         .pool
-                        .account(slot.partition.num_elements() * slot.reduce_element.size()),
+                        .account(slot.partition.num_elements() * slot.elements.reduce.size()),
                 },
             };
             gradient.add_to(place);
@@ -77,7 +78,7 @@ impl Progress {
                 let operation = Operation::Reduce(index);
                 self.advance(root, operation)?;
                 let generation = self.copy_in_use(root, operation)?;
-                let nothing = generation.unit.places();
+                let nothing = generation.unit.empty_slots();
                 self.reduce(root, &generation, nothing)?;
             }
         }
@@ -90,22 +91,22 @@ impl Progress {
         &mut self,
         root: &Root,
         generation: &Arc<Generation>,
-        mut gradients: Vec<Option<Gradient>>,
+        mut gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        unit.drop_pieces();
+        Copies::of(generation).drop_pieces();
         if let Some(held) = self.held.remove(&unit.position()) {
             for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
                 let Some(held) = held else { continue };
                 if let Some(gradient) = place {
                     let tensor = gradient.tensor.clone();
-                    gradient.tensor = cast(tensor, slot.reduce);
+                    gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
                 }
                 held.add_to(place);
             }
         }
         self.keep_whole(generation, &mut gradients);
-        let slots = unit.reduced_slots(generation);
+        let slots = generation.reduced_slots();
         if slots.is_empty() {
             return Ok(());
         }
@@ -119,7 +120,7 @@ impl Progress {
             sources.push(source_of(gradients[index].take(), slot, unit)?);
         }
         let of = |&slot: &usize| &unit.slots[slot];
-        let own = unit.group.rank();
+        let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
         let label = root.label(format_args!(
             "{} reduction, values {:08x},",
@@ -135,10 +136,10 @@ impl Progress {
         let parts = slots.iter().map(of).zip(sources);
         let group = &unit.groups.reduce;
         let pending = if is_sharded {
-            let parts = parts.map(|(slot, source)| slot.part(source, slot.reduce_element));
+            let parts = parts.map(|(slot, source)| slot.part(source, slot.elements.reduce));
             group.start_reduce_scatter(label, used, mean, parts.collect(), into)?
         } else {
-            let parts = parts.map(|(slot, source)| slot.full_part(source, slot.reduce_element));
+            let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
             group.start_all_reduce(label, used, mean, parts.collect(), into)?
         };
         self.in_flight.push_back(Reduction {
@@ -161,7 +162,7 @@ impl Progress {
         let index = known.unwrap_or_else(|| {
             self.ended.push(Ended {
                 generation: generation.clone(),
-                whole: generation.unit.places(),
+                whole: generation.unit.empty_slots(),
             });
             self.ended.len() - 1
         });
@@ -171,9 +172,9 @@ impl Progress {
     /// Puts aside the gradients that are reduced at the end of backward.
     fn keep_whole(&mut self, generation: &Arc<Generation>, gradients: &mut [Option<Gradient>]) {
         let whole = &mut self.ended(generation).whole;
-        for slot in generation.unit.whole_slots(generation) {
+        for slot in generation.whole_slots() {
             if let Some(gradient) = gradients[slot].take() {
-                let to = generation.unit.slots[slot].reduce;
+                let to = generation.unit.slots[slot].elements.reduce.dtype;
                 // Gradients that were held back are in the type in which they are reduced.
                 whole[slot] = Some(match whole[slot].take() {
                     Some(earlier) => cast(earlier, to) + cast(gradient.tensor, to),
@@ -232,8 +233,8 @@ impl Progress {
         let mut aside = self
             .partial
             .remove(&unit.position())
-            .unwrap_or_else(|| unit.places());
-        let mut waiting = unit.places();
+            .unwrap_or_else(|| unit.empty_slots());
+        let mut waiting = unit.empty_slots();
         for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
             waiting[index] = match (aside[index].take(), *used) {
                 (None, 0) => None,
@@ -247,19 +248,19 @@ impl Progress {
             self.partial.insert(unit.position(), waiting);
             return Ok(None);
         }
-        let own = unit.group.rank();
+        let own = unit.groups.shard.rank();
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
         for &index in slots {
             let slot = &unit.slots[index];
-            let bytes = slot.held_elements(own) * slot.element.size();
+            let bytes = slot.held_elements(own) * slot.elements.stored.size();
             parts.push(FullPart {
                 source: match waiting[index].take() {
                     Some(sum) => transport::source(sum, None),
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),
-                element: slot.element,
+                element: slot.elements.stored.wire,
             });
             into.push(root.reduced.take(bytes));
         }
@@ -285,7 +286,7 @@ impl Progress {
             if !generation.unit.syncs() {
                 continue;
             }
-            for index in generation.unit.whole_slots(&generation) {
+            for index in generation.whole_slots() {
                 let gradient = unit_end.whole[index].take().map(|tensor| Gradient {
                     tensor,
                     account: root.pool.account(0),
@@ -320,7 +321,7 @@ impl Progress {
         });
         let into = into.collect();
         let parts = slots.zip(sources);
-        let parts = parts.map(|(slot, (_, source))| slot.full_part(source, slot.reduce_element));
+        let parts = parts.map(|(slot, (_, source))| slot.full_part(source, slot.elements.reduce));
         let label = root.label(format_args!("parameters kept whole, reduction"));
         let pending =
             root.group
@@ -353,33 +354,30 @@ impl Arrival {
     ) -> (Averaging, Self) {
         let Some(widened) = slots
             .clone()
-            .find(|slot| slot.reduce_element != slot.element)
+            .find(|slot| slot.elements.reduce != slot.elements.stored)
         else {
             return (reduction, Self::AsHeld);
         };
-        let mut elements = slots.map(|slot| slot.element);
-        match elements.all(|element| element == widened.element) {
-            true => (reduction.output(widened.element), Self::AsHeld),
+        let mut elements = slots.map(|slot| slot.elements.stored);
+        match elements.all(|element| element == widened.elements.stored) {
+            true => (reduction.output(widened.elements.stored.wire), Self::AsHeld),
             false => (reduction, Self::AsReduced),
         }
     }
 
-    fn element(self, slot: &Slot) -> ElementType {
+    fn element(self, slot: &Slot) -> Element {
         match self {
-            Self::AsHeld => slot.element,
-            Self::AsReduced => slot.reduce_element,
+            Self::AsHeld => slot.elements.stored,
+            Self::AsReduced => slot.elements.reduce,
         }
     }
 
     /// What has arrived in `buffer`, as it is held, in memory of its own: an optimizer may write
     /// over a gradient, and what it makes of it outlives the step.
     fn tensor(self, slot: &Slot, buffer: impl AsRef<[u8]>, device: &Device) -> Tensor<1> {
-        let dtype = match self {
-            Self::AsHeld => slot.dtype,
-            Self::AsReduced => slot.reduce,
-        };
+        let dtype = self.element(slot).dtype;
         let arrived = transport::owned(buffer.as_ref().to_vec(), dtype, device);
-        cast(arrived, slot.dtype)
+        cast(arrived, slot.elements.stored.dtype)
     }
 }
 
@@ -428,7 +426,7 @@ fn tensors<B: AsRef<[u8]>>(
 fn source_of(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Source, Error> {
     let elements = slot.partition.num_elements();
     let Some(Gradient { tensor, account }) = gradient else {
-        return Ok(Source::new(vec![0; elements * slot.reduce_element.size()]));
+        return Ok(Source::new(vec![0; elements * slot.elements.reduce.size()]));
     };
     let tensor = match &unit.gradients.hook {
         Some(hook) => hook.call(&slot.path, tensor),
@@ -445,7 +443,10 @@ fn source_of(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Sou
             },
         });
     }
-    Ok(transport::source(cast(tensor, slot.reduce), Some(account)))
+    Ok(transport::source(
+        cast(tensor, slot.elements.reduce.dtype),
+        Some(account),
+    ))
 }
 
 impl Gradient {

@@ -8,8 +8,6 @@
 //! filling, and two passes over one generation make two children. So each parameter always
 //! belongs to a set in which its own value is its own, whatever its siblings do.
 
-use std::any::Any;
-use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,15 +15,16 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{Partition, Pending, Received};
+use burn_fsdp_collectives::{Part, Partition};
 use parking_lot::Mutex;
 
+use super::holders::Holders;
+use super::lifecycle::LifeCycle;
+use super::values::{Value, Values};
 use crate::device;
-use crate::handle::UnitState;
-use crate::op;
+use crate::slot::{Holding, Slots};
+use crate::transport::{self, cast};
 use crate::unit::Unit;
-
-pub(crate) use crate::owned::{Copied, Owned};
 
 /// What happened to a module's parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -40,76 +39,30 @@ pub(crate) enum Transition {
     Device,
 }
 
-/// The life cycle of a unit's full parameters.
-#[derive(Default)]
-pub(crate) enum State {
-    /// Only the shards exist.
-    #[default]
-    Sharded,
-    /// A gather is under way; its buffers are allocated, the shards are published. Without a
-    /// pending operation the shard is the whole.
-    Gathering(Option<Pending<Received>>),
-    /// The full parameters exist, flat and without autodiff, one for each gathered slot.
-    Unsharded(Vec<Option<Tensor<1>>>),
-}
-
 /// The values of one unit in one copy of the module.
 pub(crate) struct Generation {
     /// The unit whose values these are.
     pub(crate) unit: Arc<Unit>,
+    /// All generations of the unit.
+    pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
     /// Changes only where values may change: `valid`, `train` and moves keep it.
     version: AtomicU64,
-    /// The life cycle of the full parameters.
-    pub(crate) state: Mutex<State>,
+    /// The full parameters.
+    pub(crate) life: LifeCycle,
     /// This rank's pieces among its neighbours, between forward and backward, where full
     /// parameters are resharded to a smaller group; by slot.
-    pub(crate) pieces: Mutex<Option<Vec<Option<Tensor<1>>>>>,
+    pieces: Mutex<Option<Slots<Tensor<1>>>>,
     /// Where full parameters are made, of an offloaded unit; plain.
     compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
     num_children: Mutex<[usize; 4]>,
-    /// By copy of the module and slot: how often it holds the parameter in this generation.
-    holders: Mutex<BTreeMap<u64, Vec<usize>>>,
+    /// The copies of the module that hold parameters in this generation.
+    pub(crate) holders: Holders,
     /// The joint view of a copy whose parameters are in several generations, of which this is the
     /// first.
     view: Mutex<Option<View>>,
-}
-
-struct Values {
-    own: Vec<Option<Value>>,
-    /// Values of siblings that have not moved here (yet): those of the generation before.
-    inherited: Vec<Option<Value>>,
-}
-
-/// The value of a parameter, without its autodiff node: backward graphs hold generations, and a
-/// graph that holds one of its own leaves is never dropped.
-#[derive(Clone)]
-struct Value {
-    plain: Tensor<1>,
-    /// With the autodiff of the module.
-    device: Device,
-    /// The leaf's node, if gradients are wanted.
-    node: Option<NodeId>,
-}
-
-impl Value {
-    fn of(value: Tensor<1>) -> Self {
-        let device = value.device();
-        if !value.is_autodiff() {
-            return Self {
-                plain: value,
-                device,
-                node: None,
-            };
-        }
-        Self {
-            plain: value.clone().inner(),
-            device,
-            node: value.is_require_grad().then(|| op::node_of(value)),
-        }
-    }
 }
 
 /// One set of values made of several.
@@ -124,7 +77,7 @@ impl std::fmt::Debug for Generation {
         f.debug_struct("Generation")
             .field("unit", &self.unit.label())
             .field("epoch", &self.epoch())
-            .field("state", &self.unit_state())
+            .field("state", &self.life.state())
             .finish_non_exhaustive()
     }
 }
@@ -132,10 +85,16 @@ impl std::fmt::Debug for Generation {
 impl Generation {
     /// The first generation of a unit, still without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
-        Self::new(unit, 0, 0, None)
+        Self::new(unit, Arc::default(), 0, 0, None)
     }
 
-    fn new(unit: Arc<Unit>, epoch: u64, version: u64, parent: Option<&Self>) -> Arc<Self> {
+    fn new(
+        unit: Arc<Unit>,
+        kin: Arc<Kin>,
+        epoch: u64,
+        version: u64,
+        parent: Option<&Self>,
+    ) -> Arc<Self> {
         let slots = 0..unit.slots.len();
         let compute = match parent {
             Some(parent) => parent.compute.lock().clone(),
@@ -151,18 +110,19 @@ impl Generation {
         };
         let generation = Arc::new(Self {
             values: Mutex::new(values),
-            holders: Mutex::default(),
+            holders: Holders::new(unit.slots.len()),
             view: Mutex::default(),
             unit,
+            kin,
             epoch: AtomicU64::new(epoch),
             version: AtomicU64::new(version),
-            state: Mutex::new(State::Sharded),
+            life: LifeCycle::default(),
             pieces: Mutex::default(),
             compute: Mutex::new(compute),
             children: Mutex::default(),
             num_children: Mutex::default(),
         });
-        generation.unit.adopt(&generation);
+        generation.kin.adopt(&generation);
         generation
     }
 
@@ -184,7 +144,13 @@ impl Generation {
             source.version().hash(&mut hasher);
         }
         let version = hasher.finish();
-        let joint = Self::new(first.unit.clone(), version, version, None);
+        let joint = Self::new(
+            first.unit.clone(),
+            first.kin.clone(),
+            version,
+            version,
+            None,
+        );
         *joint.compute.lock() = first.compute.lock().clone();
         let values = sources.iter().enumerate();
         joint.values.lock().own = values
@@ -229,13 +195,7 @@ impl Generation {
     }
 
     fn held(&self, slot: usize) -> Value {
-        let values = self.values.lock();
-        let value = values.own[slot]
-            .as_ref()
-            .or(values.inherited[slot].as_ref());
-        value
-            .expect("a first generation is filled before it is used")
-            .clone()
+        self.values.lock().held(slot)
     }
 
     /// The value of `slot`, on an autodiff device if the module is on one; never tracked.
@@ -292,7 +252,7 @@ impl Generation {
 
     /// What this rank holds of the parameter of `slot`, in the type and on the device that compute.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
-        let held = self.unit.computing(self, slot);
+        let held = self.computing(slot);
         match self.unit.offload.is_some() {
             true => held.to_device(&self.device(slot).without_autodiff()),
             false => held,
@@ -316,7 +276,7 @@ impl Generation {
         let open = children.iter().rev().find_map(|(made_by, child)| {
             let child = child.upgrade()?;
             // What only a backward graph still holds is not a copy that is being made.
-            let free = child.values.lock().own[slot].is_none() && child.is_held();
+            let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
             (*made_by == transition && free).then_some(child)
         });
         let child = open.unwrap_or_else(|| {
@@ -331,7 +291,13 @@ impl Generation {
                 Transition::Map => epoch,
                 _ => self.version(),
             };
-            let child = Self::new(self.unit.clone(), epoch, version, Some(self));
+            let child = Self::new(
+                self.unit.clone(),
+                self.kin.clone(),
+                epoch,
+                version,
+                Some(self),
+            );
             children.push((transition, Arc::downgrade(&child)));
             child
         });
@@ -340,75 +306,10 @@ impl Generation {
         child
     }
 
-    /// Whether a module holds the parameter of `slot` in this generation.
-    pub(crate) fn owns(&self, slot: usize) -> bool {
-        let holders = self.holders.lock();
-        holders.values().any(|slots| slots[slot] > 0)
-    }
-
-    /// Whether the copy `copy` of the module holds the parameter of `slot` in this generation.
-    pub(crate) fn is_of(&self, copy: u64, slot: usize) -> bool {
-        let holders = self.holders.lock();
-        holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
-    }
-
-    /// Whether it holds all parameters of the unit in it.
-    pub(crate) fn is_all_of(&self, copy: u64) -> bool {
-        let holders = self.holders.lock();
-        holders
-            .get(&copy)
-            .is_some_and(|slots| slots.iter().all(|&number| number > 0))
-    }
-
-    /// The copies of the module that hold a parameter in this generation.
-    pub(crate) fn copies(&self) -> Vec<u64> {
-        self.holders.lock().keys().copied().collect()
-    }
-
-    /// Whether any module holds a parameter in this generation.
-    pub(crate) fn is_held(&self) -> bool {
-        !self.holders.lock().is_empty()
-    }
-
-    /// A parameter of the copy `copy` is held in it.
-    pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
-        let mut holders = self.holders.lock();
-        let slots = holders
-            .entry(copy)
-            .or_insert_with(|| vec![0; self.unit.slots.len()]);
-        slots[slot] += 1;
-    }
-
-    /// It is held in it no more.
-    pub(crate) fn let_go(&self, copy: u64, slot: usize) {
-        let mut holders = self.holders.lock();
-        if let Some(slots) = holders.get_mut(&copy) {
-            slots[slot] -= 1;
-            if slots.iter().all(|&number| number == 0) {
-                holders.remove(&copy);
-            }
-        }
-    }
-
-    /// What exists of the full parameters.
-    pub(crate) fn unit_state(&self) -> UnitState {
-        match *self.state.lock() {
-            State::Sharded => UnitState::Sharded,
-            State::Gathering(_) => UnitState::Gathering,
-            State::Unsharded(_) => UnitState::Unsharded,
-        }
-    }
-
-    /// Drops the full parameters, or cancels their gather.
-    pub(crate) fn reshard(&self) {
-        *self.state.lock() = State::Sharded;
-    }
-
     /// Drops the full parameters, but for this rank's pieces of them where neighbours gather again.
     pub(crate) fn reshard_after_forward(&self) {
-        let state = std::mem::take(&mut *self.state.lock());
-        let (Some(neighbours), State::Unsharded(full)) = (&self.unit.groups.neighbours, state)
-        else {
+        let full = self.life.take_full();
+        let (Some(neighbours), Some(full)) = (&self.unit.groups.neighbours, full) else {
             return;
         };
         let pieces = self.unit.slots.iter().zip(full).map(|(slot, full)| {
@@ -418,19 +319,75 @@ impl Generation {
             let device = full.device();
             // Read out, so that the piece does not keep the whole alive.
             let piece = full.slice([cut.range(neighbours.rank())]).into_data();
-            Some(Tensor::from_data(piece, (&device, slot.compute)))
+            Some(Tensor::from_data(
+                piece,
+                (&device, slot.elements.compute.dtype),
+            ))
         });
         *self.pieces.lock() = Some(pieces.collect());
     }
 
-    /// Whether the full parameters exist.
-    pub(crate) fn is_unsharded(&self) -> bool {
-        matches!(*self.state.lock(), State::Unsharded(_))
+    /// This rank's pieces among its neighbours, if forward has left them.
+    pub(crate) fn pieces(&self) -> Option<Slots<Tensor<1>>> {
+        self.pieces.lock().clone()
     }
 
-    /// Whether only the shards exist, and nothing is on its way.
-    pub(crate) fn is_sharded(&self) -> bool {
-        matches!(*self.state.lock(), State::Sharded)
+    /// Drops them.
+    pub(crate) fn drop_pieces(&self) {
+        *self.pieces.lock() = None;
+    }
+
+    /// This rank's shards, ready to be gathered, in the type that computes.
+    pub(crate) fn shards(&self) -> Vec<Part> {
+        self.unit
+            .gathered_slots()
+            .map(|index| {
+                let slot = &self.unit.slots[index];
+                let value = self.computing(index);
+                slot.part(transport::source(value, None), slot.elements.compute)
+            })
+            .collect()
+    }
+
+    /// What this rank holds of the parameter in slot `index`, in the type that computes.
+    fn computing(&self, index: usize) -> Tensor<1> {
+        cast(
+            self.plain(index),
+            self.unit.slots[index].elements.compute.dtype,
+        )
+    }
+
+    /// The trainable slots whose gradients are reduced together with the unit, in order.
+    pub(crate) fn reduced_slots(&self) -> Vec<usize> {
+        (0..self.unit.slots.len())
+            .filter(|&index| self.unit.slots[index].holding != Holding::Whole)
+            .filter(|&index| self.is_trainable(index))
+            .collect()
+    }
+
+    /// The trainable slots whose gradients wait for the end of backward, in order.
+    pub(crate) fn whole_slots(&self) -> Vec<usize> {
+        (0..self.unit.slots.len())
+            .filter(|&index| self.unit.slots[index].holding == Holding::Whole)
+            .filter(|&index| self.is_trainable(index))
+            .collect()
+    }
+}
+
+/// The generations of one unit.
+#[derive(Default)]
+pub(super) struct Kin(Mutex<Vec<Weak<Generation>>>);
+
+impl Kin {
+    fn adopt(&self, generation: &Arc<Generation>) {
+        let mut known = self.0.lock();
+        known.retain(|known| known.strong_count() > 0);
+        known.push(Arc::downgrade(generation));
+    }
+
+    /// Those that still exist, in the order in which they were made.
+    pub(super) fn live(&self) -> Vec<Arc<Generation>> {
+        self.0.lock().iter().filter_map(Weak::upgrade).collect()
     }
 }
 
@@ -440,6 +397,3 @@ fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     (epoch, transition, ordinal).hash(&mut hasher);
     hasher.finish()
 }
-
-/// Full parameters as autodiff nodes, of any rank: `Tensor<D>` by slot.
-pub(crate) type Node = Box<dyn Any + Send>;
