@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Shape, Tensor};
 
-use super::Root;
+use super::state::Root;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};

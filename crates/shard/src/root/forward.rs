@@ -5,7 +5,8 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 
 use super::access::{Access, Finish, UnitEnd};
-use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
+use super::pass::{Pass, Recomputation, Use, UseKind};
+use super::state::{Phase, Progress, Root};
 use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
@@ -14,16 +15,6 @@ use crate::region::{self, Mode, Recomputed};
 use crate::schedule::Operation;
 
 impl Use {
-    fn new(kind: UseKind, id: u64, generation: &Arc<Generation>, token: &Tensor<1>) -> Self {
-        Self {
-            kind,
-            id,
-            generation: generation.clone(),
-            token: token.clone(),
-            nodes: generation.unit.empty_slots(),
-        }
-    }
-
     /// The autodiff node of a parameter, as a function of `value`, made at the first access.
     fn node_of<const D: usize>(
         &mut self,
@@ -47,13 +38,6 @@ impl Use {
         let node: Tensor<D> = op::unshard(full, value, &self.token, Arc::new(access));
         self.nodes[slot] = Some(Box::new(node.clone()));
         Ok(node)
-    }
-
-    /// Drops the full parameters: from here on they live as long as the operations using them.
-    pub(super) fn close(self) {
-        if !self.generation.unit.keeps() {
-            self.generation.reshard_after_forward();
-        }
     }
 }
 
@@ -100,7 +84,11 @@ impl Root {
         self.step(|progress| {
             progress.enter_backward(self)?;
             let index = progress.open_again(self, generation, slot)?;
-            let again = progress.again.as_mut().expect("a recomputation has begun");
+            let again = progress
+                .uses
+                .again
+                .as_mut()
+                .expect("a recomputation has begun");
             region::touch(self, &again.token);
             let current = &mut again.uses[index];
             // A leaf of its own: the parameter's may be in the graph around the region.
@@ -122,14 +110,14 @@ impl Root {
     ) -> Result<Tensor<D>, Error> {
         let unit = &generation.unit;
         let full = self.step(|progress| {
-            let last = progress.reading.upgrade();
+            let last = progress.uses.reading.upgrade();
             if let Some(last) = last
                 && !Arc::ptr_eq(&last, generation)
                 && !last.unit.keeps()
             {
                 last.life.drop_full();
             }
-            progress.reading = Arc::downgrade(generation);
+            progress.uses.reading = Arc::downgrade(generation);
             if unit.slots[slot].is_gathered() {
                 if generation.life.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
@@ -145,7 +133,7 @@ impl Root {
 
 impl Recomputed for Root {
     fn end_recomputation(&self) {
-        self.progress().again = None;
+        self.progress().uses.again = None;
     }
 }
 
@@ -160,22 +148,23 @@ impl Progress {
     ) {
         let place = (generation.unit.position(), slot);
         let again = self
+            .uses
             .pass
             .as_ref()
             .is_some_and(|pass| pass.left_first && pass.first == place);
         if again {
             self.leave_pass();
         }
-        if self.pass.is_none() {
-            self.copy = copy;
-            self.used.clear();
+        if self.uses.pass.is_none() {
+            self.order.copy = copy;
+            self.order.used.clear();
             self.begin_order(root);
             self.watch.begin();
-            self.num_passes += 1;
+            self.counts.passes += 1;
             let mut pass = Pass::begin(root, generation, place);
-            pass.number = self.num_passes;
+            pass.number = self.counts.passes;
             pass.copy = copy.number;
-            self.pass = Some(pass);
+            self.uses.pass = Some(pass);
         }
     }
 
@@ -188,7 +177,7 @@ impl Progress {
         kind: UseKind,
     ) -> Result<(), Error> {
         let place = (generation.unit.position(), slot);
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let is_current =
             |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
         if pass.current.as_ref().is_some_and(is_current) {
@@ -217,31 +206,34 @@ impl Progress {
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         let id = self.next_use();
-        self.used
+        self.order
+            .used
             .insert(unit.position(), Arc::downgrade(generation));
         if !generation.life.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
-            self.schedules.current().begin_use(id);
+            self.order.current().begin_use(id);
         }
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         match kind {
             UseKind::Tracked => {
                 let end = UnitEnd::new(root, generation, id);
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
-                self.open.insert(id, (pass.number, Arc::downgrade(unit)));
+                self.uses
+                    .open
+                    .insert(id, (pass.number, Arc::downgrade(unit)));
             }
             // Its backward is that of another use, of which nobody knows yet.
-            UseKind::Plain => self.schedules.current().end_use(id),
+            UseKind::Plain => self.order.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
         Ok(())
     }
 
     fn next_use(&mut self) -> u64 {
-        let id = self.num_uses;
-        self.num_uses += 1;
+        let id = self.counts.uses;
+        self.counts.uses += 1;
         id
     }
 
@@ -252,7 +244,7 @@ impl Progress {
         generation: &Arc<Generation>,
         slot: usize,
     ) -> Result<usize, Error> {
-        let again = self.again.get_or_insert_with(|| Recomputation {
+        let again = self.uses.again.get_or_insert_with(|| Recomputation {
             token: leaf_token(generation, slot),
             depth: 0,
             uses: Vec::new(),
@@ -267,7 +259,7 @@ impl Progress {
             self.unshard(root, operation, generation)?;
         }
         let id = self.next_use();
-        let again = self.again.as_mut().expect("a recomputation has begun");
+        let again = self.uses.again.as_mut().expect("a recomputation has begun");
         let end = UnitEnd::new(root, generation, id);
         again.depth += unit.stride();
         again.token = root.link(&again.token, again.depth, end);
@@ -283,7 +275,7 @@ impl Progress {
         generation: &Arc<Generation>,
         slot: usize,
     ) -> Result<Tensor<D>, Error> {
-        let pass = self.pass.as_ref().expect("a pass has begun");
+        let pass = self.uses.pass.as_ref().expect("a pass has begun");
         region::touch(root, &pass.token);
         let full = root.full(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
@@ -297,7 +289,7 @@ impl Progress {
         slot: usize,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
         let value = current.generation.leaf(slot, value);
         let stays = current.generation.unit.keeps();
@@ -306,7 +298,7 @@ impl Progress {
 
     /// Lets go of a pass whose forward is over: its graph keeps what its backward needs.
     fn leave_pass(&mut self) {
-        if let Some(pass) = self.pass.take()
+        if let Some(pass) = self.uses.pass.take()
             && let Some(last) = pass.current
         {
             last.close();
