@@ -10,7 +10,6 @@ use crate::error::{Error, catch};
 use crate::inspect;
 use crate::leaves;
 use crate::op::Reduced;
-use crate::schedule::Operation;
 use crate::transport::cast;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
@@ -130,45 +129,4 @@ pub fn cast_input<M: Module, const D: usize>(
     let members = inspect::members(module);
     let first = members.first().ok_or(Error::NotSharded)?;
     Ok(cast(input, first.slot().elements.compute.dtype))
-}
-
-/// The recorded order of a module's operations.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Order {
-    /// One line an operation, in the order in which every rank issues them.
-    pub operations: Vec<String>,
-    /// Equal on ranks with equal orders.
-    pub hash: u64,
-}
-
-impl std::fmt::Display for Order {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(f, "order {:016x}", self.hash)?;
-        for operation in &self.operations {
-            writeln!(f, "  {operation}")?;
-        }
-        Ok(())
-    }
-}
-
-/// The order of gathers and reductions recorded in the last complete step; empty before the
-/// first.
-///
-/// # Errors
-///
-/// [`Error::NotSharded`].
-pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
-    let root = inspect::root_of(module)?;
-    let (operations, hash) = root.order();
-    let name = |index: usize| root.unit(index).map_or("?".to_owned(), |unit| unit.label());
-    let operations = operations.iter().map(|operation| match *operation {
-        Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
-        Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),
-        Operation::Reduce(unit) => format!("reduce {}", name(unit)),
-        Operation::Finish => "finish".to_owned(),
-    });
-    Ok(Order {
-        operations: operations.collect(),
-        hash,
-    })
 }

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::device;
 use crate::error::Error;
-use crate::inspect;
+use crate::parameter::member::visit;
 use crate::path::{self, CONTAINER, NAME, Place};
 
 /// What the walk found at one path.
@@ -64,7 +64,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let marked = module.clone().apply_reparameterization(Attach {
         reached: &mut reached,
     });
-    inspect::visit(&marked, &mut kinds);
+    visit(&marked, &mut kinds);
     drop(marked);
     let mut seen = HashSet::new();
     for (path, shape, device) in &kinds.places {
@@ -83,7 +83,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
         kinds: kinds.found.into_iter().collect(),
         survey: Survey::default(),
     };
-    inspect::visit(module, &mut details);
+    visit(module, &mut details);
     Ok(details.survey)
 }
 

@@ -198,14 +198,7 @@ impl Root {
 
     /// Bytes of gradients held back on this rank, by steps without reduction.
     pub(crate) fn held_bytes(&self) -> usize {
-        let progress = self.progress();
-        let held = progress
-            .gradients
-            .held
-            .values()
-            .flat_map(|held| held.iter())
-            .flatten();
-        held.map(|gradient| gradient.account.len()).sum()
+        self.progress().gradients.held_bytes()
     }
 
     /// # Errors

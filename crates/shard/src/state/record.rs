@@ -16,7 +16,7 @@ use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copies, Generation};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
-use crate::mailbox::{Handed, hand};
+use crate::parameter::mailbox::{Handed, hand};
 use crate::transport;
 use crate::unit::Unit;
 

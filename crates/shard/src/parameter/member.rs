@@ -12,8 +12,8 @@ use burn::tensor::{Bool, Int, Tensor};
 use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copied, Generation};
 use crate::error::Error;
-use crate::identity::Identity;
-use crate::owned::{Owned, RootLink};
+use crate::parameter::identity::Identity;
+use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{self, Place};
 use crate::slot::Slot;
 

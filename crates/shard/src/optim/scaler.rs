@@ -6,10 +6,10 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::Reduction;
 use serde::{Deserialize, Serialize};
 
-use crate::clip;
 use crate::error::Error;
-use crate::gradients;
 use crate::inspect;
+use crate::optim::clip;
+use crate::optim::gradients;
 
 /// How a [`LossScaler`] changes its scale. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

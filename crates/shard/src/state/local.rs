@@ -8,10 +8,10 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Partition, Source};
 
 use crate::error::{Error, catch};
-use crate::full::{self, Held};
 use crate::inspect::{self, Member};
-use crate::mailbox;
+use crate::parameter::mailbox;
 use crate::path::{self, Place};
+use crate::state::full::{self, Held};
 use crate::transport;
 
 /// A tensor of a module, and this rank's part of it.

@@ -6,8 +6,8 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, ProcessGroup, Reduction, Source};
 
 use crate::error::Error;
-use crate::gradients::{self, Entry, Share};
 use crate::inspect;
+use crate::optim::gradients::{self, Entry, Share};
 use crate::transport;
 
 /// Elements whose sum is a number of its own, added to the others in order: the result does not

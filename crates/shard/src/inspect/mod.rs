@@ -1,4 +1,14 @@
 //! What a module holds that is sharded: its parameters, by path or not, and its roots.
+//!
+//! - `units`: handles of its units. `plan`: how it was cut. `order`: what its steps do.
+//! - `memory`: what it costs. `names`: the paths of its parameters. `auto`: units by size.
+
+pub(crate) mod auto;
+pub(crate) mod memory;
+pub(crate) mod names;
+pub(crate) mod order;
+pub(crate) mod plan;
+pub(crate) mod units;
 
 use std::sync::Arc;
 
@@ -9,7 +19,7 @@ use crate::error::Error;
 use crate::path::{self, CONTAINER, NAME, Place};
 use crate::root::Root;
 
-pub(crate) use crate::member::{Member, visit};
+pub(crate) use crate::parameter::member::{Member, visit};
 
 struct Nothing;
 

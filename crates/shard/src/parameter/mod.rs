@@ -1,4 +1,12 @@
 //! What a sharded parameter is to Burn: a reparameterization with the shard as its own parameter.
+//!
+//! - `owned`: a module's hold on it, and where its root is found. `identity`: the id it is known by.
+//! - `member`: how a walk over the module finds it. `mailbox`: what a walk leaves for it.
+
+pub(crate) mod identity;
+pub(crate) mod mailbox;
+pub(crate) mod member;
+pub(crate) mod owned;
 
 use burn::module::{
     Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
@@ -9,10 +17,8 @@ use std::sync::Arc;
 use crate::ambient::{Purpose, is_within};
 use crate::copies::{Generation, Transition};
 use crate::error::{Error, throw};
-use crate::identity::Identity;
-use crate::mailbox;
-use crate::member;
-use crate::owned::{Owned, RootLink};
+use crate::parameter::identity::Identity;
+use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.

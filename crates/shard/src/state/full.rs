@@ -10,9 +10,9 @@ use burn_fsdp_collectives::{Buffer, BufferPool, Source};
 use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
-use crate::mailbox;
+use crate::parameter::mailbox;
 use crate::path::{self, Place};
-use crate::record;
+use crate::state::record;
 use crate::transport;
 
 /// What becomes of changes to summoned parameters.
