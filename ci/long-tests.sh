@@ -3,8 +3,9 @@
 # by system call. Takes some tens of minutes; for a nightly run. Prints the counts of each.
 set -eu
 cd "$(dirname "$0")/.."
-BURN_FSDP_LONG=1 cargo test -p burn-fsdp-cli --test cli -- --nocapture --test-threads 2 \
+target=${CARGO_TARGET_DIR:-target}
+# Selected from the root and not by package: the features, and so the dependencies, are then those of all tests.
+BURN_FSDP_LONG=1 cargo test --locked --release --test cli -- --nocapture --test-threads 2 \
     kill:: arguments:: corruption::
-FUZZ_CASES=${FUZZ_CASES:-20000} cargo test -p burn-fsdp-checkpoint --test fuzz_corpus
-cargo build -p burn-fsdp-cli
-ci/faults-by-system-call.sh target/debug/burn-fsdp 12
+FUZZ_CASES=${FUZZ_CASES:-20000} cargo test --locked --release --test fuzz_corpus
+ci/faults-by-system-call.sh "$target/release/burn-fsdp" 12

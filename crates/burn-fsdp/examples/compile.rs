@@ -4,6 +4,8 @@
 //! cargo run --release -p burn-fsdp --example compile
 //! ```
 
+mod gpt;
+
 use std::error::Error;
 
 use burn::module::Module;
@@ -14,38 +16,12 @@ use burn_fsdp::{
     CheckpointError, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard,
     launch, load_compiled,
 };
-use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
+use burn_fsdp_models::Gpt;
 
-const CONFIG: GptConfig = GptConfig {
-    layers: 2,
-    dim: 32,
-    heads: 2,
-    vocab: 64,
-    seq: 16,
-};
-
-const STEPS: usize = 8;
-const RANKS: usize = 2;
-
-/// Rows of a step on each rank.
-const ROWS: usize = 3;
+use crate::gpt::{RANKS, ROWS, STEPS, batches, init};
 
 /// A batch as the loss takes it: tensors of integers, in a tuple.
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
-
-fn batches() -> Batches {
-    Batches {
-        stream: TokenStream::Synthetic {
-            vocab: CONFIG.vocab,
-        },
-        batch: RANKS * ROWS,
-        seq: CONFIG.seq,
-    }
-}
-
-fn init(device: &Device) -> Gpt {
-    CONFIG.init(device, 1).expect("the configuration is valid")
-}
 
 /// One rank: the losses of the steps, and the loss of a batch after them.
 fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), CheckpointError> {

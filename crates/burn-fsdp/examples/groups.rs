@@ -4,6 +4,8 @@
 //! cargo run --release -p burn-fsdp --example groups
 //! ```
 
+mod gpt;
+
 use burn::module::ParamGroup;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::Device;
@@ -11,21 +13,8 @@ use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, check_elementwise, fully_shard,
     launch,
 };
-use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 
-const CONFIG: GptConfig = GptConfig {
-    layers: 2,
-    dim: 32,
-    heads: 2,
-    vocab: 64,
-    seq: 16,
-};
-
-const STEPS: usize = 8;
-const RANKS: usize = 2;
-
-/// Rows of a step on each rank.
-const ROWS: usize = 3;
+use crate::gpt::{RANKS, ROWS, STEPS, batches, init};
 
 /// Decay is strong, so that a group that is not found shows in the losses.
 fn optimizer() -> ModuleOptimizer {
@@ -36,20 +25,6 @@ fn optimizer() -> ModuleOptimizer {
         without.build(),
         None,
     )
-}
-
-fn init(device: &Device) -> Gpt {
-    CONFIG.init(device, 1).expect("the configuration is valid")
-}
-
-fn batches() -> Batches {
-    Batches {
-        stream: TokenStream::Synthetic {
-            vocab: CONFIG.vocab,
-        },
-        batch: RANKS * ROWS,
-        seq: CONFIG.seq,
-    }
 }
 
 /// The same with plain Burn, on one rank.

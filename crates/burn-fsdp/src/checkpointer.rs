@@ -1,255 +1,341 @@
-//! Saving a sharded training and going on from it, in a call each: what most programs want of
-//! [`steps`](crate::steps).
+//! Saving the steps of a training while it goes on.
 
-use std::path::Path;
+use std::fmt;
+use std::time::Duration;
 
-use burn::module::Module;
-use burn::optim::ModuleOptimizer;
-use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, TrainingState};
-use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::Mesh;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use burn_fsdp_checkpoint::{
+    BackgroundSaver, Checkpoints, Error as StepError, Existing, Rendezvous, SaveRequest, Saved,
+};
+use burn_fsdp_collectives::{Error as CollectiveError, ProcessGroup};
 
-use crate::checkpoints::{CheckpointError, GroupRendezvous, restore, snapshot};
+use crate::error::CheckpointError;
+use crate::rendezvous::GroupRendezvous;
+use crate::snapshot::TrainingSnapshot;
 
-impl From<burn_fsdp_collectives::Error> for CheckpointError {
-    fn from(error: burn_fsdp_collectives::Error) -> Self {
-        Self::Engine(error.into())
-    }
-}
+/// How long to wait before a last save that failed is tried once more.
+const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
-impl From<burn_fsdp_mesh::Error> for CheckpointError {
-    fn from(error: burn_fsdp_mesh::Error) -> Self {
-        Self::Engine(error.into())
-    }
-}
+/// How long a rank waits for the save before, if it is not told otherwise.
+const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A training as it was when it was saved, or fresh.
-#[derive(Clone)]
-#[non_exhaustive]
-pub struct Resumed<M> {
-    /// The model.
-    pub model: M,
-    /// The optimizer, with the state that it had.
-    pub optimizer: ModuleOptimizer,
-    /// How many steps had been made: the number of the next one, counted from 0.
-    pub step: u64,
-}
-
-impl<M> std::fmt::Debug for Resumed<M> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let mut resumed = f.debug_struct("Resumed");
-        resumed.field("step", &self.step).finish_non_exhaustive()
-    }
-}
-
-/// Saves a sharded model and its optimizer as they are after `step` steps, into a folder of steps:
-/// whole or not at all, for any number of ranks to go on from with [`resume`].
+/// One rank's end of the saves of a training, which are written while the training goes on.
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when
-/// the step is on disk; [`steps::BackgroundSaver`](crate::steps::BackgroundSaver) saves while the training
-/// goes on. Running states are stored once: call [`sync_buffers`](crate::sync_buffers) before, if the
-/// model has any.
+/// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
+/// numbers; what the answer means for the save is the caller's choice. [`begin`](Self::begin) hands the step
+/// over. A save that fails ends nothing: it is one of the [`remarks`](Self::remarks), and the training may go
+/// on. Only [`finish`](Self::finish) says what became of the last one.
 ///
-/// The model is divided along the mesh's only axis, or along its axis `shard`; for others there is
-/// [`snapshot`].
+/// To save in one call and wait for the disk, there is [`save`](crate::save()).
 ///
 /// ```
+/// use std::time::Duration;
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::steps::{Checkpoints, SaveRequest, TrainingState};
 /// use burn_fsdp::{
-///     CheckpointError, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
-///     resume, save,
+///     CheckpointError, Checkpointer, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
+///     fully_shard, launch, snapshot,
 /// };
 ///
-/// /// Trains up to that many steps, on from where an earlier run in this folder stopped.
-/// fn train(folder: &std::path::Path, ranks: usize, until: u64) -> Vec<u64> {
-///     let folder = folder.to_owned();
-///     let done = launch(LaunchConfig::new(ranks), move |world| {
-///         let device = Device::flex().autodiff().gradient_checkpointing();
-///         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
-///         let model = fully_shard(LinearConfig::new(4, 2).init(&device), &mesh, ShardPolicy::new())?;
-///         let resumed = resume(&folder, model, AdamWConfig::new().init(), &mesh)?;
-///         let (mut model, mut optimizer) = (resumed.model, resumed.optimizer);
-///         for _ in resumed.step..until {
-///             let output = model.forward(Tensor::<2>::ones([3, 4], &device));
-///             let gradients = backward(output.square().mean(), &model)?;
-///             model = optimizer.step(1e-2, model, gradients);
+/// fn train(world: ProcessGroup, folder: &std::path::Path) -> Result<Option<u64>, CheckpointError> {
+///     let device = Device::flex().autodiff().gradient_checkpointing();
+///     let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+///     let mut model = fully_shard(LinearConfig::new(4, 2).init(&device), &mesh, ShardPolicy::new())?;
+///     let mut optimizer = AdamWConfig::new().init();
+///     let mut saves = Checkpointer::new(&world, Checkpoints::new(folder), Duration::from_secs(600))?;
+///     for step in 1..=4 {
+///         let output = model.forward(Tensor::<2>::ones([3, 4], &device));
+///         let gradients = backward(output.square().mean(), &model)?;
+///         model = optimizer.step(1e-2, model, gradients);
+///         if step % 2 == 0 {
+///             let offered = saves.offer(snapshot(&model, &optimizer, mesh.layout(), "shard")?)?;
+///             let training = TrainingState {
+///                 step,
+///                 optimizer: offered.taken().optimizer.clone(),
+///                 ..TrainingState::default()
+///             };
+///             let request = SaveRequest::new(offered.taken().plan.clone(), training);
+///             saves.begin(offered, request, step == 4)?;
 ///         }
-///         save(&folder, until, &model, &optimizer, &mesh)?;
-///         Ok::<_, CheckpointError>(until - resumed.step)
-///     });
-///     done.expect("no rank failed")
+///     }
+///     match saves.finish()? {
+///         Some(failure) => Err(failure.into()),
+///         None => Ok(saves.newest()),
+///     }
 /// }
 ///
 /// let folder = tempfile::tempdir().expect("a folder");
-/// assert_eq!(train(folder.path(), 2, 5), [5, 5]);
-/// assert_eq!(train(folder.path(), 3, 7), [2, 2, 2]);
+/// let path = folder.path().to_owned();
+/// let newest = launch(LaunchConfig::new(2), move |world| train(world, &path))?;
+/// assert_eq!(newest, [Some(4), Some(4)]);
+/// # Ok::<(), burn_fsdp::LaunchError>(())
 /// ```
-///
-/// # Errors
-///
-/// On every rank, if any rank failed: another `step` than rank 0's, a step of this number that is there
-/// already, what [`snapshot`] and [`steps::save`](crate::steps::save) refuse. The folder
-/// holds what it held before.
-pub fn save<M: Module>(
-    folder: impl AsRef<Path>,
-    step: u64,
-    model: &M,
-    optimizer: &ModuleOptimizer,
-    mesh: &ProcessMesh,
-) -> Result<Saved, CheckpointError> {
-    let world = mesh.world();
-    let taken =
-        shard_axis(mesh.layout()).and_then(|axis| snapshot(model, optimizer, mesh.layout(), axis));
-    let mut taken = agreed(world, "save, snapshot", step, taken)?;
-    let training = TrainingState {
-        step,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let mut rendezvous = GroupRendezvous::new(world.clone());
-    let checkpoints = Checkpoints::new(folder.as_ref());
-    Ok(burn_fsdp_checkpoint::save(
-        &checkpoints,
-        &request,
-        &mut taken.snapshot,
-        &mut rendezvous,
-    )?)
+#[derive(Debug)]
+pub struct Checkpointer {
+    world: ProcessGroup,
+    saver: BackgroundSaver,
+    patience: Duration,
+    /// The last save, if it has to wait for the one before it.
+    deferred: Option<Box<(SaveRequest, TrainingSnapshot)>>,
+    newest: Option<u64>,
+    remarks: Vec<SaveRemark>,
 }
 
-/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a
-/// folder, whatever the ranks were that did; and returns them as they are where nothing is saved.
-///
-/// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all
-/// read that one. `optimizer` is configured as the one that was saved.
-///
-/// # Errors
-///
-/// On every rank, if any rank failed: what [`restore`] refuses, and a newest step that is damaged, which
-/// is never passed over; [`steps::Checkpoints::newest_good`](crate::steps::Checkpoints::newest_good)
-/// looks for an older one.
-pub fn resume<M: Module>(
-    folder: impl AsRef<Path>,
-    model: M,
-    optimizer: ModuleOptimizer,
-    mesh: &ProcessMesh,
-) -> Result<Resumed<M>, CheckpointError> {
-    let world = mesh.world();
-    let checkpoints = Checkpoints::new(folder.as_ref());
-    let newest = match world.rank() {
-        0 => checkpoints.steps().map(|steps| steps.last().copied()),
-        _ => Ok(None),
-    };
-    let newest = newest_of_rank_0(world, newest)?;
-    let Some(number) = newest else {
-        return Ok(Resumed {
-            model,
-            optimizer,
-            step: 0,
-        });
-    };
-    let restored = open(&checkpoints, number).and_then(|step| restore(model, optimizer, &step));
-    let (model, optimizer) = agreed(world, "resume, restored", number, restored)?;
-    Ok(Resumed {
-        model,
-        optimizer,
-        step: number,
-    })
+/// A snapshot that all ranks have taken at the same point, and what they agree on about it.
+#[derive(Debug)]
+#[must_use = "nothing is saved before `begin`"]
+pub struct Offered {
+    taken: TrainingSnapshot,
+    not_finite: Option<NotFiniteTensor>,
+    /// Whether any rank is still at work on the save before.
+    is_busy: bool,
 }
 
-fn open(
-    checkpoints: &Checkpoints,
-    number: u64,
-) -> Result<burn_fsdp_checkpoint::Step, CheckpointError> {
-    let step = checkpoints.open(number)?;
-    step.check_sizes()?;
-    Ok(step)
+/// A tensor of a snapshot with an element that is infinite or no number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NotFiniteTensor {
+    /// Its name.
+    pub tensor: String,
+    /// The first rank that has one.
+    pub rank: usize,
 }
 
-/// The axis along which shards lie.
-fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
-    const USUAL: &str = "shard";
-    match mesh.axes() {
-        [only] => Ok(&only.name),
-        _ if mesh.axis(USUAL).is_ok() => Ok(USUAL),
-        axes => {
-            let names: Vec<_> = axes.iter().map(|axis| axis.name.as_str()).collect();
-            Err(CheckpointError::Step(StepError::Argument {
-                argument: "mesh",
-                expected: "of one axis, or with an axis \"shard\"; `snapshot` takes any axis"
-                    .to_owned(),
-                got: format!("of the axes {}", names.join(", ")),
-            }))
+/// Something about a save that the user should know, though the training goes on.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum SaveRemark {
+    /// A save failed. What was saved before is as it was.
+    Failed(StepError),
+    /// A step was saved, but older ones that were to go for it are still there.
+    NotRemoved(String),
+    /// A step was left out, because the save before it was not done in time.
+    LeftOut(u64),
+}
+
+impl fmt::Display for SaveRemark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(error) => write!(f, "a save failed, training goes on: {error}"),
+            Self::NotRemoved(problem) => {
+                write!(f, "older steps could not be removed: {problem}")
+            }
+            Self::LeftOut(step) => write!(
+                f,
+                "step {step} is not saved, as the save before it still goes on"
+            ),
         }
     }
 }
 
-/// One rank's word on what it is about to do.
-#[derive(Debug, Serialize, Deserialize)]
-struct Word {
-    step: u64,
-    failure: Option<String>,
-}
-
-/// What this rank has, if all ranks have theirs, for the same step; else the same failure on all.
-fn agreed<T>(
-    world: &ProcessGroup,
-    label: &'static str,
-    step: u64,
-    own: Result<T, CheckpointError>,
-) -> Result<T, CheckpointError> {
-    let word = Word {
-        step,
-        failure: own.as_ref().err().map(ToString::to_string),
-    };
-    let words: Vec<Word> = exchange(world, label, &word)?;
-    // A rank's own error says more than what it told the others.
-    let own = own?;
-    for (rank, word) in words.iter().enumerate() {
-        if let Some(reason) = &word.failure {
-            let reason = reason.clone();
-            return Err(CheckpointError::Peer { rank, reason });
-        }
-        if word.step != words[0].step {
-            return Err(CheckpointError::Step(StepError::Argument {
-                argument: "step",
-                expected: format!("{} on all ranks, as on rank 0", words[0].step),
-                got: format!("{} on rank {rank}", word.step),
-            }));
-        }
+impl Offered {
+    /// What was taken.
+    pub fn taken(&self) -> &TrainingSnapshot {
+        &self.taken
     }
-    Ok(own)
-}
 
-/// Rank 0's newest step, on every rank.
-fn newest_of_rank_0(
-    world: &ProcessGroup,
-    own: Result<Option<u64>, StepError>,
-) -> Result<Option<u64>, CheckpointError> {
-    let word = own.as_ref().map_err(ToString::to_string).copied();
-    let words: Vec<Result<Option<u64>, String>> = exchange(world, "resume, newest step", &word)?;
-    own?;
-    match words.into_iter().next() {
-        Some(Ok(newest)) => Ok(newest),
-        Some(Err(reason)) => Err(CheckpointError::Peer { rank: 0, reason }),
-        None => unreachable!("a group has a rank 0"),
+    /// Why there may be nothing worth saving: the same on every rank.
+    pub fn not_finite(&self) -> Option<&NotFiniteTensor> {
+        self.not_finite.as_ref()
     }
 }
 
-fn exchange<T: Serialize + DeserializeOwned>(
+impl Checkpointer {
+    /// Saves into `checkpoints`. The ranks meet over a group [isolated](ProcessGroup::isolate) from `world`, so
+    /// that a save that takes longer than `deadline` fails alone.
+    ///
+    /// Collective.
+    ///
+    /// # Errors
+    ///
+    /// A failed collective; no thread to save on.
+    pub fn new(
+        world: &ProcessGroup,
+        checkpoints: Checkpoints,
+        deadline: Duration,
+    ) -> Result<Self, CheckpointError> {
+        let group = world.isolate("checkpoints", deadline)?;
+        Self::over(world, checkpoints, Box::new(GroupRendezvous::new(group)))
+    }
+
+    /// Saves into `checkpoints`, with ranks that meet over `rendezvous`. It outlives a failure of `world` if the
+    /// rendezvous does: the save under way is then written to its end.
+    ///
+    /// # Errors
+    ///
+    /// No thread to save on.
+    pub fn over(
+        world: &ProcessGroup,
+        checkpoints: Checkpoints,
+        rendezvous: Box<dyn Rendezvous>,
+    ) -> Result<Self, CheckpointError> {
+        Ok(Self {
+            world: world.clone(),
+            saver: BackgroundSaver::new(checkpoints, rendezvous)?,
+            patience: PATIENCE,
+            deferred: None,
+            newest: None,
+            remarks: Vec::new(),
+        })
+    }
+
+    /// How long [`offer`](Self::offer) waits for the save before. It should be less than the deadline of the
+    /// training's group.
+    #[must_use]
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
+    }
+
+    /// Waits a while for the save before, and agrees with the other ranks on what can be saved.
+    ///
+    /// Collective: all ranks offer what they have taken at the same point.
+    ///
+    /// # Errors
+    ///
+    /// A failed collective.
+    pub fn offer(&mut self, taken: TrainingSnapshot) -> Result<Offered, CheckpointError> {
+        let not_finite = taken.snapshot.not_finite(&taken.plan, self.world.rank());
+        let last = self.saver.wait_for(self.patience);
+        self.note(last);
+        let is_busy = self.saver.pending().is_some();
+        let (not_finite, is_busy) = agree(&self.world, not_finite.as_deref(), is_busy)?;
+        Ok(Offered {
+            taken,
+            not_finite,
+            is_busy,
+        })
+    }
+
+    /// Begins to save what was offered; the training may go on meanwhile. If the save before is not done on some
+    /// rank, the step is left out, or comes in [`finish`](Self::finish) if it is the last.
+    ///
+    /// All ranks must begin with equal requests, or none.
+    ///
+    /// # Errors
+    ///
+    /// The thread that saves is gone.
+    pub fn begin(
+        &mut self,
+        offered: Offered,
+        request: SaveRequest,
+        is_last: bool,
+    ) -> Result<(), CheckpointError> {
+        let Offered { taken, is_busy, .. } = offered;
+        match (is_busy, is_last) {
+            (false, _) => {
+                self.saver.start(request, taken.snapshot)?;
+            }
+            (true, true) => self.deferred = Some(Box::new((request, taken))),
+            (true, false) => {
+                let remark = SaveRemark::LeftOut(request.training.step);
+                self.remarks.push(remark);
+            }
+        }
+        Ok(())
+    }
+
+    /// Notices what has come of the save under way.
+    pub fn poll(&mut self) {
+        let saved = self.saver.poll();
+        self.note(saved);
+    }
+
+    /// Waits for all saves, and returns why the last one failed, if it did.
+    ///
+    /// No collective of the training: a disk may take its time.
+    ///
+    /// # Errors
+    ///
+    /// The thread that saves is gone.
+    pub fn finish(&mut self) -> Result<Option<StepError>, CheckpointError> {
+        let last = self.saver.wait();
+        let Some(deferred) = self.deferred.take() else {
+            return Ok(self.failure(last));
+        };
+        self.note(last);
+        let (request, taken) = *deferred;
+        self.saver.start(request, taken.snapshot)?;
+        let last = self.saver.wait();
+        Ok(self.failure(last))
+    }
+
+    /// Whether another attempt could end otherwise, as far as this rank knows: the ranks that have only heard of
+    /// a failure do not know its kind. Where one does not try, the attempts of the others fail when it leaves.
+    pub fn may_be_tried_again(failure: &StepError) -> bool {
+        !matches!(
+            failure,
+            StepError::Rendezvous { .. }
+                | StepError::Exists { .. }
+                | StepError::NotAFolder { .. }
+                | StepError::Foreign { .. }
+        )
+    }
+
+    /// Tries a last save once more, after a while, and returns why it failed, if it did. For ranks whose failure
+    /// [allows it](Self::may_be_tried_again).
+    ///
+    /// # Errors
+    ///
+    /// The thread that saves is gone.
+    pub fn try_again(
+        &mut self,
+        taken: TrainingSnapshot,
+        mut request: SaveRequest,
+    ) -> Result<Option<StepError>, CheckpointError> {
+        std::thread::sleep(BEFORE_RETRY);
+        // If the step is there by now, it is what the first attempt left.
+        request.existing = Existing::Replace;
+        self.saver.start(request, taken.snapshot)?;
+        let last = self.saver.wait();
+        Ok(self.failure(last))
+    }
+
+    /// The newest step that is known to be saved.
+    pub fn newest(&self) -> Option<u64> {
+        self.newest
+    }
+
+    /// Takes what there is to tell since this was last asked for. Every rank hears of every failure.
+    pub fn remarks(&mut self) -> Vec<SaveRemark> {
+        std::mem::take(&mut self.remarks)
+    }
+
+    fn note(&mut self, saved: Result<Option<Saved>, StepError>) {
+        if let Some(error) = self.failure(saved) {
+            self.remarks.push(SaveRemark::Failed(error));
+        }
+    }
+
+    /// Notes what was saved, and returns why nothing was.
+    fn failure(&mut self, saved: Result<Option<Saved>, StepError>) -> Option<StepError> {
+        let saved = match saved {
+            Ok(saved) => saved?,
+            Err(error) => return Some(error),
+        };
+        self.newest = Some(saved.step);
+        let problem = saved.removal_failure.map(SaveRemark::NotRemoved);
+        self.remarks.extend(problem);
+        None
+    }
+}
+
+/// A tensor that is not finite on some rank, and whether any rank is busy.
+fn agree(
     world: &ProcessGroup,
-    label: &'static str,
-    own: &T,
-) -> Result<Vec<T>, CheckpointError> {
-    let lost = |error: serde_json::Error| CheckpointError::Peer {
-        rank: world.rank(),
-        reason: error.to_string(),
+    own_not_finite: Option<&str>,
+    own_is_busy: bool,
+) -> Result<(Option<NotFiniteTensor>, bool), CollectiveError> {
+    let mut note = vec![u8::from(own_is_busy)];
+    note.extend(own_not_finite.unwrap_or_default().as_bytes());
+    let notes = world.exchange("begin of a save", note)?;
+    let named = |(rank, note): (usize, &Vec<u8>)| {
+        let name = note.get(1..).filter(|name| !name.is_empty())?;
+        let tensor = String::from_utf8_lossy(name).into_owned();
+        Some(NotFiniteTensor { tensor, rank })
     };
-    let words = world.exchange(label, serde_json::to_vec(own).map_err(lost)?)?;
-    let words = words.iter().map(|word| serde_json::from_slice(word));
-    words.collect::<Result<_, _>>().map_err(lost)
+    let not_finite = notes.iter().enumerate().find_map(named);
+    let is_busy = notes.iter().any(|note| note.first() == Some(&1));
+    Ok((not_finite, is_busy))
 }

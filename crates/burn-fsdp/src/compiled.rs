@@ -16,26 +16,16 @@ use burn_fsdp_spmd::graph::ParameterLayout;
 use burn_fsdp_spmd::place::{AxisPlacement, local_shape};
 use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
-use serde::Deserialize;
-use serde_json::Value;
 
-use crate::TrainingSnapshot;
-use crate::checkpoints::{
-    CheckpointError, Kept, Number, burn_dtype, dtype_of, optimizer_error, region_of, state_name,
-};
+use crate::dtype::{burn_dtype, dtype_of};
+use crate::error::{CheckpointError, optimizer_error};
+use crate::optimizer_record::{Kept, Number, kept_in, owner_of, state_name};
+use crate::restore::region_of;
+use crate::snapshot::{Elements, TrainingSnapshot};
 
 /// Burn's optimizers note the rank of each parameter's tensor under this name. The eager engine's shards
 /// are flat; a compiled step has no need of it.
 const RANK_KEY: &str = "__rank";
-
-/// Bytes of a tensor that the snapshot owns.
-struct Elements(TensorData);
-
-impl AsRef<[u8]> for Elements {
-    fn as_ref(&self) -> &[u8] {
-        self.0.as_bytes()
-    }
-}
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::snapshot()) does of a sharded model and its
 /// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,
@@ -192,11 +182,7 @@ fn states_of<B: Batch>(
     };
     let entries = saved.index().tensors.iter();
     for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
-        let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
-        let (Some(path), Some(field)) = (text("path"), text("field")) else {
-            let reason = format!("`{}` names no parameter", entry.name);
-            return Err(optimizer_error(reason));
-        };
+        let (path, field) = owner_of(entry)?;
         let Some(spec) = specs.iter().find(|spec| *spec.path == *path) else {
             return Err(lacks(path, format!("`{}`", entry.name)));
         };
@@ -211,11 +197,7 @@ fn states_of<B: Batch>(
         let state = states.entry(path.to_owned()).or_insert_with(|| new(path));
         state.tensors.push((field.to_owned(), data));
     }
-    let kept = match &saved.index().training.optimizer {
-        Value::Null => BTreeMap::new(),
-        kept => BTreeMap::<String, Kept>::deserialize(kept).map_err(optimizer_error)?,
-    };
-    for (path, kept) in kept
+    for (path, kept) in kept_in(saved)?
         .into_iter()
         .filter(|(_, kept)| !kept.scalars.is_empty())
     {

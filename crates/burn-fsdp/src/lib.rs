@@ -50,22 +50,30 @@
 //!   backward and the optimizer.
 //! - [`summon_full_params`], [`full_state`], [`into_record`], [`sync_buffers`], [`check_agreement`]: whole
 //!   parameters, running states, and whether ranks agree. [`param_id`], [`settle_ids`]: ids.
-//! - [`save`], [`resume`]: checkpoints, for any number of ranks, in a call each; [`snapshot`], [`restore`] and
-//!   [`steps`] for everything else.
+//! - [`save`], [`resume`]: checkpoints, for any number of ranks, in a call each; [`Checkpointer`]: saves while
+//!   the training goes on; [`snapshot`], [`restore`] and [`steps`] for everything else.
 //! - [`snapshot_compiled`], [`restore_compiled`], [`load_compiled`]: the same for compiled steps ([`spmd`]), so that
 //!   a model moves between the engines.
 //! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
 //! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
 //! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
 
+mod blocking;
 mod checkpointer;
-mod checkpoints;
 mod compiled;
+mod dtype;
+mod error;
 mod file_backed;
+mod optimizer_record;
+mod rendezvous;
+mod restore;
+mod scaler;
+mod snapshot;
 
 /// Steps on disk: format, plans, storage, commit, consolidation.
 pub use burn_fsdp_checkpoint as steps;
 
+pub use blocking::{Resumed, resume, save};
 /// The transport below: buffers, process groups, collectives.
 pub use burn_fsdp_collectives as collectives;
 pub use burn_fsdp_collectives::{
@@ -76,16 +84,22 @@ pub use burn_fsdp_collectives::{
 pub use burn_fsdp_mesh as mesh;
 pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
 pub use burn_fsdp_shard::*;
-pub use checkpointer::{Resumed, resume, save};
-pub use checkpoints::{
-    CheckpointError, GroupRendezvous, TrainingSnapshot, restore, restore_matching, restore_model,
-    snapshot,
-};
+pub use checkpointer::{Checkpointer, NotFiniteTensor, Offered, SaveRemark};
 pub use compiled::{load_compiled, restore_compiled, snapshot_compiled};
+pub use error::CheckpointError;
 pub use file_backed::FileBackedOptimizer;
+pub use rendezvous::GroupRendezvous;
+pub use restore::{restore, restore_matching, restore_model};
+pub use scaler::{loss_scale, restore_scaler};
+pub use snapshot::{TrainingSnapshot, snapshot};
 
 /// The compiler: a whole train step as one graph, planned and run.
-pub use burn_fsdp_spmd as spmd;
+pub mod spmd {
+    pub use burn_fsdp_spmd::*;
+
+    /// What a step will cost, before anything runs.
+    pub use burn_fsdp_plan as plan;
+}
 
 /// The examples of the README, compiled and run as tests.
 #[cfg(doctest)]

@@ -1,42 +1,19 @@
-//! `save` and `resume`: whole trainings, and what goes wrong on one rank.
+//! `save`, `resume` and `Checkpointer`: whole trainings, and what goes wrong on one rank.
+
+mod common;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::steps::Checkpoints;
+use burn_fsdp::steps::{Checkpoints, SaveRequest, TrainingState};
 use burn_fsdp::{
-    CheckpointError, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
-    fully_shard, launch, resume, save,
+    CheckpointError, Checkpointer, LaunchConfig, Mesh, NotFiniteTensor, ProcessGroup, ProcessMesh,
+    SaveRemark, ShardPolicy, backward, fully_shard, launch, resume, save, snapshot,
 };
-use burn_fsdp_models::{Gpt, GptConfig};
+use burn_fsdp_models::Gpt;
 
-const CONFIG: GptConfig = GptConfig {
-    vocab: 19,
-    seq: 8,
-    layers: 2,
-    heads: 2,
-    dim: 6,
-};
-
-fn optimizer() -> ModuleOptimizer {
-    AdamWConfig::new().with_epsilon(1e-3).init()
-}
-
-/// The same on every rank, so that the mean over the ranks does not depend on their number.
-fn loss(model: &Gpt, step: u64, device: &Device) -> Tensor<1> {
-    let tokens = |start: u64| {
-        let start = start as i64;
-        let tokens = Tensor::<1, Int>::arange(start..start + 16, device);
-        tokens.remainder_scalar(19).reshape([2, 8])
-    };
-    model.loss(tokens(step), tokens(step + 1))
-}
-
-fn device() -> Device {
-    Device::flex().autodiff().gradient_checkpointing()
-}
+use crate::common::{CONFIG, device, loss, optimizer, trained_plainly};
 
 /// Ranks in a line, or in two equal lines that hold the same.
 #[derive(Debug, Clone, Copy)]
@@ -90,23 +67,9 @@ fn train(folder: &Path, ranks: Ranks, until: u64) -> Vec<f32> {
     losses.unwrap_or_else(|error| panic!("{error}")).remove(0)
 }
 
-fn plain_losses(until: u64) -> Vec<f32> {
-    let device = Device::flex().autodiff();
-    let mut model = CONFIG.init(&device, 4).expect("valid sizes");
-    let mut optimizer = optimizer();
-    let step = |step| {
-        let loss = loss(&model, step, &device);
-        let value = loss.clone().into_scalar::<f32>();
-        let gradients = GradientsParams::from_grads(loss.backward(), &model);
-        model = optimizer.step(1e-2, model.clone(), gradients);
-        value
-    };
-    (0..until).map(step).collect()
-}
-
 #[test]
 fn a_training_in_pieces_is_the_training_of_plain_burn() {
-    let want = plain_losses(6);
+    let (_, want) = trained_plainly(6);
     for pieces in [
         [Ranks::Line(1), Ranks::Line(1), Ranks::Line(1)],
         [Ranks::Line(2), Ranks::Line(3), Ranks::Line(1)],
@@ -230,5 +193,100 @@ fn a_mesh_without_the_usual_axis_is_refused_by_name() {
             message.contains("rows, columns") && message.contains("`snapshot`"),
             "{message}"
         );
+    }
+}
+
+/// Saves the steps that are given with a `Checkpointer`; a `rank` that is given has a weight of no number.
+fn save_beside(
+    world: &ProcessGroup,
+    folder: &Path,
+    steps: &[u64],
+    spoilt: Option<usize>,
+) -> Result<(Vec<Option<NotFiniteTensor>>, Checkpointer), CheckpointError> {
+    let (mesh, model) = Ranks::Line(world.size()).divided(world)?;
+    let deadline = Duration::from_secs(60);
+    let mut saves = Checkpointer::new(world, Checkpoints::new(folder), deadline)?;
+    let mut seen = Vec::new();
+    for &step in steps {
+        let mut taken = snapshot(&model, &optimizer(), mesh.layout(), "shard")?;
+        if spoilt == Some(world.rank()) {
+            let part = taken.plan.of_rank(world.rank())[0].tensor;
+            let tensor = &taken.plan.tensors()[part];
+            let bytes = f32::NAN.to_le_bytes().repeat(tensor.shape.iter().product());
+            taken.snapshot.insert(tensor.name.clone(), bytes);
+        }
+        let offered = saves.offer(taken)?;
+        seen.push(offered.not_finite().cloned());
+        let training = TrainingState {
+            step,
+            optimizer: offered.taken().optimizer.clone(),
+            ..TrainingState::default()
+        };
+        let request = SaveRequest::new(offered.taken().plan.clone(), training);
+        if offered.not_finite().is_none() {
+            saves.begin(offered, request, Some(&step) == steps.last())?;
+        }
+        saves.poll();
+    }
+    Ok((seen, saves))
+}
+
+#[test]
+fn steps_are_saved_while_the_training_goes_on() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let to = folder.path().to_owned();
+    launch(LaunchConfig::new(3), move |world| {
+        let (seen, mut saves) = save_beside(&world, &to, &[2, 4, 6], None)?;
+        assert_eq!(seen, [None, None, None]);
+        assert!(saves.finish()?.is_none());
+        assert_eq!(saves.newest(), Some(6));
+        assert!(saves.remarks().is_empty());
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+    let steps = Checkpoints::new(folder.path()).steps().expect("readable");
+    assert_eq!(steps, [2, 4, 6]);
+}
+
+#[test]
+fn a_save_that_fails_is_a_remark_and_of_the_last_step_a_failure() {
+    let folder = tempfile::tempdir().expect("a folder");
+    train(folder.path(), Ranks::Line(2), 3);
+    let to = folder.path().to_owned();
+    launch(LaunchConfig::new(2), move |world| {
+        // The folder has step 3, of the ranks that were here before.
+        let (_, mut saves) = save_beside(&world, &to, &[3, 5, 3], None)?;
+        let failure = saves.finish()?.expect("step 3 is there");
+        assert!(failure.to_string().contains("step-000003"), "{failure}");
+        // Rank 0 knows that it would be in vain.
+        assert_eq!(
+            Checkpointer::may_be_tried_again(&failure),
+            world.rank() != 0
+        );
+        assert_eq!(saves.newest(), Some(5));
+        let remarks = saves.remarks();
+        assert!(
+            matches!(remarks[..], [SaveRemark::Failed(_)]),
+            "{remarks:?}"
+        );
+        Ok::<_, CheckpointError>(())
+    })
+    .unwrap_or_else(|error| panic!("{error}"));
+}
+
+#[test]
+fn all_ranks_hear_of_a_tensor_that_is_not_finite() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let to = folder.path().to_owned();
+    let seen = launch(LaunchConfig::new(3), move |world| {
+        let (mut seen, mut saves) = save_beside(&world, &to, &[1], Some(1))?;
+        assert!(saves.finish()?.is_none());
+        assert_eq!(saves.newest(), None);
+        Ok::<_, CheckpointError>(seen.remove(0).expect("not finite"))
+    });
+    let seen = seen.unwrap_or_else(|error| panic!("{error}"));
+    for not_finite in &seen {
+        assert_eq!(not_finite.rank, 1);
+        assert_eq!(not_finite, &seen[0]);
     }
 }

@@ -1,12 +1,14 @@
 //! Steps of a real training: saved by N ranks, loaded by M.
 
+mod common;
+
 use std::path::Path;
 use std::sync::Arc;
 
 use burn::grad_clipping::GradientClipping;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer, SgdConfig};
+use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fsdp::steps::{
     Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
@@ -19,26 +21,7 @@ use burn_fsdp::{
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 
-const CONFIG: GptConfig = GptConfig {
-    vocab: 19,
-    seq: 8,
-    layers: 2,
-    heads: 2,
-    dim: 6,
-};
-
-fn optimizer() -> ModuleOptimizer {
-    AdamWConfig::new().with_epsilon(1e-3).init()
-}
-
-fn loss(model: &Gpt, step: usize, device: &Device) -> Tensor<1> {
-    let tokens = |start: usize| {
-        let start = start as i64;
-        let tokens = Tensor::<1, Int>::arange(start..start + 16, device);
-        tokens.remainder_scalar(19).reshape([2, 8])
-    };
-    model.loss(tokens(step), tokens(step + 1))
-}
+use crate::common::{CONFIG, device, loss, optimizer, trained_plainly};
 
 fn sharded(
     world: &ProcessGroup,
@@ -84,19 +67,35 @@ impl ModuleVisitor for Parameters {
     }
 }
 
-/// The plain model after so many steps, and the loss of each.
-fn trained_plainly(steps: usize) -> (Gpt, Vec<f32>) {
-    let device = Device::flex().autodiff();
-    let mut plain = CONFIG.init(&device, 4).expect("valid");
-    let mut optim = optimizer();
-    let mut losses = Vec::new();
-    for step in 0..steps {
-        let loss = loss(&plain, step, &device);
-        losses.push(loss.clone().into_scalar::<f32>());
-        let gradients = GradientsParams::from_grads(loss.backward(), &plain);
-        plain = optim.step(1e-2, plain, gradients);
-    }
-    (plain, losses)
+/// Saves as step `step`. The ranks meet over `group`.
+fn write<M: Module>(
+    group: ProcessGroup,
+    mesh: &ProcessMesh,
+    model: &M,
+    optim: &ModuleOptimizer,
+    step: u64,
+    folder: &Path,
+) -> Result<(), CheckpointError> {
+    let mut taken = snapshot(model, optim, mesh.layout(), "shard")?;
+    let training = TrainingState {
+        step,
+        optimizer: taken.optimizer,
+        ..TrainingState::default()
+    };
+    let request = SaveRequest::new(taken.plan, training);
+    let mut meet = GroupRendezvous::new(group);
+    save(
+        &Checkpoints::new(folder),
+        &request,
+        &mut taken.snapshot,
+        &mut meet,
+    )?;
+    Ok(())
+}
+
+/// A group for saves alone.
+fn apart(world: &ProcessGroup) -> Result<ProcessGroup, Error> {
+    Ok(world.split(0, world.rank(), "checkpoints")?)
 }
 
 /// Trains two steps and saves. Every rank trains on the same batch, so that the values do not depend on
@@ -105,30 +104,14 @@ fn trained_plainly(steps: usize) -> (Gpt, Vec<f32>) {
 fn save_at(ranks: usize, layout: Layout, folder: &Path) -> Tensors {
     let folder = Arc::new(folder.to_owned());
     let seen = launch(LaunchConfig::new(ranks), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let (mesh, mut model) = sharded(&world, &device, layout)?;
         let mut optim = optimizer();
         for step in 0..2 {
             let gradients = backward(loss(&model, step, &device), &model)?;
             model = optim.step(1e-2, model, gradients);
         }
-        let mut taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
-        let training = TrainingState {
-            step: 2,
-            optimizer: taken.optimizer,
-            ..TrainingState::default()
-        };
-        let request = SaveRequest::new(taken.plan, training);
-        let group = world
-            .split(0, world.rank(), "checkpoints")
-            .map_err(Error::from)?;
-        let mut meet = GroupRendezvous::new(group);
-        save(
-            &Checkpoints::new(&*folder),
-            &request,
-            &mut taken.snapshot,
-            &mut meet,
-        )?;
+        write(apart(&world)?, &mesh, &model, &optim, 2, &folder)?;
         let plain = CONFIG.init(&device, 5).expect("valid");
         let whole = plain.load_record(model.into_record());
         Ok::<_, CheckpointError>(parameters(&whole))
@@ -193,26 +176,14 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
                 let to = tempfile::tempdir().expect("a folder");
                 let again = to.path().to_owned();
                 let resumed = launch(LaunchConfig::new(m), move |world| {
-                    let device = Device::flex().autodiff().gradient_checkpointing();
+                    let device = device();
                     let (mesh, model) = sharded(&world, &device, layout)?;
                     let step = Checkpoints::new(&from).newest()?;
                     let (model, optim) = restore(model, optimizer(), &step)?;
+                    let taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
+                    assert_eq!(taken.optimizer, step.index().training.optimizer);
                     // What was loaded, saved again.
-                    let mut taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
-                    let training = TrainingState {
-                        step: 2,
-                        optimizer: taken.optimizer,
-                        ..TrainingState::default()
-                    };
-                    assert_eq!(training.optimizer, step.index().training.optimizer);
-                    let request = SaveRequest::new(taken.plan, training);
-                    let mut meet = GroupRendezvous::new(world);
-                    save(
-                        &Checkpoints::new(&again),
-                        &request,
-                        &mut taken.snapshot,
-                        &mut meet,
-                    )?;
+                    write(world, &mesh, &model, &optim, 2, &again)?;
                     Ok::<_, CheckpointError>(())
                 });
                 resumed.unwrap_or_else(|error| panic!("{error}"));
@@ -232,11 +203,11 @@ fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
     save_at(1, Layout::Flat, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(1), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let step = Checkpoints::new(&from).newest()?;
         let (mut model, mut optim) = restore(model, optimizer(), &step)?;
-        for (step, want) in losses.iter().enumerate().skip(2) {
+        for (step, want) in (0..).zip(&losses).skip(2) {
             let loss = loss(&model, step, &device);
             let got = loss.clone().into_scalar::<f32>();
             assert_eq!(got.to_bits(), want.to_bits(), "step {step}");
@@ -280,7 +251,7 @@ fn a_part_may_be_loaded_by_path() {
     save_at(2, Layout::Flat, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(3), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let step = Checkpoints::new(&from).newest()?;
         let before = burn_fsdp::local_state(&model)?;
@@ -328,34 +299,6 @@ fn large_shards_come_back() {
     assert!(got == bytes);
 }
 
-/// Saves as step 1.
-fn write<M: Module>(
-    world: &ProcessGroup,
-    mesh: &ProcessMesh,
-    model: &M,
-    optim: &ModuleOptimizer,
-    folder: &Path,
-) -> Result<(), CheckpointError> {
-    let mut taken = snapshot(model, optim, mesh.layout(), "shard")?;
-    let training = TrainingState {
-        step: 1,
-        optimizer: taken.optimizer,
-        ..TrainingState::default()
-    };
-    let request = SaveRequest::new(taken.plan, training);
-    let group = world
-        .split(0, world.rank(), "checkpoints")
-        .map_err(Error::from)?;
-    let mut meet = GroupRendezvous::new(group);
-    save(
-        &Checkpoints::new(folder),
-        &request,
-        &mut taken.snapshot,
-        &mut meet,
-    )?;
-    Ok(())
-}
-
 fn line(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
     Ok(ProcessMesh::new(world, Mesh::line("shard", world.size())?)?)
 }
@@ -384,7 +327,7 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
     damage(folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
             let state = burn_fsdp::local_state(model)?.into_iter();
@@ -430,7 +373,7 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().to_owned();
     let seen = launch(LaunchConfig::new(3), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let mesh = line(&world)?;
         let model = fully_shard(
             counting(&device, 7 + world.rank() as i64),
@@ -448,7 +391,7 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
             let usage = model.usage.val().into_data().convert::<i64>();
             (running, usage, model.mask.val().into_data())
         };
-        write(&world, &mesh, &model, &optimizer(), &path)?;
+        write(apart(&world)?, &mesh, &model, &optimizer(), 1, &path)?;
         let fresh = fully_shard(counting(&device, 0), &mesh, ShardPolicy::new())?;
         let step = Checkpoints::new(&path).newest()?;
         let fresh = restore_model(fresh, &step)?;
@@ -468,7 +411,7 @@ fn an_optimizer_that_needs_whole_tensors_is_noticed() {
     save_at(2, Layout::Flat, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
-        let device = Device::flex().autodiff().gradient_checkpointing();
+        let device = device();
         let clips = || optimizer().with_grad_clipping(GradientClipping::Norm(0.05));
         let (mesh, model) = sharded(&world, &device, Layout::Flat)?;
         let step = Checkpoints::new(&from).newest()?;

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use crate::folder_lock::{FolderLock, RunLock};
 use crate::folder_name::{self, Hidden, State};
 use crate::index::{INDEX_FILE, SEAL_FILE};
-use crate::staging::write_synced;
-use crate::storage::{DirEntry, EntryKind, FileSystem, Storage};
+use crate::storage::{DirEntry, EntryKind, FileSystem, Storage, write_synced};
 use crate::{Error, Limits, Step};
 
 /// A folder with one sub-folder for each step.

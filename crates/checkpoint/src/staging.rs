@@ -14,7 +14,7 @@ use crate::folder_name::{Hidden, State, Ticket};
 use crate::index::{FORMAT_VERSION, INDEX_FILE, IndexContent, SEAL_FILE, seal};
 use crate::shard_header::{self, StoredTensor};
 use crate::source::Source;
-use crate::storage::{Storage, WriteFile};
+use crate::storage::{WriteFile, write_synced};
 use crate::{
     Assignment, Checkpoints, Checksums, Error, FileEntry, Index, PartEntry, TensorEntry,
     TrainingState, WritePlan,
@@ -428,12 +428,4 @@ fn check_target(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Res
         Existing::Refuse => Err(Error::Exists { path }),
         Existing::Replace => checkpoints.check_removable(step).map(|()| true),
     }
-}
-
-pub(crate) fn write_synced(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<(), Error> {
-    let mut file = storage
-        .create_file(path)
-        .map_err(Error::io("create", path))?;
-    file.write_all(bytes).map_err(Error::io("write", path))?;
-    file.sync().map_err(Error::io("sync", path))
 }

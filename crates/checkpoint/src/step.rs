@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use crate::read_plan::check_region;
 use crate::storage::{FileSystem, ReadFile, Storage};
@@ -11,7 +11,7 @@ use crate::{Dtype, Error, Index, Limits, Region, TensorEntry};
 mod files;
 mod part;
 
-use files::{OpenFiles, read_index};
+use files::Files;
 use part::{Chunk, PartReader, overlap};
 
 /// Whether tensors are checked against their checksums as they are read.
@@ -34,18 +34,9 @@ pub enum Verification {
 /// error that names file and tensor.
 #[derive(Debug)]
 pub struct Step {
-    storage: Arc<dyn Storage>,
-    path: PathBuf,
-    limits: Limits,
+    files: Files,
     verification: Verification,
-    index: Index,
     by_name: HashMap<String, usize>,
-    /// For each file the parts in it, `(tensor, part)`, in the order of their bytes.
-    by_file: Vec<Vec<(usize, usize)>>,
-    /// Set for files whose header was found to agree with the index.
-    checked: Vec<OnceLock<()>>,
-    /// The files used last.
-    open_files: OpenFiles,
 }
 
 /// A tensor that a model has, to be compared with those of a step.
@@ -100,34 +91,13 @@ impl Step {
         path: impl Into<PathBuf>,
         limits: Limits,
     ) -> Result<Self, Error> {
-        let path = path.into();
-        let index = read_index(&*storage, &path, &limits)?;
-        let names = index.tensors.iter().enumerate();
+        let files = Files::open(storage, path.into(), limits)?;
+        let names = files.index.tensors.iter().enumerate();
         let by_name = names.map(|(i, tensor)| (tensor.name.clone(), i)).collect();
-        let mut by_file = vec![Vec::new(); index.files.len()];
-        for (i, tensor) in index.tensors.iter().enumerate() {
-            for (j, part) in tensor.parts.iter().enumerate() {
-                by_file[part.file].push((i, j));
-            }
-        }
-        for parts in &mut by_file {
-            parts.sort_by_key(|(tensor, part)| {
-                let bytes = &index.tensors[*tensor].parts[*part].bytes;
-                (bytes.start, bytes.end)
-            });
-        }
-        let mut checked = Vec::new();
-        checked.resize_with(index.files.len(), OnceLock::new);
         Ok(Self {
-            storage,
-            path,
-            limits,
+            files,
             verification: Verification::default(),
-            index,
             by_name,
-            by_file,
-            checked,
-            open_files: OpenFiles::default(),
         })
     }
 
@@ -140,16 +110,16 @@ impl Step {
 
     /// The folder.
     pub fn path(&self) -> &Path {
-        &self.path
+        &self.files.path
     }
 
     /// What is in it.
     pub fn index(&self) -> &Index {
-        &self.index
+        &self.files.index
     }
 
     pub(crate) fn storage(&self) -> &Arc<dyn Storage> {
-        &self.storage
+        &self.files.storage
     }
 
     /// The tensor of this name.
@@ -159,10 +129,10 @@ impl Step {
     /// [`Error::Missing`].
     pub fn tensor(&self, name: &str) -> Result<&TensorEntry, Error> {
         let index = self.by_name.get(name).ok_or_else(|| Error::Missing {
-            path: self.path.clone(),
+            path: self.files.path.clone(),
             names: vec![name.to_owned()],
         })?;
-        Ok(&self.index.tensors[*index])
+        Ok(&self.files.index.tensors[*index])
     }
 
     /// Compares the tensors of a model with those of the step, before anything is loaded. Tensors
@@ -178,7 +148,7 @@ impl Step {
         is_wanted: impl Fn(&TensorEntry) -> bool,
         extra: Extra,
     ) -> Result<(), Error> {
-        let path = || self.path.clone();
+        let path = || self.files.path.clone();
         let is_missing = |tensor: &&ExpectedTensor| !self.by_name.contains_key(&tensor.name);
         let missing: Vec<_> = expected.iter().filter(is_missing).collect();
         if !missing.is_empty() {
@@ -214,7 +184,12 @@ impl Step {
         }
         let known: std::collections::HashSet<_> =
             expected.iter().map(|tensor| tensor.name.as_str()).collect();
-        let stored = self.index.tensors.iter().filter(|tensor| is_wanted(tensor));
+        let stored = self
+            .files
+            .index
+            .tensors
+            .iter()
+            .filter(|tensor| is_wanted(tensor));
         let names: Vec<_> = stored
             .filter(|tensor| !known.contains(tensor.name.as_str()))
             .map(|tensor| tensor.name.clone())
@@ -239,7 +214,7 @@ impl Step {
         check_region(tensor, region)?;
         for part in &tensor.parts {
             if overlap(part, tensor, region).next().is_some() {
-                self.file(part.file)?;
+                self.files.file(part.file)?;
             }
         }
         let mut bytes = vec![0; region.len() * tensor.item_bytes()];
@@ -274,8 +249,8 @@ impl Step {
                 continue;
             }
             let reader = PartReader {
-                step: self,
-                file: self.file(part.file)?,
+                files: &self.files,
+                file: self.files.file(part.file)?,
                 tensor,
                 part,
             };
@@ -300,7 +275,7 @@ impl Step {
     ///
     /// [`Error::FileSize`] or [`Error::Io`].
     pub fn check_sizes(&self) -> Result<(), Error> {
-        (0..self.index.files.len()).try_for_each(|file| self.open_file(file).map(drop))
+        (0..self.files.index.files.len()).try_for_each(|file| self.files.open_file(file).map(drop))
     }
 
     /// Opens the files now, as many as are kept open. A step that is removed meanwhile, as the older ones of
@@ -310,10 +285,10 @@ impl Step {
     ///
     /// [`Error::FileSize`], [`Error::Checksum`] or [`Error::Invalid`] for a header, or [`Error::Io`].
     pub fn hold(&self) -> Result<(), Error> {
-        let files = 0..self.index.files.len().min(files::MAX_OPEN_FILES);
+        let files = 0..self.files.index.files.len().min(files::MAX_OPEN_FILES);
         files
             .into_iter()
-            .try_for_each(|file| self.file(file).map(drop))
+            .try_for_each(|file| self.files.file(file).map(drop))
     }
 
     /// Reads every byte of the step and checks it, up to the first damage.
@@ -335,10 +310,10 @@ impl Step {
     }
 
     fn find_damage(&self, only_first: bool, mut progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
-        let total = self.index.files.iter().map(|file| file.bytes).sum();
+        let total = self.files.index.files.iter().map(|file| file.bytes).sum();
         let mut found = Vec::new();
         let mut passed = 0;
-        for (number, entry) in self.index.files.iter().enumerate() {
+        for (number, entry) in self.files.index.files.iter().enumerate() {
             let mut tell = |in_file| {
                 progress(Progress {
                     done: passed + in_file,
@@ -346,7 +321,7 @@ impl Step {
                     file: &entry.name,
                 });
             };
-            match self.file(number) {
+            match self.files.file(number) {
                 Ok(file) => {
                     self.find_damaged_parts(number, file, only_first, &mut tell, &mut found)
                 }
@@ -370,18 +345,17 @@ impl Step {
         found: &mut Vec<Error>,
     ) {
         let mut buffer = Vec::new();
-        for (tensor, part) in &self.by_file[number] {
-            let tensor = &self.index.tensors[*tensor];
+        for (tensor, part) in &self.files.by_file[number] {
+            let tensor = &self.files.index.tensors[*tensor];
             let part = &tensor.parts[*part];
             let file = Arc::clone(&file);
-            let step = self;
             let reader = PartReader {
-                step,
+                files: &self.files,
                 file,
                 tensor,
                 part,
             };
-            for (bytes, expected) in part.chunks(self.index.chunk_bytes) {
+            for (bytes, expected) in part.chunks(self.files.index.chunk_bytes) {
                 tell(bytes.start);
                 buffer.resize((bytes.end - bytes.start) as usize, 0);
                 if let Err(error) = reader.read_chunk(bytes, expected, &mut buffer) {

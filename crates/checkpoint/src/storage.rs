@@ -4,6 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::Error;
+
 mod file_system;
 mod memory;
 
@@ -130,4 +132,13 @@ pub enum EntryKind {
     Link,
     /// Anything else, such as a pipe or a device.
     Other,
+}
+
+/// Makes a file of these bytes, to last.
+pub(crate) fn write_synced(storage: &dyn Storage, path: &Path, bytes: &[u8]) -> Result<(), Error> {
+    let mut file = storage
+        .create_file(path)
+        .map_err(Error::io("create", path))?;
+    file.write_all(bytes).map_err(Error::io("write", path))?;
+    file.sync().map_err(Error::io("sync", path))
 }

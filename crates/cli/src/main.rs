@@ -1,56 +1,23 @@
 //! The `burn-fsdp` command.
 //!
-//! In the order in which a run meets them:
-//!
 //! - `args`: the command line as it was typed.
-//! - `config`: what is to be done, complete and valid (`data`, `schedule`, `settings`, `output`, `host`,
-//!   `fault`, `run_folder`, `resuming`).
-//! - `train`: the whole run, from the initial weights to the report.
-//! - `rank`: what one rank does in it, around the `engine` that trains: `eager` or `compiled`
-//!   (`optimizer`, `fused`, `share`, `evaluation`, `sample`, `progress`, `metrics`, `saving`, `meeting`,
-//!   `trace`).
-//! - `report`, `summary`, `curve`: what is left afterwards.
-//! - `consolidate`, `inspect`, `generate`: what can be done with a saved step.
-//! - `plan`: what a run would take, without one (`preset`, `published`, `bytes`).
-//! - `console`: what is printed.
+//! - `train`: a training run.
+//! - `plan`: what a run would take, without one.
+//! - `steps`: what can be done with a saved step.
+//! - `text`, `fused`: what several of them do with a model.
+//! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, what is printed.
 //! - `error`: why there is nothing, and the exit code for it.
 
 mod args;
 mod bytes;
-mod compiled;
-mod config;
 mod console;
-mod consolidate;
-mod curve;
-mod data;
-mod eager;
-mod engine;
 mod error;
-mod evaluation;
-mod fault;
 mod fused;
-mod generate;
 mod host;
-mod inspect;
-mod meeting;
-mod metrics;
-mod optimizer;
 mod output;
 mod plan;
-mod preset;
-mod progress;
-mod published;
-mod rank;
-mod report;
-mod resuming;
-mod run_folder;
-mod sample;
-mod saving;
-mod schedule;
-mod settings;
-mod share;
-mod summary;
-mod trace;
+mod steps;
+mod text;
 mod train;
 
 use std::io::{self, IsTerminal};
@@ -61,8 +28,9 @@ use clap::Parser;
 use tracing_subscriber::EnvFilter;
 
 use crate::args::{Cli, Command};
-use crate::config::TrainConfig;
 use crate::error::Failure;
+use crate::steps::{consolidate, generate, inspect};
+use crate::train::TrainConfig;
 
 fn main() -> ExitCode {
     let Cli { command } = Cli::parse();

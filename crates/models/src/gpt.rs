@@ -1,11 +1,11 @@
+//! The GPT.
+
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
 use burn::tensor::{DType, Device, Int, Tensor};
+use burn_fsdp_kernels::{causal_attention, cross_entropy, gelu};
 
-use crate::activation::gelu;
-use crate::attention::causal_attention;
 use crate::initial::InitialValues;
-use crate::loss::cross_entropy;
 use crate::norm::{self, layer_norm};
 use crate::{GptConfig, ModelError};
 

@@ -1,7 +1,11 @@
+//! The header of a safetensors file, which may be from anyone.
+
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{self, Read};
 
 use serde::Deserialize;
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
 
 /// Longest header that is read, so that a wrong length cannot ask for more
 /// memory than any real header needs. The limit of the safetensors crate.
@@ -32,8 +36,36 @@ pub(crate) struct TensorEntry {
 struct HeaderJson {
     #[serde(rename = "__metadata__")]
     _metadata: Option<BTreeMap<String, String>>,
-    #[serde(flatten)]
+    #[serde(flatten, deserialize_with = "each_once")]
     tensors: BTreeMap<String, TensorEntry>,
+}
+
+/// The tensors, none of which may be named twice: which of the entries counts would be anybody's guess.
+fn each_once<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
+    struct EachOnce;
+
+    impl<'de> Visitor<'de> for EachOnce {
+        type Value = BTreeMap<String, TensorEntry>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("the tensors of a safetensors file")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let mut tensors = BTreeMap::new();
+            while let Some((name, entry)) = map.next_entry::<String, TensorEntry>()? {
+                if tensors.contains_key(&name) {
+                    return Err(A::Error::custom(format!("tensor {name} occurs twice")));
+                }
+                tensors.insert(name, entry);
+            }
+            Ok(tensors)
+        }
+    }
+
+    deserializer.deserialize_map(EachOnce)
 }
 
 impl Header {

@@ -37,9 +37,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
-mod activation;
 mod architecture;
-mod attention;
 mod config;
 mod error;
 pub mod fused;
@@ -48,7 +46,6 @@ mod header;
 mod initial;
 mod llama;
 mod llama_config;
-mod loss;
 mod norm;
 mod presets;
 mod rotary;

@@ -1,12 +1,13 @@
+//! The Llama.
+
 use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;
 use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_kernels::{causal_attention, cross_entropy};
 
-use crate::attention::causal_attention;
 use crate::initial::InitialValues;
 use crate::llama_config::INIT_STD;
-use crate::loss::cross_entropy;
 use crate::rotary::Rotary;
 use crate::{LlamaConfig, ModelError};
 

@@ -1,7 +1,7 @@
+//! Layer norms as the models have them.
+
 use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-
-use crate::fused;
 
 /// Added to the variance, so that constant rows do not divide by zero.
 const EPSILON: f64 = 1e-5;
@@ -13,10 +13,5 @@ pub(crate) fn init(dim: usize, device: &Device) -> LayerNorm {
 
 /// Rows with mean zero and variance one, scaled and shifted by the parameters.
 pub(crate) fn layer_norm(norm: &LayerNorm, x: Tensor<2>) -> Tensor<2> {
-    match &norm.beta {
-        Some(beta) if fused::supports(&x) => {
-            fused::layer_norm(x, norm.gamma.val(), beta.val(), EPSILON as f32)
-        }
-        _ => norm.forward(x),
-    }
+    burn_fsdp_kernels::layer_norm(norm, EPSILON, x)
 }

@@ -1,5 +1,8 @@
 //! Time of a step of many small units beside plain Burn's: what a unit costs by itself.
 //!
+//! Plain Burn is timed with its balanced checkpointing, which sharding needs, and without: Burn's bookkeeping for it grows
+//! faster than the depth of a model.
+//!
 //! `cargo bench -p burn-fsdp-shard --bench units [NUM_UNITS ..]`
 
 use std::time::{Duration, Instant};
@@ -57,15 +60,18 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         true => vec![24, 96, 400],
         false => numbers,
     };
-    println!("units    plain Burn       1 rank  a unit costs      2 ranks");
+    println!("units    plain Burn  checkpointing       1 rank  a unit costs      2 ranks");
     for number in numbers {
-        let device = Device::flex().autodiff();
-        let model = Stack::new(number, &device);
-        let plain = median(|| {
-            let gradients = model.loss(&device).backward();
-            drop(GradientsParams::from_grads(gradients, &model));
-            Ok(())
-        })?;
+        let plainly = |device: Device| {
+            let model = Stack::new(number, &device);
+            median(|| {
+                let gradients = model.loss(&device).backward();
+                drop(GradientsParams::from_grads(gradients, &model));
+                Ok(())
+            })
+        };
+        let kept = plainly(Device::flex().autodiff())?;
+        let plain = plainly(Device::flex().autodiff().gradient_checkpointing())?;
         let on = |ranks: usize| {
             launch(LaunchConfig::new(ranks), move |world| {
                 let device = Device::flex().autodiff().gradient_checkpointing();
@@ -77,7 +83,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let (one, two) = (on(1)?[0], on(2)?[0]);
         println!(
-            "{number:>5} {:>10.2} ms {:>9.2} ms {:>10.1} us {:>9.2} ms",
+            "{number:>5} {:>10.2} ms {:>11.2} ms {:>9.2} ms {:>10.1} us {:>9.2} ms",
+            kept.as_secs_f64() * 1e3,
             plain.as_secs_f64() * 1e3,
             one.as_secs_f64() * 1e3,
             (one.as_secs_f64() - plain.as_secs_f64()) / number as f64 * 1e6,

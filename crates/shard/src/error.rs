@@ -48,10 +48,10 @@ pub enum Error {
         /// The path.
         path: String,
     },
-    /// A loss has no graph to go backward through.
+    /// There is nothing to go backward to.
     #[error(
-        "the loss has no autodiff graph: the module was built on a device without autodiff, or none of \
-         its trainable parameters took part; build it on \
+        "nothing of the module gets a gradient: it was built on a device without autodiff, or is all \
+         frozen, or no trained parameter took part in the loss; build it on \
          `Device::flex().autodiff().gradient_checkpointing()`, leave a parameter unfrozen, and apply \
          adapters such as LoRA before sharding if at all (it freezes the rest)"
     )]

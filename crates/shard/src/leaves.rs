@@ -4,15 +4,17 @@
 //! threads and hold clones of one parameter would so exclude each other, each in the middle of
 //! operations that need the other. What the engine manages, or is told to leave alone, gets leaves of
 //! the rank's own; of a parameter beside sharded modules it knows nothing before the first backward,
-//! which looks for it. A rank that is still in its forward by then may already be waiting: that ends
-//! with the deadline of the process group.
+//! which looks for it. A rank that is still in its forward by then would wait for a graph that the
+//! other one has locked, so the other one gives it a moment to arrive. If that is not enough, because
+//! their routes differ, it ends with the deadline of the process group.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
 
 use burn::backend::autodiff::NodeId;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::Error;
 use crate::inspect;
@@ -21,6 +23,12 @@ use crate::path::{self, Place};
 
 /// The ranks of this process by the leaves that they go backward to now.
 static CLAIMED: Mutex<Option<HashMap<NodeId, usize>>> = Mutex::new(None);
+
+/// A rank has claimed its leaves.
+static HAS_CLAIMED: Condvar = Condvar::new();
+
+/// How long a first backward waits for those of the other ranks.
+const FOR_OTHERS: Duration = Duration::from_secs(1);
 
 /// Leaves that are this rank's until it is dropped.
 pub(crate) struct Claim(Vec<NodeId>);
@@ -34,12 +42,13 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages, for `rank`.
+/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. Where there are some,
+/// returns when all ranks have claimed theirs, or a moment has passed.
 ///
 /// # Errors
 ///
 /// [`Error::SharedLeaf`] if another rank of this process has one of them.
-pub(crate) fn claim<M: Module>(module: &M, rank: usize) -> Result<Claim, Error> {
+pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Result<Claim, Error> {
     let mut leaves = Leaves::default();
     inspect::visit(module, &mut leaves);
     let mut guard = CLAIMED.lock();
@@ -56,8 +65,26 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize) -> Result<Claim, Error> 
     let nodes = leaves.found.into_iter().map(|(_, node)| node);
     let nodes: Vec<_> = nodes.filter(|node| !claimed.contains_key(node)).collect();
     claimed.extend(nodes.iter().map(|node| (*node, rank)));
+    if !nodes.is_empty() {
+        HAS_CLAIMED.notify_all();
+        let until = Instant::now() + FOR_OTHERS;
+        let has_all = |claimed: &HashMap<NodeId, usize>| {
+            claimed.values().collect::<HashSet<_>>().len() >= num_ranks
+        };
+        while !has_all(guard.get_or_insert_default())
+            && !HAS_CLAIMED.wait_until(&mut guard, until).timed_out()
+        {}
+    }
     drop(guard);
     Ok(Claim(nodes))
+}
+
+/// Whether the gradient of any parameter of `module` is wanted, sharded or not.
+pub(crate) fn is_any_trained<M: Module>(module: &M) -> bool {
+    let mut leaves = Leaves::default();
+    let members = inspect::visit(module, &mut leaves);
+    let mut members = members.iter();
+    !leaves.found.is_empty() || members.any(|member| member.generation.is_trainable(member.index))
 }
 
 #[derive(Default)]

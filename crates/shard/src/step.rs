@@ -1,6 +1,7 @@
 //! Backward, and what surrounds a training step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -10,6 +11,7 @@ use crate::error::{Error, catch};
 use crate::inspect;
 use crate::leaves;
 use crate::op::Reduced;
+use crate::root::Root;
 use crate::transport::cast;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
@@ -23,39 +25,51 @@ use crate::transport::cast;
 ///
 /// # Errors
 ///
-/// [`Error::NoGraph`] for a loss without autodiff; what the collectives inside met: another rank's
-/// failure, a timeout, a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
+/// [`Error::NoGraph`] for a loss without autodiff, or a module of which nothing is trained; what the
+/// collectives inside met: another rank's failure, a timeout, a mismatch of operations. Afterwards
+/// every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
 ) -> Result<GradientsParams, Error> {
     let roots = inspect::roots_of(module)?;
-    let result = catch(|| {
-        if !loss.is_tracked() {
-            return Err(Error::NoGraph);
-        }
-        let is_first = roots.iter().all(|root| root.num_finished() == 0);
-        let claim = is_first.then(|| leaves::claim(module, roots[0].group.world_rank()));
-        let _claim = claim.transpose()?;
-        let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
-        let mut gradients = differentiated(loss)?;
-        for (root, finished) in roots.iter().zip(finished) {
-            if root.num_finished() == finished {
-                let members = inspect::members(module);
-                let own = members
-                    .iter()
-                    .find(|member| root.owns(&member.generation.unit));
-                let copy = own.map(|member| member.copy);
-                register(&mut gradients, root.finish_unused(copy)?, module);
-            }
-        }
-        Ok(GradientsParams::from_grads(gradients, module))
-    });
-    let result = result.and_then(|inner| inner);
-    if result.is_err() {
-        reset(module)?;
+    let result = catch_unwind(AssertUnwindSafe(|| {
+        catch(|| reduced_gradients(loss, module, &roots)).and_then(|result| result)
+    }));
+    // After a panic of the program's own, too, in a hook say: the pass under way holds a graph whose
+    // nodes hold the root, so that nothing of the module would ever be freed.
+    if !matches!(result, Ok(Ok(_))) {
+        roots.iter().for_each(|root| root.reset());
     }
-    result
+    result.unwrap_or_else(|panic| resume_unwind(panic))
+}
+
+/// The gradients of `loss`, with those that only other ranks have.
+fn reduced_gradients<M: Module, const D: usize>(
+    loss: Tensor<D>,
+    module: &M,
+    roots: &[Arc<Root>],
+) -> Result<GradientsParams, Error> {
+    if !loss.is_tracked() || !leaves::is_any_trained(module) {
+        return Err(Error::NoGraph);
+    }
+    let is_first = roots.iter().all(|root| root.num_finished() == 0);
+    let group = &roots[0].group;
+    let claim = is_first.then(|| leaves::claim(module, group.world_rank(), group.size()));
+    let _claim = claim.transpose()?;
+    let finished: Vec<_> = roots.iter().map(|root| root.num_finished()).collect();
+    let mut gradients = differentiated(loss)?;
+    for (root, finished) in roots.iter().zip(finished) {
+        if root.num_finished() == finished {
+            let members = inspect::members(module);
+            let own = members
+                .iter()
+                .find(|member| root.owns(&member.generation.unit));
+            let copy = own.map(|member| member.copy);
+            register(&mut gradients, root.finish_unused(copy)?, module);
+        }
+    }
+    Ok(GradientsParams::from_grads(gradients, module))
 }
 
 /// Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.

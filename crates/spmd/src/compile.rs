@@ -1,6 +1,9 @@
 //! The whole way from closures to steps.
 
+mod agree;
+mod cache;
 mod repeat;
+mod restored;
 mod state;
 mod step;
 
@@ -172,8 +175,12 @@ where
     let trained = trained.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.dtype));
     // At a rate that is not zero, so that nothing is left out.
     let scalars = HostScalars::new(&optimizer, 1.0, trained)?;
-    let initial = InitialValues::new(&init, &specs, &mode, device)?;
-    let executor = Executor::new(backend_device, mode.group.clone()).with_axes(mode.axes()?);
+    let initial = {
+        let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
+        InitialValues::new(&init, &specs, &layout, mode.ranks(), device)?
+    };
+    let executor = Executor::new(backend_device, mode.ranks().group().clone());
+    let executor = executor.with_axes(mode.ranks().axes()?);
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();

@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
 
+use crate::pass_id::PassId;
+
 /// Why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -103,7 +105,11 @@ pub enum Error {
     },
 
     /// The loss is not one number.
-    #[error("the loss has shape {shape:?}; reduce it to one element, with mean() for instance")]
+    #[error(
+        "the loss has shape {shape:?}; reduce it to one element, with mean() for instance, and where the \
+         ranks' inputs are joined (DataParallel::Default) name those that have no batch dim \
+         (Mode::with_shared_input)"
+    )]
     LossShape {
         /// Its shape.
         shape: Vec<usize>,
@@ -259,18 +265,18 @@ pub enum Error {
     #[error("pass {pass} has been applied to this graph already; apply it once")]
     PassTwice {
         /// The pass.
-        pass: &'static str,
+        pass: PassId,
     },
 
     /// A pass before one that it builds on, or after one that it must precede.
     #[error("pass {pass} must come {relation} pass {other}; reorder the passes")]
     PassOrder {
         /// The pass.
-        pass: &'static str,
+        pass: PassId,
         /// `after` or `before`.
         relation: &'static str,
         /// The other pass.
-        other: &'static str,
+        other: PassId,
     },
 
     /// A graph that breaks a rule of the verifier.
@@ -283,7 +289,7 @@ pub enum Error {
         /// The rule.
         rule: &'static str,
         /// The pass that made the graph, if any.
-        after: Option<&'static str>,
+        after: Option<PassId>,
         /// Index of the node at fault.
         node: usize,
         /// The node.
@@ -396,7 +402,7 @@ impl std::fmt::Display for Produced<'_> {
     }
 }
 
-struct After<'a>(&'a Option<&'static str>);
+struct After<'a>(&'a Option<PassId>);
 
 impl std::fmt::Display for After<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -408,6 +414,14 @@ impl std::fmt::Display for After<'_> {
 }
 
 impl Error {
+    /// An operation of the ranks that is not a node of a graph.
+    pub(crate) fn among_ranks(source: burn_fsdp_collectives::Error) -> Self {
+        Self::Collective {
+            node: 0,
+            source: Arc::new(source),
+        }
+    }
+
     /// A tensor of another shape or type.
     pub(crate) fn mismatch(
         what: &'static str,

@@ -10,13 +10,15 @@ use burn_ir::TensorId;
 
 use crate::Error;
 use crate::graph::{Graph, ParameterLayout};
-use crate::layout::{broadcast, collective, element_of, localize, whole};
-use crate::mode::Mode;
 use crate::panics::caught;
+use crate::parts::{broadcast, element_of, localize, whole};
+use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
-/// Values of a module's tensors before there is a graph: parameters as the mode divides them, and buffers
-/// whole.
+/// How ranks divide a tensor of the module before there is a graph.
+pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<ParameterLayout, Error> + 'a;
+
+/// Values of a module's tensors before there is a graph: each as its layout divides it.
 #[derive(Debug)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
@@ -30,21 +32,23 @@ struct Held {
 }
 
 impl InitialValues {
-    /// What `init` gives on rank 0, on all ranks of the mode.
+    /// What `init` gives on rank 0, on all ranks, as `layout` says of each tensor.
     pub(crate) fn new<M: Module>(
         init: impl Fn(&Device) -> M,
         specs: &[ParameterSpec],
-        mode: &Mode,
+        layout: &LayoutOf<'_>,
+        ranks: &Ranks,
         device: &Device,
     ) -> Result<Self, Error> {
         let mut receiver = Receiver {
             specs,
-            mode,
+            layout,
+            ranks,
             path: Vec::new(),
             values: BTreeMap::new(),
             error: None,
         };
-        match mode.group.rank() == 0 {
+        match ranks.rank() == 0 {
             true => {
                 // On the tape, as for Burn's own training: some modules ask for gradients.
                 let device = device.clone().autodiff();
@@ -70,9 +74,9 @@ impl InitialValues {
     }
 
     /// The whole parameter, on all ranks.
-    pub(crate) fn whole(&self, path: &str, mode: &Mode) -> Result<TensorData, Error> {
+    pub(crate) fn whole(&self, path: &str, ranks: &Ranks) -> Result<TensorData, Error> {
         let held = self.held(path)?;
-        whole(mode, path, &held.data, &held.layout, &held.spec.shape)
+        whole(ranks, path, &held.data, &held.layout, &held.spec.shape)
     }
 
     /// This rank's part, padded.
@@ -80,10 +84,10 @@ impl InitialValues {
         Ok(self.held(path)?.data.clone())
     }
 
-    pub(crate) fn set(&mut self, path: &str, data: TensorData, mode: &Mode) -> Result<(), Error> {
+    pub(crate) fn set(&mut self, path: &str, data: TensorData, ranks: &Ranks) -> Result<(), Error> {
         let layout = self.held(path)?.layout.clone();
         if let Some(held) = self.values.get_mut(path) {
-            held.data = localize(&data, &layout, mode)?;
+            held.data = localize(&data, &layout, ranks)?;
         }
         Ok(())
     }
@@ -111,7 +115,7 @@ impl InitialValues {
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
-        mode: &Mode,
+        ranks: &Ranks,
     ) -> Result<Vec<(TensorId, TensorData)>, Error> {
         let mut values = Vec::new();
         for parameter in graph.parameters() {
@@ -131,8 +135,8 @@ impl InitialValues {
                 true => held.data,
                 false => {
                     let shape = &held.spec.shape;
-                    let all = whole(mode, &parameter.path, &held.data, &held.layout, shape)?;
-                    localize(&all, &parameter.layout, mode)?
+                    let all = whole(ranks, &parameter.path, &held.data, &held.layout, shape)?;
+                    localize(&all, &parameter.layout, ranks)?
                 }
             };
             values.push((parameter.value, data));
@@ -143,7 +147,8 @@ impl InitialValues {
 
 struct Receiver<'a> {
     specs: &'a [ParameterSpec],
-    mode: &'a Mode,
+    layout: &'a LayoutOf<'a>,
+    ranks: &'a Ranks,
     path: Vec<String>,
     values: BTreeMap<Arc<str>, Held>,
     error: Option<Error>,
@@ -180,13 +185,13 @@ impl Receiver<'_> {
                 data,
             ));
         }
-        let group = &self.mode.group;
-        let layout = self.mode.initial_layout(spec)?;
+        let group = self.ranks.group();
+        let layout = (self.layout)(spec)?;
         let ParameterLayout::Flat(partition) = layout else {
-            let data = broadcast(group, &spec.path, data, spec)?;
+            let data = broadcast(group, &spec.path, data, (&spec.shape, spec.dtype))?;
             return Ok(Held {
                 spec: spec.clone(),
-                data: localize(&data, &layout, self.mode)?,
+                data: localize(&data, &layout, self.ranks)?,
                 layout,
             });
         };
@@ -200,7 +205,7 @@ impl Receiver<'_> {
         let label = format!("initial {}", spec.path);
         let received = group
             .scatter(label, Vec::new(), 0, vec![part], vec![into])
-            .map_err(collective)?;
+            .map_err(Error::among_ranks)?;
         let mut bytes = received.buffers[0].as_ref().to_vec();
         bytes.resize(partition.chunk_len() * size, 0);
         Ok(Held {

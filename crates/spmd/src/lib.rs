@@ -1,4 +1,4 @@
-//! A whole train step as one SPMD graph: trace, place, passes, plan, run.
+//! A whole train step as one SPMD graph: trace, place, passes, run.
 //!
 //! [`compile`] turns an unmodified Burn module, a loss closure and a bare Burn optimizer into a
 //! [`CompiledStep`] that runs on every rank of a process group:
@@ -51,17 +51,20 @@
 
 mod compile;
 mod custom;
+mod elements;
 mod error;
 pub mod graph;
 mod initial;
-mod layout;
 mod mode;
 mod panics;
+mod parts;
+mod pass_id;
 pub mod passes;
 pub mod place;
-pub mod plan;
+mod ranks;
 pub mod run;
 pub mod trace;
+mod transform;
 
 pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, compile_with};
 pub use custom::{CustomOperation, CustomOperations};

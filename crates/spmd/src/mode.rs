@@ -3,22 +3,21 @@
 use std::sync::Arc;
 
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Mesh, Pattern, Placement};
+use burn_fsdp_mesh::{Mesh, Partition, Pattern, Placement};
 
 use crate::Error;
 use crate::graph::{Graph, ParameterLayout};
 use crate::passes::schedule::{self, OptimizerPlace};
-use crate::passes::{DeferOptimizer, GraphTransform, Iteration, Pipeline, verify};
+use crate::passes::{DeferOptimizer, Iteration, Pipeline, verify};
 use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication_with};
+use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{InputSpec, ParameterSpec};
-
-/// The mesh axis of data parallelism.
-pub(crate) const DATA_AXIS: &str = "data";
+use crate::transform::GraphTransform;
 
 /// How a step is compiled: over which ranks, and by which passes.
 #[derive(Debug, Clone)]
 pub struct Mode {
-    pub(crate) group: ProcessGroup,
+    ranks: Ranks,
     division: Division,
     /// Names of inputs that all ranks have alike.
     shared: Vec<Pattern>,
@@ -34,7 +33,7 @@ enum Division {
     /// Every rank its part of the batch.
     DataParallel(DataParallel),
     /// Every value by its placements on a mesh.
-    Expand(ProcessMesh, Expand),
+    Expand(Mesh, Expand),
     /// The same on one axis, by the placements that move the fewest bytes; found with the first graph.
     Least(Option<Expand>),
 }
@@ -51,7 +50,7 @@ impl Mode {
             DataParallel::Default => Division::Least(None),
             style => Division::DataParallel(style),
         };
-        Self::new(group, division)
+        Self::new(Ranks::line(group), division)
     }
 
     /// The ranks of a mesh divide values by the user's placements. The loss is that of the joined batch,
@@ -71,13 +70,13 @@ impl Mode {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn expand(mesh: ProcessMesh, expand: Expand) -> Self {
-        let group = mesh.world().clone();
-        Self::new(group, Division::Expand(mesh, expand))
+        let division = Division::Expand(mesh.layout().clone(), expand);
+        Self::new(Ranks::of_mesh(mesh), division)
     }
 
-    fn new(group: ProcessGroup, division: Division) -> Self {
+    fn new(ranks: Ranks, division: Division) -> Self {
         Self {
-            group,
+            ranks,
             division,
             shared: Vec::new(),
             options: schedule::Options::default(),
@@ -125,41 +124,21 @@ impl Mode {
         self
     }
 
-    /// The ranks as a mesh.
-    pub(crate) fn mesh(&self) -> Result<Mesh, Error> {
-        match &self.division {
-            Division::Expand(mesh, _) => Ok(mesh.layout().clone()),
-            _ => Ok(Mesh::line(DATA_AXIS, self.group.size())?),
-        }
-    }
-
-    /// The ranks along every axis.
-    pub(crate) fn axes(&self) -> Result<Vec<(Arc<str>, ProcessGroup)>, Error> {
-        let axes = self.mesh()?.axes().to_vec().into_iter().map(|axis| {
-            let group = self.along(&axis.name)?.clone();
-            Ok((Arc::from(axis.name), group))
-        });
-        axes.collect()
-    }
-
-    /// The ranks along an axis.
-    pub(crate) fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
-        match &self.division {
-            Division::Expand(mesh, _) => mesh.along(axis).map_err(crate::layout::collective),
-            _ => Ok(&self.group),
-        }
+    /// The ranks, and their mesh.
+    pub(crate) fn ranks(&self) -> &Ranks {
+        &self.ranks
     }
 
     /// Shape of the joined tensor of the batch, of which every rank has one of `shape`: what is traced.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
             Division::DataParallel(_) => shape.to_vec(),
-            Division::Expand(mesh, expand) => expand.joined_shape(mesh.layout(), name, shape),
+            Division::Expand(mesh, expand) => expand.joined_shape(mesh, name, shape),
             Division::Least(_) => {
                 let mut shape = shape.to_vec();
                 let is_shared = self.shared.iter().any(|pattern| pattern.matches(name));
                 if let Some(rows) = shape.first_mut().filter(|_| !is_shared) {
-                    *rows *= self.group.size();
+                    *rows *= self.ranks.size();
                 }
                 shape
             }
@@ -171,11 +150,11 @@ impl Mode {
         match &self.division {
             Division::DataParallel(DataParallel::FullyShard) if !spec.is_buffer => {
                 let num_elements = spec.shape.iter().product();
-                let partition = burn_fsdp_mesh::Partition::flat(num_elements, self.group.size())?;
+                let partition = Partition::flat(num_elements, self.ranks.size())?;
                 Ok(ParameterLayout::Flat(partition))
             }
             Division::Expand(mesh, expand) if !spec.is_buffer => {
-                let placed = expand.of_parameter(mesh.layout(), &spec.path, &spec.shape)?;
+                let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
                 let is_whole = placed.iter().all(|p| p.placement == Placement::Replicate);
                 Ok(match is_whole {
                     true => ParameterLayout::Whole,
@@ -208,7 +187,7 @@ impl Mode {
         let parameters = specs.iter().filter(|spec| !spec.is_buffer);
         let paths = parameters.map(|spec| spec.path.as_ref());
         let names = inputs.iter().map(|input| input.name.as_str());
-        expand.check_names(mesh.layout(), paths, names)
+        expand.check_names(mesh, paths, names)
     }
 
     /// Whether something is left to decide by the first graph.
@@ -226,7 +205,7 @@ impl Mode {
         match &self.division {
             Division::DataParallel(_) | Division::Expand(..) | Division::Least(Some(_)) => Ok(()),
             Division::Least(None) => {
-                let mesh = self.mesh()?;
+                let mesh = self.ranks.mesh()?;
                 let found = least_communication_with(graph, &mesh, DATA_AXIS, &self.shared)?;
                 self.division = Division::Least(Some(found));
                 Ok(())
@@ -236,7 +215,7 @@ impl Mode {
 
     /// The passes.
     fn pipeline(&self) -> Result<Pipeline, Error> {
-        let num_ranks = self.group.size();
+        let num_ranks = self.ranks.size();
         let pipeline = match &self.division {
             Division::DataParallel(style) => {
                 schedule::pipeline(num_ranks, *style, &self.options, &self.transforms)
@@ -247,7 +226,7 @@ impl Mode {
             Division::Expand(_, expand) | Division::Least(Some(expand)) => {
                 let insert = ExpandPlacements {
                     expand: expand.clone(),
-                    mesh: self.mesh()?,
+                    mesh: self.ranks.mesh()?,
                 };
                 schedule::pipeline_with(insert, &self.options, &self.transforms)
             }

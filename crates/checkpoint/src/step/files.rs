@@ -2,9 +2,8 @@
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use super::Step;
 use crate::checksum::crc32;
 use crate::index::{INDEX_FILE, SEAL_FILE, seal};
 use crate::shard_header::{self, LENGTH_BYTES};
@@ -16,7 +15,7 @@ pub(super) const MAX_OPEN_FILES: usize = 64;
 
 /// The files used last.
 #[derive(Default)]
-pub(super) struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
+struct OpenFiles(Mutex<VecDeque<(usize, Arc<dyn ReadFile>)>>);
 
 impl std::fmt::Debug for OpenFiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -24,7 +23,55 @@ impl std::fmt::Debug for OpenFiles {
     }
 }
 
-impl Step {
+/// The files of a step, and what the index says of them.
+#[derive(Debug)]
+pub(super) struct Files {
+    pub(super) storage: Arc<dyn Storage>,
+    /// The folder of the step.
+    pub(super) path: PathBuf,
+    pub(super) limits: Limits,
+    pub(super) index: Index,
+    /// For each file the parts in it, `(tensor, part)`, in the order of their bytes.
+    pub(super) by_file: Vec<Vec<(usize, usize)>>,
+    /// Set for files whose header was found to agree with the index.
+    checked: Vec<OnceLock<()>>,
+    /// The files used last.
+    open_files: OpenFiles,
+}
+
+impl Files {
+    /// Reads and validates the index.
+    pub(super) fn open(
+        storage: Arc<dyn Storage>,
+        path: PathBuf,
+        limits: Limits,
+    ) -> Result<Self, Error> {
+        let index = read_index(&*storage, &path, &limits)?;
+        let mut by_file = vec![Vec::new(); index.files.len()];
+        for (i, tensor) in index.tensors.iter().enumerate() {
+            for (j, part) in tensor.parts.iter().enumerate() {
+                by_file[part.file].push((i, j));
+            }
+        }
+        for parts in &mut by_file {
+            parts.sort_by_key(|(tensor, part)| {
+                let bytes = &index.tensors[*tensor].parts[*part].bytes;
+                (bytes.start, bytes.end)
+            });
+        }
+        let mut checked = Vec::new();
+        checked.resize_with(index.files.len(), OnceLock::new);
+        Ok(Self {
+            storage,
+            path,
+            limits,
+            index,
+            by_file,
+            checked,
+            open_files: OpenFiles::default(),
+        })
+    }
+
     pub(super) fn file_path(&self, number: usize) -> PathBuf {
         self.path.join(&self.index.files[number].name)
     }
@@ -143,11 +190,7 @@ impl Step {
 }
 
 /// The index of a step, whole and valid.
-pub(super) fn read_index(
-    storage: &dyn Storage,
-    path: &Path,
-    limits: &Limits,
-) -> Result<Index, Error> {
+fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Index, Error> {
     let seal_path = path.join(SEAL_FILE);
     let index_path = path.join(INDEX_FILE);
     for (file, name) in [(&index_path, INDEX_FILE), (&seal_path, SEAL_FILE)] {

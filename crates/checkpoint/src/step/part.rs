@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crc32fast::Hasher;
 
-use super::Step;
+use super::files::Files;
 use crate::checksum::BLOCK_BYTES;
 use crate::index::PartEntry;
 use crate::region::{Overlap, Runs, overlaps};
@@ -21,7 +21,7 @@ pub(super) struct Chunk {
 
 /// Reads the bytes of one part.
 pub(super) struct PartReader<'a> {
-    pub(super) step: &'a Step,
+    pub(super) files: &'a Files,
     pub(super) file: Arc<dyn ReadFile>,
     pub(super) tensor: &'a TensorEntry,
     pub(super) part: &'a PartEntry,
@@ -35,7 +35,7 @@ impl PartReader<'_> {
             .read_exact_at(buffer, self.part.bytes.start + from);
         read.map_err(|source| Error::Io {
             operation: "read",
-            path: self.step.file_path(self.part.file),
+            path: self.files.file_path(self.part.file),
             source,
         })
     }
@@ -49,7 +49,7 @@ impl PartReader<'_> {
         mut buffer: &mut [u8],
         chunk: &mut Chunk,
     ) -> Result<(), Error> {
-        let chunk_bytes = self.step.index.chunk_bytes;
+        let chunk_bytes = self.files.index.chunk_bytes;
         let part_bytes = self.part.bytes.end - self.part.bytes.start;
         let mut from = from;
         while !buffer.is_empty() {
@@ -97,7 +97,7 @@ impl PartReader<'_> {
             return Ok(());
         }
         Err(Error::Checksum {
-            path: self.step.file_path(self.part.file),
+            path: self.files.file_path(self.part.file),
             tensor: Some(self.tensor.name.clone()),
             bytes,
             expected,

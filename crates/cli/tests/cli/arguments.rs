@@ -162,13 +162,17 @@ fn numbers_of_every_size_are_answered_or_refused() {
 fn paths_of_every_kind_are_answered_or_refused() {
     let folder = Folder::new();
     folder.write("file", "x".repeat(5000));
+    folder.write("output", "x".repeat(5000));
     let saved = [&TINY[..], &["--checkpoint-dir", "steps"]].concat();
     assert_eq!(assert_ends_well(&folder, &saved), 0);
     let mut all: Vec<Vec<&str>> = Vec::new();
     for path in PATHS {
-        for flag in ["--metrics", "--curve", "--trace", "--save-init", "--init"] {
-            all.push([&TINY[..], &[flag, path]].concat());
+        // An output that is named is written, so that it is not the file that is looked at below.
+        let output = if path == "file" { "output" } else { path };
+        for flag in ["--metrics", "--curve", "--trace", "--save-init"] {
+            all.push([&TINY[..], &[flag, output]].concat());
         }
+        all.push([&TINY[..], &["--init", path]].concat());
         // What may be written into is written into: not outside of the test's own folder.
         if !["/", ".."].contains(&path) {
             all.push([&TINY[..], &["--checkpoint-dir", path]].concat());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::command::{Folder, losses};
+use crate::command::{Folder, Run, last_report, losses};
 
 pub(crate) const DIR: &str = "--synthetic --checkpoint-dir steps --metrics metrics.jsonl";
 
@@ -144,6 +144,34 @@ fn ends_after_a_save(signal: &str) {
     assert_eq!(folder.names_in("steps"), [format!("step-{done:06}")]);
     let report = folder.report(&format!("{DIR} --warmup 0 --steps {} --resume", done + 1));
     assert_eq!(report["first_step"], done);
+}
+
+/// The training is done and saved, and writes what nobody wants to wait for.
+#[test]
+fn a_signal_ends_the_sample_and_the_report_is_there() {
+    let folder = Folder::new();
+    folder.write(
+        "text",
+        "to be or not to be, that is the question. ".repeat(200),
+    );
+    let child = folder
+        .train_command(
+            "--data text --warmup 0 --steps 2 --checkpoint-dir steps --sample 1000000000 --json",
+        )
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("a process");
+    while !folder.path("steps/step-000002").exists() {
+        sleep(Duration::from_millis(5));
+    }
+    let kill = Command::new("kill")
+        .args(["-TERM".to_owned(), child.id().to_string()])
+        .status();
+    assert!(kill.expect("kill").success());
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(last_report(&run)["saved_step"], 2);
 }
 
 #[test]

@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use super::group::LocalGroup;
 use super::round::{Round, Sources};
+use super::team::Team;
 use super::transfer;
 use crate::engine::{Awaited, Claim, Flight, Withdrawn};
 use crate::operation::{Extent, OperationKind, Signature};
-use crate::{Buffer, BufferPool, Reduction, Source};
+use crate::{Buffer, Reduction, Source};
 
 /// An operation that this rank has published its part of.
 #[derive(Debug)]
 pub(super) struct LocalFlight {
-    group: Arc<LocalGroup>,
+    team: Arc<Team>,
     /// This rank in the group.
     rank: usize,
     round: Arc<Round>,
@@ -21,14 +21,9 @@ pub(super) struct LocalFlight {
 }
 
 impl LocalFlight {
-    pub(super) fn new(
-        group: Arc<LocalGroup>,
-        rank: usize,
-        round: Arc<Round>,
-        into: Vec<Buffer>,
-    ) -> Self {
+    pub(super) fn new(team: Arc<Team>, rank: usize, round: Arc<Round>, into: Vec<Buffer>) -> Self {
         Self {
-            group,
+            team,
             rank,
             round,
             into,
@@ -54,7 +49,7 @@ impl LocalFlight {
             }
             (_, None) => {
                 // Begins with itself: so the ranks read from different places at any time.
-                for from in (self.rank..self.group.size()).chain(0..self.rank) {
+                for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
                         transfer::copy_all(&self.published(from)?, &routes, into);
@@ -71,14 +66,14 @@ impl LocalFlight {
     /// has discarded the operation, holds nobody up. Who combines a slice does not show in its bits.
     fn combine_slices(&self, reduction: &Reduction, extents: &[Extent]) -> Result<(), Withdrawn> {
         let tensors = self.all(|rank| self.round.sources(rank))?;
-        let num_ranks = self.group.size();
+        let num_ranks = self.team.size();
         for slice in (self.rank..num_ranks).chain(0..self.rank) {
             if self.round.take_slice(slice, self.rank) {
                 let mut parts = self.slice_buffers(slice, reduction, extents);
                 transfer::combine(reduction, extents, &tensors, slice, &mut parts);
                 self.round
                     .publish_slice(slice, parts.into_iter().map(Source::new).collect());
-                self.group.control.world.bell.ring();
+                self.team.bell().ring();
             }
         }
         Ok(())
@@ -92,9 +87,7 @@ impl LocalFlight {
         reduction: &Reduction,
         extents: &[Extent],
     ) -> Vec<Buffer> {
-        // All ranks live in this process.
-        let owner = self.group.control.world.rank(self.group.members[slice]);
-        let pool = owner.map_or_else(BufferPool::new, |owner| owner.pool.clone());
+        let pool = self.team.pool(slice);
         let len = |Extent {
                        element, partition, ..
                    }: &Extent| {
@@ -111,7 +104,7 @@ impl LocalFlight {
     }
 
     fn all(&self, of: impl Fn(usize) -> Option<Sources>) -> Result<Vec<Sources>, Withdrawn> {
-        (0..self.group.size())
+        (0..self.team.size())
             .map(|rank| of(rank).ok_or(Withdrawn))
             .collect()
     }
@@ -121,12 +114,12 @@ impl LocalFlight {
         if std::mem::replace(&mut self.finished, true) {
             return;
         }
-        if self.group.control.failure().is_some() {
+        if self.team.control.failure().is_some() {
             // Not all ranks may ever finish.
             self.round.withdraw(self.rank);
         }
         if self.round.finish(self.rank) {
-            self.group.control.world.bell.ring();
+            self.team.bell().ring();
         }
     }
 }
@@ -149,7 +142,7 @@ impl Flight for LocalFlight {
             Awaited::Result => self.round.has_combined(*rank),
             Awaited::Release => self.round.has_finished(*rank),
         };
-        (0..self.group.size())
+        (0..self.team.size())
             .filter(|rank| !has_done(rank))
             .collect()
     }

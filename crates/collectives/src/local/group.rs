@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use super::flight::LocalFlight;
 use super::round::{Offer, Round};
+use super::team::Team;
 use crate::control::Control;
 use crate::engine::{Engine, Flight, Request, Subgroup};
 use crate::lock::lock;
@@ -12,9 +13,7 @@ use crate::lock::lock;
 /// What the ranks of one group share.
 #[derive(Debug)]
 pub(super) struct LocalGroup {
-    pub(super) control: Arc<Control>,
-    /// The members by their rank in the world, in the order of their rank here.
-    pub(super) members: Arc<[usize]>,
+    team: Arc<Team>,
     /// The operations that not all ranks have started yet, by sequence number.
     rounds: Mutex<HashMap<u64, Arc<Round>>>,
     /// The subgroups that not all their members have collected yet, by number.
@@ -31,8 +30,7 @@ impl LocalGroup {
     pub(super) fn new(control: Arc<Control>, members: Arc<[usize]>) -> Arc<Self> {
         let (rounds, subgroups) = Default::default();
         Arc::new(Self {
-            control,
-            members,
+            team: Arc::new(Team { control, members }),
             rounds,
             subgroups,
         })
@@ -46,17 +44,12 @@ impl LocalGroup {
         }
     }
 
-    /// Number of ranks.
-    pub(super) fn size(&self) -> usize {
-        self.members.len()
-    }
-
     /// Publishes a rank's part of the operation with this number.
     fn join(&self, sequence: u64, rank: usize, offer: Offer) -> Arc<Round> {
         let mut rounds = lock(&self.rounds);
         let round = rounds
             .entry(sequence)
-            .or_insert_with(|| Arc::new(Round::new(self.size())));
+            .or_insert_with(|| Arc::new(Round::new(self.team.size())));
         let round = round.clone();
         round.publish(rank, offer);
         if round.has_all() {
@@ -73,11 +66,11 @@ impl LocalGroup {
             let members = subgroup
                 .members
                 .iter()
-                .map(|member| self.members[*member])
+                .map(|member| self.team.members[*member])
                 .collect();
             let control = match subgroup.isolated {
-                Some(deadline) => self.control.isolate(subgroup.number, deadline),
-                None => self.control.clone(),
+                Some(deadline) => self.team.control.isolate(subgroup.number, deadline),
+                None => self.team.control.clone(),
             };
             let group = LocalGroup::new(control, members);
             Uncollected {
@@ -87,7 +80,7 @@ impl LocalGroup {
         });
         uncollected.num_collected += 1;
         let group = uncollected.group.clone();
-        if uncollected.num_collected == group.size() {
+        if uncollected.num_collected == group.team.size() {
             subgroups.remove(&subgroup.number);
         }
         group
@@ -107,7 +100,7 @@ impl Engine for LocalEnd {
     }
 
     fn control(&self) -> &Arc<Control> {
-        &self.group.control
+        &self.group.team.control
     }
 
     fn start(&self, request: Request) -> Box<dyn Flight> {
@@ -119,8 +112,9 @@ impl Engine for LocalEnd {
         } = request;
         let offer = Offer::new(claim, sources);
         let round = self.group.join(operation.sequence, self.rank, offer);
-        self.group.control.world.bell.ring();
-        Box::new(LocalFlight::new(self.group.clone(), self.rank, round, into))
+        self.group.team.bell().ring();
+        let team = self.group.team.clone();
+        Box::new(LocalFlight::new(team, self.rank, round, into))
     }
 
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {

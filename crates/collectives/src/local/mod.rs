@@ -6,6 +6,7 @@
 mod flight;
 mod group;
 mod round;
+mod team;
 mod transfer;
 
 use std::sync::Arc;

@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
+use super::addends::combine;
 use super::header::signature_bytes;
-use super::landing::Landing;
 use super::progress::Command;
 use super::round::{Shared, Start};
-use crate::arithmetic::{copy, reduce};
+use crate::arithmetic::copy;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
 use crate::operation::{OperationKind, Signature};
@@ -182,43 +182,4 @@ impl MpiFlight {
             copy(source.as_bytes(), place);
         }
     }
-}
-
-/// Combines a rank's own share of its sources with what the others have sent, in rank order.
-/// `addends` has one buffer per part for each other rank.
-pub(super) fn combine(
-    signature: &Signature,
-    reduction: &Reduction,
-    rank: usize,
-    sources: &[Source],
-    addends: &[Option<Vec<Buffer>>],
-    into: &mut [Buffer],
-) {
-    let own = signature.routes(rank, rank);
-    for (part, (buffer, extent)) in into.iter_mut().zip(&signature.extents).enumerate() {
-        let bytes: Vec<&[u8]> = addends
-            .iter()
-            .map(|addend| match addend {
-                Some(buffers) => buffers[part].as_ref(),
-                None => &sources[part].as_bytes()[own[part].given.clone()],
-            })
-            .collect();
-        reduce(reduction, extent.element, &bytes, buffer.as_mut());
-    }
-}
-
-/// Buffers to receive a rank's addends in.
-pub(super) fn scratch(
-    signature: &Signature,
-    from: usize,
-    to: usize,
-    pool: &crate::BufferPool,
-) -> Landing {
-    let routes = signature.routes(from, to);
-    Landing::new(
-        routes
-            .iter()
-            .map(|route| pool.take(route.given.len()))
-            .collect(),
-    )
 }

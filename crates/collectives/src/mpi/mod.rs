@@ -6,6 +6,7 @@
 //! communicator alone: groups are told apart by the headers, so that there may be as many as one
 //! likes. `src/README.md` of this crate describes the protocol.
 
+mod addends;
 mod engine;
 mod header;
 mod landing;

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use super::engine::{combine, scratch};
+use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};

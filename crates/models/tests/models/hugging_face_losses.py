@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 CONFIG = LlamaConfig(
     num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
@@ -24,7 +24,9 @@ def formula(number, name, shape):
 
 def main():
     if len(sys.argv) > 1:
-        model = LlamaForCausalLM.from_pretrained(sys.argv[1], config=CONFIG)
+        # Without a generation config of ours, some versions insist on a file of that name.
+        model = LlamaForCausalLM.from_pretrained(
+            sys.argv[1], config=CONFIG, generation_config=GenerationConfig())
     else:
         model = LlamaForCausalLM(CONFIG)
         with torch.no_grad():

@@ -312,6 +312,29 @@ fn a_shape_that_overflows_is_named() {
 }
 
 #[test]
+fn a_tensor_that_occurs_twice_is_named() {
+    let (_folder, path) = file();
+    let container = Container::of_model(&CONFIG);
+    let header = serde_json::to_string(&container.header).unwrap();
+    let again = format!(
+        "{{\"head.weight\":{},{}",
+        container.header["head.weight"],
+        &header[1..]
+    );
+    let mut bytes = (again.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(again.as_bytes());
+    bytes.extend(&container.data);
+    fs::write(&path, bytes).unwrap();
+    let error = WeightsFile::open(path, CONFIG).expect_err("twice");
+    assert!(
+        error
+            .to_string()
+            .contains("tensor head.weight occurs twice"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_missing_tensor_is_named() {
     let error = open_changed(|file| {
         let entry = file.header.remove("head.weight").unwrap();

@@ -1,5 +1,8 @@
 //! What is refused, and how the message reads.
 
+use std::sync::{Mutex, mpsc};
+use std::time::Duration;
+
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, Quantizer};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::quantization::{Calibration, QuantValue};
@@ -7,7 +10,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessMesh;
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, backward, fully_shard, load_local_state, memory, wrap_plan,
+    Error, ShardPolicy, backward, catch, fully_shard, load_local_state, memory, wrap_plan,
 };
 
 use super::bench::{build, device, on_ranks, panic_of, ready, seed_turn};
@@ -303,4 +306,47 @@ fn a_rank_with_other_values_than_others_use_is_told() {
     });
     assert!(message.contains("blocks.0 unshard"), "{message}");
     assert!(message.contains("values"), "{message}");
+}
+
+/// While one thread of rank 0 waits in a gather, another one asks for a parameter.
+#[test]
+fn two_threads_in_one_module_at_once_are_refused() {
+    let (send, receive) = mpsc::channel();
+    let receive = Mutex::new(receive);
+    on_ranks(2, move |world| {
+        let model = build(MLP, &world, &device(), ShardPolicy::new())?;
+        if world.rank() == 1 {
+            // The gather of rank 0 goes on when one of its threads has been refused.
+            let refused = receive
+                .lock()
+                .unwrap()
+                .recv_timeout(Duration::from_secs(20));
+            assert!(refused.is_ok(), "none is refused");
+            drop(model.head.weight.val());
+            return Ok(());
+        }
+        let refused = send.clone();
+        let read = |model: Mlp| {
+            let result = catch(|| drop(model.head.weight.val()));
+            if result.is_err() {
+                refused.send(()).expect("waited for");
+            }
+            result
+        };
+        let results = std::thread::scope(|scope| {
+            let threads = [0, 1].map(|_| {
+                let model = model.clone();
+                scope.spawn(|| read(model))
+            });
+            threads.map(|thread| thread.join().expect("caught"))
+        });
+        let errors: Vec<_> = results.into_iter().filter_map(Result::err).collect();
+        assert!(
+            matches!(errors[..], [Error::Concurrent { rank: 0 }]),
+            "{errors:?}"
+        );
+        let message = errors[0].to_string();
+        assert!(message.contains("rayon::join"), "{message}");
+        Ok(())
+    });
 }

@@ -1,6 +1,6 @@
 //! What the engine cannot do right it names, and what it can it does.
 
-use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Devices, Lora, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, MuonConfig};
 use burn::tensor::{Device, FloatDType, GradientCheckpointingStrategy, Tensor, TensorData};
@@ -241,6 +241,29 @@ fn a_tied_parameter_is_refused_wherever_it_is() {
             message.contains("`first.weight` and `second.weight`"),
             "{message}"
         );
+        Ok(())
+    });
+}
+
+/// Burn freezes all of a module that adapters are applied to; sharded parameters take none.
+#[test]
+fn a_module_of_which_nothing_is_trained_is_named() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(MLP, &world, &device, ShardPolicy::new().units(["blocks.*"]))?;
+        let adapted = model.clone().apply_lora(Lora::new(2, 4.0));
+        assert!(adapted.blocks[0].up.weight.adapter().is_none());
+        for model in [adapted, model.clone().freeze()] {
+            let loss = model.loss(world.rank(), 0, &device);
+            let error = backward(loss, &model).expect_err("all is frozen");
+            assert!(matches!(error, Error::NoGraph), "{error}");
+            let message = error.to_string();
+            assert!(message.contains("LoRA before sharding"), "{message}");
+            assert!(message.contains("all frozen"), "{message}");
+        }
+        // The copy that is left goes on.
+        let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
+        assert_eq!(gradients.len(), 25);
         Ok(())
     });
 }

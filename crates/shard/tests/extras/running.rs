@@ -8,7 +8,7 @@ use burn::nn::{
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
+use burn_fsdp_shard::{Error, ShardPolicy, backward, catch, fully_shard};
 
 use super::bench::{device, on_ranks, ready};
 use super::nets::input;
@@ -178,10 +178,12 @@ fn a_plain_part_that_ranks_share_is_named() {
     let failed = launch(config, move |world| {
         let mut model = model.clone();
         model.inner = fully_shard(model.inner, &line(&world)?, ShardPolicy::new())?;
-        let x = model.inner.forward(input([2, 4], world.rank(), 0, &device));
-        let loss = model.head.forward(x).sum();
-        world.barrier("between forward and backward")?;
-        backward(loss, &model).map(drop)
+        for step in 0..3 {
+            let x = input([2, 4], world.rank(), step, &device);
+            let loss = catch(|| model.head.forward(model.inner.forward(x)).sum())?;
+            backward(loss, &model)?;
+        }
+        Ok::<_, Error>(())
     });
     let message = failed.expect_err("shared").to_string();
     assert!(message.contains("share parameter `head."), "{message}");

@@ -1,9 +1,12 @@
 //! What a training leaves behind: nothing that grows.
 
+use std::time::Duration;
+
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::SgdConfig;
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, backward, fully_shard, memory, trim};
 
 use super::{HEAP, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
@@ -133,6 +136,34 @@ fn a_thousand_forwards_without_backward_leave_nothing() {
         Ok(seen)
     });
     assert_constant(&seen[0]);
+}
+
+/// A panic of the program's own, which leaves backward in the middle.
+#[test]
+fn a_panic_in_a_hook_leaves_nothing() {
+    let _turn = alone();
+    let failed = || {
+        let config = LaunchConfig::new(2).deadline(Duration::from_secs(60));
+        let ended = launch(config, |world| {
+            let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+            let policy = blocks().gradient_hook(|path, gradient| {
+                if path.starts_with("blocks.4.") {
+                    std::panic::resume_unwind(Box::new("of the user's own"));
+                }
+                gradient
+            });
+            let device = checkpointing();
+            let model = fully_shard(Net::new(&device), &mesh, policy)?;
+            backward(model.loss([1, 5], &device), &model).map(drop)
+        });
+        assert!(ended.is_err());
+        // Burn drops the graphs that are left over at the end of any backward.
+        let device = checkpointing();
+        drop(Net::new(&device).loss([1, 5], &device).backward());
+        HEAP.current_usage()
+    };
+    let seen: Vec<_> = (0..4).map(|_| failed()).collect();
+    assert_constant(&seen);
 }
 
 #[test]

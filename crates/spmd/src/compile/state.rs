@@ -7,57 +7,12 @@ use burn_fsdp_mesh::Mesh;
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
 
-use super::CompiledStep;
+use super::restored::{Restored, state_of};
+use super::step::CompiledStep;
 use crate::Error;
 use crate::graph::{Graph, Parameter, ParameterLayout, Role};
-use crate::layout::{localize, slice, whole};
-use crate::mode::Mode;
-use crate::place::local_shape;
+use crate::parts::{localize, padded, part_shape, unpadded, whole};
 use crate::trace::{Batch, ParameterSpec};
-
-/// A state that was set before there was a graph.
-#[derive(Debug)]
-pub(super) enum Restored {
-    /// Of all ranks.
-    Whole(TensorData),
-    /// This rank's part, without padding.
-    Part(TensorData),
-}
-
-impl Restored {
-    /// As long as nothing is cut, a part is the whole, whatever the first graph will make of it.
-    fn of(data: TensorData, layout: &ParameterLayout) -> Self {
-        match layout {
-            ParameterLayout::Whole => Self::Whole(data),
-            ParameterLayout::Flat(_) | ParameterLayout::Placed(_) => Self::Part(data),
-        }
-    }
-
-    /// Refuses what is not a state of that place.
-    fn check(&self, place: &Parameter, slot: &str, mode: &Mode) -> Result<(), Error> {
-        let (shape, data) = match self {
-            Self::Whole(data) => (place.shape.clone(), data),
-            Self::Part(data) => (part_shape(&place.shape, &place.layout, mode), data),
-        };
-        match data.shape().to_vec() == shape && data.dtype() == place.dtype {
-            true => Ok(()),
-            false => Err(Error::mismatch(
-                "optimizer state",
-                format!("{} {slot}", place.path),
-                (&shape, place.dtype),
-                data,
-            )),
-        }
-    }
-
-    /// As this rank holds it in a graph.
-    fn into_local(self, place: &Parameter, mode: &Mode) -> Result<TensorData, Error> {
-        match self {
-            Self::Whole(data) => localize(&data, &place.layout, mode),
-            Self::Part(data) => Ok(padded(data, &place.layout)),
-        }
-    }
-}
 
 /// What the optimizer keeps for one parameter, in the part in which this rank holds it.
 #[derive(Debug, Clone)]
@@ -70,74 +25,6 @@ pub struct OptimizerState {
     pub tensors: Vec<(String, TensorData)>,
 }
 
-/// A state of the optimizer as if it were a parameter: one of the parameter's shape is divided like it, and any
-/// other is whole.
-fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
-    let parameter = graph.parameter(path);
-    let states = parameter.map(|parameter| parameter.states.as_slice());
-    let states = states.unwrap_or_default().iter();
-    let named = states.filter_map(|id| {
-        let value = graph.value(*id)?;
-        match &value.role {
-            Role::State { slot, .. } => Some((value, slot)),
-            _ => None,
-        }
-    });
-    let named: Vec<_> = named.collect();
-    let found = named.iter().find(|(_, other)| ***other == *slot);
-    let (Some(parameter), Some((value, _))) = (parameter, found) else {
-        let known: Vec<_> = named.iter().map(|(_, slot)| slot.as_ref()).collect();
-        return Err(Error::UnknownName {
-            what: "optimizer state",
-            name: format!("{path} {slot}"),
-            known: known.join(", "),
-        });
-    };
-    let like = graph.value(parameter.value);
-    let is_like = like.is_some_and(|like| like.shape == value.shape);
-    let (shape, layout) = match is_like {
-        true => (parameter.shape.clone(), parameter.layout.clone()),
-        false => (value.shape.clone(), ParameterLayout::Whole),
-    };
-    Ok(Parameter {
-        value: value.id,
-        shape,
-        layout,
-        dtype: value.dtype,
-        ..parameter.clone()
-    })
-}
-
-/// A part as tensors hold it.
-pub(crate) fn padded(data: TensorData, layout: &ParameterLayout) -> TensorData {
-    match layout {
-        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
-        ParameterLayout::Flat(partition) => {
-            let dtype = data.dtype();
-            let mut bytes = data.as_bytes().to_vec();
-            bytes.resize(partition.chunk_len() * dtype.size(), 0);
-            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], dtype)
-        }
-    }
-}
-
-/// A part without its padding.
-pub(super) fn unpadded(data: TensorData, layout: &ParameterLayout, mode: &Mode) -> TensorData {
-    match layout {
-        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
-        ParameterLayout::Flat(partition) => slice(&data, 0..partition.len(mode.group.rank())),
-    }
-}
-
-/// Shape of this rank's part of a tensor, without padding.
-fn part_shape(shape: &[usize], layout: &ParameterLayout, mode: &Mode) -> Vec<usize> {
-    match layout {
-        ParameterLayout::Whole => shape.to_vec(),
-        ParameterLayout::Flat(partition) => vec![partition.len(mode.group.rank())],
-        ParameterLayout::Placed(placements) => local_shape(shape, placements),
-    }
-}
-
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// A parameter or buffer as a whole. All ranks must call it, and all get it.
     ///
@@ -148,7 +35,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.spec(path)?;
         self.flush()?;
         if let Some(initial) = &self.initial {
-            return initial.whole(path, &self.mode);
+            return initial.whole(path, self.mode.ranks());
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
@@ -165,11 +52,11 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.flush()?;
         if let Some(initial) = &self.initial {
             let layout = initial.layout(path)?;
-            return Ok(unpadded(initial.local(path)?, layout, &self.mode));
+            return Ok(unpadded(initial.local(path)?, layout, self.mode.ranks()));
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
-        Ok(unpadded(local, &parameter.layout, &self.mode))
+        Ok(unpadded(local, &parameter.layout, self.mode.ranks()))
     }
 
     /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
@@ -189,10 +76,10 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             ));
         }
         if let Some(initial) = &mut self.initial {
-            return initial.set(path, data, &self.mode);
+            return initial.set(path, data, self.mode.ranks());
         }
         let (parameter, value) = self.located(path)?;
-        let local = localize(&data, &parameter.layout, &self.mode)?;
+        let local = localize(&data, &parameter.layout, self.mode.ranks())?;
         self.executor.set(value, local);
         Ok(())
     }
@@ -264,14 +151,14 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                     format!("the number of steps for state {path} {slot} (resume, resume_with)");
                 return Err(Error::Missing { what });
             }
-            data.check(&place, slot, &self.mode)?;
+            data.check(&place, slot, self.mode.ranks())?;
             places.push(place);
         }
         for (place, data) in places
             .iter()
             .zip(std::mem::take(&mut self.restored).into_values())
         {
-            let local = data.into_local(place, &self.mode)?;
+            let local = data.into_local(place, self.mode.ranks())?;
             self.executor.set(place.value, local);
         }
         Ok(())
@@ -284,7 +171,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             shape,
             ..
         } = parameter;
-        whole(&self.mode, path, local, layout, shape)
+        whole(self.mode.ranks(), path, local, layout, shape)
     }
 
     fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
@@ -327,12 +214,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     ///
     /// None that a mode that was made can have.
     pub fn mesh(&self) -> Result<Mesh, Error> {
-        self.mode.mesh()
+        self.mode.ranks().mesh()
     }
 
     /// This rank's number among those of the mesh.
     pub fn rank(&self) -> usize {
-        self.mode.group.rank()
+        self.mode.ranks().rank()
     }
 
     /// Sets this rank's part of a parameter or buffer, in the shape that [`shard`](Self::shard) gives.
@@ -367,7 +254,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
                     let local = self.executor.get(id)?;
                     let layout = self.state_place(path, &slot)?.1;
-                    states.insert(slot, unpadded(local, &layout, &self.mode));
+                    states.insert(slot, unpadded(local, &layout, self.mode.ranks()));
                 }
             }
         }
@@ -380,7 +267,11 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 Restored::Part(data) => data.clone(),
                 Restored::Whole(data) => {
                     let layout = self.state_place(path, slot)?.1;
-                    unpadded(localize(data, &layout, &self.mode)?, &layout, &self.mode)
+                    unpadded(
+                        localize(data, &layout, self.mode.ranks())?,
+                        &layout,
+                        self.mode.ranks(),
+                    )
                 }
             };
             states.insert(slot.clone(), part);
@@ -469,7 +360,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         for state in &states {
             for (slot, data) in &state.tensors {
                 let (shape, layout) = self.state_place(&state.path, slot)?;
-                let expected = part_shape(&shape, &layout, &self.mode);
+                let expected = part_shape(&shape, &layout, self.mode.ranks());
                 let slots = self.scalars.slots(&state.path).iter();
                 let mut dtype = slots
                     .filter(|other| *other.name == **slot)
@@ -512,7 +403,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;
-        let shape = part_shape(&spec.shape, &layout, &self.mode);
+        let shape = part_shape(&spec.shape, &layout, self.mode.ranks());
         if data.shape().to_vec() == shape && data.dtype() == spec.dtype {
             return Ok(());
         }

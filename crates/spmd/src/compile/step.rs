@@ -1,65 +1,22 @@
 //! A step that runs: the graphs that it has, and what is pending.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::hash::{Hash, Hasher};
-use std::marker::PhantomData;
 use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn_ir::BackendIr;
-use siphasher::sip::SipHasher13;
 
-use super::repeat::difference;
-use super::state::Restored;
-use crate::graph::{Graph, Node, Phase, Role};
+use super::agree::agree;
+use super::cache::{Compiled, Graphs, Made, Setting, Tracer};
+use super::restored::Restored;
+use crate::Error;
+use crate::custom::CustomOperations;
+use crate::graph::{Graph, Role};
 use crate::initial::InitialValues;
-use crate::layout::collective;
-use crate::mode::{Lowered, Mode, lower_all};
+use crate::mode::Mode;
 use crate::run::{Executor, MemoryTable, Timeline};
-use crate::trace::{
-    Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, data_of, fixed_of, specs_of,
-};
-use crate::{CustomOperations, Error};
-
-pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
-
-/// What a graph was made for.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct Key {
-    inputs: Vec<InputSpec>,
-    /// What else of the batch decides: names and hashes.
-    fixed: Vec<(String, u64)>,
-    /// The operations of the optimizer's step.
-    structure: Vec<(usize, usize)>,
-}
-
-/// The graphs that were made for a key.
-#[derive(Debug, Clone)]
-pub(super) struct Made {
-    compiled: Compiled,
-    /// Of all of them.
-    fingerprint: u64,
-    /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
-    stepped: Arc<BTreeSet<Arc<str>>>,
-}
-
-#[derive(Debug, Clone)]
-enum Compiled {
-    Whole(Arc<Graph>),
-    Iteration {
-        setup: Arc<Graph>,
-        main: Arc<Graph>,
-        cleanup: Arc<Graph>,
-    },
-}
-
-/// The graphs of a key, as they are kept.
-pub(super) struct Entry {
-    made: Made,
-    /// What was traced, until the step has been traced once more and compared.
-    traced: Option<Box<Graph>>,
-}
+use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of};
 
 /// An optimizer's step that has been put off: gradients wait for it.
 pub(super) struct Pending {
@@ -85,7 +42,7 @@ struct Prepared {
 
 /// A compiled train step with its parameters and optimizer states, of one rank.
 pub struct CompiledStep<B, Be: BackendIr = Flex> {
-    pub(super) tracer: Tracer<B>,
+    pub(super) graphs: Graphs<B>,
     pub(super) mode: Mode,
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) scalars: HostScalars,
@@ -94,8 +51,6 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     pub(super) initial: Option<InitialValues>,
     /// States that were set before there was a graph, by path and slot.
     pub(super) restored: BTreeMap<(String, String), Restored>,
-    /// The one used last at the back.
-    pub(super) graphs: VecDeque<(Key, Entry)>,
     /// The last step's optimizer, if it has been put off.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
@@ -104,8 +59,6 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     pub(super) current: Option<Arc<Graph>>,
     pub(super) steps: u64,
     pub(super) poisoned: Option<String>,
-    pub(super) num_traces: usize,
-    pub(super) batch: PhantomData<fn(B)>,
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
@@ -119,21 +72,18 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         initial: InitialValues,
     ) -> Self {
         Self {
-            tracer,
+            graphs: Graphs::new(tracer),
             mode,
             specs,
             scalars,
             executor,
             initial: Some(initial),
             restored: BTreeMap::new(),
-            graphs: VecDeque::new(),
             pending: None,
             loaded: None,
             current: None,
             steps: 0,
             poisoned: None,
-            num_traces: 0,
-            batch: PhantomData,
         }
     }
 
@@ -266,7 +216,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
-        let prepared = self.agree(prepared, learning_rate, batch);
+        let said = prepared.as_ref().ok().map(|prepared| prepared.fingerprint);
+        let agreed = agree(self.mode.ranks().group(), said, learning_rate, batch);
+        let prepared = prepared.and_then(|prepared| agreed.map(|()| prepared));
         let prepared = prepared.inspect_err(|_| {
             // Ranks may have decided by different graphs.
             if was_open && self.initial.is_some() {
@@ -276,7 +228,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         })?;
         let graph = &prepared.graph;
         if let Some(initial) = self.initial.take() {
-            for (id, data) in initial.into_values(graph, &self.mode)? {
+            for (id, data) in initial.into_values(graph, self.mode.ranks())? {
                 self.executor.set(id, data);
             }
         }
@@ -341,44 +293,15 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         })
     }
 
-    /// Makes sure that all ranks are about to run the same.
-    fn agree(
-        &self,
-        own: Result<Prepared, Error>,
-        learning_rate: f64,
-        batch: &B,
-    ) -> Result<Prepared, Error> {
-        /// What a rank without a graph says.
-        const NOT_READY: [u8; 8] = [0; 8];
-        let said = match &own {
-            Ok(prepared) => {
-                let mut hasher = SipHasher13::new();
-                (prepared.fingerprint, learning_rate.to_bits()).hash(&mut hasher);
-                hasher.finish().max(1).to_le_bytes()
-            }
-            Err(_) => NOT_READY,
+    /// The graphs for such a batch and step of the optimizer.
+    fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
+        let setting = Setting {
+            mode: &mut self.mode,
+            specs: &self.specs,
+            scalars: &self.scalars,
+            operations: self.executor.operations(),
         };
-        let group = &self.mode.group;
-        let all = group.exchange("step", said.to_vec());
-        let own = own?;
-        let all = all.map_err(collective)?;
-        if let Some(rank) = all.iter().position(|other| *other == NOT_READY) {
-            return Err(Error::PeerNotReady { rank });
-        }
-        let Some(rank) = all.iter().position(|other| *other != all[0]) else {
-            return Ok(own);
-        };
-        // All ranks are here: they tell each other why.
-        let text = format!("{} at learning rate {learning_rate}", described(batch)?);
-        let texts = group.exchange("batches of a step", text.into_bytes());
-        let texts = texts.map_err(collective)?;
-        let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
-        let (first, other) = (text(0), text(rank));
-        let difference = match first == other {
-            true => format!("both have {first}, but the model, the loss or the mode differ"),
-            false => format!("rank 0 has {first}, rank {rank} has {other}"),
-        };
-        Err(Error::GraphsDiffer { rank, difference })
+        self.graphs.of(batch, step, setting)
     }
 
     /// Makes a graph's constants available.
@@ -387,97 +310,6 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         if !loaded.is_some_and(|loaded| Arc::ptr_eq(loaded, graph)) {
             self.executor.load_constants(graph);
             self.loaded = Some(graph.clone());
-        }
-    }
-
-    /// The graphs for such a batch and step of the optimizer.
-    fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
-        let key = Key {
-            inputs: specs_of(batch)?,
-            fixed: fixed_of(batch),
-            structure: step.structure(),
-        };
-        let found = self.graphs.iter().position(|(other, _)| *other == key);
-        let entry = match found {
-            Some(index) => {
-                self.check_again(index, batch, step)?;
-                let entry = self.graphs.remove(index);
-                entry.ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
-            }
-            None => (key, self.make(batch, step)?),
-        };
-        let made = entry.1.made.clone();
-        self.graphs.push_back(entry);
-        while self.graphs.len() > self.mode.cache {
-            self.graphs.pop_front();
-            tracing::warn!(
-                graphs = self.mode.cache,
-                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
-                 went again; pad batches to fewer shapes, or keep more graphs (Mode::with_cache)"
-            );
-        }
-        Ok(made)
-    }
-
-    /// Traces a graph that is used for the second time again, with the batch at hand: what differs now
-    /// would have been frozen.
-    fn check_again(&mut self, index: usize, batch: &B, step: &StepScalars) -> Result<(), Error> {
-        let Some(first) = &self.graphs[index].1.traced else {
-            return Ok(());
-        };
-        let again = (self.tracer)(batch, step, &self.mode)?;
-        if let Some(difference) = difference(first, &again) {
-            return Err(Error::NotRepeatable { difference });
-        }
-        self.graphs[index].1.traced = None;
-        Ok(())
-    }
-
-    fn make(&mut self, batch: &B, step: &StepScalars) -> Result<Entry, Error> {
-        self.mode.check_names(&self.specs, &specs_of(batch)?)?;
-        self.num_traces += 1;
-        let traced = (self.tracer)(batch, step, &self.mode)?;
-        let graph = self.executor.operations().describe(traced.clone())?;
-        self.check_optimizer(&graph)?;
-        self.mode.decide(&graph)?;
-        let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
-        let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
-        let (compiled, fingerprint) = match lower_all(graph, &self.mode)? {
-            Lowered::Whole(graph) => {
-                let fingerprint = graph.fingerprint();
-                (Compiled::Whole(Arc::from(graph)), fingerprint)
-            }
-            Lowered::Iteration(iteration) => {
-                let fingerprint = iteration.main.fingerprint();
-                let compiled = Compiled::Iteration {
-                    setup: Arc::new(iteration.setup),
-                    main: Arc::new(iteration.main),
-                    cleanup: Arc::new(iteration.cleanup),
-                };
-                (compiled, fingerprint)
-            }
-        };
-        Ok(Entry {
-            made: Made {
-                compiled,
-                fingerprint,
-                stepped,
-            },
-            traced: Some(Box::new(traced)),
-        })
-    }
-
-    /// Refuses an optimizer that would give each rank other parameters.
-    fn check_optimizer(&self, graph: &Graph) -> Result<(), Error> {
-        let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
-        let drawn = graph.nodes().iter().find(is_drawn);
-        match drawn.filter(|_| self.mode.group.size() > 1) {
-            Some(node) => {
-                let path = node.path.as_deref().unwrap_or_default();
-                let reason = format!("every rank has other results of {}", node.name());
-                Err(self.scalars.untraceable(path, reason))
-            }
-            None => Ok(()),
         }
     }
 
@@ -497,7 +329,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
 
     /// How many graphs have been traced so far.
     pub fn num_traces(&self) -> usize {
-        self.num_traces
+        self.graphs.num_traces()
     }
 
     /// Number of steps done.
@@ -529,21 +361,4 @@ impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }
-}
-
-/// A batch in words: names, types and shapes of its tensors, and its other values by hash.
-fn described<B: Batch>(batch: &B) -> Result<String, Error> {
-    let tensors = specs_of(batch)?;
-    let tensors = tensors
-        .iter()
-        .map(|spec| format!("\"{}\" {:?} {:?}", spec.name, spec.dtype, spec.shape));
-    let fixed = fixed_of(batch);
-    let fixed = fixed
-        .iter()
-        .map(|(name, hash)| format!("\"{name}\" of hash {hash:016x}"));
-    let parts: Vec<_> = tensors.chain(fixed).collect();
-    Ok(match parts.is_empty() {
-        true => "an empty batch".to_owned(),
-        false => parts.join(", "),
-    })
 }

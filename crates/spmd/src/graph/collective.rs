@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::DType;
+use burn_fsdp_collectives::{Contract, OperationKind, Share};
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
 /// A collective operation of the schedule: the meaning of an `OperationIr::Custom` node.
@@ -14,6 +15,7 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// | all-gather | this rank's part, any shape of `chunk_len` elements | the whole, any shape of `num_elements` |
 /// | reduce-scatter | the whole, any shape | this rank's part, any shape of `chunk_len`, padding zero |
 /// | all-reduce | the whole | the whole |
+/// | all-to-all | for each rank in turn, what it gets of this rank's part | from each rank in turn, what it gave |
 ///
 /// Where the operation is split in two nodes, that of stage [`Stage::Start`] has the inputs above and
 /// outputs of the shapes above that must not be read: their memory is being written. The node of
@@ -28,7 +30,7 @@ pub struct Collective {
     pub label: Arc<str>,
     /// The tensors that travel together.
     pub parts: Vec<CollectivePart>,
-    /// How addends combine; `None` for all-gather.
+    /// How addends combine; `None` where nothing is combined.
     pub reduction: Option<ReduceOp>,
     /// What the tensors are to the step.
     pub payload: Payload,
@@ -45,6 +47,8 @@ pub enum CollectiveKind {
     ReduceScatter,
     /// Every rank gets the combination of all.
     AllReduce,
+    /// Every rank gets its part along one dim of tensors of which each has a part along another.
+    AllToAll,
 }
 
 /// What a collective moves: passes that join and move collectives look at it.
@@ -65,14 +69,43 @@ pub struct CollectivePart {
     pub path: Arc<str>,
     /// Which rank has which elements.
     pub partition: Partition,
+    /// Of an all-to-all: which rank has which of them afterwards, along another dim. The tensor is that of
+    /// every element of `partition` with every one of this.
+    pub across: Option<Partition>,
     /// Type of the elements.
     pub dtype: DType,
 }
 
 impl CollectivePart {
+    /// Number of elements of the whole tensor.
+    pub fn num_elements(&self) -> usize {
+        self.len_by(Share::Full, Partition::num_elements)
+    }
+
     /// Bytes of the whole tensor.
     pub fn num_bytes(&self) -> usize {
-        self.partition.num_elements() * self.dtype.size()
+        self.num_elements() * self.dtype.size()
+    }
+
+    /// Number of elements of a rank's share.
+    pub fn share_len(&self, share: Share, rank: usize) -> usize {
+        self.len_by(share, |partition| partition.len(rank))
+    }
+
+    /// Number of elements of the largest rank's share: what tensors hold on every rank, padded.
+    pub fn padded_len(&self, share: Share) -> usize {
+        self.len_by(share, Partition::chunk_len)
+    }
+
+    fn len_by(&self, share: Share, cut: impl Fn(&Partition) -> usize) -> usize {
+        let whole = Partition::num_elements;
+        let (partition, across) = (&self.partition, self.across.as_ref());
+        match share {
+            Share::Own => cut(partition) * across.map_or(1, whole),
+            Share::Across => whole(partition) * across.map_or(1, cut),
+            Share::Full => whole(partition) * across.map_or(1, whole),
+            _ => 0,
+        }
     }
 }
 
@@ -111,6 +144,41 @@ impl CollectiveKind {
             Self::AllGather => "all_gather",
             Self::ReduceScatter => "reduce_scatter",
             Self::AllReduce => "all_reduce",
+            Self::AllToAll => "all_to_all",
+        }
+    }
+
+    /// What the ranks call it.
+    pub fn operation(self) -> OperationKind {
+        match self {
+            Self::AllGather => OperationKind::AllGather,
+            Self::ReduceScatter => OperationKind::ReduceScatter,
+            Self::AllReduce => OperationKind::AllReduce,
+            Self::AllToAll => OperationKind::AllToAll,
+        }
+    }
+
+    /// Who gives and who gets what.
+    pub fn contract(self) -> Contract {
+        self.operation().contract()
+    }
+
+    /// How often bytes go around a ring of the ranks: twice where a combination is then handed to all.
+    pub fn rounds(self) -> u32 {
+        let contract = self.contract();
+        match contract.reduces && contract.gets.share == Share::Full {
+            true => 2,
+            false => 1,
+        }
+    }
+
+    /// Bytes that go around in each round, of tensors of that many: all, or one rank's share where no rank has
+    /// all of them before or afterwards.
+    pub fn circulating_bytes(self, num_bytes: u64, num_ranks: usize) -> u64 {
+        let contract = self.contract();
+        match [contract.gives.share, contract.gets.share].contains(&Share::Full) {
+            true => num_bytes,
+            false => num_bytes / num_ranks.max(1) as u64,
         }
     }
 }

@@ -31,8 +31,13 @@
 //! update %0 <- %9
 //! ```
 
+mod arithmetic;
 mod collective;
+mod fingerprint;
+mod flops;
 mod node;
+mod operation;
+mod placement;
 mod print;
 mod storage;
 mod value;
@@ -41,14 +46,22 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
-use burn_ir::{OperationIr, TensorId, TensorIr};
+use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 
+pub use arithmetic::touched_bytes;
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
-pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot, operation_name};
+pub use flops::Flops;
+pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot};
+pub use operation::operation_name;
+pub use placement::{AxisPlacement, local_shape};
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, ParameterLayout, Role, Update, Value};
 
-pub(crate) use node::{collective_node, rename, set_status};
+pub(crate) use node::{rename, set_status};
+pub(crate) use operation::{Trait, is};
+
+use crate::Error;
+use crate::pass_id::PassId;
 
 /// A train step, or a part of one. See the [module](self).
 #[derive(Debug, Clone, Default)]
@@ -67,7 +80,7 @@ pub struct Graph {
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     num_ranks: usize,
-    applied: Vec<&'static str>,
+    applied: Vec<PassId>,
     next_id: u64,
 }
 
@@ -146,12 +159,12 @@ impl Graph {
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`](crate::Error::Internal) if there is none of that id.
-    pub fn read(&self, id: TensorId) -> Result<TensorIr, crate::Error> {
+    /// [`Error::Internal`] if there is none of that id.
+    pub fn read(&self, id: TensorId) -> Result<TensorIr, Error> {
         let value = self.values.get(&id);
         value
             .map(Value::to_read)
-            .ok_or_else(|| crate::Error::Internal(format!("value {} is not declared", id.value())))
+            .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
     /// A value as the operation that writes it mentions it: not yet initialised.
@@ -159,11 +172,42 @@ impl Graph {
     /// # Errors
     ///
     /// As [`read`](Self::read).
-    pub fn write(&self, id: TensorId) -> Result<TensorIr, crate::Error> {
+    pub fn write(&self, id: TensorId) -> Result<TensorIr, Error> {
         let TensorIr {
             id, shape, dtype, ..
         } = self.read(id)?;
         Ok(TensorIr::uninit(id, shape, dtype))
+    }
+
+    /// A node that runs a collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Internal`] for values that are not declared.
+    pub(crate) fn collective_node(
+        &self,
+        collective: Collective,
+        inputs: &[TensorId],
+        outputs: &[TensorId],
+        phase: Phase,
+    ) -> Result<Node, Error> {
+        let inputs = inputs
+            .iter()
+            .map(|id| self.read(*id))
+            .collect::<Result<Vec<_>, _>>()?;
+        let outputs = outputs
+            .iter()
+            .map(|id| self.write(*id))
+            .collect::<Result<Vec<_>, _>>()?;
+        let custom = CustomOpIr {
+            id: collective.name(),
+            inputs,
+            outputs,
+            scalars: Vec::new(),
+        };
+        let mut node = Node::new(OperationIr::Custom(custom), phase);
+        node.collective = Some(collective);
+        Ok(node)
     }
 
     /// Data of the constants: values that are the same in every step.
@@ -250,11 +294,11 @@ impl Graph {
     }
 
     /// The passes that made this graph, in order.
-    pub fn applied(&self) -> &[&'static str] {
+    pub fn applied(&self) -> &[PassId] {
         &self.applied
     }
 
-    pub(crate) fn mark_applied(&mut self, pass: &'static str) {
+    pub(crate) fn mark_applied(&mut self, pass: PassId) {
         self.applied.push(pass);
     }
 
@@ -337,12 +381,6 @@ impl Graph {
             let collective = node.collective.as_ref()?;
             (collective.stage != Stage::Wait).then_some((index, collective))
         })
-    }
-
-    /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles,
-    /// updates and the data of constants.
-    pub fn fingerprint(&self) -> u64 {
-        print::fingerprint(self)
     }
 
     /// Whether the value is one that a drop may free.

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use burn_ir::{CustomOpIr, IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
+use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 
-use super::{Collective, Graph, Value};
-use crate::Error;
-use crate::plan::Flops;
+use super::collective::Collective;
+use super::flops::Flops;
+use super::operation::{Trait, is, operation_name};
+use super::value::Value;
 
 /// One operation of the schedule.
 #[derive(Debug, Clone, PartialEq)]
@@ -146,15 +147,10 @@ impl Node {
     /// Whether its result depends on what ran before, or on the other ranks: such a node is never
     /// dropped, repeated or merged with another.
     pub fn is_opaque(&self) -> bool {
-        use burn_ir::{FloatOperationIr as F, NumericOperationIr as N};
-        matches!(
-            &self.operation,
-            OperationIr::Float(_, F::Random(_))
-                | OperationIr::NumericInt(_, N::IntRandom(_))
-                | OperationIr::NumericFloat(_, N::IntRandom(_))
-                | OperationIr::Distributed(_)
-        ) || matches!(&self.operation, OperationIr::Custom(_))
-            && !self.custom.is_some_and(|custom| custom.is_pure)
+        match (&self.operation, &self.custom) {
+            (OperationIr::Custom(_), custom) => !custom.is_some_and(|custom| custom.is_pure),
+            (operation, _) => is(operation, Trait::Opaque),
+        }
     }
 
     /// Name of the operation, such as `Float.Matmul`.
@@ -195,86 +191,6 @@ impl Node {
         self.operation.visit_mut(&mut patch);
         patch.1 && patch.0.len() == 0
     }
-}
-
-/// Name of an operation, such as `Float.Matmul` or `Module.Conv2d`.
-pub fn operation_name(operation: &OperationIr) -> String {
-    if let OperationIr::Custom(custom) = operation {
-        return format!("Custom.{}", custom.id);
-    }
-    // Burn's Debug form begins with the path of variants; the rest may be long.
-    let mut head = Head(String::new());
-    let _ = fmt::write(&mut head, format_args!("{operation:?}"));
-    let words = head
-        .0
-        .split(['(', ' ', '{', ','])
-        .filter(|word| !word.is_empty());
-    let mut name = String::new();
-    for word in words.filter(|word| word.starts_with(char::is_uppercase)) {
-        let is_dtype = word.chars().any(|c| c.is_ascii_digit())
-            && word.chars().next().is_some_and(|c| "FIUB".contains(c))
-            && word.len() <= 6
-            && !word.contains('d');
-        if word.ends_with("Ir") || is_dtype && !name.is_empty() {
-            if word.ends_with("Ir") {
-                break;
-            }
-            continue;
-        }
-        if !name.is_empty() {
-            name.push('.');
-        }
-        name.push_str(word);
-        if name.contains('.') {
-            break;
-        }
-    }
-    name
-}
-
-/// Keeps the first characters that are written to it.
-struct Head(String);
-
-impl fmt::Write for Head {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        self.0.push_str(text);
-        if self.0.len() > 96 {
-            Err(fmt::Error)
-        } else {
-            Ok(())
-        }
-    }
-}
-
-/// A node that runs a collective.
-///
-/// # Errors
-///
-/// [`Error::Internal`] for values that are not declared.
-pub(crate) fn collective_node(
-    graph: &Graph,
-    collective: Collective,
-    inputs: &[TensorId],
-    outputs: &[TensorId],
-    phase: Phase,
-) -> Result<Node, Error> {
-    let inputs = inputs
-        .iter()
-        .map(|id| graph.read(*id))
-        .collect::<Result<Vec<_>, _>>()?;
-    let outputs = outputs
-        .iter()
-        .map(|id| graph.write(*id))
-        .collect::<Result<Vec<_>, _>>()?;
-    let custom = CustomOpIr {
-        id: collective.name(),
-        inputs,
-        outputs,
-        scalars: Vec::new(),
-    };
-    let mut node = Node::new(OperationIr::Custom(custom), phase);
-    node.collective = Some(collective);
-    Ok(node)
 }
 
 /// Gives every tensor of an operation the id that `map` has for it.

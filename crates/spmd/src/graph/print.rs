@@ -1,13 +1,13 @@
 //! Graphs as text.
 
 use std::fmt;
-use std::hash::{Hash, Hasher};
 
 use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
-use siphasher::sip::SipHasher13;
 
-use super::{Graph, Node, Role, Value};
-use crate::mode::DATA_AXIS;
+use super::Graph;
+use super::node::Node;
+use super::value::{Role, Value};
+use crate::ranks::DATA_AXIS;
 
 /// One line per given value, node and update; see the [module](super) for an example. Values that a
 /// node takes the memory of are marked with `!`.
@@ -94,29 +94,4 @@ fn input(tensor: &TensorIr) -> String {
         _ => "",
     };
     format!("%{}{mark}", tensor.id.value())
-}
-
-/// See [`Graph::fingerprint`].
-pub(super) fn fingerprint(graph: &Graph) -> u64 {
-    let mut hasher = SipHasher13::new();
-    for value in graph.values.values() {
-        (value.id, &value.shape, &value.role).hash(&mut hasher);
-    }
-    for node in &graph.nodes {
-        node.operation.hash(&mut hasher);
-        (node.phase, node.scalars, &node.shift).hash(&mut hasher);
-        if let Some(collective) = &node.collective {
-            (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
-            let reduction = collective.reduction.map(|op| op.to_string());
-            (&collective.axis, reduction, collective.payload).hash(&mut hasher);
-        }
-    }
-    for update in &graph.updates {
-        (update.into, update.from).hash(&mut hasher);
-    }
-    for (id, data) in &graph.constants {
-        (id, data.shape().to_vec(), format!("{:?}", data.dtype())).hash(&mut hasher);
-        data.as_bytes().hash(&mut hasher);
-    }
-    hasher.finish()
 }

@@ -1,8 +1,10 @@
 //! Which operations make new memory.
 
-use burn_ir::{BaseOperationIr, OperationIr, TensorId};
+use burn_ir::TensorId;
 
-use super::{Node, Stage};
+use super::collective::Stage;
+use super::node::Node;
+use super::operation::{Trait, is};
 
 /// Where the outputs of a node lie, on a backend with strided views such as Flex.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,21 +30,19 @@ pub fn storage_of(node: &Node) -> Storage {
             Stage::Whole | Stage::Start => Storage::New,
         };
     }
-    let base = match &node.operation {
-        OperationIr::Drop(_) => return Storage::None,
-        OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base) => {
-            base
+    let operation = &node.operation;
+    if node.is_drop() {
+        return Storage::None;
+    }
+    let ends = (operation.inputs().next(), operation.outputs().next());
+    match ends {
+        (Some(input), Some(output)) => {
+            let is_same = is(operation, Trait::Cast) && input.dtype == output.dtype;
+            match is_same || is(operation, Trait::View) {
+                true => Storage::View(input.id),
+                false => Storage::New,
+            }
         }
-        _ => return Storage::New,
-    };
-    match base {
-        BaseOperationIr::Reshape(op) => Storage::View(op.input.id),
-        BaseOperationIr::Expand(op) => Storage::View(op.input.id),
-        BaseOperationIr::SwapDims(op) => Storage::View(op.input.id),
-        BaseOperationIr::Permute(op) => Storage::View(op.input.id),
-        BaseOperationIr::Slice(op) => Storage::View(op.tensor.id),
-        BaseOperationIr::Unfold(op) => Storage::View(op.input.id),
-        BaseOperationIr::Cast(op) if op.input.dtype == op.out.dtype => Storage::View(op.input.id),
         _ => Storage::New,
     }
 }

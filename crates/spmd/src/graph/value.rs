@@ -7,7 +7,7 @@ use burn::tensor::{DType, Shape};
 use burn_fsdp_mesh::Partition;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
 
-use crate::place::AxisPlacement;
+use super::placement::AxisPlacement;
 
 /// A tensor that a node reads or writes.
 #[derive(Debug, Clone, PartialEq)]

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::TensorId;
 
-use super::GraphTransform;
 use super::unit::unit_in;
 use crate::Error;
-use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage, collective_node};
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Joins collectives, so that many tensors travel in one operation.
 ///
@@ -41,16 +42,16 @@ impl Default for Bucket {
 }
 
 impl GraphTransform for Bucket {
-    fn name(&self) -> &'static str {
-        "bucket collectives"
+    fn id(&self) -> PassId {
+        PassId::Bucket
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["insert collectives", "deduplicate collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives, PassId::Deduplicate]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["split collectives", "liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Split, PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -195,6 +196,6 @@ impl Members {
         };
         let inputs: Vec<TensorId> = members.iter().flat_map(|node| node.inputs()).collect();
         let outputs: Vec<TensorId> = members.iter().flat_map(|node| node.outputs()).collect();
-        collective_node(graph, collective, &inputs, &outputs, at.phase)
+        graph.collective_node(collective, &inputs, &outputs, at.phase)
     }
 }

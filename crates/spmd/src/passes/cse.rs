@@ -3,9 +3,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn_ir::{IrVisitorMut, OperationIr, TensorId, TensorIr, TensorStatus};
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::{Graph, Node, Phase, Role, rename};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Computes equal things once: constants of equal data, and equal operations on equal inputs in the
 /// same phase.
@@ -24,12 +25,16 @@ use crate::graph::{Graph, Node, Phase, Role, rename};
 pub struct CommonSubexpressions;
 
 impl GraphTransform for CommonSubexpressions {
-    fn name(&self) -> &'static str {
-        "common subexpressions"
+    fn id(&self) -> PassId {
+        PassId::CommonSubexpressions
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["insert collectives", "recompute", "liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[
+            PassId::InsertCollectives,
+            PassId::Recompute,
+            PassId::Liveness,
+        ]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

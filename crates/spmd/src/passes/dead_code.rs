@@ -1,8 +1,9 @@
 use std::collections::BTreeSet;
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::Graph;
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Removes nodes whose results nothing needs.
 ///
@@ -19,12 +20,12 @@ use crate::graph::Graph;
 pub struct DeadCode;
 
 impl GraphTransform for DeadCode {
-    fn name(&self) -> &'static str {
-        "dead code"
+    fn id(&self) -> PassId {
+        PassId::DeadCode
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

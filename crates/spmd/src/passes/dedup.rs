@@ -2,9 +2,10 @@ use std::collections::{BTreeMap, HashMap};
 
 use burn_ir::TensorId;
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Runs equal collectives once: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
 ///
@@ -22,21 +23,21 @@ use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
 pub struct Deduplicate;
 
 impl GraphTransform for Deduplicate {
-    fn name(&self) -> &'static str {
-        "deduplicate collectives"
+    fn id(&self) -> PassId {
+        PassId::Deduplicate
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["insert collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
     }
 
-    fn before(&self) -> &'static [&'static str] {
+    fn before(&self) -> &'static [PassId] {
         // It would undo them.
         &[
-            "regather",
-            "bucket collectives",
-            "split collectives",
-            "liveness",
+            PassId::Regather,
+            PassId::Bucket,
+            PassId::Split,
+            PassId::Liveness,
         ]
     }
 

@@ -3,9 +3,12 @@ use std::sync::Arc;
 
 use burn_ir::TensorId;
 
-use super::{Liveness, apply};
+use super::liveness::Liveness;
+use super::pipeline::apply;
 use crate::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
+use crate::pass_id::PassId;
+use crate::transform::check_order;
 
 /// Where the numbers of pending gradients begin: graphs of one step agree on them, whatever the batch.
 const FIRST_PENDING: u64 = 1 << 40;
@@ -52,7 +55,7 @@ impl DeferOptimizer {
         let parts = Parts::of(graph)?;
         let finish = |graph: Graph| {
             let mut graph = graph;
-            graph.mark_applied("deferred optimizer");
+            graph.mark_applied(PassId::DeferOptimizer);
             graph.sync_nodes();
             graph.prune();
             apply(&Liveness, graph)
@@ -87,18 +90,9 @@ struct Parts {
 
 impl Parts {
     fn of(mut graph: Graph) -> Result<Self, Error> {
-        let order = |relation, other| Error::PassOrder {
-            pass: "deferred optimizer",
-            relation,
-            other,
-        };
-        if !graph.applied().contains(&"insert collectives") {
-            return Err(order("after", "insert collectives"));
-        }
-        let late = ["early optimizer", "liveness"];
-        if let Some(other) = late.into_iter().find(|p| graph.applied().contains(p)) {
-            return Err(order("before", other));
-        }
+        let after = [PassId::InsertCollectives];
+        let before = [PassId::EarlyOptimizer, PassId::Liveness];
+        check_order(&graph, PassId::DeferOptimizer, &after, &before)?;
         let mut pending = BTreeMap::new();
         for parameter in graph.parameters().to_vec() {
             let Some(gradient) = parameter.gradient else {

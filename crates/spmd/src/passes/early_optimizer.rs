@@ -3,9 +3,10 @@ use std::sync::Arc;
 
 use burn_ir::TensorId;
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::{Graph, Node, Phase};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Splits the optimizer by parameter and moves each part up to where its gradient is complete, so that
 /// gradients are freed during backward instead of living until its end.
@@ -22,16 +23,16 @@ use crate::graph::{Graph, Node, Phase};
 pub struct EarlyOptimizer;
 
 impl GraphTransform for EarlyOptimizer {
-    fn name(&self) -> &'static str {
-        "early optimizer"
+    fn id(&self) -> PassId {
+        PassId::EarlyOptimizer
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["insert collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

@@ -2,9 +2,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn_ir::{TensorId, TensorStatus};
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::{Graph, Node, Stage, set_status};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Frees every value at its last use, in place where that is possible.
 ///
@@ -25,8 +26,8 @@ use crate::graph::{Graph, Node, Stage, set_status};
 pub struct Liveness;
 
 impl GraphTransform for Liveness {
-    fn name(&self) -> &'static str {
-        "liveness"
+    fn id(&self) -> PassId {
+        PassId::Liveness
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

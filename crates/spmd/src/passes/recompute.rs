@@ -1,11 +1,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_ir::{BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
+use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
-use super::GraphTransform;
 use super::rewrite::repeat;
 use crate::Error;
-use crate::graph::{Graph, Node, Phase, Storage, rename, storage_of};
+use crate::graph::{Graph, Node, Phase, Storage, Trait, is, rename, storage_of};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Computes cheap values of forward again in backward instead of keeping them in between.
 ///
@@ -34,12 +35,12 @@ impl Default for Recompute {
 }
 
 impl GraphTransform for Recompute {
-    fn name(&self) -> &'static str {
-        "recompute"
+    fn id(&self) -> PassId {
+        PassId::Recompute
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["insert collectives", "liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives, PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -222,67 +223,8 @@ fn is_reshape(node: &Node) -> bool {
 
 /// Whether computing again costs no more than reading and writing memory.
 fn is_cheap(node: &Node) -> bool {
-    use BaseOperationIr as Base;
-    use FloatOperationIr as F;
-    use NumericOperationIr as N;
     if let Some(custom) = &node.custom {
         return custom.is_pure && custom.is_cheap;
     }
-    match &node.operation {
-        OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => matches!(
-            op,
-            N::Add(_)
-                | N::AddScalar(_)
-                | N::Sub(_)
-                | N::SubScalar(_)
-                | N::Mul(_)
-                | N::MulScalar(_)
-                | N::Div(_)
-                | N::DivScalar(_)
-                | N::Neg(_)
-                | N::Abs(_)
-                | N::Sign(_)
-                | N::Powi(_)
-                | N::Clamp(_)
-                | N::Full(_)
-                | N::Greater(_)
-                | N::GreaterElem(_)
-                | N::GreaterEqual(_)
-                | N::GreaterEqualElem(_)
-                | N::Lower(_)
-                | N::LowerElem(_)
-                | N::LowerEqual(_)
-                | N::LowerEqualElem(_)
-        ),
-        OperationIr::Float(_, op) => matches!(
-            op,
-            F::Exp(_)
-                | F::Log(_)
-                | F::Log1p(_)
-                | F::Erf(_)
-                | F::PowfScalar(_)
-                | F::Sqrt(_)
-                | F::Tanh(_)
-                | F::Recip(_)
-        ),
-        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
-            matches!(
-                op,
-                Base::Reshape(_)
-                    | Base::MaskFill(_)
-                    | Base::MaskWhere(_)
-                    | Base::Equal(_)
-                    | Base::EqualElem(_)
-                    | Base::NotEqual(_)
-                    | Base::NotEqualElem(_)
-                    | Base::Cast(_)
-                    | Base::Zeros(_)
-                    | Base::Ones(_)
-                    | Base::RepeatDim(_)
-                    | Base::Cat(_)
-            )
-        }
-        OperationIr::Activation(_) | OperationIr::Bool(_) => true,
-        _ => false,
-    }
+    is(&node.operation, Trait::Cheap)
 }

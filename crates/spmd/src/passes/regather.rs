@@ -3,13 +3,14 @@ use std::sync::Arc;
 
 use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
-use super::GraphTransform;
 use super::rewrite::repeat;
 use super::unit::unit_in;
 use crate::Error;
 use crate::graph::{
     Collective, CollectiveKind, Graph, Node, Payload, Phase, Storage, rename, storage_of,
 };
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Frees gathered weights after each visit of their unit and gathers them again for the next: forward
 /// and backward each have their own.
@@ -33,16 +34,16 @@ use crate::graph::{
 pub struct Regather;
 
 impl GraphTransform for Regather {
-    fn name(&self) -> &'static str {
-        "regather"
+    fn id(&self) -> PassId {
+        PassId::Regather
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["deduplicate collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::Deduplicate]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["bucket collectives", "split collectives", "liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Bucket, PassId::Split, PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

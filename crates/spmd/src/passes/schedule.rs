@@ -4,13 +4,15 @@ use std::sync::Arc;
 
 use super::{
     AssignUnits, Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer,
-    GraphTransform, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
-    SinkWaits, Split, StandIns, Units,
+    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
+    StandIns, Units,
 };
 use crate::Error;
 use crate::graph::Graph;
-use crate::mode::DATA_AXIS;
+use crate::pass_id::PassId;
 use crate::place::DataParallel;
+use crate::ranks::DATA_AXIS;
+use crate::transform::GraphTransform;
 
 /// Which passes run, and how.
 #[derive(Debug, Clone, PartialEq)]
@@ -131,16 +133,16 @@ pub(crate) fn pipeline_with(
 struct Shared(Arc<dyn GraphTransform>);
 
 impl GraphTransform for Shared {
-    fn name(&self) -> &'static str {
-        self.0.name()
+    fn id(&self) -> PassId {
+        self.0.id()
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        self.0.after()
+    fn after(&self) -> &'static [PassId] {
+        &[]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        self.0.before()
+    fn before(&self) -> &'static [PassId] {
+        &[]
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {

@@ -2,15 +2,17 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
-use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, TensorId};
+use burn_ir::TensorId;
 
-use super::GraphTransform;
 use crate::Error;
+use crate::elements::element_type;
 use crate::graph::{
     Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Payload, Phase, Role,
-    Stage, collective_node, operation_name,
+    Stage, Trait, is, operation_name, rename,
 };
+use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication};
+use crate::transform::GraphTransform;
 
 /// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
 /// divide the batch among them.
@@ -46,12 +48,12 @@ pub struct InsertCollectives {
 }
 
 impl GraphTransform for InsertCollectives {
-    fn name(&self) -> &'static str {
-        "insert collectives"
+    fn id(&self) -> PassId {
+        PassId::InsertCollectives
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
@@ -95,7 +97,7 @@ impl Insertion<'_> {
                 continue;
             }
             let (value, path, dtype) = (parameter.value, parameter.path.clone(), parameter.dtype);
-            if crate::run::element_type(dtype).is_none() {
+            if element_type(dtype).is_none() {
                 return Err(Error::ElementType {
                     path: path.to_string(),
                     dtype,
@@ -136,7 +138,7 @@ impl Insertion<'_> {
                 let full = self.gather(&mut scheduled, id, path, *partition, shape, node.phase)?;
                 gathered.insert(id, full);
             }
-            crate::graph::rename(&mut node.operation, &gathered);
+            rename(&mut node.operation, &gathered);
             scheduled.push(node);
         }
         Ok(scheduled)
@@ -174,7 +176,9 @@ impl Insertion<'_> {
         let dtype = self.graph.read(shard)?.dtype;
         let full = self.graph.add_value(shape.to_vec(), dtype, Role::Temporary);
         let collective = self.collective(CollectiveKind::AllGather, path, partition, dtype);
-        let node = collective_node(&self.graph, collective, &[shard], &[full], phase)?;
+        let node = self
+            .graph
+            .collective_node(collective, &[shard], &[full], phase)?;
         scheduled.push(node);
         Ok(full)
     }
@@ -186,10 +190,7 @@ impl Insertion<'_> {
         partition: Partition,
         dtype: burn::tensor::DType,
     ) -> Collective {
-        let reduction = match kind {
-            CollectiveKind::AllGather => None,
-            _ => Some(ReduceOp::Mean),
-        };
+        let reduces = kind.contract().reduces;
         Collective {
             kind,
             axis: self.pass.axis.clone(),
@@ -197,12 +198,13 @@ impl Insertion<'_> {
             parts: vec![CollectivePart {
                 path: path.clone(),
                 partition,
+                across: None,
                 dtype,
             }],
-            reduction,
-            payload: match kind {
-                CollectiveKind::AllGather => Payload::Parameter,
-                _ => Payload::Gradient,
+            reduction: reduces.then_some(ReduceOp::Mean),
+            payload: match reduces {
+                false => Payload::Parameter,
+                true => Payload::Gradient,
             },
             stage: Stage::Whole,
         }
@@ -226,7 +228,7 @@ impl Insertion<'_> {
             .nodes()
             .iter()
             .all(|tensor| tensor.shape.to_vec() == *shape);
-        if !is_elementwise(&node.operation) || !keeps_shape {
+        if !is(&node.operation, Trait::Elementwise) || !keeps_shape {
             return Err(Error::OptimizerNotElementwise {
                 path: path.to_string(),
                 operation: operation_name(&node.operation),
@@ -252,7 +254,7 @@ impl Insertion<'_> {
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
-                crate::graph::rename(&mut node.operation, &self.averaged);
+                rename(&mut node.operation, &self.averaged);
                 scheduled.push(node);
                 continue;
             }
@@ -333,65 +335,10 @@ impl Insertion<'_> {
             }
         };
         let collective = self.collective(kind, path, partition, tensor.dtype);
-        let node = collective_node(&self.graph, collective, &[local], &[mean], phase)?;
+        let node = self
+            .graph
+            .collective_node(collective, &[local], &[mean], phase)?;
         scheduled.push(node);
         Ok(mean)
-    }
-}
-
-/// Whether every element of the results depends on the elements at its own place alone.
-fn is_elementwise(operation: &OperationIr) -> bool {
-    use burn_ir::BaseOperationIr as Base;
-    match operation {
-        OperationIr::NumericFloat(_, op) => matches!(
-            op,
-            NumericOperationIr::Add(_)
-                | NumericOperationIr::AddScalar(_)
-                | NumericOperationIr::Sub(_)
-                | NumericOperationIr::SubScalar(_)
-                | NumericOperationIr::Mul(_)
-                | NumericOperationIr::MulScalar(_)
-                | NumericOperationIr::Div(_)
-                | NumericOperationIr::DivScalar(_)
-                | NumericOperationIr::Abs(_)
-                | NumericOperationIr::Sign(_)
-                | NumericOperationIr::Neg(_)
-                | NumericOperationIr::Powi(_)
-                | NumericOperationIr::Clamp(_)
-                | NumericOperationIr::Full(_)
-                | NumericOperationIr::Greater(_)
-                | NumericOperationIr::GreaterElem(_)
-                | NumericOperationIr::GreaterEqual(_)
-                | NumericOperationIr::GreaterEqualElem(_)
-                | NumericOperationIr::Lower(_)
-                | NumericOperationIr::LowerElem(_)
-                | NumericOperationIr::LowerEqual(_)
-                | NumericOperationIr::LowerEqualElem(_)
-        ),
-        OperationIr::Float(_, op) => matches!(
-            op,
-            FloatOperationIr::Exp(_)
-                | FloatOperationIr::Log(_)
-                | FloatOperationIr::Log1p(_)
-                | FloatOperationIr::PowfScalar(_)
-                | FloatOperationIr::Powf(_)
-                | FloatOperationIr::Sqrt(_)
-                | FloatOperationIr::Recip(_)
-                | FloatOperationIr::Tanh(_)
-        ),
-        OperationIr::BaseFloat(op) | OperationIr::BaseBool(op) => matches!(
-            op,
-            Base::MaskFill(_)
-                | Base::MaskWhere(_)
-                | Base::Equal(_)
-                | Base::NotEqual(_)
-                | Base::EqualElem(_)
-                | Base::NotEqualElem(_)
-                | Base::Zeros(_)
-                | Base::Ones(_)
-                | Base::Cast(_)
-        ),
-        OperationIr::Bool(op) => !format!("{op:?}").starts_with("Into"),
-        _ => false,
     }
 }

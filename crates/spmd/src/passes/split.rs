@@ -2,11 +2,10 @@ use std::collections::{BTreeSet, VecDeque};
 
 use burn_ir::TensorId;
 
-use super::GraphTransform;
 use crate::Error;
-use crate::graph::{
-    Collective, CollectiveKind, Graph, Node, Payload, Role, Stage, collective_node,
-};
+use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Role, Stage};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Splits every collective into its start and its wait, so that the passes after it can put something
 /// in between.
@@ -20,16 +19,16 @@ use crate::graph::{
 pub struct Split;
 
 impl GraphTransform for Split {
-    fn name(&self) -> &'static str {
-        "split collectives"
+    fn id(&self) -> PassId {
+        PassId::Split
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["insert collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -51,9 +50,9 @@ impl GraphTransform for Split {
                     };
                     let phase = node.phase;
                     let start = stage(Stage::Start);
-                    let start = collective_node(&graph, start, &inputs, &pending, phase)?;
+                    let start = graph.collective_node(start, &inputs, &pending, phase)?;
                     let wait = stage(Stage::Wait);
-                    let wait = collective_node(&graph, wait, &pending, &outputs, phase)?;
+                    let wait = graph.collective_node(wait, &pending, &outputs, phase)?;
                     scheduled.extend([start, wait].map(|half| Node {
                         path: node.path.clone(),
                         ..half
@@ -82,16 +81,16 @@ impl GraphTransform for Split {
 pub struct Prefetch;
 
 impl GraphTransform for Prefetch {
-    fn name(&self) -> &'static str {
-        "prefetch"
+    fn id(&self) -> PassId {
+        PassId::Prefetch
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["split collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::Split]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -148,16 +147,16 @@ impl GraphTransform for Prefetch {
 pub struct SinkWaits;
 
 impl GraphTransform for SinkWaits {
-    fn name(&self) -> &'static str {
-        "sink waits"
+    fn id(&self) -> PassId {
+        PassId::SinkWaits
     }
 
-    fn after(&self) -> &'static [&'static str] {
-        &["split collectives"]
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::Split]
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -174,10 +173,10 @@ impl GraphTransform for SinkWaits {
                     continue;
                 }
                 // Before the next reduction, those before it are done, in order.
-                Some((kind, Stage::Start)) if kind != CollectiveKind::AllGather => {
+                Some((kind, Stage::Start)) if kind.contract().reduces => {
                     let is_reduction = |node: &Node| {
                         let collective = node.collective.as_ref();
-                        collective.is_some_and(|c| c.kind != CollectiveKind::AllGather)
+                        collective.is_some_and(|c| c.kind.contract().reduces)
                     };
                     release(&mut held, &mut scheduled, is_reduction);
                 }

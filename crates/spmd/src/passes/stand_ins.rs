@@ -1,8 +1,9 @@
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::{Graph, Node, Role};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// Gives operations that want only the shape of a weight a stand-in of that shape: one element,
 /// expanded. Otherwise backward would keep, or gather again, weights that nothing reads.
@@ -17,12 +18,12 @@ use crate::graph::{Graph, Node, Role};
 pub struct StandIns;
 
 impl GraphTransform for StandIns {
-    fn name(&self) -> &'static str {
-        "stand-ins"
+    fn id(&self) -> PassId {
+        PassId::StandIns
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["insert collectives", "liveness"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives, PassId::Liveness]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::Pattern;
 
-use super::GraphTransform;
 use crate::Error;
 use crate::graph::Graph;
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
 
 /// The units of a model: the modules whose parameters are gathered, freed and reduced together.
 ///
@@ -93,12 +94,12 @@ impl Units {
 pub struct AssignUnits(pub Units);
 
 impl GraphTransform for AssignUnits {
-    fn name(&self) -> &'static str {
-        "units"
+    fn id(&self) -> PassId {
+        PassId::AssignUnits
     }
 
-    fn before(&self) -> &'static [&'static str] {
-        &["regather", "bucket collectives"]
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Regather, PassId::Bucket]
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {

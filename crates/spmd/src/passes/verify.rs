@@ -2,11 +2,15 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use burn_fsdp_collectives::Share;
 use burn_ir::{TensorId, TensorStatus};
 
 use super::unit::unit_in;
 use crate::Error;
-use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase, Stage, Storage, storage_of};
+use crate::graph::{
+    CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Stage, Storage, storage_of,
+};
+use crate::pass_id::PassId;
 
 /// A rule, its name and what it finds.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
@@ -266,13 +270,14 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
             );
         }
         for ((part, input), output) in collective.parts.iter().zip(inputs).zip(outputs) {
-            let (whole, chunk) = (part.partition.num_elements(), part.partition.chunk_len());
-            let (expected_in, expected_out) = match (collective.kind, collective.stage) {
-                (CollectiveKind::AllReduce, _) => (whole, whole),
-                (CollectiveKind::AllGather, Stage::Wait) => (whole, whole),
-                (CollectiveKind::AllGather, _) => (chunk, whole),
-                (CollectiveKind::ReduceScatter, Stage::Wait) => (chunk, chunk),
-                (CollectiveKind::ReduceScatter, _) => (whole, chunk),
+            if let Some(reason) = cuts_fault(collective.kind, part) {
+                return Fault::new(index, reason);
+            }
+            let contract = collective.kind.contract();
+            let expected_out = part.padded_len(contract.gets.share);
+            let expected_in = match collective.stage {
+                Stage::Wait => expected_out,
+                Stage::Whole | Stage::Start => part.padded_len(contract.gives.share),
             };
             let (got_in, got_out) = (input.shape.num_elements(), output.shape.num_elements());
             if (got_in, got_out) != (expected_in, expected_out) {
@@ -288,6 +293,21 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
         }
     }
     None
+}
+
+/// What is wrong with how a part is cut: along two dims in an all-to-all, in equal parts, and else along one.
+fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
+    let is_crossed = kind.contract().gets.share == Share::Across;
+    let path = &part.path;
+    match (is_crossed, &part.across) {
+        (true, None) => Some(format!("part {path} is cut along one dim alone")),
+        (false, Some(_)) => Some(format!("part {path} is cut along two dims")),
+        (false, None) => None,
+        (true, Some(across)) => [&part.partition, across]
+            .iter()
+            .any(|cut| cut.padded_len() != cut.num_elements())
+            .then(|| format!("part {path} is cut in unequal parts")),
+    }
 }
 
 fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
@@ -359,7 +379,7 @@ struct Visit<'a> {
 
 /// What the unit before the last brought must be gone when a unit begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
-    if !graph.applied().contains(&"regather") {
+    if !graph.applied().contains(&PassId::Regather) {
         return None;
     }
     let last_reads = last_reads(graph);

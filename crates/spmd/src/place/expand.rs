@@ -2,8 +2,8 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
-use super::layout::AxisPlacement;
 use crate::Error;
+use crate::graph::AxisPlacement;
 
 /// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a
 /// mesh. What is not named is replicated.

@@ -21,23 +21,26 @@
 //! | `shard(d)` | `replicate` | all-gather |
 //! | `partial(op)` | `replicate` | all-reduce |
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
-//! | `shard(c)` | `shard(d)` | all-gather, slice |
+//! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
 //! What is made of nothing (zeros, random numbers) has no place until something reads it, and is made
 //! where it is read. A value that has been redistributed once is not moved again.
 
 mod expand;
-mod layout;
+mod located;
+mod placer;
 mod propagate;
 mod redistribute;
 mod rules;
 mod search;
 mod signature;
+mod strategy;
 
 pub use expand::Expand;
-pub use layout::{AxisPlacement, local_shape};
 pub use propagate::ExpandPlacements;
 pub use search::least_communication;
+
+pub use crate::graph::{AxisPlacement, local_shape};
 
 pub(crate) use search::least_communication_with;
 

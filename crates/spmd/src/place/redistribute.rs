@@ -6,13 +6,12 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
-use super::layout::AxisPlacement;
 use crate::Error;
+use crate::elements::{element_type, gathered_type};
+use crate::graph::AxisPlacement;
 use crate::graph::{
-    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role,
-    Stage, collective_node,
+    AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage,
 };
-use crate::run::{element_type, gathered_type};
 
 /// What a slice costs beside an operation that moves the same bytes.
 const SLICE: f64 = 1e-3;
@@ -31,7 +30,7 @@ pub(super) fn cost(
         // Nothing moves, but a whole in its place would be better.
         (Placement::Replicate, Placement::Shard(_)) => moved * SLICE,
         (Placement::Shard(_), Placement::Replicate) => moved,
-        (Placement::Shard(_), Placement::Shard(_)) => moved * (1.0 + SLICE),
+        (Placement::Shard(_), Placement::Shard(_)) => moved / num_ranks as f64,
         // As much as an all-reduce, lest a value is cut only because it has to be added up.
         (Placement::Partial(_), Placement::Replicate) => 2.0 * moved,
         (Placement::Partial(_), Placement::Shard(_)) => 2.0 * moved * (1.0 + SLICE),
@@ -55,6 +54,30 @@ impl Reader {
             path: node.path.clone(),
         }
     }
+}
+
+/// How a value is cut among the ranks of an axis.
+struct Cut {
+    partition: Partition,
+    across: Option<Partition>,
+}
+
+/// Shape of all pieces of a value in the order of their ranks: as they are side by side along `dim`, where that
+/// is the same.
+fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
+    match is_outermost(piece, dim) {
+        true => {
+            let mut joined = piece.to_vec();
+            joined[dim] *= num_pieces;
+            joined
+        }
+        false => [&[num_pieces], piece].concat(),
+    }
+}
+
+/// Whether pieces that are side by side along a dim are one after the other in memory.
+fn is_outermost(piece: &[usize], dim: usize) -> bool {
+    piece[..dim].iter().all(|size| *size == 1)
 }
 
 /// Appends nodes that redistribute values.
@@ -81,6 +104,23 @@ impl Redistribution<'_> {
         let mut id = id;
         let differs =
             |now: &[AxisPlacement], axis: usize| now[axis].placement != to[axis].placement;
+        // From dim to dim at once, unless another axis cuts that dim: its pieces would then be cut in turn.
+        let is_free = |now: &[AxisPlacement], dim| {
+            let mut placements = now.iter().map(|axis| axis.placement);
+            placements.all(|placement| placement != Placement::Shard(dim))
+        };
+        let crossing = |now: &[AxisPlacement]| {
+            (0..now.len()).find_map(|axis| match (now[axis].placement, to[axis].placement) {
+                (Placement::Shard(from), Placement::Shard(to)) if is_free(now, to) => {
+                    Some((axis, from, to))
+                }
+                _ => None,
+            })
+        };
+        while let Some((axis, from, dim)) = crossing(&now) {
+            id = self.all_to_all(id, &now[axis], from, dim)?;
+            now[axis].placement = Placement::Shard(dim);
+        }
         // First what makes dims longer, then what makes them shorter, so that as little as possible is
         // added up.
         for axis in 0..now.len() {
@@ -150,17 +190,12 @@ impl Redistribution<'_> {
         is_last: bool,
     ) -> Result<TensorId, Error> {
         let out = self.temporary(self.shape(id)?, id)?;
-        self.collective(
-            CollectiveKind::AllReduce,
-            axis,
-            Some(op),
-            (id, out),
-            is_last,
-        )?;
+        let (kind, cut) = (CollectiveKind::AllReduce, self.flat(id, axis)?);
+        self.collective(kind, axis, Some(op), cut, (id, out), is_last)?;
         Ok(out)
     }
 
-    /// Along dim `dim`: the pieces are put side by side in front, and moved to their dim.
+    /// Along dim `dim`: the pieces are put one after the other, and then side by side.
     fn all_gather(
         &mut self,
         id: TensorId,
@@ -168,23 +203,17 @@ impl Redistribution<'_> {
         dim: usize,
     ) -> Result<TensorId, Error> {
         let local = self.shape(id)?;
-        let mut joined = local.clone();
-        joined[dim] *= axis.num_ranks;
-        let is_outermost = local[..dim].iter().all(|size| *size == 1);
-        let pieces = match is_outermost {
-            true => joined.clone(),
-            false => [&[axis.num_ranks], &local[..]].concat(),
-        };
-        let gathered = self.temporary(pieces, id)?;
-        self.collective(CollectiveKind::AllGather, axis, None, (id, gathered), false)?;
-        if is_outermost {
-            return Ok(gathered);
-        }
-        // [ranks, a, b, c] -> [a, ranks, b, c] -> [a, ranks * b, c]
-        let mut order: Vec<usize> = (1..=local.len()).collect();
-        order.insert(dim, 0);
-        let side_by_side = self.permute(gathered, &order)?;
-        self.reshape(side_by_side, joined)
+        let gathered = self.temporary(stacked(&local, dim, axis.num_ranks), id)?;
+        let cut = self.flat(gathered, axis)?;
+        self.collective(
+            CollectiveKind::AllGather,
+            axis,
+            None,
+            cut,
+            (id, gathered),
+            false,
+        )?;
+        self.side_by_side(gathered, &local, dim, axis.num_ranks)
     }
 
     fn reduce_scatter(
@@ -197,24 +226,88 @@ impl Redistribution<'_> {
     ) -> Result<TensorId, Error> {
         let mut local = self.shape(id)?;
         local[dim] /= axis.num_ranks;
-        let is_outermost = local[..dim].iter().all(|size| *size == 1);
-        let pieces = match is_outermost {
-            true => id,
-            false => {
-                // [a, ranks * b, c] -> [a, ranks, b, c] -> [ranks, a, b, c]
-                let mut split = local.clone();
-                split.insert(dim, axis.num_ranks);
-                let split = self.reshape(id, split)?;
-                let mut order: Vec<usize> = (0..=local.len()).collect();
-                order.remove(dim);
-                order.insert(0, dim);
-                self.permute(split, &order)?
-            }
-        };
+        let pieces = self.one_after_the_other(id, &local, dim, axis.num_ranks)?;
         let out = self.temporary(local, id)?;
-        let kind = CollectiveKind::ReduceScatter;
-        self.collective(kind, axis, Some(op), (pieces, out), is_last)?;
+        let (kind, cut) = (CollectiveKind::ReduceScatter, self.flat(pieces, axis)?);
+        self.collective(kind, axis, Some(op), cut, (pieces, out), is_last)?;
         Ok(out)
+    }
+
+    /// From a part along dim `from` to one along dim `to`: each rank gives every other what the two have in
+    /// common.
+    fn all_to_all(
+        &mut self,
+        id: TensorId,
+        axis: &AxisPlacement,
+        from: usize,
+        to: usize,
+    ) -> Result<TensorId, Error> {
+        let num_ranks = axis.num_ranks;
+        let local = self.shape(id)?;
+        let mut piece = local.clone();
+        piece[to] /= num_ranks;
+        let pieces = self.one_after_the_other(id, &piece, to, num_ranks)?;
+        let received = self.temporary(stacked(&piece, from, num_ranks), id)?;
+        let others = local.iter().enumerate();
+        let others = others.filter(|(dim, _)| *dim != from && *dim != to);
+        let row: usize = others.map(|(_, size)| size).product();
+        let cut = Cut {
+            partition: Partition::rows(&[local[from] * num_ranks, row], num_ranks)?,
+            across: Some(Partition::flat(local[to], num_ranks)?),
+        };
+        let kind = CollectiveKind::AllToAll;
+        self.collective(kind, axis, None, cut, (pieces, received), false)?;
+        self.side_by_side(received, &piece, from, num_ranks)
+    }
+
+    /// The pieces of a value along a dim in the order of their ranks, each in one row of memory.
+    fn one_after_the_other(
+        &mut self,
+        id: TensorId,
+        piece: &[usize],
+        dim: usize,
+        num_pieces: usize,
+    ) -> Result<TensorId, Error> {
+        if is_outermost(piece, dim) {
+            return Ok(id);
+        }
+        // [a, ranks * b, c] -> [a, ranks, b, c] -> [ranks, a, b, c]
+        let mut split = piece.to_vec();
+        split.insert(dim, num_pieces);
+        let split = self.reshape(id, split)?;
+        let mut order: Vec<usize> = (0..=piece.len()).collect();
+        order.remove(dim);
+        order.insert(0, dim);
+        self.permute(split, &order)
+    }
+
+    /// The other way: a value of the shape of [`stacked`], with its pieces along their dim.
+    fn side_by_side(
+        &mut self,
+        id: TensorId,
+        piece: &[usize],
+        dim: usize,
+        num_pieces: usize,
+    ) -> Result<TensorId, Error> {
+        if is_outermost(piece, dim) {
+            return Ok(id);
+        }
+        // [ranks, a, b, c] -> [a, ranks, b, c] -> [a, ranks * b, c]
+        let mut order: Vec<usize> = (1..=piece.len()).collect();
+        order.insert(dim, 0);
+        let side_by_side = self.permute(id, &order)?;
+        let mut joined = piece.to_vec();
+        joined[dim] *= num_pieces;
+        self.reshape(side_by_side, joined)
+    }
+
+    /// A whole value, cut between any two elements.
+    fn flat(&self, whole: TensorId, axis: &AxisPlacement) -> Result<Cut, Error> {
+        let num_elements = self.graph.read(whole)?.shape.num_elements();
+        Ok(Cut {
+            partition: Partition::flat(num_elements, axis.num_ranks)?,
+            across: None,
+        })
     }
 
     /// This rank's part of a dim: the slice of rank 0, moved when the step runs.
@@ -289,13 +382,14 @@ impl Redistribution<'_> {
         kind: CollectiveKind,
         axis: &AxisPlacement,
         reduction: Option<ReduceOp>,
+        cut: Cut,
         (input, output): (TensorId, TensorId),
         is_last: bool,
     ) -> Result<(), Error> {
         let dtype = self.dtype(input)?;
-        let element = match kind {
-            CollectiveKind::AllGather => gathered_type(dtype),
-            _ => element_type(dtype),
+        let element = match kind.contract().reduces {
+            true => element_type(dtype),
+            false => gathered_type(dtype),
         };
         if element.is_none() {
             return Err(Error::Redistribution {
@@ -304,30 +398,26 @@ impl Redistribution<'_> {
                 axis: axis.axis.to_string(),
             });
         }
-        let whole = match kind {
-            CollectiveKind::AllGather => output,
-            _ => input,
+        let part = CollectivePart {
+            path: self.label.clone(),
+            partition: cut.partition,
+            across: cut.across,
+            dtype,
         };
-        let num_elements = self.graph.read(whole)?.shape.num_elements();
+        let num_bytes = kind.circulating_bytes(part.num_bytes() as u64, axis.num_ranks);
         let share = (axis.num_ranks as f64 - 1.0) / axis.num_ranks as f64;
-        let ways = match kind {
-            CollectiveKind::AllReduce => 2.0,
-            _ => 1.0,
-        };
-        *self.moved += ways * share * (num_elements * dtype.size()) as f64;
+        *self.moved += f64::from(kind.rounds()) * share * num_bytes as f64;
         let collective = Collective {
             kind,
             axis: axis.axis.clone(),
             label: self.label.clone(),
-            parts: vec![CollectivePart {
-                path: self.label.clone(),
-                partition: Partition::flat(num_elements, axis.num_ranks)?,
-                dtype,
-            }],
+            parts: vec![part],
             reduction,
             // Only what nothing reads on its way to the optimizer may wait for others.
             payload: match self.payload {
                 Payload::Gradient if !is_last => Payload::Activation,
+                // A part of a weight is no weight.
+                _ if kind == CollectiveKind::AllToAll => Payload::Activation,
                 // Only what is given may be gathered earlier, and only for the model.
                 Payload::Parameter if !self.graph.is_given(input) => Payload::Activation,
                 _ if self.reader.phase == Phase::Optimizer => Payload::Activation,
@@ -336,7 +426,9 @@ impl Redistribution<'_> {
             stage: Stage::Whole,
         };
         let phase = self.reader.phase;
-        let mut node = collective_node(self.graph, collective, &[input], &[output], phase)?;
+        let mut node = self
+            .graph
+            .collective_node(collective, &[input], &[output], phase)?;
         node.path = self.reader.path.clone();
         self.scheduled.push(node);
         Ok(())

@@ -2,15 +2,17 @@
 
 use std::any::Any;
 
-use burn::tensor::{AllocationProperty, BoolStore, Bytes, DType, TensorData};
+use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
 use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
-    Buffer, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction, Source,
+    Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
+    Source,
 };
 use burn_ir::{BackendIr, HandleKind};
 
-use crate::graph::{Collective, CollectiveKind};
+use crate::elements::{element_type, gathered_type};
+use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
 /// An operation that has been started.
 pub(super) struct Started {
@@ -31,47 +33,61 @@ impl From<burn_fsdp_collectives::Error> for Failure {
     }
 }
 
+/// What this rank gives of a part.
+type Given<'a> = (Source, &'a CollectivePart, ElementType);
+
+fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
+    let missing = || Failure::Other(format!("{} is cut along one dim alone", part.path));
+    let across = part.across.ok_or_else(missing)?;
+    Ok(CrossPart::new(source, part.partition, across, element))
+}
+
 /// Starts a collective of these tensors, one per part.
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
     tensors: Vec<HandleKind<B>>,
 ) -> Result<Started, Failure> {
-    let mut parts = Vec::new();
-    let mut full_parts = Vec::new();
+    let contract = collective.kind.contract();
+    let mut given = Vec::new();
     let mut into = Vec::new();
     let mut results = Vec::new();
     for (part, tensor) in collective.parts.iter().zip(tensors) {
-        let (partition, dtype) = (part.partition, part.dtype);
-        let element = match collective.kind {
-            CollectiveKind::AllGather => gathered_type(dtype),
-            _ => element_type(dtype),
+        let dtype = part.dtype;
+        let element = match contract.reduces {
+            true => element_type(dtype),
+            false => gathered_type(dtype),
         };
         let element =
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
-        let (whole, own) = (partition.num_elements(), partition.len(group.rank()));
-        let (given, received, padded) = match collective.kind {
-            CollectiveKind::AllGather => (own, whole, whole),
-            CollectiveKind::ReduceScatter => (whole, own, partition.chunk_len()),
-            CollectiveKind::AllReduce => (whole, whole, whole),
-        };
-        let source = source::<B>(tensor, given * dtype.size())?;
-        into.push(group.pool().take(received * dtype.size()));
-        results.push((padded, dtype));
-        match collective.kind {
-            CollectiveKind::AllReduce => full_parts.push(FullPart::new(source, element)),
-            _ => parts.push(Part::new(source, partition, element)),
-        }
+        let bytes = |share| part.share_len(share, group.rank()) * dtype.size();
+        given.push((
+            source::<B>(tensor, bytes(contract.gives.share))?,
+            part,
+            element,
+        ));
+        into.push(group.pool().take(bytes(contract.gets.share)));
+        results.push((part.padded_len(contract.gets.share), dtype));
     }
     let label = collective.label.to_string();
     let reduction = reduction(collective.reduction);
+    let given = given.into_iter();
+    let part = |(source, part, element): Given<'_>| Part::new(source, part.partition, element);
+    let note = Vec::new();
     let pending = match collective.kind {
-        CollectiveKind::AllGather => group.start_all_gather(label, Vec::new(), parts, into)?,
+        CollectiveKind::AllGather => {
+            group.start_all_gather(label, note, given.map(part).collect(), into)?
+        }
         CollectiveKind::ReduceScatter => {
-            group.start_reduce_scatter(label, Vec::new(), reduction, parts, into)?
+            group.start_reduce_scatter(label, note, reduction, given.map(part).collect(), into)?
         }
         CollectiveKind::AllReduce => {
-            group.start_all_reduce(label, Vec::new(), reduction, full_parts, into)?
+            let full = |(source, _, element): Given<'_>| FullPart::new(source, element);
+            group.start_all_reduce(label, note, reduction, given.map(full).collect(), into)?
+        }
+        CollectiveKind::AllToAll => {
+            let parts = given.map(crossed).collect::<Result<_, _>>()?;
+            group.start_all_to_all(label, note, parts, into)?
         }
     };
     Ok(Started { pending, results })
@@ -109,32 +125,6 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
         }
     };
     TensorData::from_bytes(bytes, [len], dtype)
-}
-
-/// The transport's name of a type that can be gathered: of bytes that are moved, nothing has to be known.
-pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
-    match dtype {
-        DType::I64 => Some(ElementType::I64),
-        DType::I32 => Some(ElementType::I32),
-        DType::I16 => Some(ElementType::I16),
-        DType::I8 => Some(ElementType::I8),
-        DType::U64 => Some(ElementType::U64),
-        DType::U32 | DType::Bool(BoolStore::U32) => Some(ElementType::U32),
-        DType::U16 => Some(ElementType::U16),
-        DType::U8 | DType::Bool(BoolStore::U8 | BoolStore::Native) => Some(ElementType::U8),
-        dtype => element_type(dtype),
-    }
-}
-
-/// The transport's name of a type that can be reduced: the float types.
-pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
-    match dtype {
-        DType::F64 => Some(ElementType::F64),
-        DType::F32 | DType::Flex32 => Some(ElementType::F32),
-        DType::F16 => Some(ElementType::F16),
-        DType::BF16 => Some(ElementType::BF16),
-        _ => None,
-    }
 }
 
 /// The first bytes of a tensor in the order of its dims: read where they lie on Flex, read back elsewhere.

@@ -14,12 +14,14 @@ use burn_ir::{
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
-use super::memory::Place;
-use super::{MemoryTable, Timeline};
+use super::memory::{MemoryTable, Place};
+use super::timeline::Timeline;
+use crate::Error;
+use crate::custom::CustomOperations;
 use crate::graph::{AxisShift, Graph, Node, Stage};
-use crate::mode::DATA_AXIS;
-use crate::trace::{StepScalars, message};
-use crate::{CustomOperations, Error};
+use crate::panics::message;
+use crate::ranks::DATA_AXIS;
+use crate::trace::StepScalars;
 
 /// One rank's tensors, and what runs graphs over them.
 ///

@@ -10,7 +10,6 @@ mod executor;
 mod memory;
 mod timeline;
 
-pub(crate) use collective::{element_type, gathered_type};
 pub use executor::Executor;
 pub use memory::MemoryTable;
 pub use timeline::{Span, Timeline};

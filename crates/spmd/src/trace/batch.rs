@@ -5,8 +5,8 @@ use std::hash::{Hash, Hasher};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
+use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::Error;
-use crate::trace::capture::Captured;
 
 /// The tensors that a loss closure takes beside the model.
 ///
@@ -265,12 +265,15 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
+/// Shape of the tensor to trace for one of the batch, by its name and shape.
+pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
+
 /// Replaces every tensor of a batch by a fake one of the joined shape and the same type on the capture
 /// device.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,
-    pub(super) joined: super::JoinedShape<'a>,
+    pub(super) joined: JoinedShape<'a>,
     /// Told the name and the tensor's id in the graph.
     pub(super) found: F,
 }
@@ -287,7 +290,7 @@ impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
             self.shape(name, tensor.dims()),
             (self.device, tensor.dtype()),
         );
-        (self.found)(self.path.of(name), super::capture::float_id(&fake));
+        (self.found)(self.path.of(name), float_id(&fake));
         fake
     }
 
@@ -296,7 +299,7 @@ impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
             self.shape(name, tensor.dims()),
             (self.device, tensor.dtype()),
         );
-        (self.found)(self.path.of(name), super::capture::int_id(&fake));
+        (self.found)(self.path.of(name), int_id(&fake));
         fake
     }
 
@@ -305,7 +308,7 @@ impl<F: FnMut(String, Option<Captured>)> BatchMapper for Fake<'_, F> {
             self.shape(name, tensor.dims()),
             (self.device, tensor.dtype()),
         );
-        (self.found)(self.path.of(name), super::capture::bool_id(&fake));
+        (self.found)(self.path.of(name), bool_id(&fake));
         fake
     }
 

@@ -16,8 +16,6 @@ use crate::Error;
 use crate::graph::operation_name;
 use crate::panics::caught;
 
-pub(crate) use crate::panics::message;
-
 /// The capture backend under autodiff. Nothing is checkpointed: what to recompute is decided by a
 /// pass that sees the whole step.
 pub(super) type Tape = Autodiff<CaptureBackend, NoCheckpointing>;

@@ -3,7 +3,7 @@
 use burn_fsdp_models::fused::{FusedCost, FusedOperation};
 use burn_fsdp_spmd::CustomOperations;
 use burn_fsdp_spmd::graph::CustomProfile;
-use burn_fsdp_spmd::plan::Flops;
+use burn_fsdp_spmd::graph::Flops;
 
 /// All of them. They are in the graphs of losses that `burn_fsdp_models::fused::recorded` records.
 pub(crate) fn operations() -> CustomOperations {

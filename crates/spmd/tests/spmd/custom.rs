@@ -7,8 +7,7 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_models::fused::{FusedOperation, recorded};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use burn_fsdp_spmd::graph::Phase;
-use burn_fsdp_spmd::plan::{Flops, MemoryPlan};
-use burn_fsdp_spmd::{CompiledStep, CustomOperations, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
@@ -173,55 +172,4 @@ fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
     };
     assert!(broken(|| 2).contains("2 tensors"));
     assert!(broken(|| panic!("out of order")).contains("out of order"));
-}
-
-#[test]
-fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
-    let graph_with = |operations: CustomOperations| {
-        let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
-        let mut step = step.with_operations(operations);
-        let batch = batch(0, 0..ROWS, &Device::flex());
-        step.compile_for(1e-2, &batch).unwrap()
-    };
-    let gelu = |is_pure, is_cheap| {
-        let known = fused::operations();
-        let kernel = |call: &_, tensors| FusedOperation::Gelu.run(call, tensors);
-        known.with_kernel("models.gelu", kernel, move |_| {
-            burn_fsdp_spmd::graph::CustomProfile {
-                is_pure,
-                is_cheap,
-                scratch_bytes: 12_345_678,
-                flops: Flops {
-                    convolution: 7,
-                    ..Flops::default()
-                },
-                ..Default::default()
-            }
-        })
-    };
-    let count = |is_pure, is_cheap| {
-        let graph = graph_with(gelu(is_pure, is_cheap));
-        assert_eq!(MemoryPlan::new(&graph, 0).unwrap().scratch, 12_345_678);
-        let calls = graph.nodes().iter();
-        let calls = calls.filter(|node| node.name() == "Custom.models.gelu");
-        let calls = calls.count();
-        assert_eq!(Flops::of_graph(&graph).convolution, 7 * calls as u64);
-        calls
-    };
-    assert_eq!(count(true, true), 4);
-    assert_eq!(count(true, false), 2);
-    // What is not pure is never repeated.
-    assert_eq!(count(false, true), 2);
-    // What is said to be written in place saves memory.
-    let reused = |operations| {
-        let graph = graph_with(operations);
-        MemoryPlan::new(&graph, 0).unwrap().reused_in_place
-    };
-    let elsewhere = fused::operations().with_kernel(
-        "models.gelu_backward",
-        |call, tensors| FusedOperation::GeluBackward.run(call, tensors),
-        |_| Default::default(),
-    );
-    let bytes = (2 * ROWS * CONFIG.seq * 4 * CONFIG.dim * 4) as u64;
-    assert!(reused(fused::operations()) >= reused(elsewhere) + bytes);
 }

@@ -18,5 +18,6 @@ mod optimizers;
 mod parallel;
 mod passes;
 mod placement;
+mod redistribution;
 mod scale;
 mod units;

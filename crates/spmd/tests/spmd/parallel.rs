@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use burn::tensor::Device;
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_spmd::graph::Graph;
-use burn_fsdp_spmd::passes::GraphTransform;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::passes::{GraphTransform, PassId};
 use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
 
 use crate::compiled::seeded;
@@ -396,8 +396,8 @@ fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
 struct Count(Arc<AtomicUsize>);
 
 impl GraphTransform for Count {
-    fn name(&self) -> &'static str {
-        "count"
+    fn id(&self) -> PassId {
+        PassId::User("count")
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {

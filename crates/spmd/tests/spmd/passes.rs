@@ -7,7 +7,7 @@ use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Role, Stage};
 use burn_fsdp_spmd::passes::schedule::{self, Options};
 use burn_fsdp_spmd::passes::{
     self, Bucket, CommonSubexpressions, DeadCode, Deduplicate, DeferOptimizer, EarlyOptimizer,
-    GraphTransform, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
+    GraphTransform, InsertCollectives, Liveness, PassId, Pipeline, Prefetch, Recompute, Regather,
     SinkWaits, Split, StandIns, verify,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
@@ -362,7 +362,12 @@ fn passes_are_applied_once_and_in_order() {
         .run(gpt())
         .unwrap_err();
     assert!(
-        matches!(twice, Error::PassTwice { pass: "dead code" }),
+        matches!(
+            twice,
+            Error::PassTwice {
+                pass: PassId::DeadCode
+            }
+        ),
         "{twice}"
     );
     let text = twice.to_string();
@@ -375,9 +380,9 @@ fn passes_are_applied_once_and_in_order() {
         matches!(
             early,
             Error::PassOrder {
-                pass: "deduplicate collectives",
+                pass: PassId::Deduplicate,
                 relation: "after",
-                other: "insert collectives"
+                other: PassId::InsertCollectives
             }
         ),
         "{early}"
@@ -458,8 +463,8 @@ fn the_optimizer_is_deferred_once_and_before_it_is_moved_elsewhere() {
 struct Break(fn(&mut Vec<Node>));
 
 impl GraphTransform for Break {
-    fn name(&self) -> &'static str {
-        "break"
+    fn id(&self) -> PassId {
+        PassId::User("break")
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
@@ -483,7 +488,7 @@ fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
     {
         Err(Error::InvalidGraph {
             rule,
-            after: Some("break"),
+            after: Some(PassId::User("break")),
             operation,
             reason,
             ..

@@ -762,3 +762,32 @@ fn inputs_without_a_batch_dim_are_declared() {
         assert_close(&format!("shared on {num_ranks} ranks"), &got, &expected);
     }
 }
+
+/// Each rank's factor would be cut of a batch of factors.
+#[test]
+fn an_undeclared_input_without_a_batch_dim_is_told_of_the_declaration() {
+    let _guard = seeded();
+    type Weighted = (Tensor<2>, Tensor<1>);
+    let loss = |model: &Counting, (x, factor): Weighted| {
+        model.h(x).square().mean() * factor + model.table.val().square().mean()
+    };
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), DataParallel::Default);
+        let batch = (
+            crate::agreement::data::<2>(world.rank(), [2, 4], &device),
+            Tensor::from_floats([0.5], &device),
+        );
+        let mut step = compile(Counting::new, loss, adamw().build(), mode.clone())?;
+        let undeclared = step.step(1e-2, &batch).map_err(|error| error.to_string());
+        let mode = mode.with_shared_input("1");
+        let mut step = compile(Counting::new, loss, adamw().build(), mode)?;
+        step.step(1e-2, &batch)?;
+        Ok(undeclared)
+    };
+    for undeclared in launch(LaunchConfig::new(2), body).unwrap() {
+        let text = undeclared.unwrap_err();
+        assert!(text.contains("the loss has shape [2]"), "{text}");
+        assert!(text.contains("Mode::with_shared_input"), "{text}");
+    }
+}

@@ -6,6 +6,7 @@
 //! was made of. Equal operations: the graph runs with the scalars of this step. Others: there is another graph
 //! for them. What cannot be followed is an error that says what it was.
 
+mod form;
 mod structure;
 mod twin;
 

@@ -14,13 +14,14 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use burn::optim::{Optimizer, RecordState, StateSink, StateSource};
+use burn::optim::{Optimizer, RecordState, StateSource};
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use burn_capture::{CaptureBackend, CaptureClient};
 use burn_ir::{OperationIr, ScalarIr, TensorId};
 use burn_pack::Scalar;
 use burn_router::RouterClient;
 
+use super::form::{Form, numbers, tensors_of};
 use super::structure::{Slot, Structure, gradient_id, parameter_id, state_id};
 use crate::Error;
 use crate::graph::operation_name;
@@ -81,49 +82,6 @@ enum Look {
     /// The new state is described, and cannot be gone on from.
     First,
     Again,
-}
-
-/// What a state consists of.
-#[derive(Debug)]
-struct Form {
-    scalars: Vec<(String, Scalar)>,
-    tensors: Vec<(String, TensorId)>,
-}
-
-impl Form {
-    /// Reads a state whose tensors were made in this recording, with ids from `first` on. Afterwards no
-    /// operation may be recorded any more.
-    fn of<S: RecordState>(state: &S, client: &CaptureClient, first: TensorId) -> Self {
-        let end = client.create_empty_handle();
-        for id in first.value()..end.value() {
-            let own = TensorData::new(vec![id as i64], [1]);
-            client.register_alias(TensorId::new(id), client.register_tensor_data(own).id());
-        }
-        let mut sink = StateSink::default();
-        state.state_flatten("", &mut sink);
-        let id_of = |data: TensorData| {
-            let id = data
-                .as_slice::<i64>()
-                .ok()
-                .and_then(|ids| ids.first().copied());
-            TensorId::new(id.unwrap_or(-1) as u64)
-        };
-        Self {
-            scalars: sink.scalars,
-            tensors: sink
-                .tensors
-                .into_iter()
-                .map(|(name, data)| (name, id_of(data)))
-                .collect(),
-        }
-    }
-
-    /// Whether two names are one tensor.
-    fn has_aliases(&self) -> bool {
-        let ids = self.tensors.iter().map(|(_, id)| *id);
-        let distinct: std::collections::BTreeSet<TensorId> = ids.collect();
-        distinct.len() != self.tensors.len()
-    }
 }
 
 pub(super) struct TwinOf<O: Optimizer, const D: usize> {
@@ -447,42 +405,6 @@ impl<O: Optimizer, const D: usize> Twin for TwinOf<O, D> {
     fn slots(&self) -> &Arc<Vec<Slot>> {
         &self.slots
     }
-}
-
-/// Shapes and types of the tensors of the new state.
-fn tensors_of(
-    recording: &Recording<[TensorId; 3]>,
-    form: Option<&Form>,
-) -> Result<Vec<Slot>, String> {
-    let outputs = recording.operations.iter().flat_map(OperationIr::outputs);
-    let mut known: BTreeMap<TensorId, (Vec<usize>, DType)> = outputs
-        .map(|output| (output.id, (output.shape.to_vec(), output.dtype)))
-        .collect();
-    for (id, data) in &recording.values {
-        let of = || (data.shape().to_vec(), data.dtype());
-        known.entry(*id).or_insert_with(of);
-    }
-    let tensors = form.map(|form| form.tensors.as_slice()).unwrap_or_default();
-    let tensors = tensors.iter().map(|(name, id)| {
-        let found = known.get(id).cloned();
-        let (shape, dtype) = found
-            .ok_or_else(|| format!("its state \"{name}\" is made by nothing that was recorded"))?;
-        let name = name.as_str().into();
-        Ok(Slot { name, shape, dtype })
-    });
-    tensors.collect()
-}
-
-/// Numbers by name, whatever kind of integer they are.
-fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
-    let text = |value: &Scalar| match value {
-        Scalar::Int(value) => value.to_string(),
-        Scalar::UInt(value) => value.to_string(),
-        Scalar::Float(value) => format!("{value:?}"),
-        Scalar::Bool(value) => value.to_string(),
-    };
-    let numbers = of.iter().map(|(name, value)| (name.as_str(), text(value)));
-    numbers.collect()
 }
 
 fn changed(known: &Slot, now: &Slot) -> String {

@@ -1,0 +1,245 @@
+//! Saving a sharded training and going on from it, in a call each: what most programs want of
+//! [`steps`](crate::steps).
+
+use std::path::Path;
+
+use burn::module::Module;
+use burn::optim::ModuleOptimizer;
+use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, TrainingState};
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::error::CheckpointError;
+use crate::rendezvous::GroupRendezvous;
+use crate::restore::restore;
+use crate::snapshot::snapshot;
+
+/// A training as it was when it was saved, or fresh.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct Resumed<M> {
+    /// The model.
+    pub model: M,
+    /// The optimizer, with the state that it had.
+    pub optimizer: ModuleOptimizer,
+    /// How many steps had been made: the number of the next one, counted from 0.
+    pub step: u64,
+}
+
+impl<M> std::fmt::Debug for Resumed<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut resumed = f.debug_struct("Resumed");
+        resumed.field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
+/// Saves a sharded model and its optimizer as they are after `step` steps, into a folder of steps:
+/// whole or not at all, for any number of ranks to go on from with [`resume`].
+///
+/// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when
+/// the step is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once: call [`sync_buffers`](crate::sync_buffers) before, if the
+/// model has any.
+///
+/// The model is divided along the mesh's only axis, or along its axis `shard`; for others there is
+/// [`snapshot`].
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp::{
+///     CheckpointError, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+///     resume, save,
+/// };
+///
+/// /// Trains up to that many steps, on from where an earlier run in this folder stopped.
+/// fn train(folder: &std::path::Path, ranks: usize, until: u64) -> Vec<u64> {
+///     let folder = folder.to_owned();
+///     let done = launch(LaunchConfig::new(ranks), move |world| {
+///         let device = Device::flex().autodiff().gradient_checkpointing();
+///         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+///         let model = fully_shard(LinearConfig::new(4, 2).init(&device), &mesh, ShardPolicy::new())?;
+///         let resumed = resume(&folder, model, AdamWConfig::new().init(), &mesh)?;
+///         let (mut model, mut optimizer) = (resumed.model, resumed.optimizer);
+///         for _ in resumed.step..until {
+///             let output = model.forward(Tensor::<2>::ones([3, 4], &device));
+///             let gradients = backward(output.square().mean(), &model)?;
+///             model = optimizer.step(1e-2, model, gradients);
+///         }
+///         save(&folder, until, &model, &optimizer, &mesh)?;
+///         Ok::<_, CheckpointError>(until - resumed.step)
+///     });
+///     done.expect("no rank failed")
+/// }
+///
+/// let folder = tempfile::tempdir().expect("a folder");
+/// assert_eq!(train(folder.path(), 2, 5), [5, 5]);
+/// assert_eq!(train(folder.path(), 3, 7), [2, 2, 2]);
+/// ```
+///
+/// # Errors
+///
+/// On every rank, if any rank failed: another `step` than rank 0's, a step of this number that is there
+/// already, what [`snapshot`] and [`steps::save`](crate::steps::save) refuse. The folder
+/// holds what it held before.
+pub fn save<M: Module>(
+    folder: impl AsRef<Path>,
+    step: u64,
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    mesh: &ProcessMesh,
+) -> Result<Saved, CheckpointError> {
+    let world = mesh.world();
+    let taken =
+        shard_axis(mesh.layout()).and_then(|axis| snapshot(model, optimizer, mesh.layout(), axis));
+    let mut taken = agreed(world, "save, snapshot", step, taken)?;
+    let training = TrainingState {
+        step,
+        optimizer: taken.optimizer,
+        ..TrainingState::default()
+    };
+    let request = SaveRequest::new(taken.plan, training);
+    let mut rendezvous = GroupRendezvous::new(world.clone());
+    let checkpoints = Checkpoints::new(folder.as_ref());
+    Ok(burn_fsdp_checkpoint::save(
+        &checkpoints,
+        &request,
+        &mut taken.snapshot,
+        &mut rendezvous,
+    )?)
+}
+
+/// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a
+/// folder, whatever the ranks were that did; and returns them as they are where nothing is saved.
+///
+/// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all
+/// read that one. `optimizer` is configured as the one that was saved.
+///
+/// # Errors
+///
+/// On every rank, if any rank failed: what [`restore`] refuses, and a newest step that is damaged, which
+/// is never passed over; [`steps::Checkpoints::newest_good`](crate::steps::Checkpoints::newest_good)
+/// looks for an older one.
+pub fn resume<M: Module>(
+    folder: impl AsRef<Path>,
+    model: M,
+    optimizer: ModuleOptimizer,
+    mesh: &ProcessMesh,
+) -> Result<Resumed<M>, CheckpointError> {
+    let world = mesh.world();
+    let checkpoints = Checkpoints::new(folder.as_ref());
+    let newest = match world.rank() {
+        0 => checkpoints.steps().map(|steps| steps.last().copied()),
+        _ => Ok(None),
+    };
+    let newest = newest_of_rank_0(world, newest)?;
+    let Some(number) = newest else {
+        return Ok(Resumed {
+            model,
+            optimizer,
+            step: 0,
+        });
+    };
+    let restored = open(&checkpoints, number).and_then(|step| restore(model, optimizer, &step));
+    let (model, optimizer) = agreed(world, "resume, restored", number, restored)?;
+    Ok(Resumed {
+        model,
+        optimizer,
+        step: number,
+    })
+}
+
+fn open(
+    checkpoints: &Checkpoints,
+    number: u64,
+) -> Result<burn_fsdp_checkpoint::Step, CheckpointError> {
+    let step = checkpoints.open(number)?;
+    step.check_sizes()?;
+    Ok(step)
+}
+
+/// The axis along which shards lie.
+fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
+    const USUAL: &str = "shard";
+    match mesh.axes() {
+        [only] => Ok(&only.name),
+        _ if mesh.axis(USUAL).is_ok() => Ok(USUAL),
+        axes => {
+            let names: Vec<_> = axes.iter().map(|axis| axis.name.as_str()).collect();
+            Err(CheckpointError::Step(StepError::Argument {
+                argument: "mesh",
+                expected: "of one axis, or with an axis \"shard\"; `snapshot` takes any axis"
+                    .to_owned(),
+                got: format!("of the axes {}", names.join(", ")),
+            }))
+        }
+    }
+}
+
+/// One rank's word on what it is about to do.
+#[derive(Debug, Serialize, Deserialize)]
+struct Word {
+    step: u64,
+    failure: Option<String>,
+}
+
+/// What this rank has, if all ranks have theirs, for the same step; else the same failure on all.
+fn agreed<T>(
+    world: &ProcessGroup,
+    label: &'static str,
+    step: u64,
+    own: Result<T, CheckpointError>,
+) -> Result<T, CheckpointError> {
+    let word = Word {
+        step,
+        failure: own.as_ref().err().map(ToString::to_string),
+    };
+    let words: Vec<Word> = exchange(world, label, &word)?;
+    // A rank's own error says more than what it told the others.
+    let own = own?;
+    for (rank, word) in words.iter().enumerate() {
+        if let Some(reason) = &word.failure {
+            let reason = reason.clone();
+            return Err(CheckpointError::Peer { rank, reason });
+        }
+        if word.step != words[0].step {
+            return Err(CheckpointError::Step(StepError::Argument {
+                argument: "step",
+                expected: format!("{} on all ranks, as on rank 0", words[0].step),
+                got: format!("{} on rank {rank}", word.step),
+            }));
+        }
+    }
+    Ok(own)
+}
+
+/// Rank 0's newest step, on every rank.
+fn newest_of_rank_0(
+    world: &ProcessGroup,
+    own: Result<Option<u64>, StepError>,
+) -> Result<Option<u64>, CheckpointError> {
+    let word = own.as_ref().map_err(ToString::to_string).copied();
+    let words: Vec<Result<Option<u64>, String>> = exchange(world, "resume, newest step", &word)?;
+    own?;
+    match words.into_iter().next() {
+        Some(Ok(newest)) => Ok(newest),
+        Some(Err(reason)) => Err(CheckpointError::Peer { rank: 0, reason }),
+        None => unreachable!("a group has a rank 0"),
+    }
+}
+
+fn exchange<T: Serialize + DeserializeOwned>(
+    world: &ProcessGroup,
+    label: &'static str,
+    own: &T,
+) -> Result<Vec<T>, CheckpointError> {
+    let lost = |error: serde_json::Error| CheckpointError::Peer {
+        rank: world.rank(),
+        reason: error.to_string(),
+    };
+    let words = world.exchange(label, serde_json::to_vec(own).map_err(lost)?)?;
+    let words = words.iter().map(|word| serde_json::from_slice(word));
+    words.collect::<Result<_, _>>().map_err(lost)
+}

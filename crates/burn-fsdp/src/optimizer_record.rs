@@ -1,0 +1,158 @@
+//! The state of an optimizer: Burn's record of it, taken apart by parameter and put together again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, Shape};
+use burn_fsdp_checkpoint::{Step, TensorEntry};
+use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::{CheckpointError, optimizer_error};
+
+/// Name of a piece of optimizer state.
+pub(crate) fn state_name(path: &str, field: &str) -> String {
+    format!("optimizer.{path}.{field}")
+}
+
+/// The parameter and the field of it that a saved piece of optimizer state belongs to.
+pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointError> {
+    let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
+    let owner = text("path").zip(text("field"));
+    owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
+}
+
+/// What the optimizer of a saved step kept beside tensors, by path of the parameter.
+pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
+    match &step.index().training.optimizer {
+        Value::Null => Ok(BTreeMap::new()),
+        kept => BTreeMap::deserialize(kept).map_err(optimizer_error),
+    }
+}
+
+/// What an optimizer keeps for one parameter beside tensors.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Kept {
+    /// By field.
+    pub(crate) scalars: BTreeMap<String, Number>,
+    /// The path by which the optimizer finds the parameter's group.
+    pub(crate) group_path: Option<String>,
+}
+
+/// A number of any kind that the optimizer's records have.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Number {
+    Int(i64),
+    UInt(u64),
+    Float(f64),
+    Bool(bool),
+}
+
+impl From<Scalar> for Number {
+    fn from(scalar: Scalar) -> Self {
+        match scalar {
+            Scalar::Int(value) => Self::Int(value),
+            Scalar::UInt(value) => Self::UInt(value),
+            Scalar::Float(value) => Self::Float(value),
+            Scalar::Bool(value) => Self::Bool(value),
+        }
+    }
+}
+
+impl From<Number> for Scalar {
+    fn from(number: Number) -> Self {
+        match number {
+            Number::Int(value) => Self::Int(value),
+            Number::UInt(value) => Self::UInt(value),
+            Number::Float(value) => Self::Float(value),
+            Number::Bool(value) => Self::Bool(value),
+        }
+    }
+}
+
+/// An optimizer's record, taken apart.
+pub(crate) struct OptimizerParts {
+    pub(crate) scalars: BTreeMap<String, Scalar>,
+    pub(crate) paths: BTreeMap<String, String>,
+    pub(crate) tensors: Vec<PackedTensor>,
+}
+
+impl OptimizerParts {
+    pub(crate) fn take(optimizer: &ModuleOptimizer) -> Result<Self, CheckpointError> {
+        let bytes = optimizer.into_bytes().map_err(optimizer_error)?;
+        let reader = Reader::from_bytes(bytes).map_err(optimizer_error)?;
+        Ok(Self {
+            scalars: reader.scalars().clone(),
+            paths: reader.metadata().clone(),
+            tensors: reader.into_tensors().map_err(optimizer_error)?,
+        })
+    }
+
+    pub(crate) fn scalars_of(&self, id: u64) -> impl Iterator<Item = (String, Scalar)> {
+        let prefix = format!("{id}.");
+        self.scalars.iter().filter_map(move |(name, scalar)| {
+            let field = name.strip_prefix(&prefix)?;
+            Some((field.to_owned(), *scalar))
+        })
+    }
+
+    pub(crate) fn tensors_of(&self, id: u64) -> impl Iterator<Item = (String, &PackedTensor)> {
+        let prefix = format!("{id}.");
+        self.tensors.iter().filter_map(move |tensor| {
+            let field = tensor.name.strip_prefix(&prefix)?;
+            Some((field.to_owned(), tensor))
+        })
+    }
+}
+
+/// Refuses a record of which the optimizer does not take everything: Burn leaves out the states that it cannot
+/// put together, and training would go on without them. Tried with tensors of one element.
+pub(crate) fn check_taken(
+    optimizer: &ModuleOptimizer,
+    record: &Bytes,
+) -> Result<(), CheckpointError> {
+    let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
+    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
+    let mut names: BTreeSet<String> = scalars.keys().cloned().collect();
+    let mut tensors = Vec::new();
+    for tensor in reader.into_tensors().map_err(optimizer_error)? {
+        let one = Bytes::from_bytes_vec(vec![0; tensor.dtype.size()]);
+        names.insert(tensor.name.clone());
+        let shape = Shape::from([1]);
+        let id = tensor.param_id;
+        tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
+    }
+    let mut writer = Writer::new(tensors);
+    for (name, scalar) in scalars {
+        writer = writer.with_scalar(&name, scalar);
+    }
+    for (name, path) in paths {
+        writer = writer.with_metadata(&name, &path);
+    }
+    let bytes = writer.into_bytes().map_err(optimizer_error)?;
+    let small = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
+    let taken = OptimizerParts::take(&optimizer.clone().load_record(small))?;
+    let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
+    let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
+    match names.symmetric_difference(&taken).next() {
+        None => Ok(()),
+        Some(name) => {
+            let fields: BTreeSet<&str> = names.iter().map(|name| field_of(name)).collect();
+            Err(optimizer_error(format!(
+                "the step has {fields:?}, and the optimizer {} `{}`; configure the optimizer as the \
+                 one that was saved",
+                match names.contains(name) {
+                    true => "does not take the state with",
+                    false => "needs",
+                },
+                field_of(name)
+            )))
+        }
+    }
+}
+
+/// A name without the id of the parameter that it begins with.
+fn field_of(name: &str) -> &str {
+    name.split_once('.').map_or(name, |(_, field)| field)
+}

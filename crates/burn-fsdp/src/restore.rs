@@ -1,0 +1,137 @@
+//! A sharded model and its optimizer as they were when a step was saved.
+
+use std::collections::HashMap;
+
+use burn::module::Module;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, Shape};
+use burn_fsdp_checkpoint::{ExpectedTensor, Extra, Region, Step, TensorEntry, TensorKind};
+use burn_fsdp_shard::{
+    LocalPart, LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
+};
+use burn_pack::{Tensor as PackedTensor, Writer};
+
+use crate::dtype::{burn_dtype, dtype_of};
+use crate::error::{CheckpointError, optimizer_error};
+use crate::optimizer_record::{check_taken, kept_in, owner_of};
+
+/// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
+/// were that saved it. Each rank reads the bytes that it needs.
+///
+/// Not collective: ranks that meet an error and go on with what they had must see to it that all do.
+/// `optimizer` is configured as the one that was saved; its state is replaced. It is tried as by
+/// [`snapshot`].
+///
+/// # Errors
+///
+/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape, tensors of the step that the
+/// model lacks, damage: nothing is changed then, in no copy of the model.
+pub fn restore<M: Module>(
+    model: M,
+    optimizer: ModuleOptimizer,
+    step: &Step,
+) -> Result<(M, ModuleOptimizer), CheckpointError> {
+    check_elementwise_once(&model, &optimizer)?;
+    let state = local_state(&model)?;
+    let optimizer = restore_optimizer(&model, &state, optimizer, step)?;
+    Ok((restore_model(model, step)?, optimizer))
+}
+
+/// Gives a sharded model the parameters and running states of `step`.
+///
+/// Not collective.
+///
+/// # Errors
+///
+/// As [`restore`].
+pub fn restore_model<M: Module>(model: M, step: &Step) -> Result<M, CheckpointError> {
+    restore_matching(model, step, |_| true)
+}
+
+/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and
+/// leaves the others: a backbone without its head, say.
+///
+/// Not collective. All ranks must want the same.
+///
+/// # Errors
+///
+/// As [`restore`], for the wanted tensors of model and step.
+pub fn restore_matching<M: Module>(
+    model: M,
+    step: &Step,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<M, CheckpointError> {
+    let state = local_state(&model)?;
+    let wanted = state.iter().filter(|tensor| is_wanted(&tensor.path));
+    let expected: Result<Vec<_>, CheckpointError> = wanted
+        .map(|tensor| {
+            Ok(ExpectedTensor {
+                name: tensor.path.clone(),
+                shape: tensor.shape.clone(),
+                dtype: Some(dtype_of(&tensor.path, tensor.dtype)?),
+            })
+        })
+        .collect();
+    let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
+    step.compare(&expected?, is_compared, Extra::Refuse)?;
+    load_local_state(model, |tensor| match is_wanted(&tensor.path) {
+        true => Ok(Some(step.read(&tensor.path, &region_of(tensor))?)),
+        false => Ok(None),
+    })
+}
+
+/// What a rank holds of a tensor.
+pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
+    match &tensor.part {
+        LocalPart::Shard { range, .. } => Region::Flat(range.clone()),
+        LocalPart::Whole | LocalPart::Own => Region::Flat(0..tensor.shape.iter().product()),
+    }
+}
+
+fn restore_optimizer<M: Module>(
+    model: &M,
+    state: &[LocalTensor],
+    optimizer: ModuleOptimizer,
+    step: &Step,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let ids: HashMap<_, _> = local_ids(model)?
+        .into_iter()
+        .map(|local| (local.path, local.id.val()))
+        .collect();
+    let held: HashMap<_, _> = state.iter().map(|tensor| (&tensor.path, tensor)).collect();
+    let mut tensors = Vec::new();
+    let entries = step.index().tensors.iter();
+    for entry in entries.filter(|entry| entry.kind == TensorKind::OptimizerState) {
+        let (path, field) = owner_of(entry)?;
+        let found = ids.get(path).zip(held.get(&path.to_owned()));
+        let Some((id, local)) = found.filter(|(_, local)| local.shape == entry.shape) else {
+            return Err(optimizer_error(format!(
+                "`{}` of shape {:?} belongs to `{path}`, which the model has not, or in another shape",
+                entry.name, entry.shape
+            )));
+        };
+        let region = region_of(local);
+        let bytes = Bytes::from_bytes_vec(step.read(&entry.name, &region)?);
+        let dtype = burn_dtype(&entry.name, entry.dtype)?;
+        let shape = Shape::from([region.len()]);
+        let name = format!("{id}.{field}");
+        tensors.push(PackedTensor::new(name, dtype, shape, Some(*id), bytes));
+    }
+    let mut writer = Writer::new(tensors);
+    for (path, kept) in kept_in(step)? {
+        let Some(id) = ids.get(&path) else {
+            let reason = format!("the step has state of `{path}`, which the model has not");
+            return Err(optimizer_error(reason));
+        };
+        for (field, number) in kept.scalars {
+            writer = writer.with_scalar(&format!("{id}.{field}"), number.into());
+        }
+        if let Some(group) = kept.group_path {
+            writer = writer.with_metadata(&id.to_string(), &group);
+        }
+    }
+    let bytes = writer.into_bytes().map_err(optimizer_error)?;
+    check_taken(&optimizer, &bytes)?;
+    let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
+    Ok(optimizer.load_record(record))
+}

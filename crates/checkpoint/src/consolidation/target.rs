@@ -1,0 +1,88 @@
+//! Where the output goes: beside what is there first, outside of all steps.
+
+use std::path::{Path, PathBuf};
+
+use crate::folder_name::{Hidden, nonce, parse_step};
+use crate::index::{INDEX_FILE, SEAL_FILE};
+use crate::storage::{EntryKind, Storage};
+use crate::{Error, Step};
+
+/// Refuses an output that would replace a file of a step, lie among them, or pass for a step.
+pub(super) fn check_outside_steps(
+    storage: &dyn Storage,
+    step: &Step,
+    out: &Path,
+) -> Result<(), Error> {
+    let refused = |step: &Path| Error::InsideStep {
+        out: out.to_owned(),
+        step: step.to_owned(),
+    };
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    if parse_step(&name).is_some() || Hidden::parse(&name).is_some() {
+        return Err(refused(parent(out)));
+    }
+    // Folders that are not there yet will be made, and are in nothing but those above them.
+    let mut there = out;
+    while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
+        there = parent(there);
+    }
+    if there.as_os_str().is_empty() {
+        there = Path::new(".");
+    }
+    let canonical = |path: &Path| storage.canonical(path).unwrap_or_else(|_| path.to_owned());
+    let (there, own) = (canonical(there), canonical(step.path()));
+    for folder in there.ancestors() {
+        let has = |file| storage.exists(&folder.join(file)).unwrap_or(false);
+        if folder == own || has(INDEX_FILE) && has(SEAL_FILE) {
+            return Err(refused(folder));
+        }
+    }
+    Ok(())
+}
+
+/// The folder that an output lies in.
+pub(super) fn parent(out: &Path) -> &Path {
+    out.parent().unwrap_or(Path::new(""))
+}
+
+/// Removes the files of earlier attempts at the same output whose processes are dead: nobody locks them.
+pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
+    let folder = match parent(out) {
+        folder if folder.as_os_str().is_empty() => Path::new("."),
+        folder => folder,
+    };
+    let name = out.file_name().unwrap_or_default().to_string_lossy();
+    let begin = format!(".{name}.partial-");
+    for entry in storage.list(folder).unwrap_or_default() {
+        let nonce = entry.name.strip_prefix(&begin);
+        let is_ours = nonce.is_some_and(|nonce| {
+            nonce.len() == 16 && nonce.bytes().all(|byte| byte.is_ascii_hexdigit())
+        });
+        if !is_ours || entry.kind != EntryKind::File {
+            continue;
+        }
+        let path = folder.join(&entry.name);
+        let lock = storage.lock(&path).ok().flatten();
+        if lock.is_some_and(|lock| lock.is_effective()) {
+            discard(storage.remove_file(&path), &path);
+        }
+    }
+}
+
+/// A hidden name in the same folder.
+pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
+    let name = out.file_name().ok_or_else(|| Error::Argument {
+        argument: "out",
+        expected: "the name of a file or folder".to_owned(),
+        got: out.display().to_string(),
+    })?;
+    let name = name.to_string_lossy();
+    Ok(out.with_file_name(format!(".{name}.partial-{}", nonce())))
+}
+
+/// What remains of a failed attempt harms nothing but space.
+pub(super) fn discard(removed: std::io::Result<()>, path: &Path) {
+    if let Err(error) = removed {
+        tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");
+    }
+}

@@ -1,0 +1,336 @@
+//! Predictions beside published figures.
+//!
+//! The rows are data, in `published.csv` beside this file: what each source says of its run, and what kind
+//! of evidence the row is. Each kind of device has one constant that is fitted, the part of its peak that
+//! train steps reach, and it is fitted on the row that is marked so. Everything else is from data
+//! sheets, from the publications, or from the formulas.
+
+use burn_fsdp::spmd::plan::{Checkpointing, Division, Estimate, Job, Machine, Precision};
+
+use crate::args::ModelArg;
+use crate::plan::preset::Preset;
+
+const ROWS: &str = include_str!("published.csv");
+
+/// A prediction that is further off is marked as missed.
+const NEAR_PERCENT: f64 = 15.0;
+
+const GIB: f64 = (1u64 << 30) as f64;
+
+/// What was published of a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Figure {
+    /// Per device, recomputation included.
+    Teraflops(f64),
+    /// Per second and device.
+    Tokens(f64),
+    /// Peak of device memory.
+    Gibibytes(f64),
+    /// What the allocator has taken of device memory.
+    Reserved(f64),
+    /// Part of the step that is backward, in percent.
+    Backward(f64),
+    /// That it runs.
+    Runs,
+}
+
+/// What a row says of the formulas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Evidence {
+    /// Nothing: its device's constant is the one that makes it right.
+    Fitted,
+    /// Little: the prediction is the fitted constant again, whatever the formulas are.
+    Repeats,
+    /// Little: a ratio of arithmetic stands beside one of time.
+    Ratio,
+    /// Little: the source names no device, and one on which it runs was chosen.
+    Chosen,
+    /// What they predict.
+    Predicted,
+}
+
+struct Row {
+    source: &'static str,
+    job: Job,
+    machine: Machine,
+    figure: Figure,
+    evidence: Evidence,
+}
+
+/// What a row comes to.
+struct Comparison {
+    /// Of the figure.
+    name: &'static str,
+    published: String,
+    predicted: String,
+    /// In percent, where both are numbers of one kind.
+    percent: Option<f64>,
+}
+
+/// The table of `docs/plan.md`, and below it what it comes to.
+pub(crate) fn table() -> String {
+    let mut table = String::from(
+        "| source | model | ranks | machine | batch x tokens | recomputed | figure | published | predicted | difference | planned GiB |\n\
+         |---|---|---|---|---|---|---|---|---|---|---|\n",
+    );
+    let rows = rows();
+    for row in &rows {
+        table.push_str(&row.line());
+        table.push('\n');
+    }
+    table.push('\n');
+    table.push_str(&summary(&rows));
+    table
+}
+
+fn summary(rows: &[Row]) -> String {
+    let of = |evidence| rows.iter().filter(move |row| row.evidence == evidence);
+    let near = of(Evidence::Predicted)
+        .filter(|row| !row.is_missed())
+        .count();
+    let unplanned = rows.iter().filter(|row| !row.estimate().fits).count();
+    format!(
+        "Of {} rows, {} are fitted, {} repeat a fit, {} is a ratio of another kind, and {} say that a run fits \
+         on a device of our choice. Of the other {}, which are predicted, {near} are within {NEAR_PERCENT:.0} %. \
+         {unplanned} runs that took place do not fit by the plan.\n",
+        rows.len(),
+        of(Evidence::Fitted).count(),
+        of(Evidence::Repeats).count(),
+        of(Evidence::Ratio).count(),
+        of(Evidence::Chosen).count(),
+        of(Evidence::Predicted).count(),
+    )
+}
+
+impl Row {
+    fn line(&self) -> String {
+        let job = &self.job;
+        let recomputed = match job.checkpointing {
+            Checkpointing::None => "nothing",
+            Checkpointing::Selective => "selective",
+            Checkpointing::Full => "blocks",
+        };
+        let offload = if job.is_offloaded { ", offload" } else { "" };
+        let unhurried = if job.prefetch == 0 {
+            ", no prefetch"
+        } else {
+            ""
+        };
+        let Comparison {
+            name,
+            published,
+            predicted,
+            ..
+        } = self.compare();
+        format!(
+            "| {} | {} | {} | {}{offload}{unhurried} | {} x {} | {recomputed} | {name} | {published} | {predicted} | {} | {} |",
+            self.source,
+            job.model.name,
+            job.ranks,
+            self.machine.name,
+            job.batch,
+            job.seq,
+            self.difference(),
+            self.memory(),
+        )
+    }
+
+    fn estimate(&self) -> Estimate {
+        Estimate::new(&self.job, &self.machine, self.machine.memory_bytes)
+    }
+
+    /// Bytes of the plan beside those of the device.
+    fn memory(&self) -> String {
+        let estimate = self.estimate();
+        let [peak, available] = [estimate.peak.bytes.total(), estimate.available];
+        let [peak, available] = [peak, available].map(|bytes| bytes as f64 / GIB);
+        let verdict = if estimate.fits {
+            ""
+        } else {
+            ", **does not fit**"
+        };
+        format!("{peak:.1} of {available:.1}{verdict}")
+    }
+
+    fn is_missed(&self) -> bool {
+        let is_far = |percent: f64| percent.abs() > NEAR_PERCENT;
+        self.compare().percent.is_some_and(is_far)
+    }
+
+    fn difference(&self) -> String {
+        let percent = self.compare().percent;
+        let percent = percent.map(|percent| {
+            // Adding zero makes a negative one positive.
+            format!("{:+.1}", (10.0 * percent).round() / 10.0 + 0.0)
+        });
+        match (self.evidence, percent) {
+            (Evidence::Fitted, _) => "fitted".to_owned(),
+            (Evidence::Repeats, Some(percent)) => format!("{percent} %, the fit again"),
+            (Evidence::Ratio, Some(points)) => format!("{points} points, not of time"),
+            (Evidence::Predicted, Some(percent)) if self.is_missed() => {
+                format!("**{percent} %, missed**")
+            }
+            (_, Some(percent)) => format!("{percent} %"),
+            (_, None) => "chosen".to_owned(),
+        }
+    }
+
+    fn compare(&self) -> Comparison {
+        let estimate = self.estimate();
+        let of = |name, published: f64, predicted: f64, digits: usize| Comparison {
+            name,
+            published: format!("{published:.digits$}"),
+            predicted: format!("{predicted:.digits$}"),
+            percent: Some(100.0 * (predicted / published - 1.0)),
+        };
+        let peak = estimate.peak.bytes.total() as f64 / GIB;
+        match self.figure {
+            Figure::Teraflops(published) => {
+                let predicted = estimate.flops_per_second() / 1e12;
+                of("TFLOP/s per device", published, predicted, 0)
+            }
+            Figure::Tokens(published) => {
+                let predicted = estimate.tokens_per_second();
+                of("tokens/s per device", published, predicted, 0)
+            }
+            Figure::Gibibytes(published) => of("peak GiB", published, peak, 1),
+            Figure::Reserved(published) => of("GiB reserved", published, peak, 1),
+            Figure::Backward(published) => {
+                let forward = estimate.model_flops / 3.0;
+                let predicted = 100.0 * (1.0 - forward / estimate.hardware_flops);
+                Comparison {
+                    // Of percentages the difference counts, not the ratio.
+                    percent: Some(predicted - published),
+                    ..of("backward, %", published, predicted, 0)
+                }
+            }
+            Figure::Runs => Comparison {
+                name: "runs",
+                published: "yes".to_owned(),
+                predicted: if estimate.fits {
+                    "fits"
+                } else {
+                    "does not fit"
+                }
+                .to_owned(),
+                percent: None,
+            },
+        }
+    }
+}
+
+fn rows() -> Vec<Row> {
+    let row = |line: &'static str| {
+        parse(line).unwrap_or_else(|| unreachable!("a test reads every row, this too: {line}"))
+    };
+    ROWS.lines().skip(1).map(row).collect()
+}
+
+/// A line of the file: no value has a comma.
+fn parse(line: &'static str) -> Option<Row> {
+    let cells: Vec<_> = line.split(',').collect();
+    let [
+        source,
+        model,
+        ranks,
+        machine,
+        gigabits,
+        batch,
+        seq,
+        recomputed,
+        offload,
+        prefetch,
+        figure,
+        published,
+        evidence,
+    ] = cells[..]
+    else {
+        return None;
+    };
+    let mut machine = Machine::named(machine)?;
+    machine.between.bandwidth = gigabits.parse::<f64>().ok()? * 1e9 / 8.0;
+    let (family, size) = model.split_once(' ')?;
+    let family = match family {
+        "gpt" => ModelArg::Gpt,
+        "llama" => ModelArg::Llama,
+        _ => return None,
+    };
+    Some(Row {
+        source,
+        job: Job {
+            model: Preset::named(family, size).ok()?.transformer(size),
+            ranks: ranks.parse().ok()?,
+            batch: batch.parse().ok()?,
+            seq: seq.parse().ok()?,
+            precision: Precision::Bf16,
+            division: Division::FullShard,
+            checkpointing: match recomputed {
+                "nothing" => Checkpointing::None,
+                "selective" => Checkpointing::Selective,
+                "blocks" => Checkpointing::Full,
+                _ => return None,
+            },
+            is_offloaded: match offload {
+                "yes" => true,
+                "no" => false,
+                _ => return None,
+            },
+            prefetch: prefetch.parse().ok()?,
+        },
+        machine,
+        figure: match (figure, published.parse().ok()) {
+            ("teraflops", Some(value)) => Figure::Teraflops(value),
+            ("tokens", Some(value)) => Figure::Tokens(value),
+            ("gibibytes", Some(value)) => Figure::Gibibytes(value),
+            ("reserved", Some(value)) => Figure::Reserved(value),
+            ("backward", Some(value)) => Figure::Backward(value),
+            ("runs", None) => Figure::Runs,
+            _ => return None,
+        },
+        evidence: match evidence {
+            "fitted" => Evidence::Fitted,
+            "repeats" => Evidence::Repeats,
+            "ratio" => Evidence::Ratio,
+            "chosen" => Evidence::Chosen,
+            "predicted" => Evidence::Predicted,
+            _ => return None,
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_is_a_row() {
+        for line in ROWS.lines().skip(1) {
+            assert!(parse(line).is_some(), "{line}");
+        }
+    }
+
+    /// Half a percent is what rounding the published number leaves open.
+    #[test]
+    fn the_constants_are_those_of_the_fitted_rows_and_of_no_other() {
+        let mut machines = Vec::new();
+        for row in rows() {
+            if row.evidence == Evidence::Fitted {
+                let percent = row.compare().percent.unwrap_or(f64::NAN);
+                assert!(percent.abs() < 0.05, "{}: {percent}", row.line());
+                machines.push(row.machine.name);
+            }
+        }
+        assert_eq!(machines, ["a100-80g", "h100"]);
+    }
+
+    #[test]
+    fn rows_that_repeat_a_fit_are_predicted_as_the_fit() {
+        let rows = rows();
+        let fitted = rows[0].compare().predicted;
+        for row in &rows {
+            if row.evidence == Evidence::Repeats {
+                assert_eq!(row.compare().predicted, fitted, "{}", row.line());
+            }
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! What training a model takes, without training it.
+
+use std::io::{self, Write};
+
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::spmd::graph::Graph;
+use burn_fsdp::spmd::passes::schedule::{Options, pipeline};
+use burn_fsdp::spmd::plan::{
+    Checkpointing, Division, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size,
+    TracedEstimate,
+};
+use burn_fsdp::spmd::trace::{TraceConfig, trace};
+use burn_fsdp::spmd::{DataParallel, Error};
+use burn_fsdp_models::fused::recorded;
+use burn_fsdp_models::{Gpt, Llama};
+
+use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PrecisionArg, StrategyArg};
+use crate::error::InputError;
+use crate::fused;
+use crate::output;
+use crate::plan::preset::Preset;
+use crate::plan::published;
+
+/// More of anything is refused, so that no product overflows.
+const MOST_RANKS: usize = 1 << 20;
+const MOST_TOKENS: usize = 1 << 24;
+/// Models of more blocks are extrapolated from these numbers of them.
+const FEW_BLOCKS: usize = 6;
+const MORE_BLOCKS: usize = 8;
+
+/// Plans, and prints or draws what the arguments ask for.
+pub(crate) fn run(args: &PlanArgs) -> Result<(), InputError> {
+    if args.published {
+        print(&published::table());
+        return Ok(());
+    }
+    let (Some(model), Some(name)) = (args.model, &args.preset) else {
+        // The command line requires both where it is not `--published`.
+        return Ok(());
+    };
+    let preset = Preset::named(model, name)?;
+    let machine = machine(&args.machine)?;
+    let job = job(args, &preset, &name.to_ascii_lowercase())?;
+    if let Some(path) = &args.svg {
+        output::check_one("--svg", path)?;
+    }
+    let available = args.gpu_memory.unwrap_or(machine.memory_bytes);
+    let answer = match args.compile {
+        true => traced(args, &preset, &job, &machine, available)?,
+        false => estimated(&job, &machine, available)?,
+    };
+    if let Some(path) = &args.svg {
+        output::write_whole("--svg", path, answer.svg.as_bytes())?;
+    }
+    print(if args.json {
+        &answer.json
+    } else {
+        &answer.text
+    });
+    Ok(())
+}
+
+struct Answer {
+    text: String,
+    json: String,
+    svg: String,
+}
+
+fn estimated(job: &Job, machine: &Machine, available: u64) -> Result<Answer, InputError> {
+    let estimate = Estimate::new(job, machine, available);
+    Ok(Answer {
+        text: format!("{}{estimate}", heading(job, "eager, by formula")),
+        json: json(&estimate)?,
+        svg: estimate.to_svg(),
+    })
+}
+
+fn traced(
+    args: &PlanArgs,
+    preset: &Preset,
+    job: &Job,
+    machine: &Machine,
+    available: u64,
+) -> Result<Answer, InputError> {
+    let blocks = job.model.layers;
+    let (plan, without) = if args.every_block || blocks <= MORE_BLOCKS {
+        traced_blocks(args, preset, job, machine)?
+    } else {
+        let few = traced_blocks(args, &preset.with_layers(FEW_BLOCKS), job, machine)?;
+        let more = traced_blocks(args, &preset.with_layers(MORE_BLOCKS), job, machine)?;
+        let plan = Plan::extrapolated((&few.0, FEW_BLOCKS), (&more.0, MORE_BLOCKS), blocks);
+        let slope = (more.1 as f64 - few.1 as f64) / (MORE_BLOCKS - FEW_BLOCKS) as f64;
+        let without = few.1 as f64 + slope * (blocks - FEW_BLOCKS) as f64;
+        (plan, without as u64)
+    };
+    let estimate = TracedEstimate::new(job, plan, without, available);
+    Ok(Answer {
+        text: format!("{}{estimate}", heading(job, "compiled, traced")),
+        json: json(&estimate)?,
+        svg: estimate.plan.to_svg(),
+    })
+}
+
+/// The plan of a traced step, and its peak if nothing were computed again.
+fn traced_blocks(
+    args: &PlanArgs,
+    preset: &Preset,
+    job: &Job,
+    machine: &Machine,
+) -> Result<(Plan, u64), InputError> {
+    let style = match args.strategy {
+        StrategyArg::NoShard => DataParallel::Replicate,
+        _ => DataParallel::FullyShard,
+    };
+    let mut options = Options::default();
+    options.prefetch = args.prefetch > 0;
+    options.reshard_after_forward = args.strategy == StrategyArg::FullShard;
+    let graph = traced_graph(preset, job)?;
+    let mut keeping = options.clone();
+    keeping.recompute = None;
+    let keeping = pipeline(job.ranks, style, &keeping, &[]).run(graph.clone())?;
+    let without = MemoryPlan::new(&keeping, 0)?.peak_bytes();
+    drop(keeping);
+    let graph = pipeline(job.ranks, style, &options, &[]).run(graph)?;
+    Ok((Plan::new(&graph, machine, 0)?, without))
+}
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+
+/// The train step of a preset, before it is divided.
+fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
+    let expected = "presets are valid, their tests say";
+    match *preset {
+        Preset::Gpt(config) => step(
+            move |device| config.init(device, 1).expect(expected),
+            |model: &Gpt, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
+            job,
+        ),
+        Preset::Llama(config) => step(
+            move |device| config.init(device, 1).expect(expected),
+            |model: &Llama, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
+            job,
+        ),
+    }
+}
+
+fn step<M: Module>(
+    init: impl FnOnce(&Device) -> M,
+    loss: impl FnOnce(&M, Tokens) -> Tensor<1>,
+    job: &Job,
+) -> Result<Graph, InputError> {
+    // One element, seen as many: only the shape is used.
+    let tokens = || Tensor::<2, Int>::zeros([1, 1], &Device::flex()).expand([job.batch, job.seq]);
+    let optimizer = AdamWConfig::new().build();
+    let batch = (tokens(), tokens());
+    let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
+    Ok(fused::operations().describe(graph)?)
+}
+
+fn machine(name: &str) -> Result<Machine, InputError> {
+    Machine::named(&name.to_ascii_lowercase()).ok_or_else(|| InputError::UnknownName {
+        what: "machine",
+        name: name.to_owned(),
+        known: Machine::NAMES.join(", "),
+    })
+}
+
+fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> {
+    let seq = args.seq.unwrap_or(preset.seq());
+    for (flag, value, most) in [
+        ("--ranks", args.ranks, MOST_RANKS),
+        ("--batch", args.batch, MOST_TOKENS),
+        ("--seq", seq, MOST_TOKENS),
+        ("--prefetch", args.prefetch.max(1), MOST_RANKS),
+    ] {
+        if value == 0 {
+            return Err(InputError::Zero { flag });
+        }
+        if value > most {
+            return Err(InputError::TooLarge { flag, value, most });
+        }
+    }
+    // Each may be large, but not both.
+    let tokens = args.batch.saturating_mul(seq);
+    if tokens > MOST_TOKENS {
+        return Err(InputError::TooLarge {
+            flag: "--batch times --seq",
+            value: tokens,
+            most: MOST_TOKENS,
+        });
+    }
+    let is_learned = args.model == Some(ModelArg::Gpt);
+    if is_learned && seq > preset.seq() {
+        let longest = preset.seq();
+        return Err(InputError::TooLongSequence { seq, longest });
+    }
+    let precision = precision(args)?;
+    if args.compile {
+        check_compiled(args)?;
+    }
+    Ok(Job {
+        model: preset.transformer(name),
+        ranks: args.ranks,
+        batch: args.batch,
+        seq,
+        precision,
+        division: match args.strategy {
+            StrategyArg::FullShard => Division::FullShard,
+            StrategyArg::ShardGradOp => Division::ShardGradOp,
+            StrategyArg::NoShard => Division::NoShard,
+            StrategyArg::HybridShard => {
+                return Err(InputError::NotPlanned {
+                    flag: "--strategy hybrid-shard",
+                });
+            }
+        },
+        checkpointing: match args.activation_checkpointing {
+            CheckpointingArg::None => Checkpointing::None,
+            CheckpointingArg::Selective => Checkpointing::Selective,
+            CheckpointingArg::Full => Checkpointing::Full,
+        },
+        is_offloaded: args.offload,
+        prefetch: args.prefetch,
+    })
+}
+
+fn precision(args: &PlanArgs) -> Result<Precision, InputError> {
+    match (args.precision, args.compile) {
+        (Some(PrecisionArg::Bf16), true) => Err(InputError::NotCompiled {
+            flag: "--precision bf16",
+            reason: "they compute in the 32 bits of the model",
+        }),
+        (Some(PrecisionArg::F32), _) | (None, true) => Ok(Precision::F32),
+        (Some(PrecisionArg::Bf16), false) | (None, false) => Ok(Precision::Bf16),
+    }
+}
+
+fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
+    if args.offload {
+        return Err(InputError::NotCompiled {
+            flag: "--offload",
+            reason: "all their tensors are on the device",
+        });
+    }
+    if args.activation_checkpointing != CheckpointingArg::None {
+        return Err(InputError::NotCompiled {
+            flag: "--activation-checkpointing",
+            reason: "what they compute again is chosen by a pass",
+        });
+    }
+    Ok(())
+}
+
+/// What was planned, and under which assumptions.
+fn heading(job: &Job, how: &str) -> String {
+    let billions = job.model.num_params() as f64 / 1e9;
+    let precision = match job.precision {
+        Precision::F32 => "f32",
+        Precision::Bf16 => "bf16 over f32 at rest",
+    };
+    let checkpointing = match job.checkpointing {
+        Checkpointing::None => "no activation checkpointing",
+        Checkpointing::Selective => "selective activation checkpointing",
+        Checkpointing::Full => "full activation checkpointing",
+    };
+    let division = match job.division {
+        Division::FullShard => "full-shard",
+        Division::ShardGradOp => "shard-grad-op",
+        Division::NoShard => "no-shard",
+    };
+    let offload = if job.is_offloaded { ", offload" } else { "" };
+    let at_rest = 16.0 * job.model.num_params() as f64;
+    format!(
+        "{} ({billions:.2} B parameters), {how}\n\
+         {} ranks, {} x {} tokens each, {precision}, {division}, {checkpointing}{offload}, AdamW\n\
+         states: 16 bytes a parameter, {} in all\n",
+        job.model.name,
+        job.ranks,
+        job.batch,
+        job.seq,
+        Size(at_rest as u64).trimmed(),
+    )
+}
+
+fn json(value: &impl serde::Serialize) -> Result<String, InputError> {
+    serde_json::to_string(value)
+        .map_err(|error| InputError::from(Error::Internal(error.to_string())))
+}
+
+fn print(text: &str) {
+    // Whoever reads may have stopped reading; the plan was made all the same.
+    let _ = writeln!(io::stdout(), "{}", text.trim_end());
+}

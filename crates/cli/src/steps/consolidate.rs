@@ -1,0 +1,117 @@
+//! `burn-fsdp consolidate`.
+
+use std::collections::{BTreeMap, HashMap};
+
+use burn_fsdp::steps::{
+    Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
+    consolidate_to_folder,
+};
+use burn_fsdp_models::{ModelConfig, ParameterSpec};
+
+use crate::args::{ConsolidateArgs, NamesArg};
+use crate::console;
+use crate::error::{Failure, InputError};
+use crate::steps::open::with_step;
+
+/// Writes the model of a step as plain safetensors.
+pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
+    let written = with_step(&args.step, |step| write(&args, &step))?;
+    console::answer(format_args!(
+        "{} tensors, {} bytes, in {} files: {}",
+        written.num_tensors,
+        written.total_size,
+        written.files.len(),
+        args.out.display()
+    ))
+}
+
+fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
+    let table = match args.names {
+        Some(NamesArg::Burn) => None,
+        Some(NamesArg::Torch) => Some(table(step)?),
+        None => match model_of(step) {
+            Some(_) => Some(table(step)?),
+            None => {
+                console::tell(format_args!(
+                    "note: the model has no table of names; names and layout are Burn's"
+                ));
+                None
+            }
+        },
+    };
+    let defaults = ConsolidationConfig::default();
+    let config = ConsolidationConfig {
+        max_shard_size: args.max_shard_size,
+        replace: args.overwrite,
+        // `format: pt` is said of what PyTorch can read.
+        metadata: match table {
+            Some(_) => defaults.metadata,
+            None => HashMap::from([("producer".to_owned(), "burn-fsdp".to_owned())]),
+        },
+        ..defaults
+    };
+    let write_as = |tensor: &TensorEntry| match &table {
+        None => Some(PlainTensor::unchanged(tensor)),
+        Some(table) => table.get(&tensor.name).cloned(),
+    };
+    let written = match args.max_shard_size {
+        None => consolidate_to_file(step, &args.out, &config, write_as),
+        Some(_) => consolidate_to_folder(step, &args.out, &config, write_as),
+    };
+    Ok(written.map_err(InputError::from)?)
+}
+
+/// The model that was saved, if it is one that this command knows.
+fn model_of(step: &Step) -> Option<ModelConfig> {
+    serde_json::from_value(step.index().model.clone()).ok()
+}
+
+/// By path, how every tensor of the step's model is written; the step has these and no others.
+fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
+    let path = step.path().to_owned();
+    let Some(model) = model_of(step) else {
+        let model = step.index().model.to_string().chars().take(100).collect();
+        return Err(InputError::NoTable { path, model });
+    };
+    let other = |expected: String, found: String| InputError::OtherTensors {
+        path: path.clone(),
+        model: model.name(),
+        expected,
+        found,
+    };
+    // Before a table is made of sizes that anyone may have written.
+    let num_tensors = step.index().tensors.len();
+    if model.num_layers() > num_tensors {
+        let expected = format!("{} layers", model.num_layers());
+        return Err(other(expected, format!("{num_tensors} tensors")));
+    }
+    let parameters = model.parameters()?;
+    let mut saved: BTreeMap<&str, &[usize]> = step
+        .index()
+        .tensors
+        .iter()
+        .filter(|tensor| tensor.kind.is_model())
+        .map(|tensor| (tensor.name.as_str(), &tensor.shape[..]))
+        .collect();
+    for spec in &parameters {
+        let (name, shape) = (&spec.path, spec.module_shape());
+        let expected = format!("{name} of shape {shape:?}");
+        match saved.remove(name.as_str()) {
+            Some(found) if *found == shape => {}
+            Some(found) => return Err(other(expected, format!("it of shape {found:?}"))),
+            None => return Err(other(expected, "no such tensor".to_owned())),
+        }
+    }
+    if let Some((name, shape)) = saved.into_iter().next() {
+        let found = format!("{name} of shape {shape:?}");
+        return Err(other("no such tensor".to_owned(), found));
+    }
+    let entry = |spec: ParameterSpec| {
+        let plain = PlainTensor {
+            name: spec.name,
+            is_transposed: spec.is_transposed,
+        };
+        (spec.path, plain)
+    };
+    Ok(parameters.into_iter().map(entry).collect())
+}

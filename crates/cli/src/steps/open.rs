@@ -1,0 +1,43 @@
+//! The step that a command reads.
+
+use std::path::{Path, PathBuf};
+
+use burn_fsdp::steps::{Checkpoints, Step};
+
+use crate::error::{Failure, InputError};
+
+/// How often the newest step is looked for again when it is removed while it is read.
+const ATTEMPTS: usize = 5;
+
+/// Reads the step at `path`, or the newest of the folder of checkpoints there; that anew if it is
+/// removed meanwhile, as a training that keeps its last steps does.
+pub(crate) fn with_step<T>(
+    path: &Path,
+    mut read: impl FnMut(Step) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    let mut attempt = 1;
+    loop {
+        let folder = Checkpoints::new(path);
+        let is_folder = folder.is_begun().unwrap_or(false);
+        let mut opened = path.to_owned();
+        let result = open(&folder, is_folder, path).and_then(|step| {
+            opened = step.path().to_owned();
+            // What is wrong with a file is told by whoever reads it.
+            let _ = step.hold();
+            read(step)
+        });
+        let is_gone = is_folder && (opened == path || !opened.exists());
+        if result.is_ok() || !is_gone || attempt == ATTEMPTS {
+            return result;
+        }
+        attempt += 1;
+    }
+}
+
+fn open(folder: &Checkpoints, is_folder: bool, path: &Path) -> Result<Step, Failure> {
+    let step = match is_folder {
+        true => folder.newest(),
+        false => Step::open(PathBuf::from(path)),
+    };
+    step.map_err(|error| InputError::from(error).into())
+}

@@ -1,0 +1,197 @@
+//! Training by a compiled step.
+
+use std::sync::Mutex;
+use std::time::Instant;
+
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::spmd::passes::schedule::Options;
+use burn_fsdp::spmd::plan::{MemoryPlan, Size};
+use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::steps::Step;
+use burn_fsdp::{
+    At, ProcessGroup, ProcessMesh, Strategy, TrainingSnapshot, load_compiled, restore_compiled,
+    snapshot_compiled,
+};
+use burn_fsdp_models::fused::recorded;
+use burn_fsdp_models::{Batches, Gpt};
+use serde_json::Value;
+
+use crate::console;
+use crate::error::RankError;
+use crate::fused;
+use crate::train::config::{Sharding, TrainConfig};
+use crate::train::trace::shifted;
+use crate::train::trainer::Trainer;
+use crate::train::{evaluation, model, sample};
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+
+/// A compiled step, with its parameters and optimizer states.
+pub(crate) struct Compiled<'a> {
+    config: &'a TrainConfig,
+    world: &'a ProcessGroup,
+    mesh: &'a ProcessMesh,
+    batches: Batches,
+    step: CompiledStep<Tokens>,
+    /// The most bytes of full tensors at once, of the graph that was traced last.
+    unsharded: Option<(usize, usize)>,
+    /// A sharded model to evaluate with, made when it is first asked for.
+    model: Option<Gpt>,
+}
+
+/// The mode and the passes that divide a step as the configuration says.
+pub(crate) fn mode(sharding: &Sharding, world: &ProcessGroup) -> Mode {
+    let style = match sharding.strategy {
+        Strategy::NoShard => DataParallel::Replicate,
+        Strategy::FullShard | Strategy::ShardGradOp => DataParallel::FullyShard,
+    };
+    let mut options = Options::default();
+    options.reshard_after_forward = sharding.strategy == Strategy::FullShard;
+    // A default of the eager engine. Ranks that are threads move the bytes when they wait, so that
+    // nothing is gained by starting early.
+    options.prefetch = sharding.prefetch > 1;
+    Mode::data_parallel(world.clone(), style).with_options(options)
+}
+
+impl<'a> Compiled<'a> {
+    /// Divides the initial weights among the ranks. Collective.
+    pub(crate) fn new(
+        config: &'a TrainConfig,
+        world: &'a ProcessGroup,
+        mesh: &'a ProcessMesh,
+    ) -> Result<Self, RankError> {
+        let values = Device::flex();
+        // Only rank 0's values count.
+        let loaded = match world.rank() == 0 && config.init.is_some() {
+            true => Some(model::initial(config, &values, 0)?),
+            false => None,
+        };
+        let loaded = Mutex::new(loaded);
+        let (model, seed) = (config.model, config.seed);
+        model.validate()?;
+        let init = move |device: &Device| {
+            // On other devices the model is only looked at.
+            let wanted = *device == values;
+            let loaded = loaded.lock().ok().filter(|_| wanted);
+            let loaded = loaded.and_then(|mut loaded| loaded.take());
+            loaded.unwrap_or_else(|| model.init(device, seed).expect("the sizes were validated"))
+        };
+        let loss =
+            |model: &Gpt, (inputs, targets): Tokens| recorded(|| model.loss(inputs, targets));
+        let mode = mode(&config.sharding, world);
+        let step = compile(init, loss, config.optimizer.build(), mode)?;
+        Ok(Self {
+            config,
+            world,
+            mesh,
+            batches: config.data.training(&config.model, config.batch),
+            step: step.with_operations(fused::operations()),
+            unsharded: None,
+            model: None,
+        })
+    }
+
+    fn begin(&self, step: usize) -> Result<Tokens, RankError> {
+        self.world.begin_step(step as u64);
+        self.world.fault_point(At::Forward)?;
+        let rows = self.config.rows_of(self.world.rank());
+        Ok(self.batches.rows(step, rows).to_tensors(&Device::flex()))
+    }
+
+    /// Plans a graph that is new, and says so once.
+    fn look_at_graph(&mut self) -> Result<(), RankError> {
+        let traced = self.step.num_traces();
+        let Some(graph) = self.step.graph() else {
+            return Ok(());
+        };
+        if self.unsharded.is_some_and(|(of, _)| of == traced) {
+            return Ok(());
+        }
+        let plan = MemoryPlan::new(graph, self.world.rank())?;
+        if self.unsharded.is_none() && self.world.rank() == 0 && !self.config.json {
+            let (nodes, peak) = (graph.nodes().len(), Size(plan.peak_bytes()).trimmed());
+            console::tell(format_args!(
+                "compiled: {nodes} operations, at most {peak} of tensors on a rank"
+            ));
+        }
+        let moments = plan.moments.iter().map(|moment| moment.during);
+        let unsharded = moments.map(|bytes| bytes.full_parameters + bytes.gradients);
+        self.unsharded = Some((traced, unsharded.max().unwrap_or(0) as usize));
+        Ok(())
+    }
+
+    /// A sharded model with the weights of now.
+    fn sharded(&mut self) -> Result<&Gpt, RankError> {
+        let model = match self.model.take() {
+            Some(model) => model,
+            None => {
+                let model = self.config.model.init(&model::device(), self.config.seed)?;
+                model::shard(self.config, self.mesh, model)?
+            }
+        };
+        let model = load_compiled(model, &mut self.step)?;
+        Ok(self.model.insert(model))
+    }
+}
+
+impl Trainer for Compiled<'_> {
+    fn step(&mut self, step: usize) -> Result<f32, RankError> {
+        let batch = self.begin(step)?;
+        let rate = self.config.schedule.at(step);
+        let loss = self.step.step(rate, &batch)?;
+        self.look_at_graph()?;
+        Ok(loss as f32)
+    }
+
+    fn traced_step(
+        &mut self,
+        step: usize,
+        origin: Instant,
+    ) -> Result<(f32, Vec<Value>), RankError> {
+        let batch = self.begin(step)?;
+        let rate = self.config.schedule.at(step);
+        let (loss, timeline) = self.step.step_with_timeline(rate, &batch)?;
+        self.look_at_graph()?;
+        let events = timeline.chrome_events(self.world.rank());
+        let offset = timeline.began().saturating_duration_since(origin);
+        Ok((loss as f32, shifted(events, offset)))
+    }
+
+    fn unsharded_peak(&self) -> Result<usize, RankError> {
+        Ok(self.unsharded.map_or(0, |(_, bytes)| bytes))
+    }
+
+    fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
+        let (config, world) = (self.config, self.world);
+        if config.data.held_out(&config.model, config.batch).is_none() {
+            return Ok(None);
+        }
+        evaluation::evaluate(self.sharded()?, config, world)
+    }
+
+    fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
+        let layout = self.mesh.layout();
+        Ok(snapshot_compiled(&mut self.step, layout, "shard")?)
+    }
+
+    fn resume(&mut self, saved: &Step) -> Result<(), RankError> {
+        Ok(restore_compiled(&mut self.step, saved)?)
+    }
+
+    fn state_bytes(&self) -> Result<usize, RankError> {
+        // Between steps there is nothing else.
+        Ok(self.step.memory().live_bytes())
+    }
+
+    fn warnings(&self) -> Result<Vec<String>, RankError> {
+        Ok(Vec::new())
+    }
+
+    fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError> {
+        let (config, world) = (self.config, self.world);
+        if !sample::is_wanted(config) {
+            return Ok(None);
+        }
+        sample::generate(self.sharded()?, config, world)
+    }
+}

@@ -1,0 +1,444 @@
+//! What is to be done, complete and valid: nothing after this asks the user for anything.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use burn::optim::AdamWConfig;
+use burn::tensor::FloatDType;
+use burn_fsdp::{Clip, Fault, Precision, Strategy};
+use burn_fsdp_models::{GptConfig, WeightsFile};
+
+use crate::args::{Float, ModelArgs, NotFinite, StrategyArg, TrainArgs, TrainingArgs};
+use crate::console;
+use crate::error::InputError;
+use crate::host;
+use crate::output;
+use crate::train::data::Data;
+use crate::train::fault;
+use crate::train::resumed::Resumed;
+use crate::train::run_folder::CheckpointConfig;
+use crate::train::schedule::Schedule;
+use crate::train::settings::Settings;
+
+/// A training run.
+#[derive(Debug)]
+pub(crate) struct TrainConfig {
+    pub(crate) model: GptConfig,
+    pub(crate) seed: u64,
+    /// Weights to start from; otherwise they are drawn.
+    pub(crate) init: Option<WeightsFile>,
+    pub(crate) save_init: Option<PathBuf>,
+    pub(crate) data: Data,
+    pub(crate) eval_every: usize,
+    pub(crate) eval_batches: usize,
+    /// Sequences of a step, over all ranks; a multiple of `ranks`.
+    pub(crate) batch: usize,
+    pub(crate) steps: usize,
+    pub(crate) warmup: usize,
+    pub(crate) schedule: Schedule,
+    /// What is saved with a step, to be compared by whoever goes on from it.
+    pub(crate) settings: Settings,
+    pub(crate) not_finite: NotFinite,
+    pub(crate) optimizer: AdamWConfig,
+    pub(crate) ranks: usize,
+    pub(crate) sharding: Sharding,
+    pub(crate) step: StepConfig,
+    /// Whether a compiled step trains, and not the eager engine.
+    pub(crate) is_compiled: bool,
+    pub(crate) checkpoints: Option<CheckpointConfig>,
+    pub(crate) deadline: Duration,
+    pub(crate) fault: Option<Fault>,
+    pub(crate) metrics: Option<PathBuf>,
+    pub(crate) trace: Option<PathBuf>,
+    pub(crate) curve: PathBuf,
+    pub(crate) sample_bytes: usize,
+    pub(crate) json: bool,
+}
+
+/// How the model is divided.
+#[derive(Debug)]
+pub(crate) struct Sharding {
+    /// What was asked for, as it is reported.
+    pub(crate) name: &'static str,
+    pub(crate) strategy: Strategy,
+    /// Copies of the shards; 1 without hybrid sharding.
+    pub(crate) replicas: usize,
+    pub(crate) prefetch: usize,
+    /// Least parameters of a unit; otherwise the blocks are the units.
+    pub(crate) unit_size: Option<usize>,
+    pub(crate) precision: Precision,
+    /// Where the optimizer's state lies, if not in memory.
+    pub(crate) offload: Option<PathBuf>,
+}
+
+/// What a step is made of.
+#[derive(Debug)]
+pub(crate) struct StepConfig {
+    pub(crate) accumulate: usize,
+    pub(crate) no_sync: bool,
+    pub(crate) clip: Option<Clip>,
+    pub(crate) scales_loss: bool,
+    pub(crate) activation_checkpointing: bool,
+}
+
+impl TrainConfig {
+    /// Resolves and checks everything, the cheap checks first and the disk last.
+    pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
+        let model = model(&args.model)?;
+        let optimizer = optimizer(&args.training)?;
+        let (batch, ranks) = (args.training.batch, args.sharding.ranks);
+        let accumulate = args.training.accumulate;
+        check_batch(batch, ranks, accumulate)?;
+        let sharding = sharding(&args)?;
+        let step = step(&args.training)?;
+        if args.training.compile {
+            check_compiled(&args)?;
+        }
+        let (steps, warmup) = (args.training.steps, args.training.warmup);
+        check_size(&args)?;
+        if args.sharding.deadline == 0 {
+            return Err(InputError::Zero { flag: "--deadline" });
+        }
+        let is_compiled = args.training.compile;
+        let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
+        check_memory(&model, batch, ranks, &sharding)?;
+        let data = Data::read(&args.data, &model, batch)?;
+        let init = args.model.init.as_ref();
+        let init_file = init
+            .map(|path| WeightsFile::open(path, model))
+            .transpose()?;
+        if let Some(folder) = &sharding.offload {
+            output::check_folder("--offload", folder)?;
+        }
+        output::check(&args)?;
+        let settings = Settings::new(&args, &data);
+        let has_init = init_file.is_some();
+        let checkpoints = CheckpointConfig::take(args.checkpoint, ranks, &model, &settings)?;
+        let resumed = checkpoints
+            .as_ref()
+            .and_then(|config| config.resumed.as_ref());
+        if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps + warmup, has_init)) {
+            console::tell(format_args!("warning: {warning}"));
+        }
+        Ok(Self {
+            model,
+            seed: args.model.seed,
+            init: init_file,
+            save_init: args.model.save_init,
+            data,
+            eval_every: args.data.eval_every,
+            eval_batches: args.data.eval_batches,
+            batch,
+            steps,
+            warmup,
+            schedule: Schedule::new(&args.training),
+            settings,
+            not_finite: args.training.nan,
+            optimizer,
+            ranks,
+            sharding,
+            step,
+            is_compiled: args.training.compile,
+            checkpoints,
+            // Clocks do not count further, and nobody waits longer.
+            deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
+            fault,
+            metrics: args.output.metrics,
+            trace: args.output.trace,
+            curve: args.output.curve,
+            sample_bytes: args.output.sample,
+            json: args.output.json,
+        })
+    }
+
+    /// What the run goes on from, if it does not start fresh.
+    pub(crate) fn resumed(&self) -> Option<&Resumed> {
+        self.checkpoints.as_ref()?.resumed.as_ref()
+    }
+
+    /// Whether a signal has told the run to end.
+    pub(crate) fn is_stopped(&self) -> bool {
+        let checkpoints = self.checkpoints.as_ref();
+        checkpoints.is_some_and(CheckpointConfig::is_stopped)
+    }
+
+    /// All steps, the unmeasured ones included.
+    pub(crate) fn num_steps(&self) -> usize {
+        self.warmup + self.steps
+    }
+
+    /// Tokens of a step, over all ranks.
+    pub(crate) fn tokens_per_step(&self) -> usize {
+        self.batch * self.model.seq
+    }
+
+    /// The rows of each global batch that a rank takes.
+    pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
+        let rows = self.batch / self.ranks;
+        rank * rows..(rank + 1) * rows
+    }
+
+    /// Those of a micro-batch.
+    pub(crate) fn micro_rows_of(&self, rank: usize, micro: usize) -> std::ops::Range<usize> {
+        let rows = self.batch / self.ranks / self.step.accumulate;
+        let start = self.rows_of(rank).start + micro * rows;
+        start..start + rows
+    }
+
+    /// Whether to evaluate after this step, counted from 0.
+    pub(crate) fn evaluates_after(&self, step: usize) -> bool {
+        let is_last = step + 1 == self.num_steps();
+        let is_due = self.eval_every > 0 && (step + 1).is_multiple_of(self.eval_every);
+        self.eval_batches > 0 && (is_last || is_due)
+    }
+}
+
+fn model(args: &ModelArgs) -> Result<GptConfig, InputError> {
+    let config = GptConfig {
+        layers: args.layers,
+        dim: args.dim,
+        heads: args.heads,
+        vocab: args.vocab,
+        seq: args.seq,
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+/// AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate, every parameter
+/// decayed, gradients not clipped.
+fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
+    let check = |flag, value: f64, is_valid: bool, expected| match is_valid {
+        true => Ok(()),
+        false => Err(InputError::OutOfRange {
+            flag,
+            value,
+            expected,
+        }),
+    };
+    let not_negative = |value: f64| value.is_finite() && value >= 0.0;
+    check("--lr", args.lr, not_negative(args.lr), "a number from 0 on")?;
+    for (flag, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
+        let is_valid = (0.0..1.0).contains(&value);
+        check(flag, value.into(), is_valid, "from 0 to below 1")?;
+    }
+    let is_positive = args.eps.is_finite() && args.eps > 0.0;
+    check("--eps", args.eps.into(), is_positive, "a number above 0")?;
+    let decay = f64::from(args.weight_decay);
+    check(
+        "--weight-decay",
+        decay,
+        not_negative(decay),
+        "a number from 0 on",
+    )?;
+    Ok(AdamWConfig::new()
+        .with_beta_1(args.beta1)
+        .with_beta_2(args.beta2)
+        .with_epsilon(args.eps)
+        .with_weight_decay(args.weight_decay)
+        .with_cautious_weight_decay(false)
+        .with_amsgrad(false))
+}
+
+fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), InputError> {
+    for (flag, size) in [
+        ("--batch", batch),
+        ("--ranks", ranks),
+        ("--accumulate", accumulate),
+    ] {
+        if size == 0 {
+            return Err(InputError::Zero { flag });
+        }
+    }
+    if !batch.is_multiple_of(ranks) {
+        return Err(InputError::RanksDoNotDivideBatch { ranks, batch });
+    }
+    match (batch / ranks).is_multiple_of(accumulate) {
+        true => Ok(()),
+        false => Err(InputError::MicroBatchesDoNotDivide {
+            accumulate,
+            rows: batch / ranks,
+        }),
+    }
+}
+
+fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
+    let given = &args.sharding;
+    let (name, strategy) = match given.strategy {
+        StrategyArg::FullShard => ("full-shard", Strategy::FullShard),
+        StrategyArg::ShardGradOp => ("shard-grad-op", Strategy::ShardGradOp),
+        StrategyArg::NoShard => ("no-shard", Strategy::NoShard),
+        StrategyArg::HybridShard => ("hybrid-shard", Strategy::FullShard),
+    };
+    let replicas = match given.strategy {
+        StrategyArg::HybridShard => given.replicate_size,
+        _ => 1,
+    };
+    if replicas == 0 || !given.ranks.is_multiple_of(replicas) {
+        return Err(InputError::ReplicasDoNotDivideRanks {
+            replicas,
+            ranks: given.ranks,
+        });
+    }
+    if given.unit_size == Some(0) {
+        return Err(InputError::Zero {
+            flag: "--unit-size",
+        });
+    }
+    let mut precision = match float(args.training.precision) {
+        None => Precision::default(),
+        Some(compute) => Precision::new(compute),
+    };
+    if let Some(reduce) = args.training.reduce_dtype {
+        precision = precision.reduce(float(reduce).unwrap_or(FloatDType::F32));
+    }
+    Ok(Sharding {
+        name,
+        strategy,
+        replicas,
+        prefetch: given.prefetch,
+        unit_size: given.unit_size,
+        precision,
+        offload: given.offload.clone(),
+    })
+}
+
+/// `None` for what the model is built in anyway.
+fn float(float: Float) -> Option<FloatDType> {
+    match float {
+        Float::F32 => None,
+        Float::Bf16 => Some(FloatDType::BF16),
+        Float::F16 => Some(FloatDType::F16),
+    }
+}
+
+fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
+    if let Some(value) = args.clip_grad_norm
+        && !(value.is_finite() && value > 0.0)
+    {
+        return Err(InputError::OutOfRange {
+            flag: "--clip-grad-norm",
+            value,
+            expected: "a number above 0",
+        });
+    }
+    Ok(StepConfig {
+        accumulate: args.accumulate,
+        no_sync: args.no_sync,
+        clip: args.clip_grad_norm.map(Clip::to),
+        scales_loss: args.precision == Float::F16,
+        activation_checkpointing: args.activation_checkpointing,
+    })
+}
+
+/// Refuses what a compiled step has not.
+fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
+    let (training, sharding) = (&args.training, &args.sharding);
+    let is_f32 = |float: Option<Float>| matches!(float, None | Some(Float::F32));
+    let is_hybrid = sharding.strategy == StrategyArg::HybridShard;
+    let refusals = [
+        (
+            is_hybrid,
+            "--strategy hybrid-shard",
+            "they divide parameters over all ranks or over none",
+        ),
+        (
+            sharding.offload.is_some(),
+            "--offload",
+            "all their tensors are on the device",
+        ),
+        (
+            sharding.unit_size.is_some(),
+            "--unit-size",
+            "their units are the blocks",
+        ),
+        (
+            training.accumulate > 1,
+            "--accumulate",
+            "a graph is of one batch and its update",
+        ),
+        (
+            training.no_sync,
+            "--no-sync",
+            "a graph is of one batch and its update",
+        ),
+        (
+            training.clip_grad_norm.is_some(),
+            "--clip-grad-norm",
+            "gradients are used as soon as they come, before their norm is known",
+        ),
+        (
+            !is_f32(Some(training.precision)),
+            "--precision",
+            "they compute in the 32 bits of the model",
+        ),
+        (
+            !is_f32(training.reduce_dtype),
+            "--reduce-dtype",
+            "gradients travel in the 32 bits of the model",
+        ),
+        (
+            training.activation_checkpointing,
+            "--activation-checkpointing",
+            "what they compute again is chosen by a pass",
+        ),
+    ];
+    let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
+    match refused {
+        Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),
+        None => Ok(()),
+    }
+}
+
+/// Every token of the run must have a position that can be counted.
+fn check_size(args: &TrainArgs) -> Result<(), InputError> {
+    let steps = args.training.steps.checked_add(args.training.warmup);
+    steps
+        .and_then(|steps| steps.checked_add(1))
+        .and_then(|steps| steps.checked_mul(args.training.batch))
+        .and_then(|rows| rows.checked_mul(args.model.seq))
+        .map(|_| ())
+        .ok_or(InputError::TooManyTokens)
+}
+
+/// Refuses what cannot fit, as the allocator would end the process without a word.
+///
+/// All ranks live in this process. They hold parameters, gradients and two moments, divided or not,
+/// and the logits with their gradient. That is a lower bound; what passes may still be too large.
+fn check_memory(
+    model: &GptConfig,
+    batch: usize,
+    ranks: usize,
+    sharding: &Sharding,
+) -> Result<(), InputError> {
+    let Some(available) = host::memory_bytes() else {
+        return Ok(());
+    };
+    const GIB: u128 = 1 << 30;
+    let params = model.num_params();
+    let copies = match sharding.strategy {
+        Strategy::NoShard => ranks as u128,
+        Strategy::FullShard | Strategy::ShardGradOp => sharding.replicas as u128,
+    };
+    let values = match sharding.offload {
+        Some(_) => 2,
+        None => 4,
+    };
+    let state = 4 * values * params as u128 * copies;
+    let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128);
+    // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
+    // few elements it has.
+    let per_rank = (64 << 10) + 24 * ranks as u128 + 12 * 1024 * model.layers as u128;
+    let needed = state.saturating_add(logits);
+    let needed = needed.saturating_add(per_rank.saturating_mul(ranks as u128));
+    let available = u128::from(available);
+    match needed > available {
+        true => Err(InputError::TooLittleMemory {
+            params,
+            ranks,
+            needed: needed.div_ceil(GIB),
+            available: available / GIB,
+        }),
+        false => Ok(()),
+    }
+}

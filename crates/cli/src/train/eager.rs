@@ -1,0 +1,235 @@
+//! The usual training loop of Burn, on a sharded model.
+
+use std::time::Instant;
+
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::Device;
+use burn_fsdp::steps::Step;
+use burn_fsdp::{
+    At, LiveBytes, LossScaler, ProcessGroup, ProcessMesh, TrainingSnapshot, WrapPlan, backward,
+    catch, checkpoint, clip_grad_norm, memory, no_sync, reset_peak, restore, restore_scaler,
+    snapshot, wrap_plan,
+};
+use burn_fsdp_models::{Batches, Block, Gpt};
+use serde_json::Value;
+
+use crate::args::NotFinite;
+use crate::console;
+use crate::error::RankError;
+use crate::train::config::TrainConfig;
+use crate::train::optimizer::Optimizer;
+use crate::train::trace::{Phases, eager_events};
+use crate::train::trainer::Trainer;
+use crate::train::{evaluation, model, sample};
+
+/// A sharded model and its optimizer.
+pub(crate) struct Eager<'a> {
+    config: &'a TrainConfig,
+    world: &'a ProcessGroup,
+    mesh: &'a ProcessMesh,
+    device: Device,
+    batches: Batches,
+    /// There between steps.
+    model: Option<Gpt>,
+    plan: WrapPlan,
+    optimizer: Optimizer,
+    scaler: Option<LossScaler>,
+    norm_not_finite: Option<f64>,
+    phases: Phases,
+}
+
+impl<'a> Eager<'a> {
+    /// Makes the model, divides it and begins to train it. Collective.
+    pub(crate) fn new(
+        config: &'a TrainConfig,
+        world: &'a ProcessGroup,
+        mesh: &'a ProcessMesh,
+    ) -> Result<Self, RankError> {
+        let device = model::device();
+        let model = model::initial(config, &device, world.rank())?;
+        let model = model::shard(config, mesh, model)?;
+        let plan = wrap_plan(&model)?;
+        if world.rank() == 0 && !config.json {
+            console::tell(plan.to_string().trim_end());
+        }
+        Ok(Self {
+            config,
+            world,
+            mesh,
+            device,
+            batches: config.data.training(&config.model, config.batch),
+            optimizer: Optimizer::new(config, &model, world.rank())?,
+            model: Some(model),
+            plan,
+            scaler: config.step.scales_loss.then(LossScaler::default),
+            norm_not_finite: None,
+            phases: Phases::default(),
+        })
+    }
+
+    fn model(&self) -> Result<&Gpt, RankError> {
+        self.model.as_ref().ok_or(RankError::Ended)
+    }
+
+    /// The loss of a micro-batch, and the gradients of its part in the step's.
+    fn micro_step(
+        &self,
+        step: usize,
+        micro: usize,
+        model: &Gpt,
+    ) -> Result<(f32, GradientsParams), RankError> {
+        let rows = self.config.micro_rows_of(self.world.rank(), micro);
+        let (inputs, targets) = self.batches.rows(step, rows).to_tensors(&self.device);
+        let again = self.config.step.activation_checkpointing;
+        let start = Instant::now();
+        let loss = catch(|| {
+            model.loss_with(inputs, targets, |block, x, batch| match again {
+                true => checkpoint(block, x, move |block: &Block, x| block.forward(x, batch)),
+                false => block.forward(x, batch),
+            })
+        })?;
+        let own_loss = loss.clone().into_scalar::<f32>();
+        self.phases.add("forward", start);
+        let mut loss = loss;
+        if self.config.step.accumulate > 1 {
+            loss = loss.div_scalar(self.config.step.accumulate as f32);
+        }
+        if let Some(scaler) = &self.scaler {
+            loss = scaler.scale(loss);
+        }
+        let start = Instant::now();
+        let gradients = backward(loss, model)?;
+        self.phases.add("backward", start);
+        Ok((own_loss, gradients))
+    }
+
+    /// The gradients of a whole step, and its loss.
+    fn gradients(&self, step: usize, model: &Gpt) -> Result<(f32, GradientsParams), RankError> {
+        let num_micro = self.config.step.accumulate;
+        let mut own_loss = 0.0;
+        let mut accumulator = GradientsAccumulator::new();
+        for micro in 0..num_micro {
+            let is_last = micro + 1 == num_micro;
+            let run = || self.micro_step(step, micro, model);
+            let (loss, gradients) = match self.config.step.no_sync && !is_last {
+                true => no_sync(model, run)??,
+                false => run()?,
+            };
+            own_loss += loss / num_micro as f32;
+            if num_micro == 1 {
+                return Ok((own_loss, gradients));
+            }
+            accumulator.accumulate(model, gradients);
+        }
+        Ok((own_loss, accumulator.grads()))
+    }
+
+    /// The model after the optimizer's step, or as it is if gradients overflowed or their norm is not
+    /// finite.
+    fn update(
+        &mut self,
+        step: usize,
+        model: Gpt,
+        gradients: GradientsParams,
+    ) -> Result<Gpt, RankError> {
+        let gradients = match &mut self.scaler {
+            None => Some(gradients),
+            Some(scaler) => scaler.unscale(&model, gradients)?,
+        };
+        let Some(mut gradients) = gradients else {
+            return Ok(model);
+        };
+        if let Some(clip) = self.config.step.clip {
+            let clipped = clip_grad_norm(&model, gradients, clip)?;
+            if !clipped.total_norm.is_finite() && self.config.not_finite == NotFinite::Stop {
+                self.norm_not_finite = Some(clipped.total_norm);
+                return Ok(model);
+            }
+            gradients = clipped.gradients;
+        }
+        self.optimizer
+            .step(self.config.schedule.at(step), model, gradients)
+    }
+}
+
+impl Trainer for Eager<'_> {
+    fn step(&mut self, step: usize) -> Result<f32, RankError> {
+        let model = self.model.take().ok_or(RankError::Ended)?;
+        reset_peak(&model)?;
+        self.world.begin_step(step as u64);
+        self.world.fault_point(At::Forward)?;
+        let (own_loss, gradients) = self.gradients(step, &model)?;
+        let start = Instant::now();
+        self.model = Some(self.update(step, model, gradients)?);
+        self.phases.add("optimizer", start);
+        Ok(own_loss)
+    }
+
+    fn traced_step(
+        &mut self,
+        step: usize,
+        origin: Instant,
+    ) -> Result<(f32, Vec<Value>), RankError> {
+        let live = LiveBytes::of(self.model()?)?;
+        self.world.start_recording(move || live.now());
+        self.phases.begin();
+        let own_loss = self.step(step);
+        let (phases, spans) = (self.phases.end(), self.world.end_recording());
+        let events = eager_events(self.world.rank(), origin, &phases, &spans);
+        Ok((own_loss?, events))
+    }
+
+    fn unsharded_peak(&self) -> Result<usize, RankError> {
+        Ok(memory(self.model()?)?.unsharded_peak)
+    }
+
+    fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
+        evaluation::evaluate(self.model()?, self.config, self.world)
+    }
+
+    fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
+        let Optimizer::InMemory(optimizer) = &self.optimizer else {
+            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
+        };
+        let layout = self.mesh.layout();
+        Ok(snapshot(self.model()?, optimizer, layout, "shard")?)
+    }
+
+    fn norm_not_finite(&self) -> Option<f64> {
+        self.norm_not_finite
+    }
+
+    fn scaler(&self) -> Option<&LossScaler> {
+        self.scaler.as_ref()
+    }
+
+    fn resume(&mut self, saved: &Step) -> Result<(), RankError> {
+        let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
+            unreachable!("the command line keeps --offload and --checkpoint-dir apart");
+        };
+        let model = self.model.take().ok_or(RankError::Ended)?;
+        let fresh = self.config.optimizer.init();
+        let (model, restored) = restore(model, fresh, saved)?;
+        **optimizer = restored;
+        let scaler = self.scaler.take();
+        self.scaler = scaler.map(|scaler| restore_scaler(scaler, saved));
+        self.model = Some(model);
+        Ok(())
+    }
+
+    fn state_bytes(&self) -> Result<usize, RankError> {
+        // The parameters themselves, and what AdamW keeps for each.
+        let held = memory(self.model()?)?.parameters;
+        Ok((1 + self.optimizer.values_in_memory()) * held)
+    }
+
+    fn warnings(&self) -> Result<Vec<String>, RankError> {
+        let pinned = memory(self.model()?)?.pinned;
+        let pinned = pinned.iter().map(ToString::to_string);
+        Ok(self.plan.warnings.iter().cloned().chain(pinned).collect())
+    }
+
+    fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError> {
+        sample::generate(self.model()?, self.config, self.world)
+    }
+}

@@ -1,0 +1,60 @@
+//! The model that a run trains: its initial weights, its device, the ranks and how it is divided over them.
+
+use burn::tensor::Device;
+use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, auto_units, fully_shard};
+use burn_fsdp_models::{Gpt, ModelError};
+
+use crate::error::RankError;
+use crate::train::config::TrainConfig;
+
+/// The model on a device, lazy where its weights are drawn.
+///
+/// Only rank 0's values count, so only rank 0 reads the file.
+pub(crate) fn initial(
+    config: &TrainConfig,
+    device: &Device,
+    rank: usize,
+) -> Result<Gpt, ModelError> {
+    match &config.init {
+        Some(file) if rank == 0 => file.load(device),
+        _ => config.model.init(device, config.seed),
+    }
+}
+
+/// A device for the engine: full weights go after forward.
+pub(crate) fn device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+/// Divides a model as the configuration says.
+pub(crate) fn shard(
+    config: &TrainConfig,
+    mesh: &ProcessMesh,
+    model: Gpt,
+) -> Result<Gpt, RankError> {
+    let sharding = &config.sharding;
+    let units = match sharding.unit_size {
+        None => vec!["blocks.*".to_owned()],
+        Some(least) => auto_units(&model, least),
+    };
+    let policy = ShardPolicy::new()
+        .units(units)
+        .strategy(sharding.strategy)
+        .prefetch(sharding.prefetch)
+        .precision(sharding.precision.clone());
+    let policy = match sharding.replicas {
+        1 => policy,
+        _ => policy.replicate_axis("replicate"),
+    };
+    Ok(fully_shard(model, mesh, policy)?)
+}
+
+/// The ranks as the configuration lays them out.
+pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
+    let replicas = config.sharding.replicas;
+    let layout = match replicas {
+        1 => Mesh::line("shard", world.size())?,
+        _ => Mesh::new([("replicate", replicas), ("shard", world.size() / replicas)])?,
+    };
+    Ok(ProcessMesh::new(world, layout)?)
+}

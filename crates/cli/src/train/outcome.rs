@@ -1,0 +1,92 @@
+//! What a rank has to tell when it is done.
+
+use burn_fsdp::{OperationCounts, OperationKind};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// What a rank has to tell when it is done. Ranks need not be of one process to tell it.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RankOutcome {
+    /// Mean over the ranks, of every step.
+    pub(crate) losses: Vec<f64>,
+    /// Duration of every step on this rank.
+    pub(crate) seconds: Vec<f64>,
+    /// Steps done and loss, of every evaluation.
+    pub(crate) eval_losses: Vec<(usize, f64)>,
+    /// Bytes of parameters and optimizer that this rank holds.
+    pub(crate) state_bytes: usize,
+    /// The most bytes of full tensors at once, in the measured steps.
+    pub(crate) unsharded_peak: usize,
+    /// Operations of the last step.
+    pub(crate) collectives: Collectives,
+    /// Steps done before this run.
+    pub(crate) first_step: usize,
+    /// The newest step that was saved.
+    pub(crate) saved_step: Option<u64>,
+    /// Whether a signal ended the run.
+    pub(crate) interrupted: bool,
+    /// Why the run is not a success, though this rank got to its end.
+    pub(crate) failure: Option<String>,
+    /// Remarks on the sharding.
+    pub(crate) warnings: Vec<String>,
+    /// Events of the step that was traced.
+    pub(crate) trace: Vec<Value>,
+    /// Generated text, with the text it goes on from.
+    pub(crate) sample: Option<Vec<u8>>,
+}
+
+/// Operations on tensors, each counted once for all ranks.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(crate) struct Collectives {
+    pub(crate) all_gather: Count,
+    pub(crate) reduce_scatter: Count,
+    pub(crate) all_reduce: Count,
+    pub(crate) broadcast: Count,
+}
+
+/// Operations of one kind, and the bytes of their full tensors.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub(crate) struct Count {
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
+}
+
+impl RankOutcome {
+    pub(crate) fn new(num_steps: usize, first_step: usize) -> Self {
+        let num_steps = num_steps.saturating_sub(first_step);
+        Self {
+            first_step,
+            saved_step: None,
+            interrupted: false,
+            failure: None,
+            // The steps may be more than memory could hold losses of; it grows as they come.
+            losses: Vec::with_capacity(num_steps.min(1 << 16)),
+            seconds: Vec::with_capacity(num_steps.min(1 << 16)),
+            eval_losses: Vec::new(),
+            state_bytes: 0,
+            unsharded_peak: 0,
+            collectives: Collectives::default(),
+            warnings: Vec::new(),
+            trace: Vec::new(),
+            sample: None,
+        }
+    }
+}
+
+impl Collectives {
+    pub(crate) fn of(counts: &OperationCounts) -> Self {
+        let count = |kind| {
+            let tally = counts.of(kind);
+            Count {
+                count: tally.operations,
+                bytes: tally.bytes,
+            }
+        };
+        Self {
+            all_gather: count(OperationKind::AllGather),
+            reduce_scatter: count(OperationKind::ReduceScatter),
+            all_reduce: count(OperationKind::AllReduce),
+            broadcast: count(OperationKind::Broadcast),
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! The progress bar.
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::train::config::TrainConfig;
+use crate::train::metrics::StepLine;
+
+const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
+
+/// A bar on stderr, on one rank, and only where a person is looking at it.
+pub(crate) struct Progress(ProgressBar);
+
+impl Progress {
+    pub(crate) fn new(config: &TrainConfig, is_first: bool, first_step: usize) -> Self {
+        let target = match is_first && !config.json {
+            // Hides itself when stderr is no terminal.
+            true => ProgressDrawTarget::stderr(),
+            false => ProgressDrawTarget::hidden(),
+        };
+        let bar = ProgressBar::with_draw_target(Some(config.num_steps() as u64), target);
+        let style = ProgressStyle::with_template(TEMPLATE);
+        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        bar.set_position(first_step as u64);
+        Self(bar)
+    }
+
+    /// A step is done.
+    pub(crate) fn step(&self, line: &StepLine) {
+        let StepLine {
+            loss, tokens_per_s, ..
+        } = line;
+        self.0
+            .set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
+        self.0.inc(1);
+    }
+}
+
+impl Drop for Progress {
+    /// The bar also goes when a rank fails, so that the message stands alone.
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

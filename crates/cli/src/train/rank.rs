@@ -1,0 +1,257 @@
+//! What each rank does: the loop around its trainer.
+
+use std::time::Instant;
+
+use burn_fsdp::ProcessGroup;
+
+use crate::args::NotFinite;
+use crate::console;
+use crate::error::RankError;
+use crate::train::compiled::Compiled;
+use crate::train::config::TrainConfig;
+use crate::train::eager::Eager;
+use crate::train::metrics::{Metrics, StepLine};
+use crate::train::model;
+use crate::train::outcome::{Collectives, RankOutcome};
+use crate::train::progress::Progress;
+use crate::train::saving::{Saving, Started};
+use crate::train::share::{self, StepEnd};
+use crate::train::trainer::Trainer;
+
+/// What to do about numbers that are not finite.
+const NOT_FINITE_ADVICE: &str =
+    "go on from a saved step with a lower --lr, or give --nan continue to train on";
+
+/// One training run as one rank lives it. Times of traces count from `origin`; rank 0 has the metrics.
+pub(crate) fn train(
+    config: &TrainConfig,
+    world: &ProcessGroup,
+    origin: Instant,
+    metrics: Metrics,
+) -> Result<RankOutcome, RankError> {
+    if let Some(fault) = config.fault {
+        world.set_fault(fault);
+    }
+    let is_first = world.rank() == 0;
+    if is_first && !config.json {
+        console::tell(&config.data);
+    }
+    let mesh = model::mesh(config, world)?;
+    let mut trainer: Box<dyn Trainer> = match config.is_compiled {
+        true => Box::new(Compiled::new(config, world, &mesh)?),
+        false => Box::new(Eager::new(config, world, &mesh)?),
+    };
+    let saving = Saving::begin(config, world)?;
+    let mut first_step = 0;
+    if let Some(resumed) = config.resumed() {
+        let restored = trainer.resume(&resumed.step);
+        restored.map_err(|source| RankError::Restore {
+            path: resumed.step.path().to_owned(),
+            source: Box::new(source),
+        })?;
+        first_step = resumed.first_step();
+    }
+    let mut observers = Observers {
+        progress: Progress::new(config, is_first, first_step),
+        metrics,
+        saving,
+        lost: Vec::new(),
+        has_told: false,
+    };
+    let mut result = RankOutcome::new(config.num_steps(), first_step);
+    let run = Run {
+        config,
+        world,
+        origin,
+    };
+    run.train(trainer.as_mut(), &mut observers, &mut result)?;
+    let Observers {
+        progress,
+        metrics,
+        saving,
+        lost,
+        ..
+    } = observers;
+    drop((progress, metrics));
+    result.warnings.extend(lost);
+
+    result.state_bytes = trainer.state_bytes()?;
+    result.warnings.extend(trainer.warnings()?);
+    if !result.interrupted && result.failure.is_none() {
+        result.sample = trainer.sample()?;
+    }
+    if let Some(mut saving) = saving {
+        // Last, as nothing of the training may wait for a disk. If the sample failed, dropping the saver
+        // waits for the save, too.
+        let steps = first_step + result.losses.len();
+        let is_whole = result.failure.is_none();
+        let (saved_step, failure) = saving.finish(steps, trainer.as_mut(), is_whole)?;
+        result.saved_step = saved_step;
+        result.failure = result.failure.or(failure);
+        result.warnings.append(&mut saving.warnings);
+    }
+    if let Some(resumed) = config.resumed() {
+        result.warnings.extend(resumed.warnings.iter().cloned());
+    }
+    Ok(result)
+}
+
+/// Those who look on while training runs.
+struct Observers<'a> {
+    progress: Progress,
+    metrics: Metrics,
+    saving: Option<Saving<'a>>,
+    /// What could not be written, and numbers that are not finite.
+    lost: Vec<String>,
+    /// Whether the user knows of such numbers.
+    has_told: bool,
+}
+
+impl Observers<'_> {
+    /// Says something at once; training goes on.
+    fn note(&mut self, problem: Option<String>) {
+        if let Some(problem) = problem {
+            console::tell(format_args!("warning: {problem}"));
+            self.lost.push(problem);
+        }
+    }
+}
+
+/// What stays the same from step to step.
+struct Run<'a> {
+    config: &'a TrainConfig,
+    world: &'a ProcessGroup,
+    origin: Instant,
+}
+
+impl Run<'_> {
+    /// The step to trace: the first measured one, but none of the first two of the run, which prepare
+    /// things, unless there are no others.
+    fn traced_step(&self, first_step: usize) -> Option<usize> {
+        self.config.trace.as_ref()?;
+        let last = self.config.num_steps().checked_sub(1)?;
+        Some(self.config.warmup.max(first_step + 2).min(last))
+    }
+
+    /// Looks at the numbers of a step that is done, and saves it if it is due. Returns why the run must end,
+    /// if it must.
+    fn end_step(
+        &self,
+        step: usize,
+        end: StepEnd,
+        trainer: &mut dyn Trainer,
+        observers: &mut Observers<'_>,
+    ) -> Result<Option<String>, RankError> {
+        if let Some(problem) = self.not_finite(step, end.loss, trainer) {
+            if self.config.not_finite == NotFinite::Stop {
+                return Ok(Some(problem));
+            }
+            // Once is enough: it does not get better.
+            if self.world.rank() == 0 && !std::mem::replace(&mut observers.has_told, true) {
+                observers.note(Some(problem));
+            }
+        }
+        let is_last = step + 1 == self.config.num_steps() || end.stop;
+        let Some(saving) = &mut observers.saving else {
+            return Ok(None);
+        };
+        saving.poll();
+        if !is_last && !saving.is_due(step) {
+            return Ok(None);
+        }
+        // No saved step is without its metrics.
+        let problem = observers.metrics.sync();
+        let started = saving.start(step + 1, trainer, is_last)?;
+        observers.note(problem);
+        Ok(match started {
+            Started::Goes => None,
+            Started::NotFinite { tensor, rank } => Some(format!(
+                "after step {step}, {tensor} is not finite on rank {rank}; nothing of that is saved, \
+                 {NOT_FINITE_ADVICE}"
+            )),
+        })
+    }
+
+    /// What is wrong with the numbers of a step, if anything is. Those of a loss that is scaled overflow
+    /// now and then, which the scaler deals with.
+    fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
+        if let Some(norm) = trainer.norm_not_finite() {
+            return Some(format!(
+                "the norm of the gradients of step {step} is {norm}, and the step was not taken; \
+                 {NOT_FINITE_ADVICE}"
+            ));
+        }
+        let is_scaled = trainer.scaler().is_some();
+        (!loss.is_finite() && !is_scaled)
+            .then(|| format!("the loss of step {step} is {loss}; {NOT_FINITE_ADVICE}"))
+    }
+
+    fn train(
+        &self,
+        trainer: &mut dyn Trainer,
+        observers: &mut Observers<'_>,
+        result: &mut RankOutcome,
+    ) -> Result<(), RankError> {
+        let config = self.config;
+        let traced_step = self.traced_step(result.first_step);
+        let mut start = Instant::now();
+        for step in result.first_step..config.num_steps() {
+            let before = self.world.counts();
+            let own_loss = match traced_step == Some(step) {
+                false => trainer.step(step)?,
+                true => {
+                    let own_loss;
+                    (own_loss, result.trace) = trainer.traced_step(step, self.origin)?;
+                    own_loss
+                }
+            };
+            result.collectives = Collectives::of(&self.world.counts().since(&before));
+            if step >= config.warmup {
+                let peak = trainer.unsharded_peak()?;
+                result.unsharded_peak = result.unsharded_peak.max(peak);
+            }
+            let told_to_stop = observers.saving.as_ref().is_some_and(Saving::is_stopped);
+            let end_of_step = share::step_end(self.world, own_loss, told_to_stop)?;
+            let loss = end_of_step.loss;
+            let end = Instant::now();
+            let seconds = (end - start).as_secs_f64();
+            // No gap between steps: their sum is the wall time of the loop.
+            start = end;
+            result.losses.push(loss);
+            result.seconds.push(seconds);
+
+            let eval_loss = match config.evaluates_after(step) {
+                true => trainer.evaluate()?,
+                false => None,
+            };
+            let line = StepLine {
+                step,
+                loss,
+                tokens_per_s: config.tokens_per_step() as f64 / seconds,
+                step_ms: 1e3 * seconds,
+                lr: config.schedule.at(step),
+                measured: step >= config.warmup,
+                eval_loss,
+            };
+            observers.progress.step(&line);
+            let problem = observers.metrics.write(&line);
+            observers.note(problem);
+            if let Some(eval_loss) = eval_loss {
+                result.eval_losses.push((step, eval_loss));
+            }
+            result.failure = self.end_step(step, end_of_step, trainer, observers)?;
+            if result.failure.is_some() {
+                break;
+            }
+            if eval_loss.is_some() {
+                // Evaluation is no part of a step.
+                start = Instant::now();
+            }
+            if end_of_step.stop {
+                result.interrupted = true;
+                break;
+            }
+        }
+        Ok(())
+    }
+}

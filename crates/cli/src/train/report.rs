@@ -1,0 +1,192 @@
+//! The results of a run, from those of all ranks.
+
+use serde::Serialize;
+
+use crate::host;
+use crate::text::printable;
+use crate::train::config::TrainConfig;
+use crate::train::outcome::{Collectives, RankOutcome};
+
+/// The object that `--json` prints.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) mode: &'static str,
+    /// How the ranks communicate.
+    pub(crate) engine: &'static str,
+    pub(crate) strategy: &'static str,
+    /// Whether a compiled step trained, and not the eager engine.
+    pub(crate) compiled: bool,
+    pub(crate) ranks: usize,
+    /// Of the whole model.
+    pub(crate) params: usize,
+    pub(crate) layers: usize,
+    pub(crate) dim: usize,
+    pub(crate) heads: usize,
+    pub(crate) vocab: usize,
+    pub(crate) seq: usize,
+    pub(crate) batch: usize,
+    pub(crate) steps: usize,
+    pub(crate) warmup: usize,
+    pub(crate) data: String,
+    /// By the median step; absent without measured steps.
+    pub(crate) tokens_per_s: Option<f64>,
+    pub(crate) step_ms: Option<StepMillis>,
+    /// The step that the run went on from; 0 if it is fresh.
+    pub(crate) first_step: usize,
+    /// Of all steps from there on, the unmeasured ones first.
+    pub(crate) losses: Vec<f64>,
+    /// The last evaluation's.
+    pub(crate) eval_loss: Option<f64>,
+    /// Step and loss of every evaluation.
+    pub(crate) eval_losses: Vec<(usize, f64)>,
+    /// One entry per rank.
+    pub(crate) state_bytes: Vec<usize>,
+    /// One entry per rank.
+    pub(crate) unsharded_peak_bytes: Vec<usize>,
+    /// One entry per process.
+    pub(crate) peak_rss_bytes: Vec<u64>,
+    /// Of one training step.
+    pub(crate) collectives: Collectives,
+    pub(crate) curve: String,
+    pub(crate) sample: Option<String>,
+    /// The newest step in --checkpoint-dir that this run has saved.
+    pub(crate) saved_step: Option<u64>,
+    /// Whether a signal ended the run before its last step.
+    pub(crate) interrupted: bool,
+    pub(crate) warnings: Vec<String>,
+    /// Why the run ends with an error, if it does.
+    pub(crate) failures: Vec<String>,
+}
+
+/// Times of the measured steps.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct StepMillis {
+    pub(crate) median: f64,
+    pub(crate) min: f64,
+    pub(crate) max: f64,
+}
+
+impl Report {
+    /// Puts together what the ranks say, of which there is at least one.
+    pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankOutcome>) -> Self {
+        let seconds = slowest(&results);
+        let first = results.first();
+        let first_step = first.map_or(0, |first| first.first_step);
+        let unmeasured = config.warmup.saturating_sub(first_step);
+        let step_ms = StepMillis::of(&seconds[unmeasured.min(seconds.len())..]);
+        let saved_step = first.and_then(|first| first.saved_step);
+        let interrupted = first.is_some_and(|first| first.interrupted);
+        let tokens = config.tokens_per_step() as f64;
+        let collectives = results.first().map(|first| first.collectives);
+        let state_bytes = results.iter().map(|result| result.state_bytes).collect();
+        let unsharded_peak_bytes = results.iter().map(|result| result.unsharded_peak).collect();
+        let warnings = warnings(config, &results);
+        let (losses, eval_losses, sample) = match results.first_mut() {
+            Some(first) => (
+                std::mem::take(&mut first.losses),
+                std::mem::take(&mut first.eval_losses),
+                first.sample.take(),
+            ),
+            None => Default::default(),
+        };
+        Self {
+            mode: "train",
+            engine: "local",
+            strategy: config.sharding.name,
+            compiled: config.is_compiled,
+            ranks: config.ranks,
+            params: config.model.num_params(),
+            layers: config.model.layers,
+            dim: config.model.dim,
+            heads: config.model.heads,
+            vocab: config.model.vocab,
+            seq: config.model.seq,
+            batch: config.batch,
+            steps: config.steps,
+            warmup: config.warmup,
+            data: config.data.to_string(),
+            tokens_per_s: step_ms.map(|step| 1e3 * tokens / step.median),
+            step_ms,
+            first_step,
+            losses,
+            eval_loss: eval_losses.last().map(|(_, loss)| *loss),
+            eval_losses,
+            state_bytes,
+            unsharded_peak_bytes,
+            peak_rss_bytes: host::peak_rss_bytes().into_iter().collect(),
+            collectives: collectives.unwrap_or_default(),
+            curve: config.curve.display().to_string(),
+            sample: sample.map(|bytes| printable(&bytes)),
+            saved_step,
+            interrupted,
+            warnings,
+            failures: Vec::new(),
+        }
+    }
+
+    pub(crate) fn to_json(&self) -> String {
+        // Strings, numbers and lists of them: there is nothing that JSON cannot say.
+        serde_json::to_string(self).unwrap_or_default()
+    }
+}
+
+/// A step lasts as long as its slowest rank.
+fn slowest(results: &[RankOutcome]) -> Vec<f64> {
+    let num_steps = results.first().map_or(0, |first| first.seconds.len());
+    let of_step = |step: usize| results.iter().map(move |result| result.seconds[step]);
+    (0..num_steps)
+        .map(|step| of_step(step).fold(0.0, f64::max))
+        .collect()
+}
+
+/// All remarks, each once.
+fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
+    let mut warnings = config.data.warnings();
+    if config.eval_every > 0 && config.data.held_out(&config.model, config.batch).is_none() {
+        warnings.push("--eval-every has no effect with --synthetic".to_owned());
+    }
+    for warning in results.iter().flat_map(|result| &result.warnings) {
+        if !warnings.contains(warning) {
+            warnings.push(warning.clone());
+        }
+    }
+    let losses = results.first().map_or(&[][..], |first| &first.losses);
+    if let Some(position) = losses.iter().position(|loss| !loss.is_finite()) {
+        let step = position + results.first().map_or(0, |first| first.first_step);
+        warnings.push(format!(
+            "the loss is no number from step {step} on; choose a lower --lr"
+        ));
+    }
+    warnings
+}
+
+impl StepMillis {
+    fn of(seconds: &[f64]) -> Option<Self> {
+        let mut sorted = seconds.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let (min, max) = (*sorted.first()?, *sorted.last()?);
+        let middle = sorted.len() / 2;
+        let median = match sorted.len() % 2 {
+            0 => (sorted[middle - 1] + sorted[middle]) / 2.0,
+            _ => sorted[middle],
+        };
+        Some(Self {
+            median: 1e3 * median,
+            min: 1e3 * min,
+            max: 1e3 * max,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::StepMillis;
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+        let of = |seconds: &[f64]| StepMillis::of(seconds).map(|step| step.median);
+        assert_eq!(of(&[0.004, 0.001, 0.003, 0.002]), Some(2.5));
+        assert_eq!(of(&[0.004, 0.001, 0.003]), Some(3.0));
+        assert_eq!(of(&[]), None);
+    }
+}

@@ -1,0 +1,97 @@
+//! The step that a run goes on from.
+
+use burn_fsdp::steps::{Check, Checkpoints, Step};
+use burn_fsdp_models::GptConfig;
+
+use crate::args::ResumeFrom;
+use crate::console;
+use crate::error::InputError;
+use crate::train::settings::Settings;
+
+/// What a run goes on from. Found before any rank starts: verifying may take longer than ranks wait for
+/// each other, and what is wrong with a file is no failure of a rank.
+#[derive(Debug)]
+pub(crate) struct Resumed {
+    pub(crate) step: Step,
+    /// Damaged steps that were passed over, which the run replaces when it comes to their numbers.
+    pub(crate) skipped: Vec<u64>,
+    /// What the user should know.
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Resumed {
+    /// Steps that were done before.
+    pub(crate) fn first_step(&self) -> usize {
+        usize::try_from(self.step.index().training.step).unwrap_or(usize::MAX)
+    }
+
+    /// What a resumed run does not do, if there is anything to say about it.
+    pub(crate) fn idle(&self, steps: usize, has_init: bool) -> Option<String> {
+        let first = self.first_step();
+        match () {
+            () if first > steps => Some(format!(
+                "step {first} is beyond the {steps} of --warmup and --steps; nothing is trained"
+            )),
+            () if has_init => Some(format!(
+                "--init has no effect: the weights are those of step {first}"
+            )),
+            () => None,
+        }
+    }
+
+    /// Looks for the step to go on from; `None` to start fresh, if there are no steps at all.
+    pub(crate) fn find(
+        folder: &Checkpoints,
+        which: ResumeFrom,
+        model: &GptConfig,
+        settings: &Settings,
+    ) -> Result<Option<Self>, InputError> {
+        if !folder.is_begun()? {
+            return Ok(None);
+        }
+        let mut warnings = Vec::new();
+        let mut skipped = Vec::new();
+        let step = match which {
+            ResumeFrom::Newest => {
+                let step = folder.newest()?;
+                step.check_sizes()?;
+                step
+            }
+            ResumeFrom::NewestGood => {
+                let found = folder.newest_good(Check::Everything)?;
+                for step in found.skipped {
+                    warnings.push(format!("{} skipped: {}", step.path.display(), step.error));
+                    skipped.push(step.step);
+                }
+                match found.step {
+                    Some(step) => step,
+                    None => return Ok(None),
+                }
+            }
+        };
+        check_model(&step, model)?;
+        warnings.extend(settings.differences(&step.index().training));
+        // At once: the report comes when it is too late to stop.
+        warnings
+            .iter()
+            .for_each(|warning| console::tell(format_args!("warning: {warning}")));
+        Ok(Some(Self {
+            step,
+            skipped,
+            warnings,
+        }))
+    }
+}
+
+/// Shapes do not tell everything: the number of heads leaves no trace in them.
+fn check_model(step: &Step, expected: &GptConfig) -> Result<(), InputError> {
+    let found: Result<GptConfig, _> = serde_json::from_value(step.index().model.clone());
+    match found {
+        Ok(found) if found == *expected => Ok(()),
+        found => Err(InputError::OtherModel {
+            path: step.path().to_owned(),
+            expected: format!("{expected:?}"),
+            found: found.map_or("another kind".to_owned(), |found| format!("{found:?}")),
+        }),
+    }
+}

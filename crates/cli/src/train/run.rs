@@ -1,0 +1,98 @@
+//! A whole run: initial weights, ranks, report.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use burn::tensor::Device;
+use burn_fsdp::{LaunchConfig, launch};
+use burn_fsdp_models::ModelError;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::console;
+use crate::error::{Failure, InputError};
+use crate::host;
+use crate::output;
+use crate::train::config::TrainConfig;
+use crate::train::curve;
+use crate::train::metrics::Metrics;
+use crate::train::model;
+use crate::train::rank;
+use crate::train::report::Report;
+use crate::train::trace;
+
+/// Trains, and leaves the files and the output that the configuration asks for.
+///
+/// What there is to tell is told whatever fails last: a report that is lost is a training lost.
+pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
+    let config = Arc::new(config);
+    save_initial_weights(&config).map_err(InputError::from)?;
+    let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
+    let metrics = Metrics::open(config.metrics.as_deref(), first_step)?;
+    obey_signals(&config);
+    let on_ranks = config.clone();
+    let launch_config = LaunchConfig::new(config.ranks).deadline(config.deadline);
+    let origin = Instant::now();
+    // For rank 0 to take.
+    let metrics = Mutex::new(metrics);
+    let mut results = launch(launch_config, move |world| {
+        let metrics = match world.rank() {
+            0 => std::mem::take(&mut *metrics.lock().unwrap_or_else(PoisonError::into_inner)),
+            _ => Metrics::default(),
+        };
+        rank::train(&on_ranks, &world, origin, metrics)
+    })?;
+    let mut failures = Vec::new();
+    failures.extend(results.iter_mut().find_map(|rank| rank.failure.take()));
+    if let Some(path) = &config.trace {
+        let events = results
+            .iter_mut()
+            .map(|rank| std::mem::take(&mut rank.trace));
+        let text = trace::file(events.flatten().collect());
+        let written = output::write_whole("--trace", path, text.as_bytes());
+        failures.extend(written.err().map(|error| error.to_string()));
+    }
+    let mut report = Report::new(&config, results);
+    // Without a step there is no point to draw.
+    if !report.losses.is_empty() {
+        let svg = curve::draw(first_step, &report.losses, &report.eval_losses);
+        let written = output::write_whole("--curve", &config.curve, svg.as_bytes());
+        failures.extend(written.err().map(|error| error.to_string()));
+    }
+    report.failures.clone_from(&failures);
+    let text = match config.json {
+        true => report.to_json(),
+        false => report.to_string(),
+    };
+    let printed = console::answer(text);
+    match failures.is_empty() {
+        true => printed,
+        false => Err(Failure::Unfinished(failures.join("; "))),
+    }
+}
+
+/// A first signal ends the run after its step and a save; a second one ends it at once with exit code 1.
+/// Without a folder for checkpoints, the first one does what it always did.
+fn obey_signals(config: &TrainConfig) {
+    let Some(checkpoints) = &config.checkpoints else {
+        return;
+    };
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        // `nohup` has a run go on when its terminal is gone.
+        if host::is_ignored(signal) {
+            continue;
+        }
+        let stop = &checkpoints.stop;
+        // Where the system refuses, signals do what they always did.
+        let _ = flag::register_conditional_shutdown(signal, 1, stop.clone());
+        let _ = flag::register(signal, stop.clone());
+    }
+}
+
+/// Writes the weights that training starts from: the same seed gives them again.
+fn save_initial_weights(config: &TrainConfig) -> Result<(), ModelError> {
+    match &config.save_init {
+        Some(path) => model::initial(config, &Device::flex(), 0)?.save(path),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,204 @@
+//! Steps on disk: when they are saved, and with what.
+
+use std::num::NonZeroUsize;
+
+use burn_fsdp::steps::{DataPosition, Existing, SaveRequest, TrainingState};
+use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup, SaveRemark, TrainingSnapshot, loss_scale};
+use serde_json::json;
+
+use crate::args::NotFinite;
+use crate::console;
+use crate::error::RankError;
+use crate::train::config::TrainConfig;
+use crate::train::run_folder::CheckpointConfig;
+use crate::train::trainer::Trainer;
+
+/// One rank's end of the saves of a run.
+pub(crate) struct Saving<'a> {
+    contents: Contents<'a>,
+    is_first: bool,
+    saves: Checkpointer,
+    /// What went wrong with saves.
+    pub(crate) warnings: Vec<String>,
+}
+
+/// What is saved beside the tensors.
+struct Contents<'a> {
+    config: &'a TrainConfig,
+    checkpoints: &'a CheckpointConfig,
+    /// How many steps the last save was to keep.
+    keep_last: Option<NonZeroUsize>,
+}
+
+/// What became of the wish to save.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Started {
+    /// The step is being saved, or will be; or it was left out, and the user was told.
+    Goes,
+    /// There is nothing worth saving: this tensor is not finite, on this rank.
+    NotFinite { tensor: String, rank: usize },
+}
+
+impl<'a> Saving<'a> {
+    /// Begins where the run has a folder for checkpoints.
+    pub(crate) fn begin(
+        config: &'a TrainConfig,
+        world: &ProcessGroup,
+    ) -> Result<Option<Self>, RankError> {
+        let Some(checkpoints) = &config.checkpoints else {
+            return Ok(None);
+        };
+        let rank = world.rank();
+        if rank == 0 && checkpoints.overwrite {
+            checkpoints.folder.clear()?;
+        }
+        let folder = checkpoints.folder.clone();
+        let rendezvous = checkpoints.meeting.end_of(rank)?;
+        let saves = Checkpointer::over(world, folder, rendezvous)?;
+        Ok(Some(Self {
+            contents: Contents {
+                config,
+                checkpoints,
+                keep_last: checkpoints.keep_last,
+            },
+            is_first: rank == 0,
+            // Less long than ranks wait for each other.
+            saves: saves.with_patience(config.deadline / 2),
+            warnings: Vec::new(),
+        }))
+    }
+
+    /// Whether to save after this step, counted from 0.
+    pub(crate) fn is_due(&self, step: usize) -> bool {
+        let every = self.contents.checkpoints.save_every;
+        every.is_some_and(|every| (step + 1).is_multiple_of(every))
+    }
+
+    /// Whether this rank was told to stop.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.contents.checkpoints.is_stopped()
+    }
+
+    /// Begins to save what there is after `steps` steps. The training goes on meanwhile.
+    ///
+    /// If the save before is not done, this waits for it, but less long than ranks wait for each other;
+    /// then this save is left out, or comes at the end if it is the last.
+    ///
+    /// Collective: all ranks do so at the same point, and agree on what is done.
+    pub(crate) fn start(
+        &mut self,
+        steps: usize,
+        trainer: &mut dyn Trainer,
+        is_last: bool,
+    ) -> Result<Started, RankError> {
+        let offered = self.saves.offer(trainer.snapshot()?);
+        self.tell();
+        let offered = offered?;
+        // Whether a step gives finite losses shows in the next one, so the one before it stays, too.
+        let least = |keep: NonZeroUsize| keep.max(NonZeroUsize::MIN.saturating_add(1));
+        self.contents.keep_last = self.contents.checkpoints.keep_last.map(least);
+        if let Some(not_finite) = offered.not_finite() {
+            if self.contents.config.not_finite == NotFinite::Stop {
+                return Ok(Started::NotFinite {
+                    tensor: not_finite.tensor.clone(),
+                    rank: not_finite.rank,
+                });
+            }
+            // A step of no numbers pushes out none that has some.
+            self.contents.keep_last = None;
+        }
+        let scaler = trainer.scaler();
+        let request = self.contents.request(steps, offered.taken(), scaler);
+        self.saves.begin(offered, request, is_last)?;
+        self.tell();
+        Ok(Started::Goes)
+    }
+
+    /// Notices what has come of the save under way.
+    pub(crate) fn poll(&mut self) {
+        self.saves.poll();
+        self.tell();
+    }
+
+    /// Waits for the last save, which is tried once more if it fails and was of the last step. Returns the
+    /// newest saved step, and what went wrong with the last one.
+    ///
+    /// No collectives of the training: a disk may take its time.
+    pub(crate) fn finish(
+        &mut self,
+        steps: usize,
+        trainer: &mut dyn Trainer,
+        is_of_last: bool,
+    ) -> Result<(Option<u64>, Option<String>), RankError> {
+        let failure = self.saves.finish();
+        self.tell();
+        let mut failure = failure?;
+        if !is_of_last {
+            if let Some(error) = failure {
+                self.warn(SaveRemark::Failed(error).to_string());
+            }
+            return Ok((self.saves.newest(), None));
+        }
+        if let Some(error) = &failure
+            && Checkpointer::may_be_tried_again(error)
+        {
+            self.warn(format!(
+                "the last save failed, and is tried once more: {error}"
+            ));
+            let taken = trainer.snapshot()?;
+            let request = self.contents.request(steps, &taken, trainer.scaler());
+            failure = self.saves.try_again(taken, request)?;
+            self.tell();
+        }
+        let failure = failure.map(|error| format!("step {steps} was not saved: {error}"));
+        Ok((self.saves.newest(), failure))
+    }
+
+    /// Tells what there is to tell of the saves.
+    fn tell(&mut self) {
+        for remark in self.saves.remarks() {
+            self.warn(remark.to_string());
+        }
+    }
+
+    /// Rank 0 hears of every failure, and speaks for all.
+    fn warn(&mut self, warning: String) {
+        if self.is_first {
+            console::tell(format_args!("warning: {warning}"));
+            self.warnings.push(warning);
+        }
+    }
+}
+
+impl Contents<'_> {
+    fn request(
+        &self,
+        steps: usize,
+        taken: &TrainingSnapshot,
+        scaler: Option<&LossScaler>,
+    ) -> SaveRequest {
+        let config = self.config;
+        let mut training = TrainingState {
+            step: steps as u64,
+            seed: config.seed,
+            data: DataPosition {
+                epoch: 0,
+                sample: (steps * config.batch) as u64,
+            },
+            loss_scale: scaler.map(loss_scale),
+            learning_rate: json!(config.schedule),
+            optimizer: taken.optimizer.clone(),
+            sections: Default::default(),
+        };
+        config.settings.save_into(&mut training);
+        SaveRequest {
+            model: json!(config.model),
+            keep_last: self.keep_last,
+            existing: match self.checkpoints.may_replace(steps as u64) {
+                true => Existing::Replace,
+                false => Existing::Refuse,
+            },
+            ..SaveRequest::new(taken.plan.clone(), training)
+        }
+    }
+}

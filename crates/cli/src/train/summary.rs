@@ -1,0 +1,74 @@
+//! The report for people.
+
+use std::fmt;
+
+use crate::train::report::Report;
+
+const MIB: f64 = (1 << 20) as f64;
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "trained {} parameters on {} ranks ({}{}), {}",
+            self.params,
+            self.ranks,
+            self.strategy,
+            if self.compiled { ", compiled" } else { "" },
+            self.data
+        )?;
+        if self.first_step > 0 {
+            writeln!(f, "resumed    from step {}", self.first_step)?;
+        }
+        if let (Some(first), Some(last)) = (self.losses.first(), self.losses.last()) {
+            write!(f, "loss       {first:.4} -> {last:.4}")?;
+            if let Some(eval_loss) = self.eval_loss {
+                write!(f, ", held-out text {eval_loss:.4}")?;
+            }
+            writeln!(f)?;
+        }
+        if let (Some(tokens), Some(step)) = (self.tokens_per_s, self.step_ms) {
+            writeln!(
+                f,
+                "speed      {tokens:.0} tokens/s, {:.1} ms a step",
+                step.median
+            )?;
+        }
+        self.fmt_memory(f)?;
+        if !self.losses.is_empty() {
+            writeln!(f, "curve      {}", self.curve)?;
+        }
+        match (self.saved_step, self.interrupted) {
+            (Some(step), true) => writeln!(
+                f,
+                "stopped    by a signal, after saving step {step}; --resume goes on from it"
+            )?,
+            (Some(step), false) => writeln!(f, "saved      step {step}")?,
+            (None, _) => {}
+        }
+        for warning in &self.warnings {
+            writeln!(f, "warning    {warning}")?;
+        }
+        match &self.sample {
+            Some(sample) => write!(f, "sample\n{sample}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Report {
+    fn fmt_memory(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: &usize| format!("{:.1}", *bytes as f64 / MIB);
+        let list = |bytes: &[usize]| bytes.iter().map(mib).collect::<Vec<_>>().join(", ");
+        writeln!(
+            f,
+            "per rank   {} MiB of parameters and optimizer, at most {} MiB unsharded",
+            list(&self.state_bytes),
+            list(&self.unsharded_peak_bytes)
+        )?;
+        for bytes in &self.peak_rss_bytes {
+            writeln!(f, "process    {:.1} MiB at most", *bytes as f64 / MIB)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,33 @@
+//! The ranks of a group.
+
+use std::sync::Arc;
+
+use crate::BufferPool;
+use crate::bell::Bell;
+use crate::control::Control;
+
+/// Who is in a group, and the failure domain that they are in.
+#[derive(Debug)]
+pub(super) struct Team {
+    pub(super) control: Arc<Control>,
+    /// The members by their rank in the world, in the order of their rank here.
+    pub(super) members: Arc<[usize]>,
+}
+
+impl Team {
+    /// Number of ranks.
+    pub(super) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The bell that ranks wait for.
+    pub(super) fn bell(&self) -> &Bell {
+        &self.control.world.bell
+    }
+
+    /// The memory of a member. All ranks live in this process.
+    pub(super) fn pool(&self, rank: usize) -> BufferPool {
+        let member = self.control.world.rank(self.members[rank]);
+        member.map_or_else(BufferPool::new, |member| member.pool.clone())
+    }
+}

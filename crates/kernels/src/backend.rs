@@ -1,0 +1,51 @@
+//! What a backend must have.
+
+use burn::backend::Backend;
+use burn::backend::tensor::{FloatTensor, IntTensor};
+
+/// The operations and their gradients, for a backend to compute or to record.
+pub(crate) trait Kernels: Backend {
+    fn gelu_kernel(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    fn gelu_gradient(x: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    fn layer_norm_kernel(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        beta: FloatTensor<Self>,
+        epsilon: f32,
+    ) -> FloatTensor<Self>;
+
+    /// Gradients of input, gamma and beta.
+    fn layer_norm_gradients(
+        x: FloatTensor<Self>,
+        gamma: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        epsilon: f32,
+    ) -> [FloatTensor<Self>; 3];
+
+    fn causal_attention_kernel(
+        qkv: FloatTensor<Self>,
+        batch: usize,
+        heads: usize,
+    ) -> FloatTensor<Self>;
+
+    fn causal_attention_gradient(
+        qkv: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+        batch: usize,
+        heads: usize,
+    ) -> FloatTensor<Self>;
+
+    /// The gradient of the logits, and the loss.
+    fn cross_entropy_kernel(
+        logits: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+    ) -> [FloatTensor<Self>; 2];
+
+    /// The gradient of the logits times one element.
+    fn cross_entropy_gradient(
+        logits_gradient: FloatTensor<Self>,
+        grad: FloatTensor<Self>,
+    ) -> FloatTensor<Self>;
+}

@@ -1,0 +1,41 @@
+//! The same of elementary operations, for any backend and type.
+
+use burn::tensor::activation::{log_softmax, softmax};
+use burn::tensor::{DType, Device, Int, Tensor};
+
+/// See [`causal_attention`](crate::causal_attention).
+pub(crate) fn causal_attention(qkv: &Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    let [rows, width] = qkv.dims();
+    let (time, dim) = (rows / batch, width / 3);
+    let head_dim = dim / heads;
+    let mask = causal_mask(time, &qkv.device());
+    let part = |index: usize| -> Tensor<4> {
+        qkv.clone()
+            .narrow(1, index * dim, dim)
+            .reshape([batch, time, heads, head_dim])
+            .swap_dims(1, 2)
+    };
+    let queries = part(0).mul_scalar((head_dim as f64).sqrt().recip());
+    let scores = queries.matmul(part(1).transpose()) + mask.cast(qkv.dtype());
+    softmax(scores, 3)
+        .matmul(part(2))
+        .swap_dims(1, 2)
+        .reshape([rows, dim])
+}
+
+/// Zero where a position may look, minus infinity ahead of it:
+/// `[1, 1, time, time]`.
+fn causal_mask(time: usize, device: &Device) -> Tensor<4> {
+    let position = |shape| Tensor::<1, Int>::arange(0..time as i64, device).reshape(shape);
+    let ahead = position([1, 1, 1, time]).greater(position([1, 1, time, 1]));
+    Tensor::zeros([1, 1, time, time], device).mask_fill(ahead, f32::NEG_INFINITY)
+}
+
+/// See [`cross_entropy`](fn@crate::cross_entropy).
+pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+    let logits = logits.cast(DType::F32);
+    log_softmax(logits, 1)
+        .gather(1, targets.unsqueeze_dim(1))
+        .mean()
+        .neg()
+}

@@ -1,0 +1,129 @@
+//! The cross entropy of logits.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::tensor::TensorData;
+use burn_flex::FlexTensor;
+
+use crate::backend::Kernels;
+use crate::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
+
+#[derive(Debug)]
+struct CrossEntropy;
+
+impl<B: Kernels> Backward<B, 1> for CrossEntropy {
+    type State = FloatTensor<B>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::cross_entropy_gradient(ops.state, grad)
+        });
+    }
+}
+
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    logits: FloatTensor<Autodiff<B, C>>,
+    targets: IntTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(CrossEntropy, [logits.node()])
+        .compute_bound()
+        .stateful();
+    let [gradient, loss] = B::cross_entropy_kernel(logits.into_primitive(), targets);
+    match prepared {
+        OpsKind::Tracked(prepared) => prepared.finish(gradient, loss),
+        OpsKind::UnTracked(prepared) => prepared.finish(loss),
+    }
+}
+
+/// The gradient of the logits, in their memory, and the loss.
+///
+/// Logits are the largest tensor of a small model. Nothing needs them after the
+/// loss, and their gradient is at hand when the loss is computed.
+pub(crate) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
+    let mut logits = contiguous(logits);
+    let [num_rows, vocab] = matrix_dims(&logits);
+    let targets = target_indices(targets);
+    let share = 1.0 / num_rows as f32;
+    let losses = map_chunks(logits.storage_mut(), vocab, |first_row, rows| Forward {
+        rows,
+        vocab,
+        targets: &targets[first_row..],
+        share,
+    });
+    let loss = losses.iter().sum::<f64>() / num_rows as f64;
+    let loss = FlexTensor::from_data(TensorData::new(vec![loss as f32], [1]));
+    [logits, loss]
+}
+
+struct Forward<'a> {
+    rows: &'a mut [f32],
+    vocab: usize,
+    targets: &'a [usize],
+    share: f32,
+}
+
+impl Kernel for Forward<'_> {
+    /// Sum of the losses of the rows.
+    type Output = f64;
+
+    #[inline(always)]
+    fn run(self) -> f64 {
+        let mut sum = 0.0;
+        let rows = self.rows.chunks_exact_mut(self.vocab);
+        for (row, &target) in rows.zip(self.targets) {
+            sum += f64::from(replace_row(row, target, self.share));
+        }
+        sum
+    }
+}
+
+/// The loss of a row of logits, which is replaced by `share` of its gradient.
+#[inline(always)]
+fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
+    let (max, logit) = (max(row), row[target]);
+    let sum = exp_row(row, max, 1.0);
+    scale(row, share / sum);
+    row[target] -= share;
+    sum.ln() + max - logit
+}
+
+pub(crate) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
+    let grad = contiguous(grad).storage::<f32>()[0];
+    let mut logits_gradient = logits_gradient;
+    // One, unless the loss was scaled or is a part of another one.
+    if grad != 1.0 {
+        let [_, vocab] = matrix_dims(&logits_gradient);
+        map_chunks(logits_gradient.storage_mut(), vocab, |_, rows| Scale {
+            rows,
+            factor: grad,
+        });
+    }
+    logits_gradient
+}
+
+struct Scale<'a> {
+    rows: &'a mut [f32],
+    factor: f32,
+}
+
+impl Kernel for Scale<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        scale(self.rows, self.factor);
+    }
+}
+
+fn target_indices(targets: &FlexTensor) -> Vec<usize> {
+    targets
+        .clone()
+        .into_data()
+        .iter::<i64>()
+        .map(|target| usize::try_from(target).expect("targets are not negative"))
+        .collect()
+}

@@ -1,0 +1,56 @@
+//! Burn's CPU backend computes.
+
+use burn::backend::Flex;
+use burn_flex::FlexTensor;
+
+use crate::backend::Kernels;
+use crate::{attention, cross_entropy, gelu, layer_norm};
+
+impl Kernels for Flex {
+    fn gelu_kernel(x: FlexTensor) -> FlexTensor {
+        gelu::forward(x)
+    }
+
+    fn gelu_gradient(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        gelu::backward(x, grad)
+    }
+
+    fn layer_norm_kernel(
+        x: FlexTensor,
+        gamma: FlexTensor,
+        beta: FlexTensor,
+        epsilon: f32,
+    ) -> FlexTensor {
+        layer_norm::forward(x, gamma, beta, epsilon)
+    }
+
+    fn layer_norm_gradients(
+        x: FlexTensor,
+        gamma: FlexTensor,
+        grad: FlexTensor,
+        epsilon: f32,
+    ) -> [FlexTensor; 3] {
+        layer_norm::backward(x, gamma, grad, epsilon)
+    }
+
+    fn causal_attention_kernel(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
+        attention::forward(qkv, batch, heads)
+    }
+
+    fn causal_attention_gradient(
+        qkv: FlexTensor,
+        grad: FlexTensor,
+        batch: usize,
+        heads: usize,
+    ) -> FlexTensor {
+        attention::backward(qkv, grad, batch, heads)
+    }
+
+    fn cross_entropy_kernel(logits: FlexTensor, targets: FlexTensor) -> [FlexTensor; 2] {
+        cross_entropy::forward(logits, &targets)
+    }
+
+    fn cross_entropy_gradient(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
+        cross_entropy::backward(logits_gradient, grad)
+    }
+}

@@ -1,0 +1,227 @@
+//! Layer norms.
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::TensorData;
+use burn_flex::FlexTensor;
+
+use crate::backend::Kernels;
+use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
+
+#[derive(Debug)]
+struct LayerNorm;
+
+/// What the backward pass needs.
+#[derive(Clone, Debug)]
+struct Saved<T> {
+    x: T,
+    gamma: T,
+    epsilon: f32,
+}
+
+impl<B: Kernels> Backward<B, 3> for LayerNorm {
+    type State = Saved<FloatTensor<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let grad = grads.consume::<B>(&ops.node);
+        let Saved { x, gamma, epsilon } = ops.state;
+        let computed = B::layer_norm_gradients(x, gamma, grad, epsilon);
+        for (parent, grad) in ops.parents.into_iter().zip(computed) {
+            if let Some(parent) = parent {
+                grads.register::<B>(parent.id, grad);
+            }
+        }
+    }
+}
+
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    gamma: FloatTensor<Autodiff<B, C>>,
+    beta: FloatTensor<Autodiff<B, C>>,
+    epsilon: f32,
+) -> FloatTensor<Autodiff<B, C>> {
+    let nodes = [x.node(), gamma.node(), beta.node()];
+    let (x, gamma) = (x.into_primitive(), gamma.into_primitive());
+    let beta = beta.into_primitive();
+    match Backward::<B, 3>::prepare::<C>(LayerNorm, nodes)
+        .compute_bound()
+        .stateful()
+    {
+        OpsKind::Tracked(prepared) => {
+            let saved = Saved {
+                x: x.clone(),
+                gamma: gamma.clone(),
+                epsilon,
+            };
+            prepared.finish(saved, B::layer_norm_kernel(x, gamma, beta, epsilon))
+        }
+        OpsKind::UnTracked(prepared) => {
+            prepared.finish(B::layer_norm_kernel(x, gamma, beta, epsilon))
+        }
+    }
+}
+
+pub(crate) fn forward(
+    x: FlexTensor,
+    gamma: FlexTensor,
+    beta: FlexTensor,
+    epsilon: f32,
+) -> FlexTensor {
+    let (gamma, beta) = (contiguous(gamma), contiguous(beta));
+    let (gamma, beta) = (gamma.storage::<f32>(), beta.storage::<f32>());
+    // Where others hold the input, writing to it makes the one copy we need.
+    let mut output = contiguous(x);
+    let [_, width] = matrix_dims(&output);
+    map_chunks(output.storage_mut(), width, |_, rows| Forward {
+        rows,
+        gamma,
+        beta,
+        epsilon,
+    });
+    output
+}
+
+struct Forward<'a> {
+    rows: &'a mut [f32],
+    gamma: &'a [f32],
+    beta: &'a [f32],
+    epsilon: f32,
+}
+
+impl Kernel for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for row in self.rows.chunks_exact_mut(self.gamma.len()) {
+            let moments = Moments::of(row, self.epsilon);
+            for ((x, gamma), beta) in row.iter_mut().zip(self.gamma).zip(self.beta) {
+                *x = moments.normalize(*x) * gamma + beta;
+            }
+        }
+    }
+}
+
+/// Gradients of input, gamma and beta.
+pub(crate) fn backward(
+    x: FlexTensor,
+    gamma: FlexTensor,
+    grad: FlexTensor,
+    epsilon: f32,
+) -> [FlexTensor; 3] {
+    let (x, gamma) = (contiguous(x), contiguous(gamma));
+    let mut grad = contiguous(grad);
+    let [_, width] = matrix_dims(&grad);
+    let (x, gamma) = (x.storage::<f32>(), gamma.storage::<f32>());
+    let sums = map_chunks(grad.storage_mut(), width, |first_row, rows| Gradient {
+        rows,
+        x: &x[first_row * width..],
+        gamma,
+        epsilon,
+    });
+    let mut total = VectorSums::zeros(width);
+    for sums in &sums {
+        total.add(sums);
+    }
+    let vector = |values| FlexTensor::from_data(TensorData::new(values, [width]));
+    [grad, vector(total.gamma), vector(total.beta)]
+}
+
+struct Gradient<'a> {
+    /// Gradient of the output, which becomes that of the input.
+    rows: &'a mut [f32],
+    x: &'a [f32],
+    gamma: &'a [f32],
+    epsilon: f32,
+}
+
+impl Kernel for Gradient<'_> {
+    type Output = VectorSums;
+
+    #[inline(always)]
+    fn run(self) -> VectorSums {
+        let width = self.gamma.len();
+        let mut sums = VectorSums::zeros(width);
+        let x = self.x.chunks_exact(width);
+        for (grad, x) in self.rows.chunks_exact_mut(width).zip(x) {
+            let moments = Moments::of(x, self.epsilon);
+            sums.add_row(grad, x, moments);
+            replace_row(grad, x, self.gamma, moments);
+        }
+        sums
+    }
+}
+
+/// Turn the gradient of a row of the output into that of the input.
+#[inline(always)]
+fn replace_row(grad: &mut [f32], x: &[f32], gamma: &[f32], moments: Moments) {
+    for (grad, gamma) in grad.iter_mut().zip(gamma) {
+        *grad *= gamma;
+    }
+    let width = grad.len() as f32;
+    let mean = sum_by(grad, |g| g) / width;
+    let slope = sum_pairs_by(grad, x, |g, x| g * moments.normalize(x)) / width;
+    for (grad, &x) in grad.iter_mut().zip(x) {
+        *grad = (*grad - mean - slope * moments.normalize(x)) * moments.inverse_deviation;
+    }
+}
+
+/// Mean and deviation of a row.
+#[derive(Clone, Copy)]
+struct Moments {
+    mean: f32,
+    inverse_deviation: f32,
+}
+
+impl Moments {
+    #[inline(always)]
+    fn of(row: &[f32], epsilon: f32) -> Self {
+        let width = row.len() as f32;
+        let mean = sum_by(row, |x| x) / width;
+        let variance = sum_by(row, |x| (x - mean) * (x - mean)) / width;
+        Self {
+            mean,
+            inverse_deviation: 1.0 / (variance + epsilon).sqrt(),
+        }
+    }
+
+    #[inline(always)]
+    fn normalize(self, x: f32) -> f32 {
+        (x - self.mean) * self.inverse_deviation
+    }
+}
+
+/// Gradients of gamma and beta, summed over rows.
+struct VectorSums {
+    gamma: Vec<f32>,
+    beta: Vec<f32>,
+}
+
+impl VectorSums {
+    fn zeros(width: usize) -> Self {
+        Self {
+            gamma: vec![0.0; width],
+            beta: vec![0.0; width],
+        }
+    }
+
+    #[inline(always)]
+    fn add_row(&mut self, grad: &[f32], x: &[f32], moments: Moments) {
+        let sums = self.gamma.iter_mut().zip(&mut self.beta);
+        for ((gamma, beta), (grad, &x)) in sums.zip(grad.iter().zip(x)) {
+            *gamma += grad * moments.normalize(x);
+            *beta += grad;
+        }
+    }
+
+    fn add(&mut self, other: &Self) {
+        let sums = self.gamma.iter_mut().chain(&mut self.beta);
+        for (sum, value) in sums.zip(other.gamma.iter().chain(&other.beta)) {
+            *sum += value;
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The operations as graphs hold them.
+
+use burn_flex::FlexTensor;
+use burn_ir::CustomOpIr;
+
+use crate::attention::scores_bytes;
+use crate::{attention, cross_entropy, gelu, layer_norm};
+
+/// A fused operation in a captured graph: there it is an
+/// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
+///
+/// Inputs and outputs are those of the kernels, matrices of 32-bit floats:
+///
+/// | name | inputs | outputs | scalars |
+/// |---|---|---|---|
+/// | `models.gelu` | x | y | |
+/// | `models.gelu_backward` | x, gradient of y | gradient of x | |
+/// | `models.layer_norm` | x, gamma, beta | y | epsilon |
+/// | `models.layer_norm_backward` | x, gamma, gradient of y | gradients of x, gamma, beta | epsilon |
+/// | `models.causal_attention` | qkv | y | batch, heads |
+/// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
+/// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
+/// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FusedOperation {
+    /// `x` times the probability that a normal variable is smaller.
+    Gelu,
+    /// Its gradient.
+    GeluBackward,
+    /// Rows with mean zero and variance one, scaled and shifted.
+    LayerNorm,
+    /// Its gradients.
+    LayerNormBackward,
+    /// Attention of every position to those before it and itself.
+    CausalAttention,
+    /// Its gradient.
+    CausalAttentionBackward,
+    /// Mean of minus the log probability of the targets, with its gradient.
+    CrossEntropy,
+    /// That gradient times the loss's own.
+    CrossEntropyBackward,
+}
+
+/// What a fused operation takes beside its operands and results.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FusedCost {
+    /// Operations on floats in matrix products; a multiplication and an addition are two.
+    pub matmul: u64,
+    /// Other operations on floats: one per element of the largest tensor.
+    pub pointwise: u64,
+    /// Bytes that it allocates and frees, at most.
+    pub scratch_bytes: u64,
+}
+
+impl FusedOperation {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Gelu,
+        Self::GeluBackward,
+        Self::LayerNorm,
+        Self::LayerNormBackward,
+        Self::CausalAttention,
+        Self::CausalAttentionBackward,
+        Self::CrossEntropy,
+        Self::CrossEntropyBackward,
+    ];
+
+    /// Its name in captured graphs.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gelu => "models.gelu",
+            Self::GeluBackward => "models.gelu_backward",
+            Self::LayerNorm => "models.layer_norm",
+            Self::LayerNormBackward => "models.layer_norm_backward",
+            Self::CausalAttention => "models.causal_attention",
+            Self::CausalAttentionBackward => "models.causal_attention_backward",
+            Self::CrossEntropy => "models.cross_entropy",
+            Self::CrossEntropyBackward => "models.cross_entropy_backward",
+        }
+    }
+
+    /// Computes it on Burn's CPU backend. What nobody else holds of the inputs is written over.
+    ///
+    /// # Panics
+    ///
+    /// If the inputs are not those that the operation was captured with.
+    pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
+        let mut inputs = inputs.into_iter();
+        let mut next = || inputs.next().expect("a captured call has all its inputs");
+        let size = |index: usize| call.scalars[index].elem::<u64>() as usize;
+        let epsilon = || call.scalars[0].elem::<f32>();
+        match self {
+            Self::Gelu => vec![gelu::forward(next())],
+            Self::GeluBackward => vec![gelu::backward(next(), next())],
+            Self::LayerNorm => vec![layer_norm::forward(next(), next(), next(), epsilon())],
+            Self::LayerNormBackward => {
+                layer_norm::backward(next(), next(), next(), epsilon()).into()
+            }
+            Self::CausalAttention => vec![attention::forward(next(), size(0), size(1))],
+            Self::CausalAttentionBackward => {
+                vec![attention::backward(next(), next(), size(0), size(1))]
+            }
+            Self::CrossEntropy => {
+                let logits = next();
+                cross_entropy::forward(logits, &next()).into()
+            }
+            Self::CrossEntropyBackward => vec![cross_entropy::backward(next(), next())],
+        }
+    }
+
+    /// The input that the first output is written over, if nobody else holds it and it is
+    /// contiguous; all other outputs are in memory of their own.
+    pub fn written_over(self) -> Option<usize> {
+        match self {
+            Self::CausalAttention | Self::CausalAttentionBackward => None,
+            Self::Gelu | Self::LayerNorm | Self::CrossEntropy | Self::CrossEntropyBackward => {
+                Some(0)
+            }
+            Self::GeluBackward => Some(1),
+            Self::LayerNormBackward => Some(2),
+        }
+    }
+
+    /// Whether it costs little more than to read and write its operands, so that it is worth to
+    /// compute it again to save memory.
+    pub fn is_cheap(self) -> bool {
+        matches!(self, Self::LayerNorm)
+    }
+
+    /// What a call takes.
+    pub fn cost(self, call: &CustomOpIr) -> FusedCost {
+        let tensors = call.inputs.iter().chain(&call.outputs);
+        let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();
+        let pointwise = largest.unwrap_or(0) as u64;
+        // Matrix products over the keys, and blocks of scores, in forward and in backward.
+        let (products, blocks) = match self {
+            Self::CausalAttention => (2, 2),
+            Self::CausalAttentionBackward => (5, 3),
+            _ => {
+                return FusedCost {
+                    pointwise,
+                    ..FusedCost::default()
+                };
+            }
+        };
+        let [batch, heads] = [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
+        let [rows, width] = [0, 1].map(|dim: usize| call.inputs[0].shape[dim]);
+        let time = rows / batch.max(1);
+        // Of queries and keys on average half are seen.
+        let matmul = products * (rows * (time + 1) / 2 * (width / 3)) as u64 * 2;
+        let parallel = batch.min(rayon::current_num_threads());
+        FusedCost {
+            matmul,
+            pointwise,
+            scratch_bytes: (blocks * parallel * scores_bytes(time, heads)) as u64,
+        }
+    }
+}

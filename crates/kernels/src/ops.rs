@@ -1,0 +1,57 @@
+//! The operations for models to use, on any backend.
+
+use burn::nn::LayerNorm;
+use burn::tensor::{Int, Tensor, activation};
+
+use crate::composed;
+use crate::route::{self, supports};
+
+/// Exact GELU: `x` times the probability that a normal variable is smaller.
+pub fn gelu(x: Tensor<2>) -> Tensor<2> {
+    if supports(&x) {
+        route::gelu(x)
+    } else {
+        activation::gelu(x)
+    }
+}
+
+/// Rows with mean zero and variance one, scaled and shifted by the parameters of `norm`. `epsilon` is the
+/// norm's own, which Burn shows nobody.
+pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
+    match &norm.beta {
+        Some(beta) if supports(&x) => {
+            route::layer_norm(x, norm.gamma.val(), beta.val(), epsilon as f32)
+        }
+        _ => norm.forward(x),
+    }
+}
+
+/// Causal self-attention over the rows of `qkv`, which are queries, keys and
+/// values side by side, each cut into heads.
+///
+/// # Shapes
+///
+/// - qkv: `[batch * time, 3 * dim]`
+/// - output: `[batch * time, dim]`
+pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    if supports(&qkv) {
+        route::causal_attention(qkv, batch, heads)
+    } else {
+        composed::causal_attention(&qkv, batch, heads)
+    }
+}
+
+/// Mean over the rows of minus the log probability of the target, in f32.
+///
+/// # Shapes
+///
+/// - logits: `[rows, vocab]`
+/// - targets: `[rows]`
+/// - output: `[1]`
+pub fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
+    if supports(&logits) {
+        route::cross_entropy(logits, targets)
+    } else {
+        composed::cross_entropy(logits, targets)
+    }
+}

@@ -1,0 +1,149 @@
+//! Rows of a matrix: their sums, and loops over them on several threads.
+
+use burn_flex::FlexTensor;
+use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
+
+use crate::exp::exp_nonpositive;
+
+/// Partial sums that are kept apart, so that additions become vector
+/// instructions: the widest vectors have this many floats.
+const LANES: usize = 16;
+
+/// Rows that a thread takes at a time. Fixed, so that sums over rows do not
+/// depend on the number of threads.
+const CHUNK_ROWS: usize = 32;
+
+/// The tensor in row-major order from the start of its buffer, copied only if it
+/// is not already.
+pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
+    let elements = tensor.layout().num_elements();
+    match tensor.layout().contiguous_offsets() {
+        Some((0, end)) if end == elements && tensor.storage::<f32>().len() == elements => tensor,
+        _ => tensor.to_contiguous(),
+    }
+}
+
+/// Rows and columns of a matrix.
+pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
+    let shape = tensor.layout().shape();
+    [shape[0], shape[1]]
+}
+
+/// A loop over floats, compiled once for every set of vector instructions.
+///
+/// A trait and not a closure, because `run` and all that it calls must be
+/// `#[inline(always)]` to be compiled with those instructions.
+pub(crate) trait Kernel {
+    type Output;
+
+    fn run(self) -> Self::Output;
+}
+
+/// Run with the widest vector instructions that the processor has.
+pub(crate) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if let Some(avx512) = pulp::x86::V4::try_new() {
+            return Simd::vectorize(avx512, Vectorized(kernel));
+        }
+        if let Some(avx2) = pulp::x86::V3::try_new() {
+            return Simd::vectorize(avx2, Vectorized(kernel));
+        }
+    }
+    Arch::new().dispatch(Vectorized(kernel))
+}
+
+struct Vectorized<K>(K);
+
+impl<K: Kernel> WithSimd for Vectorized<K> {
+    type Output = K::Output;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> K::Output {
+        self.0.run()
+    }
+}
+
+/// Run a kernel on each chunk of rows, on several threads, and return what they
+/// return in the order of the rows. `kernel` is given the number of a chunk's
+/// first row.
+pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
+    matrix: &'a mut [f32],
+    width: usize,
+    kernel: impl Fn(usize, &'a mut [f32]) -> K + Sync,
+) -> Vec<K::Output> {
+    matrix
+        .par_chunks_mut(CHUNK_ROWS * width)
+        .enumerate()
+        .map(|(chunk, rows)| vectorized(kernel(chunk * CHUNK_ROWS, rows)))
+        .collect()
+}
+
+/// Sum of `f` over the row.
+#[inline(always)]
+pub(crate) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let mut sums = [0.0; LANES];
+    let chunks = row.chunks_exact(LANES);
+    let rest: f32 = chunks.remainder().iter().map(|&x| f(x)).sum();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            sums[lane] += f(chunk[lane]);
+        }
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
+/// Sum of `f` over pairs of two rows.
+#[inline(always)]
+pub(crate) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut sums = [0.0; LANES];
+    let (a_chunks, b_chunks) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest: f32 = a_chunks
+        .remainder()
+        .iter()
+        .zip(b_chunks.remainder())
+        .map(|(&a, &b)| f(a, b))
+        .sum();
+    for (a, b) in a_chunks.zip(b_chunks) {
+        for lane in 0..LANES {
+            sums[lane] += f(a[lane], b[lane]);
+        }
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
+/// Largest value of the row, not counting NaN.
+#[inline(always)]
+pub(crate) fn max(row: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut maxima = [f32::NEG_INFINITY; LANES];
+    let chunks = row.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            maxima[lane] = larger(maxima[lane], chunk[lane]);
+        }
+    }
+    maxima
+        .iter()
+        .chain(rest)
+        .fold(f32::NEG_INFINITY, |a, &b| larger(a, b))
+}
+
+/// Replace a row by `exp(scale * (x - max))` and return the sum.
+#[inline(always)]
+pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
+    for x in &mut *row {
+        *x = exp_nonpositive((*x - max) * scale);
+    }
+    sum_by(row, |x| x)
+}
+
+/// Multiply every value of a row.
+#[inline(always)]
+pub(crate) fn scale(row: &mut [f32], factor: f32) {
+    for x in row {
+        *x *= factor;
+    }
+}

@@ -1,0 +1,189 @@
+//! The fused operations against the composed ones, values and gradients.
+
+use burn::nn::{LayerNorm, LayerNormConfig};
+use burn::tensor::activation;
+use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+
+use crate::{composed, layer_norm, route, supports};
+
+const EPSILON: f64 = 1e-5;
+
+fn norm(dim: usize, device: &Device) -> LayerNorm {
+    LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
+}
+
+/// With and without saving what is cheap to compute again.
+fn devices() -> [Device; 2] {
+    let device = Device::flex().autodiff();
+    [device.clone(), device.gradient_checkpointing()]
+}
+
+fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
+    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device).require_grad()
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_to_vec().expect("f32 values")
+}
+
+#[track_caller]
+fn assert_close<const D: usize>(found: Tensor<D>, expected: Tensor<D>) {
+    assert_eq!(found.dims(), expected.dims());
+    let expected = values(expected);
+    let largest = expected.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+    for (found, expected) in values(found).into_iter().zip(expected) {
+        // Not `>`, which lets NaN pass.
+        let is_close = (found - expected).abs() <= 2e-6 + 2e-6 * largest;
+        assert!(is_close, "{found} is not {expected}");
+    }
+}
+
+/// Compare two functions of one matrix, and their gradients.
+#[track_caller]
+fn assert_same<const D: usize>(
+    x: &Tensor<2>,
+    fused: impl Fn(Tensor<2>) -> Tensor<D>,
+    composed: impl Fn(Tensor<2>) -> Tensor<D>,
+) {
+    assert!(supports(x));
+    let (fused, composed) = (fused(x.clone()), composed(x.clone()));
+    let weights = Tensor::random(fused.dims(), Distribution::Normal(0.0, 1.0), &x.device());
+    assert_close(fused.clone(), composed.clone());
+    let gradient = |y: Tensor<D>| {
+        let grads = (y * weights.clone()).sum().backward();
+        x.grad(&grads).expect("x has a gradient")
+    };
+    assert_close(gradient(fused), gradient(composed));
+}
+
+#[test]
+fn gelu_is_burns() {
+    for device in devices() {
+        // More rows than a chunk, and a width that is no multiple of the lanes.
+        let x = random([70, 19], &device);
+        assert_same(&x, route::gelu, activation::gelu);
+    }
+}
+
+#[test]
+fn gelu_of_a_view_is_that_of_its_elements() {
+    for device in devices() {
+        let x = random([12, 9], &device);
+        assert_same(
+            &x,
+            |x| route::gelu(x.transpose().narrow(0, 1, 5)),
+            |x| activation::gelu(x.transpose().narrow(0, 1, 5)),
+        );
+    }
+}
+
+#[test]
+fn layer_norm_is_burns() {
+    for device in devices() {
+        let mut burns = norm(19, &device);
+        burns.gamma = burns.gamma.map(|_| random([19], &device));
+        burns.beta = burns.beta.map(|beta| beta.map(|_| random([19], &device)));
+        let x = random([70, 19], &device);
+        let fused = |x| layer_norm(&burns, EPSILON, x);
+        assert_same(&x, fused, |x| burns.forward(x));
+        let [fused, composed] =
+            [fused(x.clone()), burns.forward(x)].map(|y| parameter_gradients(&burns, y));
+        assert_close(fused[0].clone(), composed[0].clone());
+        assert_close(fused[1].clone(), composed[1].clone());
+    }
+}
+
+/// Gradients of gamma and beta when each output counts differently.
+fn parameter_gradients(norm: &LayerNorm, output: Tensor<2>) -> [Tensor<1>; 2] {
+    let [rows, width] = output.dims();
+    let weights = Tensor::<1, Int>::arange(0..(rows * width) as i64, &output.device());
+    let weights = weights.float().sin().reshape([rows, width]);
+    let grads = (output * weights).sum().backward();
+    let beta = norm.beta.as_ref().expect("the norm has a beta");
+    [&norm.gamma, beta].map(|param| param.val().grad(&grads).expect("parameters have gradients"))
+}
+
+#[test]
+fn attention_is_the_composed_one() {
+    for device in devices() {
+        // Shorter than a block, one block, several, and a rest; one head and more.
+        for (batch, time, heads) in [(1, 1, 1), (3, 5, 2), (1, 64, 3), (2, 130, 2)] {
+            let x = random([batch * time, 3 * 6 * heads], &device);
+            assert_same(
+                &x,
+                |x| route::causal_attention(x, batch, heads),
+                |x| composed::causal_attention(&x, batch, heads),
+            );
+        }
+    }
+}
+
+#[test]
+fn cross_entropy_is_the_composed_one() {
+    for device in devices() {
+        let x = random([70, 19], &device);
+        let targets: Vec<i64> = (0..70).map(|row| row * 7 % 19).collect();
+        let targets = Tensor::from_data(TensorData::new(targets, [70]), &device);
+        assert_same(
+            &x,
+            |x| route::cross_entropy(x, targets.clone()),
+            |x| composed::cross_entropy(x, targets.clone()),
+        );
+    }
+}
+
+#[test]
+fn cross_entropy_leaves_logits_that_others_hold() {
+    let device = Device::flex().autodiff();
+    let logits = random([4, 9], &device);
+    let before = values(logits.clone());
+    let targets = Tensor::from_data(TensorData::from([0_i64, 1, 2, 3]), &device);
+    let loss = route::cross_entropy(logits.clone(), targets);
+    assert!(loss.into_scalar::<f32>() > 0.0);
+    assert_eq!(values(logits), before);
+}
+
+#[test]
+fn large_logits_do_not_overflow() {
+    let device = Device::flex().autodiff();
+    let logits = Tensor::<2>::from_data([[1000.0, -1000.0, 0.0]], &device).require_grad();
+    let targets = Tensor::from_data(TensorData::from([1_i64]), &device);
+    let loss = route::cross_entropy(logits, targets).into_scalar::<f32>();
+    assert_eq!(loss, 2000.0);
+}
+
+#[test]
+fn not_a_number_stays_one() {
+    let device = Device::flex();
+    let x = Tensor::<2>::from_data([[f32::NAN, 1.0, 2.0]], &device);
+    let targets = Tensor::from_data(TensorData::from([1_i64]), &device);
+    assert!(values(route::gelu(x.clone()))[0].is_nan());
+    assert!(values(route::causal_attention(x.clone(), 1, 1))[0].is_nan());
+    assert!(
+        route::cross_entropy(x, targets)
+            .into_scalar::<f32>()
+            .is_nan()
+    );
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let run = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+        pool.expect("a pool can be built").install(|| {
+            let device = Device::flex().autodiff();
+            let data: Vec<f32> = (0..200 * 18).map(|i| (i as f32 * 0.37).sin()).collect();
+            let x =
+                Tensor::<2>::from_data(TensorData::new(data, [200, 18]), &device).require_grad();
+            let norm = norm(18, &device);
+            let y = route::causal_attention(layer_norm(&norm, EPSILON, x.clone()), 2, 3);
+            let grads = route::gelu(y).sum().backward();
+            let gamma = norm.gamma.val().grad(&grads).expect("gamma has a gradient");
+            (
+                values(gamma),
+                values(x.grad(&grads).expect("x has a gradient")),
+            )
+        })
+    };
+    assert_eq!(run(1), run(3));
+}

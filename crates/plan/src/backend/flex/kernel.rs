@@ -1,0 +1,279 @@
+//! Where the results of an operation lie on Burn's CPU backend.
+//!
+//! The rules are those of `burn-flex` 0.22.1, operation by operation: views share memory; elementwise
+//! operations write over an operand that they alone hold and that is contiguous; everything else
+//! makes memory of its own. What a rule does not know makes new, contiguous memory.
+
+use burn_ir::{
+    ActivationOperationIr as A, BaseOperationIr as Base, BinaryOpIr, BoolOperationIr,
+    FloatOperationIr as F, ModuleOperationIr as M, NumericOperationIr as N, OperationIr, ScalarIr,
+    ScalarOpIr, SliceOpIr, TensorIr,
+};
+
+use crate::backend::model::{Operand, Place};
+use crate::backend::strides::{Strides, broadcast};
+
+/// The place of the first result; further ones are new. `operands` are in the order in which the
+/// operation lists its inputs.
+pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Place {
+    let shape = |tensor: &TensorIr| tensor.shape.to_vec();
+    let found = match operation {
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            base(op, operands)
+        }
+        OperationIr::NumericFloat(_, op) => numeric(op, operands),
+        OperationIr::NumericInt(_, op) => numeric(op, operands),
+        OperationIr::Float(_, op) => float(op, operands),
+        OperationIr::Activation(op) => activation(op, operands),
+        OperationIr::Module(op) => module(op, operands),
+        OperationIr::Bool(op) => boolean(op, operands),
+        _ => None,
+    };
+    found.unwrap_or_else(|| {
+        let first = operation.outputs().next();
+        Place::fresh(&first.map(shape).unwrap_or_default())
+    })
+}
+
+fn base(op: &Base, operands: &[Operand]) -> Option<Place> {
+    let first = operands.first()?;
+    let view = |strides| Some(Place::View(0, strides));
+    match op {
+        Base::Reshape(op) => first.strides.reshaped(&op.out.shape).and_then(view),
+        Base::SwapDims(op) => view(first.strides.swapped(op.dim1, op.dim2)),
+        Base::Permute(op) => view(first.strides.permuted(&op.axes)),
+        Base::Expand(op) => view(first.strides.expanded(&op.out.shape)),
+        Base::Unfold(op) => view(first.strides.unfolded(&op.out.shape, op.dim, op.step)),
+        Base::Slice(op) => view(sliced(op, &first.strides)),
+        Base::Cast(op) if op.input.dtype == op.out.dtype => view(first.strides.clone()),
+        Base::Cat(op) if op.tensors.len() == 1 => view(first.strides.clone()),
+        Base::SliceAssign(_) => over_start(first),
+        Base::SelectAssign(_) | Base::Scatter(_) => over(first),
+        Base::MaskFill(op) => over(&expanded(first, &op.out.shape)),
+        Base::MaskWhere(op) => {
+            let tensor = expanded(first, &op.out.shape);
+            let value = expanded(operands.get(2)?, &op.out.shape);
+            over(&tensor).or_else(|| match over(&value)? {
+                Place::Over(_, strides) => Some(Place::Over(2, strides)),
+                other => Some(other),
+            })
+        }
+        _ => None,
+    }
+}
+
+fn numeric(op: &N, operands: &[Operand]) -> Option<Place> {
+    match op {
+        N::Add(op) | N::Sub(op) | N::Mul(op) | N::Div(op) | N::Rem(op) => binary(op, operands),
+        N::AddScalar(_) | N::SubScalar(_) | N::MulScalar(_) | N::DivScalar(_) | N::RemScalar(_) => {
+            scalar(operands.first()?)
+        }
+        N::PowiScalar(op) => power(op, operands),
+        N::Abs(_) | N::Neg(_) | N::Sign(_) | N::Clamp(_) | N::ClampMin(_) | N::ClampMax(_) => {
+            unary(operands.first()?)
+        }
+        _ => None,
+    }
+}
+
+fn float(op: &F, operands: &[Operand]) -> Option<Place> {
+    match op {
+        F::PowfScalar(op) => power(op, operands),
+        F::Powf(op) | F::ArcTan2(op) | F::Hypot(op) => binary(op, operands),
+        F::Exp(_)
+        | F::Log(_)
+        | F::Log1p(_)
+        | F::Erf(_)
+        | F::Sqrt(_)
+        | F::Cos(_)
+        | F::Cosh(_)
+        | F::Sin(_)
+        | F::Sinh(_)
+        | F::Tan(_)
+        | F::Tanh(_)
+        | F::ArcCos(_)
+        | F::ArcCosh(_)
+        | F::ArcSin(_)
+        | F::ArcSinh(_)
+        | F::ArcTan(_)
+        | F::ArcTanh(_)
+        | F::Round(_)
+        | F::Floor(_)
+        | F::Ceil(_)
+        | F::Trunc(_)
+        | F::Recip(_) => unary(operands.first()?),
+        _ => None,
+    }
+}
+
+fn activation(op: &A, operands: &[Operand]) -> Option<Place> {
+    match op {
+        A::Relu(_)
+        | A::LeakyRelu(_)
+        | A::Gelu(_)
+        | A::Sigmoid(_)
+        | A::HardSigmoid(_)
+        | A::LogSigmoid(_) => unary(operands.first()?),
+        A::ReluBackward(op)
+        | A::PRelu(op)
+        | A::GeluBackward(op)
+        | A::SigmoidBackward(op)
+        | A::LogSigmoidBackward(op) => binary(op, operands),
+        // Subtracts a reduced tensor, and works on the difference from then on.
+        A::LogSoftmax(_) => over_start(operands.first()?),
+        _ => None,
+    }
+}
+
+fn boolean(op: &BoolOperationIr, operands: &[Operand]) -> Option<Place> {
+    match op {
+        BoolOperationIr::Not(_) => over_start(operands.first()?),
+        BoolOperationIr::And(op) | BoolOperationIr::Or(op) | BoolOperationIr::Xor(op) => {
+            let (lhs, rhs) = pair(op, operands)?;
+            if !(lhs.strides.is_contiguous() && rhs.strides.is_contiguous()) {
+                return None;
+            }
+            over_start(&lhs).or_else(|| {
+                over_start(&rhs)?;
+                Some(Place::Over(1, rhs.strides))
+            })
+        }
+        _ => None,
+    }
+}
+
+fn module(op: &M, operands: &[Operand]) -> Option<Place> {
+    match op {
+        // A chain of elementwise operations on the first input.
+        M::BatchNorm(_) => {
+            let x = operands.first()?;
+            (x.is_unique && x.strides.is_dense_beside(&x.strides))
+                .then(|| Place::Over(0, x.strides.clone()))
+        }
+        M::Conv2dWeightBackward(op) if op.options.groups == 1 => {
+            let size = |dim: usize| {
+                let (x, grad) = (op.x.shape[dim + 2], op.output_grad.shape[dim + 2]);
+                let (before, _) = op.options.padding[dim];
+                let window = op.options.stride[dim] * grad.saturating_sub(1) + 1;
+                (x + 2 * before).saturating_sub(window) / op.options.dilation[dim] + 1
+            };
+            // A convolution of the input with the gradient, batch and channels swapped, of which
+            // the result is a view.
+            let computed = [op.x.shape[1], op.output_grad.shape[1], size(0), size(1)];
+            let whole = Strides::contiguous(&computed);
+            let num_elements = whole.num_elements();
+            let strides = whole.swapped(0, 1).sliced(&op.out.shape, &[]);
+            Some(Place::New(strides, num_elements))
+        }
+        _ => None,
+    }
+}
+
+/// `x` to a constant power: whole exponents are shortcuts.
+fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Place> {
+    let operand = operands.first()?;
+    let exponent = match op.rhs {
+        ScalarIr::Float(value) => value,
+        ScalarIr::Int(value) => value as f64,
+        ScalarIr::UInt(value) => value as f64,
+        ScalarIr::Bool(value) => f64::from(u8::from(value)),
+    };
+    if exponent == 1.0 {
+        Some(Place::View(0, operand.strides.clone()))
+    } else if exponent == -1.0 {
+        unary(operand)
+    } else if [0.0, 2.0, -2.0].contains(&exponent) {
+        None
+    } else {
+        scalar(operand)
+    }
+}
+
+fn binary(op: &BinaryOpIr, operands: &[Operand]) -> Option<Place> {
+    let (lhs, rhs) = pair(op, operands)?;
+    if lhs.is_unique && lhs.strides.is_dense_beside(&rhs.strides) {
+        return Some(Place::Over(0, lhs.strides));
+    }
+    if rhs.is_unique && rhs.strides.is_dense_beside(&lhs.strides) {
+        return Some(Place::Over(1, rhs.strides));
+    }
+    Some(Place::fresh(&lhs.strides.shape))
+}
+
+fn pair(op: &BinaryOpIr, operands: &[Operand]) -> Option<(Operand, Operand)> {
+    let [lhs, rhs] = operands else { return None };
+    let shape = broadcast(&op.lhs.shape, &op.rhs.shape);
+    Some((expanded(lhs, &shape), expanded(rhs, &shape)))
+}
+
+fn expanded(operand: &Operand, shape: &[usize]) -> Operand {
+    let strides = match operand.strides.shape == shape {
+        true => operand.strides.clone(),
+        false => operand.strides.expanded(shape),
+    };
+    Operand {
+        strides,
+        ..operand.clone()
+    }
+}
+
+fn scalar(operand: &Operand) -> Option<Place> {
+    over_start(operand)
+}
+
+fn unary(operand: &Operand) -> Option<Place> {
+    if let Some(place) = over_start(operand) {
+        return Some(place);
+    }
+    // The whole memory is mapped as it lies, and the result keeps the strides.
+    if operand.strides.covers(operand.memory_elements) {
+        let num_elements = operand.memory_elements;
+        return Some(Place::New(operand.strides.clone(), num_elements));
+    }
+    None
+}
+
+/// Over an operand that is contiguous from the start of memory that nobody else holds.
+fn over_start(operand: &Operand) -> Option<Place> {
+    (operand.is_unique && operand.strides.is_from_start())
+        .then(|| Place::Over(0, operand.strides.clone()))
+}
+
+/// The same, wherever in the memory it starts.
+fn over(operand: &Operand) -> Option<Place> {
+    (operand.is_unique && operand.strides.is_contiguous())
+        .then(|| Place::Over(0, operand.strides.clone()))
+}
+
+fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
+    let starts: Vec<_> = op
+        .ranges
+        .iter()
+        .zip(&op.tensor.shape.to_vec())
+        .map(|(slice, size)| {
+            let size = *size as isize;
+            let index = |at: isize| {
+                if at < 0 {
+                    (size + at).max(0)
+                } else {
+                    at.min(size)
+                }
+            };
+            let start = match slice.step > 0 {
+                true => index(slice.start),
+                false => slice.end.map_or(size, index) - 1,
+            };
+            (start.max(0) as usize, slice.step)
+        })
+        .collect();
+    strides.sliced(&op.out.shape, &starts)
+}
+
+/// The place of the first result of an operation that is not Burn's, which writes over that operand.
+pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Place> {
+    let is_whole = operand.strides.num_elements() == operand.memory_elements;
+    match over_start(operand).filter(|_| is_whole)? {
+        Place::Over(_, strides) => Some(Place::Over(index, strides)),
+        other => Some(other),
+    }
+}

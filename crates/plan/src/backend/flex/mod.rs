@@ -1,0 +1,26 @@
+//! Burn's CPU backend, `burn-flex` 0.22.1, operation by operation: what a Burn upgrade has to check.
+
+mod kernel;
+mod scratch;
+
+use burn_ir::OperationIr;
+
+use super::model::{Backend, Operand, Place};
+
+/// Burn's CPU backend with one thread per rank.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Flex;
+
+impl Backend for Flex {
+    fn place(&self, operation: &OperationIr, operands: &[Operand]) -> Place {
+        kernel::place(operation, operands)
+    }
+
+    fn scratch(&self, operation: &OperationIr, operands: &[Operand]) -> u64 {
+        scratch::scratch(operation, operands)
+    }
+
+    fn written_over(&self, operand: &Operand, index: usize) -> Option<Place> {
+        kernel::over_whole(operand, index)
+    }
+}

@@ -1,0 +1,166 @@
+//! What the bytes of a step are for.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::{Index, IndexMut};
+
+use burn_fsdp_collectives::Share;
+use burn_ir::TensorId;
+use serde::Serialize;
+
+use burn_fsdp_spmd::graph::{Graph, Phase, Role, Stage};
+
+/// What a tensor is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Category {
+    /// This rank's part of the parameters.
+    Parameters,
+    /// Gradients, full or of this rank's part.
+    Gradients,
+    /// This rank's part of the optimizer's states.
+    OptimizerState,
+    /// Parameters gathered from all ranks.
+    FullParameters,
+    /// What forward computes.
+    Activations,
+    /// Everything else that backward and the optimizer compute.
+    Temporaries,
+    /// Tensors of the module that are not trained, constants and the batch.
+    Buffers,
+}
+
+impl Category {
+    /// All of them, in the order in which they are printed and stacked.
+    pub const ALL: [Self; 7] = [
+        Self::Parameters,
+        Self::OptimizerState,
+        Self::Buffers,
+        Self::Gradients,
+        Self::FullParameters,
+        Self::Activations,
+        Self::Temporaries,
+    ];
+
+    /// Such as `full parameters`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Gradients => "gradients",
+            Self::OptimizerState => "optimizer state",
+            Self::FullParameters => "full parameters",
+            Self::Activations => "activations",
+            Self::Temporaries => "temporaries",
+            Self::Buffers => "buffers",
+        }
+    }
+}
+
+impl fmt::Display for Category {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// Bytes by category.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Bytes {
+    /// This rank's part of the parameters.
+    pub parameters: u64,
+    /// Gradients, full or of this rank's part.
+    pub gradients: u64,
+    /// This rank's part of the optimizer's states.
+    pub optimizer_state: u64,
+    /// Parameters gathered from all ranks.
+    pub full_parameters: u64,
+    /// What forward computes.
+    pub activations: u64,
+    /// What else backward and the optimizer compute.
+    pub temporaries: u64,
+    /// Tensors of the module that are not trained, constants and the batch.
+    pub buffers: u64,
+}
+
+impl Bytes {
+    /// The sum over all categories.
+    pub fn total(&self) -> u64 {
+        Category::ALL.iter().map(|category| self[*category]).sum()
+    }
+}
+
+impl Index<Category> for Bytes {
+    type Output = u64;
+
+    fn index(&self, category: Category) -> &u64 {
+        match category {
+            Category::Parameters => &self.parameters,
+            Category::Gradients => &self.gradients,
+            Category::OptimizerState => &self.optimizer_state,
+            Category::FullParameters => &self.full_parameters,
+            Category::Activations => &self.activations,
+            Category::Temporaries => &self.temporaries,
+            Category::Buffers => &self.buffers,
+        }
+    }
+}
+
+impl IndexMut<Category> for Bytes {
+    fn index_mut(&mut self, category: Category) -> &mut u64 {
+        match category {
+            Category::Parameters => &mut self.parameters,
+            Category::Gradients => &mut self.gradients,
+            Category::OptimizerState => &mut self.optimizer_state,
+            Category::FullParameters => &mut self.full_parameters,
+            Category::Activations => &mut self.activations,
+            Category::Temporaries => &mut self.temporaries,
+            Category::Buffers => &mut self.buffers,
+        }
+    }
+}
+
+/// The category of every value of a graph.
+pub(crate) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
+    let mut categories = BTreeMap::new();
+    for value in graph.values() {
+        let category = match &value.role {
+            Role::Parameter(_) => Some(Category::Parameters),
+            Role::State { .. } => Some(Category::OptimizerState),
+            Role::Buffer(_) | Role::Input(_) | Role::Constant => Some(Category::Buffers),
+            Role::Gradient(_) | Role::Pending(_) => Some(Category::Gradients),
+            Role::Temporary => None,
+        };
+        categories.extend(category.map(|category| (value.id, category)));
+    }
+    for node in graph.nodes() {
+        let by_phase = match node.phase {
+            Phase::Forward => Category::Activations,
+            Phase::Backward | Phase::Optimizer => Category::Temporaries,
+        };
+        let collective = node.collective.as_ref();
+        let contract = collective.map(|collective| collective.kind.contract());
+        let category = match contract {
+            Some(contract) if contract.reduces && node.phase != Phase::Forward => {
+                Category::Gradients
+            }
+            Some(contract) if !contract.reduces && contract.gets.share == Share::Full => {
+                Category::FullParameters
+            }
+            _ => by_phase,
+        };
+        let is_reduction = contract.is_some_and(|contract| contract.reduces)
+            && collective.is_some_and(|collective| collective.stage != Stage::Wait);
+        if is_reduction && node.phase != Phase::Forward {
+            // What is reduced is a gradient before, too.
+            categories.extend(node.inputs().map(|id| (id, Category::Gradients)));
+        }
+        for output in node.outputs() {
+            categories.entry(output).or_insert(category);
+        }
+    }
+    for update in graph.updates() {
+        if let Some(category) = categories.get(&update.into).copied() {
+            categories.insert(update.from, category);
+        }
+    }
+    categories
+}

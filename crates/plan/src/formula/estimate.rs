@@ -1,0 +1,156 @@
+//! A job by formula, as text, JSON and a picture.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::fit::{Advice, advise};
+use super::job::{Duration, Job, Stop};
+use crate::machine::Machine;
+#[cfg(feature = "draw")]
+use crate::picture;
+use crate::size::{Breakdown, Size};
+use crate::traffic::Traffic;
+
+/// What a job takes, whether that fits, and what would.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Estimate {
+    /// What is trained, how, on how many ranks.
+    pub job: Job,
+    /// On what.
+    pub machine: Machine,
+    /// Parameters of the model.
+    pub num_params: u64,
+    /// Device memory of a rank.
+    pub available: u64,
+    /// The most bytes at once, and when.
+    pub peak: Stop,
+    /// Whether the peak is at most what is available.
+    pub fits: bool,
+    /// Host memory of a rank.
+    pub host_bytes: u64,
+    /// What would make it fit; empty if it does, or if nothing would.
+    pub advice: Vec<Advice>,
+    /// Collectives of a step.
+    pub traffic: Traffic,
+    /// Operations of a step on one rank that the model asks for.
+    pub model_flops: f64,
+    /// Operations of a step on one rank that are done.
+    pub hardware_flops: f64,
+    /// How long a step takes.
+    pub time: Duration,
+}
+
+impl Estimate {
+    /// Of a job on a machine whose devices have `available` bytes.
+    pub fn new(job: &Job, machine: &Machine, available: u64) -> Self {
+        let peak = job.peak();
+        let fits = peak.bytes.total() <= available;
+        let advice = match fits {
+            true => Vec::new(),
+            false => advise(job, available, &|job| Some(job.peak_bytes())),
+        };
+        Self {
+            num_params: job.model.num_params(),
+            available,
+            fits,
+            host_bytes: job.host_bytes(),
+            advice,
+            traffic: job.traffic(),
+            model_flops: job.model_flops(),
+            hardware_flops: job.hardware_flops(),
+            time: job.duration(machine),
+            peak,
+            job: job.clone(),
+            machine: machine.clone(),
+        }
+    }
+
+    /// Operations per second and rank that are done over the step.
+    pub fn flops_per_second(&self) -> f64 {
+        self.hardware_flops / self.time.step
+    }
+
+    /// Tokens per second and rank.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.job.tokens() / self.time.step
+    }
+
+    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    #[cfg(feature = "draw")]
+    pub fn to_svg(&self) -> String {
+        let series: Vec<_> = self.job.timeline().iter().map(|stop| stop.bytes).collect();
+        let title = format!(
+            "Planned memory of {} on {} ranks",
+            self.job.model.name, self.job.ranks
+        );
+        picture::draw(&title, "block: forward, then backward", &series)
+    }
+}
+
+/// Lines for people.
+impl fmt::Display for Estimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let peak = self.peak.bytes.total();
+        let bytes = Size(peak).trimmed();
+        writeln!(f, "peak    {}  at {}", Size(peak), self.peak.moment)?;
+        write!(f, "{}", Breakdown(&self.peak.bytes))?;
+        if self.host_bytes > 0 {
+            let host = Size(self.host_bytes);
+            writeln!(f, "host    {host}  per rank")?;
+        }
+        write!(
+            f,
+            "{}",
+            Verdict(&bytes, self.fits, self.available, &self.advice)
+        )?;
+        for (kind, tally) in self.traffic.by_kind() {
+            if tally.operations > 0 {
+                let (bytes, sent) = (Size(tally.bytes), Size(tally.sent));
+                let (name, operations) = (kind.as_str(), tally.operations);
+                writeln!(f, "{name:<14} {operations:>6}  {bytes} whole, {sent} sent")?;
+            }
+        }
+        let time = &self.time;
+        write!(
+            f,
+            "time on {}: {:.2} s a step ({:.2} s of operations, {:.2} s of collectives, {:.2} s of \
+             copies to the host, {:.2} s of optimizer); {:.0} TFLOP/s and {:.0} tokens/s per rank",
+            self.machine.name,
+            time.step,
+            time.compute,
+            time.communication,
+            time.host,
+            time.optimizer,
+            self.flops_per_second() / 1e12,
+            self.tokens_per_second()
+        )
+    }
+}
+
+/// Whether it fits, and what would make it.
+pub(crate) struct Verdict<'a>(
+    pub(crate) &'a str,
+    pub(crate) bool,
+    pub(crate) u64,
+    pub(crate) &'a [Advice],
+);
+
+impl fmt::Display for Verdict<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(peak, fits, available, advice) = self;
+        let available = Size(*available).trimmed();
+        if *fits {
+            return writeln!(f, "fits: {peak} of {available}");
+        }
+        writeln!(f, "does not fit: {peak} of {available}")?;
+        if advice.is_empty() {
+            writeln!(f, "nothing that this plan knows would make it fit")?;
+        }
+        for advice in *advice {
+            let peak = Size(advice.peak).trimmed();
+            writeln!(f, "it would fit with {}: {peak}", advice.change)?;
+        }
+        Ok(())
+    }
+}

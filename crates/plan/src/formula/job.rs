@@ -1,0 +1,376 @@
+//! A training run of a decoder, and what it takes by formula.
+
+use serde::Serialize;
+
+use super::transformer::Transformer;
+use crate::category::Bytes;
+use crate::machine::Machine;
+use crate::traffic::Traffic;
+use burn_fsdp_spmd::graph::CollectiveKind;
+
+/// What ranks divide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Division {
+    /// Parameters, gradients and optimizer state; full parameters exist unit by unit.
+    FullShard,
+    /// The same, but full parameters stay from forward to backward.
+    ShardGradOp,
+    /// Nothing.
+    NoShard,
+}
+
+/// What is computed again in backward instead of being kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Checkpointing {
+    /// Nothing.
+    None,
+    /// Every second matrix product of a block, and what is cheap.
+    Selective,
+    /// Whole blocks: only their inputs are kept.
+    Full,
+}
+
+/// In what parameters are gathered and activations computed. Parameters at rest, their gradients and the
+/// optimizer's states have 32 bits in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Precision {
+    /// 32 bits.
+    F32,
+    /// 16 bits.
+    Bf16,
+}
+
+impl Precision {
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+/// A training run with AdamW, fully determined.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Job {
+    /// The model.
+    pub model: Transformer,
+    /// Number of ranks, one per device.
+    pub ranks: usize,
+    /// Sequences of a step on each rank.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub seq: usize,
+    /// In what is computed.
+    pub precision: Precision,
+    /// What is divided.
+    pub division: Division,
+    /// What is computed again.
+    pub checkpointing: Checkpointing,
+    /// Parameters at rest, gradients at rest and optimizer states are in the host's memory, where the
+    /// optimizer runs.
+    pub is_offloaded: bool,
+    /// Units gathered ahead of their use.
+    pub prefetch: usize,
+}
+
+/// Bytes of a parameter at rest, of its gradient, and of AdamW's two states.
+const MASTER: f64 = 4.0;
+const GRADIENT: f64 = 4.0;
+const STATES: f64 = 8.0;
+
+/// A moment of the step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Stop {
+    /// What happens then, such as `backward of block 3`.
+    pub moment: String,
+    /// What is there.
+    pub bytes: Bytes,
+}
+
+impl Job {
+    /// Tokens of a step on one rank.
+    pub fn tokens(&self) -> f64 {
+        self.batch as f64 * self.seq as f64
+    }
+
+    fn size(&self) -> f64 {
+        self.precision.size() as f64
+    }
+
+    /// Part of the states that a rank has.
+    fn share(&self) -> f64 {
+        match self.division {
+            Division::NoShard => 1.0,
+            _ => 1.0 / self.ranks as f64,
+        }
+    }
+
+    /// Bytes of device memory by category over the step, block by block.
+    ///
+    /// At rest, of `P` parameters on `N` ranks: `(4 + 8) P / N`, and `4 P / N` of gradients that grow
+    /// over backward: the `16 P / N` of arXiv 1910.02054, section 3.1. Full parameters and full
+    /// gradients in flight are those of the eager engine: the root from its first use to
+    /// its last, its gradient too, and of the blocks one in use, those prefetched, and the full
+    /// gradients of the one that is reduced and the one that is computed.
+    pub fn timeline(&self) -> Vec<Stop> {
+        let layers = self.model.layers;
+        let part = |blocks: usize| blocks as f64 / layers as f64;
+        let stop = |moment: String, bytes: Bytes| Stop { moment, bytes };
+        let forward = (0..layers).map(|block| {
+            let bytes = self.in_forward(part(block + 1));
+            stop(format!("forward of block {block}"), bytes)
+        });
+        let backward = (0..layers).rev().map(|block| {
+            let bytes = self.in_backward(part(block + 1));
+            stop(format!("backward of block {block}"), bytes)
+        });
+        forward
+            .chain([stop("the loss".to_owned(), self.at_loss())])
+            .chain(backward)
+            .chain([stop("the optimizer step".to_owned(), self.at_rest(1.0))])
+            .collect()
+    }
+
+    /// The moment with the most bytes, the first of several.
+    pub fn peak(&self) -> Stop {
+        let mut peak = Stop {
+            moment: "the optimizer step".to_owned(),
+            bytes: self.at_rest(1.0),
+        };
+        for stop in self.timeline() {
+            if stop.bytes.total() > peak.bytes.total() {
+                peak = stop;
+            }
+        }
+        peak
+    }
+
+    /// Bytes of device memory at [`peak`](Self::peak).
+    pub fn peak_bytes(&self) -> u64 {
+        self.peak().bytes.total()
+    }
+
+    /// Between steps, with that part of the gradients there.
+    fn at_rest(&self, gradients: f64) -> Bytes {
+        if self.is_offloaded {
+            return Bytes::default();
+        }
+        let params = self.model.num_params() as f64 * self.share();
+        Bytes {
+            parameters: (MASTER * params) as u64,
+            optimizer_state: (STATES * params) as u64,
+            gradients: (GRADIENT * params * gradients) as u64,
+            ..Bytes::default()
+        }
+    }
+
+    /// Full parameters of the root and of the blocks that are gathered at once.
+    fn gathered(&self) -> f64 {
+        let (root, block) = (
+            self.model.root_params() as f64,
+            self.model.block_params() as f64,
+        );
+        let all = self.model.num_params() as f64;
+        match self.division {
+            // Whole parameters are those at rest, unless they are computed with in fewer bits.
+            Division::NoShard if self.precision == Precision::F32 => 0.0,
+            Division::NoShard | Division::ShardGradOp => self.size() * all,
+            Division::FullShard => {
+                let blocks = (1 + self.prefetch).min(self.model.layers) as f64;
+                self.size() * (root + blocks * block)
+            }
+        }
+    }
+
+    /// What the loss takes. In 32 bits the models' cross entropy is one operation: logits and their
+    /// gradient. In 16 it is composed: logits, and in 32 bits the log probabilities, their gradient
+    /// and that of the logits (so it is in PyTorch's `cross_entropy(logits.float(), ..)`).
+    fn logits(&self) -> f64 {
+        let bytes = match self.precision {
+            Precision::F32 => 4.0 + 4.0,
+            Precision::Bf16 => 2.0 + 3.0 * 4.0,
+        };
+        self.tokens() * self.model.vocab as f64 * bytes
+    }
+
+    /// What blocks keep from forward to backward, without what the one at work needs.
+    fn kept(&self) -> f64 {
+        let per_token = match self.checkpointing {
+            Checkpointing::None => self.model.block_elements(),
+            Checkpointing::Selective => self.model.selective_elements(),
+            Checkpointing::Full => self.model.dim as f64,
+        };
+        self.tokens() * per_token * self.size() * self.model.layers as f64
+    }
+
+    /// What is computed again for the block at work.
+    fn recomputed(&self) -> f64 {
+        let kept = match self.checkpointing {
+            Checkpointing::None => return 0.0,
+            Checkpointing::Selective => self.model.selective_elements(),
+            Checkpointing::Full => self.model.dim as f64,
+        };
+        self.tokens() * (self.model.block_elements() - kept) * self.size()
+    }
+
+    /// In forward, when the activations of that part of the blocks are there.
+    fn in_forward(&self, done: f64) -> Bytes {
+        let mut bytes = self.at_rest(0.0);
+        bytes.full_parameters += self.gathered() as u64;
+        bytes.activations += (self.kept() * done + self.recomputed()) as u64;
+        bytes
+    }
+
+    fn at_loss(&self) -> Bytes {
+        let mut bytes = self.at_rest(0.0);
+        bytes.full_parameters += self.gathered() as u64;
+        bytes.activations += self.kept() as u64;
+        bytes.temporaries += self.logits() as u64;
+        bytes
+    }
+
+    /// In backward, when the activations of that part of the blocks are still there.
+    fn in_backward(&self, left: f64) -> Bytes {
+        let full = if self.division == Division::NoShard {
+            1.0
+        } else {
+            1.0 - left
+        };
+        let mut bytes = self.at_rest(full);
+        bytes.full_parameters += self.gathered() as u64;
+        let blocks = if self.prefetch == 0 { 1.0 } else { 2.0 };
+        let block = self.model.block_params() as f64 * self.size();
+        let root = self.model.root_params() as f64 * self.size();
+        bytes.gradients += (root + blocks * block) as u64;
+        bytes.activations += (self.kept() * left + self.recomputed()) as u64;
+        // The gradient of the widest result of the block, and of the residual stream.
+        let widest = (self.model.hidden + self.model.dim) as f64;
+        bytes.temporaries += (self.tokens() * widest * self.size()) as u64;
+        bytes
+    }
+
+    /// Bytes of the host's memory that one rank takes.
+    pub fn host_bytes(&self) -> u64 {
+        match self.is_offloaded {
+            true => {
+                ((MASTER + STATES + GRADIENT) * self.model.num_params() as f64 * self.share())
+                    as u64
+            }
+            false => 0,
+        }
+    }
+
+    /// Operations of a step on one rank that the model asks for: forward, and twice that for
+    /// backward.
+    pub fn model_flops(&self) -> f64 {
+        let forward = self.model.block_flops(self.seq) + self.model.head_flops();
+        3.0 * self.tokens() * forward
+    }
+
+    /// Operations of a step on one rank that are done: with checkpointing, forward is repeated.
+    pub fn hardware_flops(&self) -> f64 {
+        let again = match self.checkpointing {
+            Checkpointing::None => 0.0,
+            Checkpointing::Selective => 0.5,
+            Checkpointing::Full => 1.0,
+        };
+        self.model_flops() + again * self.tokens() * self.model.block_flops(self.seq)
+    }
+
+    /// The collectives of a step: a gather per unit in forward and, but for the root, in backward, and a
+    /// reduction per unit (the `3 P` of arXiv 1910.02054, section 7.2.2).
+    pub fn traffic(&self) -> Traffic {
+        let mut traffic = Traffic::default();
+        let size = self.precision.size() as u64;
+        let blocks = (0..self.model.layers).map(|_| (self.model.block_params(), true));
+        for (params, is_block) in blocks.chain([(self.model.root_params(), false)]) {
+            let bytes = params * size;
+            if self.division == Division::NoShard {
+                traffic.add(CollectiveKind::AllReduce, bytes, self.ranks);
+                continue;
+            }
+            traffic.add(CollectiveKind::AllGather, bytes, self.ranks);
+            if is_block && self.division == Division::FullShard {
+                traffic.add(CollectiveKind::AllGather, bytes, self.ranks);
+            }
+            traffic.add(CollectiveKind::ReduceScatter, bytes, self.ranks);
+        }
+        traffic
+    }
+
+    /// How long a step takes; see [`Duration`].
+    pub fn duration(&self, machine: &Machine) -> Duration {
+        let compute = self.hardware_flops() / machine.flops(self.precision.size());
+        let forward = self.tokens() * (self.model.block_flops(self.seq) + self.model.head_flops());
+        let forward = forward / machine.flops(self.precision.size());
+        let backward = compute - forward;
+        let (size, layers) = (self.size(), self.model.layers as f64);
+        let gather = |params: u64| machine.gather_seconds(params as f64 * size, self.ranks);
+        let (block, root) = (
+            gather(self.model.block_params()),
+            gather(self.model.root_params()),
+        );
+        let (in_forward, in_backward, alone) = match self.division {
+            // The root's gather begins the step and its reduction ends it.
+            Division::FullShard => (layers * block, 2.0 * layers * block, 2.0 * root),
+            Division::ShardGradOp => (layers * block, layers * block, 2.0 * root),
+            Division::NoShard => (0.0, 2.0 * layers * block, 2.0 * root),
+        };
+        let hidden = self.prefetch > 0;
+        let beside = |compute: f64, communication: f64| match hidden {
+            true => compute.max(communication),
+            false => compute + communication,
+        };
+        let offload = self.offload_seconds(machine);
+        let optimizer = self.optimizer_seconds(machine);
+        let forward_beside = beside(forward, in_forward.max(offload / 3.0));
+        let backward_beside = beside(backward, in_backward.max(offload * 2.0 / 3.0));
+        Duration {
+            step: forward_beside + backward_beside + alone + optimizer,
+            compute,
+            communication: in_forward + in_backward + alone,
+            host: offload,
+            optimizer,
+        }
+    }
+
+    /// Shards to the device for both gathers, gradients back.
+    fn offload_seconds(&self, machine: &Machine) -> f64 {
+        if !self.is_offloaded {
+            return 0.0;
+        }
+        let params = self.model.num_params() as f64 * self.share();
+        params * (2.0 * self.size() + GRADIENT) / machine.host.bandwidth
+    }
+
+    /// AdamW reads parameters, gradients and states and writes all but gradients.
+    fn optimizer_seconds(&self, machine: &Machine) -> f64 {
+        let params = self.model.num_params() as f64 * self.share();
+        let bytes = params * (2.0 * (MASTER + STATES) + GRADIENT);
+        match self.is_offloaded {
+            true => bytes / machine.host_bandwidth,
+            false => bytes / machine.memory_bandwidth,
+        }
+    }
+}
+
+/// An estimate of one step, in seconds. Forward takes as long as its arithmetic or as the gathers beside
+/// it, whichever is longer, and so does backward; without prefetching, both. The root's gather and
+/// reduction and the optimizer step come on top.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Duration {
+    /// From the batch to the new parameters.
+    pub step: f64,
+    /// Arithmetic.
+    pub compute: f64,
+    /// Collectives, hidden or not.
+    pub communication: f64,
+    /// Copies between host and device, hidden or not.
+    pub host: f64,
+    /// The optimizer step.
+    pub optimizer: f64,
+}

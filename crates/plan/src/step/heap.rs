@@ -1,0 +1,453 @@
+//! The executor's tensors, without elements.
+
+use std::collections::BTreeMap;
+
+use burn_fsdp_collectives::Share;
+use burn_ir::{TensorId, TensorIr, TensorStatus};
+
+use super::memory::{MemoryPlan, Moment};
+use super::pool::{Buffer, Transport};
+use crate::backend::{Backend, Operand, Place, Strides};
+use crate::category::{Bytes, Category, categories};
+use burn_fsdp_spmd::Error;
+use burn_fsdp_spmd::graph::{Graph, Node, Role, Stage};
+
+/// Memory that one or more tensors lie in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Memory {
+    num_bytes: u64,
+    num_tensors: usize,
+    /// A buffer of the transport: who writes gets a copy.
+    is_received: bool,
+    /// The buffer of the transport that lives as long as it. Of a copy that is the buffer it was copied
+    /// from, because the one tensor owns both.
+    buffer: Option<Buffer>,
+    category: Category,
+}
+
+#[derive(Debug, Clone)]
+struct Tensor {
+    memory: usize,
+    strides: Strides,
+    element_size: usize,
+}
+
+/// What lies where, and who holds it.
+pub(super) struct Heap<'a> {
+    backend: &'a dyn Backend,
+    categories: BTreeMap<TensorId, Category>,
+    memories: BTreeMap<usize, Memory>,
+    tensors: BTreeMap<TensorId, Tensor>,
+    next_memory: usize,
+    live: Bytes,
+    transport: Transport,
+    /// Operations write over operands that nobody else holds.
+    is_reusing: bool,
+}
+
+/// What a step depends on.
+pub(super) type State = (Vec<(TensorId, Strides, Option<Memory>)>, Transport);
+
+/// A result before it is counted.
+struct Written {
+    id: TensorId,
+    tensor: Tensor,
+    /// Of memory that was not there before.
+    new: Option<Memory>,
+}
+
+/// What running a node took.
+#[derive(Debug, Default)]
+struct Run {
+    during: Bytes,
+    /// Bytes written over operands.
+    reused: u64,
+    scratch: u64,
+    /// What the transport held beside what tensors lay in.
+    transport: u64,
+}
+
+/// Results of a collective.
+#[derive(Default)]
+struct Received {
+    written: Vec<Written>,
+    /// Buffers that are given back when they are there.
+    spare: Vec<Buffer>,
+    scratch: u64,
+}
+
+fn bytes_of(tensor: &TensorIr) -> u64 {
+    (tensor.shape.num_elements() * tensor.dtype.size()) as u64
+}
+
+impl<'a> Heap<'a> {
+    /// What is there between steps.
+    pub(super) fn new(graph: &Graph, backend: &'a dyn Backend, is_reusing: bool) -> Self {
+        let mut heap = Self {
+            backend,
+            categories: categories(graph),
+            memories: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+            next_memory: 0,
+            live: Bytes::default(),
+            transport: Transport::default(),
+            is_reusing,
+        };
+        for value in graph.values() {
+            if value.role.is_given() && !matches!(value.role, Role::Input(_)) {
+                heap.give(value.id, &value.shape, value.dtype.size());
+            }
+        }
+        heap
+    }
+
+    /// A tensor from outside, in memory of its own.
+    fn give(&mut self, id: TensorId, shape: &[usize], element_size: usize) {
+        let written = self.fresh(id, Strides::contiguous(shape), None, element_size);
+        self.add(written);
+    }
+
+    fn category(&self, id: TensorId) -> Category {
+        let category = self.categories.get(&id);
+        category.copied().unwrap_or(Category::Temporaries)
+    }
+
+    /// In new memory of that many elements, or of as many as the strides has.
+    fn fresh(
+        &mut self,
+        id: TensorId,
+        strides: Strides,
+        num_elements: Option<usize>,
+        element_size: usize,
+    ) -> Written {
+        let num_elements = num_elements.unwrap_or_else(|| strides.num_elements());
+        let memory = self.next_memory;
+        self.next_memory += 1;
+        Written {
+            id,
+            tensor: Tensor {
+                memory,
+                strides,
+                element_size,
+            },
+            new: Some(Memory {
+                num_bytes: (num_elements * element_size) as u64,
+                num_tensors: 0,
+                is_received: false,
+                buffer: None,
+                category: self.category(id),
+            }),
+        }
+    }
+
+    fn add(&mut self, written: Written) {
+        let Written { id, tensor, new } = written;
+        let key = tensor.memory;
+        if let Some(memory) = new {
+            if memory.num_bytes == 0 {
+                return;
+            }
+            self.live[memory.category] += memory.num_bytes;
+            self.memories.insert(key, memory);
+        }
+        if let Some(memory) = self.memories.get_mut(&key) {
+            memory.num_tensors += 1;
+            self.tensors.insert(id, tensor);
+        }
+    }
+
+    fn remove(&mut self, id: TensorId) {
+        let Some(tensor) = self.tensors.remove(&id) else {
+            return;
+        };
+        if let Some(memory) = self.memories.get_mut(&tensor.memory) {
+            memory.num_tensors -= 1;
+            if memory.num_tensors == 0 {
+                self.live[memory.category] -= memory.num_bytes;
+                if let Some(buffer) = memory.buffer {
+                    self.transport.give_back(buffer);
+                }
+                self.memories.remove(&tensor.memory);
+            }
+        }
+    }
+
+    /// All that the next step depends on.
+    pub(super) fn state(&self) -> State {
+        let tensors = self.tensors.iter();
+        let tensors = tensors
+            .map(|(id, tensor)| {
+                let memory = self.memories.get(&tensor.memory).cloned();
+                (*id, tensor.strides.clone(), memory)
+            })
+            .collect();
+        (tensors, self.transport.clone())
+    }
+
+    /// One step, from the batch to the new parameters.
+    pub(super) fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
+        let at_rest = self.live;
+        for input in graph.inputs() {
+            if let Some(value) = graph.value(*input) {
+                self.give(value.id, &value.shape, value.dtype.size());
+            }
+        }
+        let transport = self.transport.hidden_bytes();
+        let num_nodes = graph.nodes().len();
+        let mut plan = MemoryPlan::begin(at_rest, self.live, transport, num_nodes);
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let run = self.run_node(node, rank)?;
+            plan.reused_in_place += run.reused;
+            if !node.is_drop() {
+                plan.record(Moment {
+                    node: index,
+                    during: run.during,
+                    after: self.live.total(),
+                    scratch: run.scratch,
+                    transport: run.transport,
+                });
+            }
+        }
+        self.finish(graph);
+        Ok(plan)
+    }
+
+    fn run_node(&mut self, node: &Node, rank: usize) -> Result<Run, Error> {
+        let stage = node.collective.as_ref().map(|collective| collective.stage);
+        let taken: Vec<_> = node
+            .operation
+            .inputs()
+            .filter(|input| input.status == TensorStatus::ReadWrite)
+            .map(|input| input.id)
+            .collect();
+        let mut run = Run {
+            transport: self.transport.hidden_bytes(),
+            ..Run::default()
+        };
+        let written = match (&node.collective, node.is_drop()) {
+            (Some(_), _) => {
+                let received = self.received(node, rank)?;
+                run.scratch = received.scratch;
+                // At its most before what only this operation needs is given back.
+                run.transport = self.transport.hidden_bytes();
+                for buffer in received.spare {
+                    self.transport.give_back(buffer);
+                }
+                received.written
+            }
+            (None, true) => Vec::new(),
+            (None, false) => self.computed(node, &mut run)?,
+        };
+        if stage == Some(Stage::Wait) {
+            // The results were counted when their memory was reserved.
+            taken.into_iter().for_each(|id| self.remove(id));
+            written.into_iter().for_each(|written| self.add(written));
+            run.during = self.live;
+            return Ok(run);
+        }
+        run.during = self.live;
+        for memory in written.iter().filter_map(|written| written.new.as_ref()) {
+            run.during[memory.category] += memory.num_bytes;
+        }
+        // Results first, so that memory that they share with operands is not given up in between.
+        written.into_iter().for_each(|written| self.add(written));
+        taken.into_iter().for_each(|id| self.remove(id));
+        Ok(run)
+    }
+
+    /// Results of a collective: received in buffers of the transport, padded in memory of their own.
+    fn received(&mut self, node: &Node, rank: usize) -> Result<Received, Error> {
+        let mut received = Received::default();
+        let Some(collective) = &node.collective else {
+            return Ok(received);
+        };
+        let (stage, contract) = (collective.stage, collective.kind.contract());
+        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
+        if stage != Stage::Wait {
+            // What does not lie in order is sent from a copy.
+            for input in &inputs {
+                if !self.operand(input)?.strides.is_contiguous() {
+                    received.scratch += bytes_of(input);
+                }
+            }
+        }
+        let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
+        for (index, (output, part)) in outputs.iter().zip(&collective.parts).enumerate() {
+            let strides = Strides::contiguous(&output.shape);
+            let mut written = self.fresh(output.id, strides, None, output.dtype.size());
+            let (gives, gets) = (contract.gives.share, contract.gets.share);
+            let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
+            let bytes = |share| (part.share_len(share, rank) * part.dtype.size()) as u64;
+            // Between start and wait, the buffer is that of the reserved memory.
+            let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
+            let buffer = match reserved.and_then(|input| self.detach(input.id)) {
+                Some(buffer) => buffer,
+                None => self.transport.take(bytes(gets)),
+            };
+            let is_combined_whole = contract.reduces && (gives, gets) == (Share::Full, Share::Full);
+            if is_combined_whole && stage == Stage::Whole {
+                // The slice that this rank combines.
+                received.spare.push(self.transport.take(bytes(Share::Own)));
+            }
+            if is_padded && stage != Stage::Start {
+                // Filled up in bytes without alignment, which are then copied to where they have it.
+                received.scratch = received.scratch.max(bytes_of(output));
+                let buffer = self.transport.hide(buffer);
+                received.spare.push(buffer);
+            } else if let Some(memory) = &mut written.new {
+                memory.is_received = stage != Stage::Start;
+                memory.buffer = Some(self.transport.show(buffer));
+            }
+            received.written.push(written);
+        }
+        Ok(received)
+    }
+
+    /// The buffer of the memory that a tensor lies in, which does not own it any more.
+    fn detach(&mut self, id: TensorId) -> Option<Buffer> {
+        let memory = self.tensors.get(&id)?.memory;
+        self.memories.get_mut(&memory)?.buffer.take()
+    }
+
+    fn computed(&mut self, node: &Node, run: &mut Run) -> Result<Vec<Written>, Error> {
+        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
+        let operands = inputs
+            .iter()
+            .map(|input| self.operand(input))
+            .collect::<Result<Vec<_>, _>>()?;
+        let custom = node.custom.and_then(|custom| custom.written_over);
+        let over = custom.and_then(|index| self.backend.written_over(operands.get(index)?, index));
+        let first = over.unwrap_or_else(|| self.backend.place(&node.operation, &operands));
+        run.scratch = match node.custom {
+            Some(custom) => custom.scratch_bytes,
+            None => self.backend.scratch(&node.operation, &operands),
+        };
+        let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
+        let mut written = Vec::new();
+        let mut places = Some(first).into_iter();
+        for output in &outputs {
+            let size = output.dtype.size();
+            let new = Strides::contiguous(&output.shape);
+            written.push(match places.next() {
+                Some(Place::View(index, strides)) => {
+                    self.shared(output, inputs[index].id, strides, false)
+                }
+                Some(Place::Over(index, strides)) => {
+                    let shared = self.shared(output, inputs[index].id, strides, true);
+                    if shared.new.is_none() {
+                        run.reused += self.bytes_of(shared.tensor.memory);
+                    }
+                    shared
+                }
+                Some(Place::New(strides, num_elements)) => {
+                    self.fresh(output.id, strides, Some(num_elements), size)
+                }
+                None => self.fresh(output.id, new, None, size),
+            });
+        }
+        Ok(written)
+    }
+
+    fn bytes_of(&self, memory: usize) -> u64 {
+        self.memories.get(&memory).map_or(0, |m| m.num_bytes)
+    }
+
+    fn operand(&self, input: &TensorIr) -> Result<Operand, Error> {
+        let Some(tensor) = self.tensors.get(&input.id) else {
+            // Nothing counts tensors without elements.
+            if input.shape.num_elements() == 0 {
+                return Ok(Operand {
+                    strides: Strides::contiguous(&input.shape),
+                    is_unique: false,
+                    memory_elements: 0,
+                });
+            }
+            let id = input.id.value();
+            return Err(Error::Internal(format!("value {id} is read but not there")));
+        };
+        let memory = self.memories.get(&tensor.memory);
+        let num_tensors = memory.map_or(0, |memory| memory.num_tensors);
+        let num_bytes = memory.map_or(0, |memory| memory.num_bytes);
+        Ok(Operand {
+            strides: tensor.strides.clone(),
+            is_unique: self.is_reusing
+                && input.status == TensorStatus::ReadWrite
+                && num_tensors == 1,
+            memory_elements: num_bytes as usize / tensor.element_size,
+        })
+    }
+
+    /// A result in the memory of an operand. Who writes to a buffer of the transport gets a copy.
+    fn shared(
+        &mut self,
+        output: &TensorIr,
+        of: TensorId,
+        strides: Strides,
+        writes: bool,
+    ) -> Written {
+        let size = output.dtype.size();
+        let Some(operand) = self.tensors.get(&of) else {
+            return self.fresh(output.id, strides, None, size);
+        };
+        let memory = operand.memory;
+        let found = self.memories.get(&memory);
+        if writes && found.is_some_and(|memory| memory.is_received) {
+            let num_elements = self.bytes_of(memory) as usize / size.max(1);
+            let buffer = self.detach(of).map(|buffer| self.transport.hide(buffer));
+            let mut copy = self.fresh(output.id, strides, Some(num_elements), size);
+            if let Some(memory) = &mut copy.new {
+                memory.buffer = buffer;
+            }
+            return copy;
+        }
+        if writes {
+            self.recategorize(memory, output.id);
+        }
+        Written {
+            id: output.id,
+            tensor: Tensor {
+                memory,
+                strides,
+                element_size: size,
+            },
+            new: None,
+        }
+    }
+
+    /// Memory that is written over is what its new contents are.
+    fn recategorize(&mut self, key: usize, id: TensorId) {
+        let category = self.category(id);
+        if let Some(memory) = self.memories.get_mut(&key) {
+            self.live[memory.category] -= memory.num_bytes;
+            self.live[category] += memory.num_bytes;
+            memory.category = category;
+        }
+    }
+
+    /// Feeds back what the step computed, and frees what it leaves.
+    fn finish(&mut self, graph: &Graph) {
+        let updates: Vec<_> = graph
+            .updates()
+            .iter()
+            .filter_map(|update| Some((update.into, self.tensors.get(&update.from)?.clone())))
+            .collect();
+        for (_, tensor) in &updates {
+            if let Some(memory) = self.memories.get_mut(&tensor.memory) {
+                memory.num_tensors += 1;
+            }
+        }
+        let ends = graph.updates().iter().map(|update| update.from);
+        for id in ends.chain(graph.loss()) {
+            if !graph.is_given(id) {
+                self.remove(id);
+            }
+        }
+        for (into, tensor) in updates {
+            self.remove(into);
+            self.tensors.insert(into, tensor);
+        }
+        for input in graph.inputs() {
+            self.remove(*input);
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! A scheduled graph: one rank's bytes at every node, its collectives, its arithmetic and its time.
+
+mod allocated;
+mod extrapolate;
+mod heap;
+mod memory;
+mod pool;
+mod replay;
+mod report;
+mod time;
+
+pub use allocated::KernelScratch;
+pub use memory::{MemoryPlan, Moment};
+pub use report::Plan;
+pub use time::TimePlan;

@@ -1,0 +1,210 @@
+//! The whole plan of a graph, as text, JSON and a picture.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use super::allocated::KernelScratch;
+use super::memory::MemoryPlan;
+use super::time::TimePlan;
+use crate::machine::Machine;
+#[cfg(feature = "draw")]
+use crate::picture;
+use crate::size::{Breakdown, Size};
+use crate::traffic::Traffic;
+use burn_fsdp_spmd::Error;
+use burn_fsdp_spmd::graph::Flops;
+use burn_fsdp_spmd::graph::Graph;
+
+/// What one rank's step costs.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_spmd::DataParallel;
+/// use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
+/// use burn_fsdp_plan::{Machine, Plan};
+/// use burn_fsdp_spmd::trace::{TraceConfig, trace};
+///
+/// let batch = Tensor::<2>::ones([8, 64], &Device::flex());
+/// let graph = trace(
+///     |device| LinearConfig::new(64, 64).init(device),
+///     |model: &Linear, x: Tensor<2>| model.forward(x).square().mean(),
+///     &AdamWConfig::new().build(),
+///     &batch,
+///     TraceConfig::default(),
+/// )?;
+/// let graph = pipeline(4, DataParallel::FullyShard, &Options::default(), &[]).run(graph)?;
+/// let plan = Plan::new(&graph, &Machine::cpu(), 0)?;
+/// // Weight, bias and two states of each, a quarter of them on this rank.
+/// assert_eq!(plan.memory.at_rest.total(), 3 * 4 * (64 * 64 + 64) / 4);
+/// println!("{plan}");
+/// # Ok::<(), burn_fsdp_spmd::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    /// Ranks that run together.
+    pub num_ranks: usize,
+    /// The rank that this is the plan of.
+    pub rank: usize,
+    /// Nodes of the schedule.
+    pub num_nodes: usize,
+    /// The node of the peak in words.
+    pub peak_at: String,
+    /// Live bytes over the step.
+    pub memory: MemoryPlan,
+    /// The node in words at which the process's allocator has most.
+    pub allocated_at: String,
+    /// What operations allocate beside tensors, those first during which the allocator has most.
+    pub kernels: Vec<KernelScratch>,
+    /// What the peak would be if no operation wrote over an operand.
+    pub peak_without_reuse: u64,
+    /// Collectives.
+    pub traffic: Traffic,
+    /// Arithmetic.
+    pub flops: Flops,
+    /// How long it takes.
+    pub time: TimePlan,
+    /// On what.
+    pub machine: Machine,
+}
+
+impl Plan {
+    /// Of a scheduled graph on that rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`MemoryPlan::new`].
+    pub fn new(graph: &Graph, machine: &Machine, rank: usize) -> Result<Self, Error> {
+        let memory = MemoryPlan::new(graph, rank)?;
+        Ok(Self {
+            num_ranks: graph.num_ranks(),
+            rank,
+            num_nodes: graph.nodes().len(),
+            peak_at: words(graph, memory.peak_node),
+            allocated_at: words(graph, memory.allocated_node),
+            kernels: KernelScratch::of_plan(graph, &memory),
+            peak_without_reuse: MemoryPlan::without_reuse(graph, rank)?.peak_bytes(),
+            traffic: Traffic::of_graph(graph),
+            flops: Flops::of_graph(graph),
+            time: TimePlan::of_graph(graph, machine),
+            machine: machine.clone(),
+            memory,
+        })
+    }
+
+    /// One JSON object.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Internal`] if a number cannot be written, such as an infinite bandwidth.
+    pub fn to_json(&self) -> Result<String, Error> {
+        serde_json::to_string(self).map_err(|error| Error::Internal(error.to_string()))
+    }
+
+    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    #[cfg(feature = "draw")]
+    pub fn to_svg(&self) -> String {
+        let series: Vec<_> = self.memory.moments.iter().map(|m| m.during).collect();
+        let title = format!("Planned memory of rank {} of {}", self.rank, self.num_ranks);
+        picture::draw(&title, "operation", &series)
+    }
+}
+
+/// A node of a peak in words.
+fn words(graph: &Graph, node: Option<usize>) -> String {
+    match node.and_then(|index| Some((index, graph.nodes().get(index)?))) {
+        Some((index, node)) => {
+            let path = node.path.as_ref().map(|path| format!(" of {path}"));
+            let path = path.unwrap_or_default();
+            format!("node {index}: {} in {}{path}", node.name(), node.phase)
+        }
+        None => "the arrival of the batch".to_owned(),
+    }
+}
+
+/// Lines for people.
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (ranks, nodes) = (self.num_ranks, self.num_nodes);
+        writeln!(f, "rank {} of {ranks}, {nodes} nodes", self.rank)?;
+        let peak = self.memory.peak_bytes();
+        writeln!(f, "peak    {}  at {}", Size(peak), self.peak_at)?;
+        write!(f, "{}", Breakdown(&self.memory.peak))?;
+        writeln!(f, "at rest {}", Size(self.memory.at_rest.total()))?;
+        let without = self.peak_without_reuse;
+        writeln!(
+            f,
+            "in place: without it the peak is {}",
+            Size(without).trimmed()
+        )?;
+        let allocated = Size(self.memory.allocated);
+        writeln!(f, "process {allocated}  at {}", self.allocated_at)?;
+        let transport = Size(self.memory.transport);
+        writeln!(f, "        {transport}  kept by the transport, at most")?;
+        let is_near = |kernel: &&KernelScratch| {
+            // Three quarters of the peak.
+            4 * u128::from(kernel.allocated) >= 3 * u128::from(self.memory.allocated)
+        };
+        for kernel in self.kernels.iter().take_while(is_near) {
+            let (scratch, allocated) = (Size(kernel.scratch), Size(kernel.allocated).trimmed());
+            let (name, times) = (&kernel.name, kernel.times);
+            writeln!(
+                f,
+                "        {scratch}  scratch of {name}, {times} times; {allocated} in all"
+            )?;
+        }
+        for (kind, tally) in self.traffic.by_kind() {
+            if tally.operations > 0 {
+                let (bytes, sent) = (Size(tally.bytes), Size(tally.sent));
+                let name = kind.as_str();
+                let operations = tally.operations;
+                writeln!(f, "{name:<14} {operations:>6}  {bytes} whole, {sent} sent")?;
+            }
+        }
+        let Flops {
+            matmul,
+            convolution,
+            pointwise,
+        } = self.flops;
+        writeln!(
+            f,
+            "operations: {} in matrix products, {} in convolutions, {} in others",
+            Count(matmul),
+            Count(convolution),
+            Count(pointwise)
+        )?;
+        let TimePlan {
+            step,
+            compute,
+            communication,
+            exposed,
+        } = self.time;
+        write!(
+            f,
+            "time on {}: {step:.4} s a step; {compute:.4} s of operations, {communication:.4} s of \
+             collectives, of which {exposed:.4} s are waited for",
+            self.machine.name
+        )
+    }
+}
+
+/// A number with the decimal prefix that leaves one to three digits.
+struct Count(u64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const PREFIXES: [&str; 6] = ["", " k", " M", " G", " T", " P"];
+        let mut value = self.0 as f64;
+        let mut prefix = 0;
+        while value >= 1000.0 && prefix + 1 < PREFIXES.len() {
+            value /= 1000.0;
+            prefix += 1;
+        }
+        match prefix {
+            0 => write!(f, "{}", self.0),
+            _ => write!(f, "{value:.2}{}", PREFIXES[prefix]),
+        }
+    }
+}

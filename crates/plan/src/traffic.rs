@@ -1,0 +1,71 @@
+//! What the ranks send each other.
+
+use serde::Serialize;
+
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph};
+
+/// Collectives of one kind in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Tally {
+    /// How many there are.
+    pub operations: u64,
+    /// Bytes of the whole tensors.
+    pub bytes: u64,
+    /// Bytes that one rank sends, as rings: `(n - 1) / n` of the whole, twice that for
+    /// all-reduce, and `(n - 1) / n` of a rank's part for all-to-all.
+    pub sent: u64,
+}
+
+/// The collectives of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Traffic {
+    /// Shards to wholes.
+    pub all_gather: Tally,
+    /// Wholes to shards of their combination.
+    pub reduce_scatter: Tally,
+    /// Wholes to their combination.
+    pub all_reduce: Tally,
+    /// Parts along one dim to parts along another.
+    pub all_to_all: Tally,
+}
+
+impl Traffic {
+    /// Of a graph.
+    pub fn of_graph(graph: &Graph) -> Self {
+        let mut traffic = Self::default();
+        for (_, collective) in graph.collectives() {
+            traffic.add(
+                collective.kind,
+                collective.num_bytes() as u64,
+                graph.num_ranks(),
+            );
+        }
+        traffic
+    }
+
+    /// Counts one collective.
+    pub fn add(&mut self, kind: CollectiveKind, bytes: u64, num_ranks: usize) {
+        let ranks = num_ranks.max(1) as u128;
+        let circulating = u128::from(kind.circulating_bytes(bytes, num_ranks));
+        let times = u128::from(kind.rounds());
+        let tally = match kind {
+            CollectiveKind::AllGather => &mut self.all_gather,
+            CollectiveKind::ReduceScatter => &mut self.reduce_scatter,
+            CollectiveKind::AllReduce => &mut self.all_reduce,
+            CollectiveKind::AllToAll => &mut self.all_to_all,
+        };
+        tally.operations += 1;
+        tally.bytes += bytes;
+        tally.sent += (times * circulating * (ranks - 1) / ranks) as u64;
+    }
+
+    /// Each kind with its name.
+    pub fn by_kind(&self) -> [(CollectiveKind, Tally); 4] {
+        [
+            (CollectiveKind::AllGather, self.all_gather),
+            (CollectiveKind::ReduceScatter, self.reduce_scatter),
+            (CollectiveKind::AllReduce, self.all_reduce),
+            (CollectiveKind::AllToAll, self.all_to_all),
+        ]
+    }
+}

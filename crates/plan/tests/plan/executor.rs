@@ -1,0 +1,185 @@
+//! The plan's bytes are the executor's, node by node.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_mesh::Placement::Shard;
+use burn_fsdp_models::fused::recorded;
+use burn_fsdp_models::{self as models, GptConfig};
+use burn_fsdp_plan::MemoryPlan;
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
+
+use crate::fused;
+use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
+
+/// What both say: peak, node of the peak, bytes after each node.
+#[derive(Debug, Clone, PartialEq)]
+struct Said {
+    peak: u64,
+    node: Option<usize>,
+    after: Vec<(usize, u64)>,
+}
+
+fn same<M: Module + 'static, B: Batch>(
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(usize, &Device) -> B,
+) {
+    let mut split = Options::default();
+    split.prefetch = true;
+    for (style, options) in [
+        (DataParallel::FullyShard, Options::default()),
+        (DataParallel::FullyShard, split),
+        (DataParallel::FullyShard, Options::none()),
+        (DataParallel::Replicate, Options::default()),
+    ] {
+        for num_ranks in [1, 2, 4] {
+            let name = format!("{style:?} on {num_ranks} ranks, {options:?}");
+            let options = options.clone();
+            let mode = move |world: &ProcessGroup| {
+                Mode::data_parallel(world.clone(), style).with_options(options.clone())
+            };
+            compare(&name, init, loss, batch, num_ranks, mode);
+        }
+    }
+}
+
+/// What was planned and executed; returns the lines of the graph.
+fn compare<M: Module + 'static, B: Batch>(
+    name: &str,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: impl Fn(usize, &Device) -> B + Send + Sync + 'static,
+    num_ranks: usize,
+    mode: impl Fn(&ProcessGroup) -> Mode + Send + Sync + 'static,
+) -> Vec<String> {
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let step = compile(init, loss, AdamWConfig::new().build(), mode(&world))?;
+        let mut step = step.with_operations(fused::operations());
+        for index in 0..4 {
+            step.step(1e-3, &batch(index, &device))?;
+        }
+        let graph = step.compile_for(1e-3, &batch(0, &device))?;
+        let plan = MemoryPlan::new(&graph, world.rank())?;
+        step.reset_peak();
+        let (_, timeline) = step.step_with_timeline(1e-3, &batch(4, &device))?;
+        let executed = Said {
+            peak: step.memory().peak_bytes() as u64,
+            node: step.memory().peak_node(),
+            after: timeline
+                .spans()
+                .iter()
+                .map(|span| (span.node, span.live_bytes as u64))
+                .collect(),
+        };
+        let planned = Said {
+            peak: plan.peak_bytes(),
+            node: plan.peak_node,
+            after: plan.moments.iter().map(|m| (m.node, m.after)).collect(),
+        };
+        let lines: Vec<String> = graph.to_string().lines().map(str::to_owned).collect();
+        Ok((planned, executed, lines))
+    };
+    let mut graph = Vec::new();
+    for (planned, executed, lines) in launch(LaunchConfig::new(num_ranks), body).unwrap() {
+        let pairs = planned.after.iter().zip(&executed.after);
+        if let Some(((node, planned), (_, executed))) = pairs.clone().find(|(a, b)| a != b) {
+            let first = lines
+                .iter()
+                .position(|line| line.contains(" = "))
+                .unwrap_or(0);
+            panic!(
+                "{name}: {planned} bytes planned after node {node} and {executed} executed: {:#?}",
+                &lines[first + node.saturating_sub(6)..=first + node]
+            );
+        }
+        assert_eq!(planned, executed, "{name}");
+        graph = lines;
+    }
+    graph
+}
+
+#[test]
+fn a_gpt_takes_what_was_planned() {
+    same(Gpt::new, Gpt::loss, |step, device| {
+        tokens(step, 0, 4, device)
+    });
+}
+
+#[test]
+fn a_cnn_with_batch_norm_takes_what_was_planned() {
+    same(Cnn::new, Cnn::loss, images);
+}
+
+#[test]
+fn an_lstm_takes_what_was_planned() {
+    same(Recurrent::new, Recurrent::loss, |step, device| {
+        sequences(step, 5, device)
+    });
+}
+
+#[test]
+fn an_attention_encoder_takes_what_was_planned() {
+    same(Encoder::new, Encoder::loss, |step, device| {
+        sequences(step, 8, device)
+    });
+}
+
+#[test]
+fn what_goes_from_dim_to_dim_takes_what_was_planned() {
+    const SHAPE: [usize; 2] = [24, 12];
+    for num_ranks in [2, 3, 4] {
+        let mode = |world: &ProcessGroup| {
+            let line = Mesh::line("line", world.size()).unwrap();
+            let mesh = ProcessMesh::new(world, line).unwrap();
+            let expand = Expand::new().input("0", "line", Shard(0));
+            Mode::expand(mesh, expand.input("1", "line", Shard(1)))
+        };
+        let batch = move |step: usize, device: &Device| {
+            let [rows, columns] = SHAPE;
+            let of = |shape: [usize; 2]| Tensor::<2>::full(shape, step as f32, device);
+            (
+                of([rows / num_ranks, columns]),
+                of([rows, columns / num_ranks]),
+            )
+        };
+        let graph = compare(
+            &format!("rows and columns on {num_ranks} ranks"),
+            |device| LinearConfig::new(SHAPE[1], 3).init(device),
+            |model: &Linear, (rows, columns): (Tensor<2>, Tensor<2>)| {
+                model.forward(rows + columns).square().mean()
+            },
+            batch,
+            num_ranks,
+            mode,
+        );
+        let crossings = graph.iter().filter(|line| line.contains("all_to_all("));
+        assert_eq!(crossings.count(), 1, "{graph:#?}");
+    }
+}
+
+#[test]
+fn a_gpt_of_fused_operations_takes_what_was_planned() {
+    const CONFIG: GptConfig = GptConfig {
+        layers: 3,
+        dim: 24,
+        heads: 2,
+        vocab: 40,
+        seq: 8,
+    };
+    same(
+        |device| CONFIG.init(device, 1).expect("the sizes are valid"),
+        |model: &models::Gpt, (inputs, targets): (Tensor<2, Int>, Tensor<2, Int>)| {
+            recorded(|| model.loss(inputs, targets))
+        },
+        |_, device| {
+            let batch = || Tensor::ones([4, CONFIG.seq], device);
+            (batch(), batch())
+        },
+    );
+}

@@ -1,0 +1,9 @@
+//! Plans against what runs.
+
+mod analytic;
+mod custom;
+mod executor;
+#[path = "../../../spmd/tests/common/fused.rs"]
+mod fused;
+#[path = "../../../spmd/tests/spmd/models.rs"]
+mod models;

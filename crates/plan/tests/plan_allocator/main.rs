@@ -1,0 +1,383 @@
+//! Plans against an allocator that counts every byte of a rank.
+//!
+//! Its peak over a step is compared with the plan's peak of live tensors, what the operations allocate beside
+//! them and what the transport holds; and, on one rank, its peak during every operation with what the plan says
+//! of that operation alone.
+//!
+//! Every rank has one thread, as the plan assumes.
+
+use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_models::fused::recorded;
+use burn_fsdp_models::{Gpt, GptConfig};
+use burn_fsdp_plan::{Machine, MemoryPlan, Plan};
+use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
+use burn_fsdp_spmd::passes::{
+    CommonSubexpressions, DeadCode, Liveness, Pipeline, Recompute, StandIns,
+};
+use burn_fsdp_spmd::trace::{TraceConfig, trace};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+
+use crate::counting::{Counting, count_for};
+use crate::models::{Cnn, GPT, Recurrent, Tokens, WideHead, images, sequences, tokens};
+
+mod counting;
+#[path = "../../../spmd/tests/common/fused.rs"]
+mod fused;
+mod models;
+mod replay;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting::new();
+
+/// One measurement at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE
+        .lock()
+        .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// Bytes of one step on one rank.
+#[derive(Debug, Clone, Copy)]
+struct Measured {
+    /// The planned peak of live tensors.
+    tensors: usize,
+    /// The planned peak with scratch and transport.
+    planned: usize,
+    /// What the allocator counted at most.
+    counted: usize,
+}
+
+/// Runs one step on each rank.
+fn measure<M: Module + 'static, B: Batch>(
+    num_ranks: usize,
+    style: DataParallel,
+    options: &Options,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(&Device) -> B,
+) -> Vec<Measured> {
+    let options = options.clone();
+    let body = move |world: ProcessGroup| -> Result<_, Error> {
+        count_for(world.rank());
+        let device = Device::flex();
+        let mode = Mode::data_parallel(world.clone(), style).with_options(options.clone());
+        let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
+        let mut step = step.with_operations(fused::operations());
+        let batch = batch(&device);
+        for _ in 0..4 {
+            step.step(1e-3, &batch)?;
+        }
+        let graph = step.compile_for(1e-3, &batch)?;
+        let plan = MemoryPlan::new(&graph, world.rank())?;
+        drop(graph);
+        // Between two steps every buffer is with its owner. What is neither a tensor's nor the
+        // transport's is the program, the graph and the batch.
+        world.barrier("before").expect("the ranks are there");
+        let pool = world.pool();
+        let known = step.memory().live_bytes() + pool.live_bytes() + pool.kept_bytes();
+        let other = ALLOCATOR.live() - known;
+        world.barrier("known").expect("the ranks are there");
+        ALLOCATOR.reset_peak();
+        step.step(1e-3, &batch)?;
+        Ok(Measured {
+            tensors: plan.peak_bytes() as usize,
+            planned: plan.allocated as usize,
+            counted: ALLOCATOR.peak() - other,
+        })
+    };
+    let config = LaunchConfig::new(num_ranks).threads_per_rank(1);
+    launch(config, body).unwrap()
+}
+
+fn percent(counted: usize, planned: usize) -> f64 {
+    100.0 * (counted as f64 / planned as f64 - 1.0)
+}
+
+/// Fully sharded by default.
+fn check<M: Module + 'static, B: Batch>(
+    name: &str,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(&Device) -> B,
+) {
+    let (style, options) = (DataParallel::FullyShard, Options::default());
+    check_as(name, style, &options, init, loss, batch);
+}
+
+fn check_as<M: Module + 'static, B: Batch>(
+    name: &str,
+    style: DataParallel,
+    options: &Options,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(&Device) -> B,
+) {
+    let _alone = alone();
+    for num_ranks in [1, 2, 4] {
+        for (rank, measured) in measure(num_ranks, style, options, init, loss, batch)
+            .iter()
+            .enumerate()
+        {
+            let Measured {
+                tensors,
+                planned,
+                counted,
+            } = *measured;
+            let (beside, of_tensors) = (percent(counted, planned), percent(counted, tensors));
+            println!(
+                "{name}, rank {rank} of {num_ranks}: {tensors} bytes of tensors, {planned} planned, {counted} \
+                 counted: {beside:+.2} %, {of_tensors:+.2} % of tensors alone"
+            );
+            let allowed = if has_known_tiles() { 0.5 } else { 5.0 };
+            assert!(
+                beside.abs() <= allowed,
+                "{name}, rank {rank} of {num_ranks}: {measured:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_gpt_takes_what_was_planned_of_the_process() {
+    check(
+        "GPT",
+        |device| GPT.init(device, 1).expect("the sizes are valid"),
+        |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+        |device| tokens(8, GPT.seq, device),
+    );
+}
+
+#[test]
+fn a_gpt_of_fused_operations_takes_what_was_planned_of_the_process() {
+    check(
+        "GPT of fused operations",
+        |device| GPT.init(device, 1).expect("the sizes are valid"),
+        |model: &Gpt, (tokens, targets): Tokens| recorded(|| model.loss(tokens, targets)),
+        |device| tokens(8, GPT.seq, device),
+    );
+}
+
+#[test]
+fn a_cnn_takes_what_was_planned_of_the_process() {
+    check("CNN", Cnn::new, Cnn::loss, images);
+}
+
+#[test]
+fn a_cnn_with_a_wide_head_takes_what_was_planned_of_the_process() {
+    check(
+        "CNN with a wide head",
+        WideHead::new,
+        WideHead::loss,
+        images,
+    );
+}
+
+#[test]
+fn an_lstm_takes_what_was_planned_of_the_process() {
+    check("LSTM", Recurrent::new, Recurrent::loss, sequences);
+}
+
+#[test]
+fn other_schedules_and_styles_take_what_was_planned_of_the_process() {
+    let mut prefetching = Options::default();
+    prefetching.prefetch = true;
+    for (name, style, options) in [
+        ("prefetching", DataParallel::FullyShard, prefetching),
+        ("plain", DataParallel::FullyShard, Options::none()),
+        ("replicated", DataParallel::Replicate, Options::default()),
+    ] {
+        let name = |model: &str| format!("{model}, {name}");
+        check_as(
+            &name("CNN with a wide head"),
+            style,
+            &options,
+            WideHead::new,
+            WideHead::loss,
+            images,
+        );
+        check_as(
+            &name("LSTM"),
+            style,
+            &options,
+            Recurrent::new,
+            Recurrent::loss,
+            sequences,
+        );
+    }
+}
+
+/// Bytes that an operation's own bookkeeping may take, and shapes and handles between operations.
+const SMALL: i64 = 4096;
+
+/// Whether this processor's matrix products copy operands in the tiles that the plan assumes.
+fn has_known_tiles() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("avx512f");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// Every operation, alone on one rank.
+fn check_kernels<M: Module + 'static, B: Batch>(
+    name: &'static str,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(&Device) -> B,
+) {
+    let _alone = alone();
+    let body = move |_: ProcessGroup| -> Result<_, Error> {
+        count_for(0);
+        let optimizer = AdamWConfig::new().build();
+        let batch = batch(&Device::flex());
+        let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
+        let passes = Pipeline::new()
+            .then(DeadCode)
+            .then(CommonSubexpressions)
+            .then(StandIns)
+            .then(Recompute::default())
+            .then(Liveness);
+        let graph = passes.run(graph)?;
+        let plan = MemoryPlan::new(&graph, 0)?;
+        let measured = replay::run(&graph, 3);
+        assert_eq!(plan.moments.len(), measured.len());
+        let at_rest = plan.at_rest.total() as i64;
+        // What bookkeeping leaves grows from operation to operation, and is not this one's.
+        let mut left = 0;
+        for (moment, (index, peak, after)) in plan.moments.iter().zip(measured) {
+            assert_eq!(moment.node, index);
+            let tensors = moment.during.total() as i64 - at_rest;
+            let scratch = peak as i64 - tensors - left;
+            left = after as i64 - (moment.after as i64 - at_rest);
+            let planned = moment.scratch as i64;
+            let node = &graph.nodes()[index];
+            let name_of_node = node.name();
+            if !has_known_tiles()
+                && ["Matmul", "Conv"]
+                    .iter()
+                    .any(|it| name_of_node.contains(it))
+            {
+                continue;
+            }
+            let shapes: Vec<_> = node
+                .operation
+                .inputs()
+                .map(|input| input.shape.to_vec())
+                .collect();
+            assert!(
+                (scratch - planned).abs() <= SMALL + planned / 50,
+                "{name}: node {index}, {name_of_node} of {shapes:?}, took {scratch} bytes beside its tensors, and \
+                 {planned} were planned"
+            );
+        }
+        Ok(())
+    };
+    launch(LaunchConfig::new(1).threads_per_rank(1), body).unwrap();
+}
+
+#[test]
+fn each_operation_of_a_gpt_takes_what_was_planned() {
+    check_kernels(
+        "GPT",
+        |device| GPT.init(device, 1).expect("the sizes are valid"),
+        |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+        |device| tokens(8, GPT.seq, device),
+    );
+}
+
+#[test]
+fn each_operation_of_a_cnn_takes_what_was_planned() {
+    check_kernels("CNN", Cnn::new, Cnn::loss, images);
+    check_kernels(
+        "CNN with a wide head",
+        WideHead::new,
+        WideHead::loss,
+        images,
+    );
+}
+
+#[test]
+fn each_operation_of_an_lstm_takes_what_was_planned() {
+    check_kernels("LSTM", Recurrent::new, Recurrent::loss, sequences);
+}
+
+#[test]
+fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
+    let _alone = alone();
+    let optimizer = AdamWConfig::new().build();
+    let batch = images(&Device::flex());
+    let config = TraceConfig::default();
+    let graph = trace(WideHead::new, WideHead::loss, &optimizer, &batch, config).unwrap();
+    let passes = pipeline(2, DataParallel::FullyShard, &Options::default(), &[]);
+    let graph = passes.run(graph).unwrap();
+    let plan = Plan::new(&graph, &Machine::cpu(), 0).unwrap();
+    let largest = &plan.kernels[0];
+    assert_eq!(largest.name, "Module.Conv2dWeightBackward");
+    assert_eq!(largest.times, 2);
+    // The gradient of the second convolution's weights: operands with channels and batch swapped, the
+    // input with channels last and the gradient as weights once more, and rows of windows.
+    let (x, grad) = (16 * 32 * 30 * 30, 16 * 64 * 14 * 14);
+    let window = 16 * 14 * 14;
+    let (rows, product, packed) = (window * 16, 64 * 16, 64 * 512);
+    let scratch = 4 * (2 * x + 2 * grad + rows + product + packed);
+    assert_eq!(largest.scratch, scratch);
+    assert_eq!(largest.allocated, plan.memory.allocated);
+    let at_most = plan.memory.peak_bytes() + plan.memory.transport + largest.scratch;
+    assert!(plan.memory.allocated <= at_most);
+    let line = "scratch of Module.Conv2dWeightBackward, 2 times";
+    assert!(plan.to_string().contains(line), "{plan}");
+    println!("{plan}");
+    let json: serde_json::Value = serde_json::from_str(&plan.to_json().unwrap()).unwrap();
+    assert_eq!(json["kernels"][0]["scratch"], scratch);
+}
+
+#[test]
+fn thirteen_billion_parameters_are_traced_and_planned_in_little_memory() {
+    let _alone = alone();
+    let config = GptConfig::gpt_13b();
+    std::fs::write("/proc/self/clear_refs", "5").expect("a new measurement");
+    let resident = peak_resident();
+    let start = Instant::now();
+    let graph = trace(
+        move |device| config.init(device, 1).expect("the sizes are valid"),
+        |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+        &AdamWConfig::new().build(),
+        &tokens(1, config.seq, &Device::flex()),
+        TraceConfig::default(),
+    )
+    .unwrap();
+    let traced = start.elapsed();
+    let passes = pipeline(8, DataParallel::FullyShard, &Options::default(), &[]);
+    let graph = passes.run(graph).unwrap();
+    let scheduled = start.elapsed();
+    let plan = Plan::new(&graph, &Machine::a100_80g(), 0).unwrap();
+    let planned = start.elapsed();
+    // Memory that is there: zeros that stand for the optimizer's states are asked for, and never touched.
+    let bytes = peak_resident() - resident;
+    println!(
+        "{} nodes traced after {traced:?}, scheduled after {scheduled:?}, planned after {planned:?}, \
+         {} MB",
+        plan.num_nodes,
+        bytes / 1_000_000
+    );
+    assert!(bytes < 300_000_000, "{bytes} bytes");
+    // The states are exact: three tensors of four bytes for each parameter, an eighth of them here.
+    let states = 12 * config.num_params() as u64 / 8;
+    let at_rest = plan.memory.at_rest.total() - plan.memory.at_rest.buffers;
+    assert!(at_rest.abs_diff(states) < 1_000_000, "{at_rest} {states}");
+}
+
+/// The most memory that this process has had, in bytes.
+fn peak_resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("a status");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let mut words = line.expect("a peak").split_whitespace();
+    let kilobytes = words.find_map(|word| word.parse::<usize>().ok());
+    kilobytes.expect("a number") * 1024
+}

@@ -1,0 +1,67 @@
+//! How ranks make sure that they run the same.
+
+use std::hash::{Hash, Hasher};
+
+use burn_fsdp_collectives::ProcessGroup;
+use siphasher::sip::SipHasher13;
+
+use crate::Error;
+use crate::trace::{Batch, fixed_of, specs_of};
+
+/// What a rank without a graph says.
+const NOT_READY: [u8; 8] = [0; 8];
+
+/// Makes sure that all ranks are about to run the graph of this fingerprint; `None` if this rank has none, whose
+/// caller then knows why. All ranks must call it.
+///
+/// # Errors
+///
+/// [`Error::PeerNotReady`], [`Error::GraphsDiffer`], [`Error::Collective`].
+pub(super) fn agree<B: Batch>(
+    group: &ProcessGroup,
+    fingerprint: Option<u64>,
+    learning_rate: f64,
+    batch: &B,
+) -> Result<(), Error> {
+    let said = fingerprint.map_or(NOT_READY, |fingerprint| {
+        let mut hasher = SipHasher13::new();
+        (fingerprint, learning_rate.to_bits()).hash(&mut hasher);
+        hasher.finish().max(1).to_le_bytes()
+    });
+    let all = group.exchange("step", said.to_vec());
+    let all = all.map_err(Error::among_ranks)?;
+    if let Some(rank) = all.iter().position(|other| *other == NOT_READY) {
+        return Err(Error::PeerNotReady { rank });
+    }
+    let Some(rank) = all.iter().position(|other| *other != all[0]) else {
+        return Ok(());
+    };
+    // All ranks are here: they tell each other why.
+    let text = format!("{} at learning rate {learning_rate}", described(batch)?);
+    let texts = group.exchange("batches of a step", text.into_bytes());
+    let texts = texts.map_err(Error::among_ranks)?;
+    let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
+    let (first, other) = (text(0), text(rank));
+    let difference = match first == other {
+        true => format!("both have {first}, but the model, the loss or the mode differ"),
+        false => format!("rank 0 has {first}, rank {rank} has {other}"),
+    };
+    Err(Error::GraphsDiffer { rank, difference })
+}
+
+/// A batch in words: names, types and shapes of its tensors, and its other values by hash.
+fn described<B: Batch>(batch: &B) -> Result<String, Error> {
+    let tensors = specs_of(batch)?;
+    let tensors = tensors
+        .iter()
+        .map(|spec| format!("\"{}\" {:?} {:?}", spec.name, spec.dtype, spec.shape));
+    let fixed = fixed_of(batch);
+    let fixed = fixed
+        .iter()
+        .map(|(name, hash)| format!("\"{name}\" of hash {hash:016x}"));
+    let parts: Vec<_> = tensors.chain(fixed).collect();
+    Ok(match parts.is_empty() {
+        true => "an empty batch".to_owned(),
+        false => parts.join(", "),
+    })
+}

@@ -1,0 +1,204 @@
+//! The graphs that a step has, one for each set of shapes and operations of the optimizer.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use burn_ir::BackendIr;
+
+use super::repeat::difference;
+use crate::Error;
+use crate::custom::CustomOperations;
+use crate::graph::{Graph, Node, Phase};
+use crate::mode::{Lowered, Mode, lower_all};
+use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
+
+pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
+
+/// What a graph was made for.
+#[derive(Debug, Clone, PartialEq)]
+struct Key {
+    inputs: Vec<InputSpec>,
+    /// What else of the batch decides: names and hashes.
+    fixed: Vec<(String, u64)>,
+    /// The operations of the optimizer's step.
+    structure: Vec<(usize, usize)>,
+}
+
+/// The graphs that were made for a key.
+#[derive(Debug, Clone)]
+pub(super) struct Made {
+    pub(super) compiled: Compiled,
+    /// Of all of them.
+    pub(super) fingerprint: u64,
+    /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
+    pub(super) stepped: Arc<BTreeSet<Arc<str>>>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Compiled {
+    Whole(Arc<Graph>),
+    Iteration {
+        setup: Arc<Graph>,
+        main: Arc<Graph>,
+        cleanup: Arc<Graph>,
+    },
+}
+
+/// The graphs of a key, as they are kept.
+struct Entry {
+    made: Made,
+    /// What was traced, until the step has been traced once more and compared.
+    traced: Option<Box<Graph>>,
+}
+
+/// What graphs are made with.
+pub(super) struct Setting<'a, Be: BackendIr> {
+    pub(super) mode: &'a mut Mode,
+    pub(super) specs: &'a [ParameterSpec],
+    pub(super) scalars: &'a HostScalars,
+    pub(super) operations: &'a CustomOperations<Be>,
+}
+
+/// The graphs that were made, and what makes others.
+pub(super) struct Graphs<B> {
+    tracer: Tracer<B>,
+    /// The one used last at the back.
+    kept: VecDeque<(Key, Entry)>,
+    num_traces: usize,
+}
+
+impl<B: Batch> Graphs<B> {
+    pub(super) fn new(tracer: Tracer<B>) -> Self {
+        Self {
+            tracer,
+            kept: VecDeque::new(),
+            num_traces: 0,
+        }
+    }
+
+    /// How many have been traced so far.
+    pub(super) fn num_traces(&self) -> usize {
+        self.num_traces
+    }
+
+    /// Forgets all of them.
+    pub(super) fn clear(&mut self) {
+        self.kept.clear();
+    }
+
+    /// The graphs for such a batch and step of the optimizer.
+    pub(super) fn of<Be: BackendIr>(
+        &mut self,
+        batch: &B,
+        step: &StepScalars,
+        setting: Setting<'_, Be>,
+    ) -> Result<Made, Error> {
+        let cache = setting.mode.cache;
+        let key = Key {
+            inputs: specs_of(batch)?,
+            fixed: fixed_of(batch),
+            structure: step.structure(),
+        };
+        let found = self.kept.iter().position(|(other, _)| *other == key);
+        let entry = match found {
+            Some(index) => {
+                self.check_again(index, batch, step, setting.mode)?;
+                let entry = self.kept.remove(index);
+                entry.ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
+            }
+            None => (key, self.make(batch, step, setting)?),
+        };
+        let made = entry.1.made.clone();
+        self.kept.push_back(entry);
+        while self.kept.len() > cache {
+            self.kept.pop_front();
+            tracing::warn!(
+                graphs = cache,
+                "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
+                 went again; pad batches to fewer shapes, or keep more graphs (Mode::with_cache)"
+            );
+        }
+        Ok(made)
+    }
+
+    /// Traces a graph that is used for the second time again, with the batch at hand: what differs now
+    /// would have been frozen.
+    fn check_again(
+        &mut self,
+        index: usize,
+        batch: &B,
+        step: &StepScalars,
+        mode: &Mode,
+    ) -> Result<(), Error> {
+        let Some(first) = &self.kept[index].1.traced else {
+            return Ok(());
+        };
+        let again = (self.tracer)(batch, step, mode)?;
+        if let Some(difference) = difference(first, &again) {
+            return Err(Error::NotRepeatable { difference });
+        }
+        self.kept[index].1.traced = None;
+        Ok(())
+    }
+
+    fn make<Be: BackendIr>(
+        &mut self,
+        batch: &B,
+        step: &StepScalars,
+        setting: Setting<'_, Be>,
+    ) -> Result<Entry, Error> {
+        let mode = &mut *setting.mode;
+        mode.check_names(setting.specs, &specs_of(batch)?)?;
+        self.num_traces += 1;
+        let traced = (self.tracer)(batch, step, mode)?;
+        let graph = setting.operations.describe(traced.clone())?;
+        check_optimizer(&graph, mode, setting.scalars)?;
+        mode.decide(&graph)?;
+        let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
+        let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
+        let (compiled, fingerprint) = match lower_all(graph, mode)? {
+            Lowered::Whole(graph) => {
+                let fingerprint = graph.fingerprint();
+                (Compiled::Whole(Arc::from(graph)), fingerprint)
+            }
+            Lowered::Iteration(iteration) => {
+                let fingerprint = iteration.main.fingerprint();
+                let compiled = Compiled::Iteration {
+                    setup: Arc::new(iteration.setup),
+                    main: Arc::new(iteration.main),
+                    cleanup: Arc::new(iteration.cleanup),
+                };
+                (compiled, fingerprint)
+            }
+        };
+        Ok(Entry {
+            made: Made {
+                compiled,
+                fingerprint,
+                stepped,
+            },
+            traced: Some(Box::new(traced)),
+        })
+    }
+}
+
+impl<B> Graphs<B> {
+    /// How many are kept.
+    pub(super) fn len(&self) -> usize {
+        self.kept.len()
+    }
+}
+
+/// Refuses an optimizer that would give each rank other parameters.
+fn check_optimizer(graph: &Graph, mode: &Mode, scalars: &HostScalars) -> Result<(), Error> {
+    let is_drawn = |node: &&Node| node.phase == Phase::Optimizer && node.is_opaque();
+    let drawn = graph.nodes().iter().find(is_drawn);
+    match drawn.filter(|_| mode.ranks().size() > 1) {
+        Some(node) => {
+            let path = node.path.as_deref().unwrap_or_default();
+            let reason = format!("every rank has other results of {}", node.name());
+            Err(scalars.untraceable(path, reason))
+        }
+        None => Ok(()),
+    }
+}

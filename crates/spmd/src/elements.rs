@@ -1,0 +1,30 @@
+//! Types of elements as the transport names them.
+
+use burn::tensor::{BoolStore, DType};
+use burn_fsdp_collectives::ElementType;
+
+/// The transport's name of a type that can be gathered: of bytes that are moved, nothing has to be known.
+pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
+    match dtype {
+        DType::I64 => Some(ElementType::I64),
+        DType::I32 => Some(ElementType::I32),
+        DType::I16 => Some(ElementType::I16),
+        DType::I8 => Some(ElementType::I8),
+        DType::U64 => Some(ElementType::U64),
+        DType::U32 | DType::Bool(BoolStore::U32) => Some(ElementType::U32),
+        DType::U16 => Some(ElementType::U16),
+        DType::U8 | DType::Bool(BoolStore::U8 | BoolStore::Native) => Some(ElementType::U8),
+        dtype => element_type(dtype),
+    }
+}
+
+/// The transport's name of a type that can be reduced: the float types.
+pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
+    match dtype {
+        DType::F64 => Some(ElementType::F64),
+        DType::F32 | DType::Flex32 => Some(ElementType::F32),
+        DType::F16 => Some(ElementType::F16),
+        DType::BF16 => Some(ElementType::BF16),
+        _ => None,
+    }
+}

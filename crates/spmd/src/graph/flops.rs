@@ -1,0 +1,33 @@
+//! Arithmetic, counted.
+
+use std::ops::AddAssign;
+
+use serde::Serialize;
+
+/// Operations on floats of one rank; a multiplication and an addition are two.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Flops {
+    /// In matrix products, also those of linear layers: `2 m k n`.
+    pub matmul: u64,
+    /// In convolutions: `2` times output elements times weights per output channel.
+    pub convolution: u64,
+    /// In everything else: one per element of the largest tensor involved.
+    pub pointwise: u64,
+}
+
+impl Flops {
+    /// Of all kinds.
+    pub fn total(&self) -> u64 {
+        let products = self.matmul.saturating_add(self.convolution);
+        products.saturating_add(self.pointwise)
+    }
+}
+
+impl AddAssign for Flops {
+    fn add_assign(&mut self, other: Self) {
+        // A trillion parameters and millions of tokens are more than 64 bits count.
+        self.matmul = self.matmul.saturating_add(other.matmul);
+        self.convolution = self.convolution.saturating_add(other.convolution);
+        self.pointwise = self.pointwise.saturating_add(other.pointwise);
+    }
+}

@@ -1,0 +1,66 @@
+//! The names of passes.
+
+use std::fmt;
+
+/// Which pass it is: passes say by it what they come after and before, and a graph which have made it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum PassId {
+    /// [`AssignUnits`](crate::passes::AssignUnits).
+    AssignUnits,
+    /// [`DeadCode`](crate::passes::DeadCode).
+    DeadCode,
+    /// [`CommonSubexpressions`](crate::passes::CommonSubexpressions).
+    CommonSubexpressions,
+    /// [`StandIns`](crate::passes::StandIns).
+    StandIns,
+    /// [`Recompute`](crate::passes::Recompute).
+    Recompute,
+    /// [`InsertCollectives`](crate::passes::InsertCollectives), or
+    /// [`ExpandPlacements`](crate::place::ExpandPlacements).
+    InsertCollectives,
+    /// [`Deduplicate`](crate::passes::Deduplicate).
+    Deduplicate,
+    /// [`Regather`](crate::passes::Regather).
+    Regather,
+    /// [`Bucket`](crate::passes::Bucket).
+    Bucket,
+    /// [`Split`](crate::passes::Split).
+    Split,
+    /// [`Prefetch`](crate::passes::Prefetch).
+    Prefetch,
+    /// [`SinkWaits`](crate::passes::SinkWaits).
+    SinkWaits,
+    /// [`EarlyOptimizer`](crate::passes::EarlyOptimizer).
+    EarlyOptimizer,
+    /// [`DeferOptimizer`](crate::passes::DeferOptimizer).
+    DeferOptimizer,
+    /// [`Liveness`](crate::passes::Liveness).
+    Liveness,
+    /// A pass of the user, by its name.
+    User(&'static str),
+}
+
+/// Prints as `insert collectives`.
+impl fmt::Display for PassId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::AssignUnits => "units",
+            Self::DeadCode => "dead code",
+            Self::CommonSubexpressions => "common subexpressions",
+            Self::StandIns => "stand-ins",
+            Self::Recompute => "recompute",
+            Self::InsertCollectives => "insert collectives",
+            Self::Deduplicate => "deduplicate collectives",
+            Self::Regather => "regather",
+            Self::Bucket => "bucket collectives",
+            Self::Split => "split collectives",
+            Self::Prefetch => "prefetch",
+            Self::SinkWaits => "sink waits",
+            Self::EarlyOptimizer => "early optimizer",
+            Self::DeferOptimizer => "deferred optimizer",
+            Self::Liveness => "liveness",
+            Self::User(name) => name,
+        })
+    }
+}

@@ -1,0 +1,99 @@
+//! Passes one after the other.
+
+use std::time::Instant;
+
+use super::verify::verify;
+use crate::Error;
+use crate::graph::Graph;
+use crate::pass_id::PassId;
+use crate::transform::{GraphTransform, check_order};
+
+/// Passes in the order in which they are applied.
+#[derive(Debug, Default)]
+pub struct Pipeline {
+    passes: Vec<Box<dyn GraphTransform>>,
+    is_verified: bool,
+}
+
+impl Pipeline {
+    /// No passes; verified in debug builds.
+    pub fn new() -> Self {
+        Self {
+            passes: Vec::new(),
+            is_verified: cfg!(debug_assertions),
+        }
+    }
+
+    /// Appends a pass.
+    #[must_use]
+    pub fn then(mut self, pass: impl GraphTransform + 'static) -> Self {
+        self.passes.push(Box::new(pass));
+        self
+    }
+
+    /// Verifies the graph after each pass, in release builds, too.
+    #[must_use]
+    pub fn verified(mut self) -> Self {
+        self.is_verified = true;
+        self
+    }
+
+    /// Applies the passes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PassTwice`], [`Error::PassOrder`], [`Error::InvalidGraph`] or an error of a pass.
+    pub fn run(&self, mut graph: Graph) -> Result<Graph, Error> {
+        for pass in &self.passes {
+            graph = apply(pass.as_ref(), graph)?;
+            if self.is_verified {
+                verify(&graph).map_err(|error| after(error, pass.id()))?;
+            }
+        }
+        Ok(graph)
+    }
+}
+
+/// Applies one pass.
+///
+/// # Errors
+///
+/// [`Error::PassTwice`], [`Error::PassOrder`] or an error of the pass.
+pub fn apply(pass: &dyn GraphTransform, graph: Graph) -> Result<Graph, Error> {
+    let id = pass.id();
+    if graph.applied().contains(&id) {
+        return Err(Error::PassTwice { pass: id });
+    }
+    check_order(&graph, id, pass.after(), pass.before())?;
+    let start = Instant::now();
+    let num_nodes = graph.nodes().len();
+    let mut graph = pass.transform(graph)?;
+    graph.mark_applied(id);
+    tracing::debug!(
+        pass = %id,
+        before = num_nodes,
+        after = graph.nodes().len(),
+        elapsed = ?start.elapsed(),
+        "pass"
+    );
+    Ok(graph)
+}
+
+fn after(error: Error, pass: PassId) -> Error {
+    match error {
+        Error::InvalidGraph {
+            rule,
+            node,
+            operation,
+            reason,
+            ..
+        } => Error::InvalidGraph {
+            rule,
+            after: Some(pass),
+            node,
+            operation,
+            reason,
+        },
+        error => error,
+    }
+}

@@ -1,0 +1,279 @@
+//! The graph of each rank in the making: nodes with their operands where they must lie.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Placement;
+use burn_ir::TensorId;
+
+use super::located::{Located, On, Values, Version};
+use super::redistribute::{Reader, Redistribution, cost};
+use super::rules;
+use super::signature::Signature;
+use super::strategy::{Candidate, Strategy};
+use crate::Error;
+use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
+
+/// What has to hold of a value as soon as it is there.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Destination {
+    /// It is the gradient of the parameters of these indices: those that are added to each other share
+    /// one.
+    pub(super) gradients: Vec<usize>,
+    pub(super) is_loss: bool,
+    /// The updates that it is the source of.
+    pub(super) updates: Vec<usize>,
+}
+
+/// A graph whose nodes are placed one after the other.
+pub(super) struct Placer {
+    pub(super) values: Values,
+    pub(super) scheduled: Vec<Node>,
+    pub(super) destinations: HashMap<TensorId, Destination>,
+    /// How the parameters lie.
+    pub(super) parameters: Vec<On>,
+    /// Gradients as the optimizer reads them.
+    pub(super) settled: HashMap<TensorId, Vec<Version>>,
+    pub(super) is_optimizing: bool,
+    /// Bytes that a rank has received so far.
+    pub(super) moved: f64,
+}
+
+impl Placer {
+    /// The optimizer reads gradients where their parameters are, and given values where they are given: what
+    /// forward and backward made of them belongs to those, and may run at another time.
+    pub(super) fn begin_optimizer(&mut self) {
+        self.is_optimizing = true;
+        for (id, versions) in std::mem::take(&mut self.settled) {
+            self.values.located.insert(id, Located::Placed(versions));
+        }
+        for (id, located) in &mut self.values.located {
+            if let Located::Placed(versions) = located
+                && self.values.graph.is_given(*id)
+            {
+                versions.truncate(1);
+            }
+        }
+    }
+
+    /// Brings the inputs where they must lie, and appends the node.
+    pub(super) fn emit(
+        &mut self,
+        node: &Node,
+        signature: &Signature,
+        strategy: Strategy,
+    ) -> Result<(), Error> {
+        let mut ids = BTreeMap::new();
+        for (id, on) in &strategy.inputs {
+            ids.insert(*id, self.fetch(*id, on, &Reader::of(node))?);
+        }
+        for output in &signature.outputs {
+            let placements = self.values.described(&strategy.outputs[&output.id]);
+            let local = local_shape(&output.shape, &placements);
+            if let Some(value) = self.values.graph.value_mut(output.id) {
+                value.shape = local;
+            }
+        }
+        let mut local = node.clone();
+        rename(&mut local.operation, &ids);
+        self.values.graph.sync_node(&mut local);
+        rules::localize(&mut local.operation);
+        self.scheduled.push(local);
+        for (id, on) in strategy.outputs {
+            let version = Version { id, on };
+            self.values
+                .located
+                .insert(id, Located::Placed(vec![version]));
+        }
+        for output in node.outputs() {
+            self.settle(output, &Reader::of(node))?;
+        }
+        Ok(())
+    }
+
+    /// A version of a value that lies in a given way.
+    pub(super) fn fetch(
+        &mut self,
+        id: TensorId,
+        to: &On,
+        reader: &Reader,
+    ) -> Result<TensorId, Error> {
+        if let Some(Located::Floating(node)) = self.values.located.get(&id).cloned() {
+            self.make(&node, id, to, reader)?;
+        }
+        let undeclared = || Error::Internal(format!("value {} lies nowhere", id.value()));
+        let Some(Located::Placed(versions)) = self.values.located.get(&id) else {
+            return Err(undeclared());
+        };
+        if let Some(version) = versions.iter().find(|version| version.on == *to) {
+            return Ok(version.id);
+        }
+        let distance = |version: &Version| {
+            let axes = self.values.axes.iter().enumerate();
+            let costs = axes.map(|(k, axis)| cost(version.on[k], to[k], 1.0, axis.num_ranks));
+            costs.map(|cost| cost.unwrap_or(f64::INFINITY)).sum::<f64>()
+        };
+        let nearest = versions
+            .iter()
+            .min_by(|a, b| distance(a).total_cmp(&distance(b)))
+            .cloned()
+            .ok_or_else(undeclared)?;
+        let (label, payload) = self.named(id);
+        let (from, target) = (
+            self.values.described(&nearest.on),
+            self.values.described(to),
+        );
+        let mut redistribution = Redistribution {
+            graph: &mut self.values.graph,
+            scheduled: &mut self.scheduled,
+            label,
+            payload,
+            reader,
+            moved: &mut self.moved,
+        };
+        let new = redistribution.run(nearest.id, &from, &target)?;
+        if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
+            versions.push(Version {
+                id: new,
+                on: to.clone(),
+            });
+        }
+        Ok(new)
+    }
+
+    /// Makes what is made of nothing, where it is wanted.
+    fn make(&mut self, node: &Node, id: TensorId, to: &On, reader: &Reader) -> Result<(), Error> {
+        let signature = rules::signature(&node.operation);
+        let wanted = signature.outputs.iter().find(|output| output.id == id);
+        let letters = wanted.map(|output| output.letters.clone());
+        let letters = letters.unwrap_or_default();
+        let mut strategy = Strategy::default();
+        for (axis, placement) in to.iter().enumerate() {
+            let letter = match placement {
+                Placement::Shard(dim) => letters.get(*dim).copied().flatten(),
+                _ => None,
+            };
+            let cut = letter.and_then(|letter| {
+                self.values
+                    .extend(&signature, &strategy, axis, &Candidate::Cut(letter))
+            });
+            let is_random = node.is_opaque() && self.values.axes[axis].num_ranks > 1;
+            let next = match cut {
+                Some(next) => Some(next),
+                // Ranks draw other numbers each: they draw parts, and gather them.
+                None if is_random => {
+                    let letters = letters.iter().flatten();
+                    let mut ways = letters.filter_map(|letter| {
+                        self.values
+                            .extend(&signature, &strategy, axis, &Candidate::Cut(*letter))
+                    });
+                    let way = ways.next().ok_or_else(|| Error::RandomReplicated {
+                        operation: node.name(),
+                        shape: wanted.map_or_else(Vec::new, |output| output.shape.clone()),
+                        axis: self.values.axes[axis].axis.to_string(),
+                    });
+                    Some(way?)
+                }
+                None => self
+                    .values
+                    .extend(&signature, &strategy, axis, &Candidate::Whole),
+            };
+            strategy = next.ok_or_else(|| self.values.refused(node, axis))?;
+        }
+        let node = Node {
+            phase: reader.phase,
+            path: reader.path.clone(),
+            ..node.clone()
+        };
+        self.emit(&node, &signature, strategy)
+    }
+
+    /// Brings what leaves the graph, or goes to the optimizer, where it belongs.
+    pub(super) fn settle(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
+        let Some(destination) = self.destinations.get(&id).cloned() else {
+            return Ok(());
+        };
+        let replicated = vec![Placement::Replicate; self.values.axes.len()];
+        for index in destination.gradients {
+            let on = self.parameters[index].clone();
+            let new = self.fetch(id, &on, writer)?;
+            let parameter = &mut self.values.graph.parameters_mut()[index];
+            parameter.gradient = Some(new);
+            let role = Role::Gradient(parameter.path.clone());
+            if new != id {
+                self.set_role(id, Role::Temporary);
+                // Backward goes on with what was there: this one may wait for others.
+                if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
+                    versions.retain(|version| version.id != new);
+                }
+            }
+            self.set_role(new, role);
+            let settled = self.settled.entry(id).or_default();
+            if !settled.iter().any(|version| version.on == on) {
+                settled.push(Version { id: new, on });
+            }
+        }
+        if destination.is_loss {
+            let new = self.fetch(id, &replicated, writer)?;
+            self.values.graph.set_loss(new);
+        }
+        for index in destination.updates {
+            let into = self.values.graph.updates()[index].into;
+            let to = match self.values.located.get(&into) {
+                Some(Located::Placed(versions)) => versions[0].on.clone(),
+                _ => replicated.clone(),
+            };
+            // A state that is the gradient itself.
+            let settled = self.settled.get(&id).into_iter().flatten();
+            let known = settled
+                .clone()
+                .find(|version| version.on == to)
+                .map(|v| v.id);
+            let new = match known {
+                Some(new) => new,
+                None => self.fetch(id, &to, writer)?,
+            };
+            self.values.graph.updates_mut()[index].from = new;
+        }
+        self.destinations.remove(&id);
+        Ok(())
+    }
+
+    fn set_role(&mut self, id: TensorId, role: Role) {
+        if let Some(value) = self.values.graph.value_mut(id) {
+            value.role = role;
+        }
+    }
+
+    /// What ledgers call a value that moves, and what it is.
+    fn named(&self, id: TensorId) -> (Arc<str>, Payload) {
+        if let Some(Role::Parameter(path)) = self.values.graph.value(id).map(|value| &value.role) {
+            return (path.clone(), Payload::Parameter);
+        }
+        match self.destinations.get(&id) {
+            Some(Destination { gradients, .. }) if !gradients.is_empty() => {
+                let path = self.values.graph.parameters()[gradients[0]].path.clone();
+                (path, Payload::Gradient)
+            }
+            Some(Destination { is_loss: true, .. }) => ("loss".into(), Payload::Gradient),
+            _ => (format!("%{}", id.value()).into(), Payload::Activation),
+        }
+    }
+
+    /// What nothing has written so far, because nothing read it.
+    pub(super) fn finish(mut self) -> Result<(Graph, f64), Error> {
+        let mut left: Vec<_> = self.destinations.keys().copied().collect();
+        left.sort_unstable();
+        let end = Reader {
+            phase: Phase::Optimizer,
+            path: None,
+        };
+        for id in left {
+            self.settle(id, &end)?;
+        }
+        self.values.graph.set_nodes(self.scheduled);
+        self.values.graph.sync_nodes();
+        self.values.graph.prune();
+        Ok((self.values.graph, self.moved))
+    }
+}

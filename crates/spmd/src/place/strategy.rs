@@ -1,0 +1,227 @@
+//! How an operation runs on each axis: the ways that its signature allows, and the cheapest.
+
+use std::collections::BTreeMap;
+
+use burn_fsdp_mesh::{Placement, ReduceOp};
+use burn_ir::TensorId;
+
+use super::located::{Located, On, Values, Version};
+use super::redistribute::cost;
+use super::signature::{Letter, Signature};
+use crate::Error;
+use crate::elements::{element_type, gathered_type};
+use crate::graph::Node;
+
+/// How an operation runs: how its inputs must lie, and how its outputs will.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Strategy {
+    pub(super) inputs: BTreeMap<TensorId, On>,
+    pub(super) outputs: BTreeMap<TensorId, On>,
+}
+
+/// One way to run on one axis.
+#[derive(Debug, Clone)]
+pub(super) enum Candidate {
+    Whole,
+    Cut(Letter),
+    /// On addends: these inputs, with their placement.
+    Addends(Vec<TensorId>, Placement),
+}
+
+impl Values {
+    /// The way to run that moves the fewest bytes, one axis after the other.
+    pub(super) fn choose(&self, node: &Node, signature: &Signature) -> Result<Strategy, Error> {
+        let mut strategy = Strategy::default();
+        for axis in 0..self.axes.len() {
+            let mut best: Option<(f64, u8, Strategy)> = None;
+            for candidate in self.candidates(signature, axis) {
+                let Some(next) = self.extend(signature, &strategy, axis, &candidate) else {
+                    continue;
+                };
+                let Some(cost) = self.cost(&next, axis) else {
+                    continue;
+                };
+                let rank = match candidate {
+                    Candidate::Whole => 1,
+                    _ if self.is_given(&next, axis) => 0,
+                    _ => 2,
+                };
+                let is_better = match &best {
+                    None => true,
+                    Some((least, other, _)) => (cost, rank) < (*least, *other),
+                };
+                if is_better {
+                    best = Some((cost, rank, next));
+                }
+            }
+            let Some((_, _, next)) = best else {
+                return Err(self.refused(node, axis));
+            };
+            strategy = next;
+        }
+        Ok(strategy)
+    }
+
+    fn candidates(&self, signature: &Signature, axis: usize) -> Vec<Candidate> {
+        let mut candidates = vec![Candidate::Whole];
+        if self.axes[axis].num_ranks == 1 {
+            return candidates;
+        }
+        // A dim that only the results have is nothing to divide work by.
+        let is_given = |letter: &Letter| {
+            let mut inputs = signature.inputs.iter();
+            inputs.any(|input| input.dim_of(*letter).is_some())
+        };
+        let letters = signature.letters().into_iter().filter(is_given);
+        candidates.extend(letters.map(Candidate::Cut));
+        for set in &signature.linear {
+            let first = set.first().and_then(|id| self.addend(*id, axis));
+            if let Some(placement) = first
+                && set.iter().all(|id| self.addend(*id, axis) == first)
+            {
+                candidates.push(Candidate::Addends(set.clone(), placement));
+            }
+        }
+        candidates
+    }
+
+    /// How the ranks of an axis combine their addends of a value, if that is the only way it lies.
+    fn addend(&self, id: TensorId, axis: usize) -> Option<Placement> {
+        match self.located.get(&id) {
+            Some(Located::Placed(versions)) if versions.len() == 1 => {
+                let placement = versions[0].on[axis];
+                let is_sum = matches!(
+                    placement,
+                    Placement::Partial(ReduceOp::Sum | ReduceOp::Mean)
+                );
+                is_sum.then_some(placement)
+            }
+            _ => None,
+        }
+    }
+
+    /// The strategy with one more axis; `None` where the operation cannot run like that.
+    pub(super) fn extend(
+        &self,
+        signature: &Signature,
+        strategy: &Strategy,
+        axis: usize,
+        candidate: &Candidate,
+    ) -> Option<Strategy> {
+        let num_ranks = self.axes[axis].num_ranks;
+        let is_cut =
+            |on: Option<&On>, dim: usize| on.is_some_and(|on| on.contains(&Placement::Shard(dim)));
+        let mut next = strategy.clone();
+        let mut seen: BTreeMap<TensorId, Placement> = BTreeMap::new();
+        for input in &signature.inputs {
+            let placement = match candidate {
+                Candidate::Whole => Placement::Replicate,
+                Candidate::Addends(set, placement) => match set.contains(&input.id) {
+                    true => *placement,
+                    false => Placement::Replicate,
+                },
+                Candidate::Cut(letter) => match input.dim_of(*letter) {
+                    None => Placement::Replicate,
+                    Some(dim) => {
+                        if !input.shape[dim].is_multiple_of(num_ranks)
+                            || is_cut(strategy.inputs.get(&input.id), dim)
+                        {
+                            return None;
+                        }
+                        Placement::Shard(dim)
+                    }
+                },
+            };
+            // A tensor that is read twice lies in one way.
+            match seen.insert(input.id, placement) {
+                Some(other) if other != placement => return None,
+                Some(_) => {}
+                None => next.inputs.entry(input.id).or_default().push(placement),
+            }
+        }
+        for output in &signature.outputs {
+            let placement = match candidate {
+                Candidate::Whole => Placement::Replicate,
+                Candidate::Addends(_, placement) => *placement,
+                Candidate::Cut(letter) => match output.dim_of(*letter) {
+                    Some(dim) => {
+                        if !output.shape[dim].is_multiple_of(num_ranks)
+                            || is_cut(strategy.outputs.get(&output.id), dim)
+                        {
+                            return None;
+                        }
+                        Placement::Shard(dim)
+                    }
+                    None => {
+                        let op = *signature.contracted.get(letter)?;
+                        // Nothing could bring addends together that are no floats, but a sum on its way to one.
+                        let (_, dtype) = self.whole.get(&output.id)?;
+                        if element_type(*dtype).is_none() && op != ReduceOp::Sum {
+                            return None;
+                        }
+                        Placement::Partial(op)
+                    }
+                },
+            };
+            next.outputs.entry(output.id).or_default().push(placement);
+        }
+        Some(next)
+    }
+
+    /// Whether an input is cut, or an addend, on that axis as the strategy wants it.
+    fn is_given(&self, strategy: &Strategy, axis: usize) -> bool {
+        strategy.inputs.iter().any(|(id, on)| {
+            let lies = |version: &Version| version.on[axis] == on[axis];
+            match self.located.get(id) {
+                Some(Located::Placed(versions)) => {
+                    on[axis] != Placement::Replicate && versions.iter().any(lies)
+                }
+                _ => false,
+            }
+        })
+    }
+
+    /// Bytes that have to be moved on one axis before a node can run; `None` where they cannot be.
+    fn cost(&self, strategy: &Strategy, axis: usize) -> Option<f64> {
+        let mut total = 0.0;
+        for (id, on) in &strategy.inputs {
+            let (shape, dtype) = self.whole.get(id)?;
+            let num_bytes = (shape.iter().product::<usize>() * dtype.size()) as f64;
+            let Located::Placed(versions) = self.located.get(id)? else {
+                continue;
+            };
+            let num_ranks = self.axes[axis].num_ranks;
+            let ways = versions.iter().filter_map(|version| {
+                let (from, to) = (version.on[axis], on[axis]);
+                // Every type is gathered, floats alone are added up.
+                let movable = match from {
+                    Placement::Replicate => true,
+                    Placement::Shard(_) => gathered_type(*dtype).is_some(),
+                    Placement::Partial(_) => element_type(*dtype).is_some(),
+                };
+                if from != to && !movable {
+                    return None;
+                }
+                cost(from, to, num_bytes, num_ranks)
+            });
+            total += ways.min_by(f64::total_cmp)?;
+        }
+        Some(total)
+    }
+
+    pub(super) fn refused(&self, node: &Node, axis: usize) -> Error {
+        let operands = node.operation.inputs().map(|input| {
+            let shape = self.whole.get(&input.id).map(|whole| &whole.0);
+            let on = match self.located.get(&input.id) {
+                Some(Located::Placed(versions)) => versions[0].on[axis].to_string(),
+                _ => "anywhere".to_owned(),
+            };
+            format!("{:?} {:?} {on}", input.dtype, shape.map_or(&[][..], |s| s))
+        });
+        Error::NoRule {
+            operation: node.name(),
+            axis: self.axes[axis].axis.to_string(),
+            operands: operands.collect::<Vec<_>>().join(", "),
+        }
+    }
+}

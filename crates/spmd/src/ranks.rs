@@ -1,0 +1,74 @@
+//! The ranks that run a step together, as a group and as a mesh.
+
+use std::sync::Arc;
+
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
+
+use crate::Error;
+
+/// The mesh axis of data parallelism.
+pub(crate) const DATA_AXIS: &str = "data";
+
+/// The ranks that run a step together.
+#[derive(Debug, Clone)]
+pub(crate) struct Ranks {
+    group: ProcessGroup,
+    /// `None` for all of them along [`DATA_AXIS`].
+    mesh: Option<ProcessMesh>,
+}
+
+impl Ranks {
+    /// All ranks of a group along [`DATA_AXIS`].
+    pub(crate) fn line(group: ProcessGroup) -> Self {
+        Self { group, mesh: None }
+    }
+
+    /// The ranks of a mesh.
+    pub(crate) fn of_mesh(mesh: ProcessMesh) -> Self {
+        Self {
+            group: mesh.world().clone(),
+            mesh: Some(mesh),
+        }
+    }
+
+    /// All of them.
+    pub(crate) fn group(&self) -> &ProcessGroup {
+        &self.group
+    }
+
+    /// This rank among all of them.
+    pub(crate) fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    /// How many there are.
+    pub(crate) fn size(&self) -> usize {
+        self.group.size()
+    }
+
+    /// Their places.
+    pub(crate) fn mesh(&self) -> Result<Mesh, Error> {
+        match &self.mesh {
+            Some(mesh) => Ok(mesh.layout().clone()),
+            None => Ok(Mesh::line(DATA_AXIS, self.group.size())?),
+        }
+    }
+
+    /// The ranks along every axis.
+    pub(crate) fn axes(&self) -> Result<Vec<(Arc<str>, ProcessGroup)>, Error> {
+        let axes = self.mesh()?.axes().to_vec().into_iter().map(|axis| {
+            let group = self.along(&axis.name)?.clone();
+            Ok((Arc::from(axis.name), group))
+        });
+        axes.collect()
+    }
+
+    /// The ranks along an axis.
+    pub(crate) fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
+        match &self.mesh {
+            Some(mesh) => mesh.along(axis).map_err(Error::among_ranks),
+            None => Ok(&self.group),
+        }
+    }
+}

@@ -1,0 +1,328 @@
+//! From what was recorded to a graph.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn::tensor::TensorData;
+use burn_ir::{OperationIr, TensorId};
+
+use super::batch::InputSpec;
+use super::capture::{Captured, Recording};
+use super::module::Leaf;
+use super::optimizer::{self, StepScalars};
+use crate::Error;
+use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};
+use crate::graph::{operation_name, rename, set_status};
+
+/// What the closures left on the capture device.
+pub(super) struct Captures {
+    pub(super) before: Vec<Leaf>,
+    pub(super) with_gradients: Vec<Leaf>,
+    /// For each tensor, whether it is a running statistic.
+    pub(super) running: Vec<bool>,
+    /// What running statistics become.
+    pub(super) updates: Vec<Option<Captured>>,
+    pub(super) inputs: Vec<Option<Captured>>,
+    pub(super) loss: Captured,
+}
+
+/// A graph in the making.
+pub(super) struct Builder {
+    graph: Graph,
+    /// From ids of the recording to those of the graph.
+    ids: BTreeMap<TensorId, TensorId>,
+    operations: Vec<OperationIr>,
+    constants: BTreeMap<TensorId, Arc<TensorData>>,
+    pub(super) leaves: Vec<Leaf>,
+    /// The buffers that change, and what they become.
+    changed: Vec<(TensorId, TensorId)>,
+    loss: TensorId,
+}
+
+impl Builder {
+    /// Gives every given value a role and an id.
+    pub(super) fn new(
+        recording: Recording<Captures>,
+        specs: Vec<InputSpec>,
+    ) -> Result<Self, Error> {
+        let Captures {
+            before,
+            with_gradients,
+            running,
+            updates,
+            inputs,
+            loss,
+        } = recording.result;
+        let mut graph = Graph::new();
+        let mut ids = BTreeMap::new();
+        let mut changed = Vec::new();
+        let mut leaves = Vec::new();
+        let leaves_of = before.into_iter().zip(with_gradients);
+        for (index, (leaf, with_gradient)) in leaves_of.enumerate() {
+            let captured = captured(&leaf)?;
+            let is_buffer = running[index] || !leaf.is_float;
+            let role = match is_buffer {
+                true => Role::Buffer(leaf.path.clone()),
+                false => Role::Parameter(leaf.path.clone()),
+            };
+            if graph.parameter(&leaf.path).is_some() {
+                return Err(Error::DuplicateName {
+                    what: "parameter",
+                    name: leaf.path.to_string(),
+                });
+            }
+            // Modules may share statistics: then the second path is an alias of the first.
+            if ids.contains_key(&captured.id) {
+                continue;
+            }
+            let value = graph.add_value(leaf.shape.clone(), leaf.dtype, role);
+            ids.insert(captured.id, value);
+            if let Some(update) = &updates[index] {
+                changed.push((value, update.id));
+            }
+            graph.parameters_mut().push(Parameter {
+                path: leaf.path.clone(),
+                value,
+                shape: leaf.shape.clone(),
+                dtype: leaf.dtype,
+                layout: ParameterLayout::Whole,
+                gradient: None,
+                states: Vec::new(),
+                is_buffer,
+            });
+            leaves.push(Leaf {
+                gradient: with_gradient.gradient,
+                ..leaf
+            });
+        }
+        for (spec, captured) in specs.into_iter().zip(inputs) {
+            let captured = captured.ok_or_else(|| {
+                Error::Internal("an input is not on the capture device".to_owned())
+            })?;
+            let role = Role::Input(spec.name.as_str().into());
+            let value = graph.add_value(captured.shape, captured.dtype, role);
+            graph.add_input(value);
+            ids.insert(captured.id, value);
+        }
+        Ok(Self {
+            graph,
+            ids,
+            operations: recording.operations,
+            constants: recording
+                .values
+                .into_iter()
+                .map(|(id, data)| (id, Arc::new(data)))
+                .collect(),
+            leaves,
+            changed,
+            loss: loss.id,
+        })
+    }
+
+    pub(super) fn build(mut self, step: &StepScalars) -> Result<Graph, Error> {
+        if self.leaves.iter().all(|leaf| leaf.gradient.is_none()) {
+            return Err(Error::NoGradient);
+        }
+        self.add_states(step);
+        self.add_forward_and_backward()?;
+        for index in 0..self.leaves.len() {
+            self.add_optimizer(index, step)?;
+        }
+        let mut graph = self.graph;
+        graph.prune();
+        Ok(graph)
+    }
+
+    /// Declares the optimizer's states, before anything whose number depends on the batch: of all trained
+    /// parameters, because other batches may give gradients to others of them.
+    fn add_states(&mut self, step: &StepScalars) {
+        for (index, leaf) in self.leaves.iter().enumerate() {
+            let of_parameter = step.of(&leaf.path);
+            for slot in of_parameter.map_or(&[][..], |step| step.slots.as_slice()) {
+                let role = Role::State {
+                    path: leaf.path.clone(),
+                    slot: slot.name.clone(),
+                };
+                let id = self.graph.add_value(slot.shape.clone(), slot.dtype, role);
+                self.graph.parameters_mut()[index].states.push(id);
+            }
+        }
+    }
+
+    /// The recorded operations that the loss, the gradients and the changed buffers need.
+    fn add_forward_and_backward(&mut self) -> Result<(), Error> {
+        let gradients: BTreeMap<TensorId, Arc<str>> = self
+            .leaves
+            .iter()
+            .filter_map(|leaf| Some((leaf.gradient.as_ref()?.id, leaf.path.clone())))
+            .collect();
+        let wanted = gradients.keys().copied();
+        let wanted = wanted
+            .chain(self.changed.iter().map(|(_, after)| *after))
+            .chain([self.loss]);
+        let operations = needed(
+            std::mem::take(&mut self.operations),
+            &self.ids,
+            wanted.collect(),
+        )?;
+        let last_forward = operations
+            .iter()
+            .rposition(|op| op.outputs().any(|o| o.id == self.loss));
+        for (index, operation) in operations.into_iter().enumerate() {
+            let phase = match last_forward {
+                Some(last) if index > last => Phase::Backward,
+                _ => Phase::Forward,
+            };
+            self.declare_constants(&operation);
+            for output in operation.outputs() {
+                let role = match gradients.get(&output.id) {
+                    Some(path) => Role::Gradient(path.clone()),
+                    None => Role::Temporary,
+                };
+                let id = self
+                    .graph
+                    .add_value(output.shape.to_vec(), output.dtype, role);
+                self.ids.insert(output.id, id);
+            }
+            let node = self.node(operation, phase);
+            self.graph.push(node);
+        }
+        let id_of = |ids: &BTreeMap<_, _>, id: TensorId| {
+            ids.get(&id)
+                .copied()
+                .ok_or_else(|| Error::Internal(format!("{id} was not recorded")))
+        };
+        let loss = id_of(&self.ids, self.loss)?;
+        self.graph.set_loss(loss);
+        for (into, after) in std::mem::take(&mut self.changed) {
+            let from = id_of(&self.ids, after)?;
+            self.graph.updates_mut().push(Update { into, from });
+        }
+        Ok(())
+    }
+
+    /// The optimizer's step for one parameter, if it has a gradient.
+    fn add_optimizer(&mut self, index: usize, step: &StepScalars) -> Result<(), Error> {
+        let missing = || Error::Internal("an optimizer reads what nothing writes".to_owned());
+        let leaf = self.leaves[index].clone();
+        let Some(gradient) = leaf.gradient.as_ref() else {
+            return Ok(());
+        };
+        let gradient = *self.ids.get(&gradient.id).ok_or_else(missing)?;
+        let step = step.of(&leaf.path).ok_or_else(|| {
+            Error::Internal(format!("there is no optimizer for parameter {}", leaf.path))
+        })?;
+        let parameter = &mut self.graph.parameters_mut()[index];
+        parameter.gradient = Some(gradient);
+        let (value, states) = (parameter.value, parameter.states.clone());
+        let mut ids: BTreeMap<TensorId, TensorId> = [
+            (optimizer::parameter_id(), value),
+            (optimizer::gradient_id(), gradient),
+        ]
+        .into();
+        let slots = states.iter().enumerate();
+        ids.extend(slots.map(|(slot, id)| (optimizer::state_id(slot), *id)));
+        for (position, mut operation) in step.operations().enumerate() {
+            for output in operation.outputs() {
+                let id = self
+                    .graph
+                    .add_value(output.shape.to_vec(), output.dtype, Role::Temporary);
+                ids.insert(output.id, id);
+            }
+            rename(&mut operation, &ids);
+            let mut node = Node::new(operation, Phase::Optimizer);
+            node.path = Some(leaf.path.clone());
+            node.scalars = (!node.scalar_values().is_empty()).then_some(ScalarSlot { position });
+            self.graph.push(node);
+        }
+        let structure = step.structure();
+        let new_states = structure.new_states.iter();
+        let new_states = new_states.map(|(slot, from)| (states[*slot], *from));
+        let new = [(value, structure.new_parameter)].into_iter();
+        for (into, from) in new.chain(new_states) {
+            let from = *ids.get(&from).ok_or_else(missing)?;
+            if into != from {
+                self.graph.updates_mut().push(Update { into, from });
+            }
+        }
+        Ok(())
+    }
+
+    fn declare_constants(&mut self, operation: &OperationIr) {
+        for input in operation.inputs() {
+            if self.ids.contains_key(&input.id) {
+                continue;
+            }
+            if let Some(data) = self.constants.get(&input.id) {
+                let shape = data.shape().to_vec();
+                let id = self.graph.add_value(shape, data.dtype(), Role::Constant);
+                self.graph.insert_constant(id, data.clone());
+                self.ids.insert(input.id, id);
+            }
+        }
+    }
+
+    fn node(&self, mut operation: OperationIr, phase: Phase) -> Node {
+        rename(&mut operation, &self.ids);
+        read_only(&mut operation);
+        Node::new(operation, phase)
+    }
+}
+
+fn captured(leaf: &Leaf) -> Result<Captured, Error> {
+    leaf.captured.clone().ok_or_else(|| Error::Uncapturable {
+        stage: "the module",
+        produced_by: None,
+        reason: format!(
+            "its tensor \"{}\" is not on the device that init was given",
+            leaf.path
+        ),
+    })
+}
+
+fn read_only(operation: &mut OperationIr) {
+    set_status(operation, |_| burn_ir::TensorStatus::ReadOnly);
+}
+
+/// The operations that `wanted` depends on, cut at the given tensors; random numbers that the loss
+/// draws stay even if unused, because the numbers after them depend on it.
+///
+/// # Errors
+///
+/// [`Error::RandomInModule`] if they depend on random numbers of the module's initialisation: as operations
+/// of the step they would be other ones in every step.
+fn needed(
+    operations: Vec<OperationIr>,
+    given: &BTreeMap<TensorId, TensorId>,
+    mut wanted: BTreeSet<TensorId>,
+) -> Result<Vec<OperationIr>, Error> {
+    // Everything before the inputs were made belongs to the module's initialisation.
+    let made = |op: &OperationIr| op.outputs().any(|output| given.contains_key(&output.id));
+    let first = operations
+        .iter()
+        .rposition(made)
+        .map_or(0, |index| index + 1);
+    let mut kept = Vec::new();
+    for (index, operation) in operations.into_iter().enumerate().rev() {
+        if matches!(operation, OperationIr::Init(_) | OperationIr::Drop(_)) {
+            continue;
+        }
+        let is_random = Node::new(operation.clone(), Phase::Forward).is_opaque();
+        let is_needed = operation
+            .outputs()
+            .any(|output| wanted.contains(&output.id) && !given.contains_key(&output.id));
+        if is_needed && is_random && index < first {
+            let shape = operation.outputs().next().map(|out| out.shape.to_vec());
+            return Err(Error::RandomInModule {
+                operation: operation_name(&operation),
+                shape: shape.unwrap_or_default(),
+            });
+        }
+        if is_needed || is_random && index >= first {
+            wanted.extend(operation.inputs().map(|input| input.id));
+            kept.push(operation);
+        }
+    }
+    kept.reverse();
+    Ok(kept)
+}

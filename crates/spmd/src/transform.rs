@@ -1,0 +1,83 @@
+//! What a pass is.
+
+use std::fmt;
+
+use crate::Error;
+use crate::graph::Graph;
+use crate::pass_id::PassId;
+
+/// A function from graph to graph.
+///
+/// ```
+/// use burn_fsdp_spmd::Error;
+/// use burn_fsdp_spmd::graph::Graph;
+/// use burn_fsdp_spmd::passes::{GraphTransform, PassId, Pipeline};
+///
+/// /// Counts nodes, and changes nothing.
+/// #[derive(Debug)]
+/// struct Count;
+///
+/// impl GraphTransform for Count {
+///     fn id(&self) -> PassId {
+///         PassId::User("count")
+///     }
+///
+///     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+///         println!("{} nodes", graph.nodes().len());
+///         Ok(graph)
+///     }
+/// }
+///
+/// let graph = Pipeline::new().then(Count).run(Graph::new())?;
+/// assert_eq!(graph.applied(), [PassId::User("count")]);
+/// // Once is enough.
+/// assert!(Pipeline::new().then(Count).run(graph).is_err());
+/// # Ok::<(), Error>(())
+/// ```
+pub trait GraphTransform: fmt::Debug + Send + Sync {
+    /// What errors and [`Graph::applied`] call it.
+    fn id(&self) -> PassId;
+
+    /// The passes that must have been applied before it.
+    fn after(&self) -> &'static [PassId] {
+        &[]
+    }
+
+    /// The passes that must not have been applied before it.
+    fn before(&self) -> &'static [PassId] {
+        &[]
+    }
+
+    /// The new graph.
+    ///
+    /// # Errors
+    ///
+    /// If the graph cannot be transformed.
+    fn transform(&self, graph: Graph) -> Result<Graph, Error>;
+}
+
+/// Refuses a graph that has not been through every pass of `after`, or has been through one of `before`.
+///
+/// # Errors
+///
+/// [`Error::PassOrder`].
+pub(crate) fn check_order(
+    graph: &Graph,
+    pass: PassId,
+    after: &[PassId],
+    before: &[PassId],
+) -> Result<(), Error> {
+    let has = |other: &PassId| graph.applied().contains(other);
+    let order = |relation, other: &PassId| Error::PassOrder {
+        pass,
+        relation,
+        other: *other,
+    };
+    if let Some(missing) = after.iter().find(|other| !has(other)) {
+        return Err(order("after", missing));
+    }
+    match before.iter().find(|other| has(other)) {
+        Some(early) => Err(order("before", early)),
+        None => Ok(()),
+    }
+}
