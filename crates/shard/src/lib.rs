@@ -19,7 +19,7 @@
 //! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
 //!
 //! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
-//! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
+//! `scaler`, `elementwise` and `probes` (which optimizers may be used), `buffers`, `full` (whole parameters),
 //! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods. They walk
 //! over modules with `path`, and find the sharded parameters in them with `inspect`.
 //!
@@ -56,6 +56,7 @@ mod pattern;
 mod plan;
 mod policy;
 mod precision;
+mod probes;
 mod record;
 mod report;
 mod root;
@@ -90,6 +91,7 @@ pub use full::{FullTensor, WriteBack, full_state, summon_full_params};
 pub use gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
 pub use inspect::{param_id, settle_ids};
 pub use names::{check_names, parameter_paths};
+pub use probes::is_probe;
 pub use record::into_record;
 pub use scaler::{LossScaler, LossScalerState, LossScaling};
 pub use stand_ins::{renew_stand_ins, stand_in_bytes};

@@ -6,6 +6,7 @@
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
+use crate::ambient::{Purpose, within};
 use crate::parameter::CONTAINER;
 
 /// Where a walk over a module is.
@@ -95,9 +96,11 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
 
 /// The module with its tensors as `mapper` makes them.
 pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
-    module.map(&mut Walk {
-        place: Place::default(),
-        by: mapper,
+    within(Purpose::Map, || {
+        module.map(&mut Walk {
+            place: Place::default(),
+            by: mapper,
+        })
     })
 }
 

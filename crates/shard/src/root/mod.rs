@@ -20,6 +20,7 @@ use crate::error::{Error, throw};
 use crate::generation::{Copied, Generation, Node};
 use crate::memory::Watch;
 use crate::policy::{DivideFactors, GradientHook, ShardPolicy};
+use crate::probes::Trial;
 use crate::schedule::{Operation, Schedules};
 use crate::unit::Unit;
 
@@ -44,6 +45,8 @@ pub(crate) struct Root {
     /// Whether some thread is inside a part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
+    /// Of the optimizer.
+    pub(crate) trial: Trial,
 }
 
 impl std::fmt::Debug for Root {
@@ -164,6 +167,7 @@ impl Root {
             rulers: Mutex::default(),
             stepping: AtomicBool::new(false),
             progress: Mutex::default(),
+            trial: Trial::default(),
         })
     }
 

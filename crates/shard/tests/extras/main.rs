@@ -19,6 +19,7 @@ mod buffers;
 mod clip;
 mod elementwise;
 mod fake;
+mod first_step;
 mod full;
 mod gradients;
 mod identity;
