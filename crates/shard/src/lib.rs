@@ -19,7 +19,8 @@
 //! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
 //!
 //! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
-//! `scaler`, `elementwise` and `probes` (which optimizers may be used), `buffers`, `full` (whole parameters),
+//! `scaler`, `elementwise` and `probes` (which optimizers may be used), `unmanaged` (what nobody would
+//! reduce), `buffers`, `full` (whole parameters),
 //! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods. They walk
 //! over modules with `path`, and find the sharded parameters in them with `inspect`.
 //!
@@ -68,6 +69,7 @@ mod step;
 mod survey;
 mod transport;
 mod unit;
+mod unmanaged;
 mod wrap;
 mod wrapper;
 

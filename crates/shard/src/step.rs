@@ -13,6 +13,7 @@ use crate::leaves;
 use crate::probes::Subject;
 use crate::root::{Reduced, Root};
 use crate::schedule::Operation;
+use crate::unmanaged;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
@@ -32,7 +33,8 @@ use crate::schedule::Operation;
 ///
 /// # Errors
 ///
-/// [`Error::NoGraph`] for a loss without autodiff, or a
+/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the
+/// policy, which Burn's own backward does not notice; [`Error::NoGraph`] for a loss without autodiff, or a
 /// module of which nothing is trained; what the collectives inside met: another rank's failure, a timeout,
 /// a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
@@ -77,6 +79,7 @@ fn reduced_gradients<M: Module, const D: usize>(
         }
     }
     let mut gradients = GradientsParams::from_grads(gradients, module);
+    unmanaged::refuse(module, roots, &gradients)?;
     if !gradients.is_empty() {
         register_probes(module, roots, &mut gradients);
     }

@@ -128,7 +128,10 @@ fn wrap<M: Module>(
     }
     let grouping = Grouping::new(&parameters, policy)?;
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
-    let root = Root::new(ranks.all, policy);
+    let left_alone = survey.parameters.iter();
+    let left_alone = left_alone.filter(|found| ignored.contains(&found.path));
+    let left_alone = left_alone.map(|found| (found.path.clone(), found.id));
+    let root = Root::new(ranks.all, policy, left_alone.collect());
 
     let sharder = Sharder::new(&units, &survey);
     let module = catch(|| module.apply_reparameterization(sharder))?;

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
+use burn::module::ParamId;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
@@ -47,6 +48,8 @@ pub(crate) struct Root {
     progress: Mutex<Progress>,
     /// Of the optimizer.
     pub(crate) trial: Trial,
+    /// Path and id of the parameters that the policy ignored.
+    left_alone: Vec<(String, ParamId)>,
 }
 
 impl std::fmt::Debug for Root {
@@ -152,8 +155,12 @@ enum UseKind {
 }
 
 impl Root {
-    /// A root without units, of all ranks in `group`.
-    pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy) -> Arc<Self> {
+    /// A root without units, of all ranks in `group`. It knows what the policy left alone.
+    pub(crate) fn new(
+        group: ProcessGroup,
+        policy: &ShardPolicy,
+        left_alone: Vec<(String, ParamId)>,
+    ) -> Arc<Self> {
         // Roots are made by collective calls, before which all ranks have done the same.
         let number = group.counts().total().operations;
         Arc::new(Self {
@@ -168,6 +175,16 @@ impl Root {
             stepping: AtomicBool::new(false),
             progress: Mutex::default(),
             trial: Trial::default(),
+            left_alone,
+        })
+    }
+
+    /// Whether the policy ignored the parameter with `id`, or what a record has put in its place at
+    /// `path`, in this module or in one that it is a part of.
+    pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
+        self.left_alone.iter().any(|(ignored, of)| {
+            let prefix = path.strip_suffix(ignored.as_str());
+            *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
         })
     }
 

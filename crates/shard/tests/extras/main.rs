@@ -28,4 +28,5 @@ mod refused;
 mod restores;
 mod running;
 mod scaler;
+mod unmanaged;
 mod wrapper;
