@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{Step, TensorEntry};
+use burn_fsdp_shard::is_probe;
 use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -82,11 +84,15 @@ impl OptimizerParts {
     pub(crate) fn take(optimizer: &ModuleOptimizer) -> Result<Self, CheckpointError> {
         let bytes = optimizer.into_bytes().map_err(optimizer_error)?;
         let reader = Reader::from_bytes(bytes).map_err(optimizer_error)?;
-        Ok(Self {
+        let mut parts = Self {
             scalars: reader.scalars().clone(),
             paths: reader.metadata().clone(),
             tensors: reader.into_tensors().map_err(optimizer_error)?,
-        })
+        };
+        parts.scalars.retain(|name, _| !is_of_probe(name));
+        parts.paths.retain(|name, _| !is_of_probe(name));
+        parts.tensors.retain(|tensor| !is_of_probe(&tensor.name));
+        Ok(parts)
     }
 
     pub(crate) fn scalars_of(&self, id: u64) -> impl Iterator<Item = (String, Scalar)> {
@@ -150,6 +156,13 @@ pub(crate) fn check_taken(
             )))
         }
     }
+}
+
+/// Whether a name begins with the id of what the optimizer was tried by, which is no parameter.
+fn is_of_probe(name: &str) -> bool {
+    let id = name.split_once('.').map_or(name, |(id, _)| id);
+    id.parse::<u64>()
+        .is_ok_and(|id| is_probe(ParamId::from(id)))
 }
 
 /// A name without the id of the parameter that it begins with.

@@ -21,6 +21,8 @@ pub(crate) enum Purpose {
     Region,
     /// The second forward of a checkpointed region, or its backward.
     RegionAgain,
+    /// The engine maps over a module for a purpose of its own.
+    Map,
     /// A gradient hook runs.
     Hook,
     /// Somebody turns errors that unwind back into values.
@@ -57,6 +59,11 @@ pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
 /// Whether this thread is at it.
 pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
+}
+
+/// Whether this thread is at anything but the program's own code.
+pub(crate) fn is_engine() -> bool {
+    PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }
 
 /// The innermost of some purposes.

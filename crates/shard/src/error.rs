@@ -370,6 +370,16 @@ pub enum Error {
         /// The first parameter of which it is true.
         path: String,
     },
+    /// A parameter would be trained with each rank's own gradient.
+    #[error(
+        "parameter `{path}` is trained, but neither sharded nor ignored: each rank would go its own way \
+         with it; shard it too (`fully_shard` or `replicate` its module, or the whole module when its \
+         children are), or name it in `ShardPolicy::ignore` if each rank is to train its own"
+    )]
+    Unmanaged {
+        /// Path of the parameter.
+        path: String,
+    },
     /// Ranks hold different values of what should be the same everywhere.
     #[error(
         "ranks {rank} and {peer} hold different values of `{path}`, which every rank should hold \

@@ -11,6 +11,7 @@
 //! - `policy`, `precision`, `gradient_hook`: what the user asks for. `pattern`: modules by path.
 //! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
+//! - `probes`: whether the optimizer that makes a first step may work on shards.
 //! - `ambient`: what this thread is doing inside Burn. `region`: the checkpointed region it is in.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
@@ -33,6 +34,7 @@
 //!   backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter.
+//! - `unmanaged`: what nobody would reduce.
 //! - `checkpoint` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
@@ -57,6 +59,7 @@ mod pattern;
 mod pins;
 mod policy;
 mod precision;
+mod probes;
 mod region;
 mod report;
 mod root;
@@ -68,6 +71,7 @@ mod step;
 mod survey;
 mod transport;
 mod unit;
+mod unmanaged;
 mod wrap;
 mod wrapper;
 
@@ -81,6 +85,7 @@ pub use inspect::units::{UnitHandle, Unsharding, no_sync, units, unused_units};
 pub use pins::Pinned;
 pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
 pub use precision::Precision;
+pub use probes::is_probe;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, cast_input, reset};
 pub use wrap::{fully_shard, replicate};

@@ -6,6 +6,8 @@
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
+use crate::ambient::{Purpose, within};
+
 /// Name of the reparameterization that the engine attaches to a parameter.
 pub(crate) const NAME: &str = "fsdp";
 /// What Burn calls the container of a reparameterization while visiting and mapping.
@@ -98,9 +100,11 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
 
 /// The module with its tensors as `mapper` makes them.
 pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
-    module.map(&mut Walk {
-        place: Place::default(),
-        by: mapper,
+    within(Purpose::Map, || {
+        module.map(&mut Walk {
+            place: Place::default(),
+            by: mapper,
+        })
     })
 }
 

@@ -11,8 +11,10 @@ use crate::error::{Error, catch};
 use crate::inspect;
 use crate::leaves;
 use crate::op::Reduced;
+use crate::probes::Subject;
 use crate::root::Root;
 use crate::transport::cast;
+use crate::unmanaged;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
@@ -21,13 +23,21 @@ use crate::transport::cast;
 /// that errors come back as values, and that a rank whose loss uses no unit at all still takes
 /// part in the other ranks' reductions.
 ///
+/// As long as no optimizer has stepped the module, up to five gradients more are among them, for a small
+/// matrix and its shards under ids of their own ([`is_probe`](crate::is_probe)): by them the first step
+/// notices an optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`], which
+/// [`catch`](crate::catch) makes a value. With several groups only that of the first sharded parameter is
+/// tried; Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop them, and
+/// a warning says so: [`check_elementwise`](crate::check_elementwise) tries all.
+///
 /// Collective.
 ///
 /// # Errors
 ///
-/// [`Error::NoGraph`] for a loss without autodiff, or a module of which nothing is trained; what the
-/// collectives inside met: another rank's failure, a timeout, a mismatch of operations. Afterwards
-/// every unit is sharded and nothing is pending.
+/// [`Error::Unmanaged`] if several ranks train a parameter that is neither sharded nor ignored by the
+/// policy, which Burn's own backward does not notice; [`Error::NoGraph`] for a loss without autodiff, or a
+/// module of which nothing is trained; what the collectives inside met: another rank's failure, a timeout,
+/// a mismatch of operations. Afterwards every unit is sharded and nothing is pending.
 pub fn backward<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -69,7 +79,44 @@ fn reduced_gradients<M: Module, const D: usize>(
             register(&mut gradients, root.finish_unused(copy)?, module);
         }
     }
-    Ok(GradientsParams::from_grads(gradients, module))
+    let mut gradients = GradientsParams::from_grads(gradients, module);
+    unmanaged::refuse(module, roots, &gradients)?;
+    if !gradients.is_empty() {
+        register_probes(module, roots, &mut gradients);
+    }
+    Ok(gradients)
+}
+
+/// Registers what the first step of an optimizer is tried by, for each root.
+fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
+    let untried = roots.iter().enumerate();
+    let untried: Vec<_> = untried
+        .filter(|(_, root)| root.trial.is_pending())
+        .collect();
+    if untried.is_empty() {
+        return;
+    }
+    let members = inspect::members(module);
+    for (place, root) in untried {
+        let own = members
+            .iter()
+            .filter(|member| root.owns(&member.generation.unit));
+        let trained = own.filter(|member| member.generation.is_trainable(member.index));
+        let cut = trained.clone().find(|member| member.slot().is_gathered());
+        // What is kept whole is a flat vector to the optimizer, whatever it was.
+        let subject = cut.or_else(|| {
+            let mut trained = trained;
+            trained.find(|member| member.slot().shape.len() > 1)
+        });
+        let Some(member) = subject else { continue };
+        let subject = Subject {
+            id: member.id,
+            device: member.generation.value(member.index).device(),
+            dtype: member.slot().elements.stored.dtype,
+            is_cut: member.slot().is_gathered(),
+        };
+        root.trial.register(place, subject, gradients);
+    }
 }
 
 /// Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.

@@ -8,12 +8,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::error::Error;
 use crate::inspect;
+use crate::probes::{LEN, SIDE, element};
 
-/// Rows and columns of the matrix on trial: halves of it are whole vectors of any processor, so that
-/// equal arithmetic gives equal bits.
-const SIDE: usize = 16;
-/// Elements of the matrix.
-const LEN: usize = SIDE * SIDE;
 const NUM_STEPS: usize = 3;
 
 /// Of the gradients: the larger is to exceed any threshold of clipping by norm, while its square is
@@ -34,9 +30,11 @@ fn scales(dtype: DType) -> [f32; 2] {
 /// LAMB, Burn's gradient clipping by norm) give other bits. Burn's `LBFGS` is not a
 /// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
 ///
-/// Burn tells nobody when an optimizer steps, so nothing else notices such an optimizer before its first
-/// numbers are wrong: call this where the optimizer is made. Checkpoints and the file-backed optimizer
-/// of `burn-fsdp` do so by themselves.
+/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at one parameter
+/// by itself. Call this for an optimizer with several groups, of which others may compute with whole
+/// tensors, for a second optimizer, and in a loop that calls Burn's own backward or accumulates gradients,
+/// where no step can be told from another map. Checkpoints and the file-backed optimizer of `burn-fsdp`
+/// do so by themselves.
 ///
 /// Not collective: all ranks come to the same verdict. It costs a few small steps for each parameter;
 /// call it once, before training.
@@ -45,7 +43,7 @@ fn scales(dtype: DType) -> [f32; 2] {
 ///
 /// [`Error::WholeTensors`] with the first such parameter; [`Error::NotSharded`].
 pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
-    inspect::root_of(module)?;
+    let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
         let slot = member.slot();
         // What is kept whole and has one dimension is to the optimizer what it was before.
@@ -66,6 +64,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
             return Err(Error::WholeTensors { path });
         }
     }
+    roots.iter().for_each(|root| root.trial.end());
     Ok(())
 }
 
@@ -151,18 +150,6 @@ impl Trial<'_> {
         let values: Vec<f32> = (0..len).map(element).collect();
         Tensor::from_data(TensorData::new(values, shape), (&self.device, self.dtype))
     }
-}
-
-/// Element `i` of the matrix or of its gradient in a step: of either sign, never zero, and with rows
-/// and columns of different sizes.
-fn element(i: usize, step: usize) -> f32 {
-    let (row, column) = (i / SIDE, i % SIDE);
-    let sign = if (i * 7 + step * 3) % 5 < 2 {
-        -1.0
-    } else {
-        1.0
-    };
-    sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
 /// A module of one parameter, at any path.

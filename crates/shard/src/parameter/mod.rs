@@ -14,12 +14,13 @@ use burn::module::{
 use burn::tensor::{Device, Tensor};
 use std::sync::Arc;
 
-use crate::ambient::{Purpose, is_within};
+use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
 use crate::error::{Error, throw};
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
+use crate::probes::Trial;
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
@@ -124,6 +125,25 @@ fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -
     })
 }
 
+/// Tries what maps, if that may be the first step of an optimizer. Returns the value of `shown` if
+/// nothing is known afterwards.
+fn try_optimizer<M: ModuleMapper>(
+    generation: &Owned,
+    shown: &Param<Tensor<1>>,
+    path: &str,
+    mapper: &mut M,
+) -> Option<Tensor<1>> {
+    let root = generation.root_link().root()?;
+    let slot = &generation.unit.slots[generation.slot];
+    // What is kept whole and has one dimension is to the optimizer what it was before.
+    let is_changed = slot.is_gathered() || slot.shape.len() > 1;
+    let is_pending = is_changed && root.trial.is_pending() && !ambient::is_engine();
+    let may_step = is_pending && root.num_finished() > 0;
+    may_step
+        .then(|| root.trial.show(shown, path, mapper))
+        .flatten()
+}
+
 impl Reparameterization for ShardedParam {
     const NAME: &'static str = NAME;
 
@@ -205,7 +225,9 @@ impl Module for ShardedParam {
                 let shown = Self::shown(&value, &identity, path);
                 let before = shown.id;
                 mapper.exit_module(NAME, CONTAINER);
+                let unknown = try_optimizer(&generation, &shown, path, mapper);
                 let value = shown.map_module(mapper);
+                Trial::compare(unknown, &value, path);
                 mapper.enter_module(NAME, CONTAINER);
                 let identity = match value.id == before {
                     true => identity,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use burn::module::ParamId;
 use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -16,6 +17,7 @@ use crate::error::{Error, throw};
 use crate::gradient_hook::GradientHook;
 use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
+use crate::probes::Trial;
 use crate::schedule::Operation;
 use crate::unit::Unit;
 
@@ -36,6 +38,10 @@ pub(crate) struct Root {
     /// Whether some thread is inside a part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
+    /// Of the optimizer.
+    pub(crate) trial: Trial,
+    /// Path and id of the parameters that the policy ignored.
+    left_alone: Vec<(String, ParamId)>,
 }
 
 impl std::fmt::Debug for Root {
@@ -81,8 +87,12 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// A root without units, of all ranks in `group`.
-    pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy) -> Arc<Self> {
+    /// A root without units, of all ranks in `group`. It knows what the policy left alone.
+    pub(crate) fn new(
+        group: ProcessGroup,
+        policy: &ShardPolicy,
+        left_alone: Vec<(String, ParamId)>,
+    ) -> Arc<Self> {
         // Roots are made by collective calls, before which all ranks have done the same.
         let number = group.counts().total().operations;
         Arc::new(Self {
@@ -96,6 +106,17 @@ impl Root {
             rulers: Mutex::default(),
             stepping: AtomicBool::new(false),
             progress: Mutex::default(),
+            trial: Trial::default(),
+            left_alone,
+        })
+    }
+
+    /// Whether the policy ignored the parameter with `id`, or what a record has put in its place at
+    /// `path`, in this module or in one that it is a part of.
+    pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
+        self.left_alone.iter().any(|(ignored, of)| {
+            let prefix = path.strip_suffix(ignored.as_str());
+            *of == id || prefix.is_some_and(|prefix| prefix.is_empty() || prefix.ends_with('.'))
         })
     }
 

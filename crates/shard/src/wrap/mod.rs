@@ -135,7 +135,12 @@ fn wrap<M: Module>(
     }
     let grouping = Grouping::new(&parameters, policy)?;
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
-    let root = Root::new(ranks.all, policy);
+    let ignored = survey
+        .parameters
+        .iter()
+        .filter(|found| ignored.contains(&found.path))
+        .map(|found| (found.path.clone(), found.id));
+    let root = Root::new(ranks.all, policy, ignored.collect());
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey);

@@ -1,0 +1,202 @@
+//! Optimizers that need whole tensors, noticed by their first step.
+
+use burn::grad_clipping::GradientClipping;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsAccumulator,
+    LambConfig, LionConfig, ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
+};
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_shard::{
+    Error, ShardPolicy, Strategy, backward, catch, check_elementwise, params_with_gradient,
+};
+
+use super::bench::{build, device, on_ranks, whole_params};
+use super::nets::{MLP, Mlp};
+
+type Make = fn() -> ModuleOptimizer;
+
+const WHOLE: [(&str, Make); 4] = [
+    ("muon", || MuonConfig::new().init()),
+    ("adafactor", || AdafactorConfig::new().init()),
+    ("lamb", || LambConfig::new().init()),
+    ("clipping by norm", clipping),
+];
+
+fn clipping() -> ModuleOptimizer {
+    let optimizer = AdamWConfig::new().init();
+    optimizer.with_grad_clipping(GradientClipping::Norm(1.0))
+}
+
+const ELEMENTWISE: [(&str, Make); 11] = [
+    ("sgd", || SgdConfig::new().init()),
+    ("sgd with momentum", || {
+        let momentum = MomentumConfig::new().with_nesterov(true);
+        SgdConfig::new().with_momentum(Some(momentum)).init()
+    }),
+    ("adam", || AdamConfig::new().init()),
+    ("adamw", || AdamWConfig::new().with_weight_decay(0.1).init()),
+    ("amsgrad", || AdamWConfig::new().with_amsgrad(true).init()),
+    ("adagrad", || AdaGradConfig::new().init()),
+    ("rmsprop", || RmsPropConfig::new().init()),
+    ("centered", || {
+        RmsPropConfig::new().with_centered(true).init()
+    }),
+    ("lion", || LionConfig::new().init()),
+    ("adan", || AdanConfig::new().init()),
+    ("clipping by value", || {
+        let optimizer = AdamWConfig::new().init();
+        optimizer.with_grad_clipping(GradientClipping::Value(0.01))
+    }),
+];
+
+fn blocks() -> ShardPolicy {
+    ShardPolicy::new().units(["blocks.*"])
+}
+
+/// Steps with the learning rates `rates`.
+fn stepped(
+    mut model: Mlp,
+    optimizer: &mut ModuleOptimizer,
+    world: &ProcessGroup,
+    rates: &[f64],
+) -> Result<Mlp, Error> {
+    for (step, rate) in rates.iter().enumerate() {
+        let gradients = backward(model.loss(world.rank(), step, &device()), &model)?;
+        model = catch(|| optimizer.step(*rate, model, gradients))?;
+    }
+    Ok(model)
+}
+
+/// What the steps end with, on each rank.
+fn refusals(ranks: usize, policy: ShardPolicy, make: Make, rates: &'static [f64]) -> Vec<bool> {
+    on_ranks(ranks, move |world| {
+        let model = build(MLP, &world, &device(), policy.clone())?;
+        match stepped(model, &mut make(), &world, rates) {
+            Ok(_) => Ok(false),
+            Err(error) => {
+                assert!(matches!(error, Error::WholeTensors { .. }), "{error}");
+                Ok(true)
+            }
+        }
+    })
+}
+
+#[test]
+fn whole_tensors_are_noticed_by_the_first_step() {
+    for ranks in 1..=3 {
+        for (name, make) in WHOLE {
+            let refused = refusals(ranks, blocks(), make, &[1e-2]);
+            assert_eq!(refused, vec![true; ranks], "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_learning_rate_of_zero_tells_nothing_yet() {
+    for (name, make) in WHOLE {
+        // Muon fails on what is flat, whatever the rate.
+        if name != "muon" {
+            let still = refusals(2, blocks(), make, &[0.0, 0.0]);
+            assert_eq!(still, [false; 2], "{name}");
+        }
+        let refused = refusals(2, blocks(), make, &[0.0, 0.0, 1e-2]);
+        assert_eq!(refused, [true; 2], "{name}");
+    }
+    for (name, make) in ELEMENTWISE {
+        let refused = refusals(2, blocks(), make, &[0.0, 0.0, 1e-2, 1e-2]);
+        assert_eq!(refused, [false; 2], "{name}");
+    }
+}
+
+/// What is whole on every rank is flat all the same.
+#[test]
+fn replicas_are_tried_for_their_shape() {
+    let refused = |make| {
+        let policy = blocks().strategy(Strategy::NoShard);
+        refusals(2, policy, make, &[1e-2, 1e-2])
+    };
+    for (name, make) in WHOLE {
+        let needs_shape = matches!(name, "muon" | "adafactor");
+        assert_eq!(refused(make), [needs_shape; 2], "{name}");
+    }
+    for (name, make) in ELEMENTWISE {
+        assert_eq!(refused(make), [false; 2], "{name}");
+    }
+}
+
+/// As many states and the same bits as after a check that was asked for.
+#[test]
+fn elementwise_optimizers_step_as_if_they_were_not_tried() {
+    for ranks in 1..=3 {
+        for (name, make) in ELEMENTWISE {
+            for (asked, unasked) in on_ranks(ranks, move |world| {
+                let device = device();
+                let run = |asks: bool| {
+                    let model = build(MLP, &world, &device, blocks())?;
+                    let mut optimizer = make();
+                    if asks {
+                        check_elementwise(&model, &optimizer)?;
+                    }
+                    let model = stepped(model, &mut optimizer, &world, &[1e-2, 1e-2, 1e-2])?;
+                    Ok::<_, Error>(whole_params(Mlp::new(&device), &model))
+                };
+                Ok((run(true)?, run(false)?))
+            }) {
+                assert_eq!(asked, unasked, "{name}");
+            }
+        }
+    }
+}
+
+/// Until the first step.
+#[test]
+fn gradients_of_probes_come_and_go() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(MLP, &world, &device, blocks())?;
+        let mut optimizer = AdamWConfig::new().init();
+        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+        let own = params_with_gradient(&model, &gradients).len();
+        assert_eq!(gradients.len(), own + 5);
+        let model = optimizer.step(1e-2, model, gradients);
+        let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
+        assert_eq!(gradients.len(), own);
+
+        let model = build(MLP, &world, &device, blocks())?;
+        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+        let mut accumulator = GradientsAccumulator::new();
+        accumulator.accumulate(&model, gradients);
+        assert_eq!(accumulator.grads().len(), own);
+        check_elementwise(&model, &optimizer)?;
+        let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
+        assert_eq!(gradients.len(), own);
+        Ok(())
+    });
+}
+
+/// Changes all that it is shown, with or without a gradient.
+struct Halve;
+
+impl ModuleMapper for Halve {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| value.inner().mul_scalar(0.5).autodiff().require_grad())
+    }
+}
+
+#[test]
+fn another_map_is_not_taken_for_an_optimizer() {
+    on_ranks(2, |world| {
+        let device = device();
+        let model = build(MLP, &world, &device, ShardPolicy::new())?;
+        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+        let model = model.map(&mut Halve);
+        let mut optimizer = LambConfig::new().init();
+        let refused = catch(|| optimizer.step(1e-2, model, gradients));
+        let error = refused.expect_err("the first step");
+        assert!(matches!(error, Error::WholeTensors { .. }), "{error}");
+        Ok(())
+    });
+}
