@@ -5,8 +5,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::Tensor;
 use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
 
 /// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
@@ -101,6 +102,7 @@ impl FileBackedOptimizer {
     ) -> Result<M, Error> {
         let learning_rate = learning_rate.into();
         check_elementwise_once(&module, &self.optimizer)?;
+        let gradients = without_empty(&module, gradients);
         for part in gradients_by_unit(&module, gradients) {
             let mut optimizer = self.load(&part.unit)?;
             module = optimizer.step(learning_rate.clone(), module, part.gradients);
@@ -155,6 +157,25 @@ impl FileBackedOptimizer {
         saved.map_err(|error| failure(&unit, &file, &error, "make room on the disk"))?;
         self.files.insert(unit, file);
         Ok(())
+    }
+}
+
+/// Takes out the gradients of shards without elements: nothing in them is updated, and Burn reads an empty
+/// state back from a file at an address that its kernels refuse.
+fn without_empty<M: Module>(module: &M, gradients: GradientsParams) -> GradientsParams {
+    let mut rest = NotEmpty(gradients);
+    module.visit(&mut rest);
+    rest.0
+}
+
+struct NotEmpty(GradientsParams);
+
+impl ModuleVisitor for NotEmpty {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        // Shards are of one dimension.
+        if D == 1 && param.base().shape().num_elements() == 0 {
+            self.0.remove::<D>(param.id);
+        }
     }
 }
 

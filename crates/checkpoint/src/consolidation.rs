@@ -12,6 +12,7 @@ use output::{split, total_size, wanted};
 use target::{beside, check_outside_steps, discard, parent, remove_leftovers};
 use write::{write_file, write_folder};
 
+use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 
 /// Writes the model's tensors for which `write_as` gives a name into one safetensors file, whole.
@@ -33,10 +34,20 @@ pub fn consolidate_to_file(
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
     check_outside_steps(storage, step, out)?;
-    if !config.replace && storage.exists(out).map_err(Error::io("look for", out))? {
-        return Err(Error::Exists {
-            path: out.to_owned(),
-        });
+    match storage.kind(out).map_err(Error::io("look for", out))? {
+        Some(EntryKind::Dir) => {
+            return Err(Error::Argument {
+                argument: "out",
+                expected: "the name of a file, or a size for the files of a folder".to_owned(),
+                got: format!("the folder {}", out.display()),
+            });
+        }
+        Some(_) if !config.replace => {
+            return Err(Error::Exists {
+                path: out.to_owned(),
+            });
+        }
+        _ => {}
     }
     let tensors = wanted(step, write_as)?;
     let parent = parent(out);

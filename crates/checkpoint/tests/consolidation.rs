@@ -71,6 +71,21 @@ fn one_file_has_the_model_and_nothing_else() {
             Some(PlainTensor::unchanged(tensor))
         });
         assert!(matches!(error, Err(Error::Exists { .. })));
+        // A folder is replaced by no file, whatever is asked for.
+        let replace = ConsolidationConfig {
+            replace: true,
+            ..ConsolidationConfig::default()
+        };
+        let error = consolidate_to_file(&step, Path::new("out"), &replace, |tensor| {
+            Some(PlainTensor::unchanged(tensor))
+        });
+        assert!(matches!(
+            error,
+            Err(Error::Argument {
+                argument: "out",
+                ..
+            })
+        ));
         let config = ConsolidationConfig {
             replace: true,
             ..config

@@ -53,6 +53,7 @@ mod counts;
 mod element;
 mod engine;
 mod error;
+mod failing;
 mod fake;
 mod fault;
 mod fingerprint;
@@ -65,6 +66,7 @@ mod local;
 mod lock;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod one_rank;
 mod operation;
 mod patience;
 mod pending;

@@ -1,15 +1,18 @@
 //! Operations that have started.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
+use crate::control::Control;
 use crate::control::Wait;
 use crate::engine::{Awaited, Flight, Received, Withdrawn};
+use crate::identity::GroupId;
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{Buffer, CommStage, Error, Operation, ProcessGroup, Stage};
+use crate::{Buffer, CommStage, Error, Operation, Stage};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -23,7 +26,7 @@ use crate::{Buffer, CommStage, Error, Operation, ProcessGroup, Stage};
 /// if it had been waited for, and this rank's buffers go back to their pool.
 #[must_use = "an operation that is dropped is discarded: wait for it"]
 pub struct Pending<T = Received> {
-    group: ProcessGroup,
+    peers: Peers,
     flight: Box<dyn Flight>,
     entry: Entry,
     finish: fn(Received) -> T,
@@ -31,13 +34,13 @@ pub struct Pending<T = Received> {
 
 impl<T> Pending<T> {
     pub(crate) fn new(
-        group: ProcessGroup,
+        peers: Peers,
         flight: Box<dyn Flight>,
         entry: Entry,
         finish: fn(Received) -> T,
     ) -> Self {
         Self {
-            group,
+            peers,
             flight,
             entry,
             finish,
@@ -47,7 +50,7 @@ impl<T> Pending<T> {
     /// The same operation with another view of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
-            group: self.group,
+            peers: self.peers,
             flight: self.flight,
             entry: self.entry,
             finish,
@@ -92,7 +95,7 @@ impl<T> Pending<T> {
     /// Whether all ranks have started the operation, or it has failed: then [`wait`](Self::wait) waits
     /// for no rank that is busy elsewhere.
     pub fn is_ready(&self) -> bool {
-        self.flight.is_there(Awaited::Claims) || self.group.control().failure().is_some()
+        self.flight.is_there(Awaited::Claims) || self.peers.control.failure().is_some()
     }
 
     /// Drops the operation, and says so: this rank does not want the result.
@@ -102,13 +105,14 @@ impl<T> Pending<T> {
     fn receive(&mut self) -> Result<Received, Error> {
         self.until(Awaited::Claims)?;
         self.compare()?;
-        self.group.control().check(&self.entry.operation)?;
+        self.peers.control.check(&self.entry.operation)?;
         let begun = self.flight.begin();
         self.there(begun)?;
         self.until(Awaited::Result)?;
         let buffers: Result<Vec<Buffer>, _> = self.flight.receive();
         let buffers = self.there(buffers)?;
-        let notes = (0..self.group.size()).map(|rank| self.flight.claim(rank).note.clone());
+        let notes =
+            (0..self.peers.id.members().len()).map(|rank| self.flight.claim(rank).note.clone());
         Ok(Received {
             buffers,
             notes: notes.collect(),
@@ -116,17 +120,17 @@ impl<T> Pending<T> {
     }
 
     fn until(&self, awaited: Awaited) -> Result<(), Error> {
-        let members = self.group.members();
+        let members = self.peers.id.members();
         let world_rank = |rank: usize| members[rank];
         let missing = || self.flight.missing(awaited).into_iter().map(world_rank);
-        self.group.control().wait(&Wait {
+        self.peers.control.wait(&Wait {
             is_over: &|| self.flight.is_there(awaited),
             missing: &|| missing().collect(),
             stage: match awaited {
                 Awaited::Claims => Stage::Start,
                 Awaited::Result | Awaited::Release => Stage::Finish,
             },
-            rank: self.group.world_rank(),
+            rank: self.peers.world_rank,
             operation: &self.entry.operation,
         })
     }
@@ -134,14 +138,14 @@ impl<T> Pending<T> {
     /// Every rank compares the same claims with the first, so all find the same difference.
     fn compare(&self) -> Result<(), Error> {
         let first = &self.flight.claim(0).signature;
-        let difference = (1..self.group.size()).find_map(|rank| {
+        let difference = (1..self.peers.id.members().len()).find_map(|rank| {
             let difference = first.difference(&self.flight.claim(rank).signature);
             difference.map(|(expected, got)| (rank, expected, got))
         });
         let Some((peer, expected, got)) = difference else {
             return Ok(());
         };
-        let (control, members) = (self.group.control(), self.group.members());
+        let (control, members) = (&self.peers.control, self.peers.id.members());
         let error = Error::Mismatch {
             operation: Box::new(self.entry.operation.clone()),
             rank: members[0],
@@ -150,14 +154,14 @@ impl<T> Pending<T> {
             got,
             ledger: control.report(),
         };
-        Err(control.end_with(self.group.world_rank(), error))
+        Err(control.end_with(self.peers.world_rank, error))
     }
 
     /// What a rank shows stays until all have read it, unless the domain has failed.
     fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
         read.or_else(|Withdrawn| {
             let operation = &self.entry.operation;
-            self.group.control().check(operation)?;
+            self.peers.control.check(operation)?;
             unreachable!("a source was withdrawn under a reader in {operation}")
         })
     }
@@ -184,6 +188,15 @@ impl<T> fmt::Debug for Pending<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Pending({})", self.entry.operation)
     }
+}
+
+/// The ranks that an operation is one of, and what is known of them.
+pub(crate) struct Peers {
+    pub(crate) id: GroupId,
+    pub(crate) world_rank: usize,
+    pub(crate) control: Arc<Control>,
+    /// The engine stays as long as an operation on it is under way.
+    pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 
 /// A pending operation's line in its rank's ledger.

@@ -1,3 +1,5 @@
+//! The sizes of a GPT.
+
 use crate::ModelError;
 use serde::{Deserialize, Serialize};
 

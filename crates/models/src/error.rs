@@ -1,3 +1,5 @@
+//! Everything that can go wrong in this crate.
+
 use std::path::PathBuf;
 
 /// What can go wrong with a model, its weights or its data.

@@ -1,3 +1,5 @@
+//! The GPT.
+
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
 use burn::tensor::{DType, Device, Int, Tensor};

@@ -1,3 +1,5 @@
+//! The header of a safetensors file, which may be from anyone.
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Read};

@@ -1,3 +1,5 @@
+//! Initial weights.
+
 use burn::module::{Param, ParamId};
 use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 use rand::SeedableRng;

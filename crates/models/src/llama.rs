@@ -1,3 +1,5 @@
+//! The Llama.
+
 use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;

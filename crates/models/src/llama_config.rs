@@ -1,3 +1,5 @@
+//! The sizes of a Llama.
+
 use serde::{Deserialize, Serialize};
 
 use crate::ModelError;

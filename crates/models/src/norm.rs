@@ -1,3 +1,5 @@
+//! Layer norms as the models have them.
+
 use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
 

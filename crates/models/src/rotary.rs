@@ -1,3 +1,5 @@
+//! Positions as rotations.
+
 use burn::tensor::{Device, Int, Tensor};
 
 /// Rotary positions: the two halves of a head are the coordinates of points in planes, and a token's

@@ -1,3 +1,5 @@
+//! Text as bytes, a part of it held out.
+
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, File};

@@ -1,3 +1,5 @@
+//! Tokens, and the batches that they are cut into.
+
 use std::ops::Range;
 use std::sync::Arc;
 

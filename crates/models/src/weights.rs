@@ -1,3 +1,5 @@
+//! Weights on disk, for both models.
+
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -13,7 +13,7 @@ use burn::optim::Optimizer;
 use burn::tensor::{Device, Tensor};
 use burn_ir::BackendIr;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::initial::InitialValues;
 use crate::mode::Mode;

@@ -11,7 +11,7 @@ use burn::backend::Flex;
 use burn_flex::FlexTensor;
 use burn_ir::{BackendIr, CustomOpIr, HandleKind, OperationIr, TensorIr};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{CustomProfile, Graph};
 
 /// An operation that is not Burn's, on a backend. On Burn's CPU backend,

@@ -8,7 +8,7 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Part, Source};
 use burn_ir::TensorId;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, ParameterLayout};
 use crate::panics::caught;
 use crate::parts::{broadcast, element_of, localize, whole};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Mesh, Partition, Pattern, Placement};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, ParameterLayout};
 use crate::passes::schedule::{self, OptimizerPlace};
 use crate::passes::{DeferOptimizer, Iteration, Pipeline, verify};

@@ -1,6 +1,6 @@
 //! Panics of Burn, and of the closures of users, as values.
 //!
-//! Burn refuses what it cannot do by panicking. Where such a refusal becomes an [`Error`](crate::Error),
+//! Burn refuses what it cannot do by panicking. Where such a refusal becomes an [`Error`](crate::error::Error),
 //! its message and backtrace would be printed before the error by every rank; here they are not. Panics
 //! of all other code are printed as ever: the hook asks a flag of the thread, and hands on to the hook
 //! that was there before.

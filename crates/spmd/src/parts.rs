@@ -4,8 +4,8 @@ use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::{Partition, Placement};
 
-use crate::Error;
 use crate::elements::element_type;
+use crate::error::Error;
 use crate::graph::{ParameterLayout, local_shape};
 use crate::ranks::Ranks;
 

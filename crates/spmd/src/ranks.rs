@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 
-use crate::Error;
+use crate::error::Error;
 
 /// The mesh axis of data parallelism.
 pub(crate) const DATA_AXIS: &str = "data";

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 

@@ -1,9 +1,6 @@
 //! How this process was started: alone, or by the launcher of a parallel program.
 
-use super::LaunchError;
-
-/// Overrules what the launcher's variables say: `local` or `mpi`.
-pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
+use super::error::{ENGINE, LaunchError};
 
 /// A launcher, by the variables that it sets.
 struct Launcher {

@@ -6,8 +6,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::body::{Cause, run_rank};
+use super::config::LaunchConfig;
 use super::environment::Processes;
-use super::{BoxError, Cause, LaunchConfig, LaunchError, run_rank};
+use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, mpi};
 

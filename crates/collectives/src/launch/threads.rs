@@ -5,7 +5,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::Instant;
 
-use super::{BoxError, Cause, LaunchConfig, LaunchError, MOST_THREADS, run_rank};
+use super::body::{Cause, run_rank};
+use super::config::{LaunchConfig, MOST_THREADS};
+use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, local};
 

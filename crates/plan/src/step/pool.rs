@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-/// The pool's books: the same rules, without memory.
+/// What the pool counts: by the same rules, without memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Transport {
     /// Sizes of what is kept, the most recent last.

@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 use burn_fsdp_collectives::ProcessGroup;
 use siphasher::sip::SipHasher13;
 
-use crate::Error;
+use crate::error::Error;
 use crate::trace::{Batch, fixed_of, specs_of};
 
 /// What a rank without a graph says.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
-use crate::Error;
 use crate::custom::CustomOperations;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
 use crate::mode::{Lowered, Mode, lower_all};
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};

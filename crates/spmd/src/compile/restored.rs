@@ -2,7 +2,7 @@
 
 use burn::tensor::TensorData;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Parameter, ParameterLayout, Role};
 use crate::parts::{localize, padded, part_shape};
 use crate::ranks::Ranks;

@@ -9,7 +9,7 @@ use burn_pack::Scalar;
 
 use super::restored::{Restored, state_of};
 use super::step::CompiledStep;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Parameter, ParameterLayout, Role};
 use crate::parts::{localize, padded, part_shape, unpadded, whole};
 use crate::trace::{Batch, ParameterSpec};

@@ -60,7 +60,7 @@ pub use value::{Parameter, ParameterLayout, Role, Update, Value};
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
 
-use crate::Error;
+use crate::error::Error;
 use crate::pass_id::PassId;
 
 /// A train step, or a part of one. See the [module](self).

@@ -1,3 +1,7 @@
+//! Many tensors in one collective.
+//!
+//! The pass takes whole collectives of what may wait or come early, by units, and keeps their order.
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -5,7 +9,7 @@ use burn_fsdp_mesh::ReduceOp;
 use burn_ir::TensorId;
 
 use super::unit::unit_in;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

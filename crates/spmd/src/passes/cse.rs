@@ -1,9 +1,13 @@
+//! Equal operations once.
+//!
+//! The pass takes a graph without collectives, and keeps phases apart.
+
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn_ir::{IrVisitorMut, OperationIr, TensorId, TensorIr, TensorStatus};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

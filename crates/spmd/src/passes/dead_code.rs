@@ -1,6 +1,10 @@
+//! Nothing that nobody needs.
+//!
+//! The pass takes any graph without drops.
+
 use std::collections::BTreeSet;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

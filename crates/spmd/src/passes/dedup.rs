@@ -1,8 +1,12 @@
+//! Equal collectives once.
+//!
+//! The pass comes before [`Regather`](super::Regather), which repeats gathers on purpose.
+
 use std::collections::{BTreeMap, HashMap};
 
 use burn_ir::TensorId;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

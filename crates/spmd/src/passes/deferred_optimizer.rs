@@ -1,3 +1,7 @@
+//! The optimizer inside of the next forward.
+//!
+//! The split takes a graph with collectives whose optimizer is still at the end, and makes three.
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -5,7 +9,7 @@ use burn_ir::TensorId;
 
 use super::liveness::Liveness;
 use super::pipeline::apply;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 use crate::pass_id::PassId;
 use crate::transform::check_order;

@@ -1,9 +1,13 @@
+//! The optimizer inside of backward.
+//!
+//! The pass takes complete gradients, as collectives leave them, and moves nodes only.
+
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn_ir::TensorId;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -1,8 +1,12 @@
+//! When values die.
+//!
+//! The pass is the last one: every other changes who reads a value last.
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_ir::{TensorId, TensorStatus};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Stage, set_status};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

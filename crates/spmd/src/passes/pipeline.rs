@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::verify::verify;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::{GraphTransform, check_order};

@@ -1,9 +1,13 @@
+//! Cheap values of forward once more in backward.
+//!
+//! The pass takes a graph without collectives: what it makes backward read is gathered there afterwards.
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::rewrite::repeat;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Storage, Trait, is, rename, storage_of};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -1,3 +1,7 @@
+//! Weights for one visit of their unit at a time.
+//!
+//! The pass is the last that says what is computed. Those after it say when, and none of them may merge gathers.
+
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -5,7 +9,7 @@ use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::rewrite::repeat;
 use super::unit::unit_in;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{
     Collective, CollectiveKind, Graph, Node, Payload, Phase, Storage, rename, storage_of,
 };

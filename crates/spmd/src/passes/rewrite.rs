@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use burn_ir::TensorId;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, rename};
 
 /// A copy of a node that writes new temporary values; `map` knows them under the old names

@@ -7,7 +7,7 @@ use super::{
     InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
     StandIns, Units,
 };
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::place::DataParallel;

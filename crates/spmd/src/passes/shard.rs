@@ -1,11 +1,15 @@
+//! From the graph of one rank to that of each rank, in data parallelism.
+//!
+//! Passes before this one think of one rank that has everything; those after it of a schedule of many.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
 use burn_ir::TensorId;
 
-use crate::Error;
 use crate::elements::element_type;
+use crate::error::Error;
 use crate::graph::{
     Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Payload, Phase, Role,
     Stage, Trait, is, operation_name, rename,

@@ -1,8 +1,12 @@
+//! Collectives in two halves, with work in between.
+//!
+//! No pass after these joins collectives: they only move what is there.
+
 use std::collections::{BTreeSet, VecDeque};
 
 use burn_ir::TensorId;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Role, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -1,6 +1,10 @@
+//! Shapes of weights without the weights.
+//!
+//! The pass comes before gathers are inserted: a weight that nothing reads has none then.
+
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Role};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::Pattern;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -6,7 +6,7 @@ use burn_fsdp_collectives::Share;
 use burn_ir::{TensorId, TensorStatus};
 
 use super::unit::unit_in;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{
     CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Stage, Storage, storage_of,
 };

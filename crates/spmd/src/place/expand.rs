@@ -1,8 +1,10 @@
+//! The user's own placements.
+
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::AxisPlacement;
 
 /// The user's own placements: of parameters by path, of the batch's tensors by name, on each axis of a

@@ -11,7 +11,7 @@ use super::redistribute::{Reader, Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
 use super::strategy::{Candidate, Strategy};
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
 /// What has to hold of a value as soon as it is there.

@@ -11,7 +11,7 @@ use super::expand::Expand;
 use super::located::{Located, Values, Version, on};
 use super::placer::{Destination, Placer};
 use super::rules;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{AxisPlacement, Graph, Node, ParameterLayout, Phase, Role, local_shape};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;

@@ -6,8 +6,8 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
-use crate::Error;
 use crate::elements::{element_type, gathered_type};
+use crate::error::Error;
 use crate::graph::AxisPlacement;
 use crate::graph::{
     AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage,

@@ -6,7 +6,7 @@ use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use super::expand::Expand;
 use super::propagate::ExpandPlacements;
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Role};
 
 /// How often every group of parameters is tried.

@@ -8,8 +8,8 @@ use burn_ir::TensorId;
 use super::located::{Located, On, Values, Version};
 use super::redistribute::cost;
 use super::signature::{Letter, Signature};
-use crate::Error;
 use crate::elements::{element_type, gathered_type};
+use crate::error::Error;
 use crate::graph::Node;
 
 /// How an operation runs: how its inputs must lie, and how its outputs will.

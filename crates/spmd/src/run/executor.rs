@@ -1,3 +1,5 @@
+//! One rank's tensors, and the nodes that run over them.
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,10 +16,10 @@ use burn_ir::{
 use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
-use super::memory::{MemoryTable, Place};
+use super::memory::{Address, MemoryTable};
 use super::timeline::Timeline;
-use crate::Error;
 use crate::custom::CustomOperations;
+use crate::error::Error;
 use crate::graph::{AxisShift, Graph, Node, Stage};
 use crate::panics::message;
 use crate::ranks::DATA_AXIS;
@@ -269,10 +271,10 @@ impl<B: BackendIr> Executor<B> {
         let stage = node.collective.as_ref().map(|collective| collective.stage);
         let written: Vec<_> = match stage {
             Some(Stage::Start) => outputs
-                .map(|output| (output.id, Place::reserved(output)))
+                .map(|output| (output.id, Address::reserved(output)))
                 .collect(),
             _ => outputs
-                .filter_map(|output| Some((output.id, self.place(output)?)))
+                .filter_map(|output| Some((output.id, self.address(output)?)))
                 .collect(),
         };
         let taken = |input: &&TensorIr| input.status == TensorStatus::ReadWrite;
@@ -397,13 +399,13 @@ impl<B: BackendIr> Executor<B> {
     }
 
     /// Where a result lies.
-    fn place(&mut self, output: &TensorIr) -> Option<Place> {
+    fn address(&mut self, output: &TensorIr) -> Option<Address> {
         let tensor = TensorIr {
             status: TensorStatus::ReadOnly,
             ..output.clone()
         };
         let handle = catch_unwind(AssertUnwindSafe(|| self.interpreter.get_tensor(&tensor)));
-        Some(Place::of::<B>(output.id, &handle.ok()?))
+        Some(Address::of::<B>(output.id, &handle.ok()?))
     }
 
     fn count(&mut self, id: TensorId) {
@@ -417,7 +419,7 @@ impl<B: BackendIr> Executor<B> {
             dtype: *dtype,
         };
         let handle = self.interpreter.get_tensor(&tensor);
-        let place = Place::of::<B>(id, &handle);
+        let place = Address::of::<B>(id, &handle);
         self.table.insert(id, place);
     }
 }

@@ -23,12 +23,12 @@ pub struct MemoryTable {
 
 /// Where a tensor lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Address {
     address: usize,
     num_bytes: usize,
 }
 
-impl Place {
+impl Address {
     pub(super) fn of<B: BackendIr>(id: TensorId, tensor: &HandleKind<B>) -> Self {
         let found = match tensor {
             HandleKind::Float(tensor) => Self::of_primitive(tensor),
@@ -87,7 +87,7 @@ impl MemoryTable {
     }
 
     /// Counts a tensor that comes from outside.
-    pub(super) fn insert(&mut self, id: TensorId, place: Place) {
+    pub(super) fn insert(&mut self, id: TensorId, place: Address) {
         self.remove(id);
         self.add(id, place);
         if self.live_bytes > self.peak_bytes {
@@ -100,11 +100,11 @@ impl MemoryTable {
     /// for what it wrote in the memory of what it took.
     pub(super) fn write(
         &mut self,
-        written: &[(TensorId, Place)],
+        written: &[(TensorId, Address)],
         taken: impl Iterator<Item = TensorId>,
         node: usize,
     ) {
-        let is_new = |place: &Place| {
+        let is_new = |place: &Address| {
             let known = self.storages.get(&place.address);
             known.is_none_or(|(_, num_bytes)| *num_bytes != place.num_bytes)
         };
@@ -128,7 +128,7 @@ impl MemoryTable {
     /// Counts the results of a collective instead of the memory that was reserved for them.
     pub(super) fn replace(
         &mut self,
-        written: &[(TensorId, Place)],
+        written: &[(TensorId, Address)],
         reserved: impl Iterator<Item = TensorId>,
     ) {
         for id in reserved {
@@ -139,7 +139,7 @@ impl MemoryTable {
         }
     }
 
-    fn add(&mut self, id: TensorId, place: Place) {
+    fn add(&mut self, id: TensorId, place: Address) {
         if place.num_bytes == 0 {
             return;
         }

@@ -6,7 +6,7 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use siphasher::sip::SipHasher13;
 
 use super::capture::{Captured, bool_id, float_id, int_id};
-use crate::Error;
+use crate::error::Error;
 
 /// The tensors that a loss closure takes beside the model.
 ///

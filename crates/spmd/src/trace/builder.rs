@@ -10,7 +10,7 @@ use super::batch::InputSpec;
 use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};
 use crate::graph::{operation_name, rename, set_status};
 

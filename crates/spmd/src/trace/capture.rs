@@ -12,7 +12,7 @@ use burn_backend::TensorMetadata;
 use burn_capture::{CaptureBackend, CapturedGraph};
 use burn_ir::{OperationIr, TensorId};
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::operation_name;
 use crate::panics::caught;
 

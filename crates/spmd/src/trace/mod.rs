@@ -24,7 +24,7 @@ pub(crate) use batch::fixed_of;
 pub(crate) use capture::Defaults;
 pub(crate) use parameters::parameters_with;
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::Graph;
 use crate::panics::caught;
 use batch::JoinedShape;

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Device};
 
 use super::capture::{Defaults, record_with};
 use super::module::{leaves, running, trained, with_fakes, with_marks};
-use crate::Error;
+use crate::error::Error;
 
 /// A tensor of a module.
 #[derive(Debug, Clone, PartialEq, Eq)]

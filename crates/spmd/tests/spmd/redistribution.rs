@@ -110,7 +110,7 @@ fn started(shape: [usize; 3], axes: &[Axis], is_split: bool) -> Vec<[u64; 3]> {
             axes.iter().map(cut).collect()
         };
         let groups = axes.iter().map(|axis| (axis.name.into(), along(axis)));
-        let mut executor = Executor::<Flex>::new(Default::default(), world.clone());
+        let mut executor = Executor::<Flex>::new(Default::default(), world);
         executor = executor.with_axes(groups.collect::<Vec<_>>());
         executor.set(state, part(whole(shape, 7), &cuts(|axis| axis.state)));
         executor.set(input, part(whole(shape, 13), &cuts(|axis| axis.input)));

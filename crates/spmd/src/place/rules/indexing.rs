@@ -9,19 +9,27 @@ use crate::place::signature::{Letter, Signature, alphabet};
 const INDEX: Letter = 'z';
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
+    embedding(operation).or_else(|| indexed(operation))
+}
+
+/// Rows of a table by their numbers.
+fn embedding(operation: &OperationIr) -> Option<Signature> {
+    let OperationIr::Module(operation) = operation else {
+        return None;
+    };
     match operation {
-        OperationIr::Module(Module::Embedding(op)) => {
+        Module::Embedding(op) => {
             let places = alphabet(op.indices.shape.num_dims());
             let mut out = places.clone();
             out.push(Some('d'));
-            return Some(
+            Some(
                 Signature::new()
                     .input(&op.weights, ".d")
                     .input_of(&op.indices, places)
                     .output_of(&op.out, out),
-            );
+            )
         }
-        OperationIr::Module(Module::EmbeddingBackward(op)) => {
+        Module::EmbeddingBackward(op) => {
             let places = alphabet(op.indices.shape.num_dims());
             let mut gradient = places.clone();
             gradient.push(Some('d'));
@@ -30,16 +38,16 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
                 .input_of(&op.out_grad, gradient)
                 .input_of(&op.indices, places.clone())
                 .output(&op.out, ".d");
-            return Some(
-                places
-                    .into_iter()
-                    .flatten()
-                    .fold(signature, Signature::sums),
-            );
+            let letters = places.into_iter().flatten();
+            Some(letters.fold(signature, Signature::sums))
         }
-        _ => {}
+        _ => None,
     }
-    Some(match super::base(operation)? {
+}
+
+/// Elements and rows by their numbers.
+fn indexed(operation: &OperationIr) -> Option<Signature> {
+    Some(match super::base::base(operation)? {
         Base::Select(op) => {
             let mut letters = alphabet(op.tensor.shape.num_dims());
             letters[op.dim] = None;

@@ -5,7 +5,7 @@ use burn_ir::{
     ModuleOperationIr as Module, NumericOperationIr, OperationIr, ShapeOpIr, TensorIr,
 };
 
-use crate::Error;
+use crate::error::Error;
 use crate::graph::{Graph, Node, Role};
 use crate::place::signature::{Letter, Signature, alphabet};
 

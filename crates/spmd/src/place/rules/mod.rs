@@ -16,6 +16,7 @@
 //! An operation of no family runs on whole tensors.
 
 mod attention;
+mod base;
 mod convolution;
 mod indexing;
 mod matmul;
@@ -26,7 +27,7 @@ mod reduction;
 mod slicing;
 mod views;
 
-use burn_ir::{BaseOperationIr, OperationIr};
+use burn_ir::OperationIr;
 
 use super::signature::Signature;
 
@@ -53,16 +54,6 @@ fn whole(operation: &OperationIr) -> Signature {
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, ""));
     let outputs = operation.outputs();
     outputs.fold(signature, |s, tensor| s.output(tensor, ""))
-}
-
-/// The operation on views and data of any type.
-fn base(operation: &OperationIr) -> Option<&BaseOperationIr> {
-    match operation {
-        OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base) => {
-            Some(base)
-        }
-        _ => None,
-    }
 }
 
 /// Adapts what an operation says of dims to the shapes on one rank, which its tensors already have.

@@ -13,7 +13,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         | OperationIr::NumericInt(_, Numeric::IntRandom(op)) => &op.out,
         OperationIr::NumericFloat(_, Numeric::Full(op))
         | OperationIr::NumericInt(_, Numeric::Full(op)) => &op.out,
-        _ => match super::base(operation)? {
+        _ => match super::base::base(operation)? {
             Base::Zeros(op) | Base::Ones(op) | Base::Empty(op) => &op.out,
             _ => return None,
         },

@@ -6,7 +6,7 @@ use burn_ir::{BaseOperationIr as Base, OperationIr};
 use crate::place::signature::{Letter, Signature, alphabet};
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
-    Some(match super::base(operation)? {
+    Some(match super::base::base(operation)? {
         Base::Slice(op) => {
             let letters = untouched(&op.tensor.shape.to_vec(), &op.ranges);
             Signature::new()

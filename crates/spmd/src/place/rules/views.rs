@@ -5,7 +5,7 @@ use burn_ir::{BaseOperationIr as Base, OperationIr, TensorIr};
 use crate::place::signature::{Letter, Signature, aligned, alphabet};
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
-    let (signature, input) = match super::base(operation)? {
+    let (signature, input) = match super::base::base(operation)? {
         Base::Reshape(op) => (reshaped(&op.input, &op.out), &op.input),
         Base::Expand(op) => {
             let shape = op.out.shape.to_vec();

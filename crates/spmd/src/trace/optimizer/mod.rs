@@ -23,7 +23,7 @@ pub(crate) use structure::{Slot, gradient_id, parameter_id, state_id};
 use structure::{Structure, with_scalars};
 use twin::{Twin, TwinOf, TwinState, TwinStep};
 
-use crate::Error;
+use crate::error::Error;
 
 /// Sequences of operations that an optimizer may have for the parameters of one shape and type: a
 /// graph is made for each.

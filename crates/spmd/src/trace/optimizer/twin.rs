@@ -23,7 +23,7 @@ use burn_router::RouterClient;
 
 use super::form::{Form, numbers, tensors_of};
 use super::structure::{Slot, Structure, gradient_id, parameter_id, state_id};
-use crate::Error;
+use crate::error::Error;
 use crate::graph::operation_name;
 use crate::trace::capture::{Lease, Recording, float_id, record_on};
 

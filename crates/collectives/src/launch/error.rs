@@ -1,0 +1,127 @@
+//! Why a launch has no results.
+
+use std::fmt;
+
+/// An error of a rank, whatever its type.
+pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// The variable that says whether ranks are threads or processes.
+pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
+
+/// The ranks did not all return a result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// There is nothing to start.
+    #[error("cannot launch 0 ranks; ask for at least one")]
+    NoRanks,
+
+    /// More ranks than one process should have.
+    #[error(
+        "cannot launch {ranks} ranks as threads of one process; ask for at most {most}, and for about \
+         as many as there are cores"
+    )]
+    TooManyRanks {
+        /// The ranks that were asked for.
+        ranks: usize,
+        /// The most that can be.
+        most: usize,
+    },
+
+    /// A variable of the environment that cannot be understood.
+    #[error("the environment variable {variable} is {value:?}; it should be {expected}")]
+    Environment {
+        /// Its name.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        expected: String,
+    },
+
+    /// This process is one of several that were started together, and cannot talk to the others.
+    #[error(
+        "this is one of {processes} processes that {launcher} has started, but the program was built \
+         without MPI, and each of them would do the same work; build it with the feature `mpi`, or set \
+         {}=local if they are to run by themselves",
+        ENGINE
+    )]
+    NoMpi {
+        /// Who has started them.
+        launcher: String,
+        /// How many.
+        processes: usize,
+    },
+
+    /// Another number of ranks than there are processes.
+    #[error(
+        "asked for {ranks} ranks, but {launcher} has started {processes} processes, and each is one \
+         rank; ask for {processes} ranks, or start {ranks} processes"
+    )]
+    OtherSize {
+        /// The ranks that were asked for.
+        ranks: usize,
+        /// The processes that there are.
+        processes: usize,
+        /// Who has started them.
+        launcher: String,
+    },
+
+    /// MPI cannot be begun twice in a process.
+    #[error(
+        "this process has launched before; under MPI the ranks are launched once, so do all the work \
+         in one launch"
+    )]
+    Again,
+
+    /// MPI does not work.
+    #[error(
+        "cannot begin MPI: {0}; see that the program was built for the MPI whose launcher started it"
+    )]
+    Mpi(String),
+
+    /// The system did not give a rank its threads.
+    #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
+    Start {
+        /// The rank that could not be started.
+        rank: usize,
+        /// What the system said.
+        source: BoxError,
+    },
+
+    /// A rank returned an error, or unwound with one. If several did, this is the first.
+    #[error("rank {rank} failed: {source}{}", Abandoned(abandoned))]
+    Failed {
+        /// The rank that failed first.
+        rank: usize,
+        /// Its error.
+        source: BoxError,
+        /// The ranks that did not return within the grace period after that.
+        abandoned: Vec<usize>,
+    },
+
+    /// A rank panicked, and was the first to fail.
+    #[error("rank {rank} panicked: {message}{}", Abandoned(abandoned))]
+    Panicked {
+        /// The rank that panicked.
+        rank: usize,
+        /// What it said.
+        message: String,
+        /// The ranks that did not return within the grace period after that.
+        abandoned: Vec<usize>,
+    },
+}
+
+struct Abandoned<'a>(&'a [usize]);
+
+impl fmt::Display for Abandoned<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => Ok(()),
+            ranks => write!(
+                f,
+                "; ranks {ranks:?} did not return after that and were abandoned"
+            ),
+        }
+    }
+}
