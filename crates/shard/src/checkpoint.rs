@@ -9,43 +9,18 @@
 //! The inner graph shares no leaf with the outer one: Burn locks a graph while it goes backward
 //! through it, and leaves of two graphs make them one.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::autodiff::NodeId;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Device, Gradients, Int, Shape, Tensor};
+use burn::tensor::{Device, Gradients, Int, Tensor};
 
 use crate::ambient::{self, Purpose};
+use crate::device::tracked;
 use crate::error::{Error, throw};
-use crate::op;
-use crate::root::Root;
-
-/// What a rank's thread is doing to a region, if anything.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Mode {
-    /// No region, or an ordinary forward and backward.
-    #[default]
-    Off,
-    /// The region's forward, without a graph.
-    Plain,
-    /// The region's second forward, or its backward.
-    Again,
-}
-
-thread_local! {
-    static TOUCHED: RefCell<Vec<(Arc<Root>, Tensor<1>)>> = const { RefCell::new(Vec::new()) };
-}
-
-/// What this thread is doing.
-pub(crate) fn mode() -> Mode {
-    match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
-        Some(Purpose::Region) => Mode::Plain,
-        Some(Purpose::RegionAgain) => Mode::Again,
-        _ => Mode::Off,
-    }
-}
+use crate::op::{self, HandedOn, Region};
+use crate::region::{Mode, mode, within};
 
 /// `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
@@ -57,22 +32,6 @@ fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
 /// A copy of `module` that lives no longer than its graph.
 fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
-}
-
-/// A region has used a unit of `root`; `token` is that of the pass around it.
-pub(crate) fn touch(root: &Arc<Root>, token: &Tensor<1>) {
-    TOUCHED.with_borrow_mut(|touched| {
-        if !touched.iter().any(|(known, _)| Arc::ptr_eq(known, root)) {
-            touched.push((root.clone(), token.clone()));
-        }
-    });
-}
-
-/// Runs `body` as part of a region; returns the roots whose units it used, with their tokens.
-fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> (T, Vec<(Arc<Root>, Tensor<1>)>) {
-    TOUCHED.take();
-    let result = ambient::within(purpose, body);
-    (result, TOUCHED.take())
 }
 
 /// `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest
@@ -122,30 +81,20 @@ where
         let plain = prepared(module, &mut Detach);
         forward(&plain, tracked(input.clone().inner(), &device))
     });
-    let tokens = touched.into_iter().map(|(_, token)| token);
+    let tokens = touched.into_iter().map(|touched| touched.token);
     let token = tokens.reduce(|sum, token| sum + token).unwrap_or_else(|| {
         // Something to hang on, where the input has no gradient.
         Tensor::zeros([1], &device).require_grad()
     });
-    let region = Region::<M, F, D, E> {
+    let region = Checkpointed::<M, F, D, E> {
         module: copy(module),
         input: input.clone().inner(),
         device,
         sample: Sample::of(&output),
         forward,
     };
-    let region: Arc<dyn Recompute> = Arc::new(region);
+    let region: Arc<dyn Region> = Arc::new(region);
     op::checkpointed(output, input, token, region)
-}
-
-/// A plain tensor on the autodiff device `device`, untracked.
-pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
-    match device.gradient_checkpointing_strategy() {
-        Some(strategy) => tensor
-            .autodiff()
-            .with_gradient_checkpointing_strategy(strategy),
-        None => tensor,
-    }
 }
 
 /// Initializes lazy parameters.
@@ -182,23 +131,7 @@ impl ModuleMapper for OwnLeaves {
     }
 }
 
-/// A gradient that a region hands on: for which node, of what shape.
-pub(crate) struct HandedOn {
-    /// The leaf in the outer graph; `None` for the region's input.
-    pub(crate) node: Option<NodeId>,
-    /// Flat and plain.
-    pub(crate) gradient: Tensor<1>,
-    /// Shape of the leaf.
-    pub(crate) shape: Shape,
-}
-
-/// A region, whatever its types.
-pub(crate) trait Recompute: fmt::Debug + Send + Sync {
-    /// Runs the region again, with a graph, and differentiates it by `gradient`, flat and plain.
-    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
-}
-
-struct Region<M, F, const D: usize, const E: usize> {
+struct Checkpointed<M, F, const D: usize, const E: usize> {
     module: M,
     input: Tensor<D>,
     device: Device,
@@ -206,13 +139,13 @@ struct Region<M, F, const D: usize, const E: usize> {
     forward: F,
 }
 
-impl<M, F, const D: usize, const E: usize> fmt::Debug for Region<M, F, D, E> {
+impl<M, F, const D: usize, const E: usize> fmt::Debug for Checkpointed<M, F, D, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Region").finish_non_exhaustive()
+        f.debug_struct("Checkpointed").finish_non_exhaustive()
     }
 }
 
-impl<M, F, const D: usize, const E: usize> Recompute for Region<M, F, D, E>
+impl<M, F, const D: usize, const E: usize> Region for Checkpointed<M, F, D, E>
 where
     M: Module + Sync,
     F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync,
@@ -224,8 +157,8 @@ where
             let (output, touched) = within(Purpose::RegionAgain, || {
                 (self.forward)(&module, input.clone())
             });
-            for (root, _) in touched {
-                root.end_recomputation();
+            for touched in touched {
+                touched.by.end_recomputation();
             }
             if let Err(error) = self.sample.compare(&output) {
                 throw(error);
@@ -235,7 +168,7 @@ where
         });
         let mut handed_on = Vec::new();
         if let Some(gradient) = input.grad_remove(&mut gradients) {
-            handed_on.push(HandedOn::new(None, gradient));
+            handed_on.push(flattened(None, gradient));
         }
         let mut leaves = Leaves {
             nodes: Vec::new(),
@@ -249,14 +182,12 @@ where
     }
 }
 
-impl HandedOn {
-    fn new<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> Self {
-        let shape = gradient.shape();
-        Self {
-            node,
-            gradient: gradient.reshape([shape.num_elements()]),
-            shape,
-        }
+fn flattened<const D: usize>(node: Option<NodeId>, gradient: Tensor<D>) -> HandedOn {
+    let shape = gradient.shape();
+    HandedOn {
+        node,
+        gradient: gradient.reshape([shape.num_elements()]),
+        shape,
     }
 }
 
@@ -284,7 +215,7 @@ impl ModuleVisitor for Collect<'_> {
             return;
         };
         if let Some(gradient) = param.base().grad_remove(&mut self.0.gradients) {
-            self.0.handed_on.push(HandedOn::new(Some(node), gradient));
+            self.0.handed_on.push(flattened(Some(node), gradient));
         }
     }
 }

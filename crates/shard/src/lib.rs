@@ -6,63 +6,64 @@
 //!
 //! # How it works, in the order of the rooms
 //!
-//! - `wrap`: [`fully_shard`] finds the float parameters (`survey`), groups them into units by
-//!   path (`grouping`, [`ShardPolicy`]), cuts rank 0's values (`initial`) and puts a `ShardedParam` beside
-//!   each parameter (`parameter`): a Burn reparameterization, called at every `Param::val`.
-//!   It has an `identity`, by which optimizers know it. `record` is what it does when Burn records it.
-//! - `own_states`: running states that ranks must not share. `ambient`: what this thread is doing.
-//! - `generation`: which values belong together, as optimizers, clones and records make new ones.
+//! On the ground, where nothing knows of units:
+//!
+//! - `policy`, `precision`, `gradient_hook`: what the user asks for. `pattern`: modules by path.
+//! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
+//!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
+//! - `ambient`: what this thread is doing inside Burn. `region`: the checkpointed region it is in.
+//! - `schedule`: the order of operations, recorded in the first step and followed after it.
+//! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
+//!
+//! The engine:
+//!
+//! - `slot`, `offload`, `spec`, `unit`: one parameter, what a unit is, and what may change about it.
+//! - `copies`: which values belong together, as optimizers, clones and records make new ones, and
+//!   the life cycle of the full parameters made of them.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
 //!   reduces them when the unit's last one has come.
-//! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
-//! - `schedule`: the order of operations, recorded in the first step and followed after it.
-//! - `transport`: tensors as bytes. Which bytes go where is the collectives' business.
+//! - `parameter`: what a sharded parameter is to Burn, a reparameterization that is called at every
+//!   `Param::val`.
+//! - `survey`: the float tensors of a module by kind, before it is sharded.
 //!
-//! Beside the engine, on what it holds between steps: `gradients` (who holds what of each), `clip`,
-//! `scaler`, `elementwise` (which optimizers may be used), `buffers`, `full` (whole parameters),
-//! `agreement`, `auto` (units by size), and `wrapper`, which offers all of it as methods. They walk
-//! over modules with `path`, and find the sharded parameters in them with `inspect`.
+//! Around it:
+//!
+//! - `inspect`: finds the sharded parameters of a module, and tells of its units, plan, order and memory.
+//! - `state`: what a module holds between steps, read, saved and changed. `optim`: what lies between
+//!   backward and the optimizer.
+//! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
+//!   `ShardedParam` beside each parameter.
+//! - `checkpoint` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
+//! - `wrapper` offers all of it as methods.
+//!
+//! Files import nothing of a part after their own, and never each other in a circle.
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
-mod agreement;
 mod ambient;
-mod auto;
-mod buffers;
 mod checkpoint;
-mod clip;
-mod elementwise;
+mod copies;
+mod device;
 mod error;
-mod full;
-mod generation;
-mod gradients;
-mod grouping;
-mod handle;
-mod identity;
-mod initial;
+mod gradient_hook;
 mod inspect;
 mod leaves;
-mod local;
-mod memory;
-mod names;
-mod note;
 mod offload;
 mod op;
-mod own_states;
-mod owned;
+mod optim;
 mod parameter;
 mod path;
 mod pattern;
-mod plan;
+mod pins;
 mod policy;
 mod precision;
-mod record;
+mod region;
 mod report;
 mod root;
-mod scaler;
 mod schedule;
 mod slot;
-mod stand_ins;
+mod spec;
+mod state;
 mod step;
 mod survey;
 mod transport;
@@ -71,28 +72,32 @@ mod wrap;
 mod wrapper;
 
 pub use checkpoint::checkpoint;
+pub use copies::UnitState;
 pub use error::{Error, catch};
-pub use handle::{UnitHandle, UnitState, Unsharding, no_sync, units, unused_units};
-pub use local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
-pub use memory::{LiveBytes, Memory, Pinned, dummy_forward, memory, reset_peak, trim};
-pub use plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
+pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
+pub use inspect::order::{Order, order};
+pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
+pub use inspect::units::{UnitHandle, Unsharding, no_sync, units, unused_units};
+pub use pins::Pinned;
 pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
-pub use precision::{Precision, cast_input};
-pub use step::{Order, backward, order, reset};
+pub use precision::Precision;
+pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
+pub use step::{backward, cast_input, reset};
 pub use wrap::{fully_shard, replicate};
 
-pub use agreement::{Agreement, check_agreement};
-pub use auto::auto_units;
-pub use buffers::{BufferSync, sync_buffers};
-pub use clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
-pub use elementwise::{check_elementwise, check_elementwise_once};
-pub use full::{FullTensor, WriteBack, full_state, summon_full_params};
-pub use gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
-pub use inspect::{param_id, settle_ids};
-pub use names::{check_names, parameter_paths};
-pub use record::into_record;
-pub use scaler::{LossScaler, LossScalerState, LossScaling};
-pub use stand_ins::{renew_stand_ins, stand_in_bytes};
+pub use inspect::auto::auto_units;
+pub use inspect::names::{check_names, parameter_paths};
+pub use inspect::settle_ids;
+pub use optim::clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
+pub use optim::elementwise::{check_elementwise, check_elementwise_once};
+pub use optim::gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
+pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};
+pub use parameter::param_id;
+pub use state::agreement::{Agreement, check_agreement};
+pub use state::buffers::{BufferSync, sync_buffers};
+pub use state::full::{FullTensor, WriteBack, full_state, summon_full_params};
+pub use state::record::into_record;
+pub use state::stand_ins::{renew_stand_ins, stand_in_bytes};
 pub use wrapper::FullyShardedDataParallel;
 
 #[doc = include_str!("README.md")]

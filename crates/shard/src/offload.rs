@@ -1,9 +1,9 @@
 //! Shards on the host, full parameters on the device that computes.
 
-use burn::tensor::{Device, GradientCheckpointingStrategy};
+use burn::tensor::Device;
 
+use crate::device;
 use crate::error::Error;
-use crate::op;
 use crate::policy::ShardPolicy;
 
 /// Where an offloaded unit's parts live. Both devices are plain.
@@ -26,7 +26,7 @@ impl Offload {
         let Some(host) = &policy.offload else {
             return Ok(None);
         };
-        if !op::is_host(host) {
+        if !device::is_host(host) {
             return Err(Error::Option {
                 option: "offload_to",
                 expected: "the CPU backend, `Device::flex()`",
@@ -38,15 +38,5 @@ impl Offload {
             compute: device.clone().without_autodiff(),
         };
         Ok((offload.host != offload.compute).then_some(offload))
-    }
-}
-
-/// `device` with the autodiff of `source`, or without.
-pub(crate) fn alike(device: &Device, source: &Device) -> Device {
-    let plain = device.clone().without_autodiff();
-    match source.gradient_checkpointing_strategy() {
-        None => plain,
-        Some(GradientCheckpointingStrategy::Balanced) => plain.autodiff().gradient_checkpointing(),
-        Some(GradientCheckpointingStrategy::Disabled) => plain.autodiff(),
     }
 }

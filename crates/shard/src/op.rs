@@ -8,7 +8,7 @@
 //!   gathers the unit again.
 //! - the links of a *token*: no-ops that set the depth of what hangs on them. Burn's backward
 //!   goes by depth, and the token makes it go unit by unit.
-//! - each link carries a [`Milestone`]: it runs when a unit's gradients are complete, or when
+//! - each link carries an [`Announce`]: it runs when a unit's gradients are complete, or when
 //!   backward is about to end.
 //!
 //! A link is as deep as it is told to be: a node is one deeper than the deepest of its parents, also
@@ -18,6 +18,7 @@
 //! on that backend stands for it and gets no gradient: the reduced one is registered for the value's
 //! own node, since Burn's `Gradients` hold tensors of any backend.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -35,87 +36,54 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{
-    Autodiff, Backend, Dispatch, DispatchDevice, Flex, TensorMetadata, backend_extension,
-};
-use burn::tensor::{Device, Shape, Tensor};
+use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
+use burn::tensor::{Shape, Tensor};
 
-use crate::checkpoint::Recompute;
 use crate::error::{Error, throw};
-use crate::generation::Generation;
-use crate::root::{Reduced, Root};
 
-/// The backends beside Flex that can have the operations, and the features that add them.
-const OPTIONAL_BACKENDS: [(&str, &str); 1] = [("NdArray", "ndarray")];
+/// A full parameter in one use of its unit, as backward needs it.
+pub(crate) trait Weight: fmt::Debug + Send + Sync {
+    /// Its shape.
+    fn shape(&self) -> Shape;
 
-/// Refuses a device without the operations.
-pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
-    let plain = device.clone().without_autodiff();
-    let backend = match plain.as_dispatch() {
-        DispatchDevice::Flex(_) => return Ok(()),
-        #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => return Ok(()),
-        // Without any other backend compiled in, the arms above are all there are.
-        #[allow(unreachable_patterns)]
-        other => format!("{other:?}"),
-    };
-    let letters = backend.chars().take_while(|c| c.is_alphanumeric());
-    let backend: String = letters.collect();
-    let optional = OPTIONAL_BACKENDS.iter();
-    let feature = optional.clone().find(|(name, _)| *name == backend);
-    Err(Error::Backend {
-        path: path.to_owned(),
-        advice: match feature {
-            Some((_, feature)) => format!("switch on the feature `{feature}` of `burn-fsdp`"),
-            None => format!(
-                "build the module on `Device::flex()`, or on the backend of one of the features {} \
-                 of `burn-fsdp`",
-                optional
-                    .map(|(_, feature)| format!("`{feature}`"))
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            ),
-        },
-        backend,
-    })
-}
+    /// Whether it stays until the use's backward.
+    fn stays(&self) -> bool;
 
-/// Whether what is computed on the two can be in one graph.
-pub(crate) fn is_same_backend(one: &Device, other: &Device) -> bool {
-    let [one, other] = [one, other].map(|device| device.clone().without_autodiff());
-    std::mem::discriminant(one.as_dispatch()) == std::mem::discriminant(other.as_dispatch())
-}
+    /// Gathers its unit again; returns the full parameter, flat and plain.
+    fn regather(&self) -> Result<Tensor<1>, Error>;
 
-/// Whether `device` is the CPU backend, whose memory the transport reads where it lies.
-pub(crate) fn is_host(device: &Device) -> bool {
-    let plain = device.clone().without_autodiff();
-    matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
-}
-
-/// Who is asking for a full parameter: one parameter in one use of its unit.
-#[derive(Debug, Clone)]
-pub(crate) struct Access {
-    pub(crate) root: Arc<Root>,
-    pub(crate) generation: Arc<Generation>,
-    pub(crate) slot: usize,
-    pub(crate) use_id: u64,
-    /// Whether the full parameters stay until the use's backward.
-    pub(crate) stays: bool,
-}
-
-impl Access {
-    fn shape(&self) -> Shape {
-        Shape::from(self.generation.unit.slots[self.slot].shape.clone())
-    }
+    /// Takes its full gradient over, flat and plain.
+    fn receive(&self, gradient: Tensor<1>);
 }
 
 /// What a link of the token announces when backward reaches it.
-#[derive(Debug, Clone)]
-pub(crate) enum Milestone {
-    /// All gradients of one use of a unit have come.
-    UnitEnd(Access),
-    /// Every gather's backward has run.
-    Finish(Arc<Root>),
+pub(crate) trait Announce: fmt::Debug + Send + Sync {
+    /// Backward has come here. Returns the gradients of reductions that are through.
+    fn reached(&self) -> Result<Vec<Reduced>, Error>;
+}
+
+/// A shard gradient that is ready for the optimizer.
+pub(crate) struct Reduced {
+    /// The leaf that it belongs to.
+    pub(crate) node: NodeId,
+    /// The averaged gradient of this rank's elements.
+    pub(crate) gradient: Tensor<1>,
+}
+
+/// A gradient that a region hands on: for which node, of what shape.
+pub(crate) struct HandedOn {
+    /// The leaf in the outer graph; `None` for the region's input.
+    pub(crate) node: Option<NodeId>,
+    /// Flat and plain.
+    pub(crate) gradient: Tensor<1>,
+    /// Shape of the leaf.
+    pub(crate) shape: Shape,
+}
+
+/// A region of the model that runs again in backward, whatever its types.
+pub(crate) trait Region: fmt::Debug + Send + Sync {
+    /// Runs the region again, with a graph, and differentiates it by `gradient`, flat and plain.
+    fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
 /// The operations. `full` has no autodiff; `value` is what the optimizer sees.
@@ -126,14 +94,14 @@ pub(crate) trait ShardOps: Backend {
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
         token: FloatTensor<Self>,
-        access: Access,
+        weight: Arc<dyn Weight>,
     ) -> FloatTensor<Self>;
 
     /// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
     fn link(
         token: FloatTensor<Self>,
         ruler: FloatTensor<Self>,
-        milestone: Milestone,
+        milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
     /// `ruler`, which is not tracked, deeper by `links`.
@@ -145,7 +113,7 @@ pub(crate) trait ShardOps: Backend {
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
         token: FloatTensor<Self>,
-        region: Arc<dyn Recompute>,
+        region: Arc<dyn Region>,
     ) -> FloatTensor<Self>;
 
     /// Writes the number of `value`'s node to `sink`.
@@ -183,15 +151,15 @@ macro_rules! plain_backend {
                 full: FloatTensor<Self>,
                 _value: FloatTensor<Self>,
                 _token: FloatTensor<Self>,
-                access: Access,
+                weight: Arc<dyn Weight>,
             ) -> FloatTensor<Self> {
-                <$backend>::float_reshape(full, access.shape())
+                <$backend>::float_reshape(full, weight.shape())
             }
 
             fn link(
                 token: FloatTensor<Self>,
                 _ruler: FloatTensor<Self>,
-                _milestone: Milestone,
+                _milestone: Arc<dyn Announce>,
             ) -> FloatTensor<Self> {
                 token
             }
@@ -204,7 +172,7 @@ macro_rules! plain_backend {
                 output: FloatTensor<Self>,
                 _input: FloatTensor<Self>,
                 _token: FloatTensor<Self>,
-                _region: Arc<dyn Recompute>,
+                _region: Arc<dyn Region>,
             ) -> FloatTensor<Self> {
                 output
             }
@@ -223,15 +191,15 @@ plain_backend!(NdArray);
 /// Gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]
 struct Regather<B> {
-    access: Access,
+    weight: Arc<dyn Weight>,
     backend: PhantomData<fn() -> B>,
 }
 
 impl<B: Primitive> RetroForward for Regather<B> {
     fn forward(&self, states: &mut BackwardStates, out_node: NodeId) {
-        let full = self.access.root.regather(&self.access);
+        let full = self.weight.regather();
         let full = full.unwrap_or_else(|error| throw(error));
-        let full = B::float_reshape(B::lower(full), self.access.shape());
+        let full = B::float_reshape(B::lower(full), self.weight.shape());
         states.save(out_node, full);
     }
 }
@@ -241,15 +209,14 @@ impl<B: Primitive> RetroForward for Regather<B> {
 struct ReceiveGradient;
 
 impl<B: Primitive> Backward<B, 2> for ReceiveGradient {
-    type State = Access;
+    type State = Arc<dyn Weight>;
 
-    fn backward(self, ops: Ops<Access, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Arc<dyn Weight>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [value, _token] = ops.parents;
         let gradient = grads.consume::<B>(&ops.node);
         // A frozen value has no node: its gradient, which Burn computed all the same, ends here.
         if value.is_some() {
-            let access = ops.state;
-            access.root.receive(&access, B::raise(gradient));
+            ops.state.receive(B::raise(gradient));
         }
     }
 }
@@ -266,16 +233,13 @@ impl<B: Backend> Backward<B, 1> for Notch {
 
 /// A link that reports where backward has come to.
 #[derive(Debug)]
-struct Announce;
+struct Report;
 
-impl<B: Primitive> Backward<B, 2> for Announce {
-    type State = Milestone;
+impl<B: Primitive> Backward<B, 2> for Report {
+    type State = Arc<dyn Announce>;
 
-    fn backward(self, ops: Ops<Milestone, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-        let reduced = match ops.state {
-            Milestone::UnitEnd(access) => access.root.unit_end(&access),
-            Milestone::Finish(root) => root.finish(),
-        };
+    fn backward(self, ops: Ops<Arc<dyn Announce>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let reduced = ops.state.reached();
         for Reduced { node, gradient } in reduced.unwrap_or_else(|error| throw(error)) {
             match B::try_lower(gradient.clone()) {
                 Some(primitive) => grads.register::<B>(node, primitive),
@@ -291,14 +255,9 @@ impl<B: Primitive> Backward<B, 2> for Announce {
 struct RunAgain;
 
 impl<B: Primitive> Backward<B, 2> for RunAgain {
-    type State = Arc<dyn Recompute>;
+    type State = Arc<dyn Region>;
 
-    fn backward(
-        self,
-        ops: Ops<Arc<dyn Recompute>, 2>,
-        grads: &mut Gradients,
-        _: &mut Checkpointer,
-    ) {
+    fn backward(self, ops: Ops<Arc<dyn Region>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let [input, _token] = ops.parents;
         let gradient = grads.consume::<B>(&ops.node);
         for handed_on in ops.state.backward(B::raise(gradient)) {
@@ -316,19 +275,19 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
         token: FloatTensor<Self>,
-        access: Access,
+        weight: Arc<dyn Weight>,
     ) -> FloatTensor<Self> {
-        let output = B::float_reshape(full.into_primitive(), access.shape());
+        let output = B::float_reshape(full.into_primitive(), weight.shape());
         let parents = [value.node(), token.node()];
-        if access.stays {
+        if weight.stays() {
             let prepared = Backward::<B, 2>::prepare::<NoCheckpointing>(ReceiveGradient, parents);
             return match prepared.compute_bound().stateful() {
-                OpsKind::Tracked(prepared) => prepared.finish(access, output),
+                OpsKind::Tracked(prepared) => prepared.finish(weight, output),
                 OpsKind::UnTracked(prepared) => prepared.finish(output),
             };
         }
         let regather = Regather::<B> {
-            access: access.clone(),
+            weight: weight.clone(),
             backend: PhantomData,
         };
         let prepared = Backward::<B, 2>::prepare::<BalancedCheckpointing>(ReceiveGradient, parents)
@@ -342,7 +301,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
             prepared.parents([&token])
         };
         match prepared.stateful() {
-            OpsKind::Tracked(prepared) => prepared.finish(access, output),
+            OpsKind::Tracked(prepared) => prepared.finish(weight, output),
             OpsKind::UnTracked(prepared) => prepared.finish(output),
         }
     }
@@ -350,10 +309,10 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     fn link(
         token: FloatTensor<Self>,
         ruler: FloatTensor<Self>,
-        milestone: Milestone,
+        milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self> {
         let (primitive, node) = token.into_parts();
-        let link = Backward::<B, 2>::prepare::<NoCheckpointing>(Announce, [node, ruler.node()]);
+        let link = Backward::<B, 2>::prepare::<NoCheckpointing>(Report, [node, ruler.node()]);
         match link.compute_bound().stateful() {
             OpsKind::Tracked(prepared) => prepared.finish(milestone, primitive),
             OpsKind::UnTracked(prepared) => prepared.finish(primitive),
@@ -372,7 +331,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
         token: FloatTensor<Self>,
-        region: Arc<dyn Recompute>,
+        region: Arc<dyn Region>,
     ) -> FloatTensor<Self> {
         if output.is_tracked() {
             throw(Error::Captured);
@@ -392,23 +351,23 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     }
 }
 
-/// The full parameter of `access` as an autodiff tensor of its final shape.
+/// The full parameter of `weight` as an autodiff tensor of its final shape.
 pub(crate) fn unshard<const D: usize>(
     full: Tensor<1>,
     value: Tensor<1>,
     token: &Tensor<1>,
-    access: Access,
+    weight: Arc<dyn Weight>,
 ) -> Tensor<D> {
     Tensor::from_dispatch(Dispatch::unshard(
         full.into_dispatch(),
         value.into_dispatch(),
         token.clone().into_dispatch(),
-        access,
+        weight,
     ))
 }
 
 /// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
-pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Milestone) -> Tensor<1> {
+pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
         ruler.into_dispatch(),
@@ -426,7 +385,7 @@ pub(crate) fn checkpointed<const D: usize, const E: usize>(
     output: Tensor<E>,
     input: Tensor<D>,
     token: Tensor<1>,
-    region: Arc<dyn Recompute>,
+    region: Arc<dyn Region>,
 ) -> Tensor<E> {
     Tensor::from_dispatch(Dispatch::checkpointed(
         output.into_dispatch(),

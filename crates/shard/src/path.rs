@@ -6,7 +6,10 @@
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
 
-use crate::parameter::CONTAINER;
+/// Name of the reparameterization that the engine attaches to a parameter.
+pub(crate) const NAME: &str = "fsdp";
+/// What Burn calls the container of a reparameterization while visiting and mapping.
+pub(crate) const CONTAINER: &str = "Reparameterization";
 
 /// Where a walk over a module is.
 #[derive(Debug, Default)]

@@ -1,49 +1,33 @@
-//! Patterns of module paths.
+//! The modules that contain a parameter, and which of them a pattern means.
+
+use burn_fsdp_mesh::Pattern;
 
 /// The modules that contain the parameter at `path`, outermost first.
 pub(crate) fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-/// Whether the module at `path` matches `pattern`. `*` stands for any characters of one segment, `**`
-/// for any number of segments.
-pub(crate) fn matches(pattern: &str, path: &str) -> bool {
-    let pattern: Vec<&str> = pattern.split('.').collect();
-    let path: Vec<&str> = path.split('.').collect();
-    match_segments(&pattern, &path)
+/// The innermost module that `pattern` means and that contains the parameter at `path`.
+pub(crate) fn module_of<'a>(pattern: &Pattern, path: &'a str) -> Option<&'a str> {
+    let (module, _) = path.rsplit_once('.')?;
+    pattern.prefix_of(module)
 }
 
-/// Whether a module that contains the parameter at `path` matches `pattern`.
-pub(crate) fn matches_ancestor(pattern: &str, path: &str) -> bool {
-    ancestors(path).any(|module| matches(pattern, module))
-}
-
-fn match_segments(pattern: &[&str], path: &[&str]) -> bool {
-    match (pattern.split_first(), path.split_first()) {
-        (None, None) => true,
-        (Some((&"**", rest)), _) => {
-            (0..=path.len()).any(|skip| match_segments(rest, &path[skip..]))
-        }
-        (Some((first, pattern)), Some((name, path))) => {
-            match_segment(first.as_bytes(), name.as_bytes()) && match_segments(pattern, path)
-        }
-        _ => false,
-    }
-}
-
-fn match_segment(pattern: &[u8], name: &[u8]) -> bool {
-    match pattern.split_first() {
-        None => name.is_empty(),
-        Some((b'*', rest)) => (0..=name.len()).any(|skip| match_segment(rest, &name[skip..])),
-        Some((byte, rest)) => name
-            .split_first()
-            .is_some_and(|(first, name)| first == byte && match_segment(rest, name)),
-    }
+/// Whether `pattern` means a module that contains the parameter at `path`.
+pub(crate) fn is_around(pattern: &Pattern, path: &str) -> bool {
+    module_of(pattern, path).is_some()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::matches;
+    use burn_fsdp_mesh::Pattern;
+
+    use super::module_of;
+
+    fn matches(pattern: &str, module: &str) -> bool {
+        let parameter = format!("{module}.weight");
+        module_of(&Pattern::new(pattern), &parameter) == Some(module)
+    }
 
     #[test]
     fn a_star_stands_for_one_segment() {

@@ -1,11 +1,9 @@
 //! What is gathered together, and when full weights are dropped.
 
-use std::fmt;
-use std::sync::Arc;
-
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_mesh::Pattern;
 
-use crate::ambient::{Purpose, is_within, within};
+use crate::gradient_hook::GradientHook;
 use crate::precision::Precision;
 
 /// Where the full weights live between a unit's forward and its backward.
@@ -33,7 +31,7 @@ pub enum Strategy {
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct ShardPolicy {
-    pub(crate) patterns: Vec<String>,
+    pub(crate) patterns: Vec<Pattern>,
     pub(crate) strategy: Strategy,
     pub(crate) layout: Layout,
     pub(crate) whole_below: usize,
@@ -43,7 +41,7 @@ pub struct ShardPolicy {
     pub(crate) replicate_axis: Option<String>,
     pub(crate) precision: Precision,
     pub(crate) factors: Option<DivideFactors>,
-    pub(crate) ignored: Vec<String>,
+    pub(crate) ignored: Vec<Pattern>,
     pub(crate) reshard_to: Option<usize>,
     pub(crate) reduce_group: ReduceGroup,
     pub(crate) hook: Option<GradientHook>,
@@ -83,32 +81,6 @@ pub enum ReduceGroup {
     Shared,
     /// One of their own, so that an engine with queues per communicator can overlap the two.
     Own,
-}
-
-/// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
-/// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
-#[derive(Clone)]
-pub(crate) struct GradientHook(Arc<ChangeGradient>);
-
-/// From path and flat gradient to another gradient of the same length.
-type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
-
-impl GradientHook {
-    /// What the hook makes of `gradient`.
-    pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
-        within(Purpose::Hook, || (self.0)(path, gradient))
-    }
-
-    /// Whether this thread is inside a hook.
-    pub(crate) fn is_running() -> bool {
-        is_within(Purpose::Hook)
-    }
-}
-
-impl fmt::Debug for GradientHook {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("GradientHook")
-    }
 }
 
 /// How a parameter's elements are cut into shards.
@@ -154,7 +126,7 @@ impl ShardPolicy {
     /// and `**` for any number of segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. Where two patterns
     /// match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
-        self.patterns = patterns.into_iter().map(Into::into).collect();
+        self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
@@ -220,7 +192,7 @@ impl ShardPolicy {
     /// Modules, by pattern as in [`units`](Self::units), whose parameters are left alone: neither sharded
     /// nor reduced, and each rank's own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
-        self.ignored = patterns.into_iter().map(Into::into).collect();
+        self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
@@ -261,7 +233,7 @@ impl ShardPolicy {
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {
-        self.hook = Some(GradientHook(Arc::new(hook)));
+        self.hook = Some(GradientHook::new(hook));
         self
     }
 }

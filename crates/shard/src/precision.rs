@@ -1,11 +1,9 @@
 //! Mixed precision: in which types parameters compute and gradients travel.
 
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType};
+use burn_fsdp_mesh::Pattern;
 
-use crate::error::Error;
-use crate::inspect;
-use crate::pattern::matches_ancestor;
-use burn::module::Module;
+use crate::pattern::is_around;
 
 /// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
 /// the module was built: the master copy.
@@ -23,7 +21,7 @@ use burn::module::Module;
 pub struct Precision {
     compute: Option<FloatDType>,
     reduce: Option<FloatDType>,
-    full_in: Vec<String>,
+    full_in: Vec<Pattern>,
 }
 
 impl Precision {
@@ -72,7 +70,7 @@ impl Precision {
     ///   and collected outputs have the device's type, so they need to be in `patterns`, and the
     ///   model to cast.
     pub fn full_in<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
-        self.full_in = patterns.into_iter().map(Into::into).collect();
+        self.full_in = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
@@ -81,18 +79,16 @@ impl Precision {
         let mut patterns = self.full_in.iter();
         let unmatched = patterns.find(|pattern| {
             let mut paths = paths.iter();
-            !paths.any(|path| matches_ancestor(pattern, path))
+            !paths.any(|path| is_around(pattern, path))
         });
-        unmatched.map(String::as_str)
+        unmatched.map(Pattern::as_str)
     }
 
     /// The type in which the parameter at `path`, stored as `stored`, computes.
     pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
         let mut patterns = self.full_in.iter();
         match self.compute {
-            Some(compute) if !patterns.any(|pattern| matches_ancestor(pattern, path)) => {
-                compute.into()
-            }
+            Some(compute) if !patterns.any(|pattern| is_around(pattern, path)) => compute.into(),
             _ => stored,
         }
     }
@@ -101,27 +97,4 @@ impl Precision {
     pub(crate) fn reduce_of(&self, compute: DType) -> DType {
         self.reduce.map_or(compute, Into::into)
     }
-}
-
-/// `tensor` in `dtype`; the same tensor if it is of that type already.
-pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
-    match tensor.dtype() == dtype {
-        true => tensor,
-        false => tensor.cast(dtype),
-    }
-}
-
-/// `input` in the type in which the parameters of the sharded `module` compute: that of its first
-/// unit. Burn has no forward hooks, so programs cast what they feed to a module by this.
-///
-/// # Errors
-///
-/// [`Error::NotSharded`].
-pub fn cast_input<M: Module, const D: usize>(
-    module: &M,
-    input: Tensor<D>,
-) -> Result<Tensor<D>, Error> {
-    let members = inspect::members(module);
-    let first = members.first().ok_or(Error::NotSharded)?;
-    Ok(cast(input, first.slot().compute))
 }

@@ -1,7 +1,7 @@
-//! One parameter's place in its unit: what does not change over the life of the module.
+//! One parameter's place in its unit: what does not change over the life of the module. And one place
+//! for each of them.
 
-use std::ops::Range;
-use std::sync::atomic::AtomicBool;
+use std::ops::{Deref, DerefMut, Range};
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
@@ -18,6 +18,33 @@ pub(crate) enum Holding {
     Replica,
 }
 
+/// An element type, in Burn's words and in those of the transport.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Element {
+    /// Burn's.
+    pub(crate) dtype: DType,
+    /// The transport's.
+    pub(crate) wire: ElementType,
+}
+
+impl Element {
+    /// Bytes of one.
+    pub(crate) fn size(self) -> usize {
+        self.wire.size()
+    }
+}
+
+/// The element types of one parameter.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Elements {
+    /// Of the stored values.
+    pub(crate) stored: Element,
+    /// Of the full parameter, and so of its gradient.
+    pub(crate) compute: Element,
+    /// Of gradients while they are reduced.
+    pub(crate) reduce: Element,
+}
+
 /// One parameter of a unit.
 #[derive(Debug)]
 pub(crate) struct Slot {
@@ -25,53 +52,41 @@ pub(crate) struct Slot {
     pub(crate) path: String,
     /// Shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
-    /// Element type of the stored values.
-    pub(crate) dtype: DType,
-    /// The same, in the words of the transport.
-    pub(crate) element: ElementType,
-    /// Element type in which the parameter computes.
-    pub(crate) compute: DType,
-    /// The same, in the words of the transport.
-    pub(crate) compute_element: ElementType,
-    /// Element type in which gradients are reduced.
-    pub(crate) reduce: DType,
-    /// The same, in the words of the transport.
-    pub(crate) reduce_element: ElementType,
+    /// In which types its elements are stored, compute and are reduced.
+    pub(crate) elements: Elements,
     /// How the flat elements are cut; one shard where every rank holds the whole.
     pub(crate) partition: Partition,
     /// What this rank holds.
     pub(crate) holding: Holding,
-    /// Set when the optimizer of the module's first parameter has been tried.
-    pub(crate) is_tried: AtomicBool,
 }
 
 impl Slot {
     /// Bytes of the whole parameter as it is stored.
     pub(crate) fn full_bytes(&self) -> usize {
-        self.partition.num_elements() * self.element.size()
+        self.partition.num_elements() * self.elements.stored.size()
     }
 
     /// Bytes of the whole parameter, or of its gradient, as it computes.
     pub(crate) fn unsharded_bytes(&self) -> usize {
-        self.partition.num_elements() * self.compute_element.size()
+        self.partition.num_elements() * self.elements.compute.size()
     }
 
     /// The parameter as a part of a collective among the shards' holders, with elements of the
     /// type `element`.
-    pub(crate) fn part(&self, source: Source, element: ElementType) -> Part {
+    pub(crate) fn part(&self, source: Source, element: Element) -> Part {
         Part {
             source,
             partition: self.partition,
-            element,
+            element: element.wire,
         }
     }
 
     /// The parameter as a part of a collective among whole tensors.
-    pub(crate) fn full_part(&self, source: Source, element: ElementType) -> FullPart {
+    pub(crate) fn full_part(&self, source: Source, element: Element) -> FullPart {
         FullPart {
             source,
             num_elements: self.partition.num_elements(),
-            element,
+            element: element.wire,
         }
     }
 
@@ -100,11 +115,51 @@ impl Slot {
 
     /// Bytes that rank `rank` of the group holds between steps.
     pub(crate) fn held_bytes(&self, rank: usize) -> usize {
-        self.held_elements(rank) * self.element.size()
+        self.held_elements(rank) * self.elements.stored.size()
     }
 
     /// Whether its elements have to be gathered from other ranks before use.
     pub(crate) fn is_gathered(&self) -> bool {
         self.holding == Holding::Shard
+    }
+}
+
+/// One place for each parameter of a unit.
+#[derive(Debug, Clone)]
+pub(crate) struct Slots<T>(Vec<Option<T>>);
+
+impl<T> Slots<T> {
+    /// `len` empty places.
+    pub(crate) fn empty(len: usize) -> Self {
+        (0..len).map(|_| None).collect()
+    }
+}
+
+impl<T> FromIterator<Option<T>> for Slots<T> {
+    fn from_iter<I: IntoIterator<Item = Option<T>>>(places: I) -> Self {
+        Self(places.into_iter().collect())
+    }
+}
+
+impl<T> IntoIterator for Slots<T> {
+    type Item = Option<T>;
+    type IntoIter = std::vec::IntoIter<Option<T>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<T> Deref for Slots<T> {
+    type Target = [Option<T>];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl<T> DerefMut for Slots<T> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
     }
 }

@@ -10,8 +10,9 @@ use burn::tensor::{Gradients, Tensor};
 use crate::error::{Error, catch};
 use crate::inspect;
 use crate::leaves;
-use crate::root::{Reduced, Root};
-use crate::schedule::Operation;
+use crate::op::Reduced;
+use crate::root::Root;
+use crate::transport::cast;
 
 /// Differentiates `loss` and returns the gradients of this rank's shards, averaged over the
 /// ranks. Any element-wise optimizer of Burn consumes them unchanged.
@@ -35,8 +36,8 @@ pub fn backward<M: Module, const D: usize>(
     let result = catch_unwind(AssertUnwindSafe(|| {
         catch(|| reduced_gradients(loss, module, &roots)).and_then(|result| result)
     }));
-    // After a panic of the program's own, too, in a hook say: what is pending holds units, each of
-    // which holds the root, so that nothing of the module would ever be freed.
+    // After a panic of the program's own, too, in a hook say: the pass under way holds a graph whose
+    // nodes hold the root, so that nothing of the module would ever be freed.
     if !matches!(result, Ok(Ok(_))) {
         roots.iter().for_each(|root| root.reset());
     }
@@ -129,43 +130,17 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// The recorded order of a module's operations.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Order {
-    /// One line an operation, in the order in which every rank issues them.
-    pub operations: Vec<String>,
-    /// Equal on ranks with equal orders.
-    pub hash: u64,
-}
-
-impl std::fmt::Display for Order {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        writeln!(f, "order {:016x}", self.hash)?;
-        for operation in &self.operations {
-            writeln!(f, "  {operation}")?;
-        }
-        Ok(())
-    }
-}
-
-/// The order of gathers and reductions recorded in the last complete step; empty before the
-/// first.
+/// `input` in the type in which the parameters of the sharded `module` compute: that of its first
+/// unit. Burn has no forward hooks, so programs cast what they feed to a module by this.
 ///
 /// # Errors
 ///
 /// [`Error::NotSharded`].
-pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
-    let root = inspect::root_of(module)?;
-    let (operations, hash) = root.order();
-    let name = |index: usize| root.unit(index).map_or("?".to_owned(), |unit| unit.label());
-    let operations = operations.iter().map(|operation| match *operation {
-        Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
-        Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),
-        Operation::Reduce(unit) => format!("reduce {}", name(unit)),
-        Operation::Finish => "finish".to_owned(),
-    });
-    Ok(Order {
-        operations: operations.collect(),
-        hash,
-    })
+pub fn cast_input<M: Module, const D: usize>(
+    module: &M,
+    input: Tensor<D>,
+) -> Result<Tensor<D>, Error> {
+    let members = inspect::members(module);
+    let first = members.first().ok_or(Error::NotSharded)?;
+    Ok(cast(input, first.slot().elements.compute.dtype))
 }

@@ -5,11 +5,10 @@ use std::collections::{HashMap, HashSet};
 use burn::module::{Module, Param, ParamId, ParamMapper, Reparameterization, Reparameterizer};
 use burn::tensor::{DType, Device, Tensor};
 
+use crate::device;
 use crate::error::Error;
-use crate::inspect;
-use crate::op;
-use crate::parameter::{CONTAINER, NAME};
-use crate::path::{self, Place};
+use crate::parameter::member::visit;
+use crate::path::{self, CONTAINER, NAME, Place};
 
 /// What the walk found at one path.
 #[derive(Debug, Clone)]
@@ -65,11 +64,11 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     let marked = module.clone().apply_reparameterization(Attach {
         reached: &mut reached,
     });
-    inspect::visit(&marked, &mut kinds);
+    visit(&marked, &mut kinds);
     drop(marked);
     let mut seen = HashSet::new();
     for (path, shape, device) in &kinds.places {
-        op::check_backend(path, device)?;
+        device::check_backend(path, device)?;
         if !seen.insert(path) {
             return Err(Error::SamePath { path: path.clone() });
         }
@@ -84,7 +83,7 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
         kinds: kinds.found.into_iter().collect(),
         survey: Survey::default(),
     };
-    inspect::visit(module, &mut details);
+    visit(module, &mut details);
     Ok(details.survey)
 }
 

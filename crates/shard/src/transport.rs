@@ -3,7 +3,7 @@
 use burn::backend::Flex;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Shape, Tensor, TensorData};
-use burn_fsdp_collectives::{Account, Buffer, ElementType, Source};
+use burn_fsdp_collectives::{Account, ElementType, Source};
 
 /// The transport's name of a float type, if it can be reduced.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
@@ -13,6 +13,14 @@ pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
         DType::F16 => Some(ElementType::F16),
         DType::BF16 => Some(ElementType::BF16),
         _ => None,
+    }
+}
+
+/// `tensor` in `dtype`; the same tensor if it is of that type already.
+pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
+    match tensor.dtype() == dtype {
+        true => tensor,
+        false => tensor.cast(dtype),
     }
 }
 
@@ -134,18 +142,4 @@ pub(crate) fn bool_in_place_of<const D: usize>(
     data: TensorData,
 ) -> Tensor<D, Bool> {
     Tensor::from_data(data, &old.device())
-}
-
-/// A buffer that also tells, by `_life`, whether any tensor still holds it.
-pub(crate) struct Marked {
-    /// The memory.
-    pub(crate) buffer: Buffer,
-    /// Dropped with it.
-    pub(crate) _life: std::sync::Arc<()>,
-}
-
-impl AsRef<[u8]> for Marked {
-    fn as_ref(&self) -> &[u8] {
-        self.buffer.as_ref()
-    }
 }

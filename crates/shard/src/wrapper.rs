@@ -11,17 +11,17 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessMesh;
 
-use crate::agreement::{self, Agreement};
-use crate::buffers::{self, BufferSync};
-use crate::clip::{self, Clip, Clipped};
-use crate::elementwise;
 use crate::error::Error;
-use crate::full::{self, WriteBack};
 use crate::inspect;
-use crate::names::{check_names, parameter_paths};
-use crate::plan::{self, wrap_plan};
+use crate::inspect::names::{check_names, parameter_paths};
+use crate::inspect::plan::{self, wrap_plan};
+use crate::optim::clip::{self, Clip, Clipped};
+use crate::optim::elementwise;
 use crate::policy::ShardPolicy;
-use crate::record;
+use crate::state::agreement::{self, Agreement};
+use crate::state::buffers::{self, BufferSync};
+use crate::state::full::{self, WriteBack};
+use crate::state::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
@@ -242,7 +242,7 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         };
         let mut dtypes: Vec<String> = members
             .iter()
-            .map(|member| format!("{:?}", member.slot().dtype).to_lowercase())
+            .map(|member| format!("{:?}", member.slot().elements.stored.dtype).to_lowercase())
             .collect();
         dtypes.sort();
         dtypes.dedup();

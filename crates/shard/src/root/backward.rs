@@ -1,58 +1,67 @@
 //! Backward: gather again, collect gradients, hand them over unit by unit.
 
-use std::sync::Weak;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::Tensor;
 
-use super::{Gradient, Phase, Progress, Reduced, Root};
-use crate::checkpoint::{self, Mode};
+use super::accumulate::Gradient;
+use super::state::{Phase, Progress, Root};
+use crate::copies::{Copied, Generation};
 use crate::error::Error;
-use crate::generation::{Copied, State};
-use crate::op::Access;
+use crate::op::Reduced;
+use crate::region::{self, Mode};
 use crate::schedule::Operation;
+use crate::unit::Unit;
 
 impl Root {
     /// The full parameter, for a recomputation inside backward.
-    pub(crate) fn regather(&self, access: &Access) -> Result<Tensor<1>, Error> {
-        let generation = &access.generation;
+    pub(super) fn regather(
+        &self,
+        generation: &Arc<Generation>,
+        slot: usize,
+        use_id: u64,
+    ) -> Result<Tensor<1>, Error> {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
-            let gathered = unit.slots[access.slot].is_gathered();
-            if gathered && !generation.is_unsharded() {
-                progress.note_late_unit(access.use_id);
+            let gathered = unit.slots[slot].is_gathered();
+            if gathered && !generation.life.is_unsharded() {
+                progress.uses.note_late_unit(use_id);
                 let operation = Operation::UnshardBackward(unit.position());
                 progress.unshard(self, operation, generation)?;
             }
-            self.full(generation, access.slot)
+            self.full(generation, slot)
         })
     }
 
     /// Takes a full gradient over.
-    pub(crate) fn receive(&self, access: &Access, gradient: Tensor<1>) {
-        let unit = &access.generation.unit;
-        let bytes = match unit.slots[access.slot].is_gathered() {
-            true => unit.slots[access.slot].unsharded_bytes(),
+    pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
+        let bytes = match unit.slots[slot].is_gathered() {
+            true => unit.slots[slot].unsharded_bytes(),
             false => 0,
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();
         let of_use = progress
             .gradients
-            .entry(access.use_id)
-            .or_insert_with(|| unit.places());
+            .of_uses
+            .entry(use_id)
+            .or_insert_with(|| unit.empty_slots());
         let gradient = Gradient {
             tensor: gradient,
             account,
         };
-        gradient.add_to(&mut of_use[access.slot]);
+        gradient.add_to(&mut of_use[slot]);
     }
 
     /// The last gradient of a use has come: free the full parameters, start the reduction.
     /// Returns the gradients of reductions that are through.
-    pub(crate) fn unit_end(&self, access: &Access) -> Result<Vec<Reduced>, Error> {
-        let generation = &access.generation;
+    pub(super) fn unit_end(
+        &self,
+        generation: &Arc<Generation>,
+        use_id: u64,
+    ) -> Result<Vec<Reduced>, Error> {
         let unit = &generation.unit;
         self.step(|progress| {
             progress.enter_backward(self)?;
@@ -61,35 +70,29 @@ impl Root {
             let stays = unit.keeps() && !unit.syncs();
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
             // What is being gathered already is for another use of the unit.
-            if reshards && !stays && generation.is_unsharded() {
-                *generation.state.lock() = State::Sharded;
+            if reshards && !stays && generation.life.is_unsharded() {
+                generation.life.drop_full();
             }
-            progress.open.remove(&access.use_id);
-            progress.schedules.current().end_use(access.use_id);
-            let gradients = progress.gradients.remove(&access.use_id);
-            let gradients = gradients.unwrap_or_else(|| unit.places());
+            progress.uses.open.remove(&use_id);
+            progress.order.current().end_use(use_id);
+            let gradients = progress.gradients.of_uses.remove(&use_id);
+            let gradients = gradients.unwrap_or_else(|| unit.empty_slots());
             if unit.syncs() {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
                 progress.reduce(self, generation, gradients)?;
             } else {
-                progress.hold(self, generation, gradients);
+                progress.gradients.hold(&self.pool, generation, gradients);
             }
             // The gradients of a region's own graph are not those of the step.
-            Ok(match checkpoint::mode() {
+            Ok(match region::mode() {
                 Mode::Again => Vec::new(),
-                Mode::Off | Mode::Plain => std::mem::take(&mut progress.done),
+                Mode::Off | Mode::Plain => std::mem::take(&mut progress.reductions.done),
             })
         })
     }
 
-    /// Reductions that may be under way while backward goes on: as many as units are prefetched,
-    /// one at most. More would keep full gradients alive for nothing.
-    pub(super) fn in_flight_limit(&self) -> usize {
-        self.prefetch.min(1)
-    }
-
     /// The end of backward: nothing of this step is left pending.
-    pub(crate) fn finish(&self) -> Result<Vec<Reduced>, Error> {
+    pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {
                 // Two forwards in one loss end twice; the first end has done it all.
@@ -103,9 +106,9 @@ impl Root {
     /// part in whatever the other ranks do, with the values of `copy`.
     pub(crate) fn finish_unused(&self, copy: Option<Copied>) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
-            if progress.pass.is_none() {
-                progress.copy = copy.unwrap_or(progress.copy);
-                progress.used.clear();
+            if progress.uses.pass.is_none() {
+                progress.order.copy = copy.unwrap_or(progress.order.copy);
+                progress.order.used.clear();
                 progress.begin_order(self);
             }
             progress.finish(self)
@@ -118,26 +121,30 @@ impl Progress {
         self.enter_backward(root)?;
         self.reduce_held(root)?;
         self.advance(root, Operation::Finish)?;
-        for unit in root.units() {
-            unit.drop_pieces();
+        for copies in root.live() {
+            copies.drop_pieces();
         }
         self.phase = Phase::Idle;
-        self.num_finished += 1;
-        self.pass = None;
-        self.open.clear();
-        Ok(std::mem::take(&mut self.done))
+        self.counts.finished += 1;
+        self.uses.pass = None;
+        self.uses.open.clear();
+        Ok(std::mem::take(&mut self.reductions.done))
     }
 
-    /// A use of the same pass that comes after `use_id` and is still open when that is gathered
-    /// again gets its gradients too late: its token was not deep enough.
-    fn note_late_unit(&mut self, use_id: u64) {
-        let Some(&(pass, _)) = self.open.get(&use_id) else {
-            return;
-        };
-        let mut later = self.open.range(use_id + 1..);
-        let late = later.find(|(_, (other, _))| *other == pass);
-        if let Some(unit) = late.and_then(|(_, (_, unit))| Weak::upgrade(unit)) {
-            unit.deepen();
+    /// Reduces what steps without reduction have left of units that this step did not use.
+    fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
+        let held: Vec<_> = self.gradients.held.keys().copied().collect();
+        for index in held {
+            let syncs = root.unit(index).is_some_and(|unit| unit.syncs());
+            // What comes before it in the order may have taken them along.
+            if syncs && self.gradients.held.contains_key(&index) {
+                let operation = Operation::Reduce(index);
+                self.advance(root, operation)?;
+                let generation = self.copy_in_use(root, operation)?;
+                let nothing = generation.unit.empty_slots();
+                self.reduce(root, &generation, nothing)?;
+            }
         }
+        Ok(())
     }
 }

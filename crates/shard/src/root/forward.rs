@@ -4,24 +4,17 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use super::{Pass, Phase, Progress, Recomputation, Root, Use, UseKind};
-use crate::checkpoint::{self, Mode};
+use super::access::{Access, Finish, UnitEnd};
+use super::pass::{Pass, Recomputation, Use, UseKind};
+use super::state::{Phase, Progress, Root};
+use crate::copies::{Copied, Generation};
+use crate::device;
 use crate::error::Error;
-use crate::generation::{Copied, Generation, Owned, State};
-use crate::op::{self, Access, Milestone};
+use crate::op::{self, Announce};
+use crate::region::{self, Mode, Recomputed};
 use crate::schedule::Operation;
 
 impl Use {
-    fn new(kind: UseKind, id: u64, generation: &Arc<Generation>, token: &Tensor<1>) -> Self {
-        Self {
-            kind,
-            id,
-            generation: generation.clone(),
-            token: token.clone(),
-            nodes: generation.unit.places(),
-        }
-    }
-
     /// The autodiff node of a parameter, as a function of `value`, made at the first access.
     fn node_of<const D: usize>(
         &mut self,
@@ -42,32 +35,27 @@ impl Use {
             use_id: self.id,
             stays,
         };
-        let node: Tensor<D> = op::unshard(full, value, &self.token, access);
+        let node: Tensor<D> = op::unshard(full, value, &self.token, Arc::new(access));
         self.nodes[slot] = Some(Box::new(node.clone()));
         Ok(node)
-    }
-
-    /// Drops the full parameters: from here on they live as long as the operations using them.
-    pub(super) fn close(self) {
-        if !self.generation.unit.keeps() {
-            self.generation.reshard_after_forward();
-        }
     }
 }
 
 impl Root {
-    /// The full parameter that `owned` stands for, of which this rank holds `value`. Called by the
+    /// The full parameter in `slot` of `generation`, which the copy `copy` of the module has, and of which
+    /// this rank holds `value`. Called by the
     /// model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
-        owned: &Owned,
+        generation: &Arc<Generation>,
+        slot: usize,
+        copy: Copied,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
-        let (generation, slot) = (&owned.values(), owned.slot);
         if !value.is_autodiff() {
             return self.read(generation, slot);
         }
-        if checkpoint::mode() == Mode::Again {
+        if region::mode() == Mode::Again {
             return self.access_again(generation, slot);
         }
         self.step(|progress| {
@@ -76,8 +64,8 @@ impl Root {
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
-            progress.begin_pass(self, generation, owned.copy(), slot);
-            if checkpoint::mode() == Mode::Plain {
+            progress.begin_pass(self, generation, copy, slot);
+            if region::mode() == Mode::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
             }
@@ -96,8 +84,12 @@ impl Root {
         self.step(|progress| {
             progress.enter_backward(self)?;
             let index = progress.open_again(self, generation, slot)?;
-            let again = progress.again.as_mut().expect("a recomputation has begun");
-            checkpoint::touch(self, &again.token);
+            let again = progress
+                .uses
+                .again
+                .as_mut()
+                .expect("a recomputation has begun");
+            region::touch(self, &again.token);
             let current = &mut again.uses[index];
             // A leaf of its own: the parameter's may be in the graph around the region.
             current.node_of(self, slot, generation.own_leaf(slot), true)
@@ -105,14 +97,9 @@ impl Root {
     }
 
     /// `token` as a link just deeper than `depth`.
-    fn link(&self, token: &Tensor<1>, depth: usize, milestone: Milestone) -> Tensor<1> {
+    fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
-    }
-
-    /// The second forward of a region is over.
-    pub(crate) fn end_recomputation(&self) {
-        self.progress().again = None;
     }
 
     /// A full parameter without autodiff: gather, run, free.
@@ -123,16 +110,16 @@ impl Root {
     ) -> Result<Tensor<D>, Error> {
         let unit = &generation.unit;
         let full = self.step(|progress| {
-            let last = progress.reading.upgrade();
+            let last = progress.uses.reading.upgrade();
             if let Some(last) = last
                 && !Arc::ptr_eq(&last, generation)
                 && !last.unit.keeps()
             {
-                *last.state.lock() = State::Sharded;
+                last.life.drop_full();
             }
-            progress.reading = Arc::downgrade(generation);
+            progress.uses.reading = Arc::downgrade(generation);
             if unit.slots[slot].is_gathered() {
-                if generation.is_sharded() {
+                if generation.life.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
@@ -141,6 +128,12 @@ impl Root {
             self.full(generation, slot)
         })?;
         Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
+    }
+}
+
+impl Recomputed for Root {
+    fn end_recomputation(&self) {
+        self.progress().uses.again = None;
     }
 }
 
@@ -155,22 +148,23 @@ impl Progress {
     ) {
         let place = (generation.unit.position(), slot);
         let again = self
+            .uses
             .pass
             .as_ref()
             .is_some_and(|pass| pass.left_first && pass.first == place);
         if again {
             self.leave_pass();
         }
-        if self.pass.is_none() {
-            self.copy = copy;
-            self.used.clear();
+        if self.uses.pass.is_none() {
+            self.order.copy = copy;
+            self.order.used.clear();
             self.begin_order(root);
             self.watch.begin();
-            self.num_passes += 1;
+            self.counts.passes += 1;
             let mut pass = Pass::begin(root, generation, place);
-            pass.number = self.num_passes;
+            pass.number = self.counts.passes;
             pass.copy = copy.number;
-            self.pass = Some(pass);
+            self.uses.pass = Some(pass);
         }
     }
 
@@ -183,7 +177,7 @@ impl Progress {
         kind: UseKind,
     ) -> Result<(), Error> {
         let place = (generation.unit.position(), slot);
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let is_current =
             |used: &Use| used.kind == kind && Arc::ptr_eq(&used.generation, generation);
         if pass.current.as_ref().is_some_and(is_current) {
@@ -201,43 +195,45 @@ impl Progress {
             pass.current = Some(pass.kept.swap_remove(index));
             return Ok(());
         }
-        self.begin_use(root, generation, slot, kind)
+        self.begin_use(root, generation, kind)
     }
 
     fn begin_use(
         &mut self,
         root: &Arc<Root>,
         generation: &Arc<Generation>,
-        slot: usize,
         kind: UseKind,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         let id = self.next_use();
-        self.used
+        self.order
+            .used
             .insert(unit.position(), Arc::downgrade(generation));
-        if !generation.is_unsharded() {
+        if !generation.life.is_unsharded() {
             let operation = Operation::UnshardForward(unit.position());
             self.unshard(root, operation, generation)?;
-            self.schedules.current().begin_use(id);
+            self.order.current().begin_use(id);
         }
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         match kind {
             UseKind::Tracked => {
-                let end = unit_end(root, generation, slot, id);
+                let end = UnitEnd::new(root, generation, id);
                 pass.depth += unit.stride();
                 pass.token = root.link(&pass.token, pass.depth, end);
-                self.open.insert(id, (pass.number, Arc::downgrade(unit)));
+                self.uses
+                    .open
+                    .insert(id, (pass.number, Arc::downgrade(unit)));
             }
             // Its backward is that of another use, of which nobody knows yet.
-            UseKind::Plain => self.schedules.current().end_use(id),
+            UseKind::Plain => self.order.current().end_use(id),
         }
         pass.current = Some(Use::new(kind, id, generation, &pass.token));
         Ok(())
     }
 
     fn next_use(&mut self) -> u64 {
-        let id = self.num_uses;
-        self.num_uses += 1;
+        let id = self.counts.uses;
+        self.counts.uses += 1;
         id
     }
 
@@ -248,7 +244,7 @@ impl Progress {
         generation: &Arc<Generation>,
         slot: usize,
     ) -> Result<usize, Error> {
-        let again = self.again.get_or_insert_with(|| Recomputation {
+        let again = self.uses.again.get_or_insert_with(|| Recomputation {
             token: leaf_token(generation, slot),
             depth: 0,
             uses: Vec::new(),
@@ -258,13 +254,13 @@ impl Progress {
             return Ok(index);
         }
         let unit = &generation.unit;
-        if !generation.is_unsharded() {
+        if !generation.life.is_unsharded() {
             let operation = Operation::UnshardBackward(unit.position());
             self.unshard(root, operation, generation)?;
         }
         let id = self.next_use();
-        let again = self.again.as_mut().expect("a recomputation has begun");
-        let end = unit_end(root, generation, slot, id);
+        let again = self.uses.again.as_mut().expect("a recomputation has begun");
+        let end = UnitEnd::new(root, generation, id);
         again.depth += unit.stride();
         again.token = root.link(&again.token, again.depth, end);
         let begun = Use::new(UseKind::Tracked, id, generation, &again.token);
@@ -279,11 +275,11 @@ impl Progress {
         generation: &Arc<Generation>,
         slot: usize,
     ) -> Result<Tensor<D>, Error> {
-        let pass = self.pass.as_ref().expect("a pass has begun");
-        checkpoint::touch(root, &pass.token);
+        let pass = self.uses.pass.as_ref().expect("a pass has begun");
+        region::touch(root, &pass.token);
         let full = root.full(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
-        Ok(checkpoint::tracked(full, &generation.device(slot)))
+        Ok(device::tracked(full, &generation.device(slot)))
     }
 
     /// The autodiff node of a parameter in the current use, made at the first access.
@@ -293,7 +289,7 @@ impl Progress {
         slot: usize,
         value: Tensor<1>,
     ) -> Result<Tensor<D>, Error> {
-        let pass = self.pass.as_mut().expect("a pass has begun");
+        let pass = self.uses.pass.as_mut().expect("a pass has begun");
         let current = pass.current.as_mut().expect("a use has begun");
         let value = current.generation.leaf(slot, value);
         let stays = current.generation.unit.keeps();
@@ -302,7 +298,7 @@ impl Progress {
 
     /// Lets go of a pass whose forward is over: its graph keeps what its backward needs.
     fn leave_pass(&mut self) {
-        if let Some(pass) = self.pass.take()
+        if let Some(pass) = self.uses.pass.take()
             && let Some(last) = pass.current
         {
             last.close();
@@ -318,7 +314,7 @@ impl Pass {
             copy: 0,
             first,
             left_first: false,
-            token: root.link(&token, 0, Milestone::Finish(root.clone())),
+            token: root.link(&token, 0, Arc::new(Finish(root.clone()))),
             depth: 0,
             current: None,
             kept: Vec::new(),
@@ -330,14 +326,4 @@ impl Pass {
 /// checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()
-}
-
-fn unit_end(root: &Arc<Root>, generation: &Arc<Generation>, slot: usize, use_id: u64) -> Milestone {
-    Milestone::UnitEnd(Access {
-        root: root.clone(),
-        generation: generation.clone(),
-        slot,
-        use_id,
-        stays: generation.unit.keeps(),
-    })
 }

@@ -3,110 +3,34 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{
-    Account, ElementType, FullPart, Pending, ProcessGroup, Received, Reduction as Averaging, Source,
-};
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
 
-use super::{Progress, Reduced, Root};
+use super::accumulate::Gradient;
+use super::arrival::{Arrival, gradients_of, is_used, source_of, tensors};
+use super::reductions::Reduction;
+use super::state::{Progress, Root};
+use crate::copies::{Copies, Generation};
 use crate::error::Error;
-use crate::generation::Generation;
-use crate::note::Note;
-use crate::precision::cast;
-use crate::schedule::Operation;
-use crate::slot::Slot;
+use crate::schedule::{Note, Operation};
+use crate::slot::{Slot, Slots};
+use crate::spec::averaging;
 use crate::transport;
-use crate::unit::{Unit, averaging};
-
-/// A full gradient, counted while it lives.
-pub(super) struct Gradient {
-    pub(super) tensor: Tensor<1>,
-    pub(super) account: Account,
-}
-
-/// A unit whose backward has ended.
-pub(super) struct Ended {
-    generation: Arc<Generation>,
-    /// Gradients of parameters kept whole, by slot.
-    whole: Vec<Option<Tensor<1>>>,
-}
-
-/// A reduction under way.
-pub(super) struct Reduction {
-    pending: Pending<Received>,
-    generation: Arc<Generation>,
-    slots: Vec<usize>,
-    arrival: Arrival,
-}
 
 impl Progress {
-    /// Keeps the gradients of one use of a unit on this rank, in the type in which they will be
-    /// reduced.
-    pub(super) fn hold(
-        &mut self,
-        root: &Root,
-        generation: &Arc<Generation>,
-        gradients: Vec<Option<Gradient>>,
-    ) {
-        let unit = &generation.unit;
-        let held = self
-            .held
-            .entry(unit.position())
-            .or_insert_with(|| unit.places());
-        for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
-            let Some(gradient) = gradient else { continue };
-            let gradient = match gradient.tensor.dtype() == slot.reduce {
-                true => gradient,
-                false => Gradient {
-                    tensor: cast(gradient.tensor, slot.reduce),
-                    account: root
-                        .pool
-                        .account(slot.partition.num_elements() * slot.reduce_element.size()),
-                },
-            };
-            gradient.add_to(place);
-        }
-    }
-
-    /// Reduces what steps without reduction have left of units that this step did not use.
-    pub(super) fn reduce_held(&mut self, root: &Root) -> Result<(), Error> {
-        let held: Vec<_> = self.held.keys().copied().collect();
-        for index in held {
-            let syncs = root.unit(index).is_some_and(|unit| unit.syncs());
-            // What comes before it in the order may have taken them along.
-            if syncs && self.held.contains_key(&index) {
-                let operation = Operation::Reduce(index);
-                self.advance(root, operation)?;
-                let generation = self.copy_in_use(root, operation)?;
-                let nothing = generation.unit.places();
-                self.reduce(root, &generation, nothing)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
     /// gradient on this rank count as zero; a flag for each travels with the reduction.
     pub(super) fn reduce(
         &mut self,
         root: &Root,
         generation: &Arc<Generation>,
-        mut gradients: Vec<Option<Gradient>>,
+        mut gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        unit.drop_pieces();
-        if let Some(held) = self.held.remove(&unit.position()) {
-            for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
-                let Some(held) = held else { continue };
-                if let Some(gradient) = place {
-                    let tensor = gradient.tensor.clone();
-                    gradient.tensor = cast(tensor, slot.reduce);
-                }
-                held.add_to(place);
-            }
-        }
-        self.keep_whole(generation, &mut gradients);
-        let slots = unit.reduced_slots(generation);
+        Copies::of(generation).drop_pieces();
+        self.gradients.add_held(unit, &mut gradients);
+        self.gradients.keep_whole(generation, &mut gradients);
+        let slots = generation.reduced_slots();
         if slots.is_empty() {
             return Ok(());
         }
@@ -120,7 +44,7 @@ impl Progress {
             sources.push(source_of(gradients[index].take(), slot, unit)?);
         }
         let of = |&slot: &usize| &unit.slots[slot];
-        let own = unit.group.rank();
+        let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
         let label = root.label(format_args!(
             "{} reduction, values {:08x},",
@@ -136,13 +60,13 @@ impl Progress {
         let parts = slots.iter().map(of).zip(sources);
         let group = &unit.groups.reduce;
         let pending = if is_sharded {
-            let parts = parts.map(|(slot, source)| slot.part(source, slot.reduce_element));
+            let parts = parts.map(|(slot, source)| slot.part(source, slot.elements.reduce));
             group.start_reduce_scatter(label, used, mean, parts.collect(), into)?
         } else {
-            let parts = parts.map(|(slot, source)| slot.full_part(source, slot.reduce_element));
+            let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
             group.start_all_reduce(label, used, mean, parts.collect(), into)?
         };
-        self.in_flight.push_back(Reduction {
+        self.reductions.in_flight.push_back(Reduction {
             pending,
             generation: generation.clone(),
             slots,
@@ -153,41 +77,10 @@ impl Progress {
         self.complete(root, root.in_flight_limit())
     }
 
-    /// The books of a unit whose backward has ended.
-    fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
-        let known = self
-            .ended
-            .iter()
-            .position(|ended| Arc::ptr_eq(&ended.generation, generation));
-        let index = known.unwrap_or_else(|| {
-            self.ended.push(Ended {
-                generation: generation.clone(),
-                whole: generation.unit.places(),
-            });
-            self.ended.len() - 1
-        });
-        &mut self.ended[index]
-    }
-
-    /// Puts aside the gradients that are reduced at the end of backward.
-    fn keep_whole(&mut self, generation: &Arc<Generation>, gradients: &mut [Option<Gradient>]) {
-        let whole = &mut self.ended(generation).whole;
-        for slot in generation.unit.whole_slots(generation) {
-            if let Some(gradient) = gradients[slot].take() {
-                let to = generation.unit.slots[slot].reduce;
-                // Gradients that were held back are in the type in which they are reduced.
-                whole[slot] = Some(match whole[slot].take() {
-                    Some(earlier) => cast(earlier, to) + cast(gradient.tensor, to),
-                    None => gradient.tensor,
-                });
-            }
-        }
-    }
-
     /// Waits until at most `limit` reductions are under way.
     pub(super) fn complete(&mut self, root: &Root, limit: usize) -> Result<(), Error> {
-        while self.in_flight.len() > limit {
-            let Some(reduction) = self.in_flight.pop_front() else {
+        while self.reductions.in_flight.len() > limit {
+            let Some(reduction) = self.reductions.in_flight.pop_front() else {
                 break;
             };
             let Reduction {
@@ -212,7 +105,8 @@ impl Progress {
                 }
             };
             let leaves = slots.iter().map(|&slot| (&generation, slot));
-            self.done
+            self.reductions
+                .done
                 .extend(gradients_of(leaves, buffers, &notes, arrival));
         }
         Ok(())
@@ -231,10 +125,11 @@ impl Progress {
     ) -> Result<Option<Received>, Error> {
         let unit = &generation.unit;
         let mut aside = self
+            .gradients
             .partial
             .remove(&unit.position())
-            .unwrap_or_else(|| unit.places());
-        let mut waiting = unit.places();
+            .unwrap_or_else(|| unit.empty_slots());
+        let mut waiting = unit.empty_slots();
         for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
             waiting[index] = match (aside[index].take(), *used) {
                 (None, 0) => None,
@@ -245,22 +140,22 @@ impl Progress {
             *used = u8::from(waiting[index].is_some());
         }
         if !unit.switches.all_reduce.load(Relaxed) {
-            self.partial.insert(unit.position(), waiting);
+            self.gradients.partial.insert(unit.position(), waiting);
             return Ok(None);
         }
-        let own = unit.group.rank();
+        let own = unit.groups.shard.rank();
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
         for &index in slots {
             let slot = &unit.slots[index];
-            let bytes = slot.held_elements(own) * slot.element.size();
+            let bytes = slot.held_elements(own) * slot.elements.stored.size();
             parts.push(FullPart {
                 source: match waiting[index].take() {
                     Some(sum) => transport::source(sum, None),
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),
-                element: slot.element,
+                element: slot.elements.stored.wire,
             });
             into.push(root.reduced.take(bytes));
         }
@@ -278,7 +173,7 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Vec<Note>, Error> {
         self.complete(root, 0)?;
-        let ended = std::mem::take(&mut self.ended);
+        let ended = std::mem::take(&mut self.gradients.ended);
         let mut leaves = Vec::new();
         let mut sources = Vec::new();
         for mut unit_end in ended {
@@ -286,7 +181,7 @@ impl Progress {
             if !generation.unit.syncs() {
                 continue;
             }
-            for index in generation.unit.whole_slots(&generation) {
+            for index in generation.whole_slots() {
                 let gradient = unit_end.whole[index].take().map(|tensor| Gradient {
                     tensor,
                     account: root.pool.account(0),
@@ -297,7 +192,7 @@ impl Progress {
                 leaves.push((generation.clone(), index));
             }
         }
-        let order = self.schedules.current();
+        let order = self.order.current();
         let marks = order.marks().to_vec();
         let places = marks.len();
         let note = Note {
@@ -321,7 +216,7 @@ impl Progress {
         });
         let into = into.collect();
         let parts = slots.zip(sources);
-        let parts = parts.map(|(slot, (_, source))| slot.full_part(source, slot.reduce_element));
+        let parts = parts.map(|(slot, (_, source))| slot.full_part(source, slot.elements.reduce));
         let label = root.label(format_args!("parameters kept whole, reduction"));
         let pending =
             root.group
@@ -331,133 +226,7 @@ impl Progress {
         let used: Vec<_> = notes.iter().map(|note| note.used.clone()).collect();
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
         let gradients = gradients_of(leaves, received.buffers, &used, arrival);
-        self.done.extend(gradients);
+        self.reductions.done.extend(gradients);
         Ok(notes)
-    }
-}
-
-/// In which element type reduced gradients arrive.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Arrival {
-    /// In that in which each parameter is held.
-    AsHeld,
-    /// In that in which each gradient travels: one reduction gives its results one type, and the
-    /// parameters are held in several.
-    AsReduced,
-}
-
-impl Arrival {
-    /// Of what `reduction` makes of the gradients of `slots`, told what to make of them.
-    fn of<'a>(
-        reduction: Averaging,
-        slots: impl Iterator<Item = &'a Slot> + Clone,
-    ) -> (Averaging, Self) {
-        let Some(widened) = slots
-            .clone()
-            .find(|slot| slot.reduce_element != slot.element)
-        else {
-            return (reduction, Self::AsHeld);
-        };
-        let mut elements = slots.map(|slot| slot.element);
-        match elements.all(|element| element == widened.element) {
-            true => (reduction.output(widened.element), Self::AsHeld),
-            false => (reduction, Self::AsReduced),
-        }
-    }
-
-    fn element(self, slot: &Slot) -> ElementType {
-        match self {
-            Self::AsHeld => slot.element,
-            Self::AsReduced => slot.reduce_element,
-        }
-    }
-
-    /// What has arrived in `buffer`, as it is held, in memory of its own: an optimizer may write
-    /// over a gradient, and what it makes of it outlives the step.
-    fn tensor(self, slot: &Slot, buffer: impl AsRef<[u8]>, device: &Device) -> Tensor<1> {
-        let dtype = match self {
-            Self::AsHeld => slot.dtype,
-            Self::AsReduced => slot.reduce,
-        };
-        let arrived = transport::owned(buffer.as_ref().to_vec(), dtype, device);
-        cast(arrived, slot.dtype)
-    }
-}
-
-/// The reduced gradients of `leaves` that any rank used.
-fn gradients_of<'a, B: AsRef<[u8]>>(
-    leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
-    buffers: Vec<B>,
-    notes: &[Vec<u8>],
-    arrival: Arrival,
-) -> Vec<Reduced> {
-    leaves
-        .zip(buffers)
-        .enumerate()
-        .filter(|(index, _)| is_used(notes, *index))
-        .filter_map(|(_, ((generation, index), buffer))| {
-            let slot = &generation.unit.slots[index];
-            let device = generation.home(index);
-            Some(Reduced {
-                node: generation.node(index)?,
-                gradient: arrival.tensor(slot, buffer, &device),
-            })
-        })
-        .collect()
-}
-
-/// Whether any rank flagged place `index`.
-fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
-    notes.iter().any(|note| note.get(index) == Some(&1))
-}
-
-/// Reduced gradients as tensors, in the type of the shards.
-fn tensors<B: AsRef<[u8]>>(
-    generation: &Generation,
-    slots: &[usize],
-    buffers: Vec<B>,
-    arrival: Arrival,
-) -> Vec<Tensor<1>> {
-    let tensor = |(&index, buffer): (&usize, B)| {
-        let device = generation.home(index);
-        arrival.tensor(&generation.unit.slots[index], buffer, &device)
-    };
-    slots.iter().zip(buffers).map(tensor).collect()
-}
-
-/// A gradient as a source, as the policy's hook wants it; zeros where this rank has none.
-fn source_of(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Source, Error> {
-    let elements = slot.partition.num_elements();
-    let Some(Gradient { tensor, account }) = gradient else {
-        return Ok(Source::new(vec![0; elements * slot.reduce_element.size()]));
-    };
-    let tensor = match &unit.gradients.hook {
-        Some(hook) => hook.call(&slot.path, tensor),
-        None => tensor,
-    };
-    let [len] = tensor.dims();
-    if len != elements || tensor.is_autodiff() {
-        return Err(Error::Hook {
-            path: slot.path.clone(),
-            expected: elements,
-            got: match tensor.is_autodiff() {
-                true => format!("{len} elements with a graph"),
-                false => format!("{len} elements"),
-            },
-        });
-    }
-    Ok(transport::source(cast(tensor, slot.reduce), Some(account)))
-}
-
-impl Gradient {
-    /// Adds to what is there.
-    pub(super) fn add_to(self, place: &mut Option<Self>) {
-        *place = Some(match place.take() {
-            Some(earlier) => Self {
-                tensor: earlier.tensor + self.tensor,
-                account: earlier.account,
-            },
-            None => self,
-        });
     }
 }

@@ -54,10 +54,10 @@ fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
         let gradients = GradientsParams::from_grads(model.loss(&device).backward(), &model);
         HEAP.reset_peak_usage();
         model = optim.step(1e-9, model, gradients);
-        at_most = HEAP.peak_usage() - before;
+        at_most = HEAP.peak_usage().saturating_sub(before);
     }
     Bytes {
-        at_rest: HEAP.current_usage() - before,
+        at_rest: HEAP.current_usage().saturating_sub(before),
         at_most,
     }
 }
@@ -87,8 +87,8 @@ fn sharded(optimizer: fn() -> ModuleOptimizer) -> (Bytes, usize) {
     });
     let (at_rest, at_most) = seen[0].0;
     let bytes = Bytes {
-        at_rest: at_rest - before,
-        at_most: at_most - before,
+        at_rest: at_rest.saturating_sub(before),
+        at_most: at_most.saturating_sub(before),
     };
     (bytes, seen.iter().map(|seen| seen.1).sum())
 }

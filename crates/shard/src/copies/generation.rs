@@ -1,0 +1,399 @@
+//! The values that one copy of a module holds for one unit.
+//!
+//! Burn hands modules around by value: `optim.step`, `load_record`, `valid`, `train`,
+//! `to_device` and any `map` turn every parameter into a new one, a parameter at a time, and
+//! `clone` makes a second module that goes its own way. A gather needs all values of a unit at
+//! once, and they must belong together. A [`Generation`] is that set: every transition moves a
+//! parameter from its generation to the *child* of it that the same pass over the module is
+//! filling, and two passes over one generation make two children. So each parameter always
+//! belongs to a set in which its own value is its own, whatever its siblings do.
+
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use burn::backend::autodiff::NodeId;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{Part, Partition};
+use parking_lot::Mutex;
+
+use super::holders::Holders;
+use super::lifecycle::LifeCycle;
+use super::values::{Value, Values};
+use crate::device;
+use crate::slot::{Holding, Slots};
+use crate::transport::{self, cast};
+use crate::unit::Unit;
+
+/// What happened to a module's parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Transition {
+    /// `Module::map`: an optimizer step, a record, a moving average.
+    Map,
+    /// `Module::valid`.
+    Valid,
+    /// `Module::train`.
+    Train,
+    /// `Module::to_device` or `Module::fork`.
+    Device,
+}
+
+/// The values of one unit in one copy of the module.
+pub(crate) struct Generation {
+    /// The unit whose values these are.
+    pub(crate) unit: Arc<Unit>,
+    /// All generations of the unit.
+    pub(super) kin: Arc<Kin>,
+    epoch: AtomicU64,
+    /// Changes only where values may change: `valid`, `train` and moves keep it.
+    version: AtomicU64,
+    /// The full parameters.
+    pub(crate) life: LifeCycle,
+    /// This rank's pieces among its neighbours, between forward and backward, where full
+    /// parameters are resharded to a smaller group; by slot.
+    pieces: Mutex<Option<Slots<Tensor<1>>>>,
+    /// Where full parameters are made, of an offloaded unit; plain.
+    compute: Mutex<Option<Device>>,
+    values: Mutex<Values>,
+    children: Mutex<Vec<(Transition, Weak<Generation>)>>,
+    num_children: Mutex<[usize; 4]>,
+    /// The copies of the module that hold parameters in this generation.
+    pub(crate) holders: Holders,
+    /// The joint view of a copy whose parameters are in several generations, of which this is the
+    /// first.
+    view: Mutex<Option<View>>,
+}
+
+/// One set of values made of several.
+struct View {
+    /// Where the values are from, by slot.
+    sources: Vec<Weak<Generation>>,
+    joint: Arc<Generation>,
+}
+
+impl std::fmt::Debug for Generation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Generation")
+            .field("unit", &self.unit.label())
+            .field("epoch", &self.epoch())
+            .field("state", &self.life.state())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Generation {
+    /// The first generation of a unit, still without values.
+    pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
+        Self::new(unit, Arc::default(), 0, 0, None)
+    }
+
+    fn new(
+        unit: Arc<Unit>,
+        kin: Arc<Kin>,
+        epoch: u64,
+        version: u64,
+        parent: Option<&Self>,
+    ) -> Arc<Self> {
+        let slots = 0..unit.slots.len();
+        let compute = match parent {
+            Some(parent) => parent.compute.lock().clone(),
+            None => unit.offload.as_ref().map(|offload| offload.compute.clone()),
+        };
+        let inherited = slots
+            .clone()
+            .map(|slot| parent.map(|parent| parent.held(slot)))
+            .collect();
+        let values = Values {
+            own: slots.map(|_| None).collect(),
+            inherited,
+        };
+        let generation = Arc::new(Self {
+            values: Mutex::new(values),
+            holders: Holders::new(unit.slots.len()),
+            view: Mutex::default(),
+            unit,
+            kin,
+            epoch: AtomicU64::new(epoch),
+            version: AtomicU64::new(version),
+            life: LifeCycle::default(),
+            pieces: Mutex::default(),
+            compute: Mutex::new(compute),
+            children: Mutex::default(),
+            num_children: Mutex::default(),
+        });
+        generation.kin.adopt(&generation);
+        generation
+    }
+
+    /// One generation with the values of slot after slot from `sources`.
+    pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
+        let first = &sources[0];
+        if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
+            return first.clone();
+        }
+        let mut view = first.view.lock();
+        if let Some(view) = &*view {
+            let known = view.sources.iter().map(Weak::as_ptr);
+            if known.eq(sources.iter().map(Arc::as_ptr)) {
+                return view.joint.clone();
+            }
+        }
+        let mut hasher = DefaultHasher::new();
+        for source in sources {
+            source.version().hash(&mut hasher);
+        }
+        let version = hasher.finish();
+        let joint = Self::new(
+            first.unit.clone(),
+            first.kin.clone(),
+            version,
+            version,
+            None,
+        );
+        *joint.compute.lock() = first.compute.lock().clone();
+        let values = sources.iter().enumerate();
+        joint.values.lock().own = values
+            .map(|(slot, source)| Some(source.held(slot)))
+            .collect();
+        *view = Some(View {
+            sources: sources.iter().map(Arc::downgrade).collect(),
+            joint: joint.clone(),
+        });
+        joint
+    }
+
+    /// Which pass over the module made it: equal for the units of one copy, on all ranks.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// Equal for copies that hold equal values.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Relaxed)
+    }
+
+    /// A short form of the version, for labels: ranks that hold values of other steps, or of other
+    /// copies, must not gather from each other.
+    pub(crate) fn fingerprint(&self) -> u32 {
+        let version = self.version();
+        (version ^ (version >> 32)) as u32
+    }
+
+    /// Begins the history of a copy anew, when its units are put under one root.
+    pub(crate) fn restart(&self, epoch: u64) {
+        self.epoch.store(epoch, Ordering::Relaxed);
+        self.version.store(epoch, Ordering::Relaxed);
+    }
+
+    /// Puts a value in its place.
+    pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
+        let value = Value::of(value);
+        let mut values = self.values.lock();
+        values.own[slot] = Some(value);
+        values.inherited[slot] = None;
+    }
+
+    fn held(&self, slot: usize) -> Value {
+        self.values.lock().held(slot)
+    }
+
+    /// The value of `slot`, on an autodiff device if the module is on one; never tracked.
+    pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
+        let Value { plain, device, .. } = self.held(slot);
+        device::tracked(plain, &device)
+    }
+
+    /// The value of `slot`, without autodiff.
+    pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
+        self.held(slot).plain
+    }
+
+    /// The leaf that gradients of `slot` belong to, if they are wanted.
+    pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
+        self.held(slot).node
+    }
+
+    /// Where the full parameter of `slot` is made, with autodiff if the module has it.
+    pub(crate) fn device(&self, slot: usize) -> Device {
+        let home = self.held(slot).device;
+        match &*self.compute.lock() {
+            Some(compute) => device::alike(compute, &home),
+            None => home,
+        }
+    }
+
+    /// Where the value of `slot` is, without autodiff.
+    pub(crate) fn home(&self, slot: usize) -> Device {
+        self.held(slot).device.without_autodiff()
+    }
+
+    /// From now on full parameters are made on `device`, if the unit is offloaded.
+    pub(crate) fn compute_on(&self, device: &Device) {
+        if let Some(compute) = self.compute.lock().as_mut() {
+            *compute = device.clone().without_autodiff();
+        }
+    }
+
+    /// What stands for `value`, that of `slot`, in a graph: itself, or a leaf where full parameters
+    /// are made, if that is another device.
+    pub(crate) fn leaf(&self, slot: usize, value: Tensor<1>) -> Tensor<1> {
+        match self.unit.offload.is_some() {
+            true => self.own_leaf(slot),
+            false => value,
+        }
+    }
+
+    /// A new leaf that is trained as the value of `slot` is.
+    pub(crate) fn own_leaf(&self, slot: usize) -> Tensor<1> {
+        let leaf = Tensor::zeros([1], &self.device(slot));
+        leaf.set_require_grad(self.is_trainable(slot))
+    }
+
+    /// What this rank holds of the parameter of `slot`, in the type and on the device that compute.
+    pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
+        let held = self.computing(slot);
+        match self.unit.offload.is_some() {
+            true => held.to_device(&self.device(slot).without_autodiff()),
+            false => held,
+        }
+    }
+
+    /// Whether gradients of `slot` are wanted.
+    pub(crate) fn is_trainable(&self, slot: usize) -> bool {
+        self.node(slot).is_some()
+    }
+
+    /// The generation that `slot` moves to in `transition`, where its value is now `value`.
+    pub(crate) fn descend(
+        self: &Arc<Self>,
+        slot: usize,
+        transition: Transition,
+        value: Tensor<1>,
+    ) -> Arc<Self> {
+        let mut children = self.children.lock();
+        children.retain(|(_, child)| child.strong_count() > 0);
+        let open = children.iter().rev().find_map(|(made_by, child)| {
+            let child = child.upgrade()?;
+            // What only a backward graph still holds is not a copy that is being made.
+            let free = child.values.lock().own[slot].is_none() && child.holders.is_held();
+            (*made_by == transition && free).then_some(child)
+        });
+        let child = open.unwrap_or_else(|| {
+            let ordinal = {
+                let mut counts = self.num_children.lock();
+                let count = &mut counts[transition as usize];
+                *count += 1;
+                *count
+            };
+            let epoch = mix(self.epoch(), transition, ordinal);
+            let version = match transition {
+                Transition::Map => epoch,
+                _ => self.version(),
+            };
+            let child = Self::new(
+                self.unit.clone(),
+                self.kin.clone(),
+                epoch,
+                version,
+                Some(self),
+            );
+            children.push((transition, Arc::downgrade(&child)));
+            child
+        });
+        drop(children);
+        child.set(slot, value);
+        child
+    }
+
+    /// Drops the full parameters, but for this rank's pieces of them where neighbours gather again.
+    pub(crate) fn reshard_after_forward(&self) {
+        let full = self.life.take_full();
+        let (Some(neighbours), Some(full)) = (&self.unit.groups.neighbours, full) else {
+            return;
+        };
+        let pieces = self.unit.slots.iter().zip(full).map(|(slot, full)| {
+            let full = full?;
+            let elements = slot.partition.num_elements();
+            let cut = Partition::flat(elements, neighbours.size()).ok()?;
+            let device = full.device();
+            // Read out, so that the piece does not keep the whole alive.
+            let piece = full.slice([cut.range(neighbours.rank())]).into_data();
+            Some(Tensor::from_data(
+                piece,
+                (&device, slot.elements.compute.dtype),
+            ))
+        });
+        *self.pieces.lock() = Some(pieces.collect());
+    }
+
+    /// This rank's pieces among its neighbours, if forward has left them.
+    pub(crate) fn pieces(&self) -> Option<Slots<Tensor<1>>> {
+        self.pieces.lock().clone()
+    }
+
+    /// Drops them.
+    pub(crate) fn drop_pieces(&self) {
+        *self.pieces.lock() = None;
+    }
+
+    /// This rank's shards, ready to be gathered, in the type that computes.
+    pub(crate) fn shards(&self) -> Vec<Part> {
+        self.unit
+            .gathered_slots()
+            .map(|index| {
+                let slot = &self.unit.slots[index];
+                let value = self.computing(index);
+                slot.part(transport::source(value, None), slot.elements.compute)
+            })
+            .collect()
+    }
+
+    /// What this rank holds of the parameter in slot `index`, in the type that computes.
+    fn computing(&self, index: usize) -> Tensor<1> {
+        cast(
+            self.plain(index),
+            self.unit.slots[index].elements.compute.dtype,
+        )
+    }
+
+    /// The trainable slots whose gradients are reduced together with the unit, in order.
+    pub(crate) fn reduced_slots(&self) -> Vec<usize> {
+        (0..self.unit.slots.len())
+            .filter(|&index| self.unit.slots[index].holding != Holding::Whole)
+            .filter(|&index| self.is_trainable(index))
+            .collect()
+    }
+
+    /// The trainable slots whose gradients wait for the end of backward, in order.
+    pub(crate) fn whole_slots(&self) -> Vec<usize> {
+        (0..self.unit.slots.len())
+            .filter(|&index| self.unit.slots[index].holding == Holding::Whole)
+            .filter(|&index| self.is_trainable(index))
+            .collect()
+    }
+}
+
+/// The generations of one unit.
+#[derive(Default)]
+pub(super) struct Kin(Mutex<Vec<Weak<Generation>>>);
+
+impl Kin {
+    fn adopt(&self, generation: &Arc<Generation>) {
+        let mut known = self.0.lock();
+        known.retain(|known| known.strong_count() > 0);
+        known.push(Arc::downgrade(generation));
+    }
+
+    /// Those that still exist, in the order in which they were made.
+    pub(super) fn live(&self) -> Vec<Arc<Generation>> {
+        self.0.lock().iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// An identifier that is the same for all units and ranks that went through the same passes.
+fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (epoch, transition, ordinal).hash(&mut hasher);
+    hasher.finish()
+}

@@ -1,0 +1,81 @@
+//! Which copies of a module hold parameters of a generation.
+
+use std::collections::BTreeMap;
+
+use parking_lot::Mutex;
+
+/// A copy of a module: it keeps its number whatever is done to its parameters, all or some, and a
+/// clone gets another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Copied {
+    /// Equal for all parameters of one copy.
+    pub(crate) number: u64,
+    /// That of the copy that it was cloned from.
+    pub(crate) parent: u64,
+}
+
+/// By copy of the module and slot: how often it holds the parameter.
+pub(crate) struct Holders {
+    num_slots: usize,
+    holds: Mutex<BTreeMap<u64, Vec<usize>>>,
+}
+
+impl Holders {
+    /// Nobody yet holds any of `num_slots` parameters.
+    pub(super) fn new(num_slots: usize) -> Self {
+        Self {
+            num_slots,
+            holds: Mutex::default(),
+        }
+    }
+
+    /// Whether a module holds the parameter of `slot` in this generation.
+    pub(crate) fn owns(&self, slot: usize) -> bool {
+        let holders = self.holds.lock();
+        holders.values().any(|slots| slots[slot] > 0)
+    }
+
+    /// Whether the copy `copy` of the module holds the parameter of `slot` in this generation.
+    pub(crate) fn is_of(&self, copy: u64, slot: usize) -> bool {
+        let holders = self.holds.lock();
+        holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
+    }
+
+    /// Whether it holds all parameters of the unit in it.
+    pub(crate) fn is_all_of(&self, copy: u64) -> bool {
+        let holders = self.holds.lock();
+        holders
+            .get(&copy)
+            .is_some_and(|slots| slots.iter().all(|&number| number > 0))
+    }
+
+    /// The copies of the module that hold a parameter in this generation.
+    pub(crate) fn copies(&self) -> Vec<u64> {
+        self.holds.lock().keys().copied().collect()
+    }
+
+    /// Whether any module holds a parameter in this generation.
+    pub(crate) fn is_held(&self) -> bool {
+        !self.holds.lock().is_empty()
+    }
+
+    /// A parameter of the copy `copy` is held in it.
+    pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
+        let mut holders = self.holds.lock();
+        let slots = holders
+            .entry(copy)
+            .or_insert_with(|| vec![0; self.num_slots]);
+        slots[slot] += 1;
+    }
+
+    /// It is held in it no more.
+    pub(crate) fn let_go(&self, copy: u64, slot: usize) {
+        let mut holders = self.holds.lock();
+        if let Some(slots) = holders.get_mut(&copy) {
+            slots[slot] -= 1;
+            if slots.iter().all(|&number| number == 0) {
+                holders.remove(&copy);
+            }
+        }
+    }
+}

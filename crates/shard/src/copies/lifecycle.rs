@@ -1,0 +1,118 @@
+//! The life cycle of a unit's full parameters.
+
+use std::fmt;
+
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{Pending, Received};
+use parking_lot::Mutex;
+
+use crate::error::Error;
+use crate::slot::Slots;
+
+/// The life cycle of a unit's full parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UnitState {
+    /// Only the shards exist.
+    Sharded,
+    /// A gather is under way: its memory is taken.
+    Gathering,
+    /// The full parameters exist.
+    Unsharded,
+}
+
+impl fmt::Display for UnitState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self, f)
+    }
+}
+
+/// What there is.
+#[derive(Default)]
+enum State {
+    /// Only the shards exist.
+    #[default]
+    Sharded,
+    /// A gather is under way; its buffers are allocated, the shards are published. Without a
+    /// pending operation the shard is the whole.
+    Gathering(Option<Pending<Received>>),
+    /// The full parameters exist, flat and without autodiff, one for each gathered slot.
+    Unsharded(Slots<Tensor<1>>),
+}
+
+/// The full parameters of one generation.
+///
+/// ```text
+/// Sharded --begin_gather--> Gathering --fill--> Unsharded
+///    ^                          |                   |
+///    +-------- drop_full -------+---- drop_full ----+
+///                                     take_full
+/// ```
+#[derive(Default)]
+pub(crate) struct LifeCycle(Mutex<State>);
+
+impl LifeCycle {
+    /// What exists of them.
+    pub(crate) fn state(&self) -> UnitState {
+        match *self.0.lock() {
+            State::Sharded => UnitState::Sharded,
+            State::Gathering(_) => UnitState::Gathering,
+            State::Unsharded(_) => UnitState::Unsharded,
+        }
+    }
+
+    /// Whether they exist.
+    pub(crate) fn is_unsharded(&self) -> bool {
+        self.state() == UnitState::Unsharded
+    }
+
+    /// Whether only the shards exist, and nothing is on its way.
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.state() == UnitState::Sharded
+    }
+
+    /// They are on their way by `pending`; by nothing if the shard is the whole.
+    pub(crate) fn begin_gather(&self, pending: Option<Pending<Received>>) {
+        *self.0.lock() = State::Gathering(pending);
+    }
+
+    /// Makes them of what is on its way: `arrive` waits for it and says what else is to be known.
+    /// `None` where nothing is on its way. An error leaves the shards alone.
+    pub(crate) fn fill<T>(
+        &self,
+        arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Slots<Tensor<1>>, T), Error>,
+    ) -> Result<Option<T>, Error> {
+        let mut state = self.0.lock();
+        let pending = match std::mem::take(&mut *state) {
+            State::Gathering(pending) => pending,
+            other => {
+                *state = other;
+                return Ok(None);
+            }
+        };
+        let (full, told) = arrive(pending)?;
+        *state = State::Unsharded(full);
+        Ok(Some(told))
+    }
+
+    /// That of a gathered slot; `None` if they do not exist.
+    pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
+        match &*self.0.lock() {
+            State::Unsharded(full) => Some(full[slot].clone().expect("gathered slots are filled")),
+            State::Sharded | State::Gathering(_) => None,
+        }
+    }
+
+    /// Drops them, or cancels their gather.
+    pub(crate) fn drop_full(&self) {
+        *self.0.lock() = State::Sharded;
+    }
+
+    /// Drops them or cancels their gather, and returns them if they exist.
+    pub(crate) fn take_full(&self) -> Option<Slots<Tensor<1>>> {
+        let state = std::mem::take(&mut *self.0.lock());
+        match state {
+            State::Unsharded(full) => Some(full),
+            State::Sharded | State::Gathering(_) => None,
+        }
+    }
+}

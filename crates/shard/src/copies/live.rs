@@ -1,0 +1,140 @@
+//! The copies of a unit that are alive, and which of their values belong together.
+
+use std::sync::{Arc, Weak};
+
+use super::generation::{Generation, Kin};
+use super::holders::Copied;
+use crate::error::Error;
+use crate::unit::Unit;
+
+/// A unit and all its generations.
+#[derive(Clone)]
+pub(crate) struct Copies {
+    /// The unit.
+    pub(crate) unit: Arc<Unit>,
+    kin: Arc<Kin>,
+}
+
+/// The same, without keeping the unit alive.
+pub(crate) struct WeakCopies {
+    unit: Weak<Unit>,
+    kin: Arc<Kin>,
+}
+
+impl WeakCopies {
+    /// The copies, if the unit still exists.
+    pub(crate) fn upgrade(&self) -> Option<Copies> {
+        Some(Copies {
+            unit: self.unit.upgrade()?,
+            kin: self.kin.clone(),
+        })
+    }
+}
+
+impl Copies {
+    /// Those of which `generation` is one.
+    pub(crate) fn of(generation: &Generation) -> Self {
+        Self {
+            unit: generation.unit.clone(),
+            kin: generation.kin.clone(),
+        }
+    }
+
+    /// A reference that does not keep the unit alive.
+    pub(crate) fn downgrade(&self) -> WeakCopies {
+        WeakCopies {
+            unit: Arc::downgrade(&self.unit),
+            kin: self.kin.clone(),
+        }
+    }
+
+    /// The values of the copy `copy` of the module: those that it holds, and for what it does not
+    /// hold those of `otherwise`.
+    pub(crate) fn values_of(
+        &self,
+        copy: u64,
+        otherwise: Option<&Arc<Generation>>,
+    ) -> Arc<Generation> {
+        let live = self.live();
+        let first = live
+            .iter()
+            .find(|held| held.holders.copies().contains(&copy));
+        let otherwise = otherwise
+            .or(first)
+            .expect("asked for a copy that holds something");
+        let sources: Vec<_> = (0..self.unit.slots.len())
+            .map(|slot| {
+                let held = live.iter().rfind(|held| held.holders.is_of(copy, slot));
+                held.unwrap_or(otherwise).clone()
+            })
+            .collect();
+        Generation::joined(&sources)
+    }
+
+    /// The values of the unit in the copy `copy` of the module.
+    ///
+    /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that
+    /// it was cloned from, and otherwise for the only one there is.
+    pub(crate) fn in_copy(&self, copy: Copied) -> Option<Arc<Generation>> {
+        let live = self.live();
+        let mut copies: Vec<u64> = live.iter().flat_map(|held| held.holders.copies()).collect();
+        copies.sort_unstable();
+        copies.dedup();
+        let number = [copy.number, copy.parent]
+            .into_iter()
+            .find(|number| copies.contains(number))
+            .or_else(|| (copies.len() == 1).then(|| copies[0]));
+        if let Some(number) = number {
+            return Some(self.values_of(number, None));
+        }
+        let mut held = live.into_iter().filter(|held| held.holders.is_held());
+        let first = held.next()?;
+        held.all(|other| other.version() == first.version())
+            .then_some(first)
+    }
+
+    fn live(&self) -> Vec<Arc<Generation>> {
+        self.kin.live()
+    }
+
+    /// Whether any module holds a parameter of it.
+    pub(crate) fn is_held(&self) -> bool {
+        self.live()
+            .iter()
+            .any(|generation| generation.holders.is_held())
+    }
+
+    /// The one generation in which modules hold the parameter of `slot` now.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AmbiguousCopy`] if copies with different values are alive.
+    pub(crate) fn current(&self, slot: usize) -> Result<Arc<Generation>, Error> {
+        let mut owned = self.live();
+        owned.retain(|generation| generation.holders.owns(slot));
+        owned.sort_by_key(|generation| generation.version());
+        owned.dedup_by_key(|generation| generation.version());
+        match owned.len() {
+            1 => Ok(owned.swap_remove(0)),
+            copies => Err(Error::AmbiguousCopy {
+                unit: self.unit.label(),
+                copies,
+            }),
+        }
+    }
+
+    /// Drops all full parameters and cancels pending gathers.
+    pub(crate) fn drop_full(&self) {
+        for generation in self.live() {
+            generation.life.drop_full();
+            generation.drop_pieces();
+        }
+    }
+
+    /// Drops what forward has left for the neighbours' gathers.
+    pub(crate) fn drop_pieces(&self) {
+        for generation in self.live() {
+            generation.drop_pieces();
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! Which values belong together: the copies of a module, as optimizers, clones and records make them.
+//!
+//! - `generation`: the values of one unit in one copy of the module.
+//! - `values`: one of them, without its graph. `holders`: who holds them.
+//! - `lifecycle`: the full parameters made of them.
+//! - `live`: all generations of one unit.
+
+mod generation;
+mod holders;
+mod lifecycle;
+mod live;
+mod values;
+
+pub use lifecycle::UnitState;
+
+pub(crate) use generation::{Generation, Transition};
+pub(crate) use holders::Copied;
+pub(crate) use live::{Copies, WeakCopies};

@@ -1,0 +1,74 @@
+//! Questions about devices: whether they have the engine's operations, whose memory is the host's, and
+//! with which autodiff they compute.
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
+
+use crate::error::Error;
+
+/// The backends beside Flex that can have the operations, and the features that add them.
+const OPTIONAL_BACKENDS: [(&str, &str); 1] = [("NdArray", "ndarray")];
+
+/// Refuses a device without the operations.
+pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
+    let plain = device.clone().without_autodiff();
+    let backend = match plain.as_dispatch() {
+        DispatchDevice::Flex(_) => return Ok(()),
+        #[cfg(feature = "ndarray")]
+        DispatchDevice::NdArray(_) => return Ok(()),
+        // Without any other backend compiled in, the arms above are all there are.
+        #[allow(unreachable_patterns)]
+        other => format!("{other:?}"),
+    };
+    let letters = backend.chars().take_while(|c| c.is_alphanumeric());
+    let backend: String = letters.collect();
+    let optional = OPTIONAL_BACKENDS.iter();
+    let feature = optional.clone().find(|(name, _)| *name == backend);
+    Err(Error::Backend {
+        path: path.to_owned(),
+        advice: match feature {
+            Some((_, feature)) => format!("switch on the feature `{feature}` of `burn-fsdp`"),
+            None => format!(
+                "build the module on `Device::flex()`, or on the backend of one of the features {} \
+                 of `burn-fsdp`",
+                optional
+                    .map(|(_, feature)| format!("`{feature}`"))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            ),
+        },
+        backend,
+    })
+}
+
+/// Whether what is computed on the two can be in one graph.
+pub(crate) fn is_same_backend(one: &Device, other: &Device) -> bool {
+    let [one, other] = [one, other].map(|device| device.clone().without_autodiff());
+    std::mem::discriminant(one.as_dispatch()) == std::mem::discriminant(other.as_dispatch())
+}
+
+/// Whether `device` is the CPU backend, whose memory the transport reads where it lies.
+pub(crate) fn is_host(device: &Device) -> bool {
+    let plain = device.clone().without_autodiff();
+    matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
+}
+
+/// `device` with the autodiff of `source`, or without.
+pub(crate) fn alike(device: &Device, source: &Device) -> Device {
+    let plain = device.clone().without_autodiff();
+    match source.gradient_checkpointing_strategy() {
+        None => plain,
+        Some(GradientCheckpointingStrategy::Balanced) => plain.autodiff().gradient_checkpointing(),
+        Some(GradientCheckpointingStrategy::Disabled) => plain.autodiff(),
+    }
+}
+
+/// A plain tensor on the autodiff device `device`, untracked.
+pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
+    match device.gradient_checkpointing_strategy() {
+        Some(strategy) => tensor
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy),
+        None => tensor,
+    }
+}

@@ -1,0 +1,41 @@
+//! A function of the user that changes gradients before they are reduced.
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use crate::ambient::{Purpose, is_within, within};
+
+/// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
+/// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
+#[derive(Clone)]
+pub(crate) struct GradientHook(Arc<ChangeGradient>);
+
+/// From path and flat gradient to another gradient of the same length.
+type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
+
+impl GradientHook {
+    /// A hook that calls `change`.
+    pub(crate) fn new(
+        change: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
+    ) -> Self {
+        Self(Arc::new(change))
+    }
+
+    /// What the hook makes of `gradient`.
+    pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
+        within(Purpose::Hook, || (self.0)(path, gradient))
+    }
+
+    /// Whether this thread is inside a hook.
+    pub(crate) fn is_running() -> bool {
+        is_within(Purpose::Hook)
+    }
+}
+
+impl fmt::Debug for GradientHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GradientHook")
+    }
+}

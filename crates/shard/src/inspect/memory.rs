@@ -1,0 +1,191 @@
+//! What a sharded module holds, and what keeps full weights alive against the policy.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::tensor::{GradientCheckpointingStrategy, Tensor};
+use burn_fsdp_collectives::BufferPool;
+
+use crate::error::{Error, catch, throw};
+use crate::inspect::{self, Member};
+use crate::path::{self, Place};
+use crate::pins::Pinned;
+use crate::report;
+use crate::root::Root;
+use crate::survey::survey;
+
+/// Memory of one rank, in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Memory {
+    /// Parameters that this rank holds between steps: its shards and what is kept whole.
+    pub parameters: usize,
+    /// Full parameters, full gradients and transport buffers alive now.
+    pub unsharded_live: usize,
+    /// The most of them alive at once since the start or the last [`reset_peak`].
+    pub unsharded_peak: usize,
+    /// Bytes of gradients that steps without reduction have left on this rank, whole; among those
+    /// alive.
+    pub unreduced: usize,
+    /// Memory that is not in use and kept for the next operations, so that they need not ask the
+    /// system for it: [`trim`] gives it back. It was part of the peak once.
+    pub pooled: usize,
+    /// Units whose full weights outlived their forward though the policy drops them.
+    pub pinned: Vec<Pinned>,
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "parameters held    {:>12} B", self.parameters)?;
+        writeln!(f, "unsharded, now     {:>12} B", self.unsharded_live)?;
+        writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
+        writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
+        writeln!(f, "kept for later use {:>12} B", self.pooled)?;
+        self.pinned
+            .iter()
+            .try_for_each(|pinned| writeln!(f, "{pinned}"))
+    }
+}
+
+/// The memory of this rank that the sharded `module` accounts for.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
+    let roots = inspect::roots_of(module)?;
+    let members = inspect::members(module);
+    let held = members.iter().map(|member| {
+        let rank = member.generation.unit.groups.shard.rank();
+        member.slot().held_bytes(rank)
+    });
+    Ok(Memory {
+        parameters: held.sum(),
+        unsharded_live: roots.iter().map(|root| root.pool.live_bytes()).sum(),
+        unsharded_peak: roots.iter().map(|root| root.pool.peak_bytes()).sum(),
+        unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
+        pooled: pools(&roots).map(BufferPool::kept_bytes).sum::<usize>()
+            + roots.iter().map(|root| root.pooled_bytes()).sum::<usize>(),
+        pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
+    })
+}
+
+/// The pool of this rank's process groups, once: groups that were split share it.
+fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
+    roots.iter().take(1).map(|root| root.group.pool())
+}
+
+/// Gives memory that is kept for the next operations back to the system: before an evaluation, say,
+/// or another model.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
+    let roots = inspect::roots_of(module)?;
+    roots.iter().for_each(|root| root.trim());
+    pools(&roots).for_each(BufferPool::trim);
+    Ok(())
+}
+
+/// Reads [`Memory::unsharded_live`] of a module without holding the module, from any thread.
+#[derive(Debug, Clone)]
+pub struct LiveBytes(Vec<BufferPool>);
+
+impl LiveBytes {
+    /// Of the sharded `module`, and of what later steps make of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotSharded`].
+    pub fn of<M: Module>(module: &M) -> Result<Self, Error> {
+        let roots = inspect::roots_of(module)?;
+        Ok(Self(roots.iter().map(|root| root.pool.clone()).collect()))
+    }
+
+    /// Bytes alive now.
+    pub fn now(&self) -> usize {
+        self.0.iter().map(BufferPool::live_bytes).sum()
+    }
+}
+
+/// Starts the peak of [`Memory::unsharded_peak`] anew from what is alive now.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
+    for root in inspect::roots_of(module)? {
+        root.pool.reset_peak();
+    }
+    Ok(())
+}
+
+/// A loss that reads every float parameter once and computes nothing else: the sum of their means.
+/// What it makes [`memory()`] show is what the parameters cost without activations.
+///
+/// Collective: all ranks call it with the same module. One gather for each unit; its backward does
+/// what any other does.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`], or a failed collective.
+pub fn dummy_forward<M: Module>(module: &M) -> Result<Tensor<1>, Error> {
+    inspect::root_of(module)?;
+    let buffers = survey(module)?.buffers;
+    let mut means = Means {
+        // A visitor is shown a stand-in, and not what the parameter stands for.
+        members: inspect::places(module).into_iter().collect(),
+        left_out: buffers,
+        sum: None,
+    };
+    catch(|| inspect::visit(module, &mut means))?;
+    means.sum.ok_or(Error::NotSharded)
+}
+
+struct Means {
+    members: HashMap<String, Member>,
+    /// Paths of running states.
+    left_out: Vec<String>,
+    sum: Option<Tensor<1>>,
+}
+
+impl path::Visitor for Means {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        if self.left_out.contains(&path) || param.lazy_shape().num_elements() == 0 {
+            return;
+        }
+        let value: Tensor<D> = match self.members.remove(&path) {
+            Some(member) => member.full().unwrap_or_else(|error| throw(error)),
+            None => param.val(),
+        };
+        let mean = value.mean();
+        self.sum = Some(match self.sum.take() {
+            Some(sum) => sum + mean,
+            None => mean,
+        });
+    }
+}
+
+/// Says at wrap time what can be known then.
+pub(crate) fn warn_at_wrap(root: &Root) {
+    let units = root.units();
+    let dropped: Vec<_> = units
+        .iter()
+        .filter(|unit| !unit.keeps() && unit.is_gathered())
+        .filter(|unit| unit.strategy == Some(GradientCheckpointingStrategy::Disabled))
+        .collect();
+    if !dropped.is_empty() {
+        let bytes: usize = dropped.iter().map(|unit| unit.gathered_bytes()).sum();
+        let names: Vec<_> = dropped.iter().map(|unit| unit.label()).collect();
+        report::warn(format!(
+            "the device has no gradient checkpointing: units {} may stay unsharded until \
+             backward, up to {bytes} bytes; build the module on \
+             `device.autodiff().gradient_checkpointing()`",
+            names.join(", "),
+        ));
+    }
+}

@@ -1,0 +1,96 @@
+//! What a module holds that is sharded: its parameters, by path or not, and its roots.
+//!
+//! - `units`: handles of its units. `plan`: how it was cut. `order`: what its steps do.
+//! - `memory`: what it costs. `names`: the paths of its parameters. `auto`: units by size.
+
+pub(crate) mod auto;
+pub(crate) mod memory;
+pub(crate) mod names;
+pub(crate) mod order;
+pub(crate) mod plan;
+pub(crate) mod units;
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use crate::error::Error;
+use crate::path::{self, CONTAINER, NAME, Place};
+use crate::root::Root;
+
+pub(crate) use crate::parameter::member::{Member, visit};
+
+struct Nothing;
+
+impl path::Visitor for Nothing {
+    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
+}
+
+/// The sharded parameters of `module`, in its own order.
+pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
+    visit(module, &mut Nothing)
+}
+
+/// Gives the shards of `module` the ids that belong to a record which has just been loaded.
+///
+/// Every function of this crate that gets the module does so by itself,
+/// [`backward`](crate::backward) included. It is needed where Burn's own functions come first after
+/// [`Module::load_record`]: groups by ids, or a training loop that never calls one of ours. Does
+/// nothing to a module without shards. Not collective.
+pub fn settle_ids<M: Module>(module: &M) {
+    drop(members(module));
+}
+
+/// The sharded parameters of `module` with their paths in it, in its own order.
+///
+/// A slot knows only its path in the module that was sharded, which may be a child of this one.
+pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
+    let mut paths = Paths::default();
+    let members = visit(module, &mut paths);
+    paths.sharded.into_iter().zip(members).collect()
+}
+
+#[derive(Default)]
+struct Paths {
+    sharded: Vec<String>,
+}
+
+impl path::Visitor for Paths {
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+        if name == NAME && container == CONTAINER {
+            // The parameter itself has just been visited, here.
+            self.sharded.push(place.path());
+        }
+    }
+
+    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
+}
+
+/// The roots of a module: one, unless only children of it were sharded.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`] if it has no sharded parameter.
+pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
+    let mut roots: Vec<Arc<Root>> = Vec::new();
+    for member in members(module) {
+        let root = member.root_link().root().ok_or(Error::NotSharded)?;
+        if !roots.iter().any(|known| Arc::ptr_eq(known, &root)) {
+            roots.push(root);
+        }
+    }
+    match roots.is_empty() {
+        true => Err(Error::NotSharded),
+        false => Ok(roots),
+    }
+}
+
+/// The first root of a module.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`] if it has no sharded parameter.
+pub(crate) fn root_of<M: Module>(module: &M) -> Result<Arc<Root>, Error> {
+    Ok(roots_of(module)?.swap_remove(0))
+}

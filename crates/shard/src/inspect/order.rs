@@ -1,0 +1,48 @@
+//! The recorded order of operations.
+
+use burn::module::Module;
+
+use crate::error::Error;
+use crate::inspect;
+use crate::schedule::Operation;
+
+/// The recorded order of a module's operations.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order {
+    /// One line an operation, in the order in which every rank issues them.
+    pub operations: Vec<String>,
+    /// Equal on ranks with equal orders.
+    pub hash: u64,
+}
+
+impl std::fmt::Display for Order {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "order {:016x}", self.hash)?;
+        for operation in &self.operations {
+            writeln!(f, "  {operation}")?;
+        }
+        Ok(())
+    }
+}
+
+/// The order of gathers and reductions recorded in the last complete step; empty before the
+/// first.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn order<M: Module>(module: &M) -> Result<Order, Error> {
+    let root = inspect::root_of(module)?;
+    let (operations, hash) = root.order();
+    let name = |index: usize| root.unit(index).map_or("?".to_owned(), |unit| unit.label());
+    let operations = operations.iter().map(|operation| match *operation {
+        Operation::UnshardForward(unit) => format!("forward unshard {}", name(unit)),
+        Operation::UnshardBackward(unit) => format!("backward unshard {}", name(unit)),
+        Operation::Reduce(unit) => format!("reduce {}", name(unit)),
+        Operation::Finish => "finish".to_owned(),
+    });
+    Ok(Order {
+        operations: operations.collect(),
+        hash,
+    })
+}

@@ -1,0 +1,185 @@
+//! The wrap plan: what was cut into which unit, and what that costs.
+
+use std::fmt;
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+
+use crate::error::Error;
+use crate::inspect;
+use crate::path::{self, Place};
+
+/// One unit of a [`WrapPlan`]. Sizes in bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct UnitPlan {
+    /// Path of the module; `root` for the outermost unit.
+    pub name: String,
+    /// Number of parameters (elements), whole.
+    pub num_params: usize,
+    /// Bytes of its full parameters while it is unsharded.
+    pub unsharded: usize,
+    /// Bytes of parameters that this rank holds between steps.
+    pub held: usize,
+    /// Whether full weights stay from forward to backward.
+    pub keeps_unsharded: bool,
+}
+
+/// How a module was cut, with the bytes to expect on this rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WrapPlan {
+    /// Ranks that share the parameters.
+    pub world_size: usize,
+    /// The units, the root first.
+    pub units: Vec<UnitPlan>,
+    /// Units gathered ahead of their use.
+    pub prefetch: usize,
+    /// Remarks on a cut that saves less than it could.
+    pub warnings: Vec<String>,
+}
+
+impl WrapPlan {
+    /// Number of parameters of the whole module.
+    pub fn num_params(&self) -> usize {
+        self.units.iter().map(|unit| unit.num_params).sum()
+    }
+
+    /// Bytes of parameters that this rank holds between steps.
+    pub fn held(&self) -> usize {
+        self.units.iter().map(|unit| unit.held).sum()
+    }
+
+    /// The most bytes of full parameters and full gradients to expect at once: those of the units
+    /// that keep them, twice (the gradients live with them), and for the largest of the others
+    /// its weights and gradients once, or twice with prefetching.
+    pub fn unsharded_peak(&self) -> usize {
+        let kept = self.units.iter().filter(|unit| unit.keeps_unsharded);
+        let kept: usize = kept.map(|unit| unit.unsharded).sum();
+        let dropped = self.units.iter().filter(|unit| !unit.keeps_unsharded);
+        let largest = dropped.map(|unit| unit.unsharded).max().unwrap_or(0);
+        let in_flight = if self.prefetch == 0 {
+            2
+        } else {
+            3 + self.prefetch
+        };
+        2 * kept + in_flight * largest
+    }
+}
+
+/// The plan of a sharded module, for this rank.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn wrap_plan<M: Module>(module: &M) -> Result<WrapPlan, Error> {
+    let root = inspect::root_of(module)?;
+    let units: Vec<_> = root
+        .units()
+        .iter()
+        .map(|unit| UnitPlan {
+            name: unit.label(),
+            num_params: unit.slots.iter().map(|s| s.partition.num_elements()).sum(),
+            unsharded: unit.gathered_bytes(),
+            held: unit
+                .slots
+                .iter()
+                .map(|s| s.held_bytes(unit.groups.shard.rank()))
+                .sum(),
+            keeps_unsharded: unit.keeps(),
+        })
+        .collect();
+    let mut plan = WrapPlan {
+        world_size: root.group.size(),
+        prefetch: root.prefetch(),
+        units,
+        warnings: Vec::new(),
+    };
+    let total = plan.num_params();
+    let largest = plan.units.iter().max_by_key(|unit| unit.num_params);
+    if let Some(unit) = largest
+        && 2 * unit.num_params > total
+    {
+        plan.warnings.push(format!(
+            "unit `{}` holds {} of {} parameters; full weights of one unit exist at once, so \
+             sharding saves little: name smaller modules as units, such as \"blocks.*\"",
+            unit.name, unit.num_params, total
+        ));
+    }
+    Ok(plan)
+}
+
+impl fmt::Display for WrapPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.units.iter().map(|unit| unit.name.len()).max();
+        let width = width.unwrap_or(4).max(4);
+        writeln!(
+            f,
+            "{:<width$}  {:>12}  {:>12}  {:>12}  after forward",
+            "unit", "parameters", "unsharded", "per rank"
+        )?;
+        for unit in &self.units {
+            writeln!(
+                f,
+                "{:<width$}  {:>12}  {:>12}  {:>12}  {}",
+                unit.name,
+                unit.num_params,
+                bytes(unit.unsharded),
+                bytes(unit.held),
+                if unit.keeps_unsharded {
+                    "kept"
+                } else {
+                    "dropped"
+                },
+            )?;
+        }
+        writeln!(
+            f,
+            "{:<width$}  {:>12}  {:>12}  {:>12}  on {} ranks; at most {} unsharded at once",
+            "all",
+            self.num_params(),
+            "",
+            bytes(self.held()),
+            self.world_size,
+            bytes(self.unsharded_peak()),
+        )?;
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
+        }
+        Ok(())
+    }
+}
+
+fn bytes(count: usize) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{count} B"),
+        _ => format!("{value:.1} {}", UNITS[unit]),
+    }
+}
+
+/// Number of parameters of the whole module, sharded or not.
+///
+/// Burn's own `Module::num_params` counts every parameter of a sharded module and its shard.
+pub fn num_params<M: Module>(module: &M) -> usize {
+    let mut count = Count::default();
+    inspect::visit(module, &mut count);
+    count.elements
+}
+
+#[derive(Default)]
+struct Count {
+    elements: usize,
+}
+
+impl path::Visitor for Count {
+    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
+        self.elements += param.lazy_shape().num_elements();
+    }
+}

@@ -1,0 +1,236 @@
+//! Units in the user's hand: what state they are in, and what may be switched between steps.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
+
+use burn::module::Module;
+
+use crate::copies::{Copies, Generation, UnitState};
+use crate::error::Error;
+use crate::inspect;
+use crate::root::Root;
+use crate::unit::Unit;
+
+/// One unit of a sharded module: the module's own copy of it.
+///
+/// Switches hold from the next step on. All ranks must switch alike; one that does not is told by
+/// the next operation.
+#[derive(Clone)]
+pub struct UnitHandle {
+    unit: Arc<Unit>,
+    generation: Arc<Generation>,
+    root: Arc<Root>,
+}
+
+impl fmt::Debug for UnitHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UnitHandle")
+            .field("name", &self.name())
+            .field("state", &self.state())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The units of a sharded module, in its own order: the module that contains another comes first.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
+    let mut units: Vec<UnitHandle> = Vec::new();
+    for member in inspect::members(module) {
+        let unit = &member.generation.unit;
+        if units.iter().any(|known| Arc::ptr_eq(&known.unit, unit)) {
+            continue;
+        }
+        units.push(UnitHandle {
+            unit: unit.clone(),
+            root: member.root_link().root().ok_or(Error::NotSharded)?,
+            generation: Copies::of(&member.generation)
+                .in_copy(member.copy)
+                .unwrap_or(member.generation.clone()),
+        });
+    }
+    match units.is_empty() {
+        true => Err(Error::NotSharded),
+        false => Ok(units),
+    }
+}
+
+impl UnitHandle {
+    /// Path of the unit's module; `root` for the outermost.
+    pub fn name(&self) -> String {
+        self.unit.label()
+    }
+
+    /// What exists of its full parameters now.
+    pub fn state(&self) -> UnitState {
+        self.generation.life.state()
+    }
+
+    /// Paths of its parameters.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.unit.slots.iter().map(|slot| slot.path.as_str())
+    }
+
+    /// Whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and
+    /// the next reduction takes their sum along. A forward and its backward must see the same.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward, and while a forward waits for its backward.
+    pub fn set_requires_gradient_sync(&self, sync: bool) -> Result<(), Error> {
+        self.root.expect_between_steps()?;
+        self.switch(&self.unit.switches.sync, sync)
+    }
+
+    /// Whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait on the
+    /// shards, and the next reduction takes their sum along.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn set_requires_all_reduce(&self, all_reduce: bool) -> Result<(), Error> {
+        self.switch(&self.unit.switches.all_reduce, all_reduce)
+    }
+
+    /// Whether full parameters are dropped when backward is through with them. Otherwise they stay
+    /// until the parameters change: for micro-batches between which no optimizer steps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn set_reshard_after_backward(&self, reshard: bool) -> Result<(), Error> {
+        self.switch(&self.unit.switches.reshard_after_backward, reshard)
+    }
+
+    /// Whether full parameters are dropped between forward and backward.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn set_reshard_after_forward(&self, reshard: bool) -> Result<(), Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        self.unit.set_keeps(!reshard);
+        Ok(())
+    }
+
+    /// Starts to gather the full parameters, ahead of their use. Whoever touches one of them waits
+    /// for it; [`Unsharding::wait`] does so now.
+    ///
+    /// Collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward, or a failed collective.
+    pub fn unshard(&self) -> Result<Unsharding<'_>, Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        self.root.unshard_by_hand(&self.generation)?;
+        Ok(Unsharding(self))
+    }
+
+    /// Drops the full parameters, or cancels their gather. Tensors made of them live on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward.
+    pub fn reshard(&self) -> Result<(), Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        self.generation.life.drop_full();
+        Ok(())
+    }
+
+    fn switch(&self, switch: &AtomicBool, on: bool) -> Result<(), Error> {
+        self.root.expect_outside_backward(ADVICE)?;
+        switch.store(on, Relaxed);
+        Ok(())
+    }
+}
+
+const ADVICE: &str = "switch units between steps, not inside a backward";
+
+/// A gather that was asked for by hand. Dropping it leaves the gather under way.
+#[derive(Debug)]
+#[must_use = "the gather goes on without it, but its errors come later"]
+pub struct Unsharding<'a>(&'a UnitHandle);
+
+impl Unsharding<'_> {
+    /// Waits until the full parameters are there.
+    ///
+    /// # Errors
+    ///
+    /// A failed collective.
+    pub fn wait(self) -> Result<(), Error> {
+        self.0.root.await_by_hand(&self.0.generation)
+    }
+}
+
+/// Runs `body` without reducing gradients: they stay on this rank, whole, and the next backward
+/// outside reduces the sum. Saves the traffic of all micro-batches but the last, and costs full
+/// gradients on every rank: [`Memory::unreduced`](crate::Memory::unreduced).
+///
+/// The gradients of a backward inside are empty: there is nothing for the optimizer yet. Forward and
+/// backward both belong inside.
+///
+/// All ranks must do so alike.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; [`Error::State`] inside a backward, while a forward waits for its backward,
+/// and if `body` has switched units to reduce.
+pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, Error> {
+    let units = units(module)?;
+    let before: Vec<_> = units.iter().map(|handle| handle.unit.syncs()).collect();
+    let restore = Restore { units, before };
+    for handle in &restore.units {
+        handle.set_requires_gradient_sync(false)?;
+    }
+    let result = body();
+    match restore.units.iter().find(|handle| handle.unit.syncs()) {
+        None => Ok(result),
+        Some(switched) => Err(Error::State {
+            unit: switched.name(),
+            expected: "without gradient sync".to_owned(),
+            got: "with gradient sync".to_owned(),
+            advice: "do not call `set_requires_gradient_sync` inside `no_sync`",
+        }),
+    }
+}
+
+/// Puts switches back, also when the body unwinds.
+struct Restore {
+    units: Vec<UnitHandle>,
+    before: Vec<bool>,
+}
+
+impl Drop for Restore {
+    fn drop(&mut self) {
+        for (handle, before) in self.units.iter().zip(&self.before) {
+            handle.unit.switches.sync.store(*before, Relaxed);
+        }
+    }
+}
+
+/// Units of which no rank used any parameter in the last complete step: modules that the forward
+/// does not reach, say.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn unused_units<M: Module>(module: &M) -> Result<Vec<String>, Error> {
+    let mut unused = Vec::new();
+    for root in inspect::roots_of(module)? {
+        let used = root.used();
+        for unit in root.units() {
+            let used = used
+                .iter()
+                .any(|operation| operation.unit() == Some(unit.position()));
+            if !used {
+                unused.push(unit.label());
+            }
+        }
+    }
+    Ok(unused)
+}

@@ -1,0 +1,232 @@
+//! Finding out whether an optimizer can work on shards.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+
+use crate::error::Error;
+use crate::inspect;
+
+/// Rows and columns of the matrix on trial: halves of it are whole vectors of any processor, so that
+/// equal arithmetic gives equal bits.
+const SIDE: usize = 16;
+/// Elements of the matrix.
+const LEN: usize = SIDE * SIDE;
+const NUM_STEPS: usize = 3;
+
+/// Of the gradients: the larger is to exceed any threshold of clipping by norm, while its square is
+/// still a number, as far as the type goes.
+fn scales(dtype: DType) -> [f32; 2] {
+    match dtype {
+        DType::F16 => [1.0, 1e4],
+        _ => [1.0, 1e18],
+    }
+}
+
+/// Makes sure that `optimizer` updates a shard as it would update these elements of the whole
+/// parameter, for every trainable parameter of a sharded module.
+///
+/// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by
+/// groups. So a copy of it, without its state, steps a small matrix whole and in two shards, under
+/// the path and id of each parameter. Optimizers that compute with whole tensors (Muon, Adafactor,
+/// LAMB, Burn's gradient clipping by norm) give other bits. Burn's `LBFGS` is not a
+/// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
+///
+/// Burn tells nobody when an optimizer steps, so nothing else notices such an optimizer before its first
+/// numbers are wrong: call this where the optimizer is made. Checkpoints and the file-backed optimizer
+/// of `burn-fsdp` do so by themselves.
+///
+/// Not collective: all ranks come to the same verdict. It costs a few small steps for each parameter;
+/// call it once, before training.
+///
+/// # Errors
+///
+/// [`Error::WholeTensors`] with the first such parameter; [`Error::NotSharded`].
+pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> Result<(), Error> {
+    inspect::root_of(module)?;
+    for (path, member) in inspect::places(module) {
+        let slot = member.slot();
+        // What is kept whole and has one dimension is to the optimizer what it was before.
+        let is_changed = slot.is_gathered() || slot.shape.len() > 1;
+        if !is_changed || !member.generation.is_trainable(member.index) {
+            continue;
+        }
+        let trial = Trial {
+            optimizer,
+            id: member.id,
+            path: path.split('.').map(str::to_owned).collect(),
+            device: member.generation.value(member.index).device(),
+            dtype: slot.elements.stored.dtype,
+        };
+        let num_shards = if slot.is_gathered() { 2 } else { 1 };
+        let passes = |scale: f32| trial.passes(num_shards, scale);
+        if !scales(slot.elements.stored.dtype).into_iter().all(passes) {
+            return Err(Error::WholeTensors { path });
+        }
+    }
+    Ok(())
+}
+
+/// [`check_elementwise`], the first time that it is called with this module or what later steps made
+/// of it; afterwards it costs nothing. What gets module and optimizer anyway, as checkpoints do, calls
+/// it.
+///
+/// # Errors
+///
+/// As there.
+pub fn check_elementwise_once<M: Module>(
+    module: &M,
+    optimizer: &ModuleOptimizer,
+) -> Result<(), Error> {
+    let members = inspect::members(module);
+    let first = members.first().ok_or(Error::NotSharded)?;
+    if first.generation.unit.is_tried(first.index) {
+        return Ok(());
+    }
+    check_elementwise(module, optimizer)?;
+    first.generation.unit.set_tried(first.index);
+    Ok(())
+}
+
+struct Trial<'a> {
+    optimizer: &'a ModuleOptimizer,
+    id: ParamId,
+    path: Vec<String>,
+    device: Device,
+    /// Of the parameter, which need not be that of the device.
+    dtype: DType,
+}
+
+impl Trial<'_> {
+    /// Whether the matrix and its flat shards come to the same bits.
+    fn passes(&self, num_shards: usize, scale: f32) -> bool {
+        let Some(whole) = self.run::<2>([SIDE, SIDE], 0, scale) else {
+            // It does not take a matrix at all, sharded or not: its own error will say so.
+            return true;
+        };
+        let shards = |shape: &dyn Fn(usize) -> Option<Vec<u8>>| {
+            let len = LEN / num_shards;
+            let size = self.dtype.size();
+            (0..num_shards).all(|shard| {
+                let start = shard * len;
+                shape(start).as_deref() == Some(&whole[start * size..][..len * size])
+            })
+        };
+        // In rows first: what needs two dimensions then fails without a panic's message.
+        shards(&|start| self.run([SIDE / num_shards, SIDE], start, scale))
+            && shards(&|start| self.run([LEN / num_shards], start, scale))
+    }
+
+    /// The bits that the elements from `start` on have after some steps; `None` after a panic.
+    fn run<const D: usize>(&self, shape: [usize; D], start: usize, scale: f32) -> Option<Vec<u8>> {
+        let stepped = catch_unwind(AssertUnwindSafe(|| {
+            let mut optimizer = self
+                .optimizer
+                .clone()
+                .load_record(OptimizerRecord::default());
+            let value = self.tensor(shape, |i| element(start + i, 0)).require_grad();
+            let mut probe = Probe {
+                path: self.path.clone(),
+                param: Param::initialized(self.id, value),
+            };
+            for step in 1..=NUM_STEPS {
+                let gradient = self.tensor(shape, |i| scale * element(start + i, step));
+                let mut gradients = GradientsParams::new();
+                gradients.register(self.id, gradient.inner());
+                probe = optimizer.step(1e-2, probe, gradients);
+            }
+            probe.param.base().into_data()
+        }));
+        Some(stepped.ok()?.as_bytes().to_vec())
+    }
+
+    fn tensor<const D: usize>(
+        &self,
+        shape: [usize; D],
+        element: impl Fn(usize) -> f32,
+    ) -> Tensor<D> {
+        let len = shape.iter().product();
+        let values: Vec<f32> = (0..len).map(element).collect();
+        Tensor::from_data(TensorData::new(values, shape), (&self.device, self.dtype))
+    }
+}
+
+/// Element `i` of the matrix or of its gradient in a step: of either sign, never zero, and with rows
+/// and columns of different sizes.
+fn element(i: usize, step: usize) -> f32 {
+    let (row, column) = (i / SIDE, i % SIDE);
+    let sign = if (i * 7 + step * 3) % 5 < 2 {
+        -1.0
+    } else {
+        1.0
+    };
+    sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
+}
+
+/// A module of one parameter, at any path.
+#[derive(Debug, Clone)]
+struct Probe<const D: usize> {
+    path: Vec<String>,
+    param: Param<Tensor<D>>,
+}
+
+impl<const D: usize> Probe<D> {
+    fn with(self, param: impl FnOnce(Param<Tensor<D>>) -> Param<Tensor<D>>) -> Self {
+        Self {
+            path: self.path,
+            param: param(self.param),
+        }
+    }
+}
+
+impl<const D: usize> Module for Probe<D> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.param.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.with(|param| param.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.with(|param| param.to_device(device))
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        for name in &self.path {
+            visitor.enter_module(name, "Probe");
+        }
+        self.param.visit(visitor);
+        for name in self.path.iter().rev() {
+            visitor.exit_module(name, "Probe");
+        }
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        for name in &self.path {
+            mapper.enter_module(name, "Probe");
+        }
+        let param = Module::map(self.param, mapper);
+        for name in self.path.iter().rev() {
+            mapper.exit_module(name, "Probe");
+        }
+        Self {
+            path: self.path,
+            param,
+        }
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone().with(|param| param.valid())
+    }
+
+    fn train(self) -> Self {
+        self.with(Module::train)
+    }
+}

@@ -1,0 +1,236 @@
+//! The gradients of a module one by one, and who else holds each.
+
+use std::collections::{HashMap, HashSet};
+
+use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::ProcessGroup;
+
+use crate::inspect::{self, Member};
+use crate::path::{self, Place};
+
+/// Who holds the elements of a gradient.
+#[derive(Debug, Clone)]
+pub(crate) enum Share {
+    /// The ranks of the group hold a part each.
+    Shard(ProcessGroup),
+    /// All ranks hold the same: the parameter is kept whole, its gradient was reduced.
+    Everywhere,
+    /// No unit manages the parameter: each rank has a gradient of its own.
+    Local,
+}
+
+/// One gradient.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    /// Path of the parameter in the module.
+    pub(crate) path: String,
+    pub(crate) share: Share,
+    /// Its elements on this rank, without autodiff.
+    pub(crate) flat: Tensor<1>,
+}
+
+/// The gradients of `module` in its order, each once.
+pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for_each(module, |parameter| {
+        if let Some(flat) = parameter.gradient(gradients) {
+            entries.push(Entry {
+                path: parameter.path.to_owned(),
+                share: parameter.share(),
+                flat: flat.inner(),
+            });
+        }
+    });
+    entries
+}
+
+/// The gradients, multiplied by `factor`. What belongs to no parameter of `module` is left as it is.
+pub(crate) fn scaled<M: Module>(
+    module: &M,
+    mut gradients: GradientsParams,
+    factor: f64,
+) -> GradientsParams {
+    for_each(module, |parameter| parameter.scale(&mut gradients, factor));
+    gradients
+}
+
+/// The groups among which gradients of `module` are cut, and with `root` that of all its ranks, each
+/// once. A property of the module, equal on all ranks whatever gradients they have.
+pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessGroup> {
+    let mut groups: Vec<ProcessGroup> = Vec::new();
+    let mut has_local = false;
+    for_each(module, |parameter| {
+        let group = match parameter.share() {
+            Share::Shard(group) => group,
+            Share::Local => {
+                has_local = true;
+                return;
+            }
+            Share::Everywhere => return,
+        };
+        if !groups.iter().any(|known| is_same(known, &group)) {
+            groups.push(group);
+        }
+    });
+    if (has_local || groups.is_empty()) && !groups.iter().any(|known| is_same(known, root)) {
+        groups.push(root.clone());
+    }
+    groups
+}
+
+/// Whether both are this rank's end of one group.
+pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
+    one == other
+}
+
+/// Paths of the parameters of `module` that have a gradient on this rank, in the order of the module.
+///
+/// Not collective. A gradient of a sharded parameter is there on all ranks or on none, also on ranks
+/// whose shard is empty.
+pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<String> {
+    let entries = entries(module, gradients);
+    entries.into_iter().map(|entry| entry.path).collect()
+}
+
+/// The gradients of one unit.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct UnitGradients {
+    /// Path of the unit's module, `root` for the outermost; empty for the parameters that no unit
+    /// manages.
+    pub unit: String,
+    /// Its gradients.
+    pub gradients: GradientsParams,
+}
+
+/// Divides the gradients of `module` by unit, in the order in which the module first names a
+/// parameter of each: for optimizers that step unit by unit. The parameters that no unit manages
+/// come last; units without a gradient are left out.
+///
+/// Not collective. Gradients that belong to no parameter of `module` are dropped.
+pub fn gradients_by_unit<M: Module>(
+    module: &M,
+    mut gradients: GradientsParams,
+) -> Vec<UnitGradients> {
+    let mut order: Vec<String> = Vec::new();
+    let mut by_unit: HashMap<String, GradientsParams> = HashMap::new();
+    for_each(module, |parameter| {
+        let unit = parameter
+            .member
+            .map_or_else(String::new, |member| member.generation.unit.label());
+        let own = by_unit.entry(unit.clone()).or_insert_with(|| {
+            order.push(unit);
+            GradientsParams::new()
+        });
+        parameter.transfer(&mut gradients, own);
+    });
+    let (managed, others): (Vec<_>, Vec<_>) = order.into_iter().partition(|unit| !unit.is_empty());
+    let units = managed.into_iter().chain(others).filter_map(|unit| {
+        let gradients = by_unit.remove(&unit)?;
+        (!gradients.is_empty()).then_some(UnitGradients { unit, gradients })
+    });
+    units.collect()
+}
+
+/// A parameter that may have a gradient.
+struct Parameter<'a> {
+    path: &'a str,
+    id: ParamId,
+    /// What it is to the engine, if it is managed.
+    member: Option<&'a Member>,
+    by_rank: ByRank,
+}
+
+/// What to do with a gradient, for the number of dimensions that the parameter has.
+#[derive(Clone, Copy)]
+struct ByRank {
+    get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
+    scale: fn(&mut GradientsParams, ParamId, f64),
+    transfer: fn(&mut GradientsParams, &mut GradientsParams, ParamId),
+}
+
+impl ByRank {
+    const fn of<const D: usize>() -> Self {
+        Self {
+            get: |gradients, id| {
+                let gradient = gradients.get::<D>(id)?;
+                let len = gradient.shape().num_elements();
+                Some(gradient.reshape([len]))
+            },
+            scale: |gradients, id, factor| {
+                if let Some(gradient) = gradients.remove::<D>(id) {
+                    gradients.register(id, gradient.mul_scalar(factor));
+                }
+            },
+            transfer: |from, to, id| {
+                if let Some(gradient) = from.remove::<D>(id) {
+                    to.register(id, gradient);
+                }
+            },
+        }
+    }
+}
+
+impl Parameter<'_> {
+    fn gradient(&self, gradients: &GradientsParams) -> Option<Tensor<1>> {
+        (self.by_rank.get)(gradients, self.id)
+    }
+
+    fn scale(&self, gradients: &mut GradientsParams, factor: f64) {
+        (self.by_rank.scale)(gradients, self.id, factor);
+    }
+
+    fn transfer(&self, from: &mut GradientsParams, to: &mut GradientsParams) {
+        (self.by_rank.transfer)(from, to, self.id);
+    }
+
+    fn share(&self) -> Share {
+        match self.member {
+            Some(member) if member.slot().is_gathered() => {
+                Share::Shard(member.generation.unit.groups.shard.clone())
+            }
+            Some(_) => Share::Everywhere,
+            None => Share::Local,
+        }
+    }
+}
+
+/// Calls `body` for each parameter of `module`, managed or not, in its order; running states are
+/// among those that are not.
+fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
+    let mut members = inspect::places(module).into_iter().peekable();
+    let mut plain = Plain::default();
+    inspect::visit(module, &mut plain);
+    // A tied parameter is visited under each of its paths.
+    let mut seen = HashSet::new();
+    for (path, id, by_rank) in &plain.found {
+        let member = members.next_if(|(place, _)| place == path);
+        let member = member.as_ref().map(|(_, member)| member);
+        let parameter = Parameter {
+            path,
+            id: member.map_or(*id, |member| member.id),
+            member,
+            by_rank: match member {
+                Some(_) => ByRank::of::<1>(),
+                None => *by_rank,
+            },
+        };
+        if seen.insert(parameter.id) {
+            body(&parameter);
+        }
+    }
+}
+
+/// What a visit without shards sees: parameters, and stand-ins for sharded ones.
+#[derive(Default)]
+struct Plain {
+    found: Vec<(String, ParamId, ByRank)>,
+}
+
+impl path::Visitor for Plain {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        self.found.push((place.path(), param.id, ByRank::of::<D>()));
+    }
+}

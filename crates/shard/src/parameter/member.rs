@@ -1,0 +1,114 @@
+//! How a sharded parameter is found.
+//!
+//! Burn's visitors see a reparameterization's tensors, not the reparameterization. Ours looks
+//! whether somebody on this thread is asking, and gives its name.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::{Bool, Int, Tensor};
+
+use crate::ambient::{Purpose, is_within, within};
+use crate::copies::{Copied, Generation};
+use crate::error::Error;
+use crate::parameter::identity::Identity;
+use crate::parameter::owned::{Owned, RootLink};
+use crate::path::{self, Place};
+use crate::slot::Slot;
+
+/// One sharded parameter of a module.
+#[derive(Clone)]
+pub(crate) struct Member {
+    pub(crate) generation: Arc<Generation>,
+    pub(crate) index: usize,
+    /// The copy of the module.
+    pub(crate) copy: Copied,
+    /// Of the value that optimizers and gradients see.
+    pub(crate) id: ParamId,
+    /// A hold that counts for nothing, to read the full parameter by.
+    owned: Owned,
+    /// This rank's shard, as the module has it.
+    value: Tensor<1>,
+}
+
+impl Member {
+    /// The full parameter, as the model's own code gets it. Collective.
+    pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
+        self.owned.full(self.value.clone())
+    }
+
+    /// Where its unit belongs.
+    pub(crate) fn root_link(&self) -> &Arc<RootLink> {
+        self.owned.root_link()
+    }
+
+    pub(crate) fn slot(&self) -> &Slot {
+        &self.generation.unit.slots[self.index]
+    }
+}
+
+thread_local! {
+    static MEMBERS: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
+    /// The id of the parameter that was shown last: a shard comes right after its stand-in.
+    static LAST: Cell<Option<ParamId>> = const { Cell::new(None) };
+}
+
+/// Visits `module` without its shards, and returns them. Shards learn by it which ids their stand-ins
+/// have.
+pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> Vec<Member> {
+    // What an earlier walk left that was broken off.
+    drop(MEMBERS.take());
+    within(Purpose::Inspect, || {
+        path::visit(module, &mut Noting(visitor))
+    });
+    MEMBERS.take()
+}
+
+/// Remembers the id of what is shown.
+struct Noting<'a, V>(&'a mut V);
+
+impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        LAST.set(Some(param.id));
+        self.0.float(place, param);
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.0.int(place, param);
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.0.bool(place, param);
+    }
+
+    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+        self.0.enter(place, name, container);
+    }
+
+    fn exit(&mut self, place: &Place) {
+        self.0.exit(place);
+    }
+}
+
+/// Gives a parameter's name to whoever is asking. Returns whether somebody was.
+pub(crate) fn answer(owned: &Owned, value: &Param<Tensor<1>>, identity: &Identity) -> bool {
+    if !is_within(Purpose::Inspect) {
+        return false;
+    }
+    let id = match LAST.get() {
+        Some(stand_in) => identity.settle(stand_in),
+        None => identity.id(),
+    };
+    MEMBERS.with_borrow_mut(|members| {
+        members.push(Member {
+            generation: Arc::clone(owned),
+            index: owned.slot,
+            copy: owned.copy(),
+            id,
+            owned: within(Purpose::CopyForGraph, || owned.clone()),
+            value: value.base(),
+        });
+    });
+    true
+}

@@ -1,0 +1,264 @@
+//! What a sharded parameter is to Burn: a reparameterization with the shard as its own parameter.
+//!
+//! - `owned`: a module's hold on it, and where its root is found. `identity`: the id it is known by.
+//! - `member`: how a walk over the module finds it. `mailbox`: what a walk leaves for it.
+
+pub(crate) mod identity;
+pub(crate) mod mailbox;
+pub(crate) mod member;
+pub(crate) mod owned;
+
+use burn::module::{
+    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
+};
+use burn::tensor::{Device, Tensor};
+use std::sync::Arc;
+
+use crate::ambient::{Purpose, is_within};
+use crate::copies::{Generation, Transition};
+use crate::error::{Error, throw};
+use crate::parameter::identity::Identity;
+use crate::parameter::owned::{Owned, RootLink};
+use crate::path::{CONTAINER, NAME};
+
+/// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
+///
+/// Optimizers and gradients see it as a parameter of one dimension, under the path and the id of the
+/// parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
+#[derive(Clone)]
+pub(crate) struct ShardedParam {
+    value: Param<Tensor<1>>,
+    /// In place of the id in `value`, which a record cannot change in time.
+    identity: Identity,
+    generation: Owned,
+}
+
+impl std::fmt::Debug for ShardedParam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let slot = &self.generation.unit.slots[self.generation.slot];
+        f.debug_struct("ShardedParam")
+            .field("path", &slot.path)
+            .field("shape", &slot.shape)
+            .field("shard", &self.value.shape())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ShardedParam {
+    /// The parameter in `slot` of a unit's first generation.
+    pub(crate) fn new(
+        value: Param<Tensor<1>>,
+        slot: usize,
+        generation: Arc<Generation>,
+        root_link: Arc<RootLink>,
+    ) -> Self {
+        generation.set(slot, value.base());
+        Self {
+            identity: Identity::new(value.id),
+            value: guarded(value, &generation, slot),
+            generation: Owned::new(generation, slot, root_link),
+        }
+    }
+
+    /// The id, of a parameter whose stand-in has the id `stand_in`.
+    pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
+        self.identity.settle(stand_in)
+    }
+
+    fn descend(
+        from: &Owned,
+        transition: Transition,
+        identity: Identity,
+        value: Param<Tensor<1>>,
+    ) -> Self {
+        let generation = from.descend(from.slot, transition, value.base());
+        Self {
+            value,
+            identity,
+            generation: from.moved_to(generation, transition),
+        }
+    }
+
+    /// With `value` in place of its own after a move of the module to `device`.
+    fn moved(from: &Owned, identity: Identity, value: Param<Tensor<1>>, device: &Device) -> Self {
+        let moved = Self::descend(from, Transition::Device, identity, value);
+        moved.generation.compute_on(device);
+        moved
+    }
+
+    /// The value under the id by which it is known.
+    fn shown(value: &Param<Tensor<1>>, identity: &Identity, path: &str) -> Param<Tensor<1>> {
+        let mut shown = value.clone();
+        shown.id = identity.shown(path);
+        shown
+    }
+}
+
+/// The id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
+/// of a sharded one is that of its stand-in, which records hold.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::Device;
+/// use burn_fsdp_shard::param_id;
+///
+/// let layer: Linear = LinearConfig::new(2, 2).init(&Device::flex());
+/// assert_eq!(param_id(&layer.weight), layer.weight.id);
+/// ```
+pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
+    match param.reparameterization::<ShardedParam>() {
+        Some(sharded) => sharded.settled_id(param.id),
+        None => param.id,
+    }
+}
+
+/// Burn asks a shard for what to record only if the stand-in has not answered: a mapper has dropped
+/// what the stand-in does when it is recorded, or a group has left it out. The record would hold a
+/// shard in the place of the parameter.
+fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -> Param<Tensor<1>> {
+    let unit = generation.unit.clone();
+    value.save_mapper(move |_| {
+        throw(Error::Unrecordable {
+            path: unit.slots[slot].path.clone(),
+        })
+    })
+}
+
+impl Reparameterization for ShardedParam {
+    const NAME: &'static str = NAME;
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        if is_within(Purpose::KeepBase) {
+            return base;
+        }
+        self.generation
+            .full(self.value.base())
+            .unwrap_or_else(|error| throw(error))
+    }
+}
+
+impl Module for ShardedParam {
+    /// Those of inputs: offloaded shards are not where the module computes.
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        match self.generation.unit.offload {
+            None => self.value.collect_devices(devices),
+            Some(_) => devices,
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
+        let value = value.fork(&generation.unit.home(device));
+        Self::moved(&generation, identity, value, device)
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
+        let value = value.to_device(&generation.unit.home(device));
+        Self::moved(&generation, identity, value, device)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        let slot = self.generation.slot;
+        if member::answer(&self.generation, &self.value, &self.identity) {
+            return;
+        }
+        // A record has just taken the whole value under the parameter's own path.
+        if mailbox::take_recorded(&self.generation.unit, slot) {
+            return;
+        }
+        // Under the path of the parameter it stands for, so that groups by path go on to work.
+        visitor.exit_module(NAME, CONTAINER);
+        let path = &self.generation.unit.slots[slot].path;
+        Self::shown(&self.value, &self.identity, path).visit(visitor);
+        visitor.enter_module(NAME, CONTAINER);
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        if is_within(Purpose::Prepare) {
+            return self;
+        }
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
+        let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
+            Some((loaded, keeps_id)) => {
+                let value = value.map(|old| loaded.set_require_grad(old.is_require_grad()));
+                let identity = match keeps_id {
+                    true => identity,
+                    false => identity.unsettled(),
+                };
+                (value, identity)
+            }
+            None => {
+                let path = &generation.unit.slots[generation.slot].path;
+                let shown = Self::shown(&value, &identity, path);
+                let before = shown.id;
+                mapper.exit_module(NAME, CONTAINER);
+                let value = shown.map_module(mapper);
+                mapper.enter_module(NAME, CONTAINER);
+                let identity = match value.id == before {
+                    true => identity,
+                    false => Identity::new(value.id),
+                };
+                (guarded(value, &generation, generation.slot), identity)
+            }
+        };
+        Self::descend(&generation, Transition::Map, identity, value)
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        if is_within(Purpose::OwnStates) {
+            return self.clone();
+        }
+        let value = self.value.valid();
+        let identity = self.identity.clone();
+        Self::descend(&self.generation, Transition::Valid, identity, value)
+    }
+
+    fn train(self) -> Self {
+        if is_within(Purpose::OwnStates) {
+            return self;
+        }
+        let Self {
+            value,
+            identity,
+            generation,
+        } = self;
+        let strategy = generation.unit.strategy;
+        let value = value.train().map(|leaf| match strategy {
+            Some(strategy) => {
+                let trainable = leaf.is_require_grad();
+                leaf.inner()
+                    .autodiff()
+                    .with_gradient_checkpointing_strategy(strategy)
+                    .set_require_grad(trainable)
+            }
+            None => leaf,
+        });
+        Self::descend(&generation, Transition::Train, identity, value)
+    }
+}
+
+/// `Module::map` under a name that `Param::map` does not hide.
+trait MapModule: Module {
+    fn map_module<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        Module::map(self, mapper)
+    }
+}
+
+impl MapModule for Param<Tensor<1>> {}

@@ -1,0 +1,174 @@
+//! Which copy of a module holds a parameter.
+
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn::tensor::Tensor;
+use parking_lot::Mutex;
+
+use crate::ambient::{Purpose, is_within};
+use crate::copies::{Copied, Copies, Generation, Transition};
+use crate::error::Error;
+use crate::root::Root;
+
+/// A module's hold on one parameter of a generation: counted, because backward graphs hold
+/// generations too, and must not make an abandoned copy look alive.
+pub(crate) struct Owned {
+    generation: Arc<Generation>,
+    /// Which parameter.
+    pub(crate) slot: usize,
+    copy: Copied,
+    /// How many copies were made of it.
+    num_clones: AtomicU64,
+    /// Not what a graph holds.
+    is_counted: bool,
+    root_link: Arc<RootLink>,
+}
+
+/// The root that orders a unit's operations: another one, once its module is a part of a larger one.
+#[derive(Default)]
+pub(crate) struct RootLink(Mutex<Option<Arc<Root>>>);
+
+impl RootLink {
+    /// Moves below `root`.
+    pub(crate) fn join(&self, root: &Arc<Root>) {
+        *self.0.lock() = Some(root.clone());
+    }
+
+    /// The root, once there is one.
+    pub(crate) fn root(&self) -> Option<Arc<Root>> {
+        self.0.lock().clone()
+    }
+}
+
+impl Owned {
+    /// Takes hold, in the copy of the module that was sharded.
+    pub(crate) fn new(generation: Arc<Generation>, slot: usize, root_link: Arc<RootLink>) -> Self {
+        Self::of(generation, slot, Copied::default(), 0, root_link)
+    }
+
+    fn of(
+        generation: Arc<Generation>,
+        slot: usize,
+        copy: Copied,
+        num_clones: u64,
+        root_link: Arc<RootLink>,
+    ) -> Self {
+        let is_counted = !is_within(Purpose::CopyForGraph);
+        if is_counted {
+            generation.holders.take_hold(copy.number, slot);
+        }
+        Self {
+            generation,
+            slot,
+            copy,
+            num_clones: AtomicU64::new(num_clones),
+            is_counted,
+            root_link,
+        }
+    }
+
+    /// The hold on what `transition` made of the parameter, in `generation`.
+    pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
+        match transition {
+            // The module that it is made of stays.
+            Transition::Valid => Self::of(
+                generation,
+                self.slot,
+                self.cloned(),
+                0,
+                self.root_link.clone(),
+            ),
+            Transition::Map | Transition::Train | Transition::Device => Self::of(
+                generation,
+                self.slot,
+                self.copy,
+                self.num_clones.load(Ordering::Relaxed),
+                self.root_link.clone(),
+            ),
+        }
+    }
+
+    /// A copy of its own. Parameters of one module are copied together, so they get one number.
+    fn cloned(&self) -> Copied {
+        let ordinal = self.num_clones.fetch_add(1, Ordering::Relaxed);
+        let mut hasher = DefaultHasher::new();
+        (self.copy.number, ordinal).hash(&mut hasher);
+        Copied {
+            number: hasher.finish(),
+            parent: self.copy.number,
+        }
+    }
+
+    /// The copy of the module that it belongs to.
+    pub(crate) fn copy(&self) -> Copied {
+        self.copy
+    }
+
+    /// Where the unit's root is found.
+    pub(crate) fn root_link(&self) -> &Arc<RootLink> {
+        &self.root_link
+    }
+
+    /// The full parameter, as the model's own code gets it, of which this rank holds `value`.
+    /// Collective.
+    pub(crate) fn full<const D: usize>(&self, value: Tensor<1>) -> Result<Tensor<D>, Error> {
+        let root = self.root_link.root();
+        root.expect("a sharded module has a root").access(
+            &self.values(),
+            self.slot,
+            self.copy,
+            value,
+        )
+    }
+
+    /// All values of the unit in this copy of the module.
+    fn values(&self) -> Arc<Generation> {
+        if self.generation.holders.is_all_of(self.copy.number) {
+            return self.generation.clone();
+        }
+        Copies::of(&self.generation).values_of(self.copy.number, Some(&self.generation))
+    }
+}
+
+impl Clone for Owned {
+    fn clone(&self) -> Self {
+        let copy = if is_within(Purpose::CopyForGraph) {
+            // A checkpointed region's module is a part of the one around it.
+            self.copy
+        } else {
+            self.cloned()
+        };
+        Self::of(
+            self.generation.clone(),
+            self.slot,
+            copy,
+            0,
+            self.root_link.clone(),
+        )
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        if !self.is_counted {
+            return;
+        }
+        self.generation.holders.let_go(self.copy.number, self.slot);
+        if !self.generation.holders.is_held()
+            && let Some(root) = self.root_link.root()
+        {
+            root.forget(&self.generation, self.copy);
+        }
+    }
+}
+
+impl std::ops::Deref for Owned {
+    type Target = Arc<Generation>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.generation
+    }
+}

@@ -1,0 +1,105 @@
+//! Buffers of full weights that outlive their use, found by their life.
+
+use std::fmt;
+use std::sync::{Arc, Weak};
+
+use burn_fsdp_collectives::Buffer;
+
+use crate::report;
+
+/// A unit whose full weights are kept alive by something other than the engine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pinned {
+    /// Path of the unit.
+    pub unit: String,
+    /// Bytes still alive when backward began.
+    pub bytes: usize,
+    /// Bytes of the unit's full parameters.
+    pub of: usize,
+}
+
+impl fmt::Display for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
+             operation saved a view, a cast or the weight itself. Use a device with \
+             `.autodiff().gradient_checkpointing()`, and keep embeddings in the root",
+            self.unit, self.bytes, self.of
+        )
+    }
+}
+
+/// One buffer of full weights, by its life.
+#[derive(Debug, Clone)]
+pub(crate) struct Mark {
+    /// Its size.
+    bytes: usize,
+    /// Dropped with it.
+    life: Weak<()>,
+}
+
+/// Follows the buffers of dropped full weights to the start of backward.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Watch {
+    /// By unit: its name, the bytes of its full parameters, the buffers.
+    marks: Vec<(String, usize, Vec<Mark>)>,
+    /// The units that were found to keep some.
+    pub(crate) pinned: Vec<Pinned>,
+}
+
+impl Watch {
+    /// A new forward begins.
+    pub(crate) fn begin(&mut self) {
+        self.marks.clear();
+    }
+
+    /// The full weights of `unit`, of so many bytes, now exist.
+    pub(crate) fn unsharded(&mut self, unit: String, bytes: usize, marks: Vec<Mark>) {
+        self.marks.push((unit, bytes, marks));
+    }
+
+    /// Forward is over: no full weight of a unit that drops them should be alive.
+    pub(crate) fn check_pins(&mut self) {
+        for (unit, of, marks) in std::mem::take(&mut self.marks) {
+            let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
+            let bytes: usize = alive.map(|mark| mark.bytes).sum();
+            let known = self.pinned.iter().any(|pinned| pinned.unit == unit);
+            if bytes == 0 || known {
+                continue;
+            }
+            let pinned = Pinned { unit, bytes, of };
+            report::warn(&pinned);
+            self.pinned.push(pinned);
+        }
+    }
+}
+
+/// A buffer that also tells, by `_life`, whether any tensor still holds it.
+pub(crate) struct Marked {
+    buffer: Buffer,
+    /// Dropped with it.
+    _life: Arc<()>,
+}
+
+impl Marked {
+    /// `buffer`, and what tells of its life.
+    pub(crate) fn new(buffer: Buffer) -> (Self, Mark) {
+        let life = Arc::new(());
+        let mark = Mark {
+            bytes: buffer.len(),
+            life: Arc::downgrade(&life),
+        };
+        let marked = Self {
+            buffer,
+            _life: life,
+        };
+        (marked, mark)
+    }
+}
+
+impl AsRef<[u8]> for Marked {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_ref()
+    }
+}

@@ -1,0 +1,68 @@
+//! The checkpointed region that this thread is in, and which roots' units it uses.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use crate::ambient::{self, Purpose};
+
+/// What a rank's thread is doing to a region, if anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Mode {
+    /// No region, or an ordinary forward and backward.
+    #[default]
+    Off,
+    /// The region's forward, without a graph.
+    Plain,
+    /// The region's second forward, or its backward.
+    Again,
+}
+
+/// Who has units that a region may use.
+pub(crate) trait Recomputed: Send + Sync {
+    /// The second forward of the region is over.
+    fn end_recomputation(&self);
+}
+
+/// A root of whose units a region has used one.
+pub(crate) struct Touched {
+    /// The root.
+    pub(crate) by: Arc<dyn Recomputed>,
+    /// The token of the pass around the region.
+    pub(crate) token: Tensor<1>,
+}
+
+thread_local! {
+    static TOUCHED: RefCell<Vec<Touched>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What this thread is doing.
+pub(crate) fn mode() -> Mode {
+    match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
+        Some(Purpose::Region) => Mode::Plain,
+        Some(Purpose::RegionAgain) => Mode::Again,
+        _ => Mode::Off,
+    }
+}
+
+/// A region has used a unit of `root`; `token` is that of the pass around it.
+pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
+    TOUCHED.with_borrow_mut(|touched| {
+        let is_root =
+            |known: &Touched| std::ptr::addr_eq(Arc::as_ptr(&known.by), Arc::as_ptr(root));
+        if !touched.iter().any(is_root) {
+            touched.push(Touched {
+                by: root.clone(),
+                token: token.clone(),
+            });
+        }
+    });
+}
+
+/// Runs `body` as part of a region; returns the roots whose units it used.
+pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> (T, Vec<Touched>) {
+    TOUCHED.take();
+    let result = ambient::within(purpose, body);
+    (result, TOUCHED.take())
+}

@@ -1,0 +1,75 @@
+//! What the autodiff nodes ask of the root.
+
+use std::sync::Arc;
+
+use burn::tensor::{Shape, Tensor};
+
+use super::state::Root;
+use crate::copies::Generation;
+use crate::error::Error;
+use crate::op::{Announce, Reduced, Weight};
+
+/// Who is asking for a full parameter: one parameter in one use of its unit.
+#[derive(Debug, Clone)]
+pub(super) struct Access {
+    pub(super) root: Arc<Root>,
+    pub(super) generation: Arc<Generation>,
+    pub(super) slot: usize,
+    pub(super) use_id: u64,
+    /// Whether the full parameters stay until the use's backward.
+    pub(super) stays: bool,
+}
+
+impl Weight for Access {
+    fn shape(&self) -> Shape {
+        Shape::from(self.generation.unit.slots[self.slot].shape.clone())
+    }
+
+    fn stays(&self) -> bool {
+        self.stays
+    }
+
+    fn regather(&self) -> Result<Tensor<1>, Error> {
+        self.root.regather(&self.generation, self.slot, self.use_id)
+    }
+
+    fn receive(&self, gradient: Tensor<1>) {
+        let unit = &self.generation.unit;
+        self.root.receive(unit, self.slot, self.use_id, gradient);
+    }
+}
+
+/// All gradients of one use of a unit have come.
+#[derive(Debug)]
+pub(super) struct UnitEnd {
+    root: Arc<Root>,
+    generation: Arc<Generation>,
+    use_id: u64,
+}
+
+impl UnitEnd {
+    /// The end of the use `use_id` of the unit of `generation`.
+    pub(super) fn new(root: &Arc<Root>, generation: &Arc<Generation>, use_id: u64) -> Arc<Self> {
+        Arc::new(Self {
+            root: root.clone(),
+            generation: generation.clone(),
+            use_id,
+        })
+    }
+}
+
+impl Announce for UnitEnd {
+    fn reached(&self) -> Result<Vec<Reduced>, Error> {
+        self.root.unit_end(&self.generation, self.use_id)
+    }
+}
+
+/// Every gather's backward has run.
+#[derive(Debug)]
+pub(super) struct Finish(pub(super) Arc<Root>);
+
+impl Announce for Finish {
+    fn reached(&self) -> Result<Vec<Reduced>, Error> {
+        self.0.finish()
+    }
+}

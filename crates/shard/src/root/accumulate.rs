@@ -1,0 +1,135 @@
+//! Gradients on this rank that wait: for the rest of their use, for a reduction, for the end.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{Account, BufferPool};
+
+use crate::copies::Generation;
+use crate::slot::Slots;
+use crate::transport::cast;
+use crate::unit::Unit;
+
+/// A full gradient, counted while it lives.
+pub(super) struct Gradient {
+    pub(super) tensor: Tensor<1>,
+    pub(super) account: Account,
+}
+
+/// A unit whose backward has ended.
+pub(super) struct Ended {
+    pub(super) generation: Arc<Generation>,
+    /// Gradients of parameters kept whole, by slot.
+    pub(super) whole: Slots<Tensor<1>>,
+}
+
+/// What has come and waits.
+#[derive(Default)]
+pub(super) struct Accumulation {
+    /// Full gradients by use, until the unit's last one has come.
+    pub(super) of_uses: BTreeMap<u64, Slots<Gradient>>,
+    /// Units whose gradients have all come in this backward, with those that wait for its end.
+    pub(super) ended: Vec<Ended>,
+    /// Gradients of steps without reduction, by unit, until its next reduction.
+    pub(super) held: BTreeMap<usize, Slots<Gradient>>,
+    /// Shards' gradients that have not crossed to the replicas yet, by unit.
+    pub(super) partial: BTreeMap<usize, Slots<Tensor<1>>>,
+}
+
+impl Accumulation {
+    /// Keeps the gradients of one use of a unit on this rank, in the type in which they will be
+    /// reduced.
+    pub(super) fn hold(
+        &mut self,
+        pool: &BufferPool,
+        generation: &Arc<Generation>,
+        gradients: Slots<Gradient>,
+    ) {
+        let unit = &generation.unit;
+        let held = self
+            .held
+            .entry(unit.position())
+            .or_insert_with(|| unit.empty_slots());
+        for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
+            let Some(gradient) = gradient else { continue };
+            let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
+                true => gradient,
+                false => Gradient {
+                    tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
+                    account: pool
+                        .account(slot.partition.num_elements() * slot.elements.reduce.size()),
+                },
+            };
+            gradient.add_to(place);
+        }
+    }
+
+    /// Adds the gradients held back before to those of one use of `unit`.
+    pub(super) fn add_held(&mut self, unit: &Unit, gradients: &mut Slots<Gradient>) {
+        if let Some(held) = self.held.remove(&unit.position()) {
+            for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
+                let Some(held) = held else { continue };
+                if let Some(gradient) = place {
+                    let tensor = gradient.tensor.clone();
+                    gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
+                }
+                held.add_to(place);
+            }
+        }
+    }
+
+    /// Bytes of gradients held back.
+    pub(super) fn held_bytes(&self) -> usize {
+        let held = self.held.values().flat_map(|held| held.iter()).flatten();
+        held.map(|gradient| gradient.account.len()).sum()
+    }
+
+    /// The entry of a unit whose backward has ended, made when first asked for.
+    fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
+        let known = self
+            .ended
+            .iter()
+            .position(|ended| Arc::ptr_eq(&ended.generation, generation));
+        let index = known.unwrap_or_else(|| {
+            self.ended.push(Ended {
+                generation: generation.clone(),
+                whole: generation.unit.empty_slots(),
+            });
+            self.ended.len() - 1
+        });
+        &mut self.ended[index]
+    }
+
+    /// Puts aside the gradients that are reduced at the end of backward.
+    pub(super) fn keep_whole(
+        &mut self,
+        generation: &Arc<Generation>,
+        gradients: &mut [Option<Gradient>],
+    ) {
+        let whole = &mut self.ended(generation).whole;
+        for slot in generation.whole_slots() {
+            if let Some(gradient) = gradients[slot].take() {
+                let to = generation.unit.slots[slot].elements.reduce.dtype;
+                // Gradients that were held back are in the type in which they are reduced.
+                whole[slot] = Some(match whole[slot].take() {
+                    Some(earlier) => cast(earlier, to) + cast(gradient.tensor, to),
+                    None => gradient.tensor,
+                });
+            }
+        }
+    }
+}
+
+impl Gradient {
+    /// Adds to what is there.
+    pub(super) fn add_to(self, place: &mut Option<Self>) {
+        *place = Some(match place.take() {
+            Some(earlier) => Self {
+                tensor: earlier.tensor + self.tensor,
+                account: earlier.account,
+            },
+            None => self,
+        });
+    }
+}

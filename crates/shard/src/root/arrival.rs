@@ -1,0 +1,131 @@
+//! Gradients as a reduction takes them in, and as they arrive from it.
+
+use std::sync::Arc;
+
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{Reduction as Averaging, Source};
+
+use super::accumulate::Gradient;
+use crate::copies::Generation;
+use crate::error::Error;
+use crate::op::Reduced;
+use crate::slot::{Element, Slot};
+use crate::transport::{self, cast};
+use crate::unit::Unit;
+
+/// In which element type reduced gradients arrive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Arrival {
+    /// In that in which each parameter is held.
+    AsHeld,
+    /// In that in which each gradient travels: one reduction gives its results one type, and the
+    /// parameters are held in several.
+    AsReduced,
+}
+
+impl Arrival {
+    /// Of what `reduction` makes of the gradients of `slots`, told what to make of them.
+    pub(super) fn of<'a>(
+        reduction: Averaging,
+        slots: impl Iterator<Item = &'a Slot> + Clone,
+    ) -> (Averaging, Self) {
+        let Some(widened) = slots
+            .clone()
+            .find(|slot| slot.elements.reduce != slot.elements.stored)
+        else {
+            return (reduction, Self::AsHeld);
+        };
+        let mut elements = slots.map(|slot| slot.elements.stored);
+        match elements.all(|element| element == widened.elements.stored) {
+            true => (reduction.output(widened.elements.stored.wire), Self::AsHeld),
+            false => (reduction, Self::AsReduced),
+        }
+    }
+
+    pub(super) fn element(self, slot: &Slot) -> Element {
+        match self {
+            Self::AsHeld => slot.elements.stored,
+            Self::AsReduced => slot.elements.reduce,
+        }
+    }
+
+    /// What has arrived in `buffer`, as it is held, in memory of its own: an optimizer may write
+    /// over a gradient, and what it makes of it outlives the step.
+    fn tensor(self, slot: &Slot, buffer: impl AsRef<[u8]>, device: &Device) -> Tensor<1> {
+        let dtype = self.element(slot).dtype;
+        let arrived = transport::owned(buffer.as_ref().to_vec(), dtype, device);
+        cast(arrived, slot.elements.stored.dtype)
+    }
+}
+
+/// The reduced gradients of `leaves` that any rank used.
+pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
+    leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
+    buffers: Vec<B>,
+    notes: &[Vec<u8>],
+    arrival: Arrival,
+) -> Vec<Reduced> {
+    leaves
+        .zip(buffers)
+        .enumerate()
+        .filter(|(index, _)| is_used(notes, *index))
+        .filter_map(|(_, ((generation, index), buffer))| {
+            let slot = &generation.unit.slots[index];
+            let device = generation.home(index);
+            Some(Reduced {
+                node: generation.node(index)?,
+                gradient: arrival.tensor(slot, buffer, &device),
+            })
+        })
+        .collect()
+}
+
+/// Whether any rank flagged place `index`.
+pub(super) fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
+    notes.iter().any(|note| note.get(index) == Some(&1))
+}
+
+/// Reduced gradients as tensors, in the type of the shards.
+pub(super) fn tensors<B: AsRef<[u8]>>(
+    generation: &Generation,
+    slots: &[usize],
+    buffers: Vec<B>,
+    arrival: Arrival,
+) -> Vec<Tensor<1>> {
+    let tensor = |(&index, buffer): (&usize, B)| {
+        let device = generation.home(index);
+        arrival.tensor(&generation.unit.slots[index], buffer, &device)
+    };
+    slots.iter().zip(buffers).map(tensor).collect()
+}
+
+/// A gradient as a source, as the policy's hook wants it; zeros where this rank has none.
+pub(super) fn source_of(
+    gradient: Option<Gradient>,
+    slot: &Slot,
+    unit: &Unit,
+) -> Result<Source, Error> {
+    let elements = slot.partition.num_elements();
+    let Some(Gradient { tensor, account }) = gradient else {
+        return Ok(Source::new(vec![0; elements * slot.elements.reduce.size()]));
+    };
+    let tensor = match &unit.gradients.hook {
+        Some(hook) => hook.call(&slot.path, tensor),
+        None => tensor,
+    };
+    let [len] = tensor.dims();
+    if len != elements || tensor.is_autodiff() {
+        return Err(Error::Hook {
+            path: slot.path.clone(),
+            expected: elements,
+            got: match tensor.is_autodiff() {
+                true => format!("{len} elements with a graph"),
+                false => format!("{len} elements"),
+            },
+        });
+    }
+    Ok(transport::source(
+        cast(tensor, slot.elements.reduce.dtype),
+        Some(account),
+    ))
+}

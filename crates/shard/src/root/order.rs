@@ -1,0 +1,69 @@
+//! The order of operations, and the values that they are about.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Weak};
+
+use crate::copies::{Copied, Generation};
+use crate::schedule::{Schedule, Schedules};
+
+/// What comes next, and with which values.
+#[derive(Default)]
+pub(super) struct Order {
+    /// The recorded orders.
+    pub(super) schedules: Schedules,
+    /// Gathers that were started ahead of their use, in order.
+    pub(super) prefetched: VecDeque<Ahead>,
+    /// The copy of the module in use.
+    pub(super) copy: Copied,
+    /// By unit: the values that the pass under way has used.
+    pub(super) used: BTreeMap<usize, Weak<Generation>>,
+}
+
+/// A gather that was started ahead of its use.
+pub(super) struct Ahead {
+    /// Its place in the order.
+    pub(super) position: usize,
+    /// The values that are gathered.
+    pub(super) generation: Arc<Generation>,
+    /// Whether it was started for the other ranks' sake alone: this rank had the full parameters,
+    /// or was getting them, when its turn came.
+    pub(super) is_joined: bool,
+}
+
+impl Ahead {
+    /// Lets go of what has been gathered, or is being.
+    pub(super) fn discard(self) {
+        if !self.is_joined && !self.generation.life.is_unsharded() {
+            self.generation.life.drop_full();
+        }
+    }
+
+    /// Whether the full parameters of `generation` are on their way by it.
+    pub(super) fn is_for(&self, generation: &Arc<Generation>) -> bool {
+        !self.is_joined && Arc::ptr_eq(&self.generation, generation)
+    }
+}
+
+impl Order {
+    /// The order of the step under way.
+    pub(super) fn current(&mut self) -> &mut Schedule {
+        self.schedules.current()
+    }
+
+    /// The gather that was started ahead for `position`, if there is one.
+    pub(super) fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
+        let position = position?;
+        let first = self.prefetched.front()?;
+        match first.position == position {
+            true => self.prefetched.pop_front(),
+            false => None,
+        }
+    }
+
+    /// Lets go of all that was gathered ahead.
+    pub(super) fn discard_prefetched(&mut self) {
+        std::mem::take(&mut self.prefetched)
+            .into_iter()
+            .for_each(Ahead::discard);
+    }
+}

@@ -1,0 +1,109 @@
+//! What a forward, or the second forward of a region, has touched.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+
+use burn::tensor::Tensor;
+
+use crate::copies::Generation;
+use crate::slot::Slots;
+use crate::unit::Unit;
+
+/// The uses of units that are under way.
+#[derive(Default)]
+pub(super) struct Uses {
+    /// The tracked forward.
+    pub(super) pass: Option<Pass>,
+    /// The second forward of a region.
+    pub(super) again: Option<Recomputation>,
+    /// Uses whose gradients have not all come: the pass and the unit of each.
+    pub(super) open: BTreeMap<u64, (u64, Weak<Unit>)>,
+    /// The copy read last without autodiff.
+    pub(super) reading: Weak<Generation>,
+}
+
+/// One tracked forward.
+pub(super) struct Pass {
+    pub(super) number: u64,
+    /// The number of the copy of the module that began it.
+    pub(super) copy: u64,
+    /// The parameter touched first: touching it again after another unit begins a new pass.
+    pub(super) first: (usize, usize),
+    pub(super) left_first: bool,
+    pub(super) token: Tensor<1>,
+    /// Of the ruler beside the last link of the token.
+    pub(super) depth: usize,
+    pub(super) current: Option<Use>,
+    /// Uses of units that stay unsharded, to be gone on with when touched again.
+    pub(super) kept: Vec<Use>,
+}
+
+/// The second forward of a checkpointed region, inside backward.
+pub(super) struct Recomputation {
+    pub(super) token: Tensor<1>,
+    pub(super) depth: usize,
+    pub(super) uses: Vec<Use>,
+}
+
+/// One use of a unit in a forward: until another unit is touched, each of its parameters has one
+/// autodiff node.
+pub(super) struct Use {
+    pub(super) kind: UseKind,
+    pub(super) id: u64,
+    pub(super) generation: Arc<Generation>,
+    pub(super) token: Tensor<1>,
+    pub(super) nodes: Slots<Node>,
+}
+
+/// A full parameter as an autodiff node, of any rank: a `Tensor<D>`.
+pub(super) type Node = Box<dyn Any + Send>;
+
+/// What a use of a unit leaves behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum UseKind {
+    /// Nodes, for backward.
+    Tracked,
+    /// Nothing: a region that will be run again.
+    Plain,
+}
+
+impl Use {
+    /// A use of the unit of `generation` that begins.
+    pub(super) fn new(
+        kind: UseKind,
+        id: u64,
+        generation: &Arc<Generation>,
+        token: &Tensor<1>,
+    ) -> Self {
+        Self {
+            kind,
+            id,
+            generation: generation.clone(),
+            token: token.clone(),
+            nodes: generation.unit.empty_slots(),
+        }
+    }
+
+    /// Drops the full parameters: from here on they live as long as the operations using them.
+    pub(super) fn close(self) {
+        if !self.generation.unit.keeps() {
+            self.generation.reshard_after_forward();
+        }
+    }
+}
+
+impl Uses {
+    /// A use of the same pass that comes after `use_id` and is still open when that is gathered
+    /// again gets its gradients too late: its token was not deep enough.
+    pub(super) fn note_late_unit(&self, use_id: u64) {
+        let Some(&(pass, _)) = self.open.get(&use_id) else {
+            return;
+        };
+        let mut later = self.open.range(use_id + 1..);
+        let late = later.find(|(_, (other, _))| *other == pass);
+        if let Some(unit) = late.and_then(|(_, (_, unit))| Weak::upgrade(unit)) {
+            unit.deepen();
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Reductions that are under way.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use burn_fsdp_collectives::{Pending, Received};
+
+use super::arrival::Arrival;
+use crate::copies::Generation;
+use crate::op::Reduced;
+
+/// A reduction under way.
+pub(super) struct Reduction {
+    pub(super) pending: Pending<Received>,
+    pub(super) generation: Arc<Generation>,
+    pub(super) slots: Vec<usize>,
+    pub(super) arrival: Arrival,
+}
+
+/// Those of one step.
+#[derive(Default)]
+pub(super) struct Reductions {
+    /// In the order in which they were started.
+    pub(super) in_flight: VecDeque<Reduction>,
+    /// Gradients of those that are through, until Burn's `Gradients` are at hand.
+    pub(super) done: Vec<Reduced>,
+}

@@ -1,0 +1,391 @@
+//! The root and where its step stands.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
+use parking_lot::{Mutex, MutexGuard};
+
+use super::accumulate::Accumulation;
+use super::order::Order;
+use super::pass::Uses;
+use super::reductions::Reductions;
+use super::ruler::Rulers;
+use crate::copies::{Copied, Copies, Generation, WeakCopies};
+use crate::error::{Error, throw};
+use crate::gradient_hook::GradientHook;
+use crate::pins::Watch;
+use crate::policy::{DivideFactors, ShardPolicy};
+use crate::schedule::Operation;
+use crate::unit::Unit;
+
+/// The outermost unit's state on one rank.
+pub(crate) struct Root {
+    /// All ranks that train the module together.
+    pub(crate) group: ProcessGroup,
+    /// Full parameters and transport buffers; counts full gradients, too.
+    pub(crate) pool: BufferPool,
+    /// Memory of reduced gradients, which belong to the shards.
+    pub(super) reduced: BufferPool,
+    pub(super) prefetch: usize,
+    pub(super) factors: Option<DivideFactors>,
+    /// Equal on all ranks for one module, different for two: tells their operations apart.
+    number: u64,
+    units: Mutex<Vec<WeakCopies>>,
+    pub(super) rulers: Mutex<Rulers>,
+    /// Whether some thread is inside a part of a step.
+    stepping: AtomicBool,
+    progress: Mutex<Progress>,
+}
+
+impl std::fmt::Debug for Root {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Root")
+            .field("group", &self.group.name())
+            .field("num_units", &self.units.lock().len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a step stands.
+#[derive(Default)]
+pub(super) struct Progress {
+    pub(super) phase: Phase,
+    /// What forward has touched.
+    pub(super) uses: Uses,
+    /// What is issued next, and with which values.
+    pub(super) order: Order,
+    /// Gradients that wait.
+    pub(super) gradients: Accumulation,
+    /// Gradients on their way to the shards.
+    pub(super) reductions: Reductions,
+    pub(super) counts: Counts,
+    pub(super) watch: Watch,
+}
+
+/// Numbers of what there has been, which an error does not begin anew.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub(super) passes: u64,
+    pub(super) uses: u64,
+    pub(super) finished: u64,
+}
+
+/// Where a step stands, coarsely.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Phase {
+    #[default]
+    Idle,
+    Forward,
+    Backward,
+}
+
+impl Root {
+    /// A root without units, of all ranks in `group`.
+    pub(crate) fn new(group: ProcessGroup, policy: &ShardPolicy) -> Arc<Self> {
+        // Roots are made by collective calls, before which all ranks have done the same.
+        let number = group.counts().total().operations;
+        Arc::new(Self {
+            group,
+            number,
+            pool: BufferPool::new(),
+            reduced: BufferPool::new(),
+            prefetch: policy.prefetch,
+            factors: policy.factors,
+            units: Mutex::default(),
+            rulers: Mutex::default(),
+            stepping: AtomicBool::new(false),
+            progress: Mutex::default(),
+        })
+    }
+
+    /// Makes `units` the root's units, in this order.
+    pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
+        let known = units.enumerate().map(|(index, copies)| {
+            copies.unit.set_position(index);
+            copies.downgrade()
+        });
+        *self.units.lock() = known.collect();
+    }
+
+    /// The units that still exist, in order.
+    pub(crate) fn units(&self) -> Vec<Arc<Unit>> {
+        self.live().into_iter().map(|copies| copies.unit).collect()
+    }
+
+    /// The same, with their copies.
+    pub(super) fn live(&self) -> Vec<Copies> {
+        let units = self.units.lock();
+        units.iter().filter_map(WeakCopies::upgrade).collect()
+    }
+
+    /// Whether `unit` is one of the root's.
+    pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
+        self.units().iter().any(|known| Arc::ptr_eq(known, unit))
+    }
+
+    /// By unit: whether it reduces its gradients.
+    pub(super) fn choice(&self) -> Vec<bool> {
+        let units = self.units.lock();
+        let units = units.iter().map(WeakCopies::upgrade);
+        units
+            .map(|copies| copies.is_none_or(|copies| copies.unit.syncs()))
+            .collect()
+    }
+
+    /// By unit: whether any module still holds it.
+    pub(super) fn held(&self) -> Vec<bool> {
+        let units = self.units.lock();
+        let units = units.iter().map(WeakCopies::upgrade);
+        units
+            .map(|copies| copies.is_some_and(|copies| copies.is_held()))
+            .collect()
+    }
+
+    /// The unit of number `index`, if it still exists.
+    pub(crate) fn unit(&self, index: usize) -> Option<Arc<Unit>> {
+        Some(self.copies(index)?.unit)
+    }
+
+    /// The copies of the unit of number `index`, if it still exists.
+    pub(super) fn copies(&self, index: usize) -> Option<Copies> {
+        let units = self.units.lock();
+        units.get(index).and_then(WeakCopies::upgrade)
+    }
+
+    /// What to call `operation` of one of the root's units.
+    pub(super) fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
+        Label::from(format!("{operation} of module {}", self.number))
+    }
+
+    /// How many units are gathered ahead of their use.
+    pub(crate) fn prefetch(&self) -> usize {
+        self.prefetch
+    }
+
+    /// The recorded order of operations and its hash.
+    pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
+        let progress = self.progress();
+        let schedule = progress.order.schedules.last();
+        (schedule.operations().collect(), schedule.hash())
+    }
+
+    /// The operations that any rank asked for in the last step.
+    pub(crate) fn used(&self) -> Vec<Operation> {
+        self.progress().order.schedules.last().used().collect()
+    }
+
+    /// Bytes of memory kept for the next operations.
+    pub(crate) fn pooled_bytes(&self) -> usize {
+        self.pool.kept_bytes() + self.reduced.kept_bytes()
+    }
+
+    /// Gives that memory back to the system.
+    pub(crate) fn trim(&self) {
+        self.pool.trim();
+        self.reduced.trim();
+    }
+
+    /// What the first steps found out about memory.
+    pub(crate) fn watch(&self) -> Watch {
+        self.progress().watch.clone()
+    }
+
+    /// How many times a backward has come to its end.
+    pub(crate) fn num_finished(&self) -> u64 {
+        self.progress().counts.finished
+    }
+
+    /// Bytes of gradients held back on this rank, by steps without reduction.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.progress().gradients.held_bytes()
+    }
+
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward: `advice` says what to do.
+    pub(crate) fn expect_outside_backward(&self, advice: &'static str) -> Result<(), Error> {
+        match self.stage() {
+            Phase::Idle | Phase::Forward => Ok(()),
+            Phase::Backward => Err(misplaced(Phase::Backward, advice)),
+        }
+    }
+
+    /// For what concerns the step as a whole.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] inside a backward, and while a forward waits for its backward.
+    pub(crate) fn expect_between_steps(&self) -> Result<(), Error> {
+        match self.stage() {
+            Phase::Idle => Ok(()),
+            Phase::Forward => Err(misplaced(
+                Phase::Forward,
+                "a forward waits for its backward: run that first, or `reset` the module if the \
+                 loss is not wanted; to evaluate, use `Module::valid`",
+            )),
+            Phase::Backward => Err(misplaced(
+                Phase::Backward,
+                "do this between steps, when `backward` has returned",
+            )),
+        }
+    }
+
+    /// Where the step stands, seen from outside of it.
+    fn stage(&self) -> Phase {
+        // What finds the state taken has been called from within a backward, by a hook.
+        let Some(progress) = self.progress.try_lock() else {
+            return Phase::Backward;
+        };
+        match (progress.phase, &progress.uses.pass) {
+            // The copy of the module that ran it is gone.
+            (Phase::Forward, None) => Phase::Idle,
+            (phase, _) => phase,
+        }
+    }
+
+    /// The state of the step.
+    ///
+    /// Leaves with an error inside a hook: the step that calls it holds the state, and waiting for
+    /// oneself has no end.
+    pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
+        refuse_in_hook();
+        self.progress.lock()
+    }
+
+    /// Reductions that may be under way while backward goes on: as many as units are prefetched,
+    /// one at most. More would keep full gradients alive for nothing.
+    pub(super) fn in_flight_limit(&self) -> usize {
+        self.prefetch.min(1)
+    }
+
+    /// Back to `Sharded`, with nothing pending: after an error.
+    pub(crate) fn reset(&self) {
+        let mut progress = self.progress();
+        self.clear(&mut progress);
+    }
+
+    pub(super) fn clear(&self, progress: &mut Progress) {
+        let watch = std::mem::take(&mut progress.watch);
+        *progress = Progress {
+            order: Order {
+                copy: progress.order.copy,
+                ..Order::default()
+            },
+            counts: progress.counts,
+            watch,
+            ..Progress::default()
+        };
+        for copies in self.live() {
+            copies.drop_full();
+        }
+    }
+
+    /// The last module that held `generation`, in `copy`, is gone: so is the forward that used it,
+    /// as far as this root is concerned. Its graph, if it is still there, holds what its backward
+    /// needs.
+    pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
+        // Never from inside a step: modules are dropped by user code and by Burn.
+        let Some(mut progress) = self.progress.try_lock() else {
+            return;
+        };
+        let is_of_pass = progress
+            .uses
+            .pass
+            .as_ref()
+            .is_some_and(|p| p.copy == copy.number);
+        let forgotten = is_of_pass.then(|| progress.uses.pass.take()).flatten();
+        let is_backward = progress.phase == Phase::Backward;
+        drop(progress);
+        if let Some(last) = forgotten.and_then(|pass| pass.current) {
+            last.close();
+        }
+        if !is_backward && generation.life.is_unsharded() {
+            generation.life.drop_full();
+        }
+    }
+
+    /// Runs a part of a step; an error leaves everything sharded.
+    pub(super) fn step<T>(
+        &self,
+        body: impl FnOnce(&mut MutexGuard<'_, Progress>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let _turn = self.turn()?;
+        let mut progress = self.progress();
+        let result = body(&mut progress);
+        if result.is_err() {
+            self.clear(&mut progress);
+        }
+        result
+    }
+
+    /// The right to be in a step. Two threads at once would issue operations in the order in which
+    /// they happen to run, and one that is in a step already would wait for itself.
+    fn turn(&self) -> Result<Turn<'_>, Error> {
+        refuse_in_hook();
+        match self.stepping.swap(true, Ordering::Acquire) {
+            false => Ok(Turn(self)),
+            true => Err(Error::Concurrent {
+                rank: self.group.rank(),
+            }),
+        }
+    }
+}
+
+/// Ends the right to be in a step.
+struct Turn<'a>(&'a Root);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.stepping.store(false, Ordering::Release);
+    }
+}
+
+/// Leaves with an error inside a hook.
+fn refuse_in_hook() {
+    if GradientHook::is_running() {
+        throw(misplaced(
+            Phase::Backward,
+            "a gradient hook must not use a sharded module; read its values before backward",
+        ));
+    }
+}
+
+/// The step is not where a call needs it to be.
+fn misplaced(got: Phase, advice: &'static str) -> Error {
+    Error::State {
+        unit: "root".to_owned(),
+        expected: format!("{:?}", Phase::Idle),
+        got: format!("{got:?}"),
+        advice,
+    }
+}
+
+impl Progress {
+    /// Takes the order for what the units are switched to.
+    pub(super) fn begin_order(&mut self, root: &Root) {
+        self.order.schedules.select(root.choice());
+        let order = self.order.current();
+        if order.is_at_start() {
+            let held = root.held();
+            order.prune(|unit| held.get(unit).is_some_and(|&held| held));
+        }
+    }
+
+    /// Ends the forward, at the first sign of backward.
+    pub(super) fn enter_backward(&mut self, root: &Root) -> Result<(), Error> {
+        if self.phase == Phase::Backward {
+            return Ok(());
+        }
+        self.phase = Phase::Backward;
+        if let Some(pass) = &mut self.uses.pass {
+            if let Some(last) = pass.current.take() {
+                last.close();
+            }
+            pass.kept.clear();
+        }
+        self.watch.check_pins();
+        root.group.fault_point(At::Backward)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,396 @@
+//! The order of a step's gathers and reductions, as data.
+//!
+//! The first step agrees on the order operation by operation; the steps after it follow what was
+//! recorded, which is what makes prefetching possible and lets a rank take part in an operation
+//! that only other ranks need. Where the recorded order does not hold what a rank needs, all ranks
+//! go to its end and agree on the rest again; what they agree on is put into the order for the next
+//! step. The argument why all ranks issue the same sequence is in the README beside this file.
+
+mod note;
+mod operation;
+
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use burn_fsdp_collectives::{Label, ProcessGroup};
+
+use crate::error::Error;
+
+use note::Wish;
+
+pub(crate) use note::Note;
+pub(crate) use operation::Operation;
+
+/// An operation that no rank has needed for so many steps leaves the order.
+const IDLE_LIMIT: u32 = 32;
+/// How often the order keeps a forward's gather to which no backward has come: a teacher's, say.
+const ABANDONED_LIMIT: usize = 1;
+
+/// This rank asked for the operation.
+const ASKED: u8 = 1;
+/// The backward that belongs to it has come.
+const ENDED: u8 = 2;
+/// It was gathered ahead for another copy of the module than the one that asked.
+const MISLED: u8 = 4;
+
+/// What to do next on the way to the operation wanted.
+#[derive(Debug)]
+pub(crate) enum Next {
+    /// Issue this one.
+    Issue(Step),
+    /// The recorded order is through: tell the other ranks what is wanted, and hear them.
+    Meet,
+    /// Agree with the other ranks on the next operation.
+    Agree,
+}
+
+/// An operation to issue now.
+#[derive(Debug)]
+pub(crate) struct Step {
+    /// The operation.
+    pub(crate) operation: Operation,
+    /// Its place in the recorded order, if that is being followed.
+    pub(crate) position: Option<usize>,
+    /// Whether it is the one that was wanted, not one that only others need.
+    pub(crate) wanted: bool,
+}
+
+/// The orders of one rank's root: one for each choice of units that reduce, because a step without
+/// reductions is another sequence than a step with them.
+#[derive(Debug, Default)]
+pub(crate) struct Schedules {
+    /// By unit: whether it reduces in the step under way.
+    choice: Vec<bool>,
+    current: Schedule,
+    /// Those of the other choices.
+    known: BTreeMap<Vec<bool>, Schedule>,
+}
+
+impl Schedules {
+    /// Takes the order for `choice`, the same on all ranks.
+    pub(crate) fn select(&mut self, choice: Vec<bool>) {
+        if choice != self.choice {
+            let next = self.known.remove(&choice).unwrap_or_default();
+            let mut left = std::mem::replace(&mut self.current, next);
+            left.abandon();
+            let choice = std::mem::replace(&mut self.choice, choice);
+            self.known.insert(choice, left);
+        }
+    }
+
+    /// The order of the step under way.
+    pub(crate) fn current(&mut self) -> &mut Schedule {
+        &mut self.current
+    }
+
+    /// The order of the last step.
+    pub(crate) fn last(&self) -> &Schedule {
+        &self.current
+    }
+}
+
+/// The order of operations of one rank's root.
+#[derive(Debug, Default)]
+pub(crate) struct Schedule {
+    /// Equal on all ranks, at equal places of the sequence of operations.
+    recorded: Vec<Entry>,
+    /// What this rank had to do with each of them in the step under way.
+    marks: Vec<u8>,
+    /// The next place to issue.
+    cursor: usize,
+    /// The place behind the operation that this rank asked for last. It is the cursor while this
+    /// rank finds what it needs, and stays behind when it does not.
+    aligned: usize,
+    /// The places of the gathers whose backward is still to come, by use.
+    uses: BTreeMap<u64, usize>,
+    last_asked: Option<usize>,
+    mode: Mode,
+}
+
+/// One place of the order.
+#[derive(Debug)]
+struct Entry {
+    operation: Operation,
+    /// Steps in a row in which no rank needed it.
+    idle: u32,
+    /// Whether any rank asked for it in the last step.
+    used: bool,
+    /// Whether it may be gathered ahead.
+    ahead: bool,
+    /// Whether it was agreed on in this step.
+    fresh: bool,
+}
+
+#[derive(Debug, Default, PartialEq, Eq)]
+enum Mode {
+    /// Every operation is agreed on with the other ranks before it is issued.
+    #[default]
+    Agreeing,
+    /// Operations come in the recorded order.
+    Following,
+}
+
+impl Schedule {
+    /// The recorded order.
+    pub(crate) fn operations(&self) -> impl Iterator<Item = Operation> + '_ {
+        self.recorded.iter().map(|entry| entry.operation)
+    }
+
+    /// The operations that some rank asked for in the last step.
+    pub(crate) fn used(&self) -> impl Iterator<Item = Operation> + '_ {
+        let used = self.recorded.iter().filter(|entry| entry.used);
+        used.map(|entry| entry.operation)
+    }
+
+    /// A number that is equal on two ranks if their orders are.
+    pub(crate) fn hash(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.recorded.len().hash(&mut hasher);
+        self.operations()
+            .for_each(|operation| operation.hash(&mut hasher));
+        hasher.finish()
+    }
+
+    /// Whether nothing of a step has been issued.
+    pub(crate) fn is_at_start(&self) -> bool {
+        self.mode == Mode::Following && self.cursor == 0
+    }
+
+    /// Drops the operations of units that no module holds any more.
+    pub(crate) fn prune(&mut self, is_held: impl Fn(usize) -> bool) {
+        self.recorded
+            .retain(|entry| entry.operation.unit().is_none_or(&is_held));
+        self.rewind();
+    }
+
+    /// What a rank that needs `wanted` does next.
+    pub(crate) fn next(&mut self, wanted: Operation) -> Next {
+        if self.mode == Mode::Agreeing {
+            return Next::Agree;
+        }
+        let rest = &self.recorded[self.cursor..];
+        let Some(next) = rest.first() else {
+            return Next::Meet;
+        };
+        let operation = next.operation;
+        let position = self.cursor;
+        self.cursor += 1;
+        let is_wanted = operation == wanted;
+        if is_wanted {
+            self.ask(position, wanted);
+        }
+        Next::Issue(Step {
+            operation,
+            position: Some(position),
+            wanted: is_wanted,
+        })
+    }
+
+    /// This rank got what it wanted at `position`.
+    fn ask(&mut self, position: usize, wanted: Operation) {
+        self.marks[position] |= match wanted {
+            Operation::UnshardForward(_) => ASKED,
+            _ => ASKED | ENDED,
+        };
+        self.aligned = position + 1;
+        self.last_asked = Some(position);
+    }
+
+    /// The gather asked for last is for the forward of `use_id`.
+    pub(crate) fn begin_use(&mut self, use_id: u64) {
+        if let Some(position) = self.last_asked.take() {
+            self.uses.insert(use_id, position);
+        }
+    }
+
+    /// The backward of `use_id` has come, or it will have none that is seen.
+    pub(crate) fn end_use(&mut self, use_id: u64) {
+        if let Some(position) = self.uses.remove(&use_id) {
+            self.marks[position] |= ENDED;
+        }
+    }
+
+    /// What was gathered ahead for `position` was not what was asked for there.
+    pub(crate) fn mislead(&mut self, position: usize) {
+        self.marks[position] |= MISLED;
+        // It is this place that the rank means when it asks again.
+        self.aligned = position;
+    }
+
+    /// What this rank tells the others when it wants `wanted`.
+    pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
+        let place = match wanted {
+            Operation::Finish => None,
+            _ => match self.find(wanted) {
+                Some(_) => None,
+                None => Some(self.aligned),
+            },
+        };
+        Wish {
+            operation: wanted,
+            place,
+        }
+        .encode()
+    }
+
+    /// The place of `wanted` from where this rank stands.
+    fn find(&self, wanted: Operation) -> Option<usize> {
+        let mut rest = self.recorded.iter().skip(self.aligned);
+        let ahead = rest.position(|entry| entry.operation == wanted)?;
+        Some(self.aligned + ahead)
+    }
+
+    /// Asks the other ranks what they want. Collective.
+    pub(crate) fn ask_all(
+        &self,
+        wanted: Operation,
+        group: &ProcessGroup,
+        label: Label,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let wish = self.wish(wanted);
+        if group.size() == 1 {
+            return Ok(vec![wish]);
+        }
+        Ok(group.exchange(label, wish)?)
+    }
+
+    /// Which of the operations that the ranks want comes first; `None` if all are at their end.
+    ///
+    /// It is put into the order where the rank that is farthest on would have had it.
+    pub(crate) fn agree(&mut self, wanted: Operation, wishes: &[Vec<u8>]) -> Option<Step> {
+        let wishes: Vec<_> = wishes.iter().map(|wish| Wish::decode(wish)).collect();
+        let wished = wishes.iter().map(|wish| wish.operation);
+        let operation = wished.min_by_key(|&operation| self.rank_of(operation))?;
+        if operation == Operation::Finish {
+            return None;
+        }
+        self.mode = Mode::Agreeing;
+        let found = (operation == wanted).then(|| self.find(wanted)).flatten();
+        let places = wishes.iter().filter(|wish| wish.operation == operation);
+        let place = places.filter_map(|wish| wish.place).max();
+        if let Some(place) = place {
+            self.insert(place, operation);
+        }
+        if operation == wanted {
+            let shift = |found: usize| match place {
+                Some(place) if place <= found => found + 1,
+                _ => found,
+            };
+            if let Some(position) = found.map(shift).or(place) {
+                self.ask(position, wanted);
+            }
+        }
+        Some(Step {
+            operation,
+            position: None,
+            wanted: operation == wanted,
+        })
+    }
+
+    fn insert(&mut self, place: usize, operation: Operation) {
+        let entry = Entry {
+            operation,
+            idle: 0,
+            used: false,
+            ahead: true,
+            fresh: true,
+        };
+        self.recorded.insert(place, entry);
+        self.marks.insert(place, 0);
+        for position in self.uses.values_mut().chain(self.last_asked.as_mut()) {
+            *position += usize::from(*position >= place);
+        }
+        self.cursor += 1;
+        self.aligned += usize::from(self.aligned >= place);
+    }
+
+    /// Forward before backward; forward in module order, backward against the forward order,
+    /// each unit's gather before its reduction.
+    fn rank_of(&self, operation: Operation) -> (u8, usize, u8) {
+        let latest_first = |unit| {
+            let forward = Operation::UnshardForward(unit);
+            let position = self.recorded.iter().rposition(|e| e.operation == forward);
+            usize::MAX - position.unwrap_or(0)
+        };
+        match operation {
+            Operation::UnshardForward(unit) => (0, unit, 0),
+            Operation::UnshardBackward(unit) => (1, latest_first(unit), 0),
+            Operation::Reduce(unit) => (1, latest_first(unit), 1),
+            Operation::Finish => (2, 0, 0),
+        }
+    }
+
+    /// The next gather of the same direction after `last`, if it may be gathered already at
+    /// `position`. The answer depends on the order alone.
+    pub(crate) fn following_unshard(
+        &self,
+        position: usize,
+        last: usize,
+    ) -> Option<(usize, Operation)> {
+        let direction = std::mem::discriminant(&self.recorded.get(position)?.operation);
+        let mut later = self.recorded.iter().enumerate().skip(last + 1);
+        let (place, entry) = later.find(|(_, entry)| entry.operation.is_gather())?;
+        // A gather for the other direction ends the search: prefetching stays within one pass.
+        if std::mem::discriminant(&entry.operation) != direction || !entry.ahead {
+            return None;
+        }
+        // What is done to the unit before must be through.
+        let unit = entry.operation.unit();
+        let mut between = self.recorded[position..place].iter();
+        let is_busy = between.any(|earlier| earlier.operation.unit() == unit);
+        (!is_busy).then_some((place, entry.operation))
+    }
+
+    /// One byte per place: what this rank had to do with it.
+    pub(crate) fn marks(&self) -> &[u8] {
+        &self.marks
+    }
+
+    /// Ends the step and makes the order of the next one, from the marks of all ranks.
+    pub(crate) fn close(&mut self, marks: &[Vec<u8>]) {
+        let mut abandoned: HashMap<Operation, usize> = HashMap::new();
+        for (position, entry) in self.recorded.iter_mut().enumerate() {
+            let marks = marks.iter().filter_map(|marks| marks.get(position));
+            let marks = marks.fold(0, |all, mark| all | mark);
+            entry.used = marks & ASKED != 0;
+            entry.ahead &= marks & MISLED == 0;
+            let mut is_needed = entry.used;
+            if is_needed && marks & ENDED == 0 {
+                let number = abandoned.entry(entry.operation).or_default();
+                *number += 1;
+                is_needed = *number <= ABANDONED_LIMIT;
+            }
+            entry.idle = match is_needed {
+                true => 0,
+                false => entry.idle + 1,
+            };
+        }
+        self.recorded.retain(|entry| match entry.fresh {
+            true => entry.idle == 0,
+            false => entry.idle < IDLE_LIMIT,
+        });
+        self.recorded
+            .iter_mut()
+            .for_each(|entry| entry.fresh = false);
+        self.rewind();
+    }
+
+    /// Leaves a step in the middle, on all ranks alike.
+    fn abandon(&mut self) {
+        if self.mode == Mode::Following || !self.recorded.iter().all(|entry| entry.fresh) {
+            self.recorded.retain(|entry| !entry.fresh);
+            self.rewind();
+        } else {
+            *self = Self::default();
+        }
+    }
+
+    fn rewind(&mut self) {
+        self.cursor = 0;
+        self.aligned = 0;
+        self.uses.clear();
+        self.last_asked = None;
+        self.marks = vec![0; self.recorded.len()];
+        self.mode = Mode::Following;
+    }
+}

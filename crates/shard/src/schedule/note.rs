@@ -1,0 +1,82 @@
+//! What ranks tell each other about the order of their operations.
+
+use super::operation::Operation;
+
+/// What a rank wants next.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wish {
+    pub(crate) operation: Operation,
+    /// Where the order should have held it; `None` if it does hold it.
+    pub(crate) place: Option<usize>,
+}
+
+impl Wish {
+    /// Bytes of an encoded wish.
+    const LEN: usize = 3 * size_of::<u64>();
+
+    /// As bytes of a fixed number.
+    pub(crate) fn encode(self) -> Vec<u8> {
+        let (kind, unit) = match self.operation {
+            Operation::UnshardForward(unit) => (0u64, unit),
+            Operation::UnshardBackward(unit) => (1, unit),
+            Operation::Reduce(unit) => (2, unit),
+            Operation::Finish => (3, 0),
+        };
+        let place = self.place.map_or(u64::MAX, |place| place as u64);
+        [kind, unit as u64, place].map(u64::to_le_bytes).concat()
+    }
+
+    /// Of another rank.
+    pub(crate) fn decode(bytes: &[u8]) -> Self {
+        let number = |index: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[8 * index..8 * (index + 1)]);
+            u64::from_le_bytes(word)
+        };
+        let unit = number(1) as usize;
+        Self {
+            operation: match number(0) {
+                0 => Operation::UnshardForward(unit),
+                1 => Operation::UnshardBackward(unit),
+                2 => Operation::Reduce(unit),
+                _ => Operation::Finish,
+            },
+            place: (number(2) != u64::MAX).then(|| number(2) as usize),
+        }
+    }
+}
+
+/// What travels with the last exchange of a step: a rank's wish, its marks, and which of the
+/// parameters kept whole it has gradients of.
+pub(crate) struct Note {
+    /// What the rank wants next.
+    pub(crate) wish: Vec<u8>,
+    /// One byte per place of the order.
+    pub(crate) marks: Vec<u8>,
+    /// One byte per parameter.
+    pub(crate) used: Vec<u8>,
+}
+
+impl Note {
+    /// As one string of bytes.
+    pub(crate) fn join(self) -> Vec<u8> {
+        [self.wish, self.marks, self.used].concat()
+    }
+
+    /// Those of all ranks, whose order has `places` places.
+    pub(crate) fn split_all(notes: Vec<Vec<u8>>, places: usize) -> Vec<Self> {
+        let notes = notes.into_iter();
+        notes.map(|note| Self::split(note, places)).collect()
+    }
+
+    /// Of a rank whose order has `places` places.
+    fn split(mut bytes: Vec<u8>, places: usize) -> Self {
+        let mut rest = bytes.split_off(Wish::LEN.min(bytes.len()));
+        let used = rest.split_off(places.min(rest.len()));
+        Self {
+            wish: bytes,
+            marks: rest,
+            used,
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! What ranks do together in a step.
+
+use std::fmt;
+
+/// One operation of a step; units by their number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Operation {
+    /// Gather a unit for its forward.
+    UnshardForward(usize),
+    /// Gather a unit for its backward.
+    UnshardBackward(usize),
+    /// Reduce a unit's gradients.
+    Reduce(usize),
+    /// End of backward: reduce the parameters kept whole.
+    Finish,
+}
+
+impl Operation {
+    /// The unit that it is about.
+    pub(crate) fn unit(self) -> Option<usize> {
+        match self {
+            Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
+                Some(unit)
+            }
+            Self::Finish => None,
+        }
+    }
+
+    /// Whether it makes full parameters.
+    pub(super) fn is_gather(self) -> bool {
+        matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::UnshardForward(unit) => write!(f, "forward unshard of unit {unit}"),
+            Self::UnshardBackward(unit) => write!(f, "backward unshard of unit {unit}"),
+            Self::Reduce(unit) => write!(f, "reduction of unit {unit}"),
+            Self::Finish => f.write_str("end of backward"),
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! What a unit is, and stays over the life of the module.
+
+use burn::tensor::{Device, GradientCheckpointingStrategy};
+use burn_fsdp_collectives::{ProcessGroup, Reduction};
+
+use crate::device;
+use crate::gradient_hook::GradientHook;
+use crate::offload::Offload;
+use crate::policy::DivideFactors;
+use crate::slot::{Slot, Slots};
+
+/// The groups that a unit's operations go through.
+#[derive(Clone)]
+pub(crate) struct Groups {
+    /// The ranks that hold the shards.
+    pub(crate) shard: ProcessGroup,
+    /// The same ranks, for reductions.
+    pub(crate) reduce: ProcessGroup,
+    /// The ranks that hold the same shards, with hybrid sharding.
+    pub(crate) replicas: Option<ProcessGroup>,
+    /// The neighbours that share the full parameters between forward and backward, where that are
+    /// fewer than hold the shards.
+    pub(crate) neighbours: Option<ProcessGroup>,
+}
+
+/// How a unit treats its gradients.
+#[derive(Clone, Default)]
+pub(crate) struct GradientOptions {
+    pub(crate) factors: Option<DivideFactors>,
+    pub(crate) hook: Option<GradientHook>,
+}
+
+/// The description of a unit.
+pub(crate) struct UnitSpec {
+    /// Its parameters, in the order of the module.
+    pub(crate) slots: Vec<Slot>,
+    /// The groups that its operations go through.
+    pub(crate) groups: Groups,
+    /// Where its shards live, if not where it computes.
+    pub(crate) offload: Option<Offload>,
+    /// What is done to gradients.
+    pub(crate) gradients: GradientOptions,
+    /// The autodiff strategy of the device that the module was built on, which Burn's
+    /// `valid().train()` forgets.
+    pub(crate) strategy: Option<GradientCheckpointingStrategy>,
+    /// Whether `replicate` made it.
+    pub(crate) is_replica: bool,
+}
+
+impl UnitSpec {
+    /// One empty place for each slot.
+    pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
+        Slots::empty(self.slots.len())
+    }
+
+    /// How the gradients of the ranks become one: their mean, or by the policy's factors.
+    pub(crate) fn averaging(&self) -> Reduction {
+        let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
+        averaging(self.groups.shard.size() * replicas, self.gradients.factors)
+    }
+
+    /// Bytes of the full parameters that a gather makes.
+    pub(crate) fn gathered_bytes(&self) -> usize {
+        let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
+        gathered.map(Slot::unsharded_bytes).sum()
+    }
+
+    /// Whether its use needs a gather at all.
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.slots.iter().any(Slot::is_gathered)
+    }
+
+    /// Where a shard lives whose full parameter is on `device`, with the autodiff of that.
+    pub(crate) fn home(&self, device: &Device) -> Device {
+        match &self.offload {
+            Some(offload) => device::alike(&offload.host, device),
+            None => device.clone(),
+        }
+    }
+
+    /// The slots that a gather fills, in order.
+    pub(crate) fn gathered_slots(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.slots.len()).filter(|&index| self.slots[index].is_gathered())
+    }
+}
+
+/// The mean over `ranks`, or what `factors` make of the sum.
+pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
+    match factors {
+        Some(DivideFactors { pre, post }) => Reduction::sum()
+            .pre_scaled(1.0 / pre)
+            .post_scaled(1.0 / post),
+        None => Reduction::mean(ranks),
+    }
+}

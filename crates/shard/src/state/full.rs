@@ -1,0 +1,408 @@
+//! Whole parameters outside of training: to read, change, export or evaluate.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, Param};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn_fsdp_collectives::{Buffer, BufferPool, Source};
+
+use crate::ambient::{Purpose, within};
+use crate::error::{Error, catch, throw};
+use crate::inspect::{self, Member};
+use crate::parameter::mailbox;
+use crate::path::{self, Place};
+use crate::state::record;
+use crate::transport;
+
+/// What becomes of changes to summoned parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteBack {
+    /// Each rank takes its shards from what the closure returned on this rank.
+    Keep,
+    /// They are forgotten.
+    Discard,
+}
+
+/// Gives `body` a plain copy of a sharded module with whole parameters, on every rank, and returns
+/// the sharded module: with its shards taken from what `body` returns, or as it was.
+///
+/// The copy is what [`Module::valid`] gives of the unsharded module: same type, same paths, values in
+/// their stored precision, no autodiff. It belongs to `body` alone, which may run it, record it, hand
+/// it to other code, even keep it. Its forward communicates nothing, so ranks may do different things
+/// with it; with [`WriteBack::Keep`] all must return the same values, or the shards of different
+/// modules are put together. Parameters that no unit manages and running states are copied and
+/// written back as well. With [`WriteBack::Discard`] what `body` returns is dropped.
+///
+/// Every rank holds the whole model meanwhile: for a model that fits nowhere there is
+/// [`full_state`].
+///
+/// Collective over all ranks of the module, between steps: one all-gather for each sharded
+/// parameter.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; [`Error::Returned`] if what `body` returns has other parameters or shapes
+/// than the module; a failed collective.
+pub fn summon_full_params<M: Module>(
+    module: M,
+    write_back: WriteBack,
+    body: impl FnOnce(M) -> M,
+) -> Result<M, Error> {
+    inspect::root_of(&module)?;
+    let places = inspect::places(&module);
+    let full = plain(&module, &places)?;
+    let returned = body(full);
+    match write_back {
+        WriteBack::Discard => Ok(module),
+        WriteBack::Keep => take_back(module, places, &returned),
+    }
+}
+
+/// The module without autodiff and without shards.
+fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
+    let members = places.iter().cloned().collect();
+    // `valid` also gives the copy running states of its own.
+    let filled = catch(|| path::map(module.valid(), &mut Fill { members }))?;
+    // Burn lets go of a reparameterization in `materialize` alone.
+    Ok(within(Purpose::KeepBase, || filled.materialize()))
+}
+
+/// Puts the whole value in the place of each stand-in.
+struct Fill {
+    members: HashMap<String, Member>,
+}
+
+impl path::Mapper for Fill {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        // The shard comes after the stand-in, under the same path.
+        let Some(member) = self.members.remove(&place.path()) else {
+            return param;
+        };
+        let whole = record::whole(&member.generation, member.index);
+        let whole = whole.unwrap_or_else(|error| throw(error));
+        let mut shape = [0; D];
+        shape.copy_from_slice(&member.slot().shape);
+        // With the id of the stand-in, so that a record of the copy loads into the sharded module.
+        let (id, _, mapper) = param.consume();
+        let on_load = Arc::new(mapper);
+        let on_save = on_load.clone();
+        Param::initialized(id, whole.reshape::<D, _>(shape))
+            .set_require_grad(member.generation.is_trainable(member.index))
+            .load_mapper(move |value| record::plainly(|| on_load.on_load(value)))
+            .save_mapper(move |value| record::plainly(|| on_save.on_save(value)))
+    }
+}
+
+/// The sharded module with the values of `full`.
+fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
+    // Running states show their last update after `valid` only.
+    let mut values = Values::default();
+    path::visit(&full.valid(), &mut values);
+    let mut narrow = Narrow {
+        members: places.into_iter().collect(),
+        values: values.found,
+    };
+    narrow.check(&module)?;
+    catch(|| path::map(module, &mut narrow))
+}
+
+/// Elements by path.
+#[derive(Default)]
+struct Values {
+    found: HashMap<String, TensorData>,
+}
+
+impl path::Visitor for Values {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        self.found.insert(place.path(), param.val().into_data());
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.found.insert(place.path(), param.val().into_data());
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.found.insert(place.path(), param.val().into_data());
+    }
+}
+
+/// Cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
+struct Narrow {
+    members: HashMap<String, Member>,
+    values: HashMap<String, TensorData>,
+}
+
+impl Narrow {
+    /// Finds the first parameter of `module` whose value is missing or of another shape, before
+    /// anything is replaced.
+    fn check<M: Module>(&self, module: &M) -> Result<(), Error> {
+        let mut wanted = Shapes {
+            members: &self.members,
+            found: Vec::new(),
+        };
+        inspect::visit(module, &mut wanted);
+        for (path, shape) in &wanted.found {
+            let value = self.values.get(path);
+            if value.is_some_and(|value| value.shape()[..] == shape[..]) {
+                continue;
+            }
+            return Err(Error::Returned {
+                path: path.clone(),
+                expected: format!("shape {shape:?}"),
+                got: value.map_or("nothing".to_owned(), |value| {
+                    format!("{:?}", value.shape().to_vec())
+                }),
+            });
+        }
+        let is_extra = |path: &&String| wanted.found.iter().all(|(known, _)| known != *path);
+        match self.values.keys().filter(is_extra).min() {
+            None => Ok(()),
+            Some(path) => Err(Error::Returned {
+                path: path.clone(),
+                expected: "no such parameter".to_owned(),
+                got: "one".to_owned(),
+            }),
+        }
+    }
+
+    fn take(&mut self, place: &Place) -> Option<TensorData> {
+        self.values.remove(&place.path())
+    }
+}
+
+/// Shapes of whole tensors by path.
+struct Shapes<'a> {
+    members: &'a HashMap<String, Member>,
+    found: Vec<(String, Vec<usize>)>,
+}
+
+impl path::Visitor for Shapes<'_> {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        let shape = match self.members.get(&path) {
+            Some(member) => member.slot().shape.clone(),
+            None => param.lazy_shape().to_vec(),
+        };
+        self.found.push((path, shape));
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.found.push((place.path(), param.lazy_shape().to_vec()));
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.found.push((place.path(), param.lazy_shape().to_vec()));
+    }
+}
+
+impl path::Mapper for Narrow {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        let Some(value) = self.take(place) else {
+            return param;
+        };
+        match self.members.remove(&place.path()) {
+            Some(member) => {
+                let device = param.lazy_device();
+                let plain = device.clone().without_autodiff();
+                let whole =
+                    Tensor::<D>::from_data(value, (&plain, member.slot().elements.stored.dtype));
+                let unit = &member.generation.unit;
+                let shard = record::narrow(unit, member.index, whole, &device);
+                mailbox::replace(unit, member.index, shard);
+                param
+            }
+            None => param.map(|old| transport::in_place_of(&old, value)),
+        }
+    }
+
+    fn int<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        match self.take(place) {
+            Some(value) => param.map(|old| transport::int_in_place_of(&old, value)),
+            None => param,
+        }
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        match self.take(place) {
+            Some(value) => param.map(|old| transport::bool_in_place_of(&old, value)),
+            None => param,
+        }
+    }
+}
+
+/// A whole tensor of a module, as [`full_state`] gives it.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct FullTensor<'a> {
+    /// Path in the module, such as `blocks.3.fc.weight`.
+    pub path: &'a str,
+    /// Shape of the value, as `Param::val` gives it.
+    pub shape: &'a [usize],
+    /// Element type.
+    pub dtype: DType,
+    /// The elements in row-major order, in the machine's byte order.
+    pub bytes: &'a [u8],
+}
+
+/// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order
+/// of the module: parameters, sharded or not, integers and booleans among them, and running states, of which it gives rank 0's
+/// own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
+///
+/// No rank ever holds more than one whole parameter for it, and only rank 0 does. `visit` is not
+/// called on the other ranks, which only send; it cannot stop the sequence, as they could not know.
+///
+/// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; a failed collective.
+pub fn full_state<M: Module>(
+    module: &M,
+    mut visit: impl FnMut(FullTensor<'_>),
+) -> Result<(), Error> {
+    let root = inspect::root_of(module)?;
+    let is_first = root.group.rank() == 0;
+    for tensor in tensors(module) {
+        let source = match &tensor.held {
+            Held::Sharded(member) => match gather(member)? {
+                Some(buffer) => Source::new(buffer),
+                None => continue,
+            },
+            Held::Here(flat) => transport::source((**flat).clone(), None),
+            Held::Read(source) => source.clone(),
+        };
+        if is_first {
+            visit(FullTensor {
+                path: &tensor.path,
+                shape: &tensor.shape,
+                dtype: tensor.dtype,
+                bytes: source.as_bytes(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The whole parameter, on rank 0 of its group.
+fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
+    let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
+    let value = member.generation.value(member.index).inner();
+    let part = slot.part(transport::source(value, None), slot.elements.stored);
+    let into = match group.rank() {
+        0 => vec![BufferPool::new().take(slot.full_bytes())],
+        _ => Vec::new(),
+    };
+    let label = format!("{} whole value", slot.path);
+    let received = group.gather(label, Vec::new(), 0, vec![part], into)?;
+    Ok(received.buffers.into_iter().next())
+}
+
+/// A tensor of a module.
+pub(crate) struct StateTensor {
+    pub(crate) path: String,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: DType,
+    pub(crate) held: Held,
+}
+
+/// Where the elements are.
+pub(crate) enum Held {
+    /// Cut among ranks.
+    Sharded(Box<Member>),
+    /// On this rank, flat.
+    Here(Box<Tensor<1>>),
+    /// On this rank, integers or booleans.
+    Read(Source),
+}
+
+/// All tensors of `module`, in its order.
+pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
+    // Running states show their last update after `valid` only.
+    drop(module.valid());
+    let mut all = All {
+        members: inspect::places(module).into_iter().collect(),
+        found: Vec::new(),
+    };
+    inspect::visit(module, &mut all);
+    all.found
+}
+
+struct All {
+    members: HashMap<String, Member>,
+    found: Vec<StateTensor>,
+}
+
+impl path::Visitor for All {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        let path = place.path();
+        let tensor = match self.members.remove(&path) {
+            Some(member) => {
+                let slot = member.slot();
+                StateTensor {
+                    shape: slot.shape.clone(),
+                    dtype: slot.elements.stored.dtype,
+                    held: match slot.is_gathered() {
+                        true => Held::Sharded(Box::new(member)),
+                        false => {
+                            Held::Here(Box::new(member.generation.value(member.index).inner()))
+                        }
+                    },
+                    path,
+                }
+            }
+            None => {
+                let (shape, flat) = flatten(param.val());
+                StateTensor {
+                    shape,
+                    dtype: flat.dtype(),
+                    held: Held::Here(Box::new(flat)),
+                    path,
+                }
+            }
+        };
+        self.found.push(tensor);
+    }
+
+    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.read(place, param.val().into_data());
+    }
+
+    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.read(place, param.val().into_data());
+    }
+}
+
+impl All {
+    fn read(&mut self, place: &Place, data: TensorData) {
+        self.found.push(StateTensor {
+            path: place.path(),
+            shape: data.shape().to_vec(),
+            dtype: data.dtype(),
+            held: Held::Read(transport::host(data)),
+        });
+    }
+}
+
+/// Shape and elements, without autodiff.
+fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
+    let shape = value.dims().to_vec();
+    let len: usize = shape.iter().product();
+    (shape, value.inner().reshape::<1, _>([len]))
+}

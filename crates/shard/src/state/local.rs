@@ -1,0 +1,219 @@
+//! What one rank holds of a module, as bytes: for checkpoints.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn_fsdp_collectives::{Partition, Source};
+
+use crate::error::{Error, catch};
+use crate::inspect::{self, Member};
+use crate::parameter::mailbox;
+use crate::path::{self, Place};
+use crate::state::full::{self, Held};
+use crate::transport;
+
+/// A tensor of a module, and this rank's part of it.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct LocalTensor {
+    /// Path in the module, such as `blocks.3.fc.weight`.
+    pub path: String,
+    /// Shape of the whole tensor.
+    pub shape: Vec<usize>,
+    /// Element type as it is stored.
+    pub dtype: DType,
+    /// What it is, and how much of it this rank holds.
+    pub part: LocalPart,
+    /// The elements that this rank holds, in row-major order and the machine's byte order. Read where
+    /// they lie: what is done to the module afterwards does not change them.
+    pub elements: Source,
+}
+
+/// What a rank holds of a tensor.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LocalPart {
+    /// A range of the flat elements of a sharded parameter.
+    Shard {
+        /// The elements.
+        range: Range<usize>,
+        /// How all ranks of the shard axis cut the parameter.
+        partition: Partition,
+    },
+    /// All of a parameter that every rank holds alike.
+    Whole,
+    /// All of a tensor that no unit manages: a running state, a parameter of integers or booleans, one
+    /// without elements, or one that was ignored. Each rank has its own.
+    Own,
+}
+
+/// The tensors of a sharded module, in its order, with this rank's part of each. Nothing is
+/// copied or communicated.
+///
+/// Running states are the ranks' own: [`sync_buffers`](crate::sync_buffers) first, if one of them is
+/// to stand for all.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
+    inspect::root_of(module)?;
+    let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
+    let tensors = full::tensors(module).into_iter().map(|tensor| {
+        let source = |flat| transport::source(flat, None);
+        let (part, elements) = match tensor.held {
+            Held::Sharded(member) => {
+                let slot = member.slot();
+                let rank = member.generation.unit.groups.shard.rank();
+                let part = match slot.is_gathered() {
+                    true => LocalPart::Shard {
+                        range: slot.held_range(rank),
+                        partition: slot.partition,
+                    },
+                    false => LocalPart::Whole,
+                };
+                (part, source(member.generation.value(member.index).inner()))
+            }
+            Held::Here(flat) => match managed.contains_key(&tensor.path) {
+                true => (LocalPart::Whole, source(*flat)),
+                false => (LocalPart::Own, source(*flat)),
+            },
+            Held::Read(elements) => (LocalPart::Own, elements),
+        };
+        LocalTensor {
+            path: tensor.path,
+            shape: tensor.shape,
+            dtype: tensor.dtype,
+            part,
+            elements,
+        }
+    });
+    Ok(tensors.collect())
+}
+
+/// The id under which optimizers and gradients know a parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LocalId {
+    /// Path in the module.
+    pub path: String,
+    /// That of the parameter before it was sharded, or in the record that was loaded since.
+    pub id: ParamId,
+}
+
+/// The ids of the sharded parameters of a module, in its order.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
+    inspect::root_of(module)?;
+    let places = inspect::places(module).into_iter();
+    let ids = places.map(|(path, member)| LocalId {
+        path,
+        id: member.id,
+    });
+    Ok(ids.collect())
+}
+
+/// Replaces what this rank holds of a sharded module. `read` gets each tensor as
+/// [`local_state`] describes it, with its present elements, and returns new bytes, or `None` to leave
+/// it.
+///
+/// Everything is read before anything is replaced: after an error no copy of the module has changed.
+///
+/// Not collective. All ranks must replace alike: if one of them meets an error and goes on with the
+/// module as it was, the others must not take theirs either.
+///
+/// # Errors
+///
+/// Whatever `read` returns; [`Error::NotSharded`]; [`Error::LocalLength`] for another number of bytes.
+pub fn load_local_state<M: Module, E: From<Error>>(
+    module: M,
+    mut read: impl FnMut(&LocalTensor) -> Result<Option<Vec<u8>>, E>,
+) -> Result<M, E> {
+    let mut values = HashMap::new();
+    for tensor in local_state(&module)? {
+        let Some(bytes) = read(&tensor)? else {
+            continue;
+        };
+        let expected = tensor.elements.len();
+        if bytes.len() != expected {
+            let path = tensor.path;
+            let got = bytes.len();
+            return Err(E::from(Error::LocalLength {
+                path,
+                expected,
+                got,
+            }));
+        }
+        let data = transport::owned_data(bytes, tensor.held_shape(), tensor.dtype);
+        values.insert(tensor.path, data);
+    }
+    let members = inspect::places(&module).into_iter().collect();
+    Ok(catch(|| {
+        path::map(module, &mut PutBack { members, values })
+    })?)
+}
+
+impl LocalTensor {
+    /// The shape of its elements on this rank: flat, of a sharded parameter.
+    fn held_shape(&self) -> Vec<usize> {
+        match self.part {
+            LocalPart::Own => self.shape.clone(),
+            _ => vec![self.elements.len() / self.dtype.size()],
+        }
+    }
+}
+
+/// Puts tensors in their places.
+struct PutBack {
+    members: HashMap<String, Member>,
+    values: HashMap<String, TensorData>,
+}
+
+impl path::Mapper for PutBack {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        let path = place.path();
+        let Some(data) = self.values.remove(&path) else {
+            return param;
+        };
+        match self.members.remove(&path) {
+            Some(member) => {
+                let slot = member.slot();
+                let device = member.generation.value(member.index).device();
+                let shard = Tensor::from_data(data, (&device, slot.elements.stored.dtype));
+                mailbox::replace(&member.generation.unit, member.index, shard);
+                param
+            }
+            None => param.map(|old| transport::in_place_of(&old, data)),
+        }
+    }
+
+    fn int<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        match self.values.remove(&place.path()) {
+            Some(data) => param.map(|old| transport::int_in_place_of(&old, data)),
+            None => param,
+        }
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        match self.values.remove(&place.path()) {
+            Some(data) => param.map(|old| transport::bool_in_place_of(&old, data)),
+            None => param,
+        }
+    }
+}

@@ -1,0 +1,168 @@
+//! Burn records of sharded modules.
+//!
+//! A record of a sharded module is the record that the unsharded module would give: whole
+//! parameters under their own paths. It loads into a plain module, and into one sharded over any
+//! number of ranks. Taking one is collective and makes every rank hold the whole record.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use burn::module::{Module, ParamMapper};
+use burn::store::ModuleRecord;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::BufferPool;
+
+use crate::ambient::{Purpose, is_within, within};
+use crate::copies::{Copies, Generation};
+use crate::error::{Error, catch, throw};
+use crate::inspect::{self, Member};
+use crate::parameter::mailbox::{Handed, hand};
+use crate::transport;
+use crate::unit::Unit;
+
+thread_local! {
+    /// The sharded parameters of the module that is being recorded, in its order, if it is known.
+    static RECORDED: RefCell<Vec<Member>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Runs `body` with the mappers of sharded parameters doing only what they did before sharding:
+/// for a plain copy of the parameter, which is recorded as it would be without us.
+pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
+    within(Purpose::PlainMappers, body)
+}
+
+/// The record of a sharded module: what [`Module::into_record`] gives, as a value or an error, also
+/// while other copies of the module with other values are alive (the best so far, a moving
+/// average), between which Burn's own method cannot tell and refuses.
+///
+/// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; a failed collective.
+pub fn into_record<M: Module>(module: M) -> Result<ModuleRecord, Error> {
+    inspect::root_of(&module)?;
+    catch(|| within_record(&module, || module.clone().into_record()))
+}
+
+/// Runs `body`, which records `module`.
+pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> T {
+    struct Forget;
+    impl Drop for Forget {
+        fn drop(&mut self) {
+            drop(RECORDED.take());
+        }
+    }
+    RECORDED.set(inspect::members(module));
+    let _forget = Forget;
+    body()
+}
+
+/// The values of the copy that is being recorded.
+fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
+    let known = RECORDED.with_borrow_mut(|members| {
+        let is_it = |member: &Member| {
+            member.index == index && Arc::ptr_eq(&member.generation.unit, &copies.unit)
+        };
+        // One module may hold two copies: each of its members counts once.
+        let at = members.iter().position(is_it)?;
+        Some(members.remove(at).generation)
+    });
+    match known {
+        Some(generation) => Ok(generation),
+        None => copies.current(index),
+    }
+}
+
+/// Narrows a whole parameter that is being loaded to this rank's part.
+pub(crate) fn load<const D: usize>(
+    unit: Arc<Unit>,
+    index: usize,
+    own: ParamMapper<Tensor<D>>,
+    stand_in: Tensor<D>,
+) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
+    move |recorded| {
+        let whole = own.on_load(recorded);
+        if is_within(Purpose::PlainMappers) {
+            return whole;
+        }
+        let slot = &unit.slots[index];
+        if whole.dims()[..] != slot.shape[..] {
+            throw(Error::RecordShape {
+                path: slot.path.clone(),
+                expected: slot.shape.clone(),
+                got: whole.dims().to_vec(),
+            });
+        }
+        let device = whole.device();
+        let value = narrow(&unit, index, whole, &device);
+        let keeps_id = false;
+        let value = Box::new(value);
+        hand(&unit, index, Handed::Value { value, keeps_id });
+        stand_in.clone()
+    }
+}
+
+/// This rank's part of `whole`, of a module on `device`.
+pub(crate) fn narrow<const D: usize>(
+    unit: &Unit,
+    index: usize,
+    whole: Tensor<D>,
+    device: &Device,
+) -> Tensor<1> {
+    let slot = &unit.slots[index];
+    let range = slot.held_range(unit.groups.shard.rank());
+    let flat: Tensor<1> = whole.inner().reshape([slot.partition.num_elements()]);
+    // Read out, so that the shard does not keep the whole alive.
+    let shard = flat.slice([range]).into_data();
+    Tensor::from_data(shard, (&unit.home(device), slot.elements.stored.dtype))
+}
+
+/// Gathers the whole parameter for a record.
+pub(crate) fn save<const D: usize>(
+    copies: Copies,
+    index: usize,
+    own: ParamMapper<Tensor<D>>,
+) -> impl Fn(Tensor<D>) -> Tensor<D> + Send + Sync + 'static {
+    move |stand_in| {
+        if is_within(Purpose::PlainMappers) {
+            return own.on_save(stand_in);
+        }
+        let unit = &copies.unit;
+        let slot = &unit.slots[index];
+        let whole = copy_of(&copies, index).and_then(|generation| whole(&generation, index));
+        let whole = whole.unwrap_or_else(|error| throw(error));
+        let saved = own.on_save(whole.reshape(slot.dims::<D>()));
+        // Last of all: what follows must be the visit that it is meant for.
+        hand(unit, index, Handed::Recorded);
+        saved
+    }
+}
+
+/// The whole value of one parameter, gathered from all ranks, plain and flat, on the device that
+/// computes.
+///
+/// Collective.
+pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {
+    let unit = &generation.unit;
+    let slot = &unit.slots[index];
+    let value = generation.value(index).inner();
+    let device = generation.device(index).without_autodiff();
+    if !slot.is_gathered() {
+        return Ok(value.to_device(&device));
+    }
+    let part = slot.part(transport::source(value, None), slot.elements.stored);
+    let into = BufferPool::new().take(slot.full_bytes());
+    let label = format!("{} whole value", slot.path);
+    let group = &unit.groups.shard;
+    let received = group
+        .start_all_gather(label, Vec::new(), vec![part], vec![into])?
+        .wait()?;
+    let buffer = received.buffers.into_iter().next();
+    let buffer = buffer.expect("one part was asked for");
+    Ok(transport::tensor(
+        buffer,
+        slot.elements.stored.dtype,
+        &device,
+    ))
+}

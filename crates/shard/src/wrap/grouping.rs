@@ -1,0 +1,190 @@
+//! Which parameters become part of which unit, and which of none.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Partition;
+
+use crate::error::Error;
+use crate::offload::Offload;
+use crate::pattern::{ancestors, is_around, module_of};
+use crate::policy::{Layout, ShardPolicy, Strategy};
+use crate::slot::{Element, Elements, Holding, Slot};
+use crate::spec::{GradientOptions, Groups, UnitSpec};
+use crate::survey::{Found, Survey};
+use crate::transport;
+use crate::unit::{Keep, Unit};
+
+/// Paths of parameters that the policy leaves alone.
+pub(crate) struct Ignored(HashSet<String>);
+
+impl Ignored {
+    /// Finds them in what the survey found.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::IgnoredSharded`], [`Error::UnmatchedPattern`].
+    pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
+        let pattern_of = |path: &str| {
+            let mut patterns = policy.ignored.iter();
+            patterns.find(|pattern| is_around(pattern, path))
+        };
+        if let Some(path) = survey
+            .sharded
+            .iter()
+            .find(|path| pattern_of(path).is_some())
+        {
+            return Err(Error::IgnoredSharded { path: path.clone() });
+        }
+        let paths = survey.parameters.iter().map(|found| &found.path);
+        let ignored: HashSet<_> = paths
+            .filter(|path| pattern_of(path).is_some())
+            .cloned()
+            .collect();
+        for pattern in &policy.ignored {
+            if !ignored.iter().any(|path| is_around(pattern, path)) {
+                return Err(unmatched(
+                    pattern.as_str(),
+                    survey.parameters.iter().map(|found| found.path.as_str()),
+                ));
+            }
+        }
+        Ok(Self(ignored))
+    }
+
+    /// Whether the parameter at `path` is one.
+    pub(crate) fn contains(&self, path: &str) -> bool {
+        self.0.contains(path)
+    }
+}
+
+/// How many modules a message names.
+const NAMED: usize = 12;
+
+pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
+    let modules: BTreeSet<_> = paths.flat_map(ancestors).collect();
+    let more = modules.len().saturating_sub(NAMED);
+    let names: Vec<_> = modules.into_iter().take(NAMED).collect();
+    let more = match more {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    Error::UnmatchedPattern {
+        pattern: pattern.to_owned(),
+        modules: format!("{}{more}", names.join(", ")),
+    }
+}
+
+/// Which parameters belong to which unit: the innermost module that a pattern matches.
+pub(crate) struct Grouping {
+    /// By unit path, in the order of first appearance; the root has the empty path.
+    by_unit: Vec<(String, Vec<Found>)>,
+}
+
+impl Grouping {
+    /// Groups them by the policy's patterns.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnmatchedPattern`].
+    pub(crate) fn new(parameters: &[Found], policy: &ShardPolicy) -> Result<Self, Error> {
+        let mut matched = vec![false; policy.patterns.len()];
+        let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
+        for found in parameters {
+            let mut unit = "";
+            for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
+                if let Some(module) = module_of(pattern, &found.path) {
+                    *matched = true;
+                    // All of them contain the parameter, so the longest path is the innermost.
+                    if module.len() > unit.len() {
+                        unit = module;
+                    }
+                }
+            }
+            match by_unit.iter_mut().find(|(path, _)| *path == unit) {
+                Some((_, members)) => members.push(found.clone()),
+                None => by_unit.push((unit.to_owned(), vec![found.clone()])),
+            }
+        }
+        if let Some(index) = matched.iter().position(|matched| !matched) {
+            let paths = parameters.iter().map(|found| found.path.as_str());
+            return Err(unmatched(policy.patterns[index].as_str(), paths));
+        }
+        by_unit.retain(|(_, members)| !members.is_empty());
+        Ok(Self { by_unit })
+    }
+
+    /// The units, without values or a root; `is_replica` if `replicate` makes them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::ElementType`]; [`Error::Option`] for a host that is none.
+    pub(crate) fn units(
+        &self,
+        groups: &Groups,
+        policy: &ShardPolicy,
+        is_replica: bool,
+    ) -> Result<Vec<Arc<Unit>>, Error> {
+        let units = self.by_unit.iter().map(|(path, members)| {
+            let slots: Result<Vec<_>, _> = members
+                .iter()
+                .map(|found| slot(found, groups.shard.size(), policy))
+                .collect();
+            let keep = match policy.strategy {
+                Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
+                Strategy::FullShard if policy.reshard_to == Some(1) => Keep::Always,
+                Strategy::FullShard => Keep::No,
+                Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
+            };
+            let spec = UnitSpec {
+                slots: slots?,
+                groups: groups.clone(),
+                offload: Offload::new(policy, &members[0].device)?,
+                gradients: GradientOptions {
+                    factors: policy.factors,
+                    hook: policy.hook.clone(),
+                },
+                strategy: members[0].device.gradient_checkpointing_strategy(),
+                is_replica,
+            };
+            Ok(Arc::new(Unit::new(path.clone(), keep, spec)))
+        });
+        units.collect()
+    }
+}
+
+fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, Error> {
+    let num_elements: usize = found.shape.iter().product();
+    let compute = policy.precision.compute_of(&found.path, found.dtype);
+    let reduce = policy.precision.reduce_of(compute);
+    let element_of = |dtype| match transport::element_type(dtype) {
+        Some(wire) => Ok(Element { dtype, wire }),
+        None => Err(Error::ElementType {
+            path: found.path.clone(),
+            got: format!("{dtype:?}"),
+        }),
+    };
+    let stored = element_of(found.dtype)?;
+    let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
+    let holding = match policy.strategy {
+        Strategy::NoShard => Holding::Replica,
+        _ if stays_whole => Holding::Whole,
+        _ => Holding::Shard,
+    };
+    let partition = match (holding, policy.layout) {
+        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, num_shards)?,
+        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, num_shards)?,
+        (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
+    };
+    Ok(Slot {
+        path: found.path.clone(),
+        shape: found.shape.clone(),
+        elements: Elements {
+            stored,
+            compute: element_of(compute)?,
+            reduce: element_of(reduce)?,
+        },
+        partition,
+        holding,
+    })
+}

@@ -1,0 +1,116 @@
+//! Initial values: rank 0's, cut on the way.
+
+use burn::module::Param;
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{BufferPool, FullPart, ProcessGroup, Received, Source};
+
+use crate::error::Error;
+use crate::slot::Slot;
+use crate::transport;
+use crate::unit::Unit;
+
+/// This rank's value of `param`, from rank 0's. No other rank initializes the parameter, and no
+/// rank holds more than one whole parameter on its account.
+///
+/// With replicas, the first of them receives from rank 0 and hands its shard on.
+pub(crate) fn value<const D: usize>(
+    unit: &Unit,
+    slot: &Slot,
+    param: &Param<Tensor<D>>,
+) -> Result<Tensor<1>, Error> {
+    let device = unit.home(&param.lazy_device());
+    let is_first = match &unit.groups.replicas {
+        Some(replicas) => replicas.rank() == 0,
+        None => true,
+    };
+    let held = match is_first {
+        true => {
+            let source = match unit.groups.shard.rank() {
+                0 => source_of(param, slot),
+                _ => Source::empty(),
+            };
+            Some(from_first(unit, slot, source, &device)?)
+        }
+        false => None,
+    };
+    match &unit.groups.replicas {
+        Some(replicas) => {
+            let elements = slot.held_elements(unit.groups.shard.rank());
+            broadcast(replicas, slot, elements, held, &device)
+        }
+        None => Ok(held.expect("the only replica is the first")),
+    }
+}
+
+/// This rank's part of what rank 0 of the shard group holds whole.
+fn from_first(
+    unit: &Unit,
+    slot: &Slot,
+    source: Source,
+    device: &Device,
+) -> Result<Tensor<1>, Error> {
+    let group = &unit.groups.shard;
+    if !slot.is_gathered() {
+        let whole = (group.rank() == 0).then(|| leaf(source.as_bytes(), slot, device));
+        return broadcast(group, slot, slot.partition.num_elements(), whole, device);
+    }
+    let elements = slot.partition.len(group.rank());
+    let into = vec![BufferPool::new().take(elements * slot.elements.stored.size())];
+    let part = slot.part(source, slot.elements.stored);
+    let received = group
+        .start_scatter(label(slot), Vec::new(), 0, vec![part], into)?
+        .wait_released()?;
+    Ok(first_tensor(received, slot, device))
+}
+
+/// The tensor of `elements` elements that rank 0 of `group` has.
+fn broadcast(
+    group: &ProcessGroup,
+    slot: &Slot,
+    elements: usize,
+    own: Option<Tensor<1>>,
+    device: &Device,
+) -> Result<Tensor<1>, Error> {
+    let part = FullPart {
+        source: match &own {
+            Some(own) => transport::source(own.clone().inner(), None),
+            None => Source::empty(),
+        },
+        num_elements: elements,
+        element: slot.elements.stored.wire,
+    };
+    // The source of a broadcast receives nothing: it has it.
+    let into = match own {
+        Some(_) => Vec::new(),
+        None => vec![BufferPool::new().take(elements * slot.elements.stored.size())],
+    };
+    let received = group
+        .start_broadcast(label(slot), Vec::new(), 0, vec![part], into)?
+        .wait_released()?;
+    Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
+}
+
+fn label(slot: &Slot) -> String {
+    format!("{} initial value", slot.path)
+}
+
+fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {
+    let buffer = received.buffers.into_iter().next();
+    let buffer = buffer.expect("one part was asked for");
+    transport::tensor(buffer, slot.elements.stored.dtype, device)
+}
+
+fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
+    let value = param.val().inner();
+    let flat: Tensor<1> = value.reshape([slot.partition.num_elements()]);
+    let flat = match flat.dtype() == slot.elements.stored.dtype {
+        true => flat,
+        false => flat.cast(slot.elements.stored.dtype),
+    };
+    transport::source(flat, None)
+}
+
+/// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
+fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
+    transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
+}

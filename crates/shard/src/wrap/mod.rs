@@ -1,0 +1,224 @@
+//! `fully_shard`: from a plain module to a sharded one.
+//!
+//! - `ranks`: which ranks take part. `grouping`: which parameters make which unit.
+//! - `placed`: units where they stand, those of earlier calls too.
+//! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values.
+//! - `own_states`: running states that ranks must not share.
+
+mod grouping;
+mod initial;
+mod own_states;
+mod placed;
+mod ranks;
+mod sharder;
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn_fsdp_collectives::ProcessMesh;
+
+use crate::copies::Generation;
+use crate::device;
+use crate::error::{Error, catch};
+use crate::inspect;
+use crate::inspect::memory;
+use crate::policy::{ShardPolicy, Strategy};
+use crate::root::Root;
+use crate::survey::{Found, Survey, survey};
+
+use grouping::{Grouping, Ignored};
+use placed::{Placed, check_group, earlier_units, split_off_replicas};
+use ranks::Ranks;
+use sharder::Sharder;
+
+/// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
+/// used in the same way.
+///
+/// Each unit is gathered when one of its parameters is first touched, freed after its forward
+/// and after its backward, and its gradients are averaged over the ranks. All ranks start from
+/// rank 0's values: parameters that are not initialized yet are initialized there, one at a
+/// time in the order of the module, and the other ranks initialize nothing.
+///
+/// Burn's random numbers come from one generator for all threads of the process. For the same initial
+/// values in every run, seed the device on rank 0 alone, right before this call, and draw nothing on
+/// other ranks meanwhile; `device.seed` on every rank would begin the sequence again in the middle.
+/// Dropout on ranks that are threads cannot be repeated at all.
+///
+/// Each shard has the id of its parameter, so that groups of ids made before go on to match; see
+/// [`param_id`](crate::param_id).
+///
+/// Applied to a child first and to its parent later, the parent takes the parameters that are
+/// left and orders the operations of both.
+///
+/// Collective: all ranks of the axis call it, with the same module structure and policy.
+///
+/// # Errors
+///
+/// A pattern without a module, parameters that cannot be sharded or are not reached, a child in the
+/// middle of a step, or a failed collective.
+pub fn fully_shard<M: Module>(
+    module: M,
+    mesh: &ProcessMesh,
+    policy: ShardPolicy,
+) -> Result<M, Error> {
+    wrap(module, mesh, &policy, Form::Shard)
+}
+
+/// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from
+/// rank 0's values, and gradients are averaged by one all-reduce a unit. The policy's strategy
+/// does not apply; its units say what is reduced together.
+///
+/// Submodules that are sharded already stay so, each under a root of its own. A parent's
+/// [`fully_shard`] leaves a replicated module alone, with everything in it.
+///
+/// Collective: all ranks of the axes call it, with the same module structure and policy.
+///
+/// # Errors
+///
+/// As [`fully_shard`].
+pub fn replicate<M: Module>(
+    module: M,
+    mesh: &ProcessMesh,
+    policy: ShardPolicy,
+) -> Result<M, Error> {
+    wrap(
+        module,
+        mesh,
+        &policy.strategy(Strategy::NoShard),
+        Form::Replicate,
+    )
+}
+
+/// Which verb a call is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Shard,
+    Replicate,
+}
+
+fn wrap<M: Module>(
+    module: M,
+    mesh: &ProcessMesh,
+    policy: &ShardPolicy,
+    form: Form,
+) -> Result<M, Error> {
+    let ranks = Ranks::new(mesh, policy)?;
+    let survey = survey(&module)?;
+    let earlier = earlier_units(&module, &survey.sharded);
+    let (left_alone, adopted) = match form {
+        Form::Replicate => (earlier, Vec::new()),
+        Form::Shard => split_off_replicas(earlier),
+    };
+    let ignored = Ignored::new(&survey, policy)?;
+    let found = survey.parameters.iter().map(|found| &found.path);
+    let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();
+    if let Some(pattern) = policy.precision.unmatched(&paths) {
+        return Err(grouping::unmatched(pattern, paths.iter().copied()));
+    }
+    let parameters: Vec<_> = survey
+        .parameters
+        .iter()
+        .filter(|found| !ignored.contains(&found.path))
+        // Of a parameter without elements there is nothing to share.
+        .filter(|found| !found.shape.contains(&0))
+        .cloned()
+        .collect();
+    check_ids(&module, &survey)?;
+    check(&survey, &parameters, &adopted, &left_alone)?;
+    for earlier in &adopted {
+        check_group(earlier, &ranks.groups.shard)?;
+        if let Some(root) = earlier.root_link.root() {
+            root.expect_between_steps()?;
+        }
+    }
+    let grouping = Grouping::new(&parameters, policy)?;
+    let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
+    let root = Root::new(ranks.all, policy);
+
+    let first = units.into_iter().map(Generation::first).collect();
+    let (sharder, made) = Sharder::new(first, &survey);
+    let module = catch(|| module.apply_reparameterization(sharder))?;
+    for earlier in &adopted {
+        earlier.copies.unit.demote(&earlier.prefix);
+    }
+    let all: Vec<_> = made.into_iter().chain(adopted).collect();
+    all.iter().for_each(|placed| placed.root_link.join(&root));
+    root.adopt(all.iter().map(|placed| &placed.copies));
+    let module = own_states::separate(module, &survey, &root.group)?;
+    begin_history(&module);
+    memory::warn_at_wrap(&root);
+    Ok(module)
+}
+
+/// Refuses parameters of one id, sharded by now or by an earlier call, or to be left alone: of two leaves
+/// with one id the optimizer would train one, with the gradient of the other.
+fn check_ids<M: Module>(module: &M, survey: &Survey) -> Result<(), Error> {
+    let sharded = inspect::places(module).into_iter();
+    let mut seen: HashMap<_, _> = sharded.map(|(path, member)| (member.id, path)).collect();
+    for found in &survey.parameters {
+        if let Some(first) = seen.insert(found.id, found.path.clone()) {
+            return Err(Error::Tied {
+                first,
+                second: found.path.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Refuses what cannot be sharded.
+fn check(
+    survey: &Survey,
+    parameters: &[Found],
+    adopted: &[Placed],
+    left_alone: &[Placed],
+) -> Result<(), Error> {
+    if let Some((path, name)) = survey.foreign.first() {
+        return Err(Error::Reparameterized {
+            path: path.clone(),
+            name: name.clone(),
+        });
+    }
+    for found in parameters {
+        let first = &parameters[0];
+        if !device::is_same_backend(&first.device, &found.device) {
+            return Err(Error::Backends {
+                first: first.path.clone(),
+                second: found.path.clone(),
+                expected: format!("{:?}", first.device),
+                got: format!("{:?}", found.device),
+            });
+        }
+    }
+    // A parent without parameters of its own still orders the operations of its children.
+    let mut roots: Vec<_> = adopted
+        .iter()
+        .filter_map(|placed| placed.root_link.root())
+        .collect();
+    roots.dedup_by(|a, b| Arc::ptr_eq(a, b));
+    if !parameters.is_empty() || roots.len() > 1 {
+        return Ok(());
+    }
+    let mut known = adopted.iter().chain(left_alone);
+    Err(match known.next() {
+        Some(placed) => Error::AlreadySharded {
+            unit: placed.copies.unit.label(),
+        },
+        None => Error::NothingToShard,
+    })
+}
+
+/// Puts the units' copies, which may come from several calls, under one history.
+fn begin_history<M: Module>(module: &M) {
+    let members = inspect::members(module);
+    let mut hasher = DefaultHasher::new();
+    for member in &members {
+        member.generation.epoch().hash(&mut hasher);
+    }
+    let epoch = hasher.finish();
+    for member in &members {
+        member.generation.restart(epoch);
+    }
+}

@@ -1,0 +1,152 @@
+//! Running states, such as BatchNorm's, that belong to this rank alone.
+//!
+//! Burn keeps a running state in one place for all clones of a module. A module that was built outside
+//! of the ranks and cloned into them would give all of them one.
+
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+
+use burn::module::{Flag, Module, Param};
+use burn::tensor::{Bool, Device, Int, Tensor};
+use burn_fsdp_collectives::ProcessGroup;
+
+use crate::ambient::{Purpose, within};
+use crate::device;
+use crate::error::Error;
+use crate::inspect;
+use crate::path::{self, Place};
+use crate::survey::Survey;
+
+/// The module with running states of this rank's own. A module whose states are that already is left
+/// as it is.
+///
+/// Collective over the ranks of `group`: one exchange of the ids of running states; none without any.
+pub(crate) fn separate<M: Module>(
+    module: M,
+    survey: &Survey,
+    group: &ProcessGroup,
+) -> Result<M, Error> {
+    if survey.buffers.is_empty() || group.size() == 1 || group.is_fake() {
+        return Ok(module);
+    }
+    let ids = survey
+        .buffer_ids
+        .iter()
+        .flat_map(|id| id.val().to_le_bytes());
+    let own: Vec<u8> = ids.collect();
+    let all = group.exchange("ids of running states", own.clone())?;
+    // Ids are drawn at random: equal ones belong to clones of one module.
+    let is_clone = all.iter().enumerate().any(|(rank, ids)| {
+        let (own, ids) = (own.as_chunks::<8>().0, ids.as_chunks::<8>().0);
+        rank != group.rank() && ids.iter().any(|id| own.contains(id))
+    });
+    match is_clone {
+        true => Ok(cloned(module, survey)),
+        false => Ok(module),
+    }
+}
+
+/// The module with copies of its running states, and everything else as it is.
+fn cloned<M: Module>(module: M, survey: &Survey) -> M {
+    let mut kept = Kept {
+        states: survey.buffers.to_vec(),
+        devices: survey.devices.clone(),
+        ..Kept::default()
+    };
+    inspect::visit(&module, &mut kept);
+    // A flag is seen by a mapper only.
+    let module = within(Purpose::Prepare, || {
+        path::map(module, &mut Flags(&mut kept))
+    });
+    // Only a change of the training state makes new running states; what else it changes is put back.
+    let module = within(Purpose::OwnStates, || module.valid().train());
+    within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
+}
+
+/// What is not a running state, in the order of the module.
+#[derive(Default)]
+struct Kept {
+    states: Vec<String>,
+    devices: HashMap<String, Device>,
+    params: VecDeque<Box<dyn Any>>,
+    flags: VecDeque<Param<Flag>>,
+}
+
+impl path::Visitor for Kept {
+    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+        if !self.states.contains(&place.path()) {
+            self.params.push_back(Box::new(param.clone()));
+        }
+    }
+
+    fn int<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D, Int>>) {
+        self.params.push_back(Box::new(param.clone()));
+    }
+
+    fn bool<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D, Bool>>) {
+        self.params.push_back(Box::new(param.clone()));
+    }
+}
+
+impl Kept {
+    fn next<T: 'static>(&mut self) -> Option<T> {
+        let param = self.params.pop_front()?.downcast().ok()?;
+        Some(*param)
+    }
+}
+
+struct Flags<'a>(&'a mut Kept);
+
+impl path::Mapper for Flags<'_> {
+    fn float<const D: usize>(
+        &mut self,
+        _place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        param
+    }
+
+    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+        self.0.flags.push_back(flag.clone());
+        flag
+    }
+}
+
+struct PutBack(Kept);
+
+impl path::Mapper for PutBack {
+    fn float<const D: usize>(
+        &mut self,
+        place: &Place,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        let path = place.path();
+        if !self.0.states.contains(&path) {
+            return self.0.next().unwrap_or(param);
+        }
+        match self.0.devices.get(&path) {
+            Some(device) => param.map(|tensor| device::tracked(tensor.inner(), device)),
+            None => param,
+        }
+    }
+
+    fn int<const D: usize>(
+        &mut self,
+        _place: &Place,
+        param: Param<Tensor<D, Int>>,
+    ) -> Param<Tensor<D, Int>> {
+        self.0.next().unwrap_or(param)
+    }
+
+    fn bool<const D: usize>(
+        &mut self,
+        _place: &Place,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.0.next().unwrap_or(param)
+    }
+
+    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+        self.0.flags.pop_front().unwrap_or(flag)
+    }
+}

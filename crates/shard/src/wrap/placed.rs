@@ -1,0 +1,72 @@
+//! Units where they stand in a module: those that a call makes, and those of earlier calls.
+
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn_fsdp_collectives::ProcessGroup;
+
+use crate::copies::Copies;
+use crate::error::Error;
+use crate::inspect;
+use crate::optim::gradients;
+use crate::parameter::owned::RootLink;
+
+/// A unit on the module that a call was made on.
+pub(super) struct Placed {
+    pub(super) copies: Copies,
+    pub(super) root_link: Arc<RootLink>,
+    /// Path of that module in the one at hand.
+    pub(super) prefix: String,
+}
+
+/// Separates replicated modules, and whatever lies in them, from units that a parent adopts.
+pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Placed>) {
+    let roots = earlier
+        .iter()
+        .filter(|placed| placed.copies.unit.is_replica);
+    let roots: Vec<String> = roots.map(|placed| placed.prefix.clone()).collect();
+    let is_inside = |prefix: &str| {
+        let mut roots = roots.iter();
+        roots.any(|root| {
+            let rest = prefix.strip_prefix(root.as_str());
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+        })
+    };
+    earlier
+        .into_iter()
+        .partition(|placed| is_inside(&placed.prefix))
+}
+
+/// Units that earlier calls made, in the order of the module, each with the path in `module` of the
+/// module that the call was made on. `paths` are those of their parameters.
+pub(super) fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<Placed> {
+    let mut units: Vec<Placed> = Vec::new();
+    for (member, path) in inspect::members(module).iter().zip(paths) {
+        let unit = &member.generation.unit;
+        let mut known = units.iter().map(|placed| &placed.copies.unit);
+        if known.any(|known| Arc::ptr_eq(known, unit)) {
+            continue;
+        }
+        let own = &member.slot().path;
+        let prefix = path.strip_suffix(own.as_str()).unwrap_or_default();
+        units.push(Placed {
+            copies: Copies::of(&member.generation),
+            root_link: member.root_link().clone(),
+            prefix: prefix.trim_end_matches('.').to_owned(),
+        });
+    }
+    units
+}
+
+/// Refuses a unit of other ranks than those of `group`.
+pub(super) fn check_group(earlier: &Placed, group: &ProcessGroup) -> Result<(), Error> {
+    let unit = &earlier.copies.unit;
+    match gradients::is_same(&unit.groups.shard, group) {
+        true => Ok(()),
+        false => Err(Error::Group {
+            unit: earlier.prefix.clone(),
+            expected: group.name().to_owned(),
+            got: unit.groups.shard.name().to_owned(),
+        }),
+    }
+}
