@@ -17,9 +17,9 @@ use std::time::Instant;
 
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::passes::schedule::Options;
-use burn_fsdp::spmd::plan::{Machine, MemoryPlan, Plan, Size};
-use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::compile::passes::schedule::Options;
+use burn_fsdp::compile::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::plan::{Machine, MemoryPlan, Plan, Size};
 use burn_fsdp::{
     LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
 };

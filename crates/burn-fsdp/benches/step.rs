@@ -13,9 +13,10 @@ use std::time::Instant;
 
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::Device;
+use burn_fsdp::inspect::num_params;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
-    fully_shard, launch, num_params,
+    fully_shard, launch,
 };
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use limits::Limits;

@@ -4,14 +4,13 @@
 //! cargo run --release -p burn-fsdp --example checkpoint
 //! ```
 
-use std::error::Error;
 use std::path::{Path, PathBuf};
 
 use burn::optim::AdamWConfig;
 use burn::tensor::Device;
 use burn_fsdp::{
-    CheckpointError, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
-    fully_shard, launch, resume, save,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
+    launch, resume, save,
 };
 use burn_fsdp_models::{Batches, GptConfig, TokenStream};
 
@@ -27,7 +26,7 @@ const CONFIG: GptConfig = GptConfig {
 const BATCH: usize = 6;
 
 /// One rank: goes on from what is in the folder, up to that many steps, and saves them.
-fn rank(world: &ProcessGroup, folder: &Path, until: u64) -> Result<Vec<f32>, CheckpointError> {
+fn rank(world: &ProcessGroup, folder: &Path, until: u64) -> Result<Vec<f32>, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let model = CONFIG.init(&device, 1).expect("the configuration is valid");
@@ -57,7 +56,11 @@ fn rank(world: &ProcessGroup, folder: &Path, until: u64) -> Result<Vec<f32>, Che
 }
 
 /// The mean loss of every step that was made.
-fn train(ranks: usize, folder: PathBuf, until: u64) -> Result<Vec<f32>, Box<dyn Error>> {
+fn train(
+    ranks: usize,
+    folder: PathBuf,
+    until: u64,
+) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
     let by_rank = launch(LaunchConfig::new(ranks), move |world| {
         rank(&world, &folder, until)
     })?;
@@ -65,7 +68,7 @@ fn train(ranks: usize, folder: PathBuf, until: u64) -> Result<Vec<f32>, Box<dyn 
     Ok((0..by_rank[0].len()).map(mean).collect())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (whole, parts) = (tempfile::tempdir()?, tempfile::tempdir()?);
     let want = train(2, whole.path().to_owned(), 8)?;
     let mut got = train(2, parts.path().to_owned(), 4)?;

@@ -6,15 +6,12 @@
 
 mod gpt;
 
-use std::error::Error;
-
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::{DataParallel, Mode, compile};
+use burn_fsdp::compile::{DataParallel, Mode, compile, load_compiled};
 use burn_fsdp::{
-    CheckpointError, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard,
-    launch, load_compiled,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch,
 };
 use burn_fsdp_models::Gpt;
 
@@ -24,7 +21,7 @@ use crate::gpt::{RANKS, ROWS, STEPS, batches, init};
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// One rank: the losses of the steps, and the loss of a batch after them.
-fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), CheckpointError> {
+fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), Error> {
     // The optimizer comes from `build()`, which gives it for one tensor, and not from `init()`.
     let mut step = compile(
         init,
@@ -68,7 +65,7 @@ fn plain() -> (Vec<f64>, f32) {
     (losses, model.valid().loss(inputs, targets).into_scalar())
 }
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let results = launch(LaunchConfig::new(RANKS), |world| rank(&world))?;
     let (want, want_after) = plain();
     let (losses, _) = &results[0];

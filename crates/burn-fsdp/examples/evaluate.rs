@@ -6,9 +6,8 @@
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, fully_shard, launch, memory, wrap_plan,
-};
+use burn_fsdp::inspect::{memory, wrap_plan};
+use burn_fsdp::{Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, fully_shard, launch};
 use burn_fsdp_models::{Batches, GptConfig, TokenStream};
 
 const CONFIG: GptConfig = GptConfig {

@@ -9,9 +9,9 @@ mod gpt;
 use burn::module::ParamGroup;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::Device;
+use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, check_elementwise, fully_shard,
-    launch,
+    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
 };
 
 use crate::gpt::{RANKS, ROWS, STEPS, batches, init};

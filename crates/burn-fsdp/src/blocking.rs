@@ -1,5 +1,5 @@
 //! Saving a sharded training and going on from it, in a call each: what most programs want of
-//! [`steps`](crate::steps).
+//! [`checkpoint`](crate::checkpoint).
 
 use std::path::Path;
 
@@ -39,7 +39,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// whole or not at all, for any number of ranks to go on from with [`resume`].
 ///
 /// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when
-/// the step is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once: call [`sync_buffers`](crate::sync_buffers) before, if the
+/// the step is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once: call [`sync_buffers`](crate::state::sync_buffers) before, if the
 /// model has any.
 ///
 /// The model is divided along the mesh's only axis, or along its axis `shard`; for others there is
@@ -50,8 +50,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
 /// use burn_fsdp::{
-///     CheckpointError, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
-///     resume, save,
+///     backward, fully_shard, launch, resume, save, Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy,
 /// };
 ///
 /// /// Trains up to that many steps, on from where an earlier run in this folder stopped.
@@ -69,7 +68,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 ///             model = optimizer.step(1e-2, model, gradients);
 ///         }
 ///         save(&folder, until, &model, &optimizer, &mesh)?;
-///         Ok::<_, CheckpointError>(until - resumed.step)
+///         Ok::<_, Error>(until - resumed.step)
 ///     });
 ///     done.expect("no rank failed")
 /// }
@@ -82,7 +81,7 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// # Errors
 ///
 /// On every rank, if any rank failed: another `step` than rank 0's, a step of this number that is there
-/// already, what [`snapshot`] and [`steps::save`](crate::steps::save) refuse. The folder
+/// already, what [`snapshot`] and [`save_step`](crate::checkpoint::save_step) refuse. The folder
 /// holds what it held before.
 pub fn save<M: Module>(
     folder: impl AsRef<Path>,
@@ -120,7 +119,7 @@ pub fn save<M: Module>(
 /// # Errors
 ///
 /// On every rank, if any rank failed: what [`restore`] refuses, and a newest step that is damaged, which
-/// is never passed over; [`steps::Checkpoints::newest_good`](crate::steps::Checkpoints::newest_good)
+/// is never passed over; [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good)
 /// looks for an older one.
 pub fn resume<M: Module>(
     folder: impl AsRef<Path>,

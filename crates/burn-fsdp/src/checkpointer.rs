@@ -32,13 +32,15 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fsdp::steps::{Checkpoints, SaveRequest, TrainingState};
+/// use burn_fsdp::checkpoint::{
+///     snapshot, Checkpoints, SaveRequest, TrainingState,
+/// };
 /// use burn_fsdp::{
-///     CheckpointError, Checkpointer, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
-///     fully_shard, launch, snapshot,
+///     backward, fully_shard, launch, Checkpointer, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh,
+///     ShardPolicy,
 /// };
 ///
-/// fn train(world: ProcessGroup, folder: &std::path::Path) -> Result<Option<u64>, CheckpointError> {
+/// fn train(world: ProcessGroup, folder: &std::path::Path) -> Result<Option<u64>, Error> {
 ///     let device = Device::flex().autodiff().gradient_checkpointing();
 ///     let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
 ///     let mut model = fully_shard(LinearConfig::new(4, 2).init(&device), &mesh, ShardPolicy::new())?;
@@ -69,7 +71,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// let path = folder.path().to_owned();
 /// let newest = launch(LaunchConfig::new(2), move |world| train(world, &path))?;
 /// assert_eq!(newest, [Some(4), Some(4)]);
-/// # Ok::<(), burn_fsdp::LaunchError>(())
+/// # Ok::<(), burn_fsdp::collectives::LaunchError>(())
 /// ```
 #[derive(Debug)]
 pub struct Checkpointer {

@@ -27,7 +27,7 @@ use crate::snapshot::{Elements, TrainingSnapshot};
 /// are flat; a compiled step has no need of it.
 const RANK_KEY: &str = "__rank";
 
-/// Takes a snapshot of a compiled step, as [`snapshot`](crate::snapshot()) does of a sharded model and its
+/// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does of a sharded model and its
 /// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,
 /// `axis` the one that the ranks of the step's group lie on; a step by placements has its own mesh, and
 /// axes of the same names must be in `mesh`.

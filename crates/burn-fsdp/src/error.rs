@@ -1,10 +1,74 @@
-//! Why a training could not be saved or restored.
+//! The error of the whole library, and that of saving and restoring.
 
 use burn::tensor::DType;
 use burn_fsdp_checkpoint::Error as StepError;
+use burn_fsdp_collectives::LaunchError;
 use thiserror::Error as ThisError;
 
-/// Why a training could not be saved or restored.
+/// Every error of this library: a function that returns it, such as the body of a [`launch`](crate::launch()), can use
+/// `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
+///
+/// The functions themselves return errors of their own kind, which say more to a `match`.
+#[derive(Debug, ThisError)]
+#[non_exhaustive]
+pub enum Error {
+    /// The eager engine met it: sharding, a step, what a module holds.
+    #[error(transparent)]
+    Sharding(Box<burn_fsdp_shard::Error>),
+    /// A collective operation failed, here or on another rank.
+    #[error(transparent)]
+    Collective(Box<burn_fsdp_collectives::Error>),
+    /// A mesh, a placement or a partition cannot be as asked.
+    #[error(transparent)]
+    Mesh(#[from] burn_fsdp_mesh::Error),
+    /// A training could not be saved or restored.
+    #[error(transparent)]
+    Checkpoint(Box<CheckpointError>),
+    /// A step could not be compiled or run.
+    #[error(transparent)]
+    Compile(Box<burn_fsdp_spmd::Error>),
+    /// The ranks could not be started, or one of them failed.
+    #[error(transparent)]
+    Launch(Box<LaunchError>),
+}
+
+impl From<burn_fsdp_shard::Error> for Error {
+    fn from(error: burn_fsdp_shard::Error) -> Self {
+        Self::Sharding(Box::new(error))
+    }
+}
+
+impl From<burn_fsdp_collectives::Error> for Error {
+    fn from(error: burn_fsdp_collectives::Error) -> Self {
+        Self::Collective(Box::new(error))
+    }
+}
+
+impl From<CheckpointError> for Error {
+    fn from(error: CheckpointError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
+}
+
+impl From<StepError> for Error {
+    fn from(error: StepError) -> Self {
+        CheckpointError::from(error).into()
+    }
+}
+
+impl From<burn_fsdp_spmd::Error> for Error {
+    fn from(error: burn_fsdp_spmd::Error) -> Self {
+        Self::Compile(Box::new(error))
+    }
+}
+
+impl From<LaunchError> for Error {
+    fn from(error: LaunchError) -> Self {
+        Self::Launch(Box::new(error))
+    }
+}
+
+/// The error of saving or restoring a training.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {

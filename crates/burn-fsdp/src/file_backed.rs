@@ -23,7 +23,8 @@ use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
-/// # use burn_fsdp::{Error, FileBackedOptimizer, ProcessGroup, backward};
+/// # use burn_fsdp::optim::FileBackedOptimizer;
+/// # use burn_fsdp::{backward, Error, ProcessGroup};
 /// # fn train(world: &ProcessGroup, mut model: Linear, loss: Tensor<1>) -> Result<(), Error> {
 /// let optimizer = AdamWConfig::new().init();
 /// let mut optimizer = FileBackedOptimizer::new(optimizer, "/scratch/adamw", world.rank())?;

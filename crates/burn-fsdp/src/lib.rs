@@ -7,9 +7,9 @@
 //! use burn::nn::{Linear, LinearConfig};
 //! use burn::optim::AdamWConfig;
 //! use burn::tensor::{Device, Tensor};
+//! use burn_fsdp::optim::check_elementwise;
 //! use burn_fsdp::{
-//!     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, check_elementwise,
-//!     fully_shard, launch,
+//!     backward, fully_shard, launch, Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy,
 //! };
 //!
 //! #[derive(Module, Debug)]
@@ -44,19 +44,20 @@
 //!
 //! # What is where
 //!
-//! - [`fully_shard`] and [`ShardPolicy`]: what becomes a unit, and when its full weights go.
-//! - [`FullyShardedDataParallel`]: the same as a wrapper with methods; [`auto_units`] proposes units.
-//! - [`clip_grad_norm`], [`LossScaler`], [`check_elementwise`], [`FileBackedOptimizer`]: between
-//!   backward and the optimizer.
-//! - [`summon_full_params`], [`full_state`], [`into_record`], [`sync_buffers`], [`check_agreement`]: whole
-//!   parameters, running states, and whether ranks agree. [`param_id`], [`settle_ids`]: ids.
-//! - [`save`], [`resume`]: checkpoints, for any number of ranks, in a call each; [`Checkpointer`]: saves while
-//!   the training goes on; [`snapshot`], [`restore`] and [`steps`] for everything else.
-//! - [`snapshot_compiled`], [`restore_compiled`], [`load_compiled`]: the same for compiled steps ([`spmd`]), so that
-//!   a model moves between the engines.
-//! - [`backward`], [`catch`]: errors of other ranks as values instead of hangs.
-//! - [`wrap_plan`], [`memory()`], [`order`]: what was cut, what it costs, what is communicated.
-//! - [`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]: ranks and how they are laid out.
+//! The root has what every training uses: ranks ([`launch`], [`ProcessGroup`], [`ProcessMesh`], [`Mesh`]), what
+//! divides a module ([`fully_shard`], [`ShardPolicy`], or both as the wrapper [`FullyShardedDataParallel`]), the step
+//! ([`backward`], [`catch`], [`no_sync`], [`recompute`], [`clip_grad_norm`], [`LossScaler`]), the files ([`save`],
+//! [`resume`], [`Checkpointer`]), and one [`Error`] for all of it. Everything else is in a module:
+//!
+//! - [`sharding`]: the smaller parts of a policy, and the error of the eager engine.
+//! - [`inspect`]: what was cut, what it costs, what is communicated.
+//! - [`state`]: whole parameters, records, running states, and whether ranks agree.
+//! - [`optim`]: what stands between backward and the optimizer.
+//! - [`checkpoint`]: snapshots, restoring, and the steps on disk.
+//! - [`compile`]: a whole train step as one graph; it goes on from the same checkpoints.
+//! - [`plan`]: the memory, traffic and time of a step, before it runs.
+//! - [`collectives`], [`mesh`]: the operations between ranks, and how ranks and tensors are laid out.
+//! - [`testing`]: faults, and counters of operations.
 
 mod blocking;
 mod checkpointer;
@@ -70,35 +71,105 @@ mod restore;
 mod scaler;
 mod snapshot;
 
-/// Steps on disk: format, plans, storage, commit, consolidation.
-pub use burn_fsdp_checkpoint as steps;
-
-pub use blocking::{Resumed, resume, save};
-/// The transport below: buffers, process groups, collectives.
-pub use burn_fsdp_collectives as collectives;
-pub use burn_fsdp_collectives::{
-    At, CommCounter, Fault, LaunchConfig, LaunchError, OperationCounts, OperationKind,
-    ProcessGroup, ProcessMesh, Tally, Unwound, launch,
+pub use blocking::{resume, save};
+pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+pub use burn_fsdp_mesh::{Mesh, Placement};
+pub use burn_fsdp_shard::{
+    Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward,
+    cast_input, catch, checkpoint as recompute, clip_grad_norm, fully_shard, no_sync, replicate,
 };
-/// Meshes, placements and partition arithmetic.
-pub use burn_fsdp_mesh as mesh;
-pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
-pub use burn_fsdp_shard::*;
-pub use checkpointer::{Checkpointer, NotFiniteTensor, Offered, SaveRemark};
-pub use compiled::{load_compiled, restore_compiled, snapshot_compiled};
-pub use error::CheckpointError;
-pub use file_backed::FileBackedOptimizer;
-pub use rendezvous::GroupRendezvous;
-pub use restore::{restore, restore_matching, restore_model};
-pub use scaler::{loss_scale, restore_scaler};
-pub use snapshot::{TrainingSnapshot, snapshot};
+pub use checkpointer::Checkpointer;
+pub use error::Error;
 
-/// The compiler: a whole train step as one graph, planned and run.
-pub mod spmd {
+/// This module has the smaller parts of a [`ShardPolicy`], and the error of the eager engine.
+pub mod sharding {
+    pub use burn_fsdp_shard::{DivideFactors, Error, Layout, ReduceGroup};
+}
+
+/// This module tells what was cut, what it costs and what is communicated.
+pub mod inspect {
+    pub use burn_fsdp_shard::{
+        LiveBytes, Memory, Order, Pinned, UnitHandle, UnitPlan, UnitState, Unsharding, WrapPlan,
+        auto_units, check_names, dummy_forward, memory, num_params, order, param_id,
+        parameter_paths, reset_peak, stand_in_bytes, trim, units, unused_units, wrap_plan,
+    };
+}
+
+/// This module reads and changes what a sharded module holds: whole parameters, records, one rank's parts,
+/// running states, ids.
+pub mod state {
+    pub use burn_fsdp_shard::{
+        Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, WriteBack,
+        check_agreement, full_state, into_record, load_local_state, local_ids, local_state,
+        renew_stand_ins, reset, settle_ids, summon_full_params, sync_buffers,
+    };
+}
+
+/// This module has what stands between backward and the optimizer: norms, loss scaling, gradients by unit, the test
+/// whether an optimizer may work on shards, and state in files.
+pub mod optim {
+    pub use crate::file_backed::FileBackedOptimizer;
+    pub use burn_fsdp_shard::{
+        Clipped, LossScalerState, LossScaling, NonFinite, Norm, UnitGradients, check_elementwise,
+        check_elementwise_once, grad_norm, gradients_by_unit, params_with_gradient,
+    };
+}
+
+/// This module has the files of trainings: snapshots of sharded models, restoring, and the steps on disk (format,
+/// plans, storage, commit, consolidation).
+///
+/// [`save`](crate::save()), [`resume`](crate::resume) and [`Checkpointer`](crate::Checkpointer) are what most
+/// programs need.
+pub mod checkpoint {
+    pub use crate::blocking::Resumed;
+    pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
+    pub use crate::error::CheckpointError;
+    pub use crate::rendezvous::GroupRendezvous;
+    pub use crate::restore::{restore, restore_matching, restore_model};
+    pub use crate::scaler::{loss_scale, restore_scaler};
+    pub use crate::snapshot::{TrainingSnapshot, snapshot};
+    pub use burn_fsdp_checkpoint::{
+        Alone, Assignment, BackgroundSaver, BoxError, Check, Checkpoints, Checksums, Committed,
+        Consolidated, ConsolidationConfig, Cut, DataPosition, Dtype, Error, Existing,
+        ExpectedTensor, Extra, FORMAT_VERSION, FileEntry, FileRange, Index, InspectedFile,
+        InspectedTensor, Inspection, Layout, Limits, LossScale, NewestGood, PartBytes, PartEntry,
+        PlainTensor, Progress, ReadPlan, Receipt, Region, Rendezvous, SaveRequest, Saved, Skipped,
+        Snapshot, Source, Staging, Step, TensorEntry, TensorKind, TensorSpec, ThreadRendezvous,
+        Ticket, Totals, TrainingState, Verification, WritePlan, consolidate_to_file,
+        consolidate_to_folder, save as save_step, storage, write_shard,
+    };
+}
+
+/// This module compiles a whole train step to one graph, and moves it from and to sharded modules.
+pub mod compile {
+    pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_spmd::*;
+}
 
-    /// What a step will cost, before anything runs.
-    pub use burn_fsdp_plan as plan;
+/// This module tells what a step will cost in memory, traffic and time, before anything runs.
+pub mod plan {
+    pub use burn_fsdp_plan::*;
+}
+
+/// This module is the transport: operations between ranks, their buffers, labels and ledgers.
+pub mod collectives {
+    pub use burn_fsdp_collectives::{
+        Account, Buffer, BufferPool, CommSpan, CommStage, Contract, CrossPart, ElementType,
+        EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger, LedgerEntry,
+        LedgerReport, Operation, OperationCounts, OperationKind, Part, Pending, Received,
+        Reduction, Role, Share, Source, Stage, Who, launcher_ranks,
+    };
+}
+
+/// This module has the arithmetic of meshes and partitions.
+pub mod mesh {
+    pub use burn_fsdp_mesh::{Axis, Error, Partition, Pattern, ReduceOp, Transfer, transfers};
+}
+
+/// This module has what tests of trainings need: faults at chosen places, and counters of operations. Groups of
+/// ranks that are not there are made by [`ProcessGroup::fake`](crate::ProcessGroup::fake).
+pub mod testing {
+    pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
 }
 
 /// The examples of the README, compiled and run as tests.

@@ -1,4 +1,4 @@
-//! What the engine and the optimizer hold, as tensors of [`steps`](crate::steps).
+//! What the engine and the optimizer hold, as tensors of [steps](crate::checkpoint).
 //!
 //! Parameters and their optimizer state are named by path, so that a step loads into any number of
 //! ranks, any mesh and either layout.
@@ -37,10 +37,10 @@ pub struct TrainingSnapshot {
 ///
 /// Not collective, but all ranks must take theirs at the same point. Running states, and whatever else
 /// each rank has of its own (integers, ignored parameters), are stored once: rank 0's. Call
-/// [`sync_buffers`](crate::sync_buffers) before, if running states are to be the mean.
+/// [`sync_buffers`](crate::state::sync_buffers) before, if running states are to be the mean.
 ///
 /// The first time it also tries whether `optimizer` may work on shards, as
-/// [`check_elementwise`](crate::check_elementwise) does.
+/// [`check_elementwise`](crate::optim::check_elementwise) does.
 ///
 /// # Errors
 ///

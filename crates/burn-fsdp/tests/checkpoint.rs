@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, checkpoint, fully_shard, launch,
+    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch, recompute,
 };
 use burn_fsdp_models::{Block, Gpt, GptConfig};
 use peak_alloc::PeakAlloc;
@@ -31,7 +31,7 @@ fn batch(rank: usize, step: usize, device: &Device) -> [Tensor<2, Int>; 2] {
 fn loss(model: &Gpt, rank: usize, step: usize, device: &Device, checkpoints: bool) -> Tensor<1> {
     let [inputs, targets] = batch(rank, step, device);
     model.loss_with(inputs, targets, |block, x, batch| match checkpoints {
-        true => checkpoint(block, x, move |block: &Block, x| block.forward(x, batch)),
+        true => recompute(block, x, move |block: &Block, x| block.forward(x, batch)),
         false => block.forward(x, batch),
     })
 }
@@ -83,7 +83,7 @@ fn regions_run_twice_and_no_more() {
     let model = CONFIG.init(&device, 3).expect("valid");
     let [inputs, targets] = batch(0, 0, &device);
     let loss = model.loss_with(inputs, targets, |block, x, batch| {
-        checkpoint(block, x, move |block: &Block, x| {
+        recompute(block, x, move |block: &Block, x| {
             RUNS.fetch_add(1, Ordering::Relaxed);
             block.forward(x, batch)
         })

@@ -6,10 +6,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn_fsdp::steps::{Checkpoints, SaveRequest, TrainingState};
+use burn_fsdp::checkpoint::{
+    Checkpoints, NotFiniteTensor, SaveRemark, SaveRequest, TrainingState, snapshot,
+};
 use burn_fsdp::{
-    CheckpointError, Checkpointer, LaunchConfig, Mesh, NotFiniteTensor, ProcessGroup, ProcessMesh,
-    SaveRemark, ShardPolicy, backward, fully_shard, launch, resume, save, snapshot,
+    Checkpointer, Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward,
+    fully_shard, launch, resume, save,
 };
 use burn_fsdp_models::Gpt;
 
@@ -30,7 +32,7 @@ impl Ranks {
         }
     }
 
-    fn divided(self, world: &ProcessGroup) -> Result<(ProcessMesh, Gpt), CheckpointError> {
+    fn divided(self, world: &ProcessGroup) -> Result<(ProcessMesh, Gpt), Error> {
         let policy = ShardPolicy::new().units(["blocks.*"]);
         let (mesh, policy) = match self {
             Self::Line(ranks) => (Mesh::line("shard", ranks)?, policy),
@@ -62,7 +64,7 @@ fn train(folder: &Path, ranks: Ranks, until: u64) -> Vec<f32> {
         }
         let saved = save(&folder, until, &model, &optimizer, &mesh)?;
         assert_eq!(saved.step, until);
-        Ok::<_, CheckpointError>(losses)
+        Ok::<_, Error>(losses)
     });
     losses.unwrap_or_else(|error| panic!("{error}")).remove(0)
 }
@@ -95,11 +97,11 @@ fn a_training_in_pieces_is_the_training_of_plain_burn() {
 /// What each rank says when all do the same, and this is no error of the launch.
 fn messages(
     ranks: usize,
-    body: impl Fn(ProcessGroup) -> Result<(), CheckpointError> + Send + Sync + 'static,
+    body: impl Fn(ProcessGroup) -> Result<(), Error> + Send + Sync + 'static,
 ) -> Vec<String> {
     let results = launch(LaunchConfig::new(ranks), move |world| {
         let message = body(world).err().map(|error| error.to_string());
-        Ok::<_, CheckpointError>(message.unwrap_or_default())
+        Ok::<_, Error>(message.unwrap_or_default())
     });
     results.unwrap_or_else(|error| panic!("{error}"))
 }
@@ -111,7 +113,8 @@ fn ranks_must_mean_the_same_step() {
     let said = messages(3, move |world| {
         let (mesh, model) = Ranks::Line(3).divided(&world)?;
         let step = if world.rank() == 1 { 8 } else { 7 };
-        save(&to, step, &model, &optimizer(), &mesh).map(drop)
+        save(&to, step, &model, &optimizer(), &mesh)?;
+        Ok(())
     });
     for message in said {
         assert!(
@@ -132,7 +135,8 @@ fn a_step_that_is_there_is_not_replaced() {
     let to = folder.path().to_owned();
     let said = messages(2, move |world| {
         let (mesh, model) = Ranks::Line(2).divided(&world)?;
-        save(&to, 3, &model, &optimizer(), &mesh).map(drop)
+        save(&to, 3, &model, &optimizer(), &mesh)?;
+        Ok(())
     });
     for message in said {
         assert!(message.contains("step-000003"), "{message}");
@@ -154,7 +158,8 @@ fn damage_that_one_rank_reads_is_an_error_on_all() {
     let from = folder.path().to_owned();
     let said = messages(4, move |world| {
         let (mesh, model) = Ranks::Line(4).divided(&world)?;
-        resume(&from, model, optimizer(), &mesh).map(drop)
+        resume(&from, model, optimizer(), &mesh)?;
+        Ok(())
     });
     for message in &said {
         assert!(message.contains("rank-00001.safetensors"), "{message}");
@@ -172,7 +177,8 @@ fn a_folder_that_cannot_be_read_is_an_error_on_all() {
     let file = Arc::new(file);
     let said = messages(2, move |world| {
         let (mesh, model) = Ranks::Line(2).divided(&world)?;
-        resume(&*file, model, optimizer(), &mesh).map(drop)
+        resume(&*file, model, optimizer(), &mesh)?;
+        Ok(())
     });
     for message in said {
         assert!(message.contains("file"), "{message}");
@@ -186,7 +192,8 @@ fn a_mesh_without_the_usual_axis_is_refused_by_name() {
         let mesh = ProcessMesh::new(&world, layout)?;
         let model = CONFIG.init(&device(), 4).expect("valid sizes");
         let model = fully_shard(model, &mesh, ShardPolicy::new().axis("columns"))?;
-        save("nowhere", 1, &model, &optimizer(), &mesh).map(drop)
+        save("nowhere", 1, &model, &optimizer(), &mesh)?;
+        Ok(())
     });
     for message in said {
         assert!(
@@ -202,7 +209,7 @@ fn save_beside(
     folder: &Path,
     steps: &[u64],
     spoilt: Option<usize>,
-) -> Result<(Vec<Option<NotFiniteTensor>>, Checkpointer), CheckpointError> {
+) -> Result<(Vec<Option<NotFiniteTensor>>, Checkpointer), Error> {
     let (mesh, model) = Ranks::Line(world.size()).divided(world)?;
     let deadline = Duration::from_secs(60);
     let mut saves = Checkpointer::new(world, Checkpoints::new(folder), deadline)?;
@@ -241,7 +248,7 @@ fn steps_are_saved_while_the_training_goes_on() {
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), Some(6));
         assert!(saves.remarks().is_empty());
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
     let steps = Checkpoints::new(folder.path()).steps().expect("readable");
@@ -269,7 +276,7 @@ fn a_save_that_fails_is_a_remark_and_of_the_last_step_a_failure() {
             matches!(remarks[..], [SaveRemark::Failed(_)]),
             "{remarks:?}"
         );
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
 }
@@ -282,7 +289,7 @@ fn all_ranks_hear_of_a_tensor_that_is_not_finite() {
         let (mut seen, mut saves) = save_beside(&world, &to, &[1], Some(1))?;
         assert!(saves.finish()?.is_none());
         assert_eq!(saves.newest(), None);
-        Ok::<_, CheckpointError>(seen.remove(0).expect("not finite"))
+        Ok::<_, Error>(seen.remove(0).expect("not finite"))
     });
     let seen = seen.unwrap_or_else(|error| panic!("{error}"));
     for not_finite in &seen {

@@ -5,12 +5,19 @@ use std::sync::Arc;
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::{CompiledStep, DataParallel, Expand, Mode, compile};
-use burn_fsdp::steps::{Checkpoints, Region, SaveRequest, Step, TrainingState, save};
+use burn_fsdp::checkpoint::{
+    Checkpoints, GroupRendezvous, Region, SaveRequest, Step, TrainingSnapshot, TrainingState,
+    restore, save_step, snapshot,
+};
+use burn_fsdp::compile::{
+    CompiledStep, DataParallel, Expand, Mode, compile, load_compiled, restore_compiled,
+    snapshot_compiled,
+};
+use burn_fsdp::sharding::Layout;
+use burn_fsdp::state::full_state;
 use burn_fsdp::{
-    CheckpointError, Error, GroupRendezvous, LaunchConfig, Layout, Mesh, Placement, ProcessGroup,
-    ProcessMesh, ShardPolicy, Strategy, TrainingSnapshot, backward, full_state, fully_shard,
-    launch, load_compiled, restore, restore_compiled, snapshot, snapshot_compiled,
+    Error, LaunchConfig, Mesh, Placement, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
+    backward, fully_shard, launch,
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 use serde_json::Value;
@@ -39,9 +46,9 @@ fn batch(step: usize, device: &Device) -> Tokens {
     (tokens(step), tokens(step + 1))
 }
 
-fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, CheckpointError> {
-    let mesh = Mesh::line("shard", world.size()).map_err(Error::from)?;
-    Ok(ProcessMesh::new(world, mesh).map_err(Error::from)?)
+fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
+    let mesh = Mesh::line("shard", world.size())?;
+    Ok(ProcessMesh::new(world, mesh)?)
 }
 
 /// Which engine, and how it divides the model.
@@ -59,11 +66,7 @@ const WHOLE: Engine = Engine::Eager(Strategy::NoShard, Layout::Flat);
 const SHARDED: Engine = Engine::Compiled(DataParallel::FullyShard);
 const REPLICATED: Engine = Engine::Compiled(DataParallel::Replicate);
 
-fn eager_model(
-    mesh: &ProcessMesh,
-    strategy: Strategy,
-    layout: Layout,
-) -> Result<Gpt, CheckpointError> {
+fn eager_model(mesh: &ProcessMesh, strategy: Strategy, layout: Layout) -> Result<Gpt, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
     let policy = ShardPolicy::new().units(["blocks.*"]);
     let policy = policy.strategy(strategy).layout(layout);
@@ -77,7 +80,7 @@ fn columns(mesh: &ProcessMesh) -> Mode {
     Mode::expand(mesh.clone(), expand)
 }
 
-fn compiled_step(mode: Mode) -> Result<CompiledStep<Tokens>, CheckpointError> {
+fn compiled_step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     let step = compile(
         |device: &Device| CONFIG.init(device, 4).expect("valid"),
         |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
@@ -100,7 +103,7 @@ struct Run {
 /// Its losses.
 fn run(run: Run) -> Vec<f32> {
     let ranks = run.ranks;
-    let body = move |world: ProcessGroup| -> Result<Vec<f32>, CheckpointError> {
+    let body = move |world: ProcessGroup| -> Result<Vec<f32>, Error> {
         let mesh = mesh(&world)?;
         let saved = run
             .from
@@ -157,7 +160,7 @@ fn save_to(
     world: ProcessGroup,
     taken: TrainingSnapshot,
     step: u64,
-) -> Result<(), CheckpointError> {
+) -> Result<(), Error> {
     let mut taken = taken;
     let training = TrainingState {
         step,
@@ -166,7 +169,7 @@ fn save_to(
     };
     let request = SaveRequest::new(taken.plan, training);
     let mut meet = GroupRendezvous::new(world);
-    save(
+    save_step(
         &Checkpoints::new(folder),
         &request,
         &mut taken.snapshot,
@@ -323,7 +326,7 @@ fn a_training_without_a_step_moves_too() {
 
 #[test]
 fn a_sharded_model_takes_the_weights_of_a_compiled_step() {
-    let body = |world: ProcessGroup| -> Result<(), CheckpointError> {
+    let body = |world: ProcessGroup| -> Result<(), Error> {
         let mesh = mesh(&world)?;
         let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
         let model = eager_model(&mesh, Strategy::FullShard, Layout::Rows)?;
@@ -367,7 +370,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         steps: 0..2,
         to: Some(path.clone()),
     });
-    let body = move |world: ProcessGroup| -> Result<(), CheckpointError> {
+    let body = move |world: ProcessGroup| -> Result<(), Error> {
         let saved = Checkpoints::new(&*path).newest()?;
         let other = GptConfig {
             layers: 1,

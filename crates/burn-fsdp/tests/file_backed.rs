@@ -8,9 +8,10 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
+use burn_fsdp::optim::FileBackedOptimizer;
 use burn_fsdp::{
-    Error, FileBackedOptimizer, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy,
-    backward, fully_shard, launch,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
+    launch,
 };
 use peak_alloc::PeakAlloc;
 
@@ -70,11 +71,8 @@ fn build(
 ) -> Result<Net, Error> {
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
     let net = Net::new(num_layers, side, device);
-    fully_shard(
-        net,
-        &mesh,
-        ShardPolicy::new().units(["layers.*"]).prefetch(0),
-    )
+    let policy = ShardPolicy::new().units(["layers.*"]).prefetch(0);
+    Ok(fully_shard(net, &mesh, policy)?)
 }
 
 enum Either {
@@ -86,7 +84,7 @@ impl Either {
     fn step(&mut self, net: Net, gradients: burn::optim::GradientsParams) -> Result<Net, Error> {
         match self {
             Self::Plain(optimizer) => Ok(optimizer.step(1e-2, net, gradients)),
-            Self::Files(optimizer) => optimizer.step(1e-2, net, gradients),
+            Self::Files(optimizer) => Ok(optimizer.step(1e-2, net, gradients)?),
         }
     }
 }

@@ -4,10 +4,12 @@ use std::time::Duration;
 
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, FloatDType, Tensor};
+use burn_fsdp::collectives::OperationKind;
+use burn_fsdp::inspect::{memory, num_params, order, reset_peak, wrap_plan};
+use burn_fsdp::sharding::DivideFactors;
 use burn_fsdp::{
-    DivideFactors, Error, LaunchConfig, Mesh, OperationKind, Precision, ProcessGroup, ProcessMesh,
-    ShardPolicy, Strategy, backward, fully_shard, launch, memory, num_params, order, reset_peak,
-    wrap_plan,
+    Error, LaunchConfig, Mesh, Precision, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
+    backward, fully_shard, launch,
 };
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 

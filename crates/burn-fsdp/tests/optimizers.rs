@@ -11,12 +11,15 @@ use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, RmsPropConfig, SgdConfig};
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
-use burn_fsdp::steps::{Checkpoints, Region, SaveRequest, TrainingState, save};
+use burn_fsdp::checkpoint::{
+    Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingState, restore, save_step, snapshot,
+};
+use burn_fsdp::compile::{
+    CompiledStep, DataParallel, Mode, compile, restore_compiled, snapshot_compiled,
+};
 use burn_fsdp::{
-    CheckpointError, Error, GroupRendezvous, LaunchConfig, Mesh, ProcessGroup, ProcessMesh,
-    ShardPolicy, backward, fully_shard, launch, restore, restore_compiled, snapshot,
-    snapshot_compiled,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
+    launch,
 };
 
 use every::{ForEach, Needs, for_each};
@@ -63,9 +66,9 @@ fn batch(step: usize, device: &Device) -> Tensor<2> {
     Tensor::from_data(TensorData::new(values, [6, 4]), device)
 }
 
-fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, CheckpointError> {
-    let mesh = Mesh::line("shard", world.size()).map_err(Error::from)?;
-    Ok(ProcessMesh::new(world, mesh).map_err(Error::from)?)
+fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
+    let mesh = Mesh::line("shard", world.size())?;
+    Ok(ProcessMesh::new(world, mesh)?)
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -95,7 +98,7 @@ fn rate(base: f64, step: usize) -> f64 {
 /// Losses of a part, from a checkpoint and into one.
 fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, String> {
     let ranks = part.ranks;
-    let body = move |world: ProcessGroup| -> Result<Vec<f32>, CheckpointError> {
+    let body = move |world: ProcessGroup| -> Result<Vec<f32>, Error> {
         let mesh = mesh(&world)?;
         let saved = part
             .from
@@ -145,7 +148,7 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
             };
             let request = SaveRequest::new(taken.plan.clone(), training);
             let mut meet = GroupRendezvous::new(world);
-            save(
+            save_step(
                 &Checkpoints::new(&**to),
                 &request,
                 &mut taken.snapshot,
@@ -297,7 +300,7 @@ fn the_states_of_another_optimizer_are_refused_by_both_engines() {
 #[test]
 fn a_refused_restore_leaves_a_compiled_step_as_it_was() {
     let (_folder, path) = saved(RmsPropConfig::new().build(), SHARDED);
-    let body = move |world: ProcessGroup| -> Result<(), CheckpointError> {
+    let body = move |world: ProcessGroup| -> Result<(), Error> {
         let make = || {
             let momentum = SgdConfig::new().with_momentum(Some(MomentumConfig::new()));
             compile(
@@ -335,7 +338,7 @@ struct Normed {
 fn a_checkpoint_has_the_running_statistics_of_one_rank() {
     let folder = tempfile::tempdir().unwrap();
     let path: Arc<Path> = folder.path().into();
-    let body = move |world: ProcessGroup| -> Result<(), CheckpointError> {
+    let body = move |world: ProcessGroup| -> Result<(), Error> {
         let mesh = mesh(&world)?;
         let mut step: CompiledStep<Tensor<2>> = compile(
             |device: &Device| Normed {
@@ -361,7 +364,7 @@ fn a_checkpoint_has_the_running_statistics_of_one_rank() {
         };
         let request = SaveRequest::new(taken.plan.clone(), training);
         let mut meet = GroupRendezvous::new(world.clone());
-        save(
+        save_step(
             &Checkpoints::new(&*path),
             &request,
             &mut taken.snapshot,

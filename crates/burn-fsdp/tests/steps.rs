@@ -10,14 +10,16 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig};
 use burn::optim::{ModuleOptimizer, SgdConfig};
 use burn::tensor::{Bool, Device, Int, Tensor};
-use burn_fsdp::steps::{
-    Alone, Checkpoints, Existing, Region, SaveRequest, Snapshot, Step, TensorKind, TrainingState,
-    save,
+use burn_fsdp::checkpoint::{
+    Alone, Checkpoints, Existing, GroupRendezvous, Region, SaveRequest, Snapshot, Step, TensorKind,
+    TrainingState, restore, restore_matching, restore_model, save_step, snapshot,
 };
+use burn_fsdp::optim::FileBackedOptimizer;
+use burn_fsdp::sharding::Layout;
+use burn_fsdp::state::summon_full_params;
 use burn_fsdp::{
-    CheckpointError, Error, FileBackedOptimizer, GroupRendezvous, LaunchConfig, Layout, Mesh,
-    ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch, restore,
-    restore_matching, restore_model, snapshot, summon_full_params,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
+    launch,
 };
 use burn_fsdp_models::{Gpt, GptConfig};
 
@@ -27,9 +29,9 @@ fn sharded(
     world: &ProcessGroup,
     device: &Device,
     layout: Layout,
-) -> Result<(ProcessMesh, Gpt), CheckpointError> {
-    let mesh = Mesh::line("shard", world.size()).map_err(Error::from)?;
-    let mesh = ProcessMesh::new(world, mesh).map_err(Error::from)?;
+) -> Result<(ProcessMesh, Gpt), Error> {
+    let mesh = Mesh::line("shard", world.size())?;
+    let mesh = ProcessMesh::new(world, mesh)?;
     let model = CONFIG.init(device, 4).expect("valid");
     let policy = ShardPolicy::new().units(["blocks.*"]).layout(layout);
     Ok((mesh.clone(), fully_shard(model, &mesh, policy)?))
@@ -75,7 +77,7 @@ fn write<M: Module>(
     optim: &ModuleOptimizer,
     step: u64,
     folder: &Path,
-) -> Result<(), CheckpointError> {
+) -> Result<(), Error> {
     let mut taken = snapshot(model, optim, mesh.layout(), "shard")?;
     let training = TrainingState {
         step,
@@ -84,7 +86,7 @@ fn write<M: Module>(
     };
     let request = SaveRequest::new(taken.plan, training);
     let mut meet = GroupRendezvous::new(group);
-    save(
+    save_step(
         &Checkpoints::new(folder),
         &request,
         &mut taken.snapshot,
@@ -114,7 +116,7 @@ fn save_at(ranks: usize, layout: Layout, folder: &Path) -> Tensors {
         write(apart(&world)?, &mesh, &model, &optim, 2, &folder)?;
         let plain = CONFIG.init(&device, 5).expect("valid");
         let whole = plain.load_record(model.into_record());
-        Ok::<_, CheckpointError>(parameters(&whole))
+        Ok::<_, Error>(parameters(&whole))
     });
     seen.unwrap_or_else(|error| panic!("{error}"))
         .swap_remove(0)
@@ -184,7 +186,7 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
                     assert_eq!(taken.optimizer, step.index().training.optimizer);
                     // What was loaded, saved again.
                     write(world, &mesh, &model, &optim, 2, &again)?;
-                    Ok::<_, CheckpointError>(())
+                    Ok::<_, Error>(())
                 });
                 resumed.unwrap_or_else(|error| panic!("{error}"));
                 let got = saved(&Checkpoints::new(to.path()).newest().expect("saved"));
@@ -214,11 +216,11 @@ fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
             let gradients = backward(loss, &model)?;
             model = optim.step(1e-2, model, gradients);
         }
-        summon_full_params(model, burn_fsdp::WriteBack::Discard, |full: Gpt| {
+        summon_full_params(model, burn_fsdp::state::WriteBack::Discard, |full: Gpt| {
             assert!(parameters(&full) == want, "bits of the plain model");
             full
         })?;
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
 }
@@ -230,15 +232,15 @@ fn a_step_of_another_model_is_refused_by_name() {
     let from = folder.path().to_owned();
     let message = launch(LaunchConfig::new(1), move |world| {
         let device = Device::flex().autodiff();
-        let mesh = Mesh::line("shard", 1).map_err(Error::from)?;
-        let mesh = ProcessMesh::new(&world, mesh).map_err(Error::from)?;
+        let mesh = Mesh::line("shard", 1)?;
+        let mesh = ProcessMesh::new(&world, mesh)?;
         let model = GptConfig { dim: 8, ..CONFIG }
             .init(&device, 4)
             .expect("valid");
         let model = fully_shard(model, &mesh, ShardPolicy::new())?;
         let step = Checkpoints::new(&from).newest()?;
         let refused = restore(model, optimizer(), &step).err();
-        Ok::<_, CheckpointError>(refused.map(|error| error.to_string()))
+        Ok::<_, Error>(refused.map(|error| error.to_string()))
     });
     let message = message.unwrap_or_else(|error| panic!("{error}"));
     let message = message[0].clone().unwrap_or_default();
@@ -254,16 +256,16 @@ fn a_part_may_be_loaded_by_path() {
         let device = device();
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let step = Checkpoints::new(&from).newest()?;
-        let before = burn_fsdp::local_state(&model)?;
+        let before = burn_fsdp::state::local_state(&model)?;
         let model = restore_matching(model, &step, |path| path.starts_with("blocks.1."))?;
-        let after = burn_fsdp::local_state(&model)?;
+        let after = burn_fsdp::state::local_state(&model)?;
         for (before, after) in before.iter().zip(&after) {
             let changed = before.elements.as_bytes() != after.elements.as_bytes();
             let trained = !after.elements.is_empty();
             let wanted = after.path.starts_with("blocks.1.") && trained;
             assert_eq!(changed, wanted, "{}", after.path);
         }
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
 }
@@ -273,16 +275,16 @@ fn a_part_may_be_loaded_by_path() {
 fn large_shards_come_back() {
     let folder = tempfile::tempdir().expect("a folder");
     let mesh = Mesh::line("shard", 1).expect("one rank");
-    let layout = burn_fsdp::steps::Layout::flat(&mesh, "shard").expect("an axis");
+    let layout = burn_fsdp::checkpoint::Layout::flat(&mesh, "shard").expect("an axis");
     let elements = (17 << 20) / 4 + 3;
-    let spec = burn_fsdp::steps::TensorSpec::new(
+    let spec = burn_fsdp::checkpoint::TensorSpec::new(
         "large",
         [elements],
-        burn_fsdp::steps::Dtype::F32,
+        burn_fsdp::checkpoint::Dtype::F32,
         TensorKind::Parameter,
         layout,
     );
-    let plan = Arc::new(burn_fsdp::steps::WritePlan::new(&mesh, vec![spec]).expect("a plan"));
+    let plan = Arc::new(burn_fsdp::checkpoint::WritePlan::new(&mesh, vec![spec]).expect("a plan"));
     let bytes: Vec<u8> = (0..4 * elements).map(|i| (i * 31 % 251) as u8).collect();
     let mut snapshot = Snapshot::new();
     snapshot.insert("large", bytes.clone());
@@ -291,7 +293,7 @@ fn large_shards_come_back() {
         ..SaveRequest::new(plan, TrainingState::default())
     };
     let checkpoints = Checkpoints::new(folder.path());
-    save(&checkpoints, &request, &mut snapshot, &mut Alone).expect("saved");
+    save_step(&checkpoints, &request, &mut snapshot, &mut Alone).expect("saved");
     let step = checkpoints.newest().expect("saved");
     let got = step
         .read("large", &Region::Flat(0..elements))
@@ -330,7 +332,7 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
         let device = device();
         let (_, model) = sharded(&world, &device, Layout::Flat)?;
         let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
-            let state = burn_fsdp::local_state(model)?.into_iter();
+            let state = burn_fsdp::state::local_state(model)?.into_iter();
             Ok(state
                 .map(|tensor| tensor.elements.as_bytes().to_vec())
                 .collect())
@@ -345,7 +347,7 @@ fn a_damaged_step_changes_no_copy_of_the_model() {
         let gradients = backward(loss(&model, 0, &device), &model)?;
         let model = SgdConfig::new().init().step(0.0, model, gradients);
         assert!(bytes(&model)? == before);
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
 }
@@ -395,7 +397,7 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
         let fresh = fully_shard(counting(&device, 0), &mesh, ShardPolicy::new())?;
         let step = Checkpoints::new(&path).newest()?;
         let fresh = restore_model(fresh, &step)?;
-        Ok::<_, CheckpointError>((own(&model), own(&fresh)))
+        Ok::<_, Error>((own(&model), own(&fresh)))
     })
     .unwrap_or_else(|error| panic!("{error}"));
     assert_ne!(seen[0].0, seen[1].0, "ranks differ");
@@ -428,7 +430,7 @@ fn an_optimizer_that_needs_whole_tensors_is_noticed() {
         let gradients = backward(loss(&model, 0, &device), &model)?;
         let error = optim.step(1e-2, model, gradients).expect_err("refused");
         assert!(error.to_string().contains("clip_grad_norm"), "{error}");
-        Ok::<_, CheckpointError>(())
+        Ok::<_, Error>(())
     })
     .unwrap_or_else(|error| panic!("{error}"));
 }

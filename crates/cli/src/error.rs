@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::LaunchError;
+use burn_fsdp::collectives::LaunchError;
 use burn_fsdp_models::ModelError;
 
 /// Why the command did not do what it was asked for.
@@ -95,7 +95,7 @@ pub(crate) enum InputError {
     ReplicasDoNotDivideRanks { replicas: usize, ranks: usize },
 
     #[error(transparent)]
-    Step(#[from] burn_fsdp::steps::Error),
+    Step(#[from] burn_fsdp::checkpoint::Error),
 
     #[error("{} is no model that this command knows: {problem}", path.display())]
     UnknownModel { path: PathBuf, problem: String },
@@ -207,7 +207,7 @@ pub(crate) enum InputError {
     },
 
     #[error(transparent)]
-    Plan(Box<burn_fsdp::spmd::Error>),
+    Plan(Box<burn_fsdp::compile::Error>),
 
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
@@ -216,8 +216,8 @@ pub(crate) enum InputError {
     Model(#[from] ModelError),
 }
 
-impl From<burn_fsdp::spmd::Error> for InputError {
-    fn from(error: burn_fsdp::spmd::Error) -> Self {
+impl From<burn_fsdp::compile::Error> for InputError {
+    fn from(error: burn_fsdp::compile::Error) -> Self {
         Self::Plan(Box::new(error))
     }
 }
@@ -226,7 +226,7 @@ impl From<burn_fsdp::spmd::Error> for InputError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RankError {
     #[error(transparent)]
-    Engine(#[from] burn_fsdp::Error),
+    Engine(#[from] burn_fsdp::sharding::Error),
     #[error(transparent)]
     Collective(#[from] burn_fsdp::collectives::Error),
     #[error(transparent)]
@@ -234,11 +234,11 @@ pub(crate) enum RankError {
     #[error(transparent)]
     Model(#[from] ModelError),
     #[error(transparent)]
-    Checkpoint(#[from] burn_fsdp::CheckpointError),
+    Checkpoint(#[from] burn_fsdp::checkpoint::CheckpointError),
     #[error(transparent)]
-    Step(#[from] burn_fsdp::steps::Error),
+    Step(#[from] burn_fsdp::checkpoint::Error),
     #[error(transparent)]
-    Compiled(Box<burn_fsdp::spmd::Error>),
+    Compiled(Box<burn_fsdp::compile::Error>),
     #[error("the training has ended in an error before")]
     Ended,
     /// What is in the files of a step, which the user gave.
@@ -254,7 +254,7 @@ pub(crate) enum RankError {
 impl RankError {
     /// Whether a file that was to be read is at fault, and not the run.
     pub(crate) fn is_input(&self) -> bool {
-        use burn_fsdp::steps::Error::{Foreign, NotAFolder};
+        use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(
             self,
             Self::Restore { .. } | Self::Step(NotAFolder { .. } | Foreign { .. })
@@ -262,8 +262,8 @@ impl RankError {
     }
 }
 
-impl From<burn_fsdp::spmd::Error> for RankError {
-    fn from(error: burn_fsdp::spmd::Error) -> Self {
+impl From<burn_fsdp::compile::Error> for RankError {
+    fn from(error: burn_fsdp::compile::Error) -> Self {
         Self::Compiled(Box::new(error))
     }
 }

@@ -1,8 +1,8 @@
 //! The fused operations of the models, as a compiled step runs them.
 
-use burn_fsdp::spmd::CustomOperations;
-use burn_fsdp::spmd::graph::CustomProfile;
-use burn_fsdp::spmd::plan::Flops;
+use burn_fsdp::compile::CustomOperations;
+use burn_fsdp::compile::graph::CustomProfile;
+use burn_fsdp::plan::Flops;
 use burn_fsdp_models::fused::{FusedCost, FusedOperation};
 
 /// All of them. They are in the graphs of losses that `burn_fsdp_models::fused::recorded` records.

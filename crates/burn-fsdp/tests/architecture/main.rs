@@ -1,5 +1,6 @@
 //! The rooms depend on each other in one direction only, files do so inside of a room, and nothing grows too large.
 
+mod face;
 mod imports;
 mod modules;
 mod prose;
@@ -182,6 +183,21 @@ fn nothing_is_too_large_without_a_reason() {
         }
     }
     assert!(said.is_empty(), "\n{said}");
+}
+
+/// The most names that the root of the facade may have, modules aside: they should fit on a page.
+const MOST_NAMES: usize = 26;
+
+#[test]
+fn the_root_of_the_facade_fits_on_a_page() {
+    let names = face::names(&root().join("crates/burn-fsdp/src/lib.rs"));
+    assert!(names.contains(&"fully_shard".to_owned()), "{names:?}");
+    assert!(
+        names.len() <= MOST_NAMES,
+        "{} names at the root of `burn-fsdp`, at most {MOST_NAMES} are wanted; give some of them to the module \
+         that they belong to: {names:?}",
+        names.len()
+    );
 }
 
 #[test]

@@ -42,7 +42,7 @@ enum Target {
 pub(crate) struct Import {
     pub(crate) path: Vec<String>,
     /// The name it has from here on; none for a `*`.
-    name: Option<String>,
+    pub(crate) name: Option<String>,
 }
 
 /// The modules of one crate.

@@ -1,6 +1,6 @@
 //! Models by name.
 
-use burn_fsdp::spmd::plan::Transformer;
+use burn_fsdp::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
 
 use crate::args::ModelArg;

@@ -5,7 +5,7 @@
 //! train steps reach, and it is fitted on the row that is marked so. Everything else is from data
 //! sheets, from the publications, or from the formulas.
 
-use burn_fsdp::spmd::plan::{Checkpointing, Division, Estimate, Job, Machine, Precision};
+use burn_fsdp::plan::{Checkpointing, Division, Estimate, Job, Machine, Precision};
 
 use crate::args::ModelArg;
 use crate::plan::preset::Preset;

@@ -5,14 +5,14 @@ use std::io::{self, Write};
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::graph::Graph;
-use burn_fsdp::spmd::passes::schedule::{Options, pipeline};
-use burn_fsdp::spmd::plan::{
+use burn_fsdp::compile::graph::Graph;
+use burn_fsdp::compile::passes::schedule::{Options, pipeline};
+use burn_fsdp::compile::trace::{TraceConfig, trace};
+use burn_fsdp::compile::{DataParallel, Error};
+use burn_fsdp::plan::{
     Checkpointing, Division, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size,
     TracedEstimate,
 };
-use burn_fsdp::spmd::trace::{TraceConfig, trace};
-use burn_fsdp::spmd::{DataParallel, Error};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use burn_fsdp::steps::{
+use burn_fsdp::checkpoint::{
     Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
     consolidate_to_folder,
 };

@@ -4,10 +4,8 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::steps::{Step, TensorKind};
-use burn_fsdp::{
-    LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch, restore_model,
-};
+use burn_fsdp::checkpoint::{Step, TensorKind, restore_model};
+use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch};
 use burn_fsdp_models::{BYTE_VOCAB, GptConfig, ModelError};
 
 use crate::args::GenerateArgs;

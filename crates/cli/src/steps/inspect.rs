@@ -1,6 +1,6 @@
 //! `burn-fsdp inspect`.
 
-use burn_fsdp::steps::{Error as StepError, Inspection, Step};
+use burn_fsdp::checkpoint::{Error as StepError, Inspection, Step};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 

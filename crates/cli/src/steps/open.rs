@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fsdp::steps::{Checkpoints, Step};
+use burn_fsdp::checkpoint::{Checkpoints, Step};
 
 use crate::error::{Failure, InputError};
 

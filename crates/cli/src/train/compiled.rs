@@ -4,14 +4,14 @@ use std::sync::Mutex;
 use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::spmd::passes::schedule::Options;
-use burn_fsdp::spmd::plan::{MemoryPlan, Size};
-use burn_fsdp::spmd::{CompiledStep, DataParallel, Mode, compile};
-use burn_fsdp::steps::Step;
-use burn_fsdp::{
-    At, ProcessGroup, ProcessMesh, Strategy, TrainingSnapshot, load_compiled, restore_compiled,
-    snapshot_compiled,
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::compile::passes::schedule::Options;
+use burn_fsdp::compile::{
+    CompiledStep, DataParallel, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
 };
+use burn_fsdp::plan::{MemoryPlan, Size};
+use burn_fsdp::testing::At;
+use burn_fsdp::{ProcessGroup, ProcessMesh, Strategy};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Batches, Gpt};
 use serde_json::Value;

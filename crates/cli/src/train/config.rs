@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::FloatDType;
-use burn_fsdp::{Clip, Fault, Precision, Strategy};
+use burn_fsdp::testing::Fault;
+use burn_fsdp::{Clip, Precision, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{Float, ModelArgs, NotFinite, StrategyArg, TrainArgs, TrainingArgs};

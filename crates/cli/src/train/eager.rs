@@ -4,11 +4,11 @@ use std::time::Instant;
 
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
-use burn_fsdp::steps::Step;
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore, restore_scaler, snapshot};
+use burn_fsdp::inspect::{LiveBytes, WrapPlan, memory, reset_peak, wrap_plan};
+use burn_fsdp::testing::At;
 use burn_fsdp::{
-    At, LiveBytes, LossScaler, ProcessGroup, ProcessMesh, TrainingSnapshot, WrapPlan, backward,
-    catch, checkpoint, clip_grad_norm, memory, no_sync, reset_peak, restore, restore_scaler,
-    snapshot, wrap_plan,
+    LossScaler, ProcessGroup, ProcessMesh, backward, catch, clip_grad_norm, no_sync, recompute,
 };
 use burn_fsdp_models::{Batches, Block, Gpt};
 use serde_json::Value;
@@ -84,7 +84,7 @@ impl<'a> Eager<'a> {
         let start = Instant::now();
         let loss = catch(|| {
             model.loss_with(inputs, targets, |block, x, batch| match again {
-                true => checkpoint(block, x, move |block: &Block, x| block.forward(x, batch)),
+                true => recompute(block, x, move |block: &Block, x| block.forward(x, batch)),
                 false => block.forward(x, batch),
             })
         })?;

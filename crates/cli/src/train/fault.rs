@@ -2,8 +2,7 @@
 
 use std::env;
 
-use burn_fsdp::collectives::How;
-use burn_fsdp::{At, Fault};
+use burn_fsdp::testing::{At, Fault, How};
 
 use crate::error::InputError;
 

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use burn_fsdp::steps::{Rendezvous, ThreadRendezvous};
+use burn_fsdp::checkpoint::{Rendezvous, ThreadRendezvous};
 
 use crate::error::RankError;
 

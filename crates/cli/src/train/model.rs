@@ -1,7 +1,8 @@
 //! The model that a run trains: its initial weights, its device, the ranks and how it is divided over them.
 
 use burn::tensor::Device;
-use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, auto_units, fully_shard};
+use burn_fsdp::inspect::auto_units;
+use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard};
 use burn_fsdp_models::{Gpt, ModelError};
 
 use crate::error::RankError;

@@ -1,7 +1,8 @@
 //! The optimizer, with its state in memory or in files.
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn_fsdp::{FileBackedOptimizer, catch, check_elementwise};
+use burn_fsdp::catch;
+use burn_fsdp::optim::{FileBackedOptimizer, check_elementwise};
 use burn_fsdp_models::Gpt;
 
 use crate::error::RankError;

@@ -1,6 +1,6 @@
 //! What a rank has to tell when it is done.
 
-use burn_fsdp::{OperationCounts, OperationKind};
+use burn_fsdp::collectives::{OperationCounts, OperationKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

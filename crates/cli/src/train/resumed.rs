@@ -1,6 +1,6 @@
 //! The step that a run goes on from.
 
-use burn_fsdp::steps::{Check, Checkpoints, Step};
+use burn_fsdp::checkpoint::{Check, Checkpoints, Step};
 use burn_fsdp_models::GptConfig;
 
 use crate::args::ResumeFrom;

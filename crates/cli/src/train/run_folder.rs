@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use burn_fsdp::steps::Checkpoints;
+use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp_models::GptConfig;
 
 use crate::args::CheckpointArgs;

@@ -2,8 +2,10 @@
 
 use std::num::NonZeroUsize;
 
-use burn_fsdp::steps::{DataPosition, Existing, SaveRequest, TrainingState};
-use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup, SaveRemark, TrainingSnapshot, loss_scale};
+use burn_fsdp::checkpoint::{
+    DataPosition, Existing, SaveRemark, SaveRequest, TrainingSnapshot, TrainingState, loss_scale,
+};
+use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup};
 use serde_json::json;
 
 use crate::args::NotFinite;

@@ -1,7 +1,7 @@
 //! What the numbers of a run depend on beside its model: saved with each step, and compared when
 //! somebody goes on from it.
 
-use burn_fsdp::steps::TrainingState;
+use burn_fsdp::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
 use crate::args::{LrSchedule, TrainArgs};

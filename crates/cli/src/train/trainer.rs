@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use burn_fsdp::steps::Step;
-use burn_fsdp::{LossScaler, TrainingSnapshot};
+use burn_fsdp::LossScaler;
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use serde_json::Value;
 
 use crate::error::RankError;

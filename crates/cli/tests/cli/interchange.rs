@@ -8,9 +8,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use burn_fsdp::steps::{
-    Alone, Checkpoints, Dtype, Layout, Mesh, SaveRequest, Snapshot, TensorKind, TensorSpec,
-    TrainingState, WritePlan, save,
+use burn_fsdp::Mesh;
+use burn_fsdp::checkpoint::{
+    Alone, Checkpoints, Dtype, Layout, SaveRequest, Snapshot, TensorKind, TensorSpec,
+    TrainingState, WritePlan, save_step,
 };
 use serde_json::Value;
 
@@ -222,7 +223,7 @@ fn save_matrix(folder: &Path, model: Value) {
         model,
         ..SaveRequest::new(plan, TrainingState::default())
     };
-    save(
+    save_step(
         &Checkpoints::new(folder),
         &request,
         &mut snapshot,
