@@ -69,16 +69,38 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that what a folder is to be made of is not a file.
+/// Checks that what a folder is to be made of, or made in, is not a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
-    match path.exists() && !path.is_dir() {
-        true => Err(InputError::Output {
+    match path.ancestors().find(|above| above.exists()) {
+        Some(above) if !above.is_dir() => Err(InputError::Output {
             flag,
-            path: path.to_owned(),
+            path: above.to_owned(),
             problem: "not a folder".to_owned(),
         }),
-        false => Ok(()),
+        _ => Ok(()),
     }
+}
+
+/// Checks that a folder for the ranks' own files can be made, and that no other run has left its own there.
+pub(crate) fn check_ranks_folder(
+    flag: &'static str,
+    path: &Path,
+    ranks: usize,
+) -> Result<(), InputError> {
+    check_folder(flag, path)?;
+    for rank in 0..ranks {
+        let folder = path.join(format!("rank-{rank}"));
+        if std::fs::read_dir(&folder).is_ok_and(|mut entries| entries.next().is_some()) {
+            return Err(InputError::Output {
+                flag,
+                path: folder,
+                problem:
+                    "there are files of another run; remove them, or give a folder that no run uses"
+                        .to_owned(),
+            });
+        }
+    }
+    Ok(())
 }
 
 /// Puts a file in its place only when it is complete.

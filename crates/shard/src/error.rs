@@ -205,7 +205,7 @@ pub enum Error {
     /// Two copies of the module hold different values, so it is unclear which one is meant.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
-         which of them is meant here; use `burn_fsdp::into_record(model)` in place of \
+         which of them is meant here; use `burn_fsdp::state::into_record(model)` in place of \
          `model.into_record()`, or drop the other copies first"
     )]
     AmbiguousCopy {

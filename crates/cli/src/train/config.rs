@@ -109,7 +109,7 @@ impl TrainConfig {
             .map(|path| WeightsFile::open(path, model))
             .transpose()?;
         if let Some(folder) = &sharding.offload {
-            output::check_folder("--offload", folder)?;
+            output::check_ranks_folder("--offload", folder, ranks)?;
         }
         output::check(&args)?;
         let settings = Settings::new(&args, &data);

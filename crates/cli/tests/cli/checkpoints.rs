@@ -230,6 +230,8 @@ fn a_step_is_consolidated_inspected_and_sampled() {
 fn wrong_paths_and_sizes_are_the_users_fault() {
     let folder = Folder::new();
     folder.write("file", "no step");
+    std::fs::create_dir_all(folder.path("left/rank-0")).expect("a folder");
+    folder.write("left/rank-0/state", "of a run that was killed");
     for (arguments, text) in [
         ("inspect nowhere", "nowhere"),
         ("inspect file", "file"),
@@ -275,6 +277,8 @@ fn wrong_paths_and_sizes_are_the_users_fault() {
             "--save-deadline is 0",
         ),
         ("--synthetic --offload file", "not a folder"),
+        ("--synthetic --offload file/x", "not a folder"),
+        ("--synthetic --offload left", "files of another run"),
     ] {
         let run = folder.train(arguments);
         assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);

@@ -198,7 +198,10 @@ fn copies_with_other_values_do_not_hinder_a_record() {
         let of_model = whole(&model)?;
         let refused = catch(|| model.clone().into_record()).expect_err("two copies");
         let message = refused.to_string();
-        assert!(message.contains("burn_fsdp::into_record"), "{message}");
+        assert!(
+            message.contains("burn_fsdp::state::into_record"),
+            "{message}"
+        );
         drop(best);
         assert_eq!(whole_params(Mlp::new(&device), &model), of_model);
         Ok(())
