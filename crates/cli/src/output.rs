@@ -74,8 +74,11 @@ pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputE
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
             flag,
-            path: above.to_owned(),
-            problem: "not a folder".to_owned(),
+            path: path.to_owned(),
+            problem: match above == path {
+                true => "not a folder".to_owned(),
+                false => format!("{} is not a folder", above.display()),
+            },
         }),
         _ => Ok(()),
     }
