@@ -118,8 +118,7 @@ pub mod optim {
 /// This module has the files of trainings: snapshots of sharded models, restoring, and the steps on disk (format,
 /// plans, storage, commit, consolidation).
 ///
-/// [`save`](crate::save()), [`resume`](crate::resume) and [`Checkpointer`](crate::Checkpointer) are what most
-/// programs need.
+/// [`save`](save()), [`resume`] and [`Checkpointer`] are what most programs need.
 pub mod checkpoint {
     pub use crate::blocking::Resumed;
     pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};

@@ -20,12 +20,12 @@ use crate::optimizer_record::{check_taken, kept_in, owner_of};
 ///
 /// Not collective: ranks that meet an error and go on with what they had must see to it that all do.
 /// `optimizer` is configured as the one that was saved; its state is replaced. It is tried as by
-/// [`snapshot`].
+/// [`snapshot`](crate::checkpoint::snapshot()).
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape, tensors of the step that the
-/// model lacks, damage: nothing is changed then, in no copy of the model.
+/// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape,
+/// tensors of the step that the model lacks, damage: nothing is changed then, in no copy of the model.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
