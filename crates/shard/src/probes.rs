@@ -37,6 +37,18 @@ pub(crate) fn element(i: usize, step: usize) -> f32 {
     sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
+/// A tensor of these elements, by their place in a row.
+pub(crate) fn tensor_of<const D: usize>(
+    shape: [usize; D],
+    element: impl Fn(usize) -> f32,
+    device: &Device,
+    dtype: DType,
+) -> Tensor<D> {
+    let len = shape.iter().product();
+    let values: Vec<f32> = (0..len).map(element).collect();
+    Tensor::from_data(TensorData::new(values, shape), (device, dtype))
+}
+
 /// The ids of probes begin with it.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
 /// Modules, of those in one backward, that have probes of their own.
@@ -299,9 +311,7 @@ impl Probes {
         shape: [usize; D],
         element: impl Fn(usize) -> f32,
     ) -> Tensor<D> {
-        let len = shape.iter().product();
-        let values: Vec<f32> = (0..len).map(element).collect();
-        Tensor::from_data(TensorData::new(values, shape), (&self.device, self.dtype))
+        tensor_of(shape, element, &self.device, self.dtype)
     }
 }
 

@@ -27,6 +27,17 @@ pub(crate) fn count_for(rank: usize) {
     OWNER.set(rank + 1);
 }
 
+/// Gives the system back what other tests have freed, so that it is not used again without being noticed.
+pub(crate) fn give_back_what_is_free() {
+    #[cfg(target_env = "gnu")]
+    {
+        unsafe extern "C" {
+            safe fn malloc_trim(pad: usize) -> std::ffi::c_int;
+        }
+        malloc_trim(0);
+    }
+}
+
 fn owner() -> usize {
     // A thread that is ending has no such value any more.
     OWNER.try_with(Cell::get).unwrap_or(0)

@@ -8,14 +8,13 @@
 //! filling, and two passes over one generation make two children. So each parameter always
 //! belongs to a set in which its own value is its own, whatever its siblings do.
 
-use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{Part, Partition};
+use burn_fsdp_collectives::{Fingerprint, Part, Partition};
 use parking_lot::Mutex;
 
 use super::holders::Holders;
@@ -139,7 +138,7 @@ impl Generation {
                 return view.joint.clone();
             }
         }
-        let mut hasher = DefaultHasher::new();
+        let mut hasher = Fingerprint::new();
         for source in sources {
             source.version().hash(&mut hasher);
         }
@@ -393,7 +392,5 @@ impl Kin {
 
 /// An identifier that is the same for all units and ranks that went through the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    (epoch, transition, ordinal).hash(&mut hasher);
-    hasher.finish()
+    Fingerprint::of(&(epoch, transition, ordinal))
 }

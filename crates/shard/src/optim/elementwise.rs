@@ -4,11 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
-use crate::probes::{LEN, SIDE, element};
+use crate::probes::{LEN, SIDE, element, tensor_of};
 
 const NUM_STEPS: usize = 3;
 
@@ -146,9 +146,7 @@ impl Trial<'_> {
         shape: [usize; D],
         element: impl Fn(usize) -> f32,
     ) -> Tensor<D> {
-        let len = shape.iter().product();
-        let values: Vec<f32> = (0..len).map(element).collect();
-        Tensor::from_data(TensorData::new(values, shape), (&self.device, self.dtype))
+        tensor_of(shape, element, &self.device, self.dtype)
     }
 }
 

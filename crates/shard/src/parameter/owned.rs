@@ -1,11 +1,10 @@
 //! Which copy of a module holds a parameter.
 
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::tensor::Tensor;
+use burn_fsdp_collectives::Fingerprint;
 use parking_lot::Mutex;
 
 use crate::ambient::{Purpose, is_within};
@@ -94,10 +93,8 @@ impl Owned {
     /// A copy of its own. Parameters of one module are copied together, so they get one number.
     fn cloned(&self) -> Copied {
         let ordinal = self.num_clones.fetch_add(1, Ordering::Relaxed);
-        let mut hasher = DefaultHasher::new();
-        (self.copy.number, ordinal).hash(&mut hasher);
         Copied {
-            number: hasher.finish(),
+            number: Fingerprint::of(&(self.copy.number, ordinal)),
             parent: self.copy.number,
         }
     }

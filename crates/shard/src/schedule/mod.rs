@@ -10,9 +10,9 @@ mod note;
 mod operation;
 
 use std::collections::{BTreeMap, HashMap};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 
-use burn_fsdp_collectives::{Label, ProcessGroup};
+use burn_fsdp_collectives::{Fingerprint, Label, ProcessGroup};
 
 use crate::error::Error;
 
@@ -144,7 +144,7 @@ impl Schedule {
 
     /// A number that is equal on two ranks if their orders are.
     pub(crate) fn hash(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
+        let mut hasher = Fingerprint::new();
         self.recorded.len().hash(&mut hasher);
         self.operations()
             .for_each(|operation| operation.hash(&mut hasher));

@@ -1,10 +1,11 @@
 //! Whether ranks that should hold the same values do.
 
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, Int, Tensor, TensorData};
+
+use burn_fsdp_collectives::Fingerprint;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
@@ -106,12 +107,9 @@ impl Checksum {
     }
 
     fn of_bytes(piece: usize, size: usize, bytes: &[u8]) -> Self {
-        let mut hasher = DefaultHasher::new();
-        size.hash(&mut hasher);
-        bytes.hash(&mut hasher);
         Self {
             piece: piece as u64,
-            hash: hasher.finish(),
+            hash: Fingerprint::of(&(size, bytes)),
         }
     }
 

@@ -13,11 +13,11 @@ mod ranks;
 mod sharder;
 
 use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn_fsdp_collectives::ProcessMesh;
+use burn_fsdp_collectives::{Fingerprint, ProcessMesh};
 
 use crate::copies::Generation;
 use crate::device;
@@ -218,7 +218,7 @@ fn check(
 /// Puts the units' copies, which may come from several calls, under one history.
 fn begin_history<M: Module>(module: &M) {
     let members = inspect::members(module);
-    let mut hasher = DefaultHasher::new();
+    let mut hasher = Fingerprint::new();
     for member in &members {
         member.generation.epoch().hash(&mut hasher);
     }

@@ -1,9 +1,6 @@
 //! How ranks make sure that they run the same.
 
-use std::hash::{Hash, Hasher};
-
-use burn_fsdp_collectives::ProcessGroup;
-use siphasher::sip::SipHasher13;
+use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 
 use crate::error::Error;
 use crate::trace::{Batch, fixed_of, specs_of};
@@ -24,9 +21,8 @@ pub(super) fn agree<B: Batch>(
     batch: &B,
 ) -> Result<(), Error> {
     let said = fingerprint.map_or(NOT_READY, |fingerprint| {
-        let mut hasher = SipHasher13::new();
-        (fingerprint, learning_rate.to_bits()).hash(&mut hasher);
-        hasher.finish().max(1).to_le_bytes()
+        let said = Fingerprint::of(&(fingerprint, learning_rate.to_bits()));
+        said.max(1).to_le_bytes()
     });
     let all = group.exchange("step", said.to_vec());
     let all = all.map_err(Error::among_ranks)?;

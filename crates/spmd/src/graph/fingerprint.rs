@@ -2,7 +2,7 @@
 
 use std::hash::{Hash, Hasher};
 
-use siphasher::sip::SipHasher13;
+use burn_fsdp_collectives::Fingerprint;
 
 use super::Graph;
 
@@ -10,7 +10,7 @@ impl Graph {
     /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles,
     /// updates and the data of constants.
     pub fn fingerprint(&self) -> u64 {
-        let mut hasher = SipHasher13::new();
+        let mut hasher = Fingerprint::new();
         for value in self.values.values() {
             (value.id, &value.shape, &value.role).hash(&mut hasher);
         }

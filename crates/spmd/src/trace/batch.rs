@@ -1,9 +1,9 @@
 //! Batches: what a loss takes beside the model.
 
-use std::hash::{Hash, Hasher};
+use std::hash::Hash;
 
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
-use siphasher::sip::SipHasher13;
+use burn_fsdp_collectives::Fingerprint;
 
 use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
@@ -251,9 +251,8 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 
     fn fixed(&mut self, name: &str, value: &impl Hash) {
-        let mut hasher = SipHasher13::new();
-        value.hash(&mut hasher);
-        self.fixed.push((self.path.of(name), hasher.finish()));
+        self.fixed
+            .push((self.path.of(name), Fingerprint::of(value)));
     }
 
     fn enter(&mut self, name: &str) {
