@@ -18,7 +18,7 @@ use std::time::Instant;
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{CompiledStep, DataParallel, Mode, compile};
+use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
 use burn_fsdp::plan::{Machine, MemoryPlan, Plan, Size};
 use burn_fsdp::{
     LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
@@ -134,7 +134,7 @@ impl Compiled {
             options.recompute = None;
         }
         let is_composed = arguments.is_composed;
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
         let step = compile(
             |device: &Device| CONFIG.init(device, 1).expect("the sizes are valid"),
             move |model: &Gpt, (tokens, targets): Tokens| match is_composed {
@@ -142,9 +142,9 @@ impl Compiled {
                 false => fused::recorded(|| model.loss(tokens, targets)),
             },
             AdamWConfig::new().build(),
-            mode.with_options(options),
+            mode.options(options),
         )?;
-        Ok(Self(step.with_operations(operations::operations())))
+        Ok(Self(step.operations(operations::operations())))
     }
 }
 

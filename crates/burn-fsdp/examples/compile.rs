@@ -9,7 +9,7 @@ mod gpt;
 use burn::module::Module;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::compile::{DataParallel, Mode, compile, load_compiled};
+use burn_fsdp::compile::{Mode, Strategy, compile, load_compiled};
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch,
 };
@@ -27,7 +27,7 @@ fn rank(world: &ProcessGroup) -> Result<(Vec<f64>, f32), Error> {
         init,
         |model: &Gpt, (inputs, targets): Tokens| model.loss(inputs, targets),
         AdamWConfig::new().build(),
-        Mode::data_parallel(world.clone(), DataParallel::FullyShard),
+        Mode::data_parallel(world.clone(), Strategy::FullShard),
     )?;
     // Batches lie on a device without autodiff: the compiler has made the gradients. Each rank has its
     // own rows, and the loss is the mean over all.

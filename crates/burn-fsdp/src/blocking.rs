@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, TrainingState};
-use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_collectives::{AsMesh, ProcessGroup};
 use burn_fsdp_mesh::Mesh;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -24,7 +24,7 @@ pub struct Resumed<M> {
     pub model: M,
     /// The optimizer, with the state that it had.
     pub optimizer: ModuleOptimizer,
-    /// How many steps had been made: the number of the next one, counted from 0.
+    /// Number of steps that had been made, and so the number of the next one, counted from 0.
     pub step: u64,
 }
 
@@ -38,9 +38,9 @@ impl<M> std::fmt::Debug for Resumed<M> {
 /// Saves a sharded model and its optimizer as they are after `step` steps, into a folder of steps:
 /// whole or not at all, for any number of ranks to go on from with [`resume`].
 ///
-/// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when
-/// the step is on disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once: call [`sync_buffers`](crate::state::sync_buffers) before, if the
-/// model has any.
+/// Collective: all ranks of `mesh` call it at the same point, and all hear the same. It returns when the step is on
+/// disk; a [`Checkpointer`](crate::Checkpointer) saves while the training goes on. Running states are stored once:
+/// call [`sync_buffers`](crate::state::sync_buffers) before, if the model has any.
 ///
 /// The model is divided along the mesh's only axis, or along its axis `shard`; for others there is
 /// [`snapshot`].
@@ -88,11 +88,12 @@ pub fn save<M: Module>(
     step: u64,
     model: &M,
     optimizer: &ModuleOptimizer,
-    mesh: &ProcessMesh,
+    mesh: &impl AsMesh,
 ) -> Result<Saved, CheckpointError> {
+    let mesh = mesh.as_mesh("shard")?;
     let world = mesh.world();
     let taken =
-        shard_axis(mesh.layout()).and_then(|axis| snapshot(model, optimizer, mesh.layout(), axis));
+        shard_axis(mesh.mesh()).and_then(|axis| snapshot(model, optimizer, mesh.mesh(), axis));
     let mut taken = agreed(world, "save, snapshot", step, taken)?;
     let training = TrainingState {
         step,
@@ -125,8 +126,9 @@ pub fn resume<M: Module>(
     folder: impl AsRef<Path>,
     model: M,
     optimizer: ModuleOptimizer,
-    mesh: &ProcessMesh,
+    mesh: &impl AsMesh,
 ) -> Result<Resumed<M>, CheckpointError> {
+    let mesh = mesh.as_mesh("shard")?;
     let world = mesh.world();
     let checkpoints = Checkpoints::new(folder.as_ref());
     let newest = match world.rank() {
@@ -159,7 +161,7 @@ fn open(
     Ok(step)
 }
 
-/// The axis along which shards lie.
+/// Returns the axis along which shards lie.
 fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     const USUAL: &str = "shard";
     match mesh.axes() {
@@ -177,14 +179,14 @@ fn shard_axis(mesh: &Mesh) -> Result<&str, CheckpointError> {
     }
 }
 
-/// One rank's word on what it is about to do.
+/// The word of one rank on what it is about to do.
 #[derive(Debug, Serialize, Deserialize)]
 struct Word {
     step: u64,
     failure: Option<String>,
 }
 
-/// What this rank has, if all ranks have theirs, for the same step; else the same failure on all.
+/// Returns `own` if all ranks succeeded, for the same step; else an error on all, a rank's own if it failed itself.
 fn agreed<T>(
     world: &ProcessGroup,
     label: &'static str,
@@ -214,7 +216,7 @@ fn agreed<T>(
     Ok(own)
 }
 
-/// Rank 0's newest step, on every rank.
+/// Returns rank 0's newest step, on every rank.
 fn newest_of_rank_0(
     world: &ProcessGroup,
     own: Result<Option<u64>, StepError>,

@@ -12,13 +12,13 @@ use crate::error::CheckpointError;
 use crate::rendezvous::GroupRendezvous;
 use crate::snapshot::TrainingSnapshot;
 
-/// How long to wait before a last save that failed is tried once more.
+/// The pause before a last save that failed is tried once more.
 const BEFORE_RETRY: Duration = Duration::from_secs(1);
 
-/// How long a rank waits for the save before, if it is not told otherwise.
+/// The longest wait for the save before, if [`Checkpointer::patience`] does not set another.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One rank's end of the saves of a training, which are written while the training goes on.
+/// The handle of one rank on the saves of a training, which are written while the training goes on.
 ///
 /// A save takes two calls. With [`offer`](Self::offer) the ranks agree whether they are ready and have finite
 /// numbers; what the answer means for the save is the caller's choice. [`begin`](Self::begin) hands the step
@@ -51,7 +51,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 ///         let gradients = backward(output.square().mean(), &model)?;
 ///         model = optimizer.step(1e-2, model, gradients);
 ///         if step % 2 == 0 {
-///             let offered = saves.offer(snapshot(&model, &optimizer, mesh.layout(), "shard")?)?;
+///             let offered = saves.offer(snapshot(&model, &optimizer, mesh.mesh(), "shard")?)?;
 ///             let training = TrainingState {
 ///                 step,
 ///                 optimizer: offered.taken().optimizer.clone(),
@@ -90,7 +90,7 @@ pub struct Checkpointer {
 pub struct Offered {
     taken: TrainingSnapshot,
     not_finite: Option<NotFiniteTensor>,
-    /// Whether any rank is still at work on the save before.
+    /// True if any rank is still at work on the save before.
     is_busy: bool,
 }
 
@@ -104,15 +104,15 @@ pub struct NotFiniteTensor {
     pub rank: usize,
 }
 
-/// Something about a save that the user should know, though the training goes on.
+/// An event of a save that the user should know, though the training goes on.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SaveRemark {
-    /// A save failed. What was saved before is as it was.
+    /// A save that failed. What was saved before is as it was.
     Failed(StepError),
-    /// A step was saved, but older ones that were to go for it are still there.
+    /// Older steps that were to go for one that was saved, but are still there.
     NotRemoved(String),
-    /// A step was left out, because the save before it was not done in time.
+    /// A step that was left out, because the save before it was not done in time.
     LeftOut(u64),
 }
 
@@ -132,12 +132,12 @@ impl fmt::Display for SaveRemark {
 }
 
 impl Offered {
-    /// What was taken.
+    /// Returns the snapshot that was taken.
     pub fn taken(&self) -> &TrainingSnapshot {
         &self.taken
     }
 
-    /// Why there may be nothing worth saving: the same on every rank.
+    /// Returns a tensor that is not finite, which may make the save worthless: the same on every rank.
     pub fn not_finite(&self) -> Option<&NotFiniteTensor> {
         self.not_finite.as_ref()
     }
@@ -182,10 +182,10 @@ impl Checkpointer {
         })
     }
 
-    /// How long [`offer`](Self::offer) waits for the save before. It should be less than the deadline of the
-    /// training's group.
+    /// Sets how long [`offer`](Self::offer) waits for the save before. It should be less than the deadline of
+    /// the training's group.
     #[must_use]
-    pub fn with_patience(mut self, patience: Duration) -> Self {
+    pub fn patience(mut self, patience: Duration) -> Self {
         self.patience = patience;
         self
     }
@@ -263,8 +263,9 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// Whether another attempt could end otherwise, as far as this rank knows: the ranks that have only heard of
-    /// a failure do not know its kind. Where one does not try, the attempts of the others fail when it leaves.
+    /// Returns true if another attempt could end otherwise, as far as this rank knows: the ranks that have only
+    /// heard of a failure do not know its kind. Where one does not try, the attempts of the others fail when it
+    /// leaves.
     pub fn may_be_tried_again(failure: &StepError) -> bool {
         !matches!(
             failure,
@@ -294,7 +295,7 @@ impl Checkpointer {
         Ok(self.failure(last))
     }
 
-    /// The newest step that is known to be saved.
+    /// Returns the newest step that is known to be saved.
     pub fn newest(&self) -> Option<u64> {
         self.newest
     }
@@ -323,7 +324,7 @@ impl Checkpointer {
     }
 }
 
-/// A tensor that is not finite on some rank, and whether any rank is busy.
+/// Returns a tensor that is not finite on some rank, and whether any rank is busy.
 fn agree(
     world: &ProcessGroup,
     own_not_finite: Option<&str>,

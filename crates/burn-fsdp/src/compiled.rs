@@ -7,13 +7,11 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::TensorData;
 use burn_fsdp_checkpoint::{
-    Cut, ExpectedTensor, Extra, Layout, Region, Snapshot, Step, TensorEntry, TensorKind,
-    TensorSpec, WritePlan,
+    ExpectedTensor, Extra, Layout, Region, Snapshot, Step, TensorEntry, TensorKind, TensorSpec,
+    WritePlan,
 };
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::load_local_state;
-use burn_fsdp_spmd::graph::ParameterLayout;
-use burn_fsdp_spmd::place::{AxisPlacement, local_shape};
 use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
 
@@ -57,8 +55,8 @@ pub fn snapshot_compiled<B: Batch>(
         } = parameter;
         let path = path.to_string();
         let held = step.layout(&path)?;
-        let layout = layout_of(mesh, axis, &held)?;
-        let is_own = !is_trained && held == ParameterLayout::Whole;
+        let layout = layout_of(step, &held, (mesh, axis))?;
+        let is_own = !is_trained && held.is_whole();
         regions.push(regions_of(mesh, &layout, &shape, is_own)?);
         let kind = match is_trained {
             true => TensorKind::Parameter,
@@ -91,7 +89,7 @@ pub fn snapshot_compiled<B: Batch>(
             let dtype = dtype_of(&name, data.dtype())?;
             let kind = TensorKind::OptimizerState;
             let (shape, held) = step.state_place(&path, &field)?;
-            let layout = layout_of(mesh, axis, &held)?;
+            let layout = layout_of(step, &held, (mesh, axis))?;
             regions.push(regions_of(mesh, &layout, &shape, false)?);
             let spec = TensorSpec::new(&name, shape, dtype, kind, layout);
             specs.push(spec.with("path", path.clone()).with("field", field));
@@ -105,15 +103,35 @@ pub fn snapshot_compiled<B: Batch>(
     })
 }
 
-fn layout_of(mesh: &Mesh, axis: &str, layout: &ParameterLayout) -> Result<Layout, CheckpointError> {
-    Ok(match layout {
-        ParameterLayout::Whole => Layout::replicated(mesh),
-        ParameterLayout::Flat(_) => Layout::flat(mesh, axis)?,
-        ParameterLayout::Placed(placements) => placed(mesh, placements, axis)?,
-    })
+/// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
+/// whatever the step calls it.
+fn layout_of<B: Batch>(
+    step: &CompiledStep<B>,
+    held: &Layout,
+    (mesh, axis): (&Mesh, &str),
+) -> Result<Layout, CheckpointError> {
+    let mut layout = Layout::replicated(mesh);
+    if held.is_whole() {
+        return Ok(layout);
+    }
+    layout.cut = held.cut;
+    let own = step.mesh()?;
+    for (held, placement) in own.axes().iter().zip(&held.placements) {
+        let name = match own.axes().len() {
+            1 => axis,
+            _ => &held.name,
+        };
+        // An axis that the mesh has not is an error that names both.
+        mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
+        let axes = mesh.axes().iter().zip(&mut layout.placements);
+        for (_, on) in axes.filter(|(axis, _)| axis.name == *name) {
+            *on = *placement;
+        }
+    }
+    Ok(layout)
 }
 
-/// What each rank has of a tensor to write: of one that is each rank's own, the first rank's is taken.
+/// Returns the region of a tensor that each rank writes: rank 0 alone writes a tensor that is each rank's own.
 fn regions_of(
     mesh: &Mesh,
     layout: &Layout,
@@ -125,7 +143,8 @@ fn regions_of(
         false => layout.region(shape, mesh, rank),
     };
     let regions = (0..mesh.size()).map(region);
-    Ok(regions.collect::<Result<_, _>>()?)
+    let regions: Result<_, _> = regions.collect();
+    Ok(regions.map_err(burn_fsdp_checkpoint::Error::from)?)
 }
 
 /// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
@@ -168,7 +187,7 @@ pub fn restore_compiled<B: Batch>(
     Ok(())
 }
 
-/// The optimizer's states of a step on disk, in the parts that this rank holds.
+/// Returns the optimizer's states of a step on disk, in the parts that this rank holds.
 fn states_of<B: Batch>(
     step: &CompiledStep<B>,
     saved: &Step,
@@ -222,32 +241,7 @@ fn lacks(path: &str, what: String) -> CheckpointError {
     ))
 }
 
-/// Placements on the axes of a mesh; those on a single axis are on `axis`, whatever the step calls it.
-fn placed(
-    mesh: &Mesh,
-    placements: &[AxisPlacement],
-    axis: &str,
-) -> Result<Layout, CheckpointError> {
-    let mut layout = Layout::replicated(mesh);
-    for placement in placements {
-        let name = match placements.len() {
-            1 => axis,
-            _ => &placement.axis,
-        };
-        // An axis that the mesh has not is an error that names both.
-        mesh.axis(name).map_err(burn_fsdp_checkpoint::Error::from)?;
-        let axes = mesh.axes().iter().zip(&mut layout.placements);
-        for (axis, on) in axes {
-            if axis.name == *name {
-                *on = placement.placement;
-            }
-        }
-    }
-    layout.cut = Cut::Dims;
-    Ok(layout)
-}
-
-/// Where a rank's part of a tensor lies, and its shape.
+/// The region of a rank's part of a tensor, and its shape.
 struct Place {
     region: Region,
     shape: Vec<usize>,
@@ -262,24 +256,17 @@ impl Place {
     }
 
     fn of<B: Batch>(step: &CompiledStep<B>, spec: &ParameterSpec) -> Result<Self, CheckpointError> {
-        Ok(match step.layout(&spec.path)? {
-            ParameterLayout::Whole => Self::whole(&spec.shape),
-            ParameterLayout::Flat(partition) => {
-                let range = partition.range(step.rank());
-                Self {
-                    shape: vec![range.len()],
-                    region: Region::Flat(range),
-                }
-            }
-            ParameterLayout::Placed(placements) => {
-                let mesh = step.mesh()?;
-                let axis = mesh.axes().first().map_or("", |axis| axis.name.as_str());
-                let layout = placed(&mesh, &placements, axis)?;
-                Self {
-                    region: layout.region(&spec.shape, &mesh, step.rank())?,
-                    shape: local_shape(&spec.shape, &placements),
-                }
-            }
+        let layout = step.layout(&spec.path)?;
+        if layout.is_whole() {
+            return Ok(Self::whole(&spec.shape));
+        }
+        let (mesh, rank) = (step.mesh()?, step.rank());
+        let of_checkpoint = burn_fsdp_checkpoint::Error::from;
+        let region = layout.region(&spec.shape, &mesh, rank);
+        let shape = layout.part_shape(&spec.shape, &mesh, rank);
+        Ok(Self {
+            region: region.map_err(of_checkpoint)?,
+            shape: shape.map_err(of_checkpoint)?,
         })
     }
 }

@@ -5,29 +5,29 @@ use burn_fsdp_checkpoint::Error as StepError;
 use burn_fsdp_collectives::LaunchError;
 use thiserror::Error as ThisError;
 
-/// Every error of this library: a function that returns it, such as the body of a [`launch`](crate::launch()), can use
-/// `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
+/// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
+/// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
 ///
 /// The functions themselves return errors of their own kind, which say more to a `match`.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// The eager engine met it: sharding, a step, what a module holds.
+    /// An error of the eager engine: sharding, a step, what a module holds.
     #[error(transparent)]
     Sharding(Box<burn_fsdp_shard::Error>),
-    /// A collective operation failed, here or on another rank.
+    /// A collective operation that failed, here or on another rank.
     #[error(transparent)]
     Collective(Box<burn_fsdp_collectives::Error>),
-    /// A mesh, a placement or a partition cannot be as asked.
+    /// A mesh, a placement or a partition that cannot be as asked.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
-    /// A training could not be saved or restored.
+    /// A training that could not be saved or restored.
     #[error(transparent)]
     Checkpoint(Box<CheckpointError>),
-    /// A step could not be compiled or run.
+    /// A step that could not be compiled or run.
     #[error(transparent)]
     Compile(Box<burn_fsdp_spmd::Error>),
-    /// The ranks could not be started, or one of them failed.
+    /// A launch whose ranks could not be started, or of which one failed.
     #[error(transparent)]
     Launch(Box<LaunchError>),
 }
@@ -72,30 +72,30 @@ impl From<LaunchError> for Error {
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum CheckpointError {
-    /// The step cannot be written or read, or does not fit the model.
+    /// A step that cannot be written or read, or does not fit the model.
     #[error(transparent)]
     Step(#[from] StepError),
-    /// The model cannot be read or filled.
+    /// A model that cannot be read or filled.
     #[error(transparent)]
     Engine(#[from] burn_fsdp_shard::Error),
-    /// The compiled step cannot be read or filled.
+    /// A compiled step that cannot be read or filled.
     #[error(transparent)]
     Compiled(Box<burn_fsdp_spmd::Error>),
-    /// The state of the optimizer cannot be taken apart or put together.
+    /// A state of the optimizer that cannot be taken apart or put together.
     #[error("state of the optimizer: {reason}")]
     Optimizer {
-        /// What is wrong.
+        /// The reason.
         reason: String,
     },
-    /// Another rank failed; this one has changed nothing on disk.
+    /// A failure of another rank; this one has changed nothing on disk.
     #[error("rank {rank} failed: {reason}")]
     Peer {
         /// The rank.
         rank: usize,
-        /// What it said.
+        /// The message of the rank.
         reason: String,
     },
-    /// A tensor is of a type that checkpoints do not hold.
+    /// A tensor of a type that checkpoints do not hold.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {
         /// The tensor.
@@ -123,7 +123,7 @@ impl From<burn_fsdp_mesh::Error> for CheckpointError {
     }
 }
 
-/// The state of the optimizer is not as it must be.
+/// Returns the error for a state of the optimizer that is not as it must be.
 pub(crate) fn optimizer_error(reason: impl ToString) -> CheckpointError {
     CheckpointError::Optimizer {
         reason: reason.to_string(),

@@ -37,7 +37,7 @@ pub struct FileBackedOptimizer {
     /// Without any state.
     optimizer: ModuleOptimizer,
     folder: PathBuf,
-    /// By unit, those that have state.
+    /// The files of the units that have state, by unit.
     files: BTreeMap<String, PathBuf>,
 }
 
@@ -111,8 +111,7 @@ impl FileBackedOptimizer {
         Ok(module)
     }
 
-    /// The state of each unit that has one, read one at a time when it is asked for, with the path of
-    /// the unit.
+    /// Returns the state of each unit that has one, read one at a time when it is asked for, with the path of the unit.
     pub fn records(&self) -> impl Iterator<Item = Result<(&str, OptimizerRecord), Error>> {
         self.files.iter().map(|(unit, file)| {
             let record = OptimizerRecord::load(file);
@@ -131,7 +130,7 @@ impl FileBackedOptimizer {
         self.store(unit.to_owned(), &optimizer)
     }
 
-    /// Bytes of all state, in files.
+    /// Returns the bytes of all state, in files.
     pub fn file_bytes(&self) -> u64 {
         let lens = self.files.values().map(fs::metadata);
         lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
@@ -181,7 +180,7 @@ impl ModuleVisitor for NotEmpty {
 
 const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
 
-/// A name that tells people which unit it is, whatever the path is made of.
+/// Returns a name that tells people which unit it is, whatever the path is made of.
 fn file_name(number: usize, unit: &str) -> String {
     let plain = |c: char| match c.is_ascii_alphanumeric() || c == '.' || c == '_' {
         true => c,

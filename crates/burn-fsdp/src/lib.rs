@@ -81,12 +81,12 @@ pub use burn_fsdp_shard::{
 pub use checkpointer::Checkpointer;
 pub use error::Error;
 
-/// This module has the smaller parts of a [`ShardPolicy`], and the error of the eager engine.
+/// The smaller parts of a [`ShardPolicy`], and the error of the eager engine.
 pub mod sharding {
-    pub use burn_fsdp_shard::{DivideFactors, Error, Layout, ReduceGroup};
+    pub use burn_fsdp_shard::{Cut, DivideFactors, Error, ReduceGroup};
 }
 
-/// This module tells what was cut, what it costs and what is communicated.
+/// Reports on what was cut, what it costs and what is communicated.
 pub mod inspect {
     pub use burn_fsdp_shard::{
         LiveBytes, Memory, Order, Pinned, UnitHandle, UnitPlan, UnitState, Unsharding, WrapPlan,
@@ -95,8 +95,7 @@ pub mod inspect {
     };
 }
 
-/// This module reads and changes what a sharded module holds: whole parameters, records, one rank's parts,
-/// running states, ids.
+/// Access to what a sharded module holds: whole parameters, records, one rank's parts, running states, ids.
 pub mod state {
     pub use burn_fsdp_shard::{
         Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, WriteBack,
@@ -105,8 +104,8 @@ pub mod state {
     };
 }
 
-/// This module has what stands between backward and the optimizer: norms, loss scaling, gradients by unit, the test
-/// whether an optimizer may work on shards, and state in files.
+/// The steps between backward and the optimizer: norms, loss scaling, gradients by unit, the test whether an
+/// optimizer may work on shards, and state in files.
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{
@@ -115,8 +114,8 @@ pub mod optim {
     };
 }
 
-/// This module has the files of trainings: snapshots of sharded models, restoring, and the steps on disk (format,
-/// plans, storage, commit, consolidation).
+/// The files of trainings: snapshots of sharded models, restoring, and the steps on disk (format, plans,
+/// storage, commit, consolidation).
 ///
 /// [`save`](save()), [`resume`] and [`Checkpointer`] are what most programs need.
 pub mod checkpoint {
@@ -139,18 +138,18 @@ pub mod checkpoint {
     };
 }
 
-/// This module compiles a whole train step to one graph, and moves it from and to sharded modules.
+/// The compiler of a whole train step to one graph, and the ways from and to sharded modules.
 pub mod compile {
     pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
     pub use burn_fsdp_spmd::*;
 }
 
-/// This module tells what a step will cost in memory, traffic and time, before anything runs.
+/// Estimates of what a step will cost in memory, traffic and time, before anything runs.
 pub mod plan {
     pub use burn_fsdp_plan::*;
 }
 
-/// This module is the transport: operations between ranks, their buffers, labels and ledgers.
+/// The transport: operations between ranks, their buffers, labels and ledgers.
 pub mod collectives {
     pub use burn_fsdp_collectives::{
         Account, Buffer, BufferPool, CommSpan, CommStage, Contract, CrossPart, ElementType,
@@ -160,13 +159,17 @@ pub mod collectives {
     };
 }
 
-/// This module has the arithmetic of meshes and partitions.
+/// The arithmetic of meshes and partitions.
 pub mod mesh {
-    pub use burn_fsdp_mesh::{Axis, Error, Partition, Pattern, ReduceOp, Transfer, transfers};
+    pub use burn_fsdp_collectives::AsMesh;
+    pub use burn_fsdp_mesh::{
+        Axis, AxisPlacement, Cut, Error, Layout, Partition, Pattern, ReduceOp, Region, Transfer,
+        transfers,
+    };
 }
 
-/// This module has what tests of trainings need: faults at chosen places, and counters of operations. Groups of
-/// ranks that are not there are made by [`ProcessGroup::fake`](crate::ProcessGroup::fake).
+/// The tools for tests of trainings: faults at chosen places, and counters of operations. Groups of ranks that
+/// are not there are made by [`ProcessGroup::fake`](crate::ProcessGroup::fake).
 pub mod testing {
     pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
 }

@@ -13,19 +13,19 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Name of a piece of optimizer state.
+/// Returns the name of a piece of optimizer state.
 pub(crate) fn state_name(path: &str, field: &str) -> String {
     format!("optimizer.{path}.{field}")
 }
 
-/// The parameter and the field of it that a saved piece of optimizer state belongs to.
+/// Returns the parameter and the field of it that a saved piece of optimizer state belongs to.
 pub(crate) fn owner_of(entry: &TensorEntry) -> Result<(&str, &str), CheckpointError> {
     let text = |key: &str| entry.metadata.get(key).and_then(Value::as_str);
     let owner = text("path").zip(text("field"));
     owner.ok_or_else(|| optimizer_error(format!("`{}` names no parameter", entry.name)))
 }
 
-/// What the optimizer of a saved step kept beside tensors, by path of the parameter.
+/// Returns what the optimizer of a saved step kept beside tensors, by path of the parameter.
 pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointError> {
     match &step.index().training.optimizer {
         Value::Null => Ok(BTreeMap::new()),
@@ -33,10 +33,10 @@ pub(crate) fn kept_in(step: &Step) -> Result<BTreeMap<String, Kept>, CheckpointE
     }
 }
 
-/// What an optimizer keeps for one parameter beside tensors.
+/// The values that an optimizer keeps for one parameter beside tensors.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Kept {
-    /// By field.
+    /// The numbers by field.
     pub(crate) scalars: BTreeMap<String, Number>,
     /// The path by which the optimizer finds the parameter's group.
     pub(crate) group_path: Option<String>,
@@ -158,14 +158,14 @@ pub(crate) fn check_taken(
     }
 }
 
-/// Whether a name begins with the id of what the optimizer was tried by, which is no parameter.
+/// Returns true if a name begins with the id of the tensor that the optimizer was tried on, which is no parameter.
 fn is_of_probe(name: &str) -> bool {
     let id = name.split_once('.').map_or(name, |(id, _)| id);
     id.parse::<u64>()
         .is_ok_and(|id| is_probe(ParamId::from(id)))
 }
 
-/// A name without the id of the parameter that it begins with.
+/// Returns a name without the id of the parameter that it begins with.
 fn field_of(name: &str) -> &str {
     name.split_once('.').map_or(name, |(_, field)| field)
 }

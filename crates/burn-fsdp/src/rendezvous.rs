@@ -1,4 +1,4 @@
-//! How the ranks of a training meet to save.
+//! The meeting of the ranks of a training to save.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;

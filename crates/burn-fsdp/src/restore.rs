@@ -80,7 +80,7 @@ pub fn restore_matching<M: Module>(
     })
 }
 
-/// What a rank holds of a tensor.
+/// Returns the region of a tensor that a rank holds.
 pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
     match &tensor.part {
         LocalPart::Shard { range, .. } => Region::Flat(range.clone()),

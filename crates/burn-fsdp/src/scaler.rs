@@ -3,7 +3,7 @@
 use burn_fsdp_checkpoint::{LossScale, Step};
 use burn_fsdp_shard::LossScaler;
 
-/// The state of a loss scaler, for
+/// Returns the state of a loss scaler, for
 /// [`TrainingState::loss_scale`](burn_fsdp_checkpoint::TrainingState::loss_scale).
 pub fn loss_scale(scaler: &LossScaler) -> LossScale {
     let state = scaler.state();
@@ -13,7 +13,7 @@ pub fn loss_scale(scaler: &LossScaler) -> LossScale {
     }
 }
 
-/// A loss scaler with the state that it had when `step` was saved; as it is if nothing scaled the loss then.
+/// Returns a loss scaler with the state that it had when `step` was saved; as it is if nothing scaled the loss then.
 #[must_use]
 pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
     let Some(saved) = step.index().training.loss_scale else {
@@ -22,5 +22,5 @@ pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
     let mut state = scaler.state();
     state.scale = saved.scale;
     state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
-    scaler.with_state(state)
+    scaler.restored(state)
 }

@@ -1,4 +1,4 @@
-//! What the engine and the optimizer hold, as tensors of [steps](crate::checkpoint).
+//! Snapshots: what the eager engine and the optimizer hold, as tensors of [steps](crate::checkpoint).
 //!
 //! Parameters and their optimizer state are named by path, so that a step loads into any number of
 //! ranks, any mesh and either layout.
@@ -19,15 +19,15 @@ use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, state_name};
 
-/// One rank's part of a training at one moment.
+/// The part of one rank in the state of a training at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct TrainingSnapshot {
-    /// Who writes what; the same on every rank.
+    /// The plan of who writes what; the same on every rank.
     pub plan: Arc<WritePlan>,
     /// The bytes. Those of the model are shared, not copied: training may go on.
     pub snapshot: Snapshot,
-    /// What the optimizer keeps beside tensors, for
+    /// The values that the optimizer keeps beside tensors, for
     /// [`TrainingState::optimizer`](burn_fsdp_checkpoint::TrainingState::optimizer).
     pub optimizer: Value,
 }
@@ -44,8 +44,8 @@ pub struct TrainingSnapshot {
 ///
 /// # Errors
 ///
-/// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with state of parameters that are not
-/// sharded, which is each rank's own.
+/// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with
+/// state of parameters that are not sharded, which is each rank's own.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,

@@ -215,7 +215,7 @@ fn save_beside(
     let mut saves = Checkpointer::new(world, Checkpoints::new(folder), deadline)?;
     let mut seen = Vec::new();
     for &step in steps {
-        let mut taken = snapshot(&model, &optimizer(), mesh.layout(), "shard")?;
+        let mut taken = snapshot(&model, &optimizer(), mesh.mesh(), "shard")?;
         if spoilt == Some(world.rank()) {
             let part = taken.plan.of_rank(world.rank())[0].tensor;
             let tensor = &taken.plan.tensors()[part];

@@ -13,7 +13,7 @@ use burn_fsdp::compile::{
     CompiledStep, DataParallel, Expand, Mode, compile, load_compiled, restore_compiled,
     snapshot_compiled,
 };
-use burn_fsdp::sharding::Layout;
+use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::full_state;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, Placement, ProcessGroup, ProcessMesh, ShardPolicy, Strategy,
@@ -54,22 +54,22 @@ fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
 /// Which engine, and how it divides the model.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Engine {
-    Eager(Strategy, Layout),
+    Eager(Strategy, Cut),
     Compiled(DataParallel),
     /// Compiled, with weights cut along their second dim.
     Columns,
 }
 
-const FULL: Engine = Engine::Eager(Strategy::FullShard, Layout::Flat);
-const ROWS: Engine = Engine::Eager(Strategy::FullShard, Layout::Rows);
-const WHOLE: Engine = Engine::Eager(Strategy::NoShard, Layout::Flat);
-const SHARDED: Engine = Engine::Compiled(DataParallel::FullyShard);
-const REPLICATED: Engine = Engine::Compiled(DataParallel::Replicate);
+const FULL: Engine = Engine::Eager(Strategy::FullShard, Cut::Elements);
+const ROWS: Engine = Engine::Eager(Strategy::FullShard, Cut::Dims);
+const WHOLE: Engine = Engine::Eager(Strategy::NoShard, Cut::Elements);
+const SHARDED: Engine = Engine::Compiled(DataParallel::Strategy(Strategy::FullShard));
+const REPLICATED: Engine = Engine::Compiled(DataParallel::Strategy(Strategy::NoShard));
 
-fn eager_model(mesh: &ProcessMesh, strategy: Strategy, layout: Layout) -> Result<Gpt, Error> {
+fn eager_model(mesh: &ProcessMesh, strategy: Strategy, cut: Cut) -> Result<Gpt, Error> {
     let device = Device::flex().autodiff().gradient_checkpointing();
     let policy = ShardPolicy::new().units(["blocks.*"]);
-    let policy = policy.strategy(strategy).layout(layout);
+    let policy = policy.strategy(strategy).cut(cut);
     let model = CONFIG.init(&device, 4).expect("valid");
     Ok(fully_shard(model, mesh, policy)?)
 }
@@ -126,7 +126,7 @@ fn run(run: Run) -> Vec<f32> {
                     let gradients: GradientsParams = backward(loss, &model)?;
                     model = optimizer.step(1e-2, model, gradients);
                 }
-                snapshot(&model, &optimizer, mesh.layout(), "shard")?
+                snapshot(&model, &optimizer, mesh.mesh(), "shard")?
             }
             engine => {
                 let mut step = compiled_step(match engine {
@@ -141,7 +141,7 @@ fn run(run: Run) -> Vec<f32> {
                     let batch = batch(index, &Device::flex());
                     losses.push(step.step(1e-2, &batch)? as f32);
                 }
-                snapshot_compiled(&mut step, mesh.layout(), "shard")?
+                snapshot_compiled(&mut step, mesh.mesh(), "shard")?
             }
         };
         if let Some(to) = &run.to {
@@ -268,7 +268,7 @@ fn what_one_engine_saved_the_other_restores_to_the_bit() {
         (SHARDED, SHARDED),
         (ROWS, Engine::Columns),
         (Engine::Columns, REPLICATED),
-        (ROWS, Engine::Compiled(DataParallel::Default)),
+        (ROWS, Engine::Compiled(DataParallel::Automatic)),
     ] {
         for ranks in [[1, 2], [2, 2], [3, 2]] {
             let [from, to] = [(), ()].map(|()| tempfile::tempdir().expect("a folder"));
@@ -328,8 +328,8 @@ fn a_training_without_a_step_moves_too() {
 fn a_sharded_model_takes_the_weights_of_a_compiled_step() {
     let body = |world: ProcessGroup| -> Result<(), Error> {
         let mesh = mesh(&world)?;
-        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
-        let model = eager_model(&mesh, Strategy::FullShard, Layout::Rows)?;
+        let mut step = compiled_step(Mode::data_parallel(world.clone(), Strategy::FullShard))?;
+        let model = eager_model(&mesh, Strategy::FullShard, Cut::Dims)?;
         let mut model = load_compiled(model, &mut step)?;
         for index in 0..3 {
             let batch = batch(index, &Device::flex());
@@ -388,10 +388,10 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         assert_eq!(step.parameter("head.weight")?, before);
 
         // A parameter that joined the training later.
-        let mut step = compiled_step(Mode::data_parallel(world.clone(), DataParallel::FullyShard))?;
+        let mut step = compiled_step(Mode::data_parallel(world.clone(), Strategy::FullShard))?;
         restore_compiled(&mut step, &saved)?;
         let mesh = mesh(&world)?;
-        let mut taken = snapshot_compiled(&mut step, mesh.layout(), "shard")?;
+        let mut taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
         let scalars = &mut taken.optimizer["head.weight"]["scalars"];
         let time = scalars.as_object_mut().expect("an object");
         assert_eq!(time.len(), 2, "{time:?}");
@@ -399,7 +399,7 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         let younger = tempfile::tempdir().expect("a folder");
         save_to(younger.path(), world.clone(), taken, 2)?;
         let saved = Checkpoints::new(younger.path()).newest()?;
-        let mut step = compiled_step(Mode::data_parallel(world, DataParallel::FullyShard))?;
+        let mut step = compiled_step(Mode::data_parallel(world, Strategy::FullShard))?;
         restore_compiled(&mut step, &saved)?;
         let ages = |step: &CompiledStep<Tokens>| {
             let time = |path: &str| step.counters(path).expect("has a state")[0].1;

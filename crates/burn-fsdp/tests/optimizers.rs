@@ -15,7 +15,7 @@ use burn_fsdp::checkpoint::{
     Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingState, restore, save_step, snapshot,
 };
 use burn_fsdp::compile::{
-    CompiledStep, DataParallel, Mode, compile, restore_compiled, snapshot_compiled,
+    CompiledStep, Mode, Strategy, compile, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
@@ -74,11 +74,11 @@ fn mesh(world: &ProcessGroup) -> Result<ProcessMesh, Error> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Engine {
     Eager,
-    Compiled(DataParallel),
+    Compiled(Strategy),
 }
 
-const SHARDED: Engine = Engine::Compiled(DataParallel::FullyShard);
-const REPLICATED: Engine = Engine::Compiled(DataParallel::Replicate);
+const SHARDED: Engine = Engine::Compiled(Strategy::FullShard);
+const REPLICATED: Engine = Engine::Compiled(Strategy::NoShard);
 
 /// What one half of a run is.
 #[derive(Debug, Clone)]
@@ -122,7 +122,7 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
                     let batch = batch(index, &Device::flex());
                     losses.push(step.step(rate(base, index), &batch)? as f32);
                 }
-                snapshot_compiled(&mut step, mesh.layout(), "shard")?
+                snapshot_compiled(&mut step, mesh.mesh(), "shard")?
             }
             Engine::Eager => {
                 let device = Device::flex().autodiff().gradient_checkpointing();
@@ -137,7 +137,7 @@ fn train<O: Optimizer>(optimizer: O, base: f64, part: Part) -> Result<Vec<f32>, 
                     let gradients = backward(loss, &net)?;
                     net = optimizer.step(rate(base, index), net, gradients);
                 }
-                snapshot(&net, &optimizer, mesh.layout(), "shard")?
+                snapshot(&net, &optimizer, mesh.mesh(), "shard")?
             }
         };
         if let Some(to) = &part.to {
@@ -307,7 +307,7 @@ fn a_refused_restore_leaves_a_compiled_step_as_it_was() {
                 |device: &Device| Net::of(device, true),
                 |net: &Net, x: Tensor<2>| net.loss(x),
                 momentum.build(),
-                Mode::data_parallel(world.clone(), DataParallel::FullyShard),
+                Mode::data_parallel(world.clone(), Strategy::FullShard),
             )
         };
         let (mut tried, mut other) = (make()?, make()?);
@@ -352,12 +352,12 @@ fn a_checkpoint_has_the_running_statistics_of_one_rank() {
                 net.last.forward(x).square().mean()
             },
             SgdConfig::new().build(),
-            Mode::data_parallel(world.clone(), DataParallel::FullyShard),
+            Mode::data_parallel(world.clone(), Strategy::FullShard),
         )?;
         for index in 0..3 {
             step.step(0.1, &batch(index + 5 * world.rank(), &Device::flex()))?;
         }
-        let mut taken = snapshot_compiled(&mut step, mesh.layout(), "shard")?;
+        let mut taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
         let training = TrainingState {
             step: 3,
             ..TrainingState::default()

@@ -15,7 +15,7 @@ use burn_fsdp::checkpoint::{
     TrainingState, restore, restore_matching, restore_model, save_step, snapshot,
 };
 use burn_fsdp::optim::FileBackedOptimizer;
-use burn_fsdp::sharding::Layout;
+use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::summon_full_params;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
@@ -25,15 +25,11 @@ use burn_fsdp_models::{Gpt, GptConfig};
 
 use crate::common::{CONFIG, device, loss, optimizer, trained_plainly};
 
-fn sharded(
-    world: &ProcessGroup,
-    device: &Device,
-    layout: Layout,
-) -> Result<(ProcessMesh, Gpt), Error> {
+fn sharded(world: &ProcessGroup, device: &Device, cut: Cut) -> Result<(ProcessMesh, Gpt), Error> {
     let mesh = Mesh::line("shard", world.size())?;
     let mesh = ProcessMesh::new(world, mesh)?;
     let model = CONFIG.init(device, 4).expect("valid");
-    let policy = ShardPolicy::new().units(["blocks.*"]).layout(layout);
+    let policy = ShardPolicy::new().units(["blocks.*"]).cut(cut);
     Ok((mesh.clone(), fully_shard(model, &mesh, policy)?))
 }
 
@@ -78,7 +74,7 @@ fn write<M: Module>(
     step: u64,
     folder: &Path,
 ) -> Result<(), Error> {
-    let mut taken = snapshot(model, optim, mesh.layout(), "shard")?;
+    let mut taken = snapshot(model, optim, mesh.mesh(), "shard")?;
     let training = TrainingState {
         step,
         optimizer: taken.optimizer,
@@ -103,11 +99,11 @@ fn apart(world: &ProcessGroup) -> Result<ProcessGroup, Error> {
 /// Trains two steps and saves. Every rank trains on the same batch, so that the values do not depend on
 /// the number of ranks by more than rounding, and not at all where that is a power of two. Returns the
 /// whole parameters as a record of the module has them.
-fn save_at(ranks: usize, layout: Layout, folder: &Path) -> Tensors {
+fn save_at(ranks: usize, cut: Cut, folder: &Path) -> Tensors {
     let folder = Arc::new(folder.to_owned());
     let seen = launch(LaunchConfig::new(ranks), move |world| {
         let device = device();
-        let (mesh, mut model) = sharded(&world, &device, layout)?;
+        let (mesh, mut model) = sharded(&world, &device, cut)?;
         let mut optim = optimizer();
         for step in 0..2 {
             let gradients = backward(loss(&model, step, &device), &model)?;
@@ -140,8 +136,8 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
     let plain = parameters(&trained_plainly(2).0);
     let mut states_of_one = None;
     for (n, save_layout, load_layout) in (1..=8).map(|n| match n % 2 {
-        0 => (n, Layout::Flat, Layout::Rows),
-        _ => (n, Layout::Rows, Layout::Flat),
+        0 => (n, Cut::Elements, Cut::Dims),
+        _ => (n, Cut::Dims, Cut::Elements),
     }) {
         let folder = tempfile::tempdir().expect("a folder");
         let recorded = save_at(n, save_layout, folder.path());
@@ -182,7 +178,7 @@ fn saved_at_n_and_loaded_at_m_is_the_same_to_the_bit() {
                     let (mesh, model) = sharded(&world, &device, layout)?;
                     let step = Checkpoints::new(&from).newest()?;
                     let (model, optim) = restore(model, optimizer(), &step)?;
-                    let taken = snapshot(&model, &optim, mesh.layout(), "shard")?;
+                    let taken = snapshot(&model, &optim, mesh.mesh(), "shard")?;
                     assert_eq!(taken.optimizer, step.index().training.optimizer);
                     // What was loaded, saved again.
                     write(world, &mesh, &model, &optim, 2, &again)?;
@@ -202,11 +198,11 @@ fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
     let (plain, losses) = trained_plainly(4);
     let want = parameters(&plain);
     let folder = tempfile::tempdir().expect("a folder");
-    save_at(1, Layout::Flat, folder.path());
+    save_at(1, Cut::Elements, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(1), move |world| {
         let device = device();
-        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let (_, model) = sharded(&world, &device, Cut::Elements)?;
         let step = Checkpoints::new(&from).newest()?;
         let (mut model, mut optim) = restore(model, optimizer(), &step)?;
         for (step, want) in (0..).zip(&losses).skip(2) {
@@ -228,7 +224,7 @@ fn one_rank_saves_what_the_plain_model_has_and_training_goes_on() {
 #[test]
 fn a_step_of_another_model_is_refused_by_name() {
     let folder = tempfile::tempdir().expect("a folder");
-    save_at(2, Layout::Flat, folder.path());
+    save_at(2, Cut::Elements, folder.path());
     let from = folder.path().to_owned();
     let message = launch(LaunchConfig::new(1), move |world| {
         let device = Device::flex().autodiff();
@@ -250,11 +246,11 @@ fn a_step_of_another_model_is_refused_by_name() {
 #[test]
 fn a_part_may_be_loaded_by_path() {
     let folder = tempfile::tempdir().expect("a folder");
-    save_at(2, Layout::Flat, folder.path());
+    save_at(2, Cut::Elements, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(3), move |world| {
         let device = device();
-        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let (_, model) = sharded(&world, &device, Cut::Elements)?;
         let step = Checkpoints::new(&from).newest()?;
         let before = burn_fsdp::state::local_state(&model)?;
         let model = restore_matching(model, &step, |path| path.starts_with("blocks.1."))?;
@@ -325,12 +321,12 @@ fn damage(folder: &Path) {
 #[test]
 fn a_damaged_step_changes_no_copy_of_the_model() {
     let folder = tempfile::tempdir().expect("a folder");
-    save_at(2, Layout::Flat, folder.path());
+    save_at(2, Cut::Elements, folder.path());
     damage(folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
         let device = device();
-        let (_, model) = sharded(&world, &device, Layout::Flat)?;
+        let (_, model) = sharded(&world, &device, Cut::Elements)?;
         let bytes = |model: &Gpt| -> Result<Vec<Vec<u8>>, Error> {
             let state = burn_fsdp::state::local_state(model)?.into_iter();
             Ok(state
@@ -410,15 +406,15 @@ fn what_ranks_have_of_their_own_is_saved_as_rank_0_has_it() {
 #[test]
 fn an_optimizer_that_needs_whole_tensors_is_noticed() {
     let folder = tempfile::tempdir().expect("a folder");
-    save_at(2, Layout::Flat, folder.path());
+    save_at(2, Cut::Elements, folder.path());
     let from = folder.path().to_owned();
     launch(LaunchConfig::new(2), move |world| {
         let device = device();
         let clips = || optimizer().with_grad_clipping(GradientClipping::Norm(0.05));
-        let (mesh, model) = sharded(&world, &device, Layout::Flat)?;
+        let (mesh, model) = sharded(&world, &device, Cut::Elements)?;
         let step = Checkpoints::new(&from).newest()?;
         let refused = [
-            snapshot(&model, &clips(), mesh.layout(), "shard").err(),
+            snapshot(&model, &clips(), mesh.mesh(), "shard").err(),
             restore(model.clone(), clips(), &step).err(),
         ];
         for error in refused {

@@ -283,7 +283,7 @@ impl Bench {
         }
         let plan = &self.plan;
         let seconds = timed(self.loaded.iter_mut().enumerate(), |(rank, buffers)| {
-            let step = Step::open(&path)?.with_verification(verification);
+            let step = Step::open(&path)?.verification(verification);
             for (part, buffer) in plan.of_rank(rank).iter().zip(buffers) {
                 step.read_into(&plan.tensors()[part.tensor].name, &part.region, buffer)?;
             }

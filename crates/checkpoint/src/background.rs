@@ -16,11 +16,11 @@ use crate::{Checkpoints, Error, SaveRequest, Saved, Snapshot};
 /// [`poll`](Self::poll) or [`wait`](Self::wait), on every rank. Dropping the saver waits for the save
 /// under way, whose failure is then only logged.
 pub struct BackgroundSaver {
-    /// Taken when the thread is to end.
+    /// Sender of jobs to the thread; taken when the thread is to end.
     jobs: Option<Sender<Box<Job>>>,
     results: Receiver<Result<Saved, Error>>,
     thread: Option<JoinHandle<()>>,
-    /// The step of the save whose result is still to come.
+    /// Step of the save whose result was not taken yet.
     pending: Option<u64>,
 }
 
@@ -71,8 +71,8 @@ impl BackgroundSaver {
         })
     }
 
-    /// Waits for the last save, then begins the next. Returns what the last one was, if nobody asked
-    /// before.
+    /// Waits for the last save, then begins the next. Returns the result of the last save unless an
+    /// earlier call returned it.
     ///
     /// # Errors
     ///
@@ -93,7 +93,8 @@ impl BackgroundSaver {
         Ok(last)
     }
 
-    /// What came of the save under way, if it is done; `None` if it is not or there is none.
+    /// Returns the result of the save under way if it is done; `None` if it is not, or if there is
+    /// none.
     ///
     /// # Errors
     ///
@@ -111,7 +112,7 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// Waits for the save under way; `None` if there is none.
+    /// Waits for the save under way and returns its result; `None` if there is none.
     ///
     /// # Errors
     ///
@@ -124,8 +125,8 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// As [`wait`](Self::wait), but no longer than `patience`. If the save is not done then, this is
-    /// `None` and the step is still [`pending`](Self::pending).
+    /// Waits as [`wait`](Self::wait) does, but no longer than `patience`. Returns `None` if the
+    /// save is not done then; the step is still [`pending`](Self::pending).
     ///
     /// # Errors
     ///
@@ -143,7 +144,7 @@ impl BackgroundSaver {
         result.map(Some)
     }
 
-    /// The step that is being saved, or whose result nobody asked for yet.
+    /// Returns the step that is being saved, or whose result no call has returned yet.
     pub fn pending(&self) -> Option<u64> {
         self.pending
     }
@@ -171,7 +172,7 @@ impl fmt::Debug for BackgroundSaver {
     }
 }
 
-/// The thread ended in a panic, of the rendezvous most likely.
+/// Returns the error for a thread that ended in a panic, of the rendezvous most likely.
 fn gone(step: u64) -> Error {
     let reason = "the thread of background saves is gone; make a new saver".to_owned();
     Error::Panicked { step, reason }

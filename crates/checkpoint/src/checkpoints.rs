@@ -1,4 +1,4 @@
-//! A folder of steps: which there are, which is good, which may go.
+//! A folder of steps: lists them, finds the newest good one, removes old ones.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -19,14 +19,14 @@ pub struct Checkpoints {
     storage: Arc<dyn Storage>,
     root: PathBuf,
     limits: Limits,
-    /// Held for the life of a run, by all clones together.
+    /// The lock for the life of a run, shared by all clones.
     held: Option<Arc<RunLock>>,
 }
 
-/// How much of a step to look at before calling it good.
+/// The extent of the check after which a step counts as good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Check {
-    /// The index, and that every file has its size.
+    /// The index, and the size of every file.
     Sizes,
     /// Every byte.
     Everything,
@@ -35,7 +35,7 @@ pub enum Check {
 /// The newest good step, and what is newer but is not good.
 #[derive(Debug)]
 pub struct NewestGood {
-    /// None if there is no step at all.
+    /// The newest good step; `None` if there is no step at all.
     pub step: Option<Step>,
     /// The damaged steps that are newer, newest first.
     pub skipped: Vec<Skipped>,
@@ -44,21 +44,21 @@ pub struct NewestGood {
 /// A step that cannot be used.
 #[derive(Debug)]
 pub struct Skipped {
-    /// Its number.
+    /// Number of the step.
     pub step: u64,
-    /// Its folder.
+    /// Folder of the step.
     pub path: PathBuf,
-    /// Why.
+    /// Reason why it cannot be used.
     pub error: Error,
 }
 
 impl Checkpoints {
-    /// A folder of the file system. It is made by the first save.
+    /// Names a folder of the file system. The first save makes it.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self::with_storage(Arc::new(FileSystem), root)
     }
 
-    /// A folder of another storage.
+    /// Names a folder of another storage.
     pub fn with_storage(storage: Arc<dyn Storage>, root: impl Into<PathBuf>) -> Self {
         Self {
             storage,
@@ -68,9 +68,10 @@ impl Checkpoints {
         }
     }
 
-    /// Holds off all other runs and saves, as long as this or a clone of it lives: makes the folder if
-    /// need be, locks it, removes what dead runs left in it, and tries out whether a step could be
-    /// written. Saves through this value and its clones take turns under that one lock.
+    /// Locks the folder against all other runs and saves, as long as this value or a clone of it
+    /// lives: makes the folder if need be, locks it, removes what dead runs left in it, and tries
+    /// out whether a step could be written. Saves through this value and its clones take turns
+    /// under that one lock.
     ///
     /// # Errors
     ///
@@ -86,13 +87,14 @@ impl Checkpoints {
         Ok(self)
     }
 
-    /// Whether [`acquire`](Self::acquire) holds others off. Some network file systems have no locks:
-    /// there it is up to people that no two runs save into one folder.
+    /// Returns true if the folder is locked by [`acquire`](Self::acquire), and the lock holds
+    /// others off. Some network file systems have no locks: there it is up to people that no two
+    /// runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
     }
 
-    /// Makes and removes what a save begins with.
+    /// Makes and removes a hidden folder with a file in it, as a save would.
     fn try_out(&self) -> Result<(), Error> {
         let path = self.hidden_path(&Hidden::new(0, State::Partial));
         let made = self.storage.create_dir(&path);
@@ -103,14 +105,14 @@ impl Checkpoints {
         removed.map_err(Error::io("remove", &path))
     }
 
-    /// Reads steps up to other sizes.
+    /// Sets the limits for reading steps.
     #[must_use]
-    pub fn with_limits(mut self, limits: Limits) -> Self {
+    pub fn limits(mut self, limits: Limits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// The folder.
+    /// Returns the folder of steps.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -119,7 +121,7 @@ impl Checkpoints {
         &self.storage
     }
 
-    /// The folder of a step, be it there or not.
+    /// Returns the folder of a step, whether it exists or not.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(folder_name::of_step(step))
     }
@@ -128,7 +130,8 @@ impl Checkpoints {
         self.root.join(hidden.to_string())
     }
 
-    /// The steps that are there, in ascending order. None if the folder does not exist.
+    /// Lists the steps that are there, in ascending order. The list is empty if the folder does not
+    /// exist.
     ///
     /// # Errors
     ///
@@ -139,7 +142,8 @@ impl Checkpoints {
         Ok(folders.map(|(step, _)| step).collect())
     }
 
-    /// Whether anything in the folder has the name of a step, be it a folder, a link or a file.
+    /// Returns true if anything in the folder has the name of a step, be it a folder, a link or a
+    /// file.
     ///
     /// # Errors
     ///
@@ -148,7 +152,7 @@ impl Checkpoints {
         Ok(!self.named_as_steps()?.is_empty())
     }
 
-    /// What has the name of a step, in ascending order.
+    /// Lists the entries that have the name of a step, in ascending order.
     fn named_as_steps(&self) -> Result<Vec<(u64, EntryKind)>, Error> {
         let numbered = |entry: DirEntry| Some((folder_name::parse_step(&entry.name)?, entry.kind));
         let mut named: Vec<_> = self.entries()?.into_iter().filter_map(numbered).collect();
@@ -214,7 +218,7 @@ impl Checkpoints {
         Err(Error::NotAFolder { path, found })
     }
 
-    /// Looks for the newest step that is good, from the newest on, and says which it skipped and why.
+    /// Finds the newest step that is good, and says which newer ones it skipped and why.
     /// Only damaged steps are skipped: see [`Error::is_damage`].
     ///
     /// # Errors
@@ -282,7 +286,7 @@ impl Checkpoints {
         self.remove_older(keep, newest_good)
     }
 
-    /// [`keep_last`](Self::keep_last) of a step known to be good, under the lock.
+    /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good, under the lock.
     pub(crate) fn remove_older(
         &self,
         keep: NonZeroUsize,
@@ -320,8 +324,8 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Whether the folder of a step may make way: it is a folder, and nothing is in it but what a save
-    /// puts there, be it damaged.
+    /// Checks that the folder of a step may be removed: it is a folder, and holds only files with
+    /// the names that a save gives, be they damaged.
     pub(crate) fn check_removable(&self, step: u64) -> Result<(), Error> {
         let path = self.path(step);
         let kind = self.storage.kind(&path);
@@ -367,7 +371,7 @@ impl Checkpoints {
         .map_err(Error::io("rename", from))
     }
 
-    /// Holds off other saves into this folder.
+    /// Locks the folder against other saves.
     pub(crate) fn lock(&self) -> Result<FolderLock, Error> {
         match &self.held {
             Some(held) => RunLock::turn(held, &self.root),

@@ -3,13 +3,14 @@
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Bytes of a chunk in what this version writes.
+/// Bytes of a chunk in the files that this version writes.
 ///
 /// Small enough to stay in a core's cache between checksum and copy, and to keep what a rank reads
 /// too much at the ends of its range small; large enough that a terabyte has a 9 MB index.
 pub(crate) const CHUNK_BYTES: u64 = 1 << 20;
 
-/// Chunk sizes that are read. The largest bounds the memory that a read takes for itself.
+/// The chunk sizes that this version reads. The largest bounds the memory that a read takes for
+/// itself.
 pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 
 /// The CRC-32 of each chunk of a part, the last of which may be shorter.
@@ -18,13 +19,13 @@ pub(crate) const CHUNK_LIMITS: std::ops::RangeInclusive<u64> = 1..=16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Checksums(pub Vec<u32>);
 
-/// Bytes that pass through a core at a time: half of the caches next to it.
+/// Bytes of a block that is checksummed and copied at a time, which a core's nearest caches hold.
 ///
 /// What was just read into such a block, or is about to be written from it, is found in the cache by the
 /// checksum, and the other way round.
 pub(crate) const BLOCK_BYTES: usize = 128 << 10;
 
-/// CRC-32 (IEEE 802.3) of some bytes.
+/// Computes the CRC-32 (IEEE 802.3) of some bytes.
 pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes)
 }

@@ -1,4 +1,4 @@
-//! From a sharded step to plain safetensors files.
+//! Consolidation: writes a sharded step as plain safetensors files.
 
 mod config;
 mod output;

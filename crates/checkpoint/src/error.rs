@@ -1,4 +1,4 @@
-//! What can go wrong with a checkpoint.
+//! The errors of checkpoints.
 
 use std::io;
 use std::ops::Range;
@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use crate::{Dtype, Region};
 
-/// Why a checkpoint could not be written or read. Sizes and ranges are in bytes unless said otherwise.
+/// An error of writing or reading a checkpoint. Sizes and ranges are in bytes unless said
+/// otherwise.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,11 +15,11 @@ pub enum Error {
     /// The storage refused an operation.
     #[error("cannot {operation} {path}: {source}", path = path.display())]
     Io {
-        /// What was tried, such as `write`.
+        /// The operation that failed, such as `write`.
         operation: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// What the storage said.
+        /// The storage's error.
         source: io::Error,
     },
 
@@ -32,16 +33,16 @@ pub enum Error {
     /// A step, or an output, that is there already.
     #[error("{path} exists already; choose another name, or allow to replace it", path = path.display())]
     Exists {
-        /// What is in the way.
+        /// The file or folder in the way.
         path: PathBuf,
     },
 
-    /// Something that has the name of a step, and is no folder.
+    /// A file or link that has the name of a step.
     #[error("{path} has the name of a step but is {found}, and links are not followed; put the step itself there, or give it another name", path = path.display())]
     NotAFolder {
-        /// What has the name.
+        /// The path with the name of a step.
         path: PathBuf,
-        /// What it is.
+        /// A description of what is there, such as `a link`.
         found: &'static str,
     },
 
@@ -50,14 +51,14 @@ pub enum Error {
     Foreign {
         /// The folder.
         path: PathBuf,
-        /// What is in it.
+        /// Name of the foreign file or folder in it.
         name: String,
     },
 
     /// An output inside a step, or with a step's name.
     #[error("{out} would lie in {step}, or take the name of a step; write it outside of the steps", out = out.display(), step = step.display())]
     InsideStep {
-        /// What was to be written.
+        /// The path of the output.
         out: PathBuf,
         /// The step, or the folder of steps.
         step: PathBuf,
@@ -122,20 +123,20 @@ pub enum Error {
         path: PathBuf,
         /// The tensor that is concerned, if it is a single one.
         tensor: Option<String>,
-        /// What is wrong.
+        /// A description of the problem.
         problem: String,
     },
 
-    /// Something larger than this program is willing to read.
+    /// A size above that which this program is willing to read.
     #[error("{path}: {what} is {got} but at most {limit} is read; if the file is to be trusted, raise the limit", path = path.display())]
     Limit {
         /// The file.
         path: PathBuf,
-        /// What is too large.
+        /// A description of the thing that is too large.
         what: &'static str,
         /// The most that is read.
         limit: u64,
-        /// What was found.
+        /// The size that was found.
         got: u64,
     },
 
@@ -147,14 +148,14 @@ pub enum Error {
         path: PathBuf,
     },
 
-    /// Every step of a folder is damaged.
+    /// A folder of checkpoints in which every step is damaged.
     #[error("{path} has {count} steps, and none of them is whole; of the newest: {newest}; repair a step, or start in another folder", path = path.display())]
     NoGoodStep {
         /// The folder.
         path: PathBuf,
-        /// How many steps there are.
+        /// Number of damaged steps.
         count: usize,
-        /// What is wrong with the newest.
+        /// The error of the newest step.
         newest: Box<Error>,
     },
 
@@ -163,7 +164,7 @@ pub enum Error {
     Missing {
         /// The step.
         path: PathBuf,
-        /// Their names.
+        /// Names of the tensors.
         names: Vec<String>,
     },
 
@@ -172,7 +173,7 @@ pub enum Error {
     Unexpected {
         /// The step.
         path: PathBuf,
-        /// Their names.
+        /// Names of the tensors.
         names: Vec<String>,
     },
 
@@ -209,11 +210,11 @@ pub enum Error {
     Region {
         /// The tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape of the tensor, in elements.
         shape: Vec<usize>,
         /// The region.
         region: Region,
-        /// What is wrong with it.
+        /// A description of what is wrong with the region.
         problem: String,
     },
 
@@ -237,7 +238,7 @@ pub enum Error {
     Tensor {
         /// The tensor.
         tensor: String,
-        /// What is wrong, and what to do.
+        /// A description of the problem and its remedy.
         problem: String,
     },
 
@@ -246,24 +247,24 @@ pub enum Error {
     Source {
         /// The tensor.
         tensor: String,
-        /// What the source said.
+        /// The source's error.
         source: BoxError,
     },
 
     /// Arguments that do not fit each other.
     #[error("{argument} should be {expected} but is {got}; correct the call")]
     Argument {
-        /// Which argument.
+        /// Name of the argument.
         argument: &'static str,
-        /// What it should have been.
+        /// A description of valid arguments.
         expected: String,
-        /// What it was.
+        /// The argument given.
         got: String,
     },
 
     /// An invalid mesh or partition.
     #[error(transparent)]
-    Layout(#[from] burn_fsdp_mesh::Error),
+    Mesh(#[from] burn_fsdp_mesh::Error),
 
     // === Several ranks ===
     /// Another rank failed to save; nothing was committed.
@@ -275,7 +276,7 @@ pub enum Error {
         step: u64,
         /// The rank that failed.
         rank: usize,
-        /// Why it did.
+        /// The message of its error.
         reason: String,
     },
 
@@ -286,9 +287,9 @@ pub enum Error {
     Rendezvous {
         /// The step that was to be saved.
         step: u64,
-        /// The rank that says so.
+        /// The rank that reports it.
         rank: usize,
-        /// What the rendezvous said.
+        /// The rendezvous' error.
         source: BoxError,
     },
 
@@ -308,7 +309,7 @@ pub enum Error {
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 impl Error {
-    /// Whether a file is missing, damaged or foreign, so that another step may be good.
+    /// Returns true if a file is missing, damaged or foreign, so that another step may be good.
     ///
     /// A file that cannot be read *now* (no permission, a network disk that is away, an error of the
     /// disk) is not damaged for all that anyone knows: whoever passed over it could lose it.
@@ -372,7 +373,7 @@ fn cut_tensor(tensor: &Option<String>) -> String {
     })
 }
 
-/// The first few names, quoted.
+/// Quotes the first few names.
 fn list(names: &[String]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<_> = names

@@ -1,4 +1,4 @@
-//! Who may change a folder of steps.
+//! The locks of a folder of steps, for one save or for a whole run.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use crate::storage::{Lock, Storage};
 /// Name of the file that is locked.
 const LOCK_FILE: &str = ".lock";
 
-/// How long somebody else may hold a lock until that is an error: a process that was just killed, or a
-/// save of another program, is gone by then.
+/// Time to wait for a lock that somebody else holds until that is an error: a process that was just
+/// killed, or a save of another program, is gone by then.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How often to try again meanwhile.
+/// Time between two attempts to take the lock.
 const RETRY: Duration = Duration::from_millis(20);
 
 /// A folder that is held for one save or removal.
 #[derive(Debug)]
 pub(crate) enum FolderLock {
-    /// Against everybody.
+    /// A lock against everybody.
     Own(#[expect(dead_code, reason = "held for its lock")] Box<dyn Lock>),
-    /// Against others of the same run, which holds the folder against everybody else.
+    /// A lock against other saves of the same run, whose [`RunLock`] is against everybody else.
     Turn(Arc<RunLock>),
 }
 
@@ -32,7 +32,7 @@ pub(crate) enum FolderLock {
 #[derive(Debug)]
 pub(crate) struct RunLock {
     lock: Box<dyn Lock>,
-    /// Whether a save or removal of this run is under way.
+    /// True while a save or removal of this run is under way.
     is_busy: AtomicBool,
 }
 
@@ -62,7 +62,7 @@ impl RunLock {
         self.lock.is_effective()
     }
 
-    /// The next turn of the run's own saves.
+    /// Waits for the run's other saves and removals, and takes the turn.
     pub(crate) fn turn(held: &Arc<Self>, root: &Path) -> Result<FolderLock, Error> {
         wait(root, || {
             let was_busy = held.is_busy.swap(true, Ordering::AcqRel);
@@ -78,7 +78,7 @@ fn lock(storage: &dyn Storage, root: &Path) -> Result<Box<dyn Lock>, Error> {
     })
 }
 
-/// Tries until it succeeds, or patience is at its end.
+/// Repeats an attempt until it succeeds or [`PATIENCE`] has passed.
 fn wait<T>(root: &Path, attempt: impl Fn() -> Result<Option<T>, Error>) -> Result<T, Error> {
     let start = Instant::now();
     loop {

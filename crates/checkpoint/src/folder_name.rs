@@ -1,16 +1,16 @@
-//! How the folders of steps are called, and those of saves and removals under way.
+//! The names of folders: of whole steps, and of saves and removals under way.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the folder of a whole step.
+/// Returns the name of the folder of a whole step.
 pub(crate) fn of_step(step: u64) -> String {
     format!("step-{step:06}")
 }
 
-/// The step whose folder is called so.
+/// Returns the step whose folder has this name.
 pub(crate) fn parse_step(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     // One name for each step, or two folders could claim to be the same.
@@ -25,7 +25,7 @@ pub(crate) struct Hidden {
     nonce: String,
 }
 
-/// What a hidden folder is.
+/// The purpose of a hidden folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum State {
     /// A step that is being saved.
@@ -49,7 +49,7 @@ impl State {
 }
 
 impl Hidden {
-    /// A name that no folder has yet.
+    /// Makes up a name that no folder has yet.
     pub(crate) fn new(step: u64, state: State) -> Self {
         Self {
             step,
@@ -80,18 +80,19 @@ impl fmt::Display for Hidden {
     }
 }
 
-/// 16 random digits. The standard library seeds its hashers with random numbers.
+/// Returns 16 random hexadecimal digits. The standard library seeds its hashers with random
+/// numbers.
 pub(crate) fn nonce() -> String {
     format!("{:016x}", RandomState::new().build_hasher().finish())
 }
 
-/// Names the folder in which all ranks write one step; rank 0 gives it to the others.
+/// The name of the folder in which all ranks write one step; rank 0 gives it to the others.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct Ticket(pub(crate) Hidden);
 
 impl Ticket {
-    /// The step that is being saved.
+    /// Returns the step that is being saved.
     pub fn step(&self) -> u64 {
         self.0.step
     }

@@ -1,4 +1,4 @@
-//! What the fuzz targets run. Not part of the interface.
+//! The bodies of the fuzz targets. Not part of the interface.
 //!
 //! Kept here so that the nightly fuzzers and the tests on stable feed the same code.
 
@@ -10,10 +10,10 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::storage::Memory;
 use crate::{Error, Index, Inspection, Limits, ReadPlan, Region, Step, Verification, shard_header};
 
-/// Whole tensors are read if they have no more bytes than this; files are no larger either.
+/// Maximum bytes of a tensor that is read as a whole.
 const MAX_READ_BYTES: u64 = 1 << 20;
 
-/// Any bytes as an index: an error, or an index on which plans can be made.
+/// Reads any bytes as an index: the result is an error, or an index on which plans can be made.
 pub fn index(data: &[u8]) -> Result<(), Error> {
     let index = Index::from_json(Path::new(INDEX_FILE), data)?;
     let wholes: Vec<_> = index
@@ -29,7 +29,7 @@ pub fn index(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Any bytes as a rank's file, of which the header is read.
+/// Reads the header of any bytes as that of a rank's file.
 pub fn shard_header(data: &[u8]) -> Result<(), Error> {
     let path = Path::new("rank");
     let length = data.first_chunk().map(|length| u64::from_le_bytes(*length));
@@ -43,8 +43,8 @@ pub fn shard_header(data: &[u8]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Any bytes as a whole step of one file, all of which is read: up to the first zero byte the index,
-/// after it the file. The seal fits, as a malicious writer would make it.
+/// Reads any bytes as a whole step of one file: the index is the bytes up to the first zero byte,
+/// the file those after it. The seal fits, as a malicious writer would make it.
 pub fn step(data: &[u8]) -> Result<(), Error> {
     let cut = data.iter().position(|byte| *byte == 0);
     let (json, file) = match cut {
@@ -68,7 +68,7 @@ pub fn step(data: &[u8]) -> Result<(), Error> {
     assert!(!printed.is_empty());
     let damage = step.damage(|_| ());
     let unverified = Step::open_in(step.storage().clone(), dir, Limits::default())?
-        .with_verification(Verification::None);
+        .verification(Verification::None);
     for tensor in &step.index().tensors {
         if tensor.num_bytes() > MAX_READ_BYTES {
             continue;

@@ -1,4 +1,4 @@
-//! The index of a step: what is in which file, and how to know that it is unharmed.
+//! The index of a step: the files, the parts of tensors in them, and their checksums.
 
 use std::ops::Range;
 use std::path::Path;
@@ -18,13 +18,13 @@ pub(crate) const INDEX_FILE: &str = "index.json";
 /// Name of the file with the checksum of the index.
 pub(crate) const SEAL_FILE: &str = "index.json.crc32";
 
-/// What every index says that it is.
+/// Name of the format, which every index carries.
 const FORMAT: &str = "burn-fsdp-checkpoint";
 
 /// The version of the format that this crate writes and reads.
 pub const FORMAT_VERSION: u32 = 1;
 
-/// Everything about a step but the bytes of its tensors.
+/// The description of a step: everything but the bytes of its tensors.
 ///
 /// An index that was read or is about to be written is valid: names are unique, the parts of
 /// every tensor tile it without gap or overlap, the parts in every file do so too, every range is
@@ -36,7 +36,7 @@ pub struct Index {
     version: u32,
     /// Number of ranks that saved; one file each.
     pub world_size: usize,
-    /// How they were laid out.
+    /// Mesh of these ranks.
     #[serde(deserialize_with = "read_mesh")]
     pub mesh: Mesh,
     /// Bytes that one checksum covers; the last of a part may cover fewer.
@@ -45,7 +45,7 @@ pub struct Index {
     pub files: Vec<FileEntry>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<TensorEntry>,
-    /// Where the training stood.
+    /// State of the training when the step was saved.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
@@ -61,11 +61,11 @@ pub struct FileEntry {
     pub bytes: u64,
     /// Bytes before the first tensor's.
     pub header_bytes: u64,
-    /// CRC-32 of these.
+    /// CRC-32 of the bytes before the first tensor's.
     pub header_crc32: u32,
 }
 
-/// One tensor and where its parts are.
+/// One tensor and its parts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
@@ -75,13 +75,13 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: Dtype,
-    /// What it is for.
+    /// Kind of the tensor.
     pub kind: TensorKind,
-    /// How it lay on the ranks that saved it. Says nothing about where the parts are.
+    /// Layout on the ranks that saved it, from which the places of the parts do not follow.
     pub layout: Layout,
-    /// What else was kept with it.
+    /// Anything else that was kept with the tensor.
     pub metadata: Map<String, Value>,
-    /// Its parts, in order, each stored once.
+    /// Parts of the tensor, each stored once.
     pub parts: Vec<PartEntry>,
 }
 
@@ -89,17 +89,17 @@ pub struct TensorEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartEntry {
-    /// Which of [`Index::files`].
+    /// Index into [`Index::files`].
     pub file: usize,
     /// Bytes of that file.
     pub bytes: Range<u64>,
-    /// The elements of the tensor that it holds.
+    /// Elements of the tensor that the part holds.
     pub region: Region,
-    /// CRC-32 of each [`chunk_bytes`](Index::chunk_bytes) of it.
+    /// CRC-32 of each [`chunk_bytes`](Index::chunk_bytes) of the part.
     pub crc32: Checksums,
 }
 
-/// What an index is put together from.
+/// The fields of an index, without its format and version.
 pub(crate) struct IndexContent {
     pub(crate) mesh: Mesh,
     pub(crate) chunk_bytes: u64,
@@ -162,36 +162,37 @@ impl Index {
         Ok(json)
     }
 
-    /// The tensor of this name. For many look-ups use [`Step::tensor`](crate::Step::tensor).
+    /// Returns the tensor of this name. For many look-ups use
+    /// [`Step::tensor`](crate::Step::tensor).
     pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
 
-    /// Bytes of all tensors.
+    /// Returns the bytes of all tensors.
     pub fn tensor_bytes(&self) -> u64 {
         self.tensors.iter().map(TensorEntry::num_bytes).sum()
     }
 }
 
 impl TensorEntry {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn num_elements(&self) -> usize {
-        crate::region::num_elements(&self.shape).unwrap_or(0)
+        burn_fsdp_mesh::num_elements(&self.shape).unwrap_or(0)
     }
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub fn item_bytes(&self) -> usize {
         self.dtype.bitsize() / 8
     }
 
-    /// Bytes of the whole tensor.
+    /// Returns the bytes of the whole tensor.
     pub fn num_bytes(&self) -> u64 {
         self.num_elements() as u64 * self.item_bytes() as u64
     }
 }
 
 impl PartEntry {
-    /// The chunks of the part: `(bytes of the file, checksum)`.
+    /// Lists the chunks of the part: `(bytes of the file, checksum)`.
     pub(crate) fn chunks(
         &self,
         chunk_bytes: u64,
@@ -203,7 +204,7 @@ impl PartEntry {
     }
 }
 
-/// The exact text of the file that seals an index.
+/// Returns the exact text of the file that seals an index.
 ///
 /// A reader makes the text anew from the index that it finds and compares, so that any change of
 /// either file is seen.
@@ -211,7 +212,7 @@ pub(crate) fn seal(index_json: &[u8]) -> String {
     format!("{:08x} {}\n", crc32(index_json), index_json.len())
 }
 
-/// Few axes only: a mesh compares every name with every other.
+/// Reads a mesh of few axes only: a mesh compares every name with every other.
 fn read_mesh<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Mesh, D::Error> {
     use serde::de::Error as _;
     const MAX_AXES: usize = 64;

@@ -1,4 +1,4 @@
-//! What is in a step, to be shown.
+//! A summary of a step, to be shown.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,23 +8,23 @@ use serde_json::Value;
 
 use crate::{Dtype, FORMAT_VERSION, Step, TensorKind, TrainingState};
 
-/// What is in a step. Prints as a table, with nothing but what is known without reading tensors.
+/// The contents of a step, without the elements of its tensors. Prints as a table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
-    /// The folder. As text, what is no UTF-8 in it is replaced.
+    /// The folder. In text, parts that are not UTF-8 are replaced.
     #[serde(serialize_with = "as_text")]
     pub path: PathBuf,
     /// Version of the format.
     pub version: u32,
     /// Number of ranks that saved.
     pub world_size: usize,
-    /// How they were laid out, as it prints.
+    /// Mesh of these ranks, as it prints.
     pub mesh: String,
     /// The files, by rank.
     pub files: Vec<InspectedFile>,
     /// The tensors, in the order of the model.
     pub tensors: Vec<InspectedTensor>,
-    /// Where the training stood.
+    /// State of the training when the step was saved.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
@@ -34,7 +34,7 @@ fn as_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error>
     serializer.collect_str(&path.display())
 }
 
-/// The beginning of a text that is too long for a line of a table; JSON has all of it.
+/// Shortens a text that is too long for a line of a table; JSON has all of it.
 fn shortened(text: &str) -> String {
     const LONGEST: usize = 100;
     match text.char_indices().nth(LONGEST) {
@@ -46,35 +46,35 @@ fn shortened(text: &str) -> String {
 /// One file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedFile {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its bytes.
+    /// Bytes of the file.
     pub bytes: u64,
-    /// Number of parts in it.
+    /// Number of parts in the file.
     pub num_parts: usize,
 }
 
 /// One tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct InspectedTensor {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// What it is for.
+    /// Kind.
     pub kind: TensorKind,
-    /// Its element type.
+    /// Element type.
     pub dtype: Dtype,
-    /// Its shape, in elements.
+    /// Shape, in elements.
     pub shape: Vec<usize>,
     /// Bytes of the whole tensor.
     pub bytes: u64,
-    /// How it lay on the ranks that saved it.
+    /// Layout on the ranks that saved it, as it prints.
     pub layout: String,
-    /// Number of parts that it is stored in.
+    /// Number of parts.
     pub num_parts: usize,
 }
 
 impl Inspection {
-    /// What is in `step`, from its index.
+    /// Collects the contents of a step from its index.
     pub fn new(step: &Step) -> Self {
         let index = step.index();
         let mut num_parts = vec![0; index.files.len()];
@@ -108,19 +108,19 @@ impl Inspection {
         }
     }
 
-    /// Tensors, elements and bytes of one kind.
+    /// Counts the tensors, elements and bytes of one kind.
     pub fn totals(&self, kind: TensorKind) -> Totals {
         let mut totals = Totals::default();
         for tensor in self.tensors.iter().filter(|tensor| tensor.kind == kind) {
             totals.num_tensors += 1;
-            totals.num_elements += crate::region::num_elements(&tensor.shape).unwrap_or(0) as u64;
+            totals.num_elements += burn_fsdp_mesh::num_elements(&tensor.shape).unwrap_or(0) as u64;
             totals.bytes += tensor.bytes;
         }
         totals
     }
 }
 
-/// How much there is of something.
+/// The numbers of tensors, elements and bytes of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Totals {
     /// Number of tensors.
@@ -212,14 +212,14 @@ impl fmt::Display for Inspection {
 }
 
 impl Inspection {
-    /// Characters of the widest text of a column.
+    /// Returns the characters of the widest text of a column.
     fn width(&self, text: impl Fn(&InspectedTensor) -> &String) -> usize {
         let widths = self.tensors.iter().map(|t| shown(text(t)).chars().count());
         widths.max().unwrap_or(0).max("tensor".len())
     }
 }
 
-/// A name without what could move a terminal's cursor.
+/// Escapes the control characters of a name, which could move a terminal's cursor.
 fn shown(name: &str) -> String {
     name.chars()
         .flat_map(|c| match c.is_control() {

@@ -6,7 +6,8 @@
 //! | part | the elements of a tensor that one rank wrote; every element is in exactly one part |
 //! | [`Region`] | some elements of a tensor: a flat range, or a box |
 //! | [`Layout`] | how a tensor lies on a mesh, hence which region each rank holds |
-//! | [`WritePlan`], [`ReadPlan`] | who writes which part, which bytes hold a region; pure |
+//! | [`WritePlan`], [`ReadPlan`] | the parts that each rank writes, the bytes that hold a region;
+//! pure |
 //! | [`Index`] | what is in which file of a step, with a checksum of every byte |
 //! | [`Staging`] | a step that is being written, beside, under a hidden name |
 //! | commit | the rename that makes a step visible, when all of it is synced |
@@ -67,10 +68,9 @@ mod folder_name;
 pub mod fuzzing;
 mod index;
 mod inspection;
-mod layout;
 mod limits;
+mod overlap;
 mod read_plan;
-mod region;
 mod rendezvous;
 mod save;
 mod shard_header;
@@ -83,7 +83,7 @@ mod training_state;
 mod write_plan;
 
 pub use background::BackgroundSaver;
-pub use burn_fsdp_mesh::{Mesh, Partition, Placement};
+pub use burn_fsdp_mesh::{Cut, Layout, Mesh, Partition, Placement, Region};
 pub use checkpoints::{Check, Checkpoints, NewestGood, Skipped};
 pub use checksum::Checksums;
 pub use consolidation::{
@@ -93,10 +93,8 @@ pub use error::{BoxError, Error};
 pub use folder_name::Ticket;
 pub use index::{FORMAT_VERSION, FileEntry, Index, PartEntry, TensorEntry};
 pub use inspection::{InspectedFile, InspectedTensor, Inspection, Totals};
-pub use layout::{Cut, Layout};
 pub use limits::Limits;
 pub use read_plan::{FileRange, ReadPlan};
-pub use region::Region;
 pub use rendezvous::{Alone, Rendezvous, ThreadRendezvous};
 pub use safetensors::Dtype;
 pub use save::{SaveRequest, Saved, save};
@@ -107,7 +105,7 @@ pub use tensor::{TensorKind, TensorSpec};
 pub use training_state::{DataPosition, LossScale, TrainingState};
 pub use write_plan::{Assignment, WritePlan};
 
-/// The beginning of a foreign text, for a message.
+/// Shortens a foreign text for a message.
 fn shortened(text: &str) -> String {
     text.chars().take(100).collect()
 }

@@ -1,4 +1,4 @@
-//! How much of a foreign file is taken into memory.
+//! Limits on the memory that reading a foreign file takes.
 
 /// Sizes above which a file is refused before anything is allocated for it.
 ///

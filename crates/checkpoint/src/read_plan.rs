@@ -1,28 +1,28 @@
-//! Which bytes to read for the parts of tensors that a rank wants. Pure.
+//! A plan of the bytes to read for the regions of tensors that a rank wants. Pure.
 
 use std::ops::Range;
 
-use crate::region::{Runs, overlaps};
+use crate::overlap::{Runs, overlaps};
 use crate::{Error, Index, Region, TensorEntry};
 
 /// The bytes of the files of a step that hold what one rank wants, and no others.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReadPlan {
-    /// In the order of files and of bytes in them; never empty, and no two could be one.
+    /// The ranges, by file and then by start. None is empty, and no two of one file touch.
     pub reads: Vec<FileRange>,
 }
 
 /// Bytes of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRange {
-    /// Which of [`Index::files`].
+    /// Index into [`Index::files`].
     pub file: usize,
     /// Bytes of the file.
     pub bytes: Range<u64>,
 }
 
 impl ReadPlan {
-    /// What to read of a step for these regions of its tensors.
+    /// Plans the reads for these regions of a step's tensors.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ impl ReadPlan {
         Ok(Self { reads: merged })
     }
 
-    /// Bytes to read.
+    /// Returns the number of bytes to read.
     pub fn num_bytes(&self) -> u64 {
         let reads = self.reads.iter();
         reads.map(|read| read.bytes.end - read.bytes.start).sum()

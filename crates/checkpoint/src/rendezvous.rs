@@ -1,4 +1,4 @@
-//! How the ranks of a save meet, without this crate knowing how they communicate.
+//! The interface through which the ranks of a save communicate, with two implementations.
 
 use std::fmt;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -12,10 +12,10 @@ use crate::error::BoxError;
 /// Implement it over a process group *of its own* if saves run in the background: they must not mix
 /// with the collectives of the training. Calls must end with an error when a peer does not come.
 pub trait Rendezvous: Send {
-    /// This rank.
+    /// Returns this rank.
     fn rank(&self) -> usize;
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     fn world_size(&self) -> usize;
 
     /// Brings every rank's bytes to rank 0, in the order of ranks; `None` on the others.
@@ -68,20 +68,21 @@ pub struct ThreadRendezvous {
 }
 
 enum Ends {
-    /// Rank 0: to and from every other rank, from rank 1 on.
+    /// Rank 0, with a wire to every other rank, from rank 1 on.
     Root(Vec<Wire>),
-    /// Another rank: to and from rank 0.
+    /// Another rank, with a wire to rank 0.
     Leaf(Wire),
 }
 
-/// To and from one other rank.
+/// A connection with one other rank, in both directions.
 struct Wire {
     to: Sender<Vec<u8>>,
     from: Receiver<Vec<u8>>,
 }
 
 impl ThreadRendezvous {
-    /// The ends of `world_size` ranks, in their order. A call fails when a peer has not come for
+    /// Makes the ends of `world_size` ranks, in their order. A call fails when a peer has not come
+    /// for
     /// `deadline`, which must allow for the slowest rank to write its file; at once when a peer's end
     /// was dropped.
     pub fn new(world_size: usize, deadline: Duration) -> Vec<Self> {

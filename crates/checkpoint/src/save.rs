@@ -1,4 +1,4 @@
-//! One save, from the first to the last word between the ranks.
+//! One save, from the first to the last message between the ranks.
 
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,23 +15,23 @@ use crate::source::Source;
 use crate::staging::write_shard;
 use crate::{Checkpoints, Error, Existing, Receipt, Staging, Ticket, TrainingState, WritePlan};
 
-/// What to save beside the bytes of the tensors; the same on every rank.
+/// The content of a save beside the bytes of the tensors; the same on every rank.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
-    /// Who writes what. Made once for a training, and shared by its saves.
+    /// The parts that each rank writes. Made once for a training, and shared by its saves.
     pub plan: Arc<WritePlan>,
-    /// Where the training stands; its step names the folder.
+    /// State of the training; its step names the folder.
     pub training: TrainingState,
     /// The model's configuration.
     pub model: Value,
-    /// How many steps to keep, this one included; all if `None`.
+    /// Number of steps to keep, this one included; all if `None`.
     pub keep_last: Option<NonZeroUsize>,
-    /// What to do if the step is there already.
+    /// The action to take if the step is there already.
     pub existing: Existing,
 }
 
 impl SaveRequest {
-    /// A request that keeps all steps and refuses to replace one.
+    /// Makes a request that keeps all steps and refuses to replace one.
     pub fn new(plan: Arc<WritePlan>, training: TrainingState) -> Self {
         Self {
             plan,
@@ -48,16 +48,17 @@ impl SaveRequest {
 pub struct Saved {
     /// The step.
     pub step: u64,
-    /// Its folder. Every rank knows it, and a path need not be a text that could be sent.
+    /// Folder of the step. Each rank fills it in itself, since a path that is not UTF-8 cannot be
+    /// sent.
     #[serde(skip)]
     pub path: PathBuf,
     /// Older steps that were removed to make room, oldest first.
     pub removed: Vec<u64>,
-    /// Why no more of them could be removed, if so. The new step is good all the same.
+    /// Message of the error that ended the removal, if any. The new step is good all the same.
     pub removal_failure: Option<String>,
 }
 
-/// A failure on the way to the other ranks.
+/// The failure of a rank, as it is sent to the other ranks.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Failure {
     rank: usize,
@@ -177,7 +178,7 @@ fn finish(
     })
 }
 
-/// Broadcasts what rank 0 has to say.
+/// Broadcasts the message of rank 0.
 fn exchange<T: Serialize + DeserializeOwned>(
     rendezvous: &mut dyn Rendezvous,
     word: Option<T>,

@@ -1,4 +1,4 @@
-//! The header of a rank's file: that of safetensors.
+//! The header of a rank's file, in the format of safetensors.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 
 use crate::{Dtype, Error, Limits};
 
-/// Bytes of the number that says how long the header is.
+/// Bytes of the number that gives the length of the header.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
 /// A tensor in a safetensors file.
@@ -23,7 +23,7 @@ pub(crate) struct StoredTensor {
     pub(crate) num_bytes: usize,
 }
 
-/// The bytes before the first tensor's, when the tensors follow each other in this order.
+/// Encodes the header of a file whose tensors follow each other in this order.
 ///
 /// Padded with spaces to a multiple of 8 bytes, as safetensors does, so that mapped tensors are
 /// aligned.

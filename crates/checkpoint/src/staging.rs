@@ -1,4 +1,4 @@
-//! The commit protocol; see README.md for why it is right.
+//! The commit protocol; README.md has the argument why it is right.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,14 +20,14 @@ use crate::{
     TrainingState, WritePlan,
 };
 
-/// What to do about a step that is there already.
+/// The action to take about a step that is there already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Existing {
-    /// Fail with [`Error::Exists`] and leave it as it is.
+    /// An error, [`Error::Exists`]; the step stays as it is.
     #[default]
     Refuse,
-    /// Put the new one in its place when that is complete. What is there must be the folder of a step,
-    /// be it damaged: anything else is an error, and stays.
+    /// A replacement of the step when the new one is complete. The old one must be the folder of a
+    /// step, be it damaged: anything else is an error, and stays.
     Replace,
 }
 
@@ -44,7 +44,7 @@ pub struct Staging {
     lock: Option<FolderLock>,
 }
 
-/// What a rank has written; rank 0 needs those of all ranks to commit.
+/// A rank's record of the file that it has written; rank 0 needs those of all ranks to commit.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Receipt {
     /// The rank.
@@ -53,16 +53,16 @@ pub struct Receipt {
     /// Checksum of the plan, which must be the same on all ranks.
     plan_crc32: u32,
     file: FileEntry,
-    /// In the order of [`WritePlan::of_rank`].
+    /// Bytes in the file and checksums of each part, in the order of [`WritePlan::of_rank`].
     parts: Vec<(Range<u64>, Checksums)>,
 }
 
-/// A step that is there, whole and synced. Other saves are still held off until this is dropped.
+/// A step that is committed. Other saves are still held off until this is dropped.
 #[derive(Debug)]
 pub struct Committed {
     /// The step.
     pub step: u64,
-    /// Its folder.
+    /// Folder of the step.
     pub path: PathBuf,
     checkpoints: Checkpoints,
     _lock: Option<FolderLock>,
@@ -96,7 +96,7 @@ impl Staging {
         })
     }
 
-    /// What the other ranks need to write into the same folder.
+    /// Returns the ticket with which the other ranks write into the same folder.
     pub fn ticket(&self) -> &Ticket {
         &self.ticket
     }
@@ -145,7 +145,7 @@ impl Staging {
         })
     }
 
-    /// The rename that makes the step visible.
+    /// Makes the step visible by a rename, after moving aside a step that it replaces.
     fn publish(&mut self) -> Result<(), Error> {
         let storage = self.checkpoints.storage();
         let root = self.checkpoints.root();
@@ -249,7 +249,7 @@ impl Staging {
         Ok(receipts)
     }
 
-    /// Whether this rank sees the files of all.
+    /// Checks that this rank sees the files of all ranks, with their sizes.
     fn check_files(&self, index: &Index) -> Result<(), Error> {
         for file in &index.files {
             let path = self.path.join(&file.name);
@@ -283,7 +283,8 @@ impl Drop for Staging {
 }
 
 impl Committed {
-    /// [`Checkpoints::keep_last`] with this step as the newest good one.
+    /// Removes older steps as [`Checkpoints::keep_last`] does, with this step as the newest good
+    /// one.
     ///
     /// # Errors
     ///
@@ -417,7 +418,7 @@ fn plan_crc32(plan: &WritePlan) -> Result<u32, Error> {
     Ok(crc32(&json))
 }
 
-/// Whether there is a step of this number that is to make way.
+/// Returns true if there is a step of this number, which the save is to replace.
 fn check_target(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<bool, Error> {
     let path = checkpoints.path(step);
     let exists = checkpoints.storage().exists(&path);

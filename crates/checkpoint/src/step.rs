@@ -1,4 +1,4 @@
-//! A step that is read: any part of any tensor, at any world size.
+//! A step that is read: any region of any tensor, at any world size.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -14,17 +14,17 @@ mod part;
 use files::Files;
 use part::{Chunk, PartReader, overlap};
 
-/// Whether tensors are checked against their checksums as they are read.
+/// The check of tensors against their checksums as they are read.
 ///
 /// The index, the headers and the sizes of files are checked in any case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Verification {
-    /// Reads whole chunks and checks each before handing out any of it; at most two chunks (of 1 MiB)
-    /// too many for each contiguous range.
+    /// Whole chunks are read, and each is checked before any of it is returned; at most two chunks
+    /// (of 1 MiB) too many for each contiguous range.
     #[default]
     Chunks,
-    /// Reads exactly the bytes asked for, unchecked. Slow for regions of many short runs, such as
-    /// shards of the last dim: each is a read of its own.
+    /// Exactly the bytes asked for are read, unchecked. Slow for regions of many short runs, such
+    /// as shards of the last dim: each is a read of its own.
     None,
 }
 
@@ -42,24 +42,24 @@ pub struct Step {
 /// A tensor that a model has, to be compared with those of a step.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpectedTensor {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
-    /// Its element type; any if `None`, for those who convert.
+    /// Element type; any if `None`, for those who convert.
     pub dtype: Option<Dtype>,
 }
 
-/// What to do about tensors that a step has and the model lacks.
+/// The action to take about tensors that a step has and the model lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Extra {
-    /// They are an error.
+    /// An error: [`Error::Unexpected`].
     Refuse,
-    /// They are not looked at.
+    /// None: they are passed over.
     Ignore,
 }
 
-/// How far a verification has come.
+/// The progress of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress<'a> {
     /// Bytes verified, or passed over because their file is damaged.
@@ -101,19 +101,19 @@ impl Step {
         })
     }
 
-    /// Reads with or without checking checksums.
+    /// Sets whether reads check checksums.
     #[must_use]
-    pub fn with_verification(mut self, verification: Verification) -> Self {
+    pub fn verification(mut self, verification: Verification) -> Self {
         self.verification = verification;
         self
     }
 
-    /// The folder.
+    /// Returns the folder of the step.
     pub fn path(&self) -> &Path {
         &self.files.path
     }
 
-    /// What is in it.
+    /// Returns the index of the step.
     pub fn index(&self) -> &Index {
         &self.files.index
     }
@@ -122,7 +122,7 @@ impl Step {
         &self.files.storage
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     ///
     /// # Errors
     ///
@@ -136,7 +136,7 @@ impl Step {
     }
 
     /// Compares the tensors of a model with those of the step, before anything is loaded. Tensors
-    /// of the step for which `is_wanted` is false are left out of it, such as optimizer state.
+    /// of the step for which `is_wanted` is false, such as optimizer state, are never unexpected.
     ///
     /// # Errors
     ///
@@ -269,7 +269,7 @@ impl Step {
         Ok(())
     }
 
-    /// Whether every file is there and has its size. Reads no tensors.
+    /// Checks that every file is there and has its size. Reads no tensors.
     ///
     /// # Errors
     ///
@@ -303,7 +303,7 @@ impl Step {
         }
     }
 
-    /// Reads every byte of the step and tells all that is damaged: of each file its size or its header,
+    /// Reads every byte of the step and returns all damage: of each file its size or its header,
     /// else each damaged part once.
     pub fn damage(&self, progress: impl FnMut(Progress<'_>)) -> Vec<Error> {
         self.find_damage(false, progress)

@@ -1,4 +1,4 @@
-//! Where files lie: what the rest of the crate asks of a file system.
+//! The storage interface: the operations that the rest of the crate asks of a file system.
 
 use std::fmt;
 use std::io;
@@ -35,13 +35,13 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// [`InvalidInput`](io::ErrorKind::InvalidInput).
     fn open_file(&self, path: &Path) -> io::Result<Box<dyn ReadFile>>;
 
-    /// What is in a folder, in no order.
+    /// Lists the entries of a folder, in no order.
     fn list(&self, path: &Path) -> io::Result<Vec<DirEntry>>;
 
-    /// What there is of this name; a link is not followed. `None` if there is nothing.
+    /// Returns the kind of the entry at `path`; a link is not followed. `None` if there is nothing.
     fn kind(&self, path: &Path) -> io::Result<Option<EntryKind>>;
 
-    /// Whether there is anything of this name, be it a link to nothing.
+    /// Returns true if there is anything at `path`, be it a link to nothing.
     fn exists(&self, path: &Path) -> io::Result<bool> {
         Ok(self.kind(path)?.is_some())
     }
@@ -70,7 +70,7 @@ pub trait Storage: fmt::Debug + Send + Sync {
         }
     }
 
-    /// Another name of the same file or folder, without links and the same for all of its names.
+    /// Returns the name of a file or folder without links, which is the same for all of its names.
     ///
     /// The last part of the path need not be there.
     fn canonical(&self, path: &Path) -> io::Result<PathBuf> {
@@ -96,17 +96,17 @@ pub trait WriteFile: Send {
 
 /// A file that is being read, by any number of threads.
 pub trait ReadFile: Send + Sync {
-    /// Bytes of the file.
+    /// Returns the bytes of the file.
     fn num_bytes(&self) -> io::Result<u64>;
 
     /// Fills the buffer from the bytes at `offset`; an error if the file ends before.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 }
 
-/// Something that is locked as long as this lives.
+/// The guard of a lock, which is held as long as this lives.
 pub trait Lock: fmt::Debug + Send + Sync {
-    /// Whether others are held off. Some network file systems have no locks; there this is a lock in
-    /// name only.
+    /// Returns true if others are held off. Some network file systems have no locks; there this is
+    /// a lock in name only.
     fn is_effective(&self) -> bool {
         true
     }
@@ -115,13 +115,13 @@ pub trait Lock: fmt::Debug + Send + Sync {
 /// An entry of a folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DirEntry {
-    /// Its name; entries whose names are no text are not listed.
+    /// Name; entries whose names are not UTF-8 are not listed.
     pub name: String,
-    /// What it is.
+    /// Kind.
     pub kind: EntryKind,
 }
 
-/// What a name in a folder stands for.
+/// The kind of an entry of a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EntryKind {
     /// A regular file.

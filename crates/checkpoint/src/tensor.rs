@@ -1,18 +1,18 @@
-//! What a tensor of a checkpoint is.
+//! The description of a tensor in a checkpoint.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::region::num_elements;
 use crate::{Dtype, Layout};
+use burn_fsdp_mesh::num_elements;
 
-/// Tensors have at most this many dims.
+/// Maximum number of dims of a tensor.
 pub(crate) const MAX_DIMS: usize = 16;
 
-/// Names of tensors have at most this many bytes.
+/// Maximum bytes of a tensor's name.
 pub(crate) const MAX_NAME_BYTES: usize = 4096;
 
-/// What a tensor is for.
+/// The purpose of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorKind {
@@ -25,7 +25,7 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
-    /// Whether the tensor belongs to the model, as opposed to its training.
+    /// Returns true if the tensor belongs to the model, as opposed to its training.
     pub fn is_model(self) -> bool {
         matches!(self, Self::Parameter | Self::Buffer)
     }
@@ -45,23 +45,23 @@ impl std::fmt::Display for TensorKind {
 /// A tensor to save: the same on every rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TensorSpec {
-    /// Unique in the checkpoint, such as the parameter's path. Any text but `__metadata__`, which
-    /// safetensors keeps for itself.
+    /// Name, unique in the checkpoint, such as the parameter's path. Any text but `__metadata__`,
+    /// which safetensors keeps for itself.
     pub name: String,
     /// Shape of the whole tensor, in elements.
     pub shape: Vec<usize>,
     /// Element type.
     pub dtype: Dtype,
-    /// What it is for.
+    /// Kind.
     pub kind: TensorKind,
-    /// How it lies on the ranks.
+    /// Layout on the ranks.
     pub layout: Layout,
-    /// Anything else to keep with it, such as the optimizer's group and slot.
+    /// Anything else to keep with the tensor, such as the optimizer's group and slot.
     pub metadata: Map<String, Value>,
 }
 
 impl TensorSpec {
-    /// A tensor without metadata.
+    /// Describes a tensor without metadata.
     pub fn new(
         name: impl Into<String>,
         shape: impl Into<Vec<usize>>,
@@ -87,7 +87,8 @@ impl TensorSpec {
     }
 }
 
-/// What is wrong with a tensor of this name, shape and dtype; else the bytes of one element.
+/// Checks a tensor's name, shape and dtype, and returns the bytes of one element; the error
+/// describes the problem.
 pub(crate) fn check_tensor(name: &str, shape: &[usize], dtype: Dtype) -> Result<usize, String> {
     if name.is_empty() || name == "__metadata__" || name.len() > MAX_NAME_BYTES {
         return Err(format!(

@@ -1,9 +1,9 @@
-//! What a run needs, beside tensors, to go on as if it had never stopped.
+//! The state, beside tensors, from which a run goes on as if it had never stopped.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// Where the training stands. Numbers come back as the same bits.
+/// The state of a training beside its tensors. Numbers come back as the same bits.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainingState {
@@ -11,11 +11,11 @@ pub struct TrainingState {
     pub step: u64,
     /// Seed of the run.
     pub seed: u64,
-    /// Where the run stands in its data.
+    /// Position of the run in its data.
     pub data: DataPosition,
     /// State of the loss scaler, if there is one.
     pub loss_scale: Option<LossScale>,
-    /// The learning-rate schedule: its configuration and where it stands.
+    /// The learning-rate schedule: its configuration and position.
     pub learning_rate: Value,
     /// Hyperparameters of the optimizer and of its groups.
     pub optimizer: Value,
@@ -23,7 +23,7 @@ pub struct TrainingState {
     pub sections: Map<String, Value>,
 }
 
-/// Where a run stands in its data.
+/// The position of a run in its data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataPosition {

@@ -1,4 +1,5 @@
-//! Who writes which part of what. Pure: every rank makes the same plan from the same tensors.
+//! A plan of the parts of tensors that each rank writes. Pure: every rank makes the same plan from
+//! the same tensors.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
@@ -8,7 +9,7 @@ use burn_fsdp_mesh::Mesh;
 use crate::tensor::check_tensor;
 use crate::{Error, Region, TensorSpec};
 
-/// What each rank writes when these tensors are saved.
+/// The parts that each rank writes when these tensors are saved.
 ///
 /// Every element is written by exactly one of the ranks that hold it. Where several hold the same
 /// part, the one with the least to write gets it, the largest parts first.
@@ -16,14 +17,14 @@ use crate::{Error, Region, TensorSpec};
 pub struct WritePlan {
     mesh: Mesh,
     tensors: Vec<TensorSpec>,
-    /// By rank.
+    /// The parts that each rank writes, by rank.
     ranks: Vec<Vec<Assignment>>,
 }
 
 /// A part that one rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Assignment {
-    /// Which of [`WritePlan::tensors`].
+    /// Index into [`WritePlan::tensors`].
     pub tensor: usize,
     /// The elements to write.
     pub region: Region,
@@ -32,7 +33,7 @@ pub struct Assignment {
 }
 
 impl WritePlan {
-    /// The plan to save tensors that lie on a mesh as their layouts say.
+    /// Plans the save of tensors that lie on a mesh as their layouts say.
     ///
     /// # Errors
     ///
@@ -54,8 +55,8 @@ impl WritePlan {
         Self::of_regions(mesh, tensors, regions)
     }
 
-    /// The plan for tensors that lie on the ranks in another way than by a layout:
-    /// `regions[tensor][rank]` is what a rank holds, with empty ranges for nothing.
+    /// Plans the save of tensors that lie on the ranks in another way than by a layout:
+    /// `regions[tensor][rank]` is the region that a rank holds, an empty range if none.
     ///
     /// The regions of a tensor may be the same or not overlap; that they tile it is verified when the
     /// step is committed.
@@ -99,17 +100,17 @@ impl WritePlan {
         })
     }
 
-    /// The ranks that save.
+    /// Returns the mesh of the ranks that save.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// The tensors to save, as given.
+    /// Returns the tensors to save, as given.
     pub fn tensors(&self) -> &[TensorSpec] {
         &self.tensors
     }
 
-    /// What a rank writes, in the order of its file.
+    /// Returns the parts that a rank writes, in the order of its file.
     ///
     /// # Panics
     ///
@@ -119,7 +120,7 @@ impl WritePlan {
         &self.ranks[rank]
     }
 
-    /// Bytes of tensors that a rank writes.
+    /// Returns the bytes of tensors that a rank writes.
     ///
     /// # Panics
     ///

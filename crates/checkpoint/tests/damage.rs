@@ -163,10 +163,7 @@ fn headers_that_lie_are_refused() {
         header_bytes: 16,
         ..Limits::default()
     };
-    let step = checkpoints(&memory)
-        .with_limits(limits)
-        .open(1)
-        .expect("opens");
+    let step = checkpoints(&memory).limits(limits).open(1).expect("opens");
     assert!(matches!(
         step.verify(|_| ()),
         Err(Error::Limit { limit: 16, .. })

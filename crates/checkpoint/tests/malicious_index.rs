@@ -196,13 +196,13 @@ fn malicious_text_is_refused_without_much_memory_or_stack() {
         index_bytes: 100,
         ..Limits::default()
     };
-    let error = checkpoints(&memory).with_limits(limits);
+    let error = checkpoints(&memory).limits(limits);
     let error = with_index_text(&memory, " ".repeat(101))
         .and(error.open(1))
         .expect_err("too large");
     assert_names(&error, "index.json");
     let error = checkpoints(&memory)
-        .with_limits(limits)
+        .limits(limits)
         .open(1)
         .expect_err("too large");
     assert!(

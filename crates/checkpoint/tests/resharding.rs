@@ -32,7 +32,7 @@ fn assert_loads(memory: &Memory, step: u64, mesh: &Mesh, kind: Kind) {
         for verification in [Verification::Chunks, Verification::None] {
             let counting = Arc::new(Faulty::new(memory.clone(), Fail::Never));
             let open = Step::open_in(counting.clone(), &dir, Limits::default());
-            let open = open.expect("opens").with_verification(verification);
+            let open = open.expect("opens").verification(verification);
             let pairs = wanted.iter().map(|(t, region)| (t.name.as_str(), region));
             let planned = ReadPlan::new(open.index(), pairs).expect("all there");
             let needed: usize = wanted

@@ -1,4 +1,4 @@
-//! The command line, as near to what was typed as possible.
+//! The command line as it was typed: commands, arguments and their help texts.
 
 use std::path::PathBuf;
 
@@ -79,7 +79,7 @@ pub(crate) struct GenerateArgs {
     pub(crate) seed: u64,
 }
 
-/// What the exit code of every command says.
+/// The help text about the exit codes of every command.
 const EXIT_CODES: &str = "\
 Exit code:
   0  done; of a training also: stopped by a first signal, after a save
@@ -357,8 +357,8 @@ pub(crate) struct PlanArgs {
     /// Tokens of a sequence [default: the model's]
     #[arg(long)]
     pub(crate) seq: Option<usize>,
-    /// In what is computed and gathered; parameters at rest have 32 bits [default: bf16; f32 with
-    /// --compile]
+    /// Type in which parameters are gathered and activations computed; parameters at rest have 32
+    /// bits [default: bf16; f32 with --compile]
     #[arg(long, value_enum)]
     pub(crate) precision: Option<PrecisionArg>,
     /// Keep parameters at rest, gradients and optimizer state in the host's memory

@@ -11,7 +11,7 @@ const UNITS: [(&str, u64); 8] = [
     ("TB", 1_000_000_000_000),
 ];
 
-/// Bytes of a number with a unit, such as `80GiB` or `40 GB`; without one, bytes.
+/// Parses a number with a unit, such as `80GiB` or `40 GB`, into bytes; without a unit it is bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let lower = text.to_ascii_lowercase();

@@ -1,16 +1,17 @@
-//! What is printed. Nobody may be there to read it: that is no reason to panic, or to end a training.
+//! Printing to stdout and stderr. A reader that is gone is no reason to panic, or to end a
+//! training.
 
 use std::fmt::Display;
 use std::io::{self, ErrorKind, Write};
 
 use crate::error::Failure;
 
-/// Says a line on stderr. If that cannot be written, nobody can be told.
+/// Prints a line on stderr. Ignores errors of that, as nobody can be told.
 pub(crate) fn tell(line: impl Display) {
     let _ = writeln!(io::stderr(), "{line}");
 }
 
-/// Prints what the command was asked for on stdout.
+/// Prints the result of the command on stdout.
 ///
 /// Whoever reads may have stopped reading, which is fine. Any other error means that an answer was
 /// lost that somebody wanted.

@@ -1,4 +1,4 @@
-//! Why a run did not happen, or did not end.
+//! The errors of the commands, and the exit code of each.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -6,22 +6,23 @@ use std::process::ExitCode;
 use burn_fsdp::collectives::LaunchError;
 use burn_fsdp_models::ModelError;
 
-/// Why the command did not do what it was asked for.
+/// The failure of a command.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
-    /// What the user gave is at fault.
+    /// An error in the user's input.
     #[error(transparent)]
     Input(Box<InputError>),
-    /// A rank failed; the message names it.
+    /// The failure of a rank, which the message names.
     #[error(transparent)]
     Rank(Box<LaunchError>),
-    /// A rank could not read what the user gave. Which one found out is chance.
+    /// An error in the user's input that a rank met. Which rank is chance, so that the message does
+    /// not name it.
     #[error("{0}")]
     Read(Box<RankError>),
-    /// The ranks are done, but not everything is as it should be.
+    /// The problems of a run whose ranks all came to their end.
     #[error("{0}")]
     Unfinished(String),
-    /// What the command was asked for cannot be printed.
+    /// An error of printing the command's result.
     #[error("cannot write to stdout: {0}")]
     Stdout(std::io::Error),
 }
@@ -64,7 +65,7 @@ impl Failure {
     }
 }
 
-/// What is wrong with the command line, the files it names, or the environment.
+/// An error in the command line, the files that it names, or the environment.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum InputError {
     #[error("{flag} is 0; it must be at least 1")]
@@ -222,7 +223,7 @@ impl From<burn_fsdp::compile::Error> for InputError {
     }
 }
 
-/// What can end one rank.
+/// An error that ends one rank.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RankError {
     #[error(transparent)]
@@ -241,7 +242,7 @@ pub(crate) enum RankError {
     Compiled(Box<burn_fsdp::compile::Error>),
     #[error("the training has ended in an error before")]
     Ended,
-    /// What is in the files of a step, which the user gave.
+    /// An error in the files of a step, which the user gave.
     #[error("cannot read {}: {source}", path.display())]
     Restore {
         path: PathBuf,
@@ -252,7 +253,7 @@ pub(crate) enum RankError {
 }
 
 impl RankError {
-    /// Whether a file that was to be read is at fault, and not the run.
+    /// Returns true if a file that was to be read is at fault, and not the run.
     pub(crate) fn is_input(&self) -> bool {
         use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(

@@ -5,10 +5,11 @@ use burn_fsdp::compile::graph::CustomProfile;
 use burn_fsdp::plan::Flops;
 use burn_fsdp_models::fused::{FusedCost, FusedOperation};
 
-/// All of them. They are in the graphs of losses that `burn_fsdp_models::fused::recorded` records.
+/// Returns all fused operations. They are in the graphs of losses that
+/// `burn_fsdp_models::fused::recorded` records.
 pub(crate) fn operations() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
-        known.with_kernel(
+        known.kernel(
             operation.name(),
             move |call, tensors| operation.run(call, tensors),
             move |call| {

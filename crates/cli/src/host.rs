@@ -1,10 +1,10 @@
-//! What the operating system says about memory.
+//! The operating system's figures for memory, and its ignored signals.
 
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process may use, where the system tells: the machine's, or less if a group of
-/// processes that it is in, or a limit of its own (`ulimit -v`, `ulimit -d`), allows less.
+/// Returns the bytes of memory that this process may use, where the system tells: the machine's, or
+/// less if a control group or a limit of the process (`ulimit -v`, `ulimit -d`) allows less.
 pub(crate) fn memory_bytes() -> Option<u64> {
     let machine = field("/proc/meminfo", "MemTotal:").map(|kib| kib.saturating_mul(1024));
     let limits = ["Max address space", "Max data size"];
@@ -16,12 +16,12 @@ pub(crate) fn memory_bytes() -> Option<u64> {
         .min()
 }
 
-/// The most memory that this process has had resident, where the system tells.
+/// Returns the maximum of the bytes that this process has had resident, where the system tells.
 pub(crate) fn peak_rss_bytes() -> Option<u64> {
     field("/proc/self/status", "VmHWM:").map(|kib| kib.saturating_mul(1024))
 }
 
-/// Whether the process was started with a signal ignored, as `nohup` does with SIGHUP.
+/// Returns true if this process ignores a signal, as `nohup` has it ignore SIGHUP.
 pub(crate) fn is_ignored(signal: i32) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -29,14 +29,16 @@ pub(crate) fn is_ignored(signal: i32) -> bool {
     mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
-/// The number in a line such as `VmHWM:  1234 kB` of a file. There is none in one of `unlimited`.
+/// Finds the number in a line such as `VmHWM:  1234 kB` of a file. There is none in one of
+/// `unlimited`.
 fn field(path: &str, name: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// The limits of the control groups that this process is in, of either version, and of those above.
+/// Lists the limits of the control groups that this process is in, of either version, and of those
+/// above.
 fn cgroup_limits() -> Vec<Option<u64>> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let mut limits = Vec::new();

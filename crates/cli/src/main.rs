@@ -2,11 +2,11 @@
 //!
 //! - `args`: the command line as it was typed.
 //! - `train`: a training run.
-//! - `plan`: what a run would take, without one.
-//! - `steps`: what can be done with a saved step.
-//! - `text`, `fused`: what several of them do with a model.
-//! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, what is printed.
-//! - `error`: why there is nothing, and the exit code for it.
+//! - `plan`: the cost of a run, without running it.
+//! - `steps`: the commands for a saved step.
+//! - `text`, `fused`: generated text and fused operations, for several of them.
+//! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
+//! - `error`: errors, and the exit code for each.
 
 mod args;
 mod bytes;
@@ -54,8 +54,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// A limit on the size of files (`ulimit -f`) is an error of the write that meets it, like a full disk, and
-/// not the end of the process.
+/// Makes a limit on the size of files (`ulimit -f`) an error of the write that meets it, like a
+/// full disk, and not the end of the process.
 fn take_file_size_limits_as_errors() {
     #[cfg(unix)]
     {

@@ -69,7 +69,7 @@ pub(crate) fn check_one(flag: &'static str, path: &Path) -> Result<(), InputErro
     })
 }
 
-/// Checks that what a folder is to be made of, or made in, is not a file.
+/// Checks that neither a folder that is to be made nor one above it is a file.
 pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputError> {
     match path.ancestors().find(|above| above.exists()) {
         Some(above) if !above.is_dir() => Err(InputError::Output {
@@ -106,7 +106,7 @@ pub(crate) fn check_ranks_folder(
     Ok(())
 }
 
-/// Puts a file in its place only when it is complete.
+/// Writes a file that appears in its place only when it is complete.
 pub(crate) fn write_whole(
     flag: &'static str,
     path: &Path,
@@ -119,7 +119,7 @@ pub(crate) fn write_whole(
     })
 }
 
-/// Writes into a new file of a name that nobody can foresee, and renames it when it is on disk.
+/// Writes into a new file of a random name, and renames it when it is on disk.
 fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
     let folder = folder_of(path);
     let mut builder = Builder::new();
@@ -141,12 +141,12 @@ fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// How an output is written.
+/// The way in which an output is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// In one go, by replacing what is there; so that must be a plain file.
+    /// A write of the whole file, which replaces one that is there; that must be a plain file.
     Whole,
-    /// Line by line, also into a pipe or a terminal.
+    /// A write line by line, also into a pipe or a terminal.
     Stream,
 }
 
@@ -175,7 +175,7 @@ fn create_and_remove(path: &Path) -> io::Result<()> {
     fs::remove_file(path)
 }
 
-/// Equal for paths of one file, also of one that is not there yet.
+/// Returns a path that is equal for all paths of one file, also of one that is not there yet.
 fn identity(path: &Path) -> PathBuf {
     if let Ok(path) = path.canonicalize() {
         return path;
@@ -186,13 +186,14 @@ fn identity(path: &Path) -> PathBuf {
     }
 }
 
-/// The folder that a file is in.
+/// Returns the folder that a file is in.
 fn folder_of(path: &Path) -> &Path {
     let parent = path.parent().filter(|parent| *parent != Path::new(""));
     parent.unwrap_or(Path::new("."))
 }
 
-/// Whether a file has, in the folder of checkpoints, a name of the steps' or a hidden one.
+/// Returns true if a file is in the folder of checkpoints under a name like that of a step, or a
+/// hidden one.
 fn lies_among_steps(file: &Path, checkpoint_dir: &Path) -> bool {
     let inside = file.strip_prefix(identity(checkpoint_dir)).ok();
     let first = inside.and_then(|inside| inside.components().next());

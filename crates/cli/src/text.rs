@@ -1,4 +1,4 @@
-//! Text that a model makes up.
+//! The generation of text by a model.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::collectives::Error as CollectiveError;
@@ -7,19 +7,21 @@ use burn_fsdp_models::{BYTE_VOCAB, Gpt};
 
 use crate::error::RankError;
 
-/// Below 1, so that likely bytes become likelier: a little training shows better.
+/// Divisor of logits; below 1, so that likely bytes become likelier: a little training shows
+/// better.
 const TEMPERATURE: f64 = 0.8;
 
-/// What to generate.
+/// The configuration of a generated text.
 pub(crate) struct Sample {
-    /// Most bytes that the model looks back on.
+    /// Maximum number of bytes that the model looks back on.
     pub(crate) seq: usize,
     pub(crate) num_bytes: usize,
     pub(crate) seed: u64,
 }
 
 impl Sample {
-    /// `bytes`, and those that the model adds until it is told to stop. The model is without autodiff.
+    /// Appends the bytes that the model generates, until there are enough or it is told to stop,
+    /// and returns them after `bytes`. The model is without autodiff.
     pub(crate) fn go_on(
         &self,
         model: &Gpt,
@@ -42,7 +44,8 @@ impl Sample {
     }
 }
 
-/// Logits of the byte after `window`. The vocabulary may be larger than there are bytes.
+/// Returns the logits of the byte after `window`. The vocabulary may be larger than there are
+/// bytes.
 fn last_logits(model: &Gpt, window: &[u8]) -> Vec<f32> {
     let tokens: Vec<i64> = window.iter().map(|&byte| byte.into()).collect();
     let num_tokens = tokens.len();
@@ -52,8 +55,8 @@ fn last_logits(model: &Gpt, window: &[u8]) -> Vec<f32> {
     last.into_data().iter::<f32>().collect()
 }
 
-/// The byte at `position`, from 0 to 1, when each has room as to its likelihood; `None` of a model that
-/// has diverged and gives no numbers.
+/// Chooses the byte at `position`, from 0 to 1, of a line along which each byte has a length by its
+/// likelihood; `None` of a model that has diverged and gives no numbers.
 fn choose(logits: &[f32], position: f64) -> Option<u8> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weight = |logit: &f32| (f64::from(logit - highest) / TEMPERATURE).exp();
@@ -76,13 +79,13 @@ fn choose(logits: &[f32], position: f64) -> Option<u8> {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum NextByte {
     Is(u8),
-    /// The model gives no numbers to choose by.
+    /// No byte: the model gives no numbers to choose by.
     NoNumbers,
-    /// Some rank was told to stop.
+    /// The end: some rank was told to stop.
     Stop,
 }
 
-/// Rank 0's byte on every rank, unless a rank was told to stop.
+/// Returns rank 0's byte on every rank, unless a rank was told to stop.
 fn next_byte(
     world: &ProcessGroup,
     own: Option<u8>,
@@ -103,11 +106,11 @@ fn next_byte(
     })
 }
 
-/// SplitMix64: the same numbers on every rank and machine.
+/// A generator of random numbers, SplitMix64: the same numbers on every rank and machine.
 struct Random(u64);
 
 impl Random {
-    /// A number from 0 to below 1.
+    /// Returns a number from 0 to below 1.
     fn next_unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -118,7 +121,8 @@ impl Random {
     }
 }
 
-/// Bytes as text that is safe to print: what is no UTF-8 and no printable character is replaced.
+/// Returns bytes as text that is safe to print: bytes that are not UTF-8 and control characters are
+/// replaced, but for newlines and tabs.
 pub(crate) fn printable(bytes: &[u8]) -> String {
     let is_safe = |c: char| !c.is_control() || c == '\n' || c == '\t';
     String::from_utf8_lossy(bytes)

@@ -142,7 +142,7 @@ impl Recipe {
     }
 }
 
-/// The elements behind bytes, copied only if the bytes are not aligned for them.
+/// Returns the elements behind bytes, copied only if the bytes are not aligned for them.
 fn elements<E: Pod>(bytes: &[u8]) -> Cow<'_, [E]> {
     match bytemuck::try_cast_slice(bytes) {
         Ok(elements) => Cow::Borrowed(elements),
@@ -191,20 +191,20 @@ fn combine<W: Wide>(op: ReduceOp, block: &[W], factor: W, sum: &mut [W]) {
 /// A type that results are accumulated in.
 trait Wide: Copy + Send + Sync + 'static {
     const ZERO: Self;
-    /// The factor in this type. Integers are never scaled: theirs is not used.
+    /// Returns the factor in this type. Integers are never scaled: theirs is not used.
     fn factor(factor: f64) -> Self;
     fn scaled(self, factor: Self) -> Self;
     fn plus(self, other: Self) -> Self;
-    /// The larger, or NaN if one is.
+    /// Returns the larger, or NaN if one is.
     fn larger(self, other: Self) -> Self;
-    /// The smaller, or NaN if one is.
+    /// Returns the smaller, or NaN if one is.
     fn smaller(self, other: Self) -> Self;
 }
 
 /// A type of addends.
 trait Element: Pod + Send + Sync {
     type Wide: Wide;
-    /// The block widened, in `scratch` unless it is wide already.
+    /// Returns the block widened, in `scratch` unless it is wide already.
     fn widen<'a>(block: &'a [Self], scratch: &'a mut [Self::Wide]) -> &'a [Self::Wide];
 }
 

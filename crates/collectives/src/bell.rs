@@ -1,4 +1,4 @@
-//! Waiting for other threads.
+//! The wait for a change that another thread makes.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use crate::lock::lock;
 use crate::patience::Patience;
 
-/// How often to look before letting other threads run: some 5 us, the processor's pause between two
-/// looks being up to 50 ns. A peer that waits for this very core pays for every one of them.
+/// The number of looks before other threads may run: some 5 us, as the processor's pause between
+/// two looks is up to 50 ns. A peer that waits for this very core pays for every one of them.
 const SPINS: usize = 100;
 
-/// How long to look, letting other threads run in between, before going to sleep. Being woken takes
+/// The time of looks between which other threads may run, before going to sleep. Being woken takes
 /// 50 to 150 us; sleeping for less than a few of those would cost more than it spares.
 const YIELD_FOR: Duration = Duration::from_millis(1);
 
-/// Lets threads sleep until something in the world has changed.
+/// The place where threads sleep until something in the world has changed.
 ///
 /// # Memory ordering
 ///

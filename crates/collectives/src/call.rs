@@ -1,4 +1,4 @@
-//! What one rank asks for in one operation, checked before the peers hear of it.
+//! The arguments of one rank's call, checked before the peers hear of it.
 
 use crate::contract::Share;
 use crate::group::Contribution;

@@ -41,7 +41,7 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// [`start_all_gather`](Self::start_all_gather), and waits.
+    /// Does [`start_all_gather`](Self::start_all_gather), and waits.
     ///
     /// # Errors
     ///
@@ -96,7 +96,7 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// [`start_reduce_scatter`](Self::start_reduce_scatter), and waits.
+    /// Does [`start_reduce_scatter`](Self::start_reduce_scatter), and waits.
     ///
     /// # Errors
     ///
@@ -138,7 +138,7 @@ impl ProcessGroup {
         call.parts(parts)?.receive(into)?.start(note)
     }
 
-    /// [`start_all_reduce`](Self::start_all_reduce), and waits.
+    /// Does [`start_all_reduce`](Self::start_all_reduce), and waits.
     ///
     /// # Errors
     ///
@@ -178,7 +178,7 @@ impl ProcessGroup {
         call.parts(parts)?.receive(into)?.start(note)
     }
 
-    /// [`start_broadcast`](Self::start_broadcast), and waits.
+    /// Does [`start_broadcast`](Self::start_broadcast), and waits.
     ///
     /// # Errors
     ///
@@ -216,7 +216,7 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// [`start_scatter`](Self::start_scatter), and waits.
+    /// Does [`start_scatter`](Self::start_scatter), and waits.
     ///
     /// # Errors
     ///
@@ -254,7 +254,7 @@ impl ProcessGroup {
         call.parts(cut(parts))?.receive(into)?.start(note)
     }
 
-    /// [`start_gather`](Self::start_gather), and waits.
+    /// Does [`start_gather`](Self::start_gather), and waits.
     ///
     /// # Errors
     ///
@@ -327,7 +327,7 @@ impl ProcessGroup {
             .start(note)
     }
 
-    /// [`start_all_to_all`](Self::start_all_to_all), and waits.
+    /// Does [`start_all_to_all`](Self::start_all_to_all), and waits.
     ///
     /// # Errors
     ///
@@ -376,7 +376,7 @@ impl ProcessGroup {
         Ok(call.start(bytes)?.map(|received| received.notes))
     }
 
-    /// [`start_exchange`](Self::start_exchange), and waits.
+    /// Does [`start_exchange`](Self::start_exchange), and waits.
     ///
     /// # Errors
     ///
@@ -385,7 +385,7 @@ impl ProcessGroup {
         self.start_exchange(label, bytes)?.wait()
     }
 
-    /// Full tensors, cut so that every rank has a slice of the work.
+    /// Cuts full tensors so that every rank has a slice of the work.
     fn sliced(&self, parts: Vec<FullPart>) -> Result<Vec<(Source, Extent)>, Error> {
         let sliced = |FullPart {
                           source,

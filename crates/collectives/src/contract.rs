@@ -1,4 +1,4 @@
-//! What each collective operation is: who gives, who gets, and what travels between them.
+//! The contract of each collective operation: who gives, who gets, and what travels between them.
 //!
 //! Whatever else knows about the kinds of operations follows from here: the lengths that a call must
 //! have, what an engine moves from where to where, what a tool counts.
@@ -8,14 +8,14 @@ use std::ops::Range;
 use crate::OperationKind;
 use crate::operation::{Extent, Signature};
 
-/// What an operation asks of its ranks.
+/// The demands of an operation on its ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Contract {
-    /// Who gives how much of each tensor.
+    /// The ranks that give, and how much of each tensor.
     pub gives: Role,
-    /// Who gets how much of each tensor.
+    /// The ranks that get, and how much of each tensor.
     pub gets: Role,
-    /// Whether what the ranks give is combined. Otherwise it is put side by side.
+    /// True if what the ranks give is combined. Otherwise it is put side by side.
     pub reduces: bool,
 }
 
@@ -24,11 +24,11 @@ pub struct Contract {
 pub struct Role {
     /// The ranks.
     pub who: Who,
-    /// How much of each tensor.
+    /// The share of each tensor.
     pub share: Share,
 }
 
-/// Some of the ranks of an operation.
+/// A selection of the ranks of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Who {
@@ -42,7 +42,7 @@ pub enum Who {
     Nobody,
 }
 
-/// How much of each tensor a rank gives or gets.
+/// The share of each tensor that a rank gives or gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
@@ -52,12 +52,12 @@ pub enum Share {
     Own,
     /// The rank's shard in the other partition of a tensor that has two.
     Across,
-    /// All of it.
+    /// The whole tensor.
     Full,
 }
 
 impl OperationKind {
-    /// What the operation asks of its ranks.
+    /// Returns what the operation asks of its ranks.
     pub fn contract(self) -> Contract {
         use Share::{Across, Full, Own};
         use Who::{All, Nobody, Others, Root};
@@ -82,7 +82,7 @@ impl OperationKind {
 }
 
 impl Role {
-    /// The share of a rank, in an operation with this root.
+    /// Returns the share of a rank, in an operation with this root.
     pub fn share_of(self, rank: usize, root: Option<usize>) -> Share {
         let is_meant = match self.who {
             Who::All => true,
@@ -95,7 +95,7 @@ impl Role {
 }
 
 impl Extent {
-    /// Number of elements in a rank's share.
+    /// Returns the number of elements in a rank's share.
     pub(crate) fn share_len(&self, share: Share, rank: usize) -> usize {
         let all = |partition: burn_fsdp_mesh::Partition| partition.num_elements();
         match share {
@@ -106,7 +106,7 @@ impl Extent {
         }
     }
 
-    /// The elements that rank `from` gives rank `to`, by their place in what `from` gives.
+    /// Returns the elements that rank `from` gives rank `to`, as a range of what `from` gives.
     fn given(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -119,7 +119,7 @@ impl Extent {
         }
     }
 
-    /// Where in what rank `to` gets the elements lie that rank `from` gives it.
+    /// Returns the elements that rank `from` gives rank `to`, as a range of what `to` gets.
     fn placed(&self, contract: &Contract, from: usize, to: usize) -> Range<usize> {
         match (contract.gives.share, contract.gets.share, self.across) {
             (Share::Own, Share::Across, Some(across)) => {
@@ -135,32 +135,32 @@ fn scaled(range: Range<usize>, by: usize) -> Range<usize> {
     range.start * by..range.end * by
 }
 
-/// Where the bytes of one part go that travel from one rank to another.
+/// The bytes of one part that travel from one rank to another.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Route {
-    /// Their place in the source of the rank that gives.
+    /// Their range in the source of the rank that gives.
     pub(crate) given: Range<usize>,
-    /// Their place in the buffer of the rank that gets, of operations that do not combine.
+    /// Their range in the buffer of the rank that gets, of operations that do not combine.
     pub(crate) placed: Range<usize>,
 }
 
 impl Signature {
-    /// What a rank gives.
+    /// Returns the share that a rank gives.
     pub(crate) fn gives(&self, rank: usize) -> Share {
         self.kind.contract().gives.share_of(rank, self.root)
     }
 
-    /// What a rank gets.
+    /// Returns the share that a rank gets.
     pub(crate) fn gets(&self, rank: usize) -> Share {
         self.kind.contract().gets.share_of(rank, self.root)
     }
 
-    /// Whether anything travels from one rank to another. A rank gives to itself, too.
+    /// Returns true if anything travels from one rank to another. A rank gives to itself, too.
     pub(crate) fn travels(&self, from: usize, to: usize) -> bool {
         self.gives(from) != Share::None && self.gets(to) != Share::None
     }
 
-    /// Where the bytes of each part go that rank `from` gives rank `to`; none if nothing travels.
+    /// Returns the bytes of each part that rank `from` gives rank `to`; none if nothing travels.
     ///
     /// Of an all-reduce these are the addends of the slice that falls to `to`.
     pub(crate) fn routes(&self, from: usize, to: usize) -> Vec<Route> {

@@ -1,4 +1,4 @@
-//! Deadlines and failures: what a group knows of its ranks beside the bytes that they send.
+//! Deadlines and failures: the knowledge that a group has of its ranks beside the bytes that they send.
 //!
 //! All of this is the same for every engine. An engine moves bytes, rings the world's bell when
 //! something that a rank may wait for has changed, and carries [`News`] between processes.
@@ -20,30 +20,30 @@ pub(crate) const WORLD_DOMAIN: u64 = u64::MAX;
 pub(crate) struct Control {
     pub(crate) world: Arc<World>,
     outer: Option<Arc<Control>>,
-    /// The same on all its ranks.
+    /// The number of this domain, the same on all its ranks.
     domain: u64,
     deadline: Duration,
     /// The first failure; with it the domain has ended.
     failure: OnceLock<Failure>,
 }
 
-/// Why a failure domain has ended.
+/// The reason why a failure domain has ended.
 #[derive(Debug, Clone)]
 pub(crate) struct Failure {
     /// The rank of the world that failed.
     pub(crate) rank: usize,
     pub(crate) reason: String,
-    /// What the ranks did last, then.
+    /// The last operations of the ranks when the domain ended.
     ledger: LedgerReport,
 }
 
-/// What a rank waits for.
+/// The event that a rank waits for.
 pub(crate) struct Wait<'a> {
-    /// Whether it has come about.
+    /// A function that returns true if it has come about.
     pub(crate) is_over: &'a dyn Fn() -> bool,
-    /// The ranks of the world that have yet to do their part.
+    /// A function that returns the ranks of the world that have yet to do their part.
     pub(crate) missing: &'a dyn Fn() -> Vec<usize>,
-    /// What that part is.
+    /// The part that they have yet to do.
     pub(crate) stage: Stage,
     /// The rank of the world that waits.
     pub(crate) rank: usize,
@@ -57,7 +57,7 @@ enum Outcome {
 }
 
 impl Control {
-    /// The failure domain of all ranks of a world.
+    /// Returns the failure domain of all ranks of a world.
     pub(crate) fn of_world(world: World, deadline: Duration) -> Arc<Self> {
         Arc::new(Self {
             world: Arc::new(world),
@@ -68,7 +68,7 @@ impl Control {
         })
     }
 
-    /// A domain inside of this one.
+    /// Makes a domain inside of this one.
     pub(crate) fn isolate(self: &Arc<Self>, domain: u64, deadline: Duration) -> Arc<Self> {
         Arc::new(Self {
             world: self.world.clone(),
@@ -79,7 +79,7 @@ impl Control {
         })
     }
 
-    /// The number of this domain.
+    /// Returns the number of this domain.
     #[cfg(feature = "mpi")]
     pub(crate) fn domain(&self) -> u64 {
         self.domain
@@ -115,7 +115,7 @@ impl Control {
         is_first
     }
 
-    /// Why the domain has ended, if it has: by itself, or with one around it.
+    /// Returns the failure that has ended the domain, or one around it, if any.
     pub(crate) fn failure(&self) -> Option<&Failure> {
         let outer = || self.outer.as_ref().and_then(|outer| outer.failure());
         self.failure.get().or_else(outer)
@@ -181,8 +181,8 @@ impl Control {
         error
     }
 
-    /// What the ranks did last: when the domain ended, if it has. One report serves all ranks, since
-    /// each is as long as there are ranks.
+    /// Returns the last operations of the ranks: before the domain ended, if it has. One report
+    /// serves all ranks, since each is as long as there are ranks.
     pub(crate) fn report(&self) -> LedgerReport {
         match self.failure() {
             Some(failure) => failure.ledger.clone(),

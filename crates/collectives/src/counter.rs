@@ -40,14 +40,14 @@ impl CommCounter {
         }
     }
 
-    /// What has come on all groups together.
+    /// Returns the operations since the start of the count, on all groups together.
     pub fn counts(&self) -> OperationCounts {
         self.by_group()
             .map(|(_, counts)| counts)
             .fold(OperationCounts::default(), |sum, counts| sum + counts)
     }
 
-    /// What has come on each group, in the order given.
+    /// Returns the operations since the start of the count on each group, in the order given.
     pub fn by_group(&self) -> impl Iterator<Item = (&ProcessGroup, OperationCounts)> {
         let since =
             |(group, before): &'_ (ProcessGroup, OperationCounts)| group.counts().since(before);

@@ -1,4 +1,4 @@
-//! How many operations a rank has done.
+//! Counts of the operations that a rank has started.
 
 use std::fmt;
 use std::ops::Add;
@@ -31,19 +31,19 @@ impl Add for Tally {
 pub struct OperationCounts([Tally; OperationKind::ALL.len()]);
 
 impl OperationCounts {
-    /// The operations of one kind.
+    /// Returns the tally of the operations of one kind.
     pub fn of(&self, kind: OperationKind) -> Tally {
         self.0[kind as usize]
     }
 
-    /// The operations of all kinds together.
+    /// Returns the tally of the operations of all kinds together.
     pub fn total(&self) -> Tally {
         self.0
             .iter()
             .fold(Tally::default(), |total, tally| total + *tally)
     }
 
-    /// What has come since an earlier snapshot of the same group.
+    /// Returns what has been added since an earlier snapshot of the same group.
     pub fn since(&self, earlier: &Self) -> Self {
         let mut counts = *self;
         for (tally, earlier) in counts.0.iter_mut().zip(&earlier.0) {

@@ -23,7 +23,7 @@ pub enum ElementType {
 }
 
 impl ElementType {
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub const fn size(self) -> usize {
         match self {
             Self::F64 | Self::I64 | Self::U64 => 8,
@@ -33,7 +33,7 @@ impl ElementType {
         }
     }
 
-    /// Whether this is a floating-point type: only those are scaled by reductions.
+    /// Returns true if this is a floating-point type: only those are scaled by reductions.
     pub const fn is_float(self) -> bool {
         matches!(self, Self::F64 | Self::F32 | Self::F16 | Self::BF16)
     }

@@ -1,15 +1,15 @@
-//! What can go wrong in a collective operation.
+//! The errors of a collective operation.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::{Fault, LedgerReport, Operation};
 
-/// Why an operation did not give its result. Ranks are ranks of the world.
+/// The reason why an operation did not give its result. Ranks are ranks of the world.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// This rank's call cannot be right, whatever the others do. It took no part in the operation.
+    /// A call of this rank that cannot be right, whatever the others do. It took no part in the operation.
     #[error(
         "rank {rank}: in {operation}, {argument} should be {expected} but is {got}; correct this rank's call"
     )]
@@ -18,16 +18,16 @@ pub enum Error {
         rank: usize,
         /// The operation that it called.
         operation: Box<Operation>,
-        /// Which argument, such as `into[2]`.
+        /// The argument, such as `into[2]`.
         argument: String,
-        /// What it should have been.
+        /// The value that it should have had.
         expected: String,
-        /// What it was.
+        /// The value that it had.
         got: String,
     },
 
-    /// The ranks of a group called different operations, or the same one with different tensors.
-    /// Every rank that waits gets this error.
+    /// Different operations of the ranks of a group, or the same one with different tensors. Every
+    /// rank that waits gets this error.
     #[error(
         "the ranks of group {group} differ in operation {sequence}: rank {rank} called {expected}; \
          rank {peer} called {got}; make all ranks of a group call the same operations in the same \
@@ -39,17 +39,17 @@ pub enum Error {
         operation: Box<Operation>,
         /// The first rank of the group.
         rank: usize,
-        /// What the first rank called.
+        /// The call of the first rank.
         expected: String,
         /// The first rank that called something else.
         peer: usize,
-        /// What that one called.
+        /// The call of that rank.
         got: String,
-        /// What the ranks did last.
+        /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// A rank panicked, returned an error or met one of these errors before this operation was
+    /// A rank that panicked, returned an error or met one of these errors before this operation was
     /// complete.
     #[error(
         "{operation} cannot complete because rank {rank} failed: {reason}; see to that failure first; {ledger}"
@@ -57,15 +57,15 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed first of all.
         rank: usize,
-        /// Why it did.
+        /// The reason of its failure.
         reason: String,
         /// The operation that this rank called.
         operation: Box<Operation>,
-        /// What the ranks did last.
+        /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// A rank returned from its closure while others still wait for it.
+    /// A rank that returned from its closure while others still wait for it.
     #[error(
         "rank {rank} returned without starting {operation}; make all ranks of a group call the same \
          operations before they return; {ledger}"
@@ -75,11 +75,11 @@ pub enum Error {
         rank: usize,
         /// The operation that this rank called.
         operation: Box<Operation>,
-        /// What the ranks did last.
+        /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
-    /// Ranks did not come within the deadline.
+    /// Ranks that did not come within the deadline.
     #[error(
         "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}; see below what \
          they did instead, or set a longer deadline (LaunchConfig::deadline, or that of the isolated \
@@ -90,13 +90,13 @@ pub enum Error {
         rank: usize,
         /// The ranks that did not come.
         missing: Vec<usize>,
-        /// What they had to do.
+        /// The part that they had to do.
         stage: Stage,
         /// The operation that this rank called.
         operation: Box<Operation>,
-        /// How long it waited.
+        /// The time that it waited.
         deadline: Duration,
-        /// What the ranks did last.
+        /// The last operations of the ranks.
         ledger: LedgerReport,
     },
 
@@ -113,9 +113,9 @@ pub enum Error {
         Fault::SYNTAX
     )]
     InvalidFault {
-        /// What was given.
+        /// The text that was given.
         text: String,
-        /// What is wrong with it.
+        /// The reason why it cannot be read.
         problem: String,
     },
 
@@ -136,16 +136,16 @@ pub enum Error {
 
     /// An invalid mesh or partition.
     #[error(transparent)]
-    Layout(#[from] burn_fsdp_mesh::Error),
+    Mesh(#[from] burn_fsdp_mesh::Error),
 }
 
-/// What a rank waits for its peers to do.
+/// The part of an operation that a rank waits for its peers to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
-    /// To start the operation.
+    /// The start of the operation.
     Start,
-    /// To take their share of it.
+    /// The completion of their share.
     Finish,
 }
 

@@ -16,7 +16,7 @@ use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
 use crate::{Buffer, ProcessGroup, Source};
 
-/// Rank `rank` of a group of `size` ranks of which no other exists.
+/// Returns rank `rank` of a group of `size` ranks of which no other exists.
 pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
     let state = Arc::new(RankState::new(rank));
     let mut ranks = vec![None; size];
@@ -31,7 +31,7 @@ pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
     ProcessGroup::new("fake".into(), rank, (0..size).collect(), engine, state)
 }
 
-/// One rank's end of a group whose other ranks do not exist.
+/// The end of one rank of a group whose other ranks do not exist.
 #[derive(Debug)]
 struct FakeEnd {
     rank: usize,
@@ -125,7 +125,7 @@ impl Flight for FakeFlight {
 }
 
 impl FakeFlight {
-    /// Where this rank's gift to itself goes.
+    /// Returns the route of what this rank gives itself.
     fn own_route(&self, part: usize) -> Route {
         let mut routes = self.claim.signature.routes(self.rank, self.rank);
         routes.swap_remove(part)

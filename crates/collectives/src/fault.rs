@@ -17,38 +17,38 @@ pub struct Fault {
     pub rank: usize,
     /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step).
     pub step: u64,
-    /// Where in the step.
+    /// The point of the step.
     pub at: At,
-    /// In which way.
+    /// The way in which the rank fails.
     pub how: How,
 }
 
-/// Where in a step a fault strikes.
+/// The point of a step at which a fault strikes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum At {
-    /// At the fault point of the forward pass.
+    /// The fault point of the forward pass.
     Forward,
-    /// At the fault point of the backward pass.
+    /// The fault point of the backward pass.
     Backward,
-    /// At the start of the step's first collective operation.
+    /// The start of the step's first collective operation.
     Collective,
 }
 
-/// In which way a rank fails.
+/// The way in which a rank fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum How {
-    /// It panics.
+    /// A panic.
     Panic,
-    /// It gets [`Error::Injected`](crate::Error::Injected).
+    /// An [`Error::Injected`](crate::Error::Injected).
     Error,
-    /// It never goes on, far beyond every deadline.
+    /// A stall far beyond every deadline.
     Stall,
 }
 
 impl Fault {
-    /// How a fault is written.
+    /// The syntax of a fault.
     pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall";
 }
 

@@ -20,12 +20,12 @@ use siphasher::sip::SipHasher13;
 pub struct Fingerprint(SipHasher13);
 
 impl Fingerprint {
-    /// The fingerprint of nothing yet.
+    /// Returns the fingerprint of nothing yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The fingerprint of one value.
+    /// Returns the fingerprint of one value.
     pub fn of(value: &(impl Hash + ?Sized)) -> u64 {
         let mut fingerprint = Self::new();
         value.hash(&mut fingerprint);

@@ -16,7 +16,7 @@ use crate::{
     OperationCounts,
 };
 
-/// One rank's end of a group of ranks that communicate. Cheap to clone.
+/// The end of one rank of a group of ranks that communicate. Cheap to clone.
 ///
 /// Every rank of the group has its own end. An operation is *collective*: all ranks of the group
 /// must start it, in the same order relative to the group's other operations, with the same label
@@ -45,7 +45,7 @@ struct Progress {
 }
 
 impl ProcessGroup {
-    /// A rank's end of a group of these ranks of the world.
+    /// Returns a rank's end of a group of these ranks of the world.
     pub(crate) fn new(
         name: Label,
         rank: usize,
@@ -64,58 +64,63 @@ impl ProcessGroup {
         }))
     }
 
-    /// Whether the group was made by [`fake`](Self::fake): its other ranks do not exist.
+    /// Returns true if the group was made by [`fake`](Self::fake): its other ranks do not exist.
     pub fn is_fake(&self) -> bool {
         !self.0.engine.has_peers()
     }
 
-    /// What moves the group's bytes: `local`, `mpi` or `fake`.
+    /// Returns the name of the engine that moves the group's bytes: `local`, `mpi` or `fake`.
     pub fn engine(&self) -> &'static str {
         self.0.engine.name()
     }
 
-    /// This rank's number in the group, from 0 on.
+    /// Returns this rank's number in the group, from 0 on.
     pub fn rank(&self) -> usize {
         self.0.rank
     }
 
-    /// Number of ranks in the group.
+    /// Returns the number of ranks in the group.
     pub fn size(&self) -> usize {
         self.members().len()
     }
 
-    /// The members by their rank in the world, in the order of their rank here.
+    /// Returns the members by their rank in the world, in the order of their rank here.
     pub fn members(&self) -> &[usize] {
         self.0.id.members()
     }
 
-    /// Which ranks of which launch these are: equal for groups of the same members in the same order,
-    /// whatever the groups are called and however they were made.
+    /// Returns the identity of the group, its launch and its ranks: equal for groups of the same members in the
+    /// same order, whatever the groups are called and however they were made.
     pub fn id(&self) -> &GroupId {
         &self.0.id
     }
 
-    /// What the group is called; `world` for the group of all ranks.
+    /// Returns the name of the group; `world` for the group of all ranks.
     pub fn name(&self) -> &str {
         self.0.name.as_str()
     }
 
-    /// This rank's number in the world.
+    /// Returns the name of the engine that moves the group's bytes: `local`, `mpi`, or `fake`.
+    pub fn engine_name(&self) -> &'static str {
+        self.0.engine.name()
+    }
+
+    /// Returns this rank's number in the world.
     pub fn world_rank(&self) -> usize {
         self.0.state.world_rank
     }
 
-    /// The memory of this rank's operations, the same for all its groups.
+    /// Returns the memory of this rank's operations, the same for all its groups.
     pub fn pool(&self) -> &BufferPool {
         &self.0.state.pool
     }
 
-    /// The operations that this rank has started on this group so far.
+    /// Returns the counts of the operations that this rank has started on this group so far.
     pub fn counts(&self) -> OperationCounts {
         lock(&self.0.progress).counts
     }
 
-    /// This rank's last operations on any group.
+    /// Returns this rank's last operations on any group.
     pub fn ledger(&self) -> Ledger {
         lock(&self.0.state.ledger).clone()
     }
@@ -158,11 +163,10 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, None))
     }
 
-    /// A group of the same ranks that fails by itself: a mismatch in it, a rank that does not come
-    /// within `deadline` or that leaves ends the operations of this group alone, and of those
-    /// [`split`](Self::split) off it. What it was made from goes on. For work beside the main one, such
-    /// as checkpoints that are written in the background: a slow disk then costs a checkpoint, not the
-    /// run.
+    /// Makes a group of the same ranks that fails by itself: a mismatch in it, a rank that does not come within
+    /// `deadline` or that leaves ends the operations of this group alone, and of those [`split`](Self::split)
+    /// off it. What it was made from goes on. For work beside the main one, such as checkpoints that are
+    /// written in the background: a slow disk then costs a checkpoint, not the run.
     ///
     /// The other way round there is no isolation: when the world fails, or an isolated group that this
     /// one was made from, this one fails, too.
@@ -202,8 +206,8 @@ impl ProcessGroup {
         Ok(self.form(name, members, &choices, Some(deadline)))
     }
 
-    /// The group of these ranks of this group, in this order, which all ranks know without asking.
-    /// Collective; the ranks that are no members here make groups of their own.
+    /// Makes the group of these ranks of this group, in this order, which all ranks know without
+    /// asking. Collective; the ranks that are no members here make groups of their own.
     pub(crate) fn split_known(
         &self,
         members: Vec<usize>,
@@ -225,7 +229,7 @@ impl ProcessGroup {
         Ok(told.iter().map(|bytes| Choice::of_bytes(bytes)).collect())
     }
 
-    /// The group of these ranks of this group, this one among them.
+    /// Makes the group of these ranks of this group, this one among them.
     fn form(
         &self,
         name: Label,
@@ -260,7 +264,7 @@ impl ProcessGroup {
         self.0.state.begin_step(step);
     }
 
-    /// A place where an armed fault may strike.
+    /// Lets an armed fault strike here.
     ///
     /// # Errors
     ///
@@ -273,7 +277,7 @@ impl ProcessGroup {
         self.0.state.fault_point(at)
     }
 
-    /// What the next operation will be called.
+    /// Returns the name that the next operation will have.
     pub(crate) fn next_operation(&self, signature: &Signature) -> Operation {
         let sequence = lock(&self.0.progress).sequence;
         self.operation(signature, sequence)
@@ -321,7 +325,7 @@ impl ProcessGroup {
         Ok(Pending::new(peers, flight, entry, |received| received))
     }
 
-    /// What is known of the group's ranks.
+    /// Returns the failure domain of the group.
     pub(crate) fn control(&self) -> &Arc<Control> {
         self.0.engine.control()
     }
@@ -337,16 +341,16 @@ impl ProcessGroup {
     }
 }
 
-/// What a rank puts into an operation, and where it wants the results.
+/// The input of a rank to an operation, and its buffers for the results.
 pub(crate) struct Contribution {
     pub(crate) note: Vec<u8>,
     pub(crate) sources: Vec<crate::Source>,
     pub(crate) into: Vec<crate::Buffer>,
-    /// What the operation counts for.
+    /// The bytes that the operation counts for.
     pub(crate) bytes: usize,
 }
 
-/// What a rank chooses in a division.
+/// The choice of a rank in a split.
 struct Choice {
     color: usize,
     key: usize,
@@ -360,7 +364,7 @@ impl Choice {
         words.map(u64::to_le_bytes).concat()
     }
 
-    /// What a rank of this program has written.
+    /// Reads what a rank of this program has written.
     fn of_bytes(bytes: &[u8]) -> Self {
         let (words, _) = bytes.as_chunks::<{ size_of::<u64>() }>();
         let word = |index: usize| words.get(index).map_or(0, |word| u64::from_le_bytes(*word));

@@ -1,15 +1,15 @@
-//! Which ranks a group has.
+//! The identity of a group: its ranks.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Which ranks of which launch a group has, in which order. Cheap to clone.
+/// The identity of a group: its launch, and its ranks in their order. Cheap to clone.
 ///
 /// Groups with the same id give the same results, so this and not the name tells whether two groups
 /// are one. Ids are compared within one rank; of two ranks, compare the members.
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct GroupId {
-    /// Tells the launches of one process apart.
+    /// Number of the launch, which no other launch of the process has.
     world: u64,
     members: Arc<[usize]>,
 }
@@ -19,7 +19,7 @@ impl GroupId {
         Self { world, members }
     }
 
-    /// The members by their rank in the world, in the order of their rank in the group.
+    /// Returns the members by their rank in the world, in the order of their rank in the group.
     pub fn members(&self) -> &[usize] {
         &self.members
     }

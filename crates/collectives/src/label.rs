@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-/// What a rank calls an operation or a group, such as `blocks.3 unshard`. Cheap to clone.
+/// The name that a caller gives an operation or a group, such as `blocks.3 unshard`. Cheap to clone.
 ///
 /// It is printed in errors and ledgers, and the ranks of a group must use the same label for the
 /// same operation.
@@ -11,7 +11,7 @@ use std::sync::Arc;
 pub struct Label(Arc<str>);
 
 impl Label {
-    /// The text.
+    /// Returns the text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

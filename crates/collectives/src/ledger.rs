@@ -6,17 +6,17 @@ use std::sync::Arc;
 
 use crate::Operation;
 
-/// What became of an operation.
+/// The state of an operation in a ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EntryState {
-    /// Started, and not waited for to its end yet.
+    /// An operation that has started, and was not waited for to its end yet.
     Started,
-    /// This rank has its result.
+    /// An operation whose result this rank has.
     Done,
-    /// Waiting for it ended in an error.
+    /// An operation that ended in an error.
     Failed,
-    /// The pending handle was dropped without being waited for.
+    /// An operation whose pending handle was dropped without being waited for.
     Discarded,
 }
 
@@ -31,14 +31,14 @@ impl fmt::Display for EntryState {
     }
 }
 
-/// One operation of one rank.
+/// An operation of one rank, with its state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LedgerEntry {
-    /// Which operation.
+    /// The operation.
     pub operation: Operation,
     /// Bytes of its full tensors.
     pub bytes: usize,
-    /// What became of it.
+    /// The state of the operation.
     pub state: EntryState,
 }
 
@@ -62,15 +62,15 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// How many operations a ledger keeps.
+    /// The number of operations that a ledger keeps.
     pub const CAPACITY: usize = 32;
 
-    /// The operations, oldest first.
+    /// Returns the operations, oldest first.
     pub fn entries(&self) -> impl DoubleEndedIterator<Item = &LedgerEntry> + ExactSizeIterator {
         self.entries.iter()
     }
 
-    /// Number of operations that this rank ever started.
+    /// Returns the number of operations that this rank ever started.
     pub fn num_recorded(&self) -> u64 {
         self.num_recorded
     }
@@ -120,16 +120,16 @@ impl fmt::Display for Ledger {
 #[derive(Debug, Clone)]
 pub struct LedgerReport(Arc<[Known]>);
 
-/// What is known of a rank.
+/// The entries of one rank in a report.
 #[derive(Debug)]
 struct Known {
     entries: Vec<LedgerEntry>,
-    /// Whether the rank lives in this process.
+    /// True if the rank lives in this process.
     is_here: bool,
 }
 
 impl LedgerReport {
-    /// How many operations of each rank are reported.
+    /// The most operations of each rank that are reported.
     pub const PER_RANK: usize = 4;
 
     pub(crate) fn new(ledgers: impl Iterator<Item = Option<Ledger>>) -> Self {
@@ -140,8 +140,8 @@ impl LedgerReport {
         Self(ledgers.map(known).collect())
     }
 
-    /// The last operations of each rank, oldest first, by rank of the world; none of a rank of
-    /// another process.
+    /// Returns the last operations of each rank, oldest first, by rank of the world; none of a rank
+    /// of another process.
     pub fn ranks(&self) -> impl ExactSizeIterator<Item = &[LedgerEntry]> {
         self.0.iter().map(|known| known.entries.as_slice())
     }

@@ -95,7 +95,7 @@ pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
 pub use operation::{CrossPart, FullPart, Operation, OperationKind, Part};
 pub use pending::Pending;
 pub use pool::{Account, Buffer, BufferPool};
-pub use process_mesh::ProcessMesh;
+pub use process_mesh::{AsMesh, ProcessMesh};
 pub use recording::{CommSpan, CommStage};
 pub use reduction::Reduction;
 pub use source::Source;

@@ -5,15 +5,14 @@ use std::time::Duration;
 use crate::{ProcessGroup, fake, local};
 
 impl ProcessGroup {
-    /// The group of a rank that is alone: its operations never wait. For code that takes a group, on
-    /// a single rank and without [`launch`](crate::launch()).
+    /// Returns the group of a rank that is alone: its operations never wait. For code that takes a
+    /// group, on a single rank and without [`launch`](crate::launch()).
     pub fn solo() -> Self {
         local::groups(1, Duration::MAX).swap_remove(0)
     }
 
-    /// Rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on
-    /// one thread: operations are counted, checked and given buffers as among real peers, and never
-    /// wait.
+    /// Returns rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on
+    /// one thread: operations are counted, checked and given buffers as among real peers, and never wait.
     ///
     /// The other ranks are taken to contribute what this one does. An all-gather puts this rank's
     /// shard in every rank's place as far as it fits, the rest is zero; a reduction combines `size`

@@ -1,4 +1,4 @@
-//! What ranks do together.
+//! The collective operations, and their parameters.
 
 use std::fmt;
 
@@ -10,23 +10,23 @@ use crate::{ElementType, Label, Reduction, Source};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum OperationKind {
-    /// Every rank gets the whole of tensors of which each holds a shard.
+    /// A gather on every rank: the whole of tensors of which each holds a shard.
     AllGather,
-    /// Every rank gets its shard of the combination of all ranks' tensors.
+    /// A reduction: every rank gets its shard of the combination of all ranks' tensors.
     ReduceScatter,
-    /// Every rank gets the whole combination of all ranks' tensors.
+    /// A reduction: every rank gets the whole combination of all ranks' tensors.
     AllReduce,
-    /// Every rank gets the tensors of the root.
+    /// A copy: every rank gets the tensors of the root.
     Broadcast,
-    /// Every rank gets its shard of the tensors of the root.
+    /// A distribution: every rank gets its shard of the tensors of the root.
     Scatter,
-    /// The root gets the whole of tensors of which each rank holds a shard.
+    /// A gather on the root: the whole of tensors of which each rank holds a shard.
     Gather,
-    /// Every rank gets, of tensors of which each holds a shard along one dim, its shard along another.
+    /// A change of dim: of tensors of which each rank holds a shard along one dim, it gets its shard along another.
     AllToAll,
-    /// No rank goes on before all have come.
+    /// A meeting: no rank goes on before all have come.
     Barrier,
-    /// Every rank gets the bytes of all.
+    /// A message to all: every rank gets the bytes of every rank.
     Exchange,
 }
 
@@ -62,16 +62,16 @@ impl fmt::Display for OperationKind {
     }
 }
 
-/// Which operation: a rank's name for one of its calls.
+/// The identity of an operation: a rank's name for one of its calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Operation {
-    /// What is done.
+    /// The kind of the operation.
     pub kind: OperationKind,
-    /// What the caller calls it.
+    /// The name that the caller gives it.
     pub label: Label,
     /// Name of the group.
     pub group: Label,
-    /// How many operations this rank started on this group before.
+    /// Number of operations that this rank started on this group before.
     pub sequence: u64,
 }
 
@@ -88,19 +88,19 @@ impl fmt::Display for Operation {
     }
 }
 
-/// One tensor of an operation that cuts tensors into the ranks' shards.
+/// A tensor of an operation that cuts tensors into the ranks' shards.
 #[derive(Debug, Clone)]
 pub struct Part {
-    /// What this rank contributes: its shard or its full tensor, depending on the operation.
+    /// The bytes that this rank contributes: its shard or its full tensor, depending on the operation.
     pub source: Source,
-    /// How the tensor is cut among the ranks of the group.
+    /// The partition of the tensor among the ranks of the group.
     pub partition: Partition,
     /// Type of the elements.
     pub element: ElementType,
 }
 
 impl Part {
-    /// A tensor to which this rank contributes `source`.
+    /// Returns a tensor to which this rank contributes `source`.
     pub fn new(source: Source, partition: Partition, element: ElementType) -> Self {
         Self {
             source,
@@ -109,13 +109,13 @@ impl Part {
         }
     }
 
-    /// A tensor to which this rank contributes nothing.
+    /// Returns a tensor to which this rank contributes nothing.
     pub fn absent(partition: Partition, element: ElementType) -> Self {
         Self::new(Source::empty(), partition, element)
     }
 }
 
-/// One tensor of an operation that leaves tensors whole.
+/// A tensor of an operation that leaves tensors whole.
 #[derive(Debug, Clone)]
 pub struct FullPart {
     /// The elements, in row-major order; empty on ranks that contribute nothing.
@@ -127,8 +127,8 @@ pub struct FullPart {
 }
 
 impl FullPart {
-    /// A tensor of all the elements in `source`. Bytes beyond a whole number of elements are
-    /// reported as an error by the operation.
+    /// Returns a tensor of all the elements in `source`. Bytes beyond a whole number of elements
+    /// are reported as an error by the operation.
     pub fn new(source: Source, element: ElementType) -> Self {
         let num_elements = source.len() / element.size();
         Self {
@@ -138,7 +138,7 @@ impl FullPart {
         }
     }
 
-    /// A tensor to which this rank contributes nothing.
+    /// Returns a tensor to which this rank contributes nothing.
     pub fn absent(num_elements: usize, element: ElementType) -> Self {
         Self {
             source: Source::empty(),
@@ -148,26 +148,26 @@ impl FullPart {
     }
 }
 
-/// One tensor of an operation that changes along which of its dims it is cut.
+/// A tensor of an operation that changes along which of its dims it is cut.
 ///
 /// Of a tensor of `F x T` elements each rank holds a shard along `F`, cut as `from` says, and gets
 /// its shard along `T`, cut as `to` says. More dims are folded into the rows of one of the two: see
 /// [`Partition::rows`].
 #[derive(Debug, Clone)]
 pub struct CrossPart {
-    /// What this rank contributes: for each rank of the group in turn, the elements that it will
-    /// get, of those that this rank holds.
+    /// The bytes that this rank contributes: for each rank of the group in turn, the elements that
+    /// it will get, of those that this rank holds.
     pub source: Source,
-    /// How the tensor is cut before.
+    /// The partition of the tensor before.
     pub from: Partition,
-    /// How the tensor is cut afterwards.
+    /// The partition of the tensor afterwards.
     pub to: Partition,
     /// Type of the elements.
     pub element: ElementType,
 }
 
 impl CrossPart {
-    /// A tensor to which this rank contributes `source`.
+    /// Returns a tensor to which this rank contributes `source`.
     pub fn new(source: Source, from: Partition, to: Partition, element: ElementType) -> Self {
         Self {
             source,
@@ -183,18 +183,18 @@ impl CrossPart {
 pub(crate) struct Extent {
     pub(crate) element: ElementType,
     pub(crate) partition: Partition,
-    /// How it is cut along another dim, if it is.
+    /// The partition along another dim, if there is one.
     pub(crate) across: Option<Partition>,
 }
 
 impl Extent {
-    /// Elements of the whole tensor; `start` has checked that their bytes can be counted.
+    /// Returns the number of elements of the whole tensor; `start` has checked that their bytes can be counted.
     pub(crate) fn num_elements(&self) -> usize {
         let across = self.across.map_or(1, |across| across.num_elements());
         self.partition.num_elements() * across
     }
 
-    /// Bytes of the whole tensor.
+    /// Returns the bytes of the whole tensor.
     pub(crate) fn num_bytes(&self) -> usize {
         self.num_elements() * self.element.size()
     }
@@ -210,7 +210,7 @@ impl fmt::Display for Extent {
     }
 }
 
-/// All that the ranks of an operation must agree on.
+/// The claim that the ranks of an operation must agree on.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Signature {
     pub(crate) kind: OperationKind,
@@ -221,7 +221,7 @@ pub(crate) struct Signature {
 }
 
 impl Signature {
-    /// Bytes of all full tensors together.
+    /// Returns the bytes of all full tensors together.
     pub(crate) fn num_bytes(&self) -> usize {
         self.extents
             .iter()
@@ -229,7 +229,7 @@ impl Signature {
             .fold(0, usize::saturating_add)
     }
 
-    /// How the two differ, in words for the one and the other, or `None` if they agree.
+    /// Returns how the two differ, in words for the one and the other, or `None` if they agree.
     pub(crate) fn difference(&self, other: &Self) -> Option<(String, String)> {
         if self == other {
             return None;

@@ -1,4 +1,4 @@
-//! How long a rank goes on waiting.
+//! The patience of a rank: the rest of its deadline.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// The whole of a deadline, counted from `now` on.
+    /// Returns the whole of a deadline, counted from `now` on.
     pub(crate) fn new(deadline: Duration, now: Instant) -> Self {
         let slice = deadline / SLICES;
         Self {

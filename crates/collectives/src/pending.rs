@@ -47,7 +47,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// The same operation with another view of its result.
+    /// Returns the same operation with another view of its result.
     pub(crate) fn map<U>(self, finish: fn(Received) -> U) -> Pending<U> {
         Pending {
             peers: self.peers,
@@ -57,7 +57,7 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Which operation this is.
+    /// Returns the operation that this is.
     pub fn operation(&self) -> &Operation {
         &self.entry.operation
     }
@@ -92,7 +92,7 @@ impl<T> Pending<T> {
         self.settle(received, start)
     }
 
-    /// Whether all ranks have started the operation, or it has failed: then [`wait`](Self::wait) waits
+    /// Returns true if all ranks have started the operation, or it has failed: then [`wait`](Self::wait) waits
     /// for no rank that is busy elsewhere.
     pub fn is_ready(&self) -> bool {
         self.flight.is_there(Awaited::Claims) || self.peers.control.failure().is_some()
@@ -101,7 +101,7 @@ impl<T> Pending<T> {
     /// Drops the operation, and says so: this rank does not want the result.
     pub fn discard(self) {}
 
-    /// What every engine does alike: the ranks meet, find out that they want the same, and receive.
+    /// Waits for the claims of all ranks, checks that they agree, and receives: the same on every engine.
     fn receive(&mut self) -> Result<Received, Error> {
         self.until(Awaited::Claims)?;
         self.compare()?;
@@ -135,7 +135,8 @@ impl<T> Pending<T> {
         })
     }
 
-    /// Every rank compares the same claims with the first, so all find the same difference.
+    /// Compares the claims of all ranks with the first one: every rank compares the same, so all
+    /// find the same difference.
     fn compare(&self) -> Result<(), Error> {
         let first = &self.flight.claim(0).signature;
         let difference = (1..self.peers.id.members().len()).find_map(|rank| {
@@ -157,7 +158,8 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// What a rank shows stays until all have read it, unless the domain has failed.
+    /// Turns a withdrawal into the failure of the domain: what a rank shows stays until all have
+    /// read it, unless the domain has failed.
     fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
         read.or_else(|Withdrawn| {
             let operation = &self.entry.operation;
@@ -195,7 +197,7 @@ pub(crate) struct Peers {
     pub(crate) id: GroupId,
     pub(crate) world_rank: usize,
     pub(crate) control: Arc<Control>,
-    /// The engine stays as long as an operation on it is under way.
+    /// The end of the group: its engine stays as long as an operation on it is under way.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }
 
@@ -221,7 +223,7 @@ impl Entry {
         }
     }
 
-    /// The operation could not be started.
+    /// Marks the operation as one that could not be started.
     pub(crate) fn fail(&mut self) {
         self.settle(EntryState::Failed);
     }

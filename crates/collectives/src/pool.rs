@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::lock::lock;
 
-/// Hands out [`Buffer`]s, takes their memory back and counts the bytes alive. Cheap to clone: all
-/// clones are the one pool of a rank.
+/// A pool that hands out [`Buffer`]s, takes their memory back and counts the bytes alive. Cheap to
+/// clone: all clones are the one pool of a rank.
 ///
 /// Large memory that comes fresh from the system costs a page fault for every 4 KiB at its first
 /// use, more than the transfer into it. The pool therefore keeps the memory of dropped buffers for
@@ -23,7 +23,7 @@ struct Books {
     kept: VecDeque<Vec<u64>>,
     kept_words: usize,
     used_words: usize,
-    /// The most `used_words` has been. Not reset: it bounds what is kept.
+    /// The most that `used_words` has been. Not reset: it bounds what is kept.
     most_used_words: usize,
     /// Bytes of the buffers and accounts alive.
     live_bytes: usize,
@@ -31,12 +31,12 @@ struct Books {
 }
 
 impl BufferPool {
-    /// A pool of its own.
+    /// Returns a pool of its own.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A buffer of `len` bytes, aligned to 8 bytes.
+    /// Returns a buffer of `len` bytes, aligned to 8 bytes.
     ///
     /// Its contents are initialised but unspecified: zeros, or what an earlier buffer held.
     pub fn take(&self, len: usize) -> Buffer {
@@ -62,12 +62,12 @@ impl BufferPool {
         }
     }
 
-    /// Bytes of the buffers and accounts that are alive now.
+    /// Returns the bytes of the buffers and accounts that are alive now.
     pub fn live_bytes(&self) -> usize {
         lock(&self.0).live_bytes
     }
 
-    /// The most `live_bytes` has been since the pool began or was last [`reset_peak`](Self::reset_peak).
+    /// Returns the most that `live_bytes` has been since the pool began or was last [`reset_peak`](Self::reset_peak).
     pub fn peak_bytes(&self) -> usize {
         lock(&self.0).peak_bytes
     }
@@ -78,7 +78,7 @@ impl BufferPool {
         books.peak_bytes = books.live_bytes;
     }
 
-    /// Bytes of memory kept for coming buffers.
+    /// Returns the bytes of memory kept for coming buffers.
     pub fn kept_bytes(&self) -> usize {
         lock(&self.0).kept_words * size_of::<u64>()
     }
@@ -91,7 +91,7 @@ impl BufferPool {
 }
 
 impl Books {
-    /// Memory for a buffer, if there is some of that size, and memory to free.
+    /// Returns memory for a buffer, if there is some of that size, and memory to free.
     fn take(&mut self, num_words: usize, len: usize) -> (Option<Vec<u64>>, Vec<Vec<u64>>) {
         self.open(len);
         self.used_words += num_words;
@@ -157,12 +157,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -203,12 +203,12 @@ pub struct Account {
 }
 
 impl Account {
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

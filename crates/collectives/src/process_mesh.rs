@@ -1,5 +1,7 @@
 //! A mesh whose ranks can communicate along its axes.
 
+use std::borrow::Cow;
+
 use burn_fsdp_mesh::Mesh;
 
 use crate::{Error, ProcessGroup};
@@ -10,10 +12,10 @@ use crate::{Error, ProcessGroup};
 /// that of ranks 2 and 6 along `replicate`. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct ProcessMesh {
-    layout: Mesh,
+    mesh: Mesh,
     world: ProcessGroup,
     coordinate: Vec<usize>,
-    /// One per axis.
+    /// The groups of this rank, one per axis.
     groups: Vec<ProcessGroup>,
 }
 
@@ -25,63 +27,86 @@ impl ProcessMesh {
     ///
     /// [`Error::MeshSize`] if the mesh has not as many ranks as `world`; the errors of
     /// [`ProcessGroup::split`].
-    pub fn new(world: &ProcessGroup, layout: Mesh) -> Result<Self, Error> {
-        if layout.size() != world.size() {
+    pub fn new(world: &ProcessGroup, mesh: Mesh) -> Result<Self, Error> {
+        if mesh.size() != world.size() {
             return Err(Error::MeshSize {
-                mesh: layout.to_string(),
-                mesh_size: layout.size(),
+                mesh: mesh.to_string(),
+                mesh_size: mesh.size(),
                 group: world.name().to_owned(),
                 group_size: world.size(),
             });
         }
-        let coordinate = layout.coordinate(world.rank())?;
+        let coordinate = mesh.coordinate(world.rank())?;
         let mut groups = Vec::with_capacity(coordinate.len());
-        for axis in layout.axes() {
+        for axis in mesh.axes() {
             groups.push(if axis.size == world.size() {
                 world.clone()
             } else {
-                // The layout says who the members are. That all ranks have the same is compared.
-                let members = layout.ranks_along(&axis.name, world.rank())?;
-                let label = format!("split into {} of {layout}", axis.name);
+                // The mesh says who the members are. That all ranks have the same is compared.
+                let members = mesh.ranks_along(&axis.name, world.rank())?;
+                let label = format!("split into {} of {mesh}", axis.name);
                 world.split_known(members, axis.name.as_str().into(), label)?
             });
         }
         Ok(Self {
-            layout,
+            mesh,
             world: world.clone(),
             coordinate,
             groups,
         })
     }
 
-    /// The mesh.
-    pub fn layout(&self) -> &Mesh {
-        &self.layout
+    /// Returns the mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
     }
 
-    /// The group of all ranks of the mesh.
+    /// Returns the group of all ranks of the mesh.
     pub fn world(&self) -> &ProcessGroup {
         &self.world
     }
 
-    /// Where this rank lies: one index per axis.
+    /// Returns the coordinate of this rank: one index per axis.
     pub fn coordinate(&self) -> &[usize] {
         &self.coordinate
     }
 
-    /// This rank's group along an axis: rank `i` of it has index `i` on the axis.
+    /// Returns this rank's group along an axis: rank `i` of it has index `i` on the axis.
     ///
     /// # Errors
     ///
-    /// [`Error::Layout`] if the mesh has no such axis.
+    /// [`Error::Mesh`] if the mesh has no such axis.
     pub fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
-        self.layout.axis(axis)?;
+        self.mesh.axis(axis)?;
         let index = self
-            .layout
+            .mesh
             .axes()
             .iter()
             .take_while(|other| other.name != axis)
             .count();
         Ok(&self.groups[index])
+    }
+}
+
+/// Ranks that a module can be sharded over: those of a [`ProcessMesh`], or of a [`ProcessGroup`], which are a line.
+pub trait AsMesh {
+    /// Returns the mesh. That of a group has one axis, of the name `axis`. No rank waits for another.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] if no mesh of such an axis can be.
+    fn as_mesh(&self, axis: &str) -> Result<Cow<'_, ProcessMesh>, Error>;
+}
+
+impl AsMesh for ProcessMesh {
+    fn as_mesh(&self, _axis: &str) -> Result<Cow<'_, ProcessMesh>, Error> {
+        Ok(Cow::Borrowed(self))
+    }
+}
+
+impl AsMesh for ProcessGroup {
+    fn as_mesh(&self, axis: &str) -> Result<Cow<'_, ProcessMesh>, Error> {
+        let mesh = Mesh::new([(axis, self.size())])?;
+        Ok(Cow::Owned(ProcessMesh::new(self, mesh)?))
     }
 }

@@ -1,4 +1,4 @@
-//! What one rank of the world owns, whatever groups it is in.
+//! The state of one rank of the world, whatever groups it is in.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ pub(crate) struct RankState {
     /// While someone records.
     pub(crate) recording: Mutex<Option<Recording>>,
     faults: Mutex<Faults>,
-    /// How many numbers this rank has given to groups.
+    /// Number of the numbers that this rank has given to groups.
     num_groups: AtomicU64,
 }
 
@@ -40,7 +40,7 @@ impl RankState {
         }
     }
 
-    /// A number for a group of which this rank is the first; no other rank gives it.
+    /// Returns a number for a group of which this rank is the first; no other rank gives it.
     pub(crate) fn next_group(&self) -> u64 {
         let count = self.num_groups.fetch_add(1, Ordering::Relaxed);
         (self.world_rank as u64) << u32::BITS | count

@@ -1,17 +1,17 @@
-//! What a rank's operations did when, for pictures of a step.
+//! The recording of what a rank's operations did when, for timelines of a step.
 
 use std::fmt;
 use std::time::Instant;
 
 use crate::Operation;
 
-/// What a rank does in a span of time that belongs to an operation.
+/// The work of a rank in a span of time that belongs to an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CommStage {
-    /// It starts the operation.
+    /// The start of the operation.
     Start,
-    /// It waits for the result; with the `local` engine, it moves the bytes meanwhile.
+    /// The wait for the result; with the `local` engine, the rank moves the bytes meanwhile.
     Wait,
 }
 
@@ -27,17 +27,17 @@ impl fmt::Display for CommStage {
 /// A span of time that a rank spent on an operation. The spans of one thread do not overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CommSpan {
-    /// Which operation.
+    /// The operation.
     pub operation: Operation,
-    /// On what part of it.
+    /// The stage of the operation.
     pub stage: CommStage,
     /// Bytes of its full tensors.
     pub bytes: usize,
-    /// When it began.
+    /// The time when it began.
     pub start: Instant,
-    /// When it ended.
+    /// The time when it ended.
     pub end: Instant,
-    /// What was sampled then.
+    /// The number that was sampled then.
     pub sample: usize,
 }
 
@@ -55,7 +55,7 @@ impl Recording {
         }
     }
 
-    /// A span that ends now.
+    /// Adds a span that ends now.
     pub(crate) fn add(
         &mut self,
         operation: &Operation,

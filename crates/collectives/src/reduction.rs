@@ -1,4 +1,4 @@
-//! How addends become one result.
+//! The reduction of addends to one result.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use burn_fsdp_mesh::ReduceOp;
 
 use crate::ElementType;
 
-/// How the tensors of all ranks are combined into one.
+/// The way in which the tensors of all ranks are combined into one.
 ///
 /// Each rank's element is widened (see below) and multiplied by `pre_scale`; the products are
 /// combined in rank order; the result is multiplied by `post_scale`, for [`ReduceOp::Mean`] also by
@@ -17,11 +17,11 @@ use crate::ElementType;
 /// scaled. A NaN of any rank makes the result NaN, also for `Max` and `Min`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Reduction {
-    /// How elements are combined.
+    /// The operation that combines elements.
     pub op: ReduceOp,
-    /// What every addend is multiplied by.
+    /// The factor of every addend.
     pub pre_scale: f64,
-    /// What the result is multiplied by before it is rounded.
+    /// The factor of the result before it is rounded.
     pub post_scale: f64,
     /// Element type of the result; `None` for that of the addends. `f32`, `f16` and `bf16` can
     /// become each other, every other type only itself.
@@ -29,13 +29,14 @@ pub struct Reduction {
 }
 
 impl Reduction {
-    /// The sum over the ranks.
+    /// Returns the reduction to the sum over the ranks.
     pub const fn sum() -> Self {
         Self::new(ReduceOp::Sum)
     }
 
-    /// The sum over the ranks of the group, divided by `world`, which may count more ranks than
-    /// the group: the sum over the shards of a replicated model, say, before that over replicas.
+    /// Returns the reduction to the sum over the ranks of the group, divided by `world`, which may
+    /// count more ranks than the group: the sum over the shards of a replicated model, say, before
+    /// that over replicas.
     ///
     /// `world` 0 counts as 1.
     pub fn mean(world: usize) -> Self {
@@ -45,12 +46,12 @@ impl Reduction {
         }
     }
 
-    /// The largest over the ranks.
+    /// Returns the reduction to the largest addend.
     pub const fn max() -> Self {
         Self::new(ReduceOp::Max)
     }
 
-    /// The smallest over the ranks.
+    /// Returns the reduction to the smallest addend.
     pub const fn min() -> Self {
         Self::new(ReduceOp::Min)
     }
@@ -82,17 +83,17 @@ impl Reduction {
         self
     }
 
-    /// Element type of the result of addends of this type.
+    /// Returns the element type of the result of addends of this type.
     pub fn output_of(&self, input: ElementType) -> ElementType {
         self.output.unwrap_or(input)
     }
 
-    /// Whether any factor differs from 1.
+    /// Returns true if a factor may differ from 1.
     pub(crate) fn scales(&self) -> bool {
         self.op == ReduceOp::Mean || self.pre_scale != 1.0 || self.post_scale != 1.0
     }
 
-    /// Why addends of this type cannot be combined so, or `None` if they can.
+    /// Returns why addends of this type cannot be combined so, or `None` if they can.
     pub(crate) fn objection(&self, input: ElementType) -> Option<String> {
         let output = self.output_of(input);
         let narrow = |element| element != ElementType::F64 && ElementType::is_float(element);

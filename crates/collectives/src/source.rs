@@ -11,32 +11,32 @@ use std::sync::Arc;
 pub struct Source(Arc<dyn AsRef<[u8]> + Send + Sync>);
 
 impl Source {
-    /// The bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`.
+    /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
         Self(Arc::new(owner))
     }
 
-    /// The bytes of an owner that is shared already.
+    /// Makes a source of the bytes of an owner that is shared already.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
         Self(owner)
     }
 
-    /// No bytes.
+    /// Returns a source of no bytes.
     pub fn empty() -> Self {
         Self::new([])
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         self.as_bytes().len()
     }
 
-    /// Whether there are no bytes.
+    /// Returns true if there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.as_bytes().is_empty()
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn as_bytes(&self) -> &[u8] {
         (*self.0).as_ref()
     }

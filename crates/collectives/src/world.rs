@@ -1,4 +1,4 @@
-//! What the ranks of one launch have in common, whatever groups they are in.
+//! The world: what the ranks of one launch share, whatever groups they are in.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,28 +12,28 @@ use crate::{Ledger, LedgerReport};
 /// The ranks of one launch, as this process sees them.
 #[derive(Debug)]
 pub(crate) struct World {
-    /// Tells the worlds of one process apart.
+    /// Number of the world, which no other world of the process has.
     pub(crate) number: u64,
-    /// Wakes the waiting threads of this process.
+    /// The bell that wakes the waiting threads of this process.
     pub(crate) bell: Bell,
     /// Ranks that have returned and will start nothing more.
     departed: Vec<AtomicBool>,
     num_departed: AtomicUsize,
-    /// What each rank owns, if it lives in this process.
+    /// The state of each rank, if it lives in this process.
     ranks: Vec<Option<Arc<RankState>>>,
     messenger: Box<dyn Messenger>,
 }
 
-/// How a process tells those of the other ranks what they cannot see.
+/// The way in which a process tells those of the other ranks what they cannot see.
 pub(crate) trait Messenger: fmt::Debug + Send + Sync {
     /// Tells all other processes. Never waits for them.
     fn tell(&self, news: News);
 }
 
-/// What the processes of a world tell each other.
+/// The news that the processes of a world tell each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum News {
-    /// The ranks of a failure domain fail together, for this reason.
+    /// A failure domain whose ranks fail together, for this reason.
     Failed {
         /// The number of the domain; see [`Control`](crate::control::Control).
         domain: u64,
@@ -41,7 +41,7 @@ pub(crate) enum News {
         rank: usize,
         reason: String,
     },
-    /// A rank of the world has returned.
+    /// A rank of the world that has returned.
     Departed(usize),
 }
 
@@ -54,7 +54,7 @@ impl Messenger for NobodyElse {
 }
 
 impl World {
-    /// A world of the ranks given, with what each owns if it lives here.
+    /// Makes a world of the ranks given, with the state of each that lives here.
     pub(crate) fn new(ranks: Vec<Option<Arc<RankState>>>, messenger: Box<dyn Messenger>) -> Self {
         static NUM_WORLDS: AtomicU64 = AtomicU64::new(0);
         Self {
@@ -67,7 +67,7 @@ impl World {
         }
     }
 
-    /// What a rank owns, if it lives in this process.
+    /// Returns the state of a rank, if it lives in this process.
     pub(crate) fn rank(&self, rank: usize) -> Option<&Arc<RankState>> {
         self.ranks[rank].as_ref()
     }
@@ -91,7 +91,7 @@ impl World {
         self.bell.ring();
     }
 
-    /// A rank that will never do its part, of those that `missing` says have yet to do it.
+    /// Returns a rank that will never do its part, of those that `missing` says have yet to do it.
     pub(crate) fn left(&self, missing: &dyn Fn() -> Vec<usize>) -> Option<usize> {
         // Cheap first: this runs in a spin loop, and hardly any rank ever leaves early.
         if self.num_departed.load(Ordering::Acquire) == 0 {
@@ -106,13 +106,13 @@ impl World {
         missing().into_iter().find(|rank| departed[*rank])
     }
 
-    /// Whether every rank has departed.
+    /// Returns true if every rank has departed.
     #[cfg(feature = "mpi")]
     pub(crate) fn is_over(&self) -> bool {
         self.num_departed.load(Ordering::Acquire) == self.departed.len()
     }
 
-    /// What the ranks of this process did last.
+    /// Returns the last operations of the ranks of this process.
     pub(crate) fn report(&self) -> LedgerReport {
         let ledger = |rank: &Option<Arc<RankState>>| -> Option<Ledger> {
             rank.as_ref().map(|rank| lock(&rank.ledger).clone())

@@ -76,7 +76,7 @@ fn a_mesh_has_a_group_along_each_axis() {
         let groups = (along("replicate")?.concat(), along("shard")?.concat());
         assert_eq!(mesh.along("shard")?.rank(), mesh.coordinate()[1]);
         assert_eq!(mesh.along("shard")?.name(), "shard");
-        assert_eq!((mesh.layout().size(), mesh.world().size()), (4, 4));
+        assert_eq!((mesh.mesh().size(), mesh.world().size()), (4, 4));
         Ok((mesh.coordinate().to_vec(), groups))
     });
     assert_eq!(seen[0], (vec![0, 0], (vec![0, 2], vec![0, 1])));

@@ -24,7 +24,7 @@ const BLOCK: usize = 64;
 #[derive(Debug)]
 struct CausalAttention;
 
-/// What the backward pass needs.
+/// The input and the sizes that the backward pass needs.
 #[derive(Clone, Debug)]
 struct Saved<T> {
     qkv: T,
@@ -72,7 +72,7 @@ pub(crate) fn backward(
     Packed::new(qkv, batch, heads).backward(&contiguous(grad))
 }
 
-/// Bytes of the scores that one sequence takes at once, in forward.
+/// Returns the bytes of the scores that one sequence takes at once, in forward.
 pub(crate) fn scores_bytes(time: usize, heads: usize) -> usize {
     heads * BLOCK.min(time) * time * size_of::<f32>()
 }
@@ -127,7 +127,7 @@ impl Packed {
         self.dim() / self.heads
     }
 
-    /// Factor on the scores.
+    /// Returns the factor on the scores.
     fn scale(&self) -> f32 {
         1.0 / (self.head_dim() as f32).sqrt()
     }
@@ -140,7 +140,7 @@ impl Packed {
         })
     }
 
-    /// A view of some rows of a sequence: `[heads, rows, head_dim]`.
+    /// Returns a view of some rows of a sequence: `[heads, rows, head_dim]`.
     fn heads(&self, part: Part, sequence: usize, rows: &Range<usize>) -> FlexTensor {
         self.view(&self.qkv, part as usize * self.dim(), sequence, rows)
     }
@@ -179,7 +179,7 @@ impl Packed {
         output
     }
 
-    /// How much each query of a block looks at each key: `[heads, queries, keys]`.
+    /// Returns the attention of each query of a block to each key, the softmax of the scores: `[heads, queries, keys]`.
     fn probabilities(&self, block: &Block) -> FlexTensor {
         let queries = self.heads(Part::Queries, block.sequence, &block.queries);
         let keys = self.heads(Part::Keys, block.sequence, &block.keys());
@@ -208,7 +208,7 @@ impl Packed {
         output
     }
 
-    /// Add a block's gradients to those of its sequence, `[time, 3 * dim]`.
+    /// Adds a block's gradients to those of its sequence, `[time, 3 * dim]`.
     fn backward_block(&self, block: &Block, grad: FlexTensor, output: &mut [f32]) {
         let keys = block.keys();
         let part = |part, rows| self.heads(part, block.sequence, rows);
@@ -229,7 +229,7 @@ impl Packed {
         add(&matmul(scores.transpose(1, 2), queries), Part::Keys, &keys);
     }
 
-    /// Gradient of the unscaled scores from that of the probabilities.
+    /// Returns the gradient of the unscaled scores from that of the probabilities.
     fn scores_gradient(&self, probabilities: &FlexTensor, grad: FlexTensor) -> FlexTensor {
         let mut grad = grad;
         let num_keys = grad.layout().shape()[2];
@@ -242,7 +242,7 @@ impl Packed {
         grad
     }
 
-    /// Add `[heads, rows, head_dim]` to rows of a matrix, head beside head.
+    /// Adds `[heads, rows, head_dim]` to rows of a matrix, head beside head.
     fn add_heads(
         &self,
         heads: &FlexTensor,

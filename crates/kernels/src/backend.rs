@@ -1,4 +1,4 @@
-//! What a backend must have.
+//! The operations that a backend must have.
 
 use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
@@ -16,7 +16,7 @@ pub(crate) trait Kernels: Backend {
         epsilon: f32,
     ) -> FloatTensor<Self>;
 
-    /// Gradients of input, gamma and beta.
+    /// Returns the gradients of input, gamma and beta.
     fn layer_norm_gradients(
         x: FloatTensor<Self>,
         gamma: FloatTensor<Self>,
@@ -37,13 +37,13 @@ pub(crate) trait Kernels: Backend {
         heads: usize,
     ) -> FloatTensor<Self>;
 
-    /// The gradient of the logits, and the loss.
+    /// Returns the gradient of the logits, and the loss.
     fn cross_entropy_kernel(
         logits: FloatTensor<Self>,
         targets: IntTensor<Self>,
     ) -> [FloatTensor<Self>; 2];
 
-    /// The gradient of the logits times one element.
+    /// Returns the gradient of the logits times one element.
     fn cross_entropy_gradient(
         logits_gradient: FloatTensor<Self>,
         grad: FloatTensor<Self>,

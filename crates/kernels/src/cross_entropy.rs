@@ -39,7 +39,7 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-/// The gradient of the logits, in their memory, and the loss.
+/// Returns the gradient of the logits, in their memory, and the loss.
 ///
 /// Logits are the largest tensor of a small model. Nothing needs them after the
 /// loss, and their gradient is at hand when the loss is computed.
@@ -81,7 +81,7 @@ impl Kernel for Forward<'_> {
     }
 }
 
-/// The loss of a row of logits, which is replaced by `share` of its gradient.
+/// Replaces a row of logits by `share` of its gradient, and returns the loss.
 #[inline(always)]
 fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
     let (max, logit) = (max(row), row[target]);

@@ -11,10 +11,10 @@ const ROUND: f32 = 12_582_912.0;
 const LN_2_HIGH: f32 = 0.693_359_4;
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 
-/// `e^x` for `x <= 0`, to about one unit in the last place.
+/// Returns `e^x` for `x <= 0`, to about one unit in the last place.
 ///
-/// Without a branch or a call, so that a loop over it becomes vector
-/// instructions. The polynomial is that of the Cephes library.
+/// The code has no branch and no call, so that a loop over it becomes vector instructions. The
+/// polynomial is that of the Cephes library.
 #[inline(always)]
 pub(crate) fn exp_nonpositive(x: f32) -> f32 {
     // Written so that NaN stays NaN.

@@ -99,8 +99,8 @@ struct Normal {
 }
 
 impl Normal {
-    /// By formula 7.1.26 of Abramowitz and Stegun, as in PyTorch's vectorized
-    /// `erf`; its error is at most 7.5e-8.
+    /// Computes the distribution by formula 7.1.26 of Abramowitz and Stegun, as PyTorch's
+    /// vectorized `erf` does; its error is at most 7.5e-8.
     #[inline(always)]
     fn at(x: f32) -> Self {
         let exp = exp_nonpositive(-0.5 * x * x);

@@ -15,7 +15,7 @@ use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs
 #[derive(Debug)]
 struct LayerNorm;
 
-/// What the backward pass needs.
+/// The tensors and the epsilon that the backward pass needs.
 #[derive(Clone, Debug)]
 struct Saved<T> {
     x: T,
@@ -106,7 +106,7 @@ impl Kernel for Forward<'_> {
     }
 }
 
-/// Gradients of input, gamma and beta.
+/// Returns the gradients of input, gamma and beta.
 pub(crate) fn backward(
     x: FlexTensor,
     gamma: FlexTensor,
@@ -156,7 +156,7 @@ impl Kernel for Gradient<'_> {
     }
 }
 
-/// Turn the gradient of a row of the output into that of the input.
+/// Turns the gradient of a row of the output into that of the input.
 #[inline(always)]
 fn replace_row(grad: &mut [f32], x: &[f32], gamma: &[f32], moments: Moments) {
     for (grad, gamma) in grad.iter_mut().zip(gamma) {

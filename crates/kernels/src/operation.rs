@@ -25,23 +25,23 @@ use crate::{attention, cross_entropy, gelu, layer_norm};
 pub enum FusedOperation {
     /// `x` times the probability that a normal variable is smaller.
     Gelu,
-    /// Its gradient.
+    /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
     /// Rows with mean zero and variance one, scaled and shifted.
     LayerNorm,
-    /// Its gradients.
+    /// The gradients of [`LayerNorm`](Self::LayerNorm).
     LayerNormBackward,
     /// Attention of every position to those before it and itself.
     CausalAttention,
-    /// Its gradient.
+    /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
     /// Mean of minus the log probability of the targets, with its gradient.
     CrossEntropy,
-    /// That gradient times the loss's own.
+    /// The gradient of the logits times that of the loss.
     CrossEntropyBackward,
 }
 
-/// What a fused operation takes beside its operands and results.
+/// The work of a fused operation, and its memory beside operands and results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FusedCost {
     /// Operations on floats in matrix products; a multiplication and an addition are two.
@@ -53,7 +53,7 @@ pub struct FusedCost {
 }
 
 impl FusedOperation {
-    /// All of them.
+    /// All operations.
     pub const ALL: [Self; 8] = [
         Self::Gelu,
         Self::GeluBackward,
@@ -65,7 +65,7 @@ impl FusedOperation {
         Self::CrossEntropyBackward,
     ];
 
-    /// Its name in captured graphs.
+    /// Returns its name in captured graphs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Gelu => "models.gelu",
@@ -108,7 +108,7 @@ impl FusedOperation {
         }
     }
 
-    /// The input that the first output is written over, if nobody else holds it and it is
+    /// Returns the input that the first output is written over, if nobody else holds it and it is
     /// contiguous; all other outputs are in memory of their own.
     pub fn written_over(self) -> Option<usize> {
         match self {
@@ -121,13 +121,13 @@ impl FusedOperation {
         }
     }
 
-    /// Whether it costs little more than to read and write its operands, so that it is worth to
-    /// compute it again to save memory.
+    /// Returns true if it costs little more than to read and write its operands, so that it is
+    /// worth to compute it again to save memory.
     pub fn is_cheap(self) -> bool {
         matches!(self, Self::LayerNorm)
     }
 
-    /// What a call takes.
+    /// Returns the work of a call, and its memory beside operands and results.
     pub fn cost(self, call: &CustomOpIr) -> FusedCost {
         let tensors = call.inputs.iter().chain(&call.outputs);
         let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();

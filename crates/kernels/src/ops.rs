@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor, activation};
 use crate::composed;
 use crate::route::{self, supports};
 
-/// Exact GELU: `x` times the probability that a normal variable is smaller.
+/// Computes the exact GELU: `x` times the probability that a normal variable is smaller.
 pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     if supports(&x) {
         route::gelu(x)
@@ -15,8 +15,8 @@ pub fn gelu(x: Tensor<2>) -> Tensor<2> {
     }
 }
 
-/// Rows with mean zero and variance one, scaled and shifted by the parameters of `norm`. `epsilon` is the
-/// norm's own, which Burn shows nobody.
+/// Returns rows with mean zero and variance one, scaled and shifted by the parameters of `norm`. `epsilon` is
+/// the norm's own, which Burn shows nobody.
 pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     match &norm.beta {
         Some(beta) if supports(&x) => {
@@ -26,8 +26,8 @@ pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     }
 }
 
-/// Causal self-attention over the rows of `qkv`, which are queries, keys and
-/// values side by side, each cut into heads.
+/// Computes causal self-attention over the rows of `qkv`, which are queries, keys and values side
+/// by side, each cut into heads.
 ///
 /// # Shapes
 ///
@@ -41,7 +41,7 @@ pub fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2>
     }
 }
 
-/// Mean over the rows of minus the log probability of the target, in f32.
+/// Returns the mean over the rows of minus the log probability of the target, in f32.
 ///
 /// # Shapes
 ///

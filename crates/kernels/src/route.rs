@@ -1,4 +1,4 @@
-//! How Burn routes a fused operation to the backend of its tensors.
+//! The routes by which Burn brings a fused operation to the backend of its tensors.
 
 use std::cell::Cell;
 
@@ -45,8 +45,8 @@ pub fn recorded<T>(record: impl FnOnce() -> T) -> T {
     record()
 }
 
-/// Whether a tensor is of a type and on a backend that have the kernels; for others the functions of this
-/// crate compose elementary operations.
+/// Returns true if a tensor is of a type and on a backend that have the kernels; for others the functions of
+/// this crate compose elementary operations.
 pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
     let device = tensor.device().without_autodiff();
     let has_kernels = match device.as_dispatch() {
@@ -59,12 +59,12 @@ pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
     has_kernels && tensor.dtype() == DType::F32
 }
 
-/// See [`crate::gelu`](fn@crate::gelu).
+/// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensors, which must have the kernels.
 pub(crate) fn gelu(x: Tensor<2>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::fused_gelu(x.into_dispatch()))
 }
 
-/// See [`crate::layer_norm`](fn@crate::layer_norm).
+/// Runs [`crate::layer_norm`](fn@crate::layer_norm) on the backend of its tensors, which must have the kernels.
 pub(crate) fn layer_norm(
     x: Tensor<2>,
     gamma: Tensor<1>,
@@ -79,7 +79,7 @@ pub(crate) fn layer_norm(
     ))
 }
 
-/// See [`crate::causal_attention`].
+/// Runs [`crate::causal_attention`] on the backend of its tensors, which must have the kernels.
 pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::fused_causal_attention(
         qkv.into_dispatch(),
@@ -88,7 +88,7 @@ pub(crate) fn causal_attention(qkv: Tensor<2>, batch: usize, heads: usize) -> Te
     ))
 }
 
-/// See [`crate::cross_entropy`](fn@crate::cross_entropy).
+/// Runs [`crate::cross_entropy`](fn@crate::cross_entropy) on the backend of its tensors, which must have the kernels.
 pub(crate) fn cross_entropy(logits: Tensor<2>, targets: Tensor<1, Int>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::fused_cross_entropy(
         logits.into_dispatch(),

@@ -14,7 +14,7 @@ const LANES: usize = 16;
 /// depend on the number of threads.
 const CHUNK_ROWS: usize = 32;
 
-/// The tensor in row-major order from the start of its buffer, copied only if it
+/// Returns the tensor in row-major order from the start of its buffer, copied only if it
 /// is not already.
 pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let elements = tensor.layout().num_elements();
@@ -24,7 +24,7 @@ pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     }
 }
 
-/// Rows and columns of a matrix.
+/// Returns the number of rows and of columns of a matrix.
 pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     let shape = tensor.layout().shape();
     [shape[0], shape[1]]
@@ -40,7 +40,7 @@ pub(crate) trait Kernel {
     fn run(self) -> Self::Output;
 }
 
-/// Run with the widest vector instructions that the processor has.
+/// Runs a kernel with the widest vector instructions that the processor has.
 pub(crate) fn vectorized<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {
@@ -65,9 +65,8 @@ impl<K: Kernel> WithSimd for Vectorized<K> {
     }
 }
 
-/// Run a kernel on each chunk of rows, on several threads, and return what they
-/// return in the order of the rows. `kernel` is given the number of a chunk's
-/// first row.
+/// Runs a kernel on each chunk of rows, on several threads, and returns what they return in the
+/// order of the rows. `kernel` is given the number of a chunk's first row.
 pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
     matrix: &'a mut [f32],
     width: usize,
@@ -80,7 +79,7 @@ pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
         .collect()
 }
 
-/// Sum of `f` over the row.
+/// Returns the sum of `f` over the row.
 #[inline(always)]
 pub(crate) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let mut sums = [0.0; LANES];
@@ -94,7 +93,7 @@ pub(crate) fn sum_by(row: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// Sum of `f` over pairs of two rows.
+/// Returns the sum of `f` over pairs of two rows.
 #[inline(always)]
 pub(crate) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     let mut sums = [0.0; LANES];
@@ -113,7 +112,7 @@ pub(crate) fn sum_pairs_by(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) ->
     sums.iter().sum::<f32>() + rest
 }
 
-/// Largest value of the row, not counting NaN.
+/// Returns the largest value of the row, not counting NaN.
 #[inline(always)]
 pub(crate) fn max(row: &[f32]) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
@@ -131,7 +130,7 @@ pub(crate) fn max(row: &[f32]) -> f32 {
         .fold(f32::NEG_INFINITY, |a, &b| larger(a, b))
 }
 
-/// Replace a row by `exp(scale * (x - max))` and return the sum.
+/// Replaces a row by `exp(scale * (x - max))` and returns the sum.
 #[inline(always)]
 pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
     for x in &mut *row {
@@ -140,7 +139,7 @@ pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
     sum_by(row, |x| x)
 }
 
-/// Multiply every value of a row.
+/// Multiplies every value of a row.
 #[inline(always)]
 pub(crate) fn scale(row: &mut [f32], factor: f32) {
     for x in row {

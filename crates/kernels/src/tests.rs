@@ -12,7 +12,7 @@ fn norm(dim: usize, device: &Device) -> LayerNorm {
     LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
 }
 
-/// With and without saving what is cheap to compute again.
+/// Returns two devices: one that keeps what backward needs, one that computes again what is cheap.
 fn devices() -> [Device; 2] {
     let device = Device::flex().autodiff();
     [device.clone(), device.gradient_checkpointing()]
@@ -38,7 +38,7 @@ fn assert_close<const D: usize>(found: Tensor<D>, expected: Tensor<D>) {
     }
 }
 
-/// Compare two functions of one matrix, and their gradients.
+/// Compares two functions of one matrix, and their gradients.
 #[track_caller]
 fn assert_same<const D: usize>(
     x: &Tensor<2>,
@@ -93,7 +93,7 @@ fn layer_norm_is_burns() {
     }
 }
 
-/// Gradients of gamma and beta when each output counts differently.
+/// Returns the gradients of gamma and beta when each output counts differently.
 fn parameter_gradients(norm: &LayerNorm, output: Tensor<2>) -> [Tensor<1>; 2] {
     let [rows, width] = output.dims();
     let weights = Tensor::<1, Int>::arange(0..(rows * width) as i64, &output.device());

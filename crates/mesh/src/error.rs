@@ -1,4 +1,4 @@
-//! What can be wrong with a layout.
+//! The errors of meshes, layouts and partitions.
 
 /// An invalid mesh or partition, or a question about one that has no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -76,6 +76,15 @@ pub enum Error {
         shape: Vec<usize>,
         /// Number of shards.
         num_shards: usize,
+    },
+
+    /// A layout that a tensor or a mesh cannot have.
+    #[error("the layout {got} is not possible; expected {expected}")]
+    InvalidLayout {
+        /// A layout that would be.
+        expected: String,
+        /// The layout asked for, as it prints.
+        got: String,
     },
 
     /// Two partitions that are not of the same tensor.

@@ -1,10 +1,13 @@
 //! Layout arithmetic of burn-fsdp: who owns which part of what.
 //!
 //! - [`Mesh`]: ranks laid out as an n-d array with named [`Axis`]es.
-//! - [`Placement`]: how a tensor lies on one mesh axis.
-//! - [`Partition`]: how one tensor is cut into the shards of the ranks.
-//! - [`Pattern`]: which dotted paths are meant.
-//! - [`transfers`]: which pieces move when a tensor is cut anew.
+//! - [`Placement`]: the arrangement of a tensor on one mesh axis.
+//! - [`Layout`]: the placements of a tensor on a whole mesh, and where shards may begin; [`Region`]: the
+//!   elements that one rank holds of it.
+//! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
+//! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
+//! - [`Pattern`]: a set of dotted paths.
+//! - [`transfers`]: the pieces that move when a tensor is cut anew.
 //!
 //! Everything here is a small value computed from sizes. The crate knows nothing of tensors,
 //! threads, files or communication, and every rank that computes a layout from the same sizes
@@ -26,15 +29,21 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod layout;
 mod mesh;
 mod partition;
 mod pattern;
 mod placement;
+mod region;
+mod strategy;
 mod transfer;
 
 pub use error::Error;
+pub use layout::{AxisPlacement, Cut, Layout, local_shape};
 pub use mesh::{Axis, Mesh};
 pub use partition::Partition;
 pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};
+pub use region::{Region, num_elements};
+pub use strategy::Strategy;
 pub use transfer::{Transfer, transfers};

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// One direction of a [`Mesh`].
+/// A named direction of a [`Mesh`].
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Axis {
-    /// What the axis is for, such as `shard`. Unique in its mesh.
+    /// Name of the axis, such as `shard`. Unique in its mesh.
     pub name: String,
     /// Number of ranks along the axis, at least 1.
     pub size: usize,
@@ -31,7 +31,7 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// The mesh of the axes `(name, size)`, slowest first.
+    /// Returns the mesh of the axes `(name, size)`, slowest first.
     ///
     /// # Errors
     ///
@@ -44,7 +44,7 @@ impl Mesh {
         Self::try_from(axes.collect::<Vec<_>>())
     }
 
-    /// `num_ranks` ranks along a single axis.
+    /// Returns the mesh of `num_ranks` ranks along a single axis.
     ///
     /// # Errors
     ///
@@ -53,17 +53,17 @@ impl Mesh {
         Self::new([(name, num_ranks)])
     }
 
-    /// Number of ranks: the product of the axis sizes.
+    /// Returns the number of ranks: the product of the axis sizes.
     pub fn size(&self) -> usize {
         self.size
     }
 
-    /// The axes, slowest first.
+    /// Returns the axes, slowest first.
     pub fn axes(&self) -> &[Axis] {
         &self.axes
     }
 
-    /// The axis of this name.
+    /// Returns the axis of this name.
     ///
     /// # Errors
     ///
@@ -72,7 +72,7 @@ impl Mesh {
         self.axis_index(name).map(|index| &self.axes[index])
     }
 
-    /// Where `rank` lies: one index per axis.
+    /// Returns the coordinate of `rank`: one index per axis.
     ///
     /// # Errors
     ///
@@ -88,7 +88,7 @@ impl Mesh {
         Ok(coordinate)
     }
 
-    /// The rank that lies at `coordinate`, one index per axis.
+    /// Returns the rank at `coordinate`, one index per axis.
     ///
     /// # Errors
     ///
@@ -110,7 +110,7 @@ impl Mesh {
         Ok(indices.fold(0, |rank, (index, axis)| rank * axis.size + index))
     }
 
-    /// The ranks that differ from `rank` only along one axis, itself included, in axis order.
+    /// Returns the ranks that differ from `rank` only along one axis, itself included, in axis order.
     ///
     /// # Errors
     ///
@@ -125,7 +125,7 @@ impl Mesh {
             .collect())
     }
 
-    /// Which of the parallel sub-groups along an axis `rank` is in, from 0 to `size / axis.size`.
+    /// Returns the index of the sub-group along an axis that `rank` is in, below `size / axis.size`.
     ///
     /// Two ranks have the same color exactly if [`Mesh::ranks_along`] is the same for both.
     ///
@@ -139,7 +139,7 @@ impl Mesh {
         Ok(rank / (stride * self.axes[index].size) * stride + rank % stride)
     }
 
-    /// How far apart two neighbours along an axis are in rank.
+    /// Returns the difference in rank of two neighbours along an axis.
     fn stride(&self, axis_index: usize) -> usize {
         self.axes[axis_index + 1..]
             .iter()

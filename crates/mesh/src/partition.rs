@@ -1,4 +1,4 @@
-//! How one tensor is cut into shards.
+//! The partition of one tensor into shards.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Error;
 
-/// How the elements of one tensor, in row-major order, are cut into contiguous shards.
+/// The ranges of one tensor's elements, in row-major order, that contiguous shards hold.
 ///
 /// The tensor is a sequence of rows that are never cut: single elements for
 /// [`flat`](Self::flat), rows of dim 0 for [`rows`](Self::rows). Every shard holds
@@ -24,11 +24,11 @@ use crate::Error;
 #[serde(try_from = "Rows", into = "Rows")]
 pub struct Partition {
     rows: Rows,
-    /// Elements of the largest shard.
+    /// Number of elements of the largest shard.
     chunk_len: usize,
 }
 
-/// What defines a partition, and its serialised form.
+/// The numbers that define a partition, and its serialised form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rows {
@@ -84,27 +84,27 @@ impl Partition {
         })
     }
 
-    /// Number of shards, empty ones included. At least 1.
+    /// Returns the number of shards, empty ones included. At least 1.
     pub fn num_shards(&self) -> usize {
         self.rows.num_shards
     }
 
-    /// Number of elements of the whole tensor, without padding.
+    /// Returns the number of elements of the whole tensor, without padding.
     pub fn num_elements(&self) -> usize {
         self.rows.num_rows * self.rows.row_len
     }
 
-    /// Number of rows, which are never cut.
+    /// Returns the number of rows, which are never cut.
     pub fn num_rows(&self) -> usize {
         self.rows.num_rows
     }
 
-    /// Number of elements that are never separated: 1 for [`flat`](Self::flat).
+    /// Returns the number of elements of a row: 1 for [`flat`](Self::flat).
     pub fn row_len(&self) -> usize {
         self.rows.row_len
     }
 
-    /// The elements of a shard. An empty shard is an empty range at the end of the tensor.
+    /// Returns the elements of a shard. An empty shard is an empty range at the end of the tensor.
     ///
     /// # Panics
     ///
@@ -122,7 +122,7 @@ impl Partition {
         start..(start + self.chunk_len).min(end)
     }
 
-    /// Number of elements of a shard, without padding.
+    /// Returns the number of elements of a shard, without padding.
     ///
     /// # Panics
     ///
@@ -132,22 +132,22 @@ impl Partition {
         self.range(shard).len()
     }
 
-    /// Whether the tensor has no elements.
+    /// Returns true if the tensor has no elements.
     pub fn is_empty(&self) -> bool {
         self.num_elements() == 0
     }
 
-    /// Number of elements of the largest shard, which is the first.
+    /// Returns the number of elements of the largest shard, which is the first.
     pub fn chunk_len(&self) -> usize {
         self.chunk_len
     }
 
-    /// Number of elements when every shard is padded to the largest: `chunk_len * num_shards`.
+    /// Returns the number of elements when every shard is padded to the largest: `chunk_len * num_shards`.
     pub fn padded_len(&self) -> usize {
         self.chunk_len * self.num_shards()
     }
 
-    /// Number of elements that a shard lacks to the largest.
+    /// Returns the number of elements that a shard lacks to the largest.
     ///
     /// # Panics
     ///
@@ -157,7 +157,7 @@ impl Partition {
         self.chunk_len - self.len(shard)
     }
 
-    /// The shard that holds an element.
+    /// Returns the shard that holds an element.
     ///
     /// # Panics
     ///
@@ -172,13 +172,13 @@ impl Partition {
         element / self.chunk_len
     }
 
-    /// The ranges of all shards in order, empty ones included.
+    /// Returns the ranges of all shards in order, empty ones included.
     pub fn ranges(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let partition = *self;
         (0..self.num_shards()).map(move |shard| partition.range(shard))
     }
 
-    /// The shards that hold at least one element, `(shard, range)` in order.
+    /// Returns the shards that hold at least one element, `(shard, range)` in order.
     pub fn non_empty(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         self.ranges()
             .enumerate()

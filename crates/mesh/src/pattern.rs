@@ -1,6 +1,8 @@
+//! Patterns of dotted paths.
+
 use std::fmt;
 
-/// Which dotted paths are meant: one language for units, placements and whatever else goes by path.
+/// A set of dotted paths: one language for units, placements and whatever else goes by path.
 ///
 /// | in a pattern | stands for |
 /// |---|---|
@@ -21,24 +23,24 @@ use std::fmt;
 pub struct Pattern(String);
 
 impl Pattern {
-    /// The paths that `pattern` stands for.
+    /// Returns the set of paths that `pattern` stands for.
     pub fn new(pattern: impl Into<String>) -> Self {
         Self(pattern.into())
     }
 
-    /// As it was given.
+    /// Returns the pattern as it was given.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// Whether the whole path is meant.
+    /// Returns true if the pattern stands for the whole path.
     pub fn matches(&self, path: &str) -> bool {
         let (wanted, found) = (names(&self.0), names(path));
         matches_names(&wanted, &found)
     }
 
-    /// The longest beginning of the path that is meant, ending at the end of a name: the module of a
-    /// parameter, say.
+    /// Returns the longest beginning of the path, up to the end of a name, that the pattern stands
+    /// for: the module of a parameter, say.
     ///
     /// ```
     /// use burn_fsdp_mesh::Pattern;
@@ -77,8 +79,9 @@ fn names(path: &str) -> Vec<&str> {
     path.split('.').collect()
 }
 
-/// `fits[n]` says whether the names of the pattern so far stand for the first `n` of the path. One row
-/// per name of the pattern keeps the time bounded by the product of both lengths, whatever the stars.
+/// Returns true if the names of the pattern stand for those of the path. `fits[n]` is true if the names of the
+/// pattern so far stand for the first `n` of the path. One row per name of the pattern keeps the time bounded
+/// by the product of both lengths, whatever the stars.
 fn matches_names(pattern: &[&str], path: &[&str]) -> bool {
     let mut fits: Vec<bool> = (0..=path.len()).map(|count| count == 0).collect();
     for wanted in pattern {
@@ -101,8 +104,8 @@ fn matches_names(pattern: &[&str], path: &[&str]) -> bool {
     fits[path.len()]
 }
 
-/// Whether one name is meant: the pieces between stars occur in order, the first at the beginning and the
-/// last at the end.
+/// Returns true if the pattern of one name stands for `name`: the pieces between stars occur in order, the
+/// first at the beginning and the last at the end.
 fn matches_name(pattern: &str, name: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else {
         return pattern == name;

@@ -1,32 +1,32 @@
-//! How a tensor lies on one mesh axis.
+//! Placements: the arrangement of a tensor on one mesh axis.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How a tensor lies on one axis of a mesh.
+/// The arrangement of a tensor on one axis of a mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
-    /// Every rank holds the whole tensor, all of them the same values.
+    /// A copy of the whole tensor on every rank.
     Replicate,
-    /// The tensor is cut along this dim, each rank holds one part; see [`Partition`](crate::Partition).
+    /// A part of the tensor on every rank, cut along this dim; see [`Partition`](crate::Partition).
     Shard(usize),
-    /// Every rank holds an addend of the tensor's full shape; combining all of them gives the tensor.
+    /// An addend of the tensor's full shape on every rank; combining all of them gives the tensor.
     Partial(ReduceOp),
 }
 
-/// How the addends of several ranks become one value.
+/// The operation that makes one value of the addends of several ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceOp {
-    /// Added up.
+    /// The sum.
     Sum,
-    /// Added up, then divided by the number of ranks.
+    /// The sum, divided by the number of ranks.
     Mean,
-    /// The largest.
+    /// The largest addend.
     Max,
-    /// The smallest.
+    /// The smallest addend.
     Min,
 }
 

@@ -1,4 +1,4 @@
-//! What moves when a tensor is cut anew.
+//! The elements that move from shard to shard when a tensor is cut anew.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub struct Transfer {
     pub range: Range<usize>,
 }
 
-/// The pieces that turn shards of `from` into shards of `to`, in the order of the tensor.
+/// Returns the pieces that turn shards of `from` into shards of `to`, in the order of the tensor.
 ///
 /// Together they cover every element once, and no two neighbours could be one piece. There are
 /// fewer than `from.num_shards() + to.num_shards()` of them.

@@ -1,4 +1,4 @@
-//! What all models have in common.
+//! The trait that all models have in common, and the sizes of any model.
 
 use burn::store::ModuleSnapshot;
 use burn::tensor::Device;
@@ -25,7 +25,7 @@ pub trait Architecture: Copy {
     /// If a size is at fault.
     fn validate(&self) -> Result<(), ModelError>;
 
-    /// The table of its parameters.
+    /// Returns the table of its parameters.
     fn parameters(&self) -> Vec<ParameterSpec>;
 }
 
@@ -74,7 +74,7 @@ pub enum ModelConfig {
 }
 
 impl ModelConfig {
-    /// What people call it.
+    /// Returns the usual name of the model's kind.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -83,7 +83,7 @@ impl ModelConfig {
         }
     }
 
-    /// Number of transformer blocks.
+    /// Returns the number of transformer blocks.
     #[must_use]
     pub fn num_layers(&self) -> usize {
         match self {
@@ -92,7 +92,7 @@ impl ModelConfig {
         }
     }
 
-    /// The table of its parameters.
+    /// Returns the table of its parameters.
     ///
     /// # Errors
     ///

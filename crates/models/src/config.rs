@@ -24,7 +24,7 @@ pub struct GptConfig {
 }
 
 impl GptConfig {
-    /// Check that such a model can exist.
+    /// Checks that such a model can exist.
     ///
     /// # Errors
     ///
@@ -52,7 +52,7 @@ impl GptConfig {
             .ok_or(ModelError::TooManyParameters)
     }
 
-    /// Number of parameters of the whole model.
+    /// Returns the number of parameters of the whole model.
     ///
     /// # Panics
     ///
@@ -63,12 +63,12 @@ impl GptConfig {
             .expect("a validated configuration has a countable number of parameters")
     }
 
-    /// Standard deviation of weights that read from the residual stream.
+    /// Returns the standard deviation of weights that read from the residual stream.
     pub(crate) fn init_std(&self) -> f64 {
         INIT_STD
     }
 
-    /// Standard deviation of weights that write to the residual stream.
+    /// Returns the standard deviation of weights that write to the residual stream.
     ///
     /// Smaller, so that the stream's variance does not grow with the depth: each
     /// of the `layers` blocks adds to it twice.

@@ -1,8 +1,8 @@
-//! Everything that can go wrong in this crate.
+//! The errors of this crate.
 
 use std::path::PathBuf;
 
-/// What can go wrong with a model, its weights or its data.
+/// The errors of a model, its weights or its data.
 ///
 /// Every message names the thing at fault, says what was expected and what was
 /// found, and ends with what to do about it where that is not obvious.
@@ -10,14 +10,14 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum ModelError {
     // === Configuration ===
-    /// A size of the model is zero.
+    /// A size of the model that is zero.
     #[error("{name} is 0; every size of the model must be at least 1")]
     ZeroSize {
         /// Name of the size, such as `layers`.
         name: &'static str,
     },
 
-    /// The attention heads do not divide the width of the model.
+    /// A number of attention heads that does not divide the width of the model.
     #[error("{heads} heads do not divide dim {dim}; choose a dim that is a multiple of heads")]
     HeadsDoNotDivideDim {
         /// Number of heads asked for.
@@ -26,7 +26,7 @@ pub enum ModelError {
         dim: usize,
     },
 
-    /// The key and value heads do not divide the query heads.
+    /// A number of key and value heads that does not divide that of the query heads.
     #[error(
         "{kv_heads} key and value heads do not divide {heads} query heads; \
          choose a number of heads that is a multiple of kv_heads"
@@ -38,7 +38,7 @@ pub enum ModelError {
         kv_heads: usize,
     },
 
-    /// Rotary positions turn pairs of elements, and a head has an odd number of them.
+    /// A head of an odd number of elements, of which rotary positions turn pairs.
     #[error(
         "a head has {head_dim} elements, an odd number; choose a dim of an even number for each head"
     )]
@@ -47,12 +47,12 @@ pub enum ModelError {
         head_dim: usize,
     },
 
-    /// The sizes are so large that the parameters cannot be counted.
+    /// Sizes so large that the parameters cannot be counted.
     #[error("the model has more parameters than this machine can count; choose smaller sizes")]
     TooManyParameters,
 
     // === Weights ===
-    /// A file could not be opened, read, or written.
+    /// A file that could not be opened, read, or written.
     #[error("{}: {source}", path.display())]
     File {
         /// The file.
@@ -61,16 +61,16 @@ pub enum ModelError {
         source: std::io::Error,
     },
 
-    /// A file is not a well-formed safetensors file.
+    /// A file that is not a well-formed safetensors file.
     #[error("{}: not a valid safetensors file: {problem}", path.display())]
     MalformedWeights {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The reason why it is not well-formed.
         problem: String,
     },
 
-    /// A file of weights lacks a tensor of the model.
+    /// A tensor of the model that a file of weights lacks.
     #[error("{}: tensor {name} is missing; the model expects it with shape {expected:?}", path.display())]
     MissingTensor {
         /// The file.
@@ -81,7 +81,7 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// A file of weights has a tensor that the model does not have.
+    /// A tensor of a file of weights that the model does not have.
     #[error("{}: tensor {name} with shape {found:?} is not part of the model; was the file written for another configuration?", path.display())]
     UnexpectedTensor {
         /// The file.
@@ -92,7 +92,7 @@ pub enum ModelError {
         found: Vec<usize>,
     },
 
-    /// A tensor of a file has another shape than the model's.
+    /// A tensor of a file with another shape than the model's.
     #[error("{}: tensor {name} has shape {found:?}, the model expects {expected:?}", path.display())]
     WrongShape {
         /// The file.
@@ -105,7 +105,7 @@ pub enum ModelError {
         found: Vec<usize>,
     },
 
-    /// A tensor of a file is not made of 32-bit floats.
+    /// A tensor of a file that is not made of 32-bit floats.
     #[error("{}: tensor {name} has type {found}, only F32 can be loaded; convert the file first", path.display())]
     WrongDtype {
         /// The file.
@@ -116,7 +116,7 @@ pub enum ModelError {
         found: String,
     },
 
-    /// A module has a parameter that the table of its model lacks, or has in another shape.
+    /// A parameter of a module that the table of its model lacks, or has in another shape.
     #[error("{}: parameter {parameter} of shape {found:?} is not in the model's table; write a model with whole parameters, as its configuration makes it", path.display())]
     UnexpectedParameter {
         /// The file.
@@ -127,7 +127,7 @@ pub enum ModelError {
         found: Vec<usize>,
     },
 
-    /// A module lacks a parameter of the table of its model.
+    /// A parameter of the table of its model that a module lacks.
     #[error("{}: the model has no parameter {parameter} of shape {expected:?} to write; write a model with whole parameters, as its configuration makes it", path.display())]
     MissingParameter {
         /// The file.
@@ -138,24 +138,24 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
-    /// Burn's store refused weights that passed every check above.
+    /// A refusal by Burn's store of weights that passed every check above.
     #[error("{}: {problem}", path.display())]
     Store {
         /// The file.
         path: PathBuf,
-        /// What the store said.
+        /// The message of the store.
         problem: String,
     },
 
     // === Data ===
-    /// A path that should hold text is neither a regular file nor a folder.
+    /// A path that should hold text, but is neither a regular file nor a folder.
     #[error("{}: neither a regular file nor a folder; give a path that holds text", path.display())]
     NotText {
         /// The path.
         path: PathBuf,
     },
 
-    /// There is too little text to train on.
+    /// A text that is too short to train on.
     #[error("{}: {found} bytes of text, at least {needed} are needed ({num_skipped} entries could not be read)", path.display())]
     TooLittleText {
         /// The file or folder that was read.
@@ -168,14 +168,14 @@ pub enum ModelError {
         num_skipped: usize,
     },
 
-    /// Cargo's folder of downloaded sources is not there.
+    /// A missing folder of cargo's downloaded sources.
     #[error("{}: no downloaded crate sources here to train on; name a file or folder of text instead", path.display())]
     NoCrateSources {
         /// The folder that was looked for.
         path: PathBuf,
     },
 
-    /// Text is read as bytes, and the vocabulary has no room for all of them.
+    /// A vocabulary without room for all bytes, as which text is read.
     #[error("text needs a vocabulary of at least 256 tokens, one per byte; got {vocab}")]
     VocabTooSmall {
         /// Size of the vocabulary asked for.

@@ -38,7 +38,7 @@ pub struct Block {
 }
 
 impl GptConfig {
-    /// Build the model on a device.
+    /// Builds the model on a device.
     ///
     /// The same seed gives the same weights on every device and however the
     /// parameters are first used.
@@ -70,7 +70,7 @@ impl GptConfig {
 }
 
 impl Gpt {
-    /// The sizes of this very model.
+    /// Returns the sizes of this very model.
     pub(crate) fn config(&self) -> GptConfig {
         let [vocab, dim] = self.wte.weight.shape().dims();
         let [seq, _] = self.wpe.weight.shape().dims();
@@ -83,7 +83,7 @@ impl Gpt {
         }
     }
 
-    /// Logits of the token after each position.
+    /// Returns the logits of the token after each position.
     ///
     /// # Shapes
     ///
@@ -101,7 +101,7 @@ impl Gpt {
         logits.reshape([batch, time, vocab])
     }
 
-    /// Mean cross entropy of the targets, in nats.
+    /// Returns the mean cross entropy of the targets, in nats.
     ///
     /// # Shapes
     ///
@@ -116,8 +116,8 @@ impl Gpt {
         self.loss_with(tokens, targets, Block::forward)
     }
 
-    /// [`loss`](Self::loss), with each block run by `run`: by [`Block::forward`], and with whatever
-    /// the caller does around it, such as computing it again in the backward pass.
+    /// Returns the [`loss`](Self::loss), with each block run by `run`: by [`Block::forward`], and
+    /// with whatever the caller does around it, such as computing it again in the backward pass.
     ///
     /// Logits of 16 bits become 32 bits before the logarithm is taken.
     ///
@@ -140,7 +140,7 @@ impl Gpt {
         cross_entropy(logits, targets.reshape([batch * time]))
     }
 
-    /// Logits as `[batch * time, vocab]`.
+    /// Returns the logits as `[batch * time, vocab]`.
     ///
     /// Sequences lie end to end in one matrix from the embedding to the head: a
     /// linear layer then multiplies with its weight as it is. On inputs of three
@@ -181,7 +181,7 @@ impl Block {
         }
     }
 
-    /// One step of the residual stream.
+    /// Runs one step of the residual stream.
     ///
     /// # Shapes
     ///

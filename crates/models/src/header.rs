@@ -23,7 +23,7 @@ pub(crate) struct Header {
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// What the header says about one tensor.
+/// The header's entry for one tensor.
 #[derive(Debug, Deserialize)]
 pub(crate) struct TensorEntry {
     pub(crate) dtype: String,
@@ -40,7 +40,7 @@ struct HeaderJson {
     tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// The tensors, none of which may be named twice: which of the entries counts would be anybody's guess.
+/// Reads the tensors, none of which may be named twice: which of the entries counts would be anybody's guess.
 fn each_once<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<BTreeMap<String, TensorEntry>, D::Error> {
@@ -69,7 +69,7 @@ fn each_once<'de, D: Deserializer<'de>>(
 }
 
 impl Header {
-    /// Read and check a header.
+    /// Reads and checks a header.
     ///
     /// The outer error is the disk's, the inner one says what is wrong with the
     /// file.
@@ -137,7 +137,7 @@ impl TensorEntry {
     }
 }
 
-/// Bytes of an element, for the types that have whole bytes.
+/// Returns the bytes of an element, for the types that have whole bytes.
 fn element_bytes(dtype: &str) -> Option<u64> {
     match dtype {
         "BOOL" | "U8" | "I8" => Some(1),

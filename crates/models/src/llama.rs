@@ -11,7 +11,7 @@ use crate::llama_config::INIT_STD;
 use crate::rotary::Rotary;
 use crate::{LlamaConfig, ModelError};
 
-/// Added to the mean square, so that rows of zeros do not divide by zero.
+/// The number added to the mean square, so that rows of zeros do not divide by zero.
 const EPSILON: f64 = 1e-5;
 
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
@@ -47,7 +47,7 @@ pub struct LlamaBlock {
     w1: Linear,
     /// Back to the residual stream.
     w2: Linear,
-    /// What is gated.
+    /// The projection that the gate multiplies.
     w3: Linear,
     #[module(skip)]
     heads: usize,
@@ -56,7 +56,7 @@ pub struct LlamaBlock {
 }
 
 impl LlamaConfig {
-    /// Build the model on a device.
+    /// Builds the model on a device.
     ///
     /// The same seed gives the same weights on every device and however the
     /// parameters are first used.
@@ -84,7 +84,7 @@ impl LlamaConfig {
 }
 
 impl Llama {
-    /// The sizes of this very model.
+    /// Returns the sizes of this very model.
     pub(crate) fn config(&self) -> LlamaConfig {
         let [vocab, dim] = self.tok_embeddings.weight.shape().dims();
         let heads = dim / self.head_dim;
@@ -101,7 +101,7 @@ impl Llama {
         }
     }
 
-    /// Logits of the token after each position.
+    /// Returns the logits of the token after each position.
     ///
     /// # Shapes
     ///
@@ -119,7 +119,7 @@ impl Llama {
         logits.reshape([batch, time, vocab])
     }
 
-    /// Mean cross entropy of the targets, in nats.
+    /// Returns the mean cross entropy of the targets, in nats.
     ///
     /// # Shapes
     ///
@@ -135,7 +135,7 @@ impl Llama {
         cross_entropy(self.flat_logits(tokens), targets.reshape([batch * time]))
     }
 
-    /// Logits as `[batch * time, vocab]`: one matrix all the way, for the reason that
+    /// Returns the logits as `[batch * time, vocab]`: one matrix all the way, for the reason that
     /// [`Gpt`](crate::Gpt) has.
     fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, time] = tokens.dims();
@@ -166,7 +166,7 @@ impl LlamaBlock {
         }
     }
 
-    /// One step of the residual stream `[batch * time, dim]`.
+    /// Runs one step of the residual stream `[batch * time, dim]`.
     fn forward(&self, x: Tensor<2>, batch: usize, rotary: &Rotary) -> Tensor<2> {
         let x = x.clone() + self.attend(self.attention_norm.forward(x), batch, rotary);
         let wide = self.ffn_norm.forward(x.clone());
@@ -196,19 +196,19 @@ fn linear(values: &mut InitialValues<'_>, from: usize, into: usize) -> Linear {
     }
 }
 
-/// `[batch * time, heads * head_dim]` as `[batch, time, heads, head_dim]`.
+/// Turns `[batch * time, heads * head_dim]` into `[batch, time, heads, head_dim]`.
 fn split(x: Tensor<2>, batch: usize, heads: usize) -> Tensor<4> {
     let [rows, width] = x.dims();
     x.reshape([batch, rows / batch, heads, width / heads])
 }
 
-/// The inverse of [`split`].
+/// Undoes [`split`].
 fn merge(x: Tensor<4>) -> Tensor<2> {
     let [batch, time, heads, head_dim] = x.dims();
     x.reshape([batch * time, heads * head_dim])
 }
 
-/// Every head as many times as queries share it, side by side.
+/// Repeats every head as many times as queries share it, side by side.
 fn repeat(x: Tensor<4>, times: usize) -> Tensor<4> {
     let [batch, time, heads, head_dim] = x.dims();
     if times == 1 {

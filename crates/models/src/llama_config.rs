@@ -30,7 +30,7 @@ pub struct LlamaConfig {
 }
 
 impl LlamaConfig {
-    /// Check that such a model can exist.
+    /// Checks that such a model can exist.
     ///
     /// # Errors
     ///
@@ -66,7 +66,7 @@ impl LlamaConfig {
             .ok_or(ModelError::TooManyParameters)
     }
 
-    /// Number of parameters of the whole model.
+    /// Returns the number of parameters of the whole model.
     ///
     /// # Panics
     ///
@@ -77,13 +77,13 @@ impl LlamaConfig {
             .expect("a validated configuration has a countable number of parameters")
     }
 
-    /// Elements of a head.
+    /// Returns the number of elements of a head.
     #[must_use]
     pub fn head_dim(&self) -> usize {
         self.dim / self.heads
     }
 
-    /// Elements of all key heads, or of all value heads, of a token.
+    /// Returns the number of elements of all key heads, or of all value heads, of a token.
     #[must_use]
     pub fn kv_dim(&self) -> usize {
         self.kv_heads * self.head_dim()

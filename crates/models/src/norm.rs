@@ -3,15 +3,15 @@
 use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
 
-/// Added to the variance, so that constant rows do not divide by zero.
+/// The number added to the variance, so that constant rows do not divide by zero.
 const EPSILON: f64 = 1e-5;
 
-/// A layer norm with scales of one and offsets of zero.
+/// Returns a layer norm with scales of one and offsets of zero.
 pub(crate) fn init(dim: usize, device: &Device) -> LayerNorm {
     LayerNormConfig::new(dim).with_epsilon(EPSILON).init(device)
 }
 
-/// Rows with mean zero and variance one, scaled and shifted by the parameters.
+/// Returns rows with mean zero and variance one, scaled and shifted by the parameters.
 pub(crate) fn layer_norm(norm: &LayerNorm, x: Tensor<2>) -> Tensor<2> {
     burn_fsdp_kernels::layer_norm(norm, EPSILON, x)
 }

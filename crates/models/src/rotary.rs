@@ -13,7 +13,7 @@ pub(crate) struct Rotary {
 }
 
 impl Rotary {
-    /// For that many positions. Plane `i` of `n` turns by `base^(-i / n)` per token.
+    /// Makes the turns of that many positions. Plane `i` of `n` turns by `base^(-i / n)` per token.
     pub(crate) fn new(time: usize, head_dim: usize, base: usize, device: &Device) -> Self {
         let planes = head_dim / 2;
         let index = |end: usize, shape: [usize; 4]| {

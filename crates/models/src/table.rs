@@ -13,13 +13,13 @@ pub struct ParameterSpec {
     pub name: String,
     /// Shape in files; weights of linear layers are `[out, in]`.
     pub shape: Vec<usize>,
-    /// Whether the module has the other order of its two dims: weights of Burn's linear layers are
+    /// True if the module has the other order of its two dims: weights of Burn's linear layers are
     /// `[in, out]`.
     pub is_transposed: bool,
 }
 
 impl ParameterSpec {
-    /// The shape in the Burn module.
+    /// Returns the shape in the Burn module.
     #[must_use]
     pub fn module_shape(&self) -> Vec<usize> {
         let mut shape = self.shape.clone();
@@ -31,9 +31,9 @@ impl ParameterSpec {
 }
 
 impl GptConfig {
-    /// Every parameter in the order in which the forward pass meets them.
+    /// Returns every parameter in the order in which the forward pass meets them.
     ///
-    /// Names and layout are those of the usual PyTorch program, whose modules are called as the
+    /// Names and shapes are those of the usual PyTorch program, whose modules are called as the
     /// fields of [`Gpt`] are.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
@@ -63,9 +63,9 @@ impl GptConfig {
 }
 
 impl LlamaConfig {
-    /// Every parameter in the order in which the forward pass meets them.
+    /// Returns every parameter in the order in which the forward pass meets them.
     ///
-    /// Names and layout are those of Hugging Face's `LlamaForCausalLM`, which turns the halves of a
+    /// Names and shapes are those of Hugging Face's `LlamaForCausalLM`, which turns the halves of a
     /// head against each other as [`Llama`] does.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
@@ -102,7 +102,7 @@ impl LlamaConfig {
 
 /// A module whose table follows from its own shapes.
 pub(crate) trait HasTable {
-    /// Its parameters.
+    /// Returns its parameters.
     fn table(&self) -> Vec<ParameterSpec>;
 }
 
@@ -127,7 +127,7 @@ fn spec(path: String, name: String, shape: &[usize], is_transposed: bool) -> Par
     }
 }
 
-/// One vector for each of `number` tokens or positions, in the same layout everywhere.
+/// Returns the table of one vector for each of `number` tokens or positions, never transposed.
 fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec {
     let shape = [number, dim];
     spec(
@@ -138,7 +138,7 @@ fn embedding(path: &str, name: &str, number: usize, dim: usize) -> ParameterSpec
     )
 }
 
-/// The matrix of a linear layer.
+/// Returns the matrix of a linear layer.
 fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
     let shape = [into, from];
     spec(
@@ -149,13 +149,13 @@ fn linear(path: &str, name: &str, into: usize, from: usize) -> ParameterSpec {
     )
 }
 
-/// What a linear layer adds.
+/// Returns the bias of a linear layer.
 fn bias(path: &str, into: usize) -> ParameterSpec {
     let name = format!("{path}.bias");
     spec(name.clone(), name, &[into], false)
 }
 
-/// Scale and offset of a layer norm.
+/// Returns the scale and offset of a layer norm.
 fn layer_norm(path: &str, dim: usize) -> [ParameterSpec; 2] {
     [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
         spec(
@@ -167,7 +167,7 @@ fn layer_norm(path: &str, dim: usize) -> [ParameterSpec; 2] {
     })
 }
 
-/// Scale of a root-mean-square norm.
+/// Returns the scale of a root-mean-square norm.
 fn rms_norm(path: &str, name: &str, dim: usize) -> ParameterSpec {
     spec(
         format!("{path}.gamma"),

@@ -12,7 +12,7 @@ use crate::{ByteRange, ModelError, TokenStream};
 /// Number of tokens of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// One byte in this many is held out for evaluation, at the end of the text.
+/// The number of bytes of which one is held out for evaluation, at the end of the text.
 const HELD_OUT_FRACTION: usize = 20;
 
 /// An input and its target, on both sides of the split.
@@ -30,8 +30,8 @@ pub struct ByteText {
 }
 
 impl ByteText {
-    /// Read a file, or every file of a folder and its sub-folders, one after the
-    /// other in the order of their paths.
+    /// Reads a file, or every file of a folder and its sub-folders, one after the other in the
+    /// order of their paths.
     ///
     /// No more than `max_bytes` are read. In a folder, what cannot be read is
     /// skipped and [counted](Self::num_skipped), and symbolic links are not
@@ -60,8 +60,8 @@ impl ByteText {
         reader.finish(path)
     }
 
-    /// Read the Rust sources of the crates that cargo has downloaded: real text
-    /// that is already there wherever this program was built.
+    /// Reads the Rust sources of the crates that cargo has downloaded: real text that is already
+    /// there wherever this program was built.
     ///
     /// # Errors
     ///
@@ -75,38 +75,38 @@ impl ByteText {
         }
     }
 
-    /// The bytes to train on.
+    /// Returns the stream of the bytes to train on.
     #[must_use]
     pub fn training(&self) -> TokenStream {
         TokenStream::Bytes(self.training.clone())
     }
 
-    /// The bytes to evaluate on.
+    /// Returns the stream of the bytes to evaluate on.
     #[must_use]
     pub fn held_out(&self) -> TokenStream {
         TokenStream::Bytes(self.held_out.clone())
     }
 
-    /// Number of bytes, held out or not.
+    /// Returns the number of bytes, held out or not.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
         self.training.as_slice().len() + self.held_out.as_slice().len()
     }
 
-    /// Number of files that were read.
+    /// Returns the number of files that were read.
     #[must_use]
     pub fn num_files(&self) -> usize {
         self.num_files
     }
 
-    /// Number of files and folders that could not be read.
+    /// Returns the number of files and folders that could not be read.
     #[must_use]
     pub fn num_skipped(&self) -> usize {
         self.num_skipped
     }
 }
 
-/// Where cargo keeps the sources of downloaded crates.
+/// Returns the folder in which cargo keeps the sources of downloaded crates.
 fn registry_sources() -> PathBuf {
     let home = env::var_os("CARGO_HOME")
         .filter(|home| !home.is_empty())
@@ -116,7 +116,7 @@ fn registry_sources() -> PathBuf {
     home.join("registry").join("src")
 }
 
-/// Appends files until there is enough.
+/// A reader that appends files until there is enough.
 struct Reader<'a> {
     bytes: Vec<u8>,
     max_bytes: usize,
@@ -151,7 +151,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Read a folder; only failing to list it is an error.
+    /// Reads a folder; only failing to list it is an error.
     fn read_folder(&mut self, path: &Path) -> io::Result<()> {
         let mut entries = fs::read_dir(path)?.collect::<io::Result<Vec<_>>>()?;
         entries.sort_by_key(fs::DirEntry::file_name);
@@ -182,7 +182,7 @@ impl<'a> Reader<'a> {
             .is_none_or(|extension| path.extension() == Some(extension))
     }
 
-    /// Hold out the end of what was read from `path`.
+    /// Holds out the end of what was read from `path`.
     fn finish(self, path: &Path) -> Result<ByteText, ModelError> {
         let len = self.bytes.len();
         let bytes: Arc<[u8]> = self.bytes.into();

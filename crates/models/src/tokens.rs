@@ -30,14 +30,14 @@ pub struct ByteRange {
 }
 
 impl ByteRange {
-    /// The bytes in `range`, or `None` if it is empty or reaches too far.
+    /// Returns the range `range` of the bytes, or `None` if it is empty or reaches too far.
     #[must_use]
     pub fn new(bytes: Arc<[u8]>, range: Range<usize>) -> Option<Self> {
         let is_valid = !range.is_empty() && range.end <= bytes.len();
         is_valid.then_some(Self { bytes, range })
     }
 
-    /// The bytes themselves.
+    /// Returns the bytes themselves.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         &self.bytes[self.range.clone()]
@@ -45,7 +45,7 @@ impl ByteRange {
 }
 
 impl TokenStream {
-    /// The token at a position.
+    /// Returns the token at a position.
     #[must_use]
     pub fn token(&self, index: usize) -> i64 {
         match self {
@@ -57,7 +57,7 @@ impl TokenStream {
         }
     }
 
-    /// Number of tokens before the stream repeats itself, if it does.
+    /// Returns the number of tokens before the stream repeats itself, if it does.
     #[must_use]
     pub fn period(&self) -> Option<usize> {
         match self {
@@ -73,7 +73,7 @@ impl TokenStream {
 /// so that every token is an input once before the stream starts again.
 #[derive(Clone, Debug)]
 pub struct Batches {
-    /// Where the tokens come from.
+    /// The stream that the tokens come from.
     pub stream: TokenStream,
     /// Rows of a step.
     pub batch: usize,
@@ -90,7 +90,7 @@ pub struct Rows {
 }
 
 impl Batches {
-    /// Rows `rows` of the batch of a step.
+    /// Returns the rows `rows` of the batch of a step.
     #[must_use]
     pub fn rows(&self, step: usize, rows: Range<usize>) -> Rows {
         let start = (step * self.batch + rows.start) * self.seq;
@@ -106,7 +106,7 @@ impl Batches {
         }
     }
 
-    /// Number of batches of which no token, input or target, was seen before.
+    /// Returns the number of batches of which no token, input or target, was seen before.
     ///
     /// At least one, so that a short text can still be evaluated; `None` if the
     /// stream does not repeat itself.
@@ -119,13 +119,13 @@ impl Batches {
 }
 
 impl Rows {
-    /// The input tokens, row after row.
+    /// Returns the input tokens, row after row.
     #[must_use]
     pub fn inputs(&self) -> &[i64] {
         &self.inputs
     }
 
-    /// The targets, row after row.
+    /// Returns the targets, row after row.
     #[must_use]
     pub fn targets(&self) -> &[i64] {
         &self.targets

@@ -9,10 +9,10 @@ use serde::Deserialize;
 
 use crate::ModelError;
 
-/// All weights in one file.
+/// The file with all weights, if there is one only.
 const SINGLE_FILE: &str = "model.safetensors";
 
-/// Which file has which tensor.
+/// The index that tells which file has which tensor.
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Longest index that is read: as long as the longest header of safetensors.
@@ -55,7 +55,7 @@ impl WeightFolder {
         })
     }
 
-    /// The files, in order.
+    /// Returns the files, in order.
     pub(crate) fn files(&self) -> Vec<PathBuf> {
         match &self.index {
             None => vec![self.path.join(SINGLE_FILE)],
@@ -63,7 +63,7 @@ impl WeightFolder {
         }
     }
 
-    /// That a file has the tensors that the index says, so that no reader takes another one's.
+    /// Checks that a file has the tensors that the index says, so that no reader takes another one's.
     pub(crate) fn check<'a>(
         &self,
         file: &Path,
@@ -119,7 +119,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelEr
     Ok(files)
 }
 
-/// A name in the folder itself, and not a hidden one.
+/// Returns true for a name in the folder itself that is not hidden.
 fn is_plain(name: &str) -> bool {
     !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\', ':', '\0'])
 }

@@ -15,8 +15,8 @@ use crate::table::HasTable;
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, Gpt, GptConfig, Llama, ModelError, ParameterSpec};
 
-/// Safetensors that hold the weights of one model, all of them and nothing else, by the names and
-/// the layout of its [table](Architecture::parameters): one file, or a folder in Hugging Face's
+/// The safetensors that hold the weights of one model, all of them and nothing else, by the names
+/// and the layout of its [table](Architecture::parameters): one file, or a folder in Hugging Face's
 /// form, which may be of several files with an index.
 ///
 /// There is no way to make one but [`open`](Self::open), which reads the headers
@@ -31,7 +31,7 @@ pub struct WeightsFile<A: Architecture = GptConfig> {
 }
 
 impl<A: Architecture> WeightsFile<A> {
-    /// Check that a file or folder holds the weights of the configured model.
+    /// Checks that a file or folder holds the weights of the configured model.
     ///
     /// Nothing in it is trusted: headers are read with bounds on every number, and no file outside
     /// of the folder is opened.
@@ -77,7 +77,7 @@ impl<A: Architecture> WeightsFile<A> {
         }
     }
 
-    /// Read the weights into a new model.
+    /// Reads the weights into a new model.
     ///
     /// # Errors
     ///
@@ -120,7 +120,7 @@ impl<A: Architecture> WeightsFile<A> {
 }
 
 impl Gpt {
-    /// Write the weights as safetensors, by the names and in the layout of the model's
+    /// Writes the weights as safetensors, by the names and in the layout of the model's
     /// [table](GptConfig::parameters), which are those of the PyTorch program.
     ///
     /// The file is written beside its place and renamed into it when complete.
@@ -134,7 +134,7 @@ impl Gpt {
 }
 
 impl Llama {
-    /// Write the weights as safetensors, by the names and in the layout of the model's
+    /// Writes the weights as safetensors, by the names and in the layout of the model's
     /// [table](crate::LlamaConfig::parameters), which are those of Hugging Face's
     /// `LlamaForCausalLM`.
     ///
@@ -162,7 +162,7 @@ fn save<M: ModuleSnapshot + HasTable>(model: &M, path: &Path) -> Result<(), Mode
         .map_err(|error| store_error(path, &error))
 }
 
-/// That the module has the parameters of its table, whole, and no others.
+/// Checks that the module has the parameters of its table, whole, and no others.
 fn check_module<M: ModuleSnapshot>(
     model: &M,
     table: &[ParameterSpec],
@@ -193,10 +193,10 @@ fn check_module<M: ModuleSnapshot>(
     }
 }
 
-/// Gives tensors of a module their name and layout in files.
+/// The adapter that gives tensors of a module their name and order of dims in files.
 #[derive(Debug, Clone)]
 struct ToFile {
-    /// By path.
+    /// The parameters by path.
     table: BTreeMap<String, ParameterSpec>,
 }
 
@@ -222,8 +222,8 @@ impl ModuleAdapter for ToFile {
     }
 }
 
-/// The tensor under another name and, if asked for, with its two dims exchanged. Bytes are read and
-/// moved only when somebody draws them.
+/// Returns the tensor under another name and, if asked for, with its two dims exchanged. Bytes are
+/// read and moved only when somebody draws them.
 fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
     if !transpose {
         tensor.name = name;

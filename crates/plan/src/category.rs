@@ -1,4 +1,4 @@
-//! What the bytes of a step are for.
+//! The categories of a step's bytes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use burn_fsdp_spmd::graph::{Graph, Phase, Role, Stage};
 
-/// What a tensor is for.
+/// The purpose of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Category {
@@ -22,7 +22,7 @@ pub enum Category {
     OptimizerState,
     /// Parameters gathered from all ranks.
     FullParameters,
-    /// What forward computes.
+    /// Results of forward.
     Activations,
     /// Everything else that backward and the optimizer compute.
     Temporaries,
@@ -31,7 +31,7 @@ pub enum Category {
 }
 
 impl Category {
-    /// All of them, in the order in which they are printed and stacked.
+    /// All categories, in the order in which they are printed and stacked.
     pub const ALL: [Self; 7] = [
         Self::Parameters,
         Self::OptimizerState,
@@ -42,7 +42,7 @@ impl Category {
         Self::Temporaries,
     ];
 
-    /// Such as `full parameters`.
+    /// Returns the name, such as `full parameters`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Parameters => "parameters",
@@ -73,16 +73,16 @@ pub struct Bytes {
     pub optimizer_state: u64,
     /// Parameters gathered from all ranks.
     pub full_parameters: u64,
-    /// What forward computes.
+    /// Results of forward.
     pub activations: u64,
-    /// What else backward and the optimizer compute.
+    /// Everything else that backward and the optimizer compute.
     pub temporaries: u64,
     /// Tensors of the module that are not trained, constants and the batch.
     pub buffers: u64,
 }
 
 impl Bytes {
-    /// The sum over all categories.
+    /// Returns the sum over all categories.
     pub fn total(&self) -> u64 {
         Category::ALL.iter().map(|category| self[*category]).sum()
     }
@@ -118,7 +118,7 @@ impl IndexMut<Category> for Bytes {
     }
 }
 
-/// The category of every value of a graph.
+/// Finds the category of every value of a graph.
 pub(crate) fn categories(graph: &Graph) -> BTreeMap<TensorId, Category> {
     let mut categories = BTreeMap::new();
     for value in graph.values() {

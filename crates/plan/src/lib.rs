@@ -1,6 +1,6 @@
-//! What a step will cost, before anything runs.
+//! Plans of the memory, traffic and time of a step, before anything runs.
 //!
-//! Two ways lead there:
+//! There are two kinds:
 //!
 //! - [`Plan::new`] takes a **scheduled graph** and gives one rank's live bytes at every node, exactly as
 //!   the executor's table will count them, what the process's allocator has beside them, its collectives, its
@@ -32,7 +32,7 @@ mod traffic;
 pub use burn_fsdp_spmd::graph::Flops;
 pub use category::{Bytes, Category};
 pub use formula::{
-    Advice, Checkpointing, Division, Duration, Estimate, Job, Precision, Stop, Transformer, advise,
+    Advice, Checkpointing, Duration, Estimate, Job, Precision, Stop, Transformer, advise,
 };
 pub use machine::{Link, Machine};
 pub use size::Size;

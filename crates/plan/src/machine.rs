@@ -1,4 +1,4 @@
-//! What the ranks run on.
+//! The machine that the ranks run on.
 
 use serde::Serialize;
 
@@ -14,11 +14,11 @@ pub struct Link {
 /// A cluster of equal nodes of equal devices, one rank per device.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Machine {
-    /// What it is called.
+    /// Name.
     pub name: String,
     /// Operations per second of one device in 16-bit matrix products, by its data sheet.
     pub peak_flops_16: f64,
-    /// The same in 32 bits.
+    /// Operations per second of one device in 32-bit matrix products, by its data sheet.
     pub peak_flops_32: f64,
     /// Part of the peak that whole train steps reach while they compute, `0..=1`.
     pub achievable: f64,
@@ -28,11 +28,11 @@ pub struct Machine {
     pub memory_bytes: u64,
     /// Devices of a node.
     pub ranks_per_node: usize,
-    /// Between devices of one node, per device.
+    /// The link between devices of one node, per device.
     pub within: Link,
-    /// Between nodes, per node: its devices share it.
+    /// The link between nodes, per node: its devices share it.
     pub between: Link,
-    /// Between a device and the memory of its host, per device.
+    /// The link between a device and the memory of its host, per device.
     pub host: Link,
     /// Bytes per second of a host's memory, per device.
     pub host_bandwidth: f64,
@@ -50,7 +50,7 @@ impl Machine {
     /// The names that [`named`](Self::named) knows.
     pub const NAMES: [&'static str; 4] = ["a100-80g", "a100-40g", "h100", "cpu"];
 
-    /// The machine of that name.
+    /// Returns the machine of that name.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "a100-80g" => Some(Self::a100_80g()),
@@ -61,7 +61,8 @@ impl Machine {
         }
     }
 
-    /// Nodes of eight A100 with 80 GB, 2 Tb/s between nodes: the cluster of arXiv 2304.11277.
+    /// Describes nodes of eight A100 with 80 GB, 2 Tb/s between nodes: the cluster of arXiv
+    /// 2304.11277.
     pub fn a100_80g() -> Self {
         Self {
             name: "a100-80g".to_owned(),
@@ -87,7 +88,7 @@ impl Machine {
         }
     }
 
-    /// Nodes of eight A100 with 40 GB, 400 Gb/s between nodes: AWS `p4d.24xlarge`.
+    /// Describes nodes of eight A100 with 40 GB, 400 Gb/s between nodes: AWS `p4d.24xlarge`.
     pub fn a100_40g() -> Self {
         Self {
             name: "a100-40g".to_owned(),
@@ -101,7 +102,7 @@ impl Machine {
         }
     }
 
-    /// Nodes of eight H100 with 96 GB, 400 Gb/s per device between nodes.
+    /// Describes nodes of eight H100 with 96 GB, 400 Gb/s per device between nodes.
     pub fn h100() -> Self {
         Self {
             name: "h100".to_owned(),
@@ -127,7 +128,8 @@ impl Machine {
         }
     }
 
-    /// Two cores of a server with AVX-512 and the memory between them: what tests run on.
+    /// Describes two cores of a server with AVX-512 and the memory between them: the machine of the
+    /// tests.
     pub fn cpu() -> Self {
         Self {
             name: "cpu".to_owned(),
@@ -153,7 +155,7 @@ impl Machine {
         }
     }
 
-    /// Operations per second that steps reach, for elements of that many bytes.
+    /// Returns the operations per second that steps reach, for elements of that many bytes.
     pub fn flops(&self, element_size: usize) -> f64 {
         let peak = match element_size {
             0..=2 => self.peak_flops_16,
@@ -162,11 +164,11 @@ impl Machine {
         peak * self.achievable
     }
 
-    /// Seconds until every one of `ranks` has all of `bytes`, of which each had an equal part; and
-    /// just as long to reduce so many bytes to a part for each. Rings: `(n - 1) (latency + bytes / n /
-    /// bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations
-    /// in MPICH", 2005, section 4.1), between the nodes at the node's bandwidth and within them at the
-    /// device's, at the same time.
+    /// Returns the seconds until every one of `ranks` has all of `bytes`, of which each had an
+    /// equal part. A reduction of so many bytes to a part for each takes as long. Rings: `(n - 1)
+    /// (latency + bytes / n / bandwidth)` (Thakur, Rabenseifner, Gropp, "Optimization of collective
+    /// communication operations in MPICH", 2005, section 4.1), between the nodes at the node's
+    /// bandwidth and within them at the device's, at the same time.
     pub fn gather_seconds(&self, bytes: f64, ranks: usize) -> f64 {
         let ring = |link: Link, members: usize, bytes: f64| match members {
             0 | 1 => 0.0,

@@ -1,4 +1,4 @@
-//! Memory over the step as a picture.
+//! A picture of memory over the step.
 
 use std::error::Error;
 
@@ -7,11 +7,11 @@ use plotters::prelude::*;
 use crate::category::{Bytes, Category};
 
 const SIZE: (u32, u32) = (900, 480);
-/// More points than this are joined, each group keeping its largest.
+/// Maximum number of points; more are joined into groups, of which the largest point is kept.
 const MAX_POINTS: usize = 1500;
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// An SVG of bytes over the step, stacked by category, with the peak marked.
+/// Draws an SVG of bytes over the step, stacked by category, with the peak marked.
 pub(crate) fn draw(title: &str, x_label: &str, series: &[Bytes]) -> String {
     let mut svg = String::new();
     // Drawing into memory fails only where a picture makes no sense; then it stays empty.
@@ -96,7 +96,7 @@ fn draw_into(
     Ok(())
 }
 
-/// At most [`MAX_POINTS`], among them the largest.
+/// Picks at most [`MAX_POINTS`] points, among them the largest.
 fn thinned(series: &[Bytes]) -> Vec<(usize, Bytes)> {
     let group = series.len().div_ceil(MAX_POINTS).max(1);
     let indexed: Vec<_> = series.iter().copied().enumerate().collect();

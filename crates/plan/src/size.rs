@@ -1,10 +1,10 @@
-//! Bytes in words.
+//! Numbers of bytes as text.
 
 use std::fmt;
 
 use crate::category::{Bytes, Category};
 
-/// Categories that have bytes, a line each.
+/// The categories that have bytes, a line each.
 pub(crate) struct Breakdown<'a>(pub(crate) &'a Bytes);
 
 impl fmt::Display for Breakdown<'_> {
@@ -19,12 +19,13 @@ impl fmt::Display for Breakdown<'_> {
     }
 }
 
-/// Bytes in the largest unit of which there is one, right-aligned in eleven columns.
+/// A number of bytes that prints in the largest unit of which there is one, right-aligned in eleven
+/// columns.
 #[derive(Debug, Clone, Copy)]
 pub struct Size(pub u64);
 
 impl Size {
-    /// Without leading spaces.
+    /// Returns the text without leading spaces.
     pub fn trimmed(self) -> String {
         self.to_string().trim_start().to_owned()
     }

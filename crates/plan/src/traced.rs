@@ -1,4 +1,4 @@
-//! A traced step of a job: whether it fits, and what would make it.
+//! The estimate of a job from its traced step.
 
 use std::fmt;
 
@@ -8,10 +8,11 @@ use crate::formula::{Advice, Job, Verdict, advise};
 use crate::size::Size;
 use crate::step::Plan;
 
-/// The plan of a job's graph, and what follows from it for other batches and numbers of ranks.
+/// The plan of a job's graph, its verdict, and advice extrapolated to other batches and numbers of
+/// ranks.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TracedEstimate {
-    /// What the graph was traced for.
+    /// The job that the graph was traced for.
     pub job: Job,
     /// Parameters of the model.
     pub num_params: u64,
@@ -19,18 +20,18 @@ pub struct TracedEstimate {
     pub available: u64,
     /// The peak in bytes: exact, if every block was traced.
     pub peak: u64,
-    /// Whether the peak is at most what is available.
+    /// True if the peak is at most `available`.
     pub fits: bool,
-    /// What would make it fit, extrapolated from the plan.
+    /// Changes that would make it fit, extrapolated from the plan.
     pub advice: Vec<Advice>,
-    /// What the peak would be if nothing of forward were computed again in backward.
+    /// The peak in bytes if nothing of forward were computed again in backward.
     pub peak_without_recompute: u64,
     /// The plan of the graph.
     pub plan: Plan,
 }
 
 impl TracedEstimate {
-    /// Of a job whose graph has that plan, and that peak without
+    /// Makes the estimate of a job whose graph has that plan, and that peak without
     /// [`Recompute`](burn_fsdp_spmd::passes::Recompute).
     pub fn new(job: &Job, plan: Plan, peak_without_recompute: u64, available: u64) -> Self {
         let peak = plan.memory.peak_bytes();
@@ -52,9 +53,10 @@ impl TracedEstimate {
     }
 }
 
-/// The peak of the plan for another batch or number of ranks: parts of parameters and states are
-/// inversely proportional to the ranks, activations and temporaries proportional to the batch,
-/// full parameters and gradients neither. Other changes a compiled step does not have.
+/// Scales the peak of the plan to another batch or number of ranks: parts of parameters and states
+/// are inversely proportional to the ranks; activations, temporaries and buffers proportional to
+/// the batch; full parameters and gradients neither. `None` for other changes, which a compiled
+/// step does not have.
 fn scaled(job: &Job, plan: &Plan, other: &Job) -> Option<u64> {
     let comparable = Job {
         ranks: job.ranks,
@@ -73,7 +75,7 @@ fn scaled(job: &Job, plan: &Plan, other: &Job) -> Option<u64> {
     Some((divided + proportional + fixed) as u64)
 }
 
-/// Lines for people.
+/// Prints lines for people.
 impl fmt::Display for TracedEstimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = Size(self.peak).trimmed();

@@ -1,4 +1,4 @@
-//! What the ranks send each other.
+//! The traffic between the ranks in a step.
 
 use serde::Serialize;
 
@@ -7,7 +7,7 @@ use burn_fsdp_spmd::graph::{CollectiveKind, Graph};
 /// Collectives of one kind in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Tally {
-    /// How many there are.
+    /// Number of collectives.
     pub operations: u64,
     /// Bytes of the whole tensors.
     pub bytes: u64,
@@ -19,18 +19,18 @@ pub struct Tally {
 /// The collectives of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Traffic {
-    /// Shards to wholes.
+    /// Gathers of shards into whole tensors.
     pub all_gather: Tally,
-    /// Wholes to shards of their combination.
+    /// Reductions of whole tensors to shards of the combination.
     pub reduce_scatter: Tally,
-    /// Wholes to their combination.
+    /// Reductions of whole tensors to the whole combination.
     pub all_reduce: Tally,
-    /// Parts along one dim to parts along another.
+    /// Exchanges of parts along one dim for parts along another.
     pub all_to_all: Tally,
 }
 
 impl Traffic {
-    /// Of a graph.
+    /// Counts the collectives of a graph.
     pub fn of_graph(graph: &Graph) -> Self {
         let mut traffic = Self::default();
         for (_, collective) in graph.collectives() {
@@ -59,7 +59,7 @@ impl Traffic {
         tally.sent += (times * circulating * (ranks - 1) / ranks) as u64;
     }
 
-    /// Each kind with its name.
+    /// Returns the tally of each kind.
     pub fn by_kind(&self) -> [(CollectiveKind, Tally); 4] {
         [
             (CollectiveKind::AllGather, self.all_gather),

@@ -1,40 +1,40 @@
-//! What this thread is doing to a module, where Burn's visitors and mappers cannot be told.
+//! The purposes for which this thread works on a module, which Burn's visitors and mappers cannot be told.
 
 use std::cell::RefCell;
 
-/// Why a module is being walked over, or its forward run.
+/// The purpose for which a module is walked over, or its forward run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// The engine looks for sharded parameters and does not want to see their values.
+    /// A search for sharded parameters, which does not want to see their values.
     Inspect,
-    /// Mappers of sharded parameters do only what they did before sharding.
+    /// A map in which the mappers of sharded parameters do only what they did before sharding.
     PlainMappers,
-    /// A parameter is taken out of its reparameterization with the value put in its place.
+    /// The removal of a parameter's reparameterization, which keeps the value put in its place.
     KeepBase,
-    /// A module is being made ready for a checkpointed region: what is sharded stays as it is.
+    /// The preparation of a module for a checkpointed region: what is sharded stays as it is.
     Prepare,
-    /// A module gets running states of its own: what is sharded stays as it is.
+    /// The making of a module's own running states: what is sharded stays as it is.
     OwnStates,
-    /// A copy is made for a graph. Graphs must not make an abandoned copy look alive.
+    /// A copy for a graph. Graphs must not make an abandoned copy look alive.
     CopyForGraph,
     /// The first forward of a checkpointed region, without a graph.
     Region,
     /// The second forward of a checkpointed region, or its backward.
     RegionAgain,
-    /// The engine maps over a module for a purpose of its own.
+    /// A map that the engine makes for a purpose of its own.
     Map,
-    /// A gradient hook runs.
+    /// A call of a gradient hook.
     Hook,
-    /// Somebody turns errors that unwind back into values.
+    /// A call that turns errors that unwind back into values.
     Catch,
 }
 
 thread_local! {
-    /// The innermost purpose comes last.
+    /// The purposes under way on this thread, the innermost last.
     static PURPOSES: RefCell<Vec<Purpose>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Ends a purpose when it is dropped, by unwinding or otherwise, with all that began after it.
+/// A guard that ends a purpose when it is dropped, by unwinding or otherwise, with all that began after it.
 struct Entered {
     depth: usize,
 }
@@ -56,17 +56,18 @@ pub(crate) fn within<T>(purpose: Purpose, body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// Whether this thread is at it.
+/// Returns true if `purpose` is under way on this thread.
 pub(crate) fn is_within(purpose: Purpose) -> bool {
     PURPOSES.with_borrow(|purposes| purposes.contains(&purpose))
 }
 
-/// Whether this thread is at anything but the program's own code.
+/// Returns true if any purpose but [`Purpose::Catch`] is under way: the thread is not in the
+/// program's own code.
 pub(crate) fn is_engine() -> bool {
     PURPOSES.with_borrow(|purposes| purposes.iter().any(|purpose| *purpose != Purpose::Catch))
 }
 
-/// The innermost of some purposes.
+/// Returns the innermost of the purposes `of` that are under way.
 pub(crate) fn innermost(of: &[Purpose]) -> Option<Purpose> {
     PURPOSES.with_borrow(|purposes| {
         let mut purposes = purposes.iter().rev();

@@ -20,21 +20,21 @@ use crate::ambient::{self, Purpose};
 use crate::device::tracked;
 use crate::error::{Error, throw};
 use crate::op::{self, HandedOn, Region};
-use crate::region::{Mode, mode, within};
+use crate::region::{self, RegionState, within};
 
-/// `module` with its plain parameters as `mapper` makes them.
+/// Returns a copy of `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {
     // A lazy parameter would draw other numbers in the copy.
     module.visit(&mut Initialize);
     ambient::within(Purpose::Prepare, || copy(module).map(mapper))
 }
 
-/// A copy of `module` that lives no longer than its graph.
+/// Returns a copy of `module` that lives no longer than its graph.
 fn copy<M: Module>(module: &M) -> M {
     ambient::within(Purpose::CopyForGraph, || module.clone())
 }
 
-/// `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest
+/// Runs `forward(module, input)`, of which backward keeps nothing but `input` and computes the rest
 /// again. Saves the activations of the region for the price of a second forward.
 ///
 /// Checkpoint one unit at a time: full weights of all units in a region exist together in its
@@ -73,7 +73,7 @@ where
     M: Module + Sync + 'static,
     F: Fn(&M, Tensor<D>) -> Tensor<E> + Send + Sync + 'static,
 {
-    if !input.is_autodiff() || mode() != Mode::Off {
+    if !input.is_autodiff() || region::state() != RegionState::Off {
         return forward(module, input);
     }
     let device = input.device();
@@ -97,7 +97,7 @@ where
     op::checkpointed(output, input, token, region)
 }
 
-/// Initializes lazy parameters.
+/// A visitor that initializes lazy parameters.
 struct Initialize;
 
 impl ModuleVisitor for Initialize {
@@ -106,7 +106,7 @@ impl ModuleVisitor for Initialize {
     }
 }
 
-/// Takes plain parameters out of the graph. Sharded ones see to it themselves.
+/// A mapper that takes plain parameters out of the graph. Sharded ones see to it themselves.
 struct Detach;
 
 impl ModuleMapper for Detach {
@@ -118,7 +118,7 @@ impl ModuleMapper for Detach {
     }
 }
 
-/// Gives plain parameters leaves of the region's own.
+/// A mapper that gives plain parameters leaves of the region's own.
 struct OwnLeaves;
 
 impl ModuleMapper for OwnLeaves {
@@ -206,7 +206,7 @@ impl ModuleVisitor for Leaves {
     }
 }
 
-/// Takes the gradients of the region's leaves, in the same order.
+/// A visitor that takes the gradients of the region's leaves, in the same order.
 struct Collect<'a>(&'a mut Leaves);
 
 impl ModuleVisitor for Collect<'_> {
@@ -226,8 +226,8 @@ struct Sample(Vec<f32>);
 
 impl Sample {
     const SIZE: usize = 64;
-    /// Relative to the largest of them. Equal kernels give equal bits; random numbers do not come
-    /// close.
+    /// The tolerated difference, relative to the largest of them. Equal kernels give equal bits;
+    /// random numbers do not come close.
     const TOLERANCE: f32 = 1e-2;
 
     fn of<const E: usize>(output: &Tensor<E>) -> Self {

@@ -1,5 +1,4 @@
-//! Questions about devices: whether they have the engine's operations, whose memory is the host's, and
-//! with which autodiff they compute.
+//! Properties of devices: support of the engine's operations, memory on the host, autodiff.
 
 use burn::backend::DispatchDevice;
 use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
@@ -41,19 +40,19 @@ pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     })
 }
 
-/// Whether what is computed on the two can be in one graph.
+/// Returns true if values on the two devices can be in one graph.
 pub(crate) fn is_same_backend(one: &Device, other: &Device) -> bool {
     let [one, other] = [one, other].map(|device| device.clone().without_autodiff());
     std::mem::discriminant(one.as_dispatch()) == std::mem::discriminant(other.as_dispatch())
 }
 
-/// Whether `device` is the CPU backend, whose memory the transport reads where it lies.
+/// Returns true if `device` is the CPU backend, whose memory the transport reads in place.
 pub(crate) fn is_host(device: &Device) -> bool {
     let plain = device.clone().without_autodiff();
     matches!(plain.as_dispatch(), DispatchDevice::Flex(_))
 }
 
-/// `device` with the autodiff of `source`, or without.
+/// Returns `device` with the autodiff of `source`, or without if `source` has none.
 pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     let plain = device.clone().without_autodiff();
     match source.gradient_checkpointing_strategy() {
@@ -63,7 +62,7 @@ pub(crate) fn alike(device: &Device, source: &Device) -> Device {
     }
 }
 
-/// A plain tensor on the autodiff device `device`, untracked.
+/// Returns the plain `tensor` with the autodiff of `device`, if it has one; untracked.
 pub(crate) fn tracked<const D: usize>(tensor: Tensor<D>, device: &Device) -> Tensor<D> {
     match device.gradient_checkpointing_strategy() {
         Some(strategy) => tensor

@@ -1,4 +1,4 @@
-//! What can go wrong in the eager engine, and how it travels.
+//! The errors of the eager engine, and how they travel.
 //!
 //! Burn's forward and backward have no `Result`: an error raised inside them unwinds with an
 //! [`Unwound`] payload (no panic message is printed) until [`catch`],
@@ -15,7 +15,7 @@ use crate::ambient::{Purpose, is_within, within};
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A unit pattern of the policy matches no module.
+    /// A unit pattern of the policy that matches no module.
     #[error(
         "unit pattern `{pattern}` matches no module; the modules are: {modules}; \
          correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
@@ -26,7 +26,7 @@ pub enum Error {
         /// The module paths that exist, shortened.
         modules: String,
     },
-    /// The mesh has no axis of that name.
+    /// An axis that the mesh does not have.
     #[error(
         "the mesh has no axis `{axis}`, its axes are `{known}`; name the one to use with \
          `ShardPolicy::{method}`"
@@ -34,12 +34,12 @@ pub enum Error {
     Axis {
         /// The axis that the policy names.
         axis: String,
-        /// Those of the mesh.
+        /// The axes of the mesh.
         known: String,
         /// The method of the policy.
         method: &'static str,
     },
-    /// Two parameters have one path.
+    /// Two parameters with one path.
     #[error(
         "two parameters of the module have the path `{path}`; in a module written by hand, `visit` and \
          `map` must call `enter_module` and `exit_module` around each field, with names of their own"
@@ -48,7 +48,7 @@ pub enum Error {
         /// The path.
         path: String,
     },
-    /// There is nothing to go backward to.
+    /// A backward that no parameter of the module takes part in.
     #[error(
         "nothing of the module gets a gradient: it was built on a device without autodiff, or is all \
          frozen, or no trained parameter took part in the loss; build it on \
@@ -56,7 +56,7 @@ pub enum Error {
          adapters such as LoRA before sharding if at all (it freezes the rest)"
     )]
     NoGraph,
-    /// Ranks that are threads hold clones of one parameter that no unit manages.
+    /// A parameter that no unit manages and of which ranks that are threads hold clones.
     #[error(
         "ranks {rank} and {peer} share parameter `{path}`, which is not sharded, and would wait for each \
          other's backward for ever: it was made once and cloned into the ranks; build the module on \
@@ -70,7 +70,7 @@ pub enum Error {
         /// The other one.
         peer: usize,
     },
-    /// Burn would record a shard in the place of a parameter.
+    /// A parameter in the place of which Burn would record a shard.
     #[error(
         "parameter `{path}` cannot be recorded: a mapper has rebuilt it without its own mappers, or a \
          group of ids left it out; in mappers use `Param::map` or `Param::from_mapped_value`, name \
@@ -80,13 +80,13 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// The module has no float parameter left to shard.
+    /// A module that has no float parameter left to shard.
     #[error(
         "nothing to shard: the module has no float parameter that is neither sharded already nor \
          ignored; call `fully_shard` once per module, children before parents, and ignore less"
     )]
     NothingToShard,
-    /// A parameter cannot be replaced.
+    /// A parameter that cannot be replaced.
     #[error(
         "parameter `{path}` of shape {shape:?} would be left unsharded: the module's `visit` shows \
          it, but its `map` does not reach it; in a module written by hand, both must go through the \
@@ -98,7 +98,7 @@ pub enum Error {
         /// Shape of the whole parameter.
         shape: Vec<usize>,
     },
-    /// Every parameter of the module is sharded or replicated already.
+    /// A module all of whose parameters are sharded or replicated already.
     #[error(
         "nothing to shard: every parameter belongs to a unit already, such as `{unit}`; \
          call `fully_shard` or `replicate` once per module, children before parents"
@@ -107,7 +107,7 @@ pub enum Error {
         /// One of the units.
         unit: String,
     },
-    /// A pattern of ignored modules names a sharded one.
+    /// A pattern of ignored modules that names a sharded one.
     #[error(
         "parameter `{path}` is to be ignored, but is sharded already; \
          take its module out of the ignored ones, or do not shard it"
@@ -116,7 +116,7 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// Full weights cannot be resharded to that many ranks.
+    /// A number of ranks to which full weights cannot be resharded.
     #[error(
         "cannot reshard to groups of {got} ranks: expected a divisor of the {ranks} ranks of the \
          shard axis"
@@ -127,7 +127,7 @@ pub enum Error {
         /// Ranks of the shard axis.
         ranks: usize,
     },
-    /// A parameter already carries a reparameterization of another kind.
+    /// A parameter that already carries a reparameterization of another kind.
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`; \
          Burn keeps only one per parameter, so sharding it would drop that one: \
@@ -139,7 +139,7 @@ pub enum Error {
         /// Name of the reparameterization that is there.
         name: String,
     },
-    /// One parameter is reachable under two paths.
+    /// A parameter that is reachable under two paths.
     #[error(
         "parameters `{first}` and `{second}` are one parameter (same id); \
          a tied parameter needs one owner: keep it in one module and pass its value to the other"
@@ -150,7 +150,7 @@ pub enum Error {
         /// The path seen second.
         second: String,
     },
-    /// The tensors live on a backend that this build has no gather operation for.
+    /// A backend that this build has no gather operation for.
     #[error(
         "parameter `{path}` lives on backend `{backend}`, for which no gather operation is \
          compiled in; {advice}"
@@ -163,7 +163,7 @@ pub enum Error {
         /// The cargo feature that adds it, or those there are.
         advice: String,
     },
-    /// Parameters of one module are on different backends.
+    /// Parameters of one module on different backends.
     #[error(
         "parameter `{first}` is on {expected}, but `{second}` on {got}; build the whole module on one \
          backend, and use `ShardPolicy::offload_to` to keep shards on the host"
@@ -178,7 +178,7 @@ pub enum Error {
         /// The device of the second.
         got: String,
     },
-    /// A parameter has an element type that cannot be reduced.
+    /// A parameter of an element type that cannot be reduced.
     #[error(
         "parameter `{path}` has element type {got}; sharded parameters are f32, f64, f16 or bf16: \
          cast it first, or quantize after training"
@@ -189,7 +189,7 @@ pub enum Error {
         /// The element type found.
         got: String,
     },
-    /// A record holds a tensor that does not fit the parameter.
+    /// A tensor of a record that does not fit the parameter.
     #[error(
         "record of `{path}`: expected shape {expected:?}, got {got:?}; \
          load a record of the whole parameter in the module's own layout"
@@ -202,7 +202,7 @@ pub enum Error {
         /// Shape that the record holds.
         got: Vec<usize>,
     },
-    /// Two copies of the module hold different values, so it is unclear which one is meant.
+    /// Copies of the module with different values, so that it is unclear which one is meant.
     #[error(
         "unit `{unit}` has {copies} live copies with different values, and Burn does not tell \
          which of them is meant here; use `burn_fsdp::state::into_record(model)` in place of \
@@ -211,10 +211,10 @@ pub enum Error {
     AmbiguousCopy {
         /// The unit.
         unit: String,
-        /// How many copies differ.
+        /// The number of copies that differ.
         copies: usize,
     },
-    /// Another rank uses a unit of which this rank holds no copy of the same age.
+    /// A unit that another rank uses and of which this rank holds no copy of the same age.
     #[error(
         "rank {rank}: another rank uses unit `{unit}`, of which this rank holds several copies with \
          different values or none, and it is unclear which one the module in use goes with; keep the \
@@ -226,7 +226,7 @@ pub enum Error {
         /// The unit.
         unit: String,
     },
-    /// Two threads use one sharded module at the same time.
+    /// A sharded module that two threads use at the same time.
     #[error(
         "rank {rank}: two threads use one sharded module at once, so the order of its operations is \
          left to chance; run the branches of a model one after the other on the rank's own thread \
@@ -236,14 +236,14 @@ pub enum Error {
         /// This rank.
         rank: usize,
     },
-    /// A loss has nothing left to go backward through.
+    /// A loss that has nothing left to go backward through.
     #[error(
         "the graph of this loss was consumed by an earlier backward: two forwards of a module with \
          one unit, or that begin with different parameters, share the nodes of their parameters; \
          add the losses up and go backward once, or go backward before the next forward"
     )]
     Consumed,
-    /// A child was sharded over another process group than its parent.
+    /// A child that was sharded over another process group than its parent.
     #[error(
         "unit `{unit}` is sharded over group `{got}`, its parent over `{expected}`; \
          shard a module and its children over one group"
@@ -256,7 +256,7 @@ pub enum Error {
         /// The unit's group.
         got: String,
     },
-    /// An operation named here met a unit in a state that does not allow it.
+    /// A unit in a state that does not allow the operation.
     #[error("unit `{unit}`: expected state {expected}, current state {got}; {advice}")]
     State {
         /// The unit.
@@ -265,16 +265,16 @@ pub enum Error {
         expected: String,
         /// The state found.
         got: String,
-        /// What to do.
+        /// The advice to the user.
         advice: &'static str,
     },
-    /// A checkpointed region uses a tracked tensor that is neither its input nor its module's.
+    /// A tracked tensor in a checkpointed region that is neither its input nor its module's.
     #[error(
         "a checkpointed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"
     )]
     Captured,
-    /// A checkpointed region computed something else the second time.
+    /// A checkpointed region that computed something else the second time.
     #[error(
         "a checkpointed region computed {second} where it had computed {first}; regions must be \
          deterministic: leave dropout and other random numbers outside"
@@ -285,7 +285,7 @@ pub enum Error {
         /// The same of the second.
         second: f32,
     },
-    /// What was read for a tensor has another length than what this rank holds of it.
+    /// Bytes read for a tensor that are more or fewer than this rank holds of it.
     #[error("`{path}`: expected {expected} bytes for this rank's part, got {got}")]
     LocalLength {
         /// Path of the tensor.
@@ -295,7 +295,7 @@ pub enum Error {
         /// Bytes read.
         got: usize,
     },
-    /// A gradient hook returned something else than a gradient.
+    /// A gradient hook that returned something else than a gradient.
     #[error(
         "gradient of `{path}`: the policy's hook returned {got}, expected {expected} elements; \
          return a plain tensor of the length that was given, made by `Tensor::inner` if need be"
@@ -305,13 +305,13 @@ pub enum Error {
         path: String,
         /// Elements of the gradient.
         expected: usize,
-        /// What was returned.
+        /// A description of what was returned.
         got: String,
     },
-    /// A module without any sharded parameter was passed where a sharded one is needed.
+    /// A module without any sharded parameter, where a sharded one is needed.
     #[error("the module has no sharded parameter; call `fully_shard` first")]
     NotSharded,
-    /// Sharding changed the names of parameters.
+    /// A module of which sharding changed the names of parameters.
     #[error(
         "parameter number {index} was `{expected}` before sharding and is `{got}` after it; \
          `visit` and `map` of a module written by hand must name the same parameters in the same \
@@ -325,17 +325,17 @@ pub enum Error {
         /// Path after.
         got: String,
     },
-    /// An option has a value that makes no sense.
+    /// An option with a value that makes no sense.
     #[error("{option} is {got}; give it a value that is {expected}")]
     Option {
         /// The option.
         option: &'static str,
-        /// What it may be.
+        /// The values that it may have.
         expected: &'static str,
-        /// What it was.
+        /// The value given.
         got: String,
     },
-    /// The norm of all gradients is infinite or not a number.
+    /// A norm of all gradients that is infinite or not a number.
     #[error(
         "rank {rank}: the norm of all gradients is {norm} (on this rank the first such gradient is \
          {first}), so they cannot be clipped; skip the step, lower the learning rate or scale the \
@@ -349,7 +349,7 @@ pub enum Error {
         /// The first parameter whose gradient on this rank is not finite.
         first: String,
     },
-    /// The scale of the loss has become too small to halve.
+    /// A scale of the loss that has become too small to halve.
     #[error(
         "the loss scale has fallen to {scale:e} and every step still overflows: the loss or the \
          gradients are infinite or not a number by themselves; look for the cause in the model, its \
@@ -359,7 +359,7 @@ pub enum Error {
         /// The last scale.
         scale: f64,
     },
-    /// The optimizer needs whole tensors.
+    /// An optimizer that needs whole tensors.
     #[error(
         "the optimizer updates a shard of `{path}` otherwise than the same elements of the whole \
          parameter: it computes with whole tensors, as Muon, Adafactor, LAMB and Burn's gradient \
@@ -370,7 +370,7 @@ pub enum Error {
         /// The first parameter of which it is true.
         path: String,
     },
-    /// A parameter would be trained with each rank's own gradient.
+    /// A parameter that would be trained with each rank's own gradient.
     #[error(
         "parameter `{path}` is trained, but neither sharded nor ignored: each rank would go its own way \
          with it; shard it too (`fully_shard` or `replicate` its module, or the whole module when its \
@@ -380,7 +380,7 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
     },
-    /// Ranks hold different values of what should be the same everywhere.
+    /// A parameter or running state that should be the same on all ranks and is not.
     #[error(
         "ranks {rank} and {peer} hold different values of `{path}`, which every rank should hold \
          alike; give both the same values before training: initialize with one seed or load one \
@@ -394,7 +394,7 @@ pub enum Error {
         /// Path of the parameter or running state.
         path: String,
     },
-    /// A closure returned another module than it was given.
+    /// A closure that returned another module than it was given.
     #[error(
         "the module returned has {got} at `{path}`, expected {expected}; return the module that the \
          closure was given, with changed values only"
@@ -402,27 +402,27 @@ pub enum Error {
     Returned {
         /// Path of the parameter.
         path: String,
-        /// What the sharded module has there.
+        /// A description of the sharded module's tensor.
         expected: String,
-        /// What was returned there.
+        /// A description of the tensor that was returned.
         got: String,
     },
-    /// Optimizer state could not be stored or read back.
+    /// An optimizer state that could not be stored or read back.
     #[error("optimizer state of unit `{unit}`, file {file}: {reason}; {advice}")]
     OptimizerState {
         /// The unit.
         unit: String,
         /// The file.
         file: String,
-        /// What went wrong.
+        /// The reason of the failure.
         reason: String,
-        /// What to do.
+        /// The advice to the user.
         advice: &'static str,
     },
-    /// A collective failed.
+    /// An error of a collective.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),
-    /// The mesh or a partition is impossible.
+    /// An impossible mesh or partition.
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 }
@@ -437,7 +437,7 @@ pub(crate) fn throw(error: Error) -> ! {
     resume_unwind(Box::new(unwound))
 }
 
-/// Whether this is a thread of `launch`, which reports what unwinds out of it.
+/// Returns true if this is a thread of `launch`, which reports what unwinds out of it.
 fn is_rank() -> bool {
     let thread = std::thread::current();
     thread.name().is_some_and(|name| name.starts_with("rank "))

@@ -7,28 +7,28 @@ use burn::tensor::Tensor;
 
 use crate::ambient::{Purpose, is_within, within};
 
-/// Changes this rank's full gradient of a parameter before it is reduced: compression, noise,
-/// statistics. Gets the parameter's path and the flat gradient, and returns one of the same length.
+/// A function that changes this rank's full gradient of a parameter before it is reduced: compression, noise,
+/// statistics. It gets the parameter's path and the flat gradient, and returns one of the same length.
 #[derive(Clone)]
 pub(crate) struct GradientHook(Arc<ChangeGradient>);
 
-/// From path and flat gradient to another gradient of the same length.
+/// The function of a hook: it makes of path and flat gradient another gradient of the same length.
 type ChangeGradient = dyn Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync;
 
 impl GradientHook {
-    /// A hook that calls `change`.
+    /// Returns a hook that calls `change`.
     pub(crate) fn new(
         change: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {
         Self(Arc::new(change))
     }
 
-    /// What the hook makes of `gradient`.
+    /// Returns the gradient that the hook makes of `gradient`.
     pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
         within(Purpose::Hook, || (self.0)(path, gradient))
     }
 
-    /// Whether this thread is inside a hook.
+    /// Returns true if this thread is inside a hook.
     pub(crate) fn is_running() -> bool {
         is_within(Purpose::Hook)
     }

@@ -19,15 +19,15 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::Error;
 use crate::inspect;
 use crate::op;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 
 /// The ranks of this process by the leaves that they go backward to now.
 static CLAIMED: Mutex<Option<HashMap<NodeId, usize>>> = Mutex::new(None);
 
-/// A rank has claimed its leaves.
+/// The signal that a rank has claimed its leaves.
 static HAS_CLAIMED: Condvar = Condvar::new();
 
-/// How long a first backward waits for those of the other ranks.
+/// The time that a first backward waits for those of the other ranks.
 const FOR_OTHERS: Duration = Duration::from_secs(1);
 
 /// Leaves that are this rank's until it is dropped.
@@ -42,8 +42,8 @@ impl Drop for Claim {
     }
 }
 
-/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. Where there are some,
-/// returns when all ranks have claimed theirs, or a moment has passed.
+/// Claims the leaves of `module` that no unit manages, for `rank` of `num_ranks`. If there are
+/// some, returns when all ranks have claimed theirs, or a moment has passed.
 ///
 /// # Errors
 ///
@@ -79,7 +79,7 @@ pub(crate) fn claim<M: Module>(module: &M, rank: usize, num_ranks: usize) -> Res
     Ok(Claim(nodes))
 }
 
-/// Whether the gradient of any parameter of `module` is wanted, sharded or not.
+/// Returns true if the gradient of any parameter of `module` is wanted, sharded or not.
 pub(crate) fn is_any_trained<M: Module>(module: &M) -> bool {
     let mut leaves = Leaves::default();
     let members = inspect::visit(module, &mut leaves);
@@ -93,7 +93,7 @@ struct Leaves {
 }
 
 impl path::Visitor for Leaves {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         if !param.is_initialized() {
             return;
         }

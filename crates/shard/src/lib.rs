@@ -6,35 +6,36 @@
 //!
 //! # How it works, in the order of the rooms
 //!
-//! On the ground, where nothing knows of units:
+//! The foundation, which knows nothing of units:
 //!
 //! - `policy`, `precision`, `gradient_hook`: what the user asks for. `pattern`: modules by path.
 //! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
-//! - `probes`: whether the optimizer that makes a first step may work on shards.
-//! - `ambient`: what this thread is doing inside Burn. `region`: the checkpointed region it is in.
+//! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
+//! - `ambient`: the purpose of a walk on this thread. `region`: the checkpointed region it is in.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
 //!
 //! The engine:
 //!
-//! - `slot`, `offload`, `spec`, `unit`: one parameter, what a unit is, and what may change about it.
-//! - `copies`: which values belong together, as optimizers, clones and records make new ones, and
-//!   the life cycle of the full parameters made of them.
+//! - `slot`, `offload`, `spec`, `unit`: one parameter, the fixed properties of a unit, and what may
+//!   change about it.
+//! - `copies`: the values that belong together, as optimizers, clones and records make new ones,
+//!   and the life cycle of the full parameters made of them.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
 //!   reduces them when the unit's last one has come.
-//! - `parameter`: what a sharded parameter is to Burn, a reparameterization that is called at every
-//!   `Param::val`.
+//! - `parameter`: the form in which Burn sees a sharded parameter, a reparameterization that is
+//!   called at every `Param::val`.
 //! - `survey`: the float tensors of a module by kind, before it is sharded.
 //!
 //! Around it:
 //!
 //! - `inspect`: finds the sharded parameters of a module, and tells of its units, plan, order and memory.
-//! - `state`: what a module holds between steps, read, saved and changed. `optim`: what lies between
-//!   backward and the optimizer.
+//! - `state`: what a module holds between steps, read, saved and changed. `optim`: work on
+//!   gradients between backward and the optimizer.
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter.
-//! - `unmanaged`: what nobody would reduce.
+//! - `unmanaged`: parameters that nobody would reduce.
 //! - `checkpoint` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
@@ -75,6 +76,7 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
+pub use burn_fsdp_mesh::{Cut, Strategy};
 pub use checkpoint::checkpoint;
 pub use copies::UnitState;
 pub use error::{Error, catch};
@@ -83,7 +85,7 @@ pub use inspect::order::{Order, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use inspect::units::{UnitHandle, Unsharding, no_sync, units, unused_units};
 pub use pins::Pinned;
-pub use policy::{DivideFactors, Layout, ReduceGroup, ShardPolicy, Strategy};
+pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
 pub use precision::Precision;
 pub use probes::is_probe;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};

@@ -6,18 +6,18 @@ use crate::device;
 use crate::error::Error;
 use crate::policy::ShardPolicy;
 
-/// Where an offloaded unit's parts live. Both devices are plain.
+/// The devices of an offloaded unit. Both are plain.
 #[derive(Debug, Clone)]
 pub(crate) struct Offload {
-    /// Shards, their gradients, and so whatever an optimizer keeps.
+    /// The device of shards, their gradients, and so of whatever an optimizer keeps.
     pub(crate) host: Device,
-    /// Full parameters and activations, when the module was sharded.
+    /// The device of full parameters and activations, when the module was sharded.
     pub(crate) compute: Device,
 }
 
 impl Offload {
-    /// What `policy` makes of a unit whose module was built on `device`; `None` if its shards are on
-    /// the host anyway.
+    /// Returns the devices that `policy` gives to a unit whose module was built on `device`; `None`
+    /// if it does not offload, or `device` is its host.
     ///
     /// # Errors
     ///

@@ -43,22 +43,22 @@ use crate::error::{Error, throw};
 
 /// A full parameter in one use of its unit, as backward needs it.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {
-    /// Its shape.
+    /// Returns the shape of the full parameter.
     fn shape(&self) -> Shape;
 
-    /// Whether it stays until the use's backward.
+    /// Returns true if it stays until the use's backward.
     fn stays(&self) -> bool;
 
     /// Gathers its unit again; returns the full parameter, flat and plain.
     fn regather(&self) -> Result<Tensor<1>, Error>;
 
-    /// Takes its full gradient over, flat and plain.
+    /// Takes over its full gradient, flat and plain.
     fn receive(&self, gradient: Tensor<1>);
 }
 
-/// What a link of the token announces when backward reaches it.
+/// A milestone, which a link of the token announces when backward reaches it.
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
-    /// Backward has come here. Returns the gradients of reductions that are through.
+    /// Handles that backward has come here. Returns the gradients of reductions that are through.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
 }
 
@@ -74,7 +74,7 @@ pub(crate) struct Reduced {
 pub(crate) struct HandedOn {
     /// The leaf in the outer graph; `None` for the region's input.
     pub(crate) node: Option<NodeId>,
-    /// Flat and plain.
+    /// The gradient, flat and plain.
     pub(crate) gradient: Tensor<1>,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
@@ -86,10 +86,10 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
     fn backward(&self, gradient: Tensor<1>) -> Vec<HandedOn>;
 }
 
-/// The operations. `full` has no autodiff; `value` is what the optimizer sees.
+/// The engine's operations. `full` has no autodiff; `value` is what the optimizer sees.
 #[backend_extension(Flex, NdArray: cfg(feature = "ndarray"), Autodiff)]
 pub(crate) trait ShardOps: Backend {
-    /// `full` in its final shape, as a function of `value`, hung on `token`.
+    /// Returns `full` in its final shape, as a function of `value`, hung on `token`.
     fn unshard(
         full: FloatTensor<Self>,
         value: FloatTensor<Self>,
@@ -97,18 +97,18 @@ pub(crate) trait ShardOps: Backend {
         weight: Arc<dyn Weight>,
     ) -> FloatTensor<Self>;
 
-    /// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+    /// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
     fn link(
         token: FloatTensor<Self>,
         ruler: FloatTensor<Self>,
         milestone: Arc<dyn Announce>,
     ) -> FloatTensor<Self>;
 
-    /// `ruler`, which is not tracked, deeper by `links`.
+    /// Returns `ruler`, which is not tracked, deeper by `links`.
     fn extend(ruler: FloatTensor<Self>, links: usize) -> FloatTensor<Self>;
 
-    /// The `output` that a region computed from `input` without a graph, as a node whose backward
-    /// runs `region` again. `token` hangs it above the units that it uses.
+    /// Returns the `output` that a region computed from `input` without a graph, as a node whose
+    /// backward runs `region` again. `token` hangs it above the units that it uses.
     fn checkpointed(
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
@@ -122,13 +122,13 @@ pub(crate) trait ShardOps: Backend {
 
 /// A backend whose primitives the engine can take out of tensors and put back.
 pub(crate) trait Primitive: Backend {
-    /// A plain flat tensor's primitive, if it is on this backend.
+    /// Returns a plain flat tensor's primitive, if it is on this backend.
     fn try_lower(tensor: Tensor<1>) -> Option<FloatTensor<Self>>;
-    /// A plain flat tensor's primitive.
+    /// Returns a plain flat tensor's primitive.
     fn lower(tensor: Tensor<1>) -> FloatTensor<Self> {
         Self::try_lower(tensor).expect("a unit's full parameters are on one backend")
     }
-    /// A primitive, flattened, as a plain tensor.
+    /// Returns a primitive, flattened, as a plain tensor.
     fn raise(primitive: FloatTensor<Self>) -> Tensor<1>;
 }
 
@@ -188,7 +188,7 @@ plain_backend!(Flex);
 #[cfg(feature = "ndarray")]
 plain_backend!(NdArray);
 
-/// Gathers the unit again when backward first asks for one of its parameters.
+/// A retro-forward that gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]
 struct Regather<B> {
     weight: Arc<dyn Weight>,
@@ -204,7 +204,7 @@ impl<B: Primitive> RetroForward for Regather<B> {
     }
 }
 
-/// Hands the full gradient to the unit.
+/// The backward of `unshard`, which hands the full gradient to the unit.
 #[derive(Debug)]
 struct ReceiveGradient;
 
@@ -231,7 +231,7 @@ impl<B: Backend> Backward<B, 1> for Notch {
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
-/// A link that reports where backward has come to.
+/// The backward of a link, which reports where backward has come to.
 #[derive(Debug)]
 struct Report;
 
@@ -250,7 +250,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
     }
 }
 
-/// Runs a region again and hands its gradients on.
+/// The backward of `checkpointed`, which runs a region again and hands its gradients on.
 #[derive(Debug)]
 struct RunAgain;
 
@@ -351,7 +351,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
     }
 }
 
-/// The full parameter of `weight` as an autodiff tensor of its final shape.
+/// Returns the full parameter of `weight` as an autodiff tensor of its final shape.
 pub(crate) fn unshard<const D: usize>(
     full: Tensor<1>,
     value: Tensor<1>,
@@ -366,7 +366,7 @@ pub(crate) fn unshard<const D: usize>(
     ))
 }
 
-/// `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
+/// Returns `token` as a link that is deeper than it and than `ruler`, and announces `milestone`.
 pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announce>) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::link(
         token.into_dispatch(),
@@ -375,12 +375,12 @@ pub(crate) fn link(token: Tensor<1>, ruler: Tensor<1>, milestone: Arc<dyn Announ
     ))
 }
 
-/// `ruler`, which is not tracked, deeper by `links`.
+/// Returns `ruler`, which is not tracked, deeper by `links`.
 pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
     Tensor::from_dispatch(Dispatch::extend(ruler.into_dispatch(), links))
 }
 
-/// `output` as a node above `input` and `token` that runs `region` again in backward.
+/// Returns `output` as a node above `input` and `token` that runs `region` again in backward.
 pub(crate) fn checkpointed<const D: usize, const E: usize>(
     output: Tensor<E>,
     input: Tensor<D>,
@@ -395,7 +395,7 @@ pub(crate) fn checkpointed<const D: usize, const E: usize>(
     ))
 }
 
-/// The graph node of a leaf.
+/// Returns the graph node of a leaf.
 pub(crate) fn node_of<const D: usize>(value: Tensor<D>) -> NodeId {
     let sink = Arc::new(AtomicU64::new(0));
     drop(Dispatch::identify(value.into_dispatch(), sink.clone()));

@@ -1,7 +1,7 @@
 //! Walks over a module that know where they are.
 //!
 //! Burn tells its visitors and mappers what they enter and leave, one name at a time. Here that is
-//! done once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Place`].
+//! done once: a [`Visitor`] or [`Mapper`] gets each tensor with its [`Location`].
 
 use burn::module::{Flag, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor};
@@ -10,23 +10,23 @@ use crate::ambient::{Purpose, within};
 
 /// Name of the reparameterization that the engine attaches to a parameter.
 pub(crate) const NAME: &str = "fsdp";
-/// What Burn calls the container of a reparameterization while visiting and mapping.
+/// The name that Burn gives to the container of a reparameterization while visiting and mapping.
 pub(crate) const CONTAINER: &str = "Reparameterization";
 
-/// Where a walk over a module is.
+/// The position of a walk over a module.
 #[derive(Debug, Default)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     names: Vec<String>,
     reparameterizations: usize,
 }
 
-impl Place {
-    /// The path, such as `blocks.3.fc.weight`.
+impl Location {
+    /// Returns the path, such as `blocks.3.fc.weight`.
     pub(crate) fn path(&self) -> String {
         self.names.join(".")
     }
 
-    /// Whether this is a part of a reparameterization and not of the module itself.
+    /// Returns true if this is a part of a reparameterization and not of the module itself.
     pub(crate) fn is_nested(&self) -> bool {
         self.reparameterizations > 0
     }
@@ -42,50 +42,53 @@ impl Place {
     }
 }
 
-/// Reads the tensors of a module.
+/// A visitor, which reads the tensors of a module.
 pub(crate) trait Visitor {
-    /// A tensor at `place`.
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>);
+    /// Visits a tensor at `place`.
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>);
 
-    /// A tensor of integers at `place`.
-    fn int<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D, Int>>) {}
+    /// Visits a tensor of integers at `place`.
+    fn int<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Int>>) {}
 
-    /// A tensor of booleans at `place`.
-    fn bool<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D, Bool>>) {}
+    /// Visits a tensor of booleans at `place`.
+    fn bool<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D, Bool>>) {}
 
-    /// From `place`, its part `name` is about to be entered; `container` is what `place` is called.
-    fn enter(&mut self, _place: &Place, _name: &str, _container: &str) {}
+    /// Enters the part `name` of what is at `place`; `container` is Burn's name for the latter's kind.
+    fn enter(&mut self, _place: &Location, _name: &str, _container: &str) {}
 
-    /// `place` is about to be left.
-    fn exit(&mut self, _place: &Place) {}
+    /// Leaves what is at `place`.
+    fn exit(&mut self, _place: &Location) {}
 }
 
-/// Replaces the tensors of a module.
+/// A mapper, which replaces the tensors of a module.
 pub(crate) trait Mapper {
-    /// What becomes of the tensor at `place`.
-    fn float<const D: usize>(&mut self, place: &Place, param: Param<Tensor<D>>)
-    -> Param<Tensor<D>>;
+    /// Returns the tensor to put at `place`.
+    fn float<const D: usize>(
+        &mut self,
+        place: &Location,
+        param: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>>;
 
-    /// What becomes of the tensor of integers at `place`.
+    /// Returns the tensor of integers to put at `place`.
     fn int<const D: usize>(
         &mut self,
-        _place: &Place,
+        _place: &Location,
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         param
     }
 
-    /// What becomes of the tensor of booleans at `place`.
+    /// Returns the tensor of booleans to put at `place`.
     fn bool<const D: usize>(
         &mut self,
-        _place: &Place,
+        _place: &Location,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         param
     }
 
-    /// What becomes of the flag at `place`.
-    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+    /// Returns the flag to put at `place`.
+    fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {
         flag
     }
 }
@@ -93,24 +96,24 @@ pub(crate) trait Mapper {
 /// Shows all tensors of `module`, those of reparameterizations included.
 pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl Visitor) {
     module.visit(&mut Walk {
-        place: Place::default(),
+        place: Location::default(),
         by: visitor,
     });
 }
 
-/// The module with its tensors as `mapper` makes them.
+/// Returns the module with its tensors as `mapper` makes them.
 pub(crate) fn map<M: Module>(module: M, mapper: &mut impl Mapper) -> M {
     within(Purpose::Map, || {
         module.map(&mut Walk {
-            place: Place::default(),
+            place: Location::default(),
             by: mapper,
         })
     })
 }
 
-/// Keeps the place for whoever walks.
+/// A walk of Burn's that keeps the place for a visitor or mapper.
 struct Walk<'a, V> {
-    place: Place,
+    place: Location,
     by: &'a mut V,
 }
 

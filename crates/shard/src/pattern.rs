@@ -2,18 +2,18 @@
 
 use burn_fsdp_mesh::Pattern;
 
-/// The modules that contain the parameter at `path`, outermost first.
+/// Returns the modules that contain the parameter at `path`, outermost first.
 pub(crate) fn ancestors(path: &str) -> impl Iterator<Item = &str> {
     path.match_indices('.').map(|(end, _)| &path[..end])
 }
 
-/// The innermost module that `pattern` means and that contains the parameter at `path`.
+/// Returns the innermost module that `pattern` means and that contains the parameter at `path`.
 pub(crate) fn module_of<'a>(pattern: &Pattern, path: &'a str) -> Option<&'a str> {
     let (module, _) = path.rsplit_once('.')?;
     pattern.prefix_of(module)
 }
 
-/// Whether `pattern` means a module that contains the parameter at `path`.
+/// Returns true if `pattern` means a module that contains the parameter at `path`.
 pub(crate) fn is_around(pattern: &Pattern, path: &str) -> bool {
     module_of(pattern, path).is_some()
 }

@@ -30,36 +30,36 @@ impl fmt::Display for Pinned {
     }
 }
 
-/// One buffer of full weights, by its life.
+/// A buffer of full weights, known by its life.
 #[derive(Debug, Clone)]
 pub(crate) struct Mark {
-    /// Its size.
+    /// Size of the buffer in bytes.
     bytes: usize,
-    /// Dropped with it.
+    /// A reference to the life of the buffer, which it does not prolong.
     life: Weak<()>,
 }
 
-/// Follows the buffers of dropped full weights to the start of backward.
+/// A watch on the buffers of dropped full weights, up to the start of backward.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Watch {
-    /// By unit: its name, the bytes of its full parameters, the buffers.
+    /// The name of each unit, the bytes of its full parameters, and the buffers.
     marks: Vec<(String, usize, Vec<Mark>)>,
     /// The units that were found to keep some.
     pub(crate) pinned: Vec<Pinned>,
 }
 
 impl Watch {
-    /// A new forward begins.
+    /// Begins a new forward.
     pub(crate) fn begin(&mut self) {
         self.marks.clear();
     }
 
-    /// The full weights of `unit`, of so many bytes, now exist.
+    /// Notes that the full weights of `unit`, of so many bytes, now exist.
     pub(crate) fn unsharded(&mut self, unit: String, bytes: usize, marks: Vec<Mark>) {
         self.marks.push((unit, bytes, marks));
     }
 
-    /// Forward is over: no full weight of a unit that drops them should be alive.
+    /// Finds the units whose full weights are alive though forward is over and they drop them.
     pub(crate) fn check_pins(&mut self) {
         for (unit, of, marks) in std::mem::take(&mut self.marks) {
             let alive = marks.iter().filter(|mark| mark.life.strong_count() > 0);
@@ -78,12 +78,12 @@ impl Watch {
 /// A buffer that also tells, by `_life`, whether any tensor still holds it.
 pub(crate) struct Marked {
     buffer: Buffer,
-    /// Dropped with it.
+    /// The life of the buffer, dropped with it.
     _life: Arc<()>,
 }
 
 impl Marked {
-    /// `buffer`, and what tells of its life.
+    /// Returns `buffer`, and the mark that tells of its life.
     pub(crate) fn new(buffer: Buffer) -> (Self, Mark) {
         let life = Arc::new(());
         let mark = Mark {

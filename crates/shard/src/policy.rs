@@ -1,26 +1,12 @@
-//! What is gathered together, and when full weights are dropped.
+//! The sharding policy: what is gathered together, and when full weights are dropped.
 
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_mesh::Pattern;
+use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::gradient_hook::GradientHook;
 use crate::precision::Precision;
 
-/// Where the full weights live between a unit's forward and its backward.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Strategy {
-    /// Parameters, gradients and optimizer state are sharded; full weights are dropped after a
-    /// unit's forward and gathered again for its backward (ZeRO-3).
-    #[default]
-    FullShard,
-    /// Sharded at rest, but full weights stay from forward to backward: fewer gathers, more
-    /// memory (ZeRO-2).
-    ShardGradOp,
-    /// Every rank holds everything; gradients are averaged by one all-reduce a unit (DDP).
-    NoShard,
-}
-
-/// How [`fully_shard`](crate::fully_shard) cuts a module.
+/// The policy by which [`fully_shard`](crate::fully_shard) shards a module.
 ///
 /// ```
 /// use burn_fsdp_shard::{ShardPolicy, Strategy};
@@ -33,7 +19,7 @@ pub enum Strategy {
 pub struct ShardPolicy {
     pub(crate) patterns: Vec<Pattern>,
     pub(crate) strategy: Strategy,
-    pub(crate) layout: Layout,
+    pub(crate) cut: Cut,
     pub(crate) whole_below: usize,
     pub(crate) prefetch: usize,
     pub(crate) keep_root: bool,
@@ -48,19 +34,19 @@ pub struct ShardPolicy {
     pub(crate) offload: Option<Device>,
 }
 
-/// What gradients are divided by, in place of the number of ranks: each rank's by `pre`, the sum by
-/// `post`. Sums are made in 32 bits, so the split matters for bit-equality with other systems only.
+/// The divisors of gradients, in place of the number of ranks: `pre` of each rank's, `post` of the sum. Sums
+/// are made in 32 bits at least, so the split matters for bit-equality with other systems only.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DivideFactors {
-    /// Divides each rank's gradient before the sum.
+    /// The divisor of each rank's gradient, before the sum.
     pub pre: f64,
-    /// Divides the sum.
+    /// The divisor of the sum.
     pub post: f64,
 }
 
 impl DivideFactors {
-    /// The split of `ranks` that keeps 16-bit sums in range, as fairscale and PyTorch make it: the
-    /// largest power of two up to about the root, and the rest.
+    /// Returns the split of `ranks` that keeps 16-bit sums in range, as fairscale and PyTorch make
+    /// it: a power of two near the square root, and the rest.
     pub fn balanced(ranks: usize) -> Self {
         let mut pre = 1;
         while ranks.is_multiple_of(pre) && ranks / pre > pre {
@@ -73,24 +59,14 @@ impl DivideFactors {
     }
 }
 
-/// Which communicator reductions go through.
+/// The communicator that reductions go through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ReduceGroup {
-    /// That of the gathers: one queue.
+    /// The communicator of the gathers: one queue.
     #[default]
     Shared,
-    /// One of their own, so that an engine with queues per communicator can overlap the two.
+    /// A communicator of their own, so that an engine with queues per communicator can overlap the two.
     Own,
-}
-
-/// How a parameter's elements are cut into shards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Layout {
-    /// Contiguous pieces of the flattened parameter: all ranks hold nearly the same.
-    #[default]
-    Flat,
-    /// Whole rows of dimension 0, as PyTorch's `fully_shard` does.
-    Rows,
 }
 
 impl Default for ShardPolicy {
@@ -100,12 +76,12 @@ impl Default for ShardPolicy {
 }
 
 impl ShardPolicy {
-    /// One unit (the root), full sharding, one unit prefetched.
+    /// Returns the default policy: one unit (the root), full sharding, one unit prefetched.
     pub fn new() -> Self {
         Self {
             patterns: Vec::new(),
             strategy: Strategy::FullShard,
-            layout: Layout::Flat,
+            cut: Cut::Elements,
             whole_below: 0,
             prefetch: 1,
             keep_root: true,
@@ -121,97 +97,96 @@ impl ShardPolicy {
         }
     }
 
-    /// Every module whose path matches one of `patterns` becomes a unit of its own; the root
-    /// takes what is left. A pattern names path segments; `*` stands for any characters of one segment
-    /// and `**` for any number of segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. Where two patterns
-    /// match on one path, the inner module wins.
+    /// Makes every module whose path matches one of `patterns` a unit of its own; the root takes
+    /// what is left. A pattern names path segments; `*` stands for any characters of one segment
+    /// and `**` for any number of segments: `"blocks.*"`, `"conv*"`, `"**.norm"`. Where two
+    /// patterns match on one path, the inner module wins.
     pub fn units<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.patterns = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// Where full weights live between forward and backward.
+    /// Sets what ranks divide, and until when full parameters stay.
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
         self
     }
 
-    /// How parameters are cut.
-    pub fn layout(mut self, layout: Layout) -> Self {
-        self.layout = layout;
+    /// Sets where parameters may be cut.
+    pub fn cut(mut self, cut: Cut) -> Self {
+        self.cut = cut;
         self
     }
 
-    /// Parameters of fewer than `elements` elements stay whole on every rank, as parameters of
-    /// one dimension always do; their gradients share one all-reduce a step. Default 0.
+    /// Keeps parameters of fewer than `elements` elements whole on every rank, as parameters of one
+    /// dimension always are; their gradients share one all-reduce a step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
         self
     }
 
-    /// How many units are gathered ahead of their use. 0 gathers each unit when it is touched and
-    /// waits for each reduction; every step up costs one unit of memory. Default 1.
+    /// Sets the number of units that are gathered ahead of their use. 0 gathers each unit when it
+    /// is touched and waits for each reduction; every step up costs one unit of memory. Default 1.
     pub fn prefetch(mut self, units: usize) -> Self {
         self.prefetch = units;
         self
     }
 
-    /// Whether the root drops its full weights after each use, too. Default: it keeps them from
-    /// its forward to its backward, because it is needed first in both.
+    /// Sets whether the root drops its full weights after each use, too. Default: it keeps them
+    /// from its forward to its backward, because it is needed first in both.
     pub fn reshard_root(mut self, reshard: bool) -> Self {
         self.keep_root = !reshard;
         self
     }
 
-    /// The axis of the mesh to shard over, by the name that the mesh gives it. Default `"shard"`.
+    /// Sets the axis of the mesh to shard over, by the name that the mesh gives it. Default `"shard"`.
     pub fn axis(mut self, axis: impl Into<String>) -> Self {
         self.axis = axis.into();
         self
     }
 
-    /// Hybrid sharding: the mesh axis over which the shards are replicated. Gathers and
-    /// reduce-scatters stay on the shard axis, inside a node; one all-reduce a unit of the shards'
-    /// gradients crosses the replicate axis.
+    /// Chooses hybrid sharding: `axis` is the mesh axis over which the shards are replicated.
+    /// Gathers and reduce-scatters stay on the shard axis, inside a node; one all-reduce a unit of
+    /// the shards' gradients crosses the replicate axis.
     pub fn replicate_axis(mut self, axis: impl Into<String>) -> Self {
         self.replicate_axis = Some(axis.into());
         self
     }
 
-    /// Mixed precision. Default: everything in the type in which the module was built.
+    /// Sets mixed precision. Default: everything in the type in which the module was built.
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;
         self
     }
 
-    /// What gradients are divided by. Default: the number of ranks.
+    /// Sets what gradients are divided by. Default: the number of ranks.
     pub fn divide_factors(mut self, factors: DivideFactors) -> Self {
         self.factors = Some(factors);
         self
     }
 
-    /// Modules, by pattern as in [`units`](Self::units), whose parameters are left alone: neither sharded
-    /// nor reduced, and each rank's own.
+    /// Leaves the parameters of modules alone, by pattern as in [`units`](Self::units): they are
+    /// neither sharded nor reduced, and each rank's own.
     pub fn ignore<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
         self.ignored = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 
-    /// After forward, full weights are not dropped to the shard but to one of `ranks` pieces, so
-    /// that the gather of backward stays within groups of `ranks` neighbours. Between 1, which is
-    /// [`Strategy::ShardGradOp`], and all of the shard axis, which is [`Strategy::FullShard`]; a
-    /// divisor of its size.
+    /// Drops full weights after forward not to the shard but to one of `ranks` pieces, so that the gather of
+    /// backward stays within groups of `ranks` neighbours. Between 1, which is [`Strategy::ShardGradOp`], and
+    /// all of the shard axis, which is [`Strategy::FullShard`]; a divisor of its size.
     pub fn reshard_after_forward_to(mut self, ranks: usize) -> Self {
         self.reshard_to = Some(ranks);
         self
     }
 
-    /// Which communicator reductions go through.
+    /// Sets the communicator that reductions go through.
     pub fn reduce_group(mut self, group: ReduceGroup) -> Self {
         self.reduce_group = group;
         self
     }
 
-    /// Shards live on `host`, the CPU backend `Device::flex()`, while the module computes on the
+    /// Keeps shards on `host`, the CPU backend `Device::flex()`, while the module computes on the
     /// device on which it was built: parameters between steps, their gradients, and with them the
     /// state and the step of the optimizer. Full parameters are made on the computing device and
     /// dropped there as ever; gathers and reductions move bytes of the host anyway.
@@ -225,10 +200,9 @@ impl ShardPolicy {
         self
     }
 
-    /// A function that changes this rank's full gradient of a parameter before it is reduced: it
-    /// gets the parameter's path and the flat gradient, and returns one of the same length, both
-    /// without autodiff. Called on every rank that has a gradient, inside backward: it must not use
-    /// sharded modules.
+    /// Sets a function that changes this rank's full gradient of a parameter before it is reduced: it gets the
+    /// parameter's path and the flat gradient, and returns one of the same length, both without autodiff.
+    /// Called on every rank that has a gradient, inside backward: it must not use sharded modules.
     pub fn gradient_hook(
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,

@@ -25,8 +25,8 @@ pub struct Precision {
 }
 
 impl Precision {
-    /// Full parameters, and so activations and gradients, of type `compute`. Shards are cast
-    /// before they are gathered, which for 16 bits halves the traffic.
+    /// Returns the precision with full parameters, and so activations and gradients, of type
+    /// `compute`. Shards are cast before they are gathered, which for 16 bits halves the traffic.
     pub fn new(compute: FloatDType) -> Self {
         Self {
             compute: Some(compute),
@@ -34,17 +34,17 @@ impl Precision {
         }
     }
 
-    /// Gradients are cast to `dtype` before they are reduced. Default: they travel in the type in
-    /// which they were computed. Sums are made in 32 bits in any case, and arrive at the shards in
-    /// the shards' type without having been rounded.
+    /// Casts gradients to `dtype` before they are reduced. Default: they travel in the type in
+    /// which they were computed. Sums are made in 32 bits at least in any case, and arrive at the
+    /// shards in the shards' type without having been rounded.
     pub fn reduce(mut self, dtype: FloatDType) -> Self {
         self.reduce = Some(dtype);
         self
     }
 
-    /// Parameters in modules that match one of `patterns` compute in the shards' type: those of
-    /// normalization layers, say. Patterns are those of [`ShardPolicy::units`](crate::ShardPolicy::units);
-    /// each must match a module.
+    /// Makes parameters in modules that match one of `patterns` compute in the shards' type: those
+    /// of normalization layers, say. Patterns are those of
+    /// [`ShardPolicy::units`](crate::ShardPolicy::units); each must match a module.
     ///
     /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
     /// out. Written so, it computes the same in any type, also without sharding:
@@ -61,7 +61,7 @@ impl Precision {
     /// # }
     /// ```
     ///
-    /// What a model that does not cast may do:
+    /// A model that does not cast may do the following:
     ///
     /// - `LayerNorm`: stay in full beside `F16`, which it widens by itself. Beside `BF16` it meets
     ///   two types, and Burn's backend panics with a "dtype mismatch"; leave it out of `patterns`.
@@ -74,7 +74,7 @@ impl Precision {
         self
     }
 
-    /// The first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
+    /// Returns the first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
     pub(crate) fn unmatched(&self, paths: &[&str]) -> Option<&str> {
         let mut patterns = self.full_in.iter();
         let unmatched = patterns.find(|pattern| {
@@ -84,7 +84,7 @@ impl Precision {
         unmatched.map(Pattern::as_str)
     }
 
-    /// The type in which the parameter at `path`, stored as `stored`, computes.
+    /// Returns the type in which the parameter at `path`, stored as `stored`, computes.
     pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
         let mut patterns = self.full_in.iter();
         match self.compute {
@@ -93,7 +93,7 @@ impl Precision {
         }
     }
 
-    /// The type in which gradients computed in `compute` are reduced.
+    /// Returns the type in which gradients computed in `compute` are reduced.
     pub(crate) fn reduce_of(&self, compute: DType) -> DType {
         self.reduce.map_or(compute, Into::into)
     }

@@ -1,4 +1,4 @@
-//! Whether the optimizer that makes a first step may work on shards.
+//! The trial that finds out whether the optimizer that makes a first step may work on shards.
 //!
 //! Burn tells nobody when an optimizer steps: it maps over the module, as others do, with gradients that
 //! it finds by id. So [`backward`](crate::backward) puts gradients for a small matrix, whole and in two
@@ -19,14 +19,14 @@ use parking_lot::Mutex;
 use crate::error::{Error, throw};
 use crate::report;
 
-/// Rows and columns of the matrix on trial: halves of it are whole vectors of any processor, so that
-/// equal arithmetic gives equal bits.
+/// Number of rows and of columns of the matrix on trial: halves of it are whole vectors of any
+/// processor, so that equal arithmetic gives equal bits.
 pub(crate) const SIDE: usize = 16;
-/// Elements of the matrix.
+/// Number of elements of the matrix.
 pub(crate) const LEN: usize = SIDE * SIDE;
 
-/// Element `i` of the matrix or of its gradient in a step: of either sign, never zero, and with rows
-/// and columns of different sizes.
+/// Returns element `i` of the matrix or of its gradient in a step: of either sign, never zero, and
+/// with rows and columns of different sizes.
 pub(crate) fn element(i: usize, step: usize) -> f32 {
     let (row, column) = (i / SIDE, i % SIDE);
     let sign = if (i * 7 + step * 3) % 5 < 2 {
@@ -37,7 +37,7 @@ pub(crate) fn element(i: usize, step: usize) -> f32 {
     sign * (1.0 + row as f32) * (0.3 + ((column * 5 + step) % 7) as f32) / 40.0
 }
 
-/// A tensor of these elements, by their place in a row.
+/// Returns a tensor of these elements, by their place in a row.
 pub(crate) fn tensor_of<const D: usize>(
     shape: [usize; D],
     element: impl Fn(usize) -> f32,
@@ -49,22 +49,23 @@ pub(crate) fn tensor_of<const D: usize>(
     Tensor::from_data(TensorData::new(values, shape), (device, dtype))
 }
 
-/// The ids of probes begin with it.
+/// The first id of the probes.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
-/// Modules, of those in one backward, that have probes of their own.
+/// Number of roots, of those in one backward, that have probes of their own.
 const MOST_PLACES: usize = 128;
-/// Ids for the probes of one module: half for what is cut, half for what is only flat.
+/// Number of ids for the probes of one root: half for what is cut, half for what is only flat.
 const STRIDE: u64 = 16;
 /// The segment of a path under which probes are shown.
 const NAME: &str = "probe";
-/// Small, so that a small step of a 16-bit type is seen.
+/// The size of the probes' values: small, so that a small step of a 16-bit type is seen.
 const VALUE: f32 = 1.0 / 64.0;
 
 /// Sizes of gradients in a row. Adam divides by their size, so that clipping shows only where they come
 /// near its epsilon.
 const SIZES: [f32; 8] = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14];
 
-/// Of the gradients: beyond any sensible threshold of clipping by norm, while the square is a number.
+/// Returns the scale of the gradients: beyond any sensible threshold of clipping by norm, while the
+/// square is a number.
 fn scale(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 64.0,
@@ -72,13 +73,13 @@ fn scale(dtype: DType) -> f32 {
     }
 }
 
-/// Whether `id` is one that the trial of an optimizer uses, and no parameter's: the first step of an
-/// optimizer leaves states of such ids in its records, which are of no use to anybody.
+/// Returns true if `id` is one that the trial of an optimizer uses, and no parameter's: the first
+/// step of an optimizer leaves states of such ids in its records, which are of no use to anybody.
 pub fn is_probe(id: ParamId) -> bool {
     (RESERVED..RESERVED + MOST_PLACES as u64 * STRIDE).contains(&id.val())
 }
 
-/// What is known of the optimizer that steps the parameters of a root.
+/// The trial of the optimizer that steps the parameters of a root.
 #[derive(Debug, Default)]
 pub(crate) struct Trial {
     is_over: AtomicBool,
@@ -88,17 +89,17 @@ pub(crate) struct Trial {
 /// The parameter at which an optimizer is tried.
 pub(crate) struct Subject {
     pub(crate) id: ParamId,
-    /// That of its shard, with autodiff.
+    /// The device of its shard, with autodiff.
     pub(crate) device: Device,
     pub(crate) dtype: DType,
-    /// Whether optimizers see a part of it.
+    /// True if optimizers see a part of it.
     pub(crate) is_cut: bool,
 }
 
 /// The probes whose gradients the last backward has registered.
 #[derive(Debug, Clone)]
 struct Probes {
-    /// Distinguishes those of several roots.
+    /// Number of the root in its backward.
     place: usize,
     /// The parameter with which they are shown.
     shown_with: ParamId,
@@ -107,34 +108,34 @@ struct Probes {
     num_shards: usize,
 }
 
-/// One of them, by its place among those of a root.
+/// A probe, by its number among those of a root.
 #[derive(Debug, Clone, Copy)]
 enum Probe {
     Whole = 0,
     Rows = 1,
     Flat = 3,
-    /// Never has a gradient.
+    /// The probe that never has a gradient.
     Control = 7,
 }
 
-/// What a map does to probes.
+/// The effect of a map on probes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// It has no gradients for them, or a learning rate of 0.
+    /// No change: the map has no gradients for them, or a learning rate of 0.
     Unmoved,
-    /// It changes whatever it is shown.
+    /// A change of whatever the map is shown.
     NoOptimizer,
     Elementwise,
     WholeTensors,
 }
 
 impl Trial {
-    /// Whether an optimizer is still to be tried.
+    /// Returns true if an optimizer is still to be tried.
     pub(crate) fn is_pending(&self) -> bool {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// No optimizer will be tried from now on.
+    /// Ends the trial: no optimizer will be tried from now on.
     pub(crate) fn end(&self) {
         self.is_over.store(true, Ordering::Relaxed);
         *self.probes.lock() = None;
@@ -200,7 +201,7 @@ impl Trial {
         }
     }
 
-    /// Says once that an optimizer was not tried, if what maps has changed `before` to `after`.
+    /// Warns once that an optimizer was not tried, if the map has changed `before` to `after`.
     pub(crate) fn compare(before: Option<Tensor<1>>, after: &Param<Tensor<1>>, path: &str) {
         let Some(before) = before else { return };
         if bits(before) == bits(after.base()) {
@@ -219,7 +220,7 @@ impl Trial {
 static WARNED: Once = Once::new();
 
 impl Probes {
-    /// Those of no backward, of which the control alone has a meaning.
+    /// Returns the probes of no backward, of which the control alone has a meaning.
     fn unregistered(param: &Param<Tensor<1>>) -> Self {
         let value = param.base();
         Self {
@@ -254,7 +255,8 @@ impl Probes {
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 
-    /// All of them are shown, whatever becomes of the first: their states go on alike.
+    /// Shows the probes to `mapper` and returns their verdict. All are shown also if the matrix
+    /// does not move: their states go on alike.
     fn verdict<M: ModuleMapper>(&self, mapper: &mut M) -> Verdict {
         let matrix = [SIDE, SIDE];
         let (before, control) = self.mapped(Probe::Control, 0, matrix, mapper);
@@ -288,7 +290,7 @@ impl Probes {
         }
     }
 
-    /// The bits of a probe before and after the map; `None` after a panic.
+    /// Returns the bits of a probe before and after the map; `None` after a panic.
     fn mapped<const D: usize, M: ModuleMapper>(
         &self,
         probe: Probe,

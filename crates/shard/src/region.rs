@@ -7,9 +7,9 @@ use burn::tensor::Tensor;
 
 use crate::ambient::{self, Purpose};
 
-/// What a rank's thread is doing to a region, if anything.
+/// The part of a region that a rank's thread is running, if any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Mode {
+pub(crate) enum RegionState {
     /// No region, or an ordinary forward and backward.
     #[default]
     Off,
@@ -19,13 +19,13 @@ pub(crate) enum Mode {
     Again,
 }
 
-/// Who has units that a region may use.
+/// A holder of units that a region may use.
 pub(crate) trait Recomputed: Send + Sync {
-    /// The second forward of the region is over.
+    /// Ends the second forward of the region.
     fn end_recomputation(&self);
 }
 
-/// A root of whose units a region has used one.
+/// A root one of whose units a region has used.
 pub(crate) struct Touched {
     /// The root.
     pub(crate) by: Arc<dyn Recomputed>,
@@ -37,16 +37,16 @@ thread_local! {
     static TOUCHED: RefCell<Vec<Touched>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What this thread is doing.
-pub(crate) fn mode() -> Mode {
+/// Returns the part of a region that this thread is running.
+pub(crate) fn state() -> RegionState {
     match ambient::innermost(&[Purpose::Region, Purpose::RegionAgain]) {
-        Some(Purpose::Region) => Mode::Plain,
-        Some(Purpose::RegionAgain) => Mode::Again,
-        _ => Mode::Off,
+        Some(Purpose::Region) => RegionState::Plain,
+        Some(Purpose::RegionAgain) => RegionState::Again,
+        _ => RegionState::Off,
     }
 }
 
-/// A region has used a unit of `root`; `token` is that of the pass around it.
+/// Notes that a region has used a unit of `root`; `token` is that of the pass around it.
 pub(crate) fn touch<R: Recomputed + 'static>(root: &Arc<R>, token: &Tensor<1>) {
     TOUCHED.with_borrow_mut(|touched| {
         let is_root =

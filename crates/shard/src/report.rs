@@ -1,6 +1,6 @@
 //! Warnings that a program sees without doing anything for it.
 
-/// Says `message` through `tracing`, and on standard error where nobody listens to that.
+/// Reports `message` through `tracing`, and on standard error if no subscriber was set.
 pub(crate) fn warn(message: impl std::fmt::Display) {
     tracing::warn!(target: "burn_fsdp", "{message}");
     if !tracing::dispatcher::has_been_set() {

@@ -1,5 +1,5 @@
-//! One parameter's place in its unit: what does not change over the life of the module. And one place
-//! for each of them.
+//! The slot of a parameter in its unit: what does not change over the life of the module. And a
+//! value for each slot.
 
 use std::ops::{Deref, DerefMut, Range};
 
@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
 use burn_fsdp_mesh::Partition;
 
-/// What a rank holds of a parameter between steps, and how its gradient is reduced.
+/// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
     /// A shard; full gradients are reduce-scattered with the unit.
@@ -21,14 +21,14 @@ pub(crate) enum Holding {
 /// An element type, in Burn's words and in those of the transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Element {
-    /// Burn's.
+    /// Burn's name of the type.
     pub(crate) dtype: DType,
-    /// The transport's.
+    /// The transport's name of the type.
     pub(crate) wire: ElementType,
 }
 
 impl Element {
-    /// Bytes of one.
+    /// Returns the bytes of one element.
     pub(crate) fn size(self) -> usize {
         self.wire.size()
     }
@@ -37,11 +37,11 @@ impl Element {
 /// The element types of one parameter.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Elements {
-    /// Of the stored values.
+    /// The type of the stored values.
     pub(crate) stored: Element,
-    /// Of the full parameter, and so of its gradient.
+    /// The type of the full parameter, and so of its gradient.
     pub(crate) compute: Element,
-    /// Of gradients while they are reduced.
+    /// The type of gradients while they are reduced.
     pub(crate) reduce: Element,
 }
 
@@ -52,27 +52,27 @@ pub(crate) struct Slot {
     pub(crate) path: String,
     /// Shape of the whole parameter.
     pub(crate) shape: Vec<usize>,
-    /// In which types its elements are stored, compute and are reduced.
+    /// The types in which its elements are stored, compute and are reduced.
     pub(crate) elements: Elements,
-    /// How the flat elements are cut; one shard where every rank holds the whole.
+    /// The partition of the flat elements; one shard where every rank holds the whole.
     pub(crate) partition: Partition,
-    /// What this rank holds.
+    /// The part that this rank holds.
     pub(crate) holding: Holding,
 }
 
 impl Slot {
-    /// Bytes of the whole parameter as it is stored.
+    /// Returns the bytes of the whole parameter as it is stored.
     pub(crate) fn full_bytes(&self) -> usize {
         self.partition.num_elements() * self.elements.stored.size()
     }
 
-    /// Bytes of the whole parameter, or of its gradient, as it computes.
+    /// Returns the bytes of the whole parameter, or of its gradient, as it computes.
     pub(crate) fn unsharded_bytes(&self) -> usize {
         self.partition.num_elements() * self.elements.compute.size()
     }
 
-    /// The parameter as a part of a collective among the shards' holders, with elements of the
-    /// type `element`.
+    /// Returns the parameter as a part of a collective among the shards' holders, with elements of
+    /// the type `element`.
     pub(crate) fn part(&self, source: Source, element: Element) -> Part {
         Part {
             source,
@@ -81,7 +81,7 @@ impl Slot {
         }
     }
 
-    /// The parameter as a part of a collective among whole tensors.
+    /// Returns the parameter as a part of a collective among whole tensors.
     pub(crate) fn full_part(&self, source: Source, element: Element) -> FullPart {
         FullPart {
             source,
@@ -90,7 +90,7 @@ impl Slot {
         }
     }
 
-    /// Elements of a reduced gradient on rank `rank`: those of what it holds.
+    /// Returns the number of elements of a reduced gradient on rank `rank`: those of what it holds.
     pub(crate) fn held_elements(&self, rank: usize) -> usize {
         match self.is_gathered() {
             true => self.partition.len(rank),
@@ -98,7 +98,7 @@ impl Slot {
         }
     }
 
-    /// The elements that rank `rank` of the group holds between steps.
+    /// Returns the elements that rank `rank` of the group holds between steps.
     pub(crate) fn held_range(&self, rank: usize) -> Range<usize> {
         match self.is_gathered() {
             true => self.partition.range(rank),
@@ -106,30 +106,30 @@ impl Slot {
         }
     }
 
-    /// The shape, as an array of the parameter's rank.
+    /// Returns the shape, as an array of the parameter's rank.
     pub(crate) fn dims<const D: usize>(&self) -> [usize; D] {
         let mut dims = [0; D];
         dims.copy_from_slice(&self.shape);
         dims
     }
 
-    /// Bytes that rank `rank` of the group holds between steps.
+    /// Returns the bytes that rank `rank` of the group holds between steps.
     pub(crate) fn held_bytes(&self, rank: usize) -> usize {
         self.held_elements(rank) * self.elements.stored.size()
     }
 
-    /// Whether its elements have to be gathered from other ranks before use.
+    /// Returns true if its elements have to be gathered from other ranks before use.
     pub(crate) fn is_gathered(&self) -> bool {
         self.holding == Holding::Shard
     }
 }
 
-/// One place for each parameter of a unit.
+/// A value for each slot of a unit, or none.
 #[derive(Debug, Clone)]
 pub(crate) struct Slots<T>(Vec<Option<T>>);
 
 impl<T> Slots<T> {
-    /// `len` empty places.
+    /// Returns `len` empty slots.
     pub(crate) fn empty(len: usize) -> Self {
         (0..len).map(|_| None).collect()
     }

@@ -1,4 +1,4 @@
-//! What a unit is, and stays over the life of the module.
+//! The fixed properties of a unit, over the life of the module.
 
 use burn::tensor::{Device, GradientCheckpointingStrategy};
 use burn_fsdp_collectives::{ProcessGroup, Reduction};
@@ -23,7 +23,7 @@ pub(crate) struct Groups {
     pub(crate) neighbours: Option<ProcessGroup>,
 }
 
-/// How a unit treats its gradients.
+/// The options for a unit's gradients.
 #[derive(Clone, Default)]
 pub(crate) struct GradientOptions {
     pub(crate) factors: Option<DivideFactors>,
@@ -36,41 +36,42 @@ pub(crate) struct UnitSpec {
     pub(crate) slots: Vec<Slot>,
     /// The groups that its operations go through.
     pub(crate) groups: Groups,
-    /// Where its shards live, if not where it computes.
+    /// The devices of its shards and of its full parameters, if they differ.
     pub(crate) offload: Option<Offload>,
-    /// What is done to gradients.
+    /// The options for its gradients.
     pub(crate) gradients: GradientOptions,
     /// The autodiff strategy of the device that the module was built on, which Burn's
     /// `valid().train()` forgets.
     pub(crate) strategy: Option<GradientCheckpointingStrategy>,
-    /// Whether `replicate` made it.
+    /// True if `replicate` made it.
     pub(crate) is_replica: bool,
 }
 
 impl UnitSpec {
-    /// One empty place for each slot.
+    /// Returns a table with nothing for each slot.
     pub(crate) fn empty_slots<T>(&self) -> Slots<T> {
         Slots::empty(self.slots.len())
     }
 
-    /// How the gradients of the ranks become one: their mean, or by the policy's factors.
+    /// Returns the reduction that makes one gradient of those of the ranks: their mean, or by the
+    /// policy's factors.
     pub(crate) fn averaging(&self) -> Reduction {
         let replicas = self.groups.replicas.as_ref().map_or(1, ProcessGroup::size);
         averaging(self.groups.shard.size() * replicas, self.gradients.factors)
     }
 
-    /// Bytes of the full parameters that a gather makes.
+    /// Returns the bytes of the full parameters that a gather makes.
     pub(crate) fn gathered_bytes(&self) -> usize {
         let gathered = self.slots.iter().filter(|slot| slot.is_gathered());
         gathered.map(Slot::unsharded_bytes).sum()
     }
 
-    /// Whether its use needs a gather at all.
+    /// Returns true if its use needs a gather at all.
     pub(crate) fn is_gathered(&self) -> bool {
         self.slots.iter().any(Slot::is_gathered)
     }
 
-    /// Where a shard lives whose full parameter is on `device`, with the autodiff of that.
+    /// Returns the device of a shard whose full parameter is on `device`, with the autodiff of that.
     pub(crate) fn home(&self, device: &Device) -> Device {
         match &self.offload {
             Some(offload) => device::alike(&offload.host, device),
@@ -78,13 +79,13 @@ impl UnitSpec {
         }
     }
 
-    /// The slots that a gather fills, in order.
+    /// Returns the slots that a gather fills, in order.
     pub(crate) fn gathered_slots(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.slots.len()).filter(|&index| self.slots[index].is_gathered())
     }
 }
 
-/// The mean over `ranks`, or what `factors` make of the sum.
+/// Returns the mean over `ranks`, or what `factors` make of the sum.
 pub(crate) fn averaging(ranks: usize, factors: Option<DivideFactors>) -> Reduction {
     match factors {
         Some(DivideFactors { pre, post }) => Reduction::sum()

@@ -54,7 +54,7 @@ pub fn backward<M: Module, const D: usize>(
     result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// The gradients of `loss`, with those that only other ranks have.
+/// Returns the gradients of `loss`, with those that only other ranks have.
 fn reduced_gradients<M: Module, const D: usize>(
     loss: Tensor<D>,
     module: &M,
@@ -87,7 +87,7 @@ fn reduced_gradients<M: Module, const D: usize>(
     Ok(gradients)
 }
 
-/// Registers what the first step of an optimizer is tried by, for each root.
+/// Registers the probes by which the first step of an optimizer is tried, for each root.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
     let untried = roots.iter().enumerate();
     let untried: Vec<_> = untried
@@ -119,7 +119,7 @@ fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut G
     }
 }
 
-/// Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.
+/// Runs Burn's backward, which panics where a graph is gone: two forwards that shared nodes, say.
 fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
     catch_unwind(AssertUnwindSafe(|| loss.backward())).or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
@@ -133,16 +133,16 @@ fn differentiated<const D: usize>(loss: Tensor<D>) -> Result<Gradients, Error> {
 
 /// Puts reduced gradients where Burn looks for those of `module`.
 fn register<M: Module>(gradients: &mut Gradients, reduced: Vec<Reduced>, module: &M) {
-    let mut place = Place { gradients, reduced };
+    let mut place = PutBack { gradients, reduced };
     module.visit(&mut place);
 }
 
-struct Place<'a> {
+struct PutBack<'a> {
     gradients: &'a mut Gradients,
     reduced: Vec<Reduced>,
 }
 
-impl ModuleVisitor for Place<'_> {
+impl ModuleVisitor for PutBack<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.base();
         if D != 1 || !value.is_autodiff() || !value.is_require_grad() {
@@ -177,8 +177,8 @@ pub fn reset<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// `input` in the type in which the parameters of the sharded `module` compute: that of its first
-/// unit. Burn has no forward hooks, so programs cast what they feed to a module by this.
+/// Returns `input` in the type in which the parameters of the sharded `module` compute: that of its first
+/// sharded parameter. Burn has no forward hooks, so programs cast what they feed to a module by this.
 ///
 /// # Errors
 ///

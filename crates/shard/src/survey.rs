@@ -1,4 +1,4 @@
-//! A walk over a module before it is sharded: its float parameters, and what is none.
+//! A walk over a module before it is sharded: its float parameters, and its other float tensors.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,9 +8,9 @@ use burn::tensor::{DType, Device, Tensor};
 use crate::device;
 use crate::error::Error;
 use crate::parameter::member::visit;
-use crate::path::{self, CONTAINER, NAME, Place};
+use crate::path::{self, CONTAINER, Location, NAME};
 
-/// What the walk found at one path.
+/// A parameter that the walk found at one path.
 #[derive(Debug, Clone)]
 pub(crate) struct Found {
     pub(crate) path: String,
@@ -38,14 +38,14 @@ pub(crate) struct Survey {
     pub(crate) foreign: Vec<(String, String)>,
 }
 
-/// Kinds of float tensors in a module.
+/// The kind of a float tensor in a module.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Kind {
     Parameter,
     Buffer,
-    /// By an earlier call.
+    /// A parameter that an earlier call sharded.
     Sharded,
-    /// With another reparameterization, by name.
+    /// A parameter with another reparameterization, by name.
     Foreign(String),
 }
 
@@ -87,15 +87,15 @@ pub(crate) fn survey<M: Module>(module: &M) -> Result<Survey, Error> {
     Ok(details.survey)
 }
 
-/// What a parameter says about itself without being initialized.
+/// The properties that a parameter declares without being initialized.
 pub(crate) struct Declared<const D: usize> {
     /// Shape of its value.
     pub(crate) shape: [usize; D],
     /// Shape of what records hold of it: a column-layout weight is recorded transposed.
     pub(crate) recorded: [usize; D],
-    /// Whether it is configured to be trained.
+    /// True if it is configured to be trained.
     pub(crate) is_trainable: bool,
-    /// What it does when loading and saving.
+    /// The functions that it applies when loading and saving.
     pub(crate) mapper: ParamMapper<Tensor<D>>,
 }
 
@@ -126,8 +126,8 @@ impl<const D: usize> Declared<D> {
     }
 }
 
-/// A tensor of the full shape and of one element's memory. It is not a number, so that whoever
-/// computes with it by mistake cannot miss it.
+/// Returns a tensor of the full shape and of one element's memory. It is not a number, so that
+/// whoever computes with it by mistake cannot miss it.
 pub(crate) fn stand_in<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     if shape.contains(&0) {
         return Tensor::zeros(shape, device).set_require_grad(false);
@@ -168,7 +168,7 @@ impl Reparameterizer for Attach<'_> {
     }
 }
 
-/// Finds out what is what, touching nothing.
+/// A visitor that finds out the kind of each tensor, touching nothing.
 #[derive(Default)]
 struct Kinds {
     found: Vec<(String, Kind)>,
@@ -177,7 +177,7 @@ struct Kinds {
 }
 
 impl path::Visitor for Kinds {
-    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+    fn enter(&mut self, place: &Location, name: &str, container: &str) {
         if container == CONTAINER
             && !place.is_nested()
             && let Some((_, kind)) = self.found.last_mut()
@@ -190,7 +190,7 @@ impl path::Visitor for Kinds {
         }
     }
 
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         if !place.is_nested() {
             let path = place.path();
             let shape = param.lazy_shape().to_vec();
@@ -200,14 +200,14 @@ impl path::Visitor for Kinds {
     }
 }
 
-/// Reads what is known of each kind.
+/// A visitor that reads what is known of each kind.
 struct Details {
     kinds: HashMap<String, Kind>,
     survey: Survey,
 }
 
 impl path::Visitor for Details {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         let Some(kind) = self.kinds.get(&path).filter(|_| !place.is_nested()) else {
             return;

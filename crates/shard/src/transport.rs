@@ -5,7 +5,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::tensor::{Bool, Bytes, DType, Device, Int, Shape, Tensor, TensorData};
 use burn_fsdp_collectives::{Account, ElementType, Source};
 
-/// The transport's name of a float type, if it can be reduced.
+/// Returns the transport's name of a float type, if it can be reduced.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),
@@ -16,7 +16,7 @@ pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// `tensor` in `dtype`; the same tensor if it is of that type already.
+/// Returns `tensor` in `dtype`; the same tensor if it is of that type already.
 pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D> {
     match tensor.dtype() == dtype {
         true => tensor,
@@ -24,12 +24,12 @@ pub(crate) fn cast<const D: usize>(tensor: Tensor<D>, dtype: DType) -> Tensor<D>
     }
 }
 
-/// The bytes of a tensor of the CPU backend, read where they lie.
+/// The bytes of a tensor of the CPU backend, read in place.
 struct FlexBytes {
     tensor: FloatTensor<Flex>,
     start: usize,
     end: usize,
-    /// Counts the bytes as unsharded for as long as a rank may still read them.
+    /// The account that counts the bytes as unsharded for as long as a rank may still read them.
     _account: Option<Account>,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn source(tensor: Tensor<1>, account: Option<Account>) -> Source {
     }
 }
 
-/// Elements on the host.
+/// Shares elements on the host.
 pub(crate) fn host(data: TensorData) -> Source {
     Source::new(HostBytes {
         data,
@@ -89,8 +89,8 @@ impl AsRef<[u8]> for HostBytes {
     }
 }
 
-/// A flat tensor over the memory of `buffer`, which goes back to its pool when the last view of
-/// the tensor is dropped.
+/// Returns a flat tensor over the memory of `buffer`, which goes back to its pool when the last
+/// view of the tensor is dropped.
 pub(crate) fn tensor<B>(buffer: B, dtype: DType, device: &Device) -> Tensor<1>
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -99,7 +99,7 @@ where
     Tensor::from_data(data(buffer, [len], dtype), (device, dtype))
 }
 
-/// The elements in `buffer`, which lives as long as they do.
+/// Returns the elements in `buffer`, which lives as long as they do.
 pub(crate) fn data<B>(buffer: B, shape: impl Into<Shape>, dtype: DType) -> TensorData
 where
     B: AsRef<[u8]> + Send + Sync + 'static,
@@ -111,24 +111,24 @@ where
     TensorData::from_bytes(bytes, shape.into(), dtype)
 }
 
-/// A flat tensor with memory of its own.
+/// Returns a flat tensor with memory of its own.
 pub(crate) fn owned(bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
     let len = bytes.len() / dtype.size();
     Tensor::from_data(owned_data(bytes, [len], dtype), (device, dtype))
 }
 
-/// Elements with memory of their own.
+/// Returns elements with memory of their own.
 pub(crate) fn owned_data(bytes: Vec<u8>, shape: impl Into<Shape>, dtype: DType) -> TensorData {
     TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape.into(), dtype)
 }
 
-/// A leaf of the element type, device and training state of `old`, with the elements of `data`.
+/// Returns a leaf of the element type, device and training state of `old`, with the elements of `data`.
 pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, data: TensorData) -> Tensor<D> {
     let new = Tensor::from_data(data, (&old.device(), old.dtype()));
     new.set_require_grad(old.is_require_grad())
 }
 
-/// A tensor of the element type and device of `old`, with the elements of `data`.
+/// Returns a tensor of the element type and device of `old`, with the elements of `data`.
 pub(crate) fn int_in_place_of<const D: usize>(
     old: &Tensor<D, Int>,
     data: TensorData,
@@ -136,7 +136,7 @@ pub(crate) fn int_in_place_of<const D: usize>(
     Tensor::from_data(data, (&old.device(), old.dtype()))
 }
 
-/// A tensor of the device of `old`, with the elements of `data`.
+/// Returns a tensor of the device of `old`, with the elements of `data`.
 pub(crate) fn bool_in_place_of<const D: usize>(
     old: &Tensor<D, Bool>,
     data: TensorData,

@@ -7,50 +7,50 @@ use parking_lot::Mutex;
 
 use crate::spec::UnitSpec;
 
-/// How much deeper a unit's gathers are than the use before it, at first: more than the depth of a
+/// The depth of a unit's gathers beyond the use before it, at first: more than the depth of a
 /// transformer block.
 const FIRST_STRIDE: usize = 64;
-/// A stride never grows beyond this.
+/// The longest stride.
 const LONGEST_STRIDE: usize = 1 << 12;
-/// Stands for the first stride where length has not helped.
+/// The mark for the first stride, where length has not helped.
 const HOPELESS: usize = 0;
 
-/// Whether full weights stay from forward to backward.
+/// The reason for which full weights stay from forward to backward, if they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Keep {
-    /// They are dropped after forward and gathered again.
+    /// No reason: they are dropped after forward and gathered again.
     No,
-    /// They stay, because this is the root: no longer so below another root.
+    /// The place as the root: they no longer stay once it is below another root.
     AsRoot,
-    /// They stay, by the strategy.
+    /// The strategy, or a switch of the user's.
     Always,
 }
 
-/// What may be switched between steps, on all ranks alike.
+/// The properties that may be switched between steps, on all ranks alike.
 pub(crate) struct Switches {
-    /// Gradients are reduced after backward; otherwise they stay on this rank.
+    /// True if gradients are reduced after backward; otherwise they stay on this rank.
     pub(crate) sync: AtomicBool,
-    /// Reduced gradients cross to the replicas; otherwise they wait.
+    /// True if reduced gradients cross to the replicas; otherwise they wait.
     pub(crate) all_reduce: AtomicBool,
-    /// Full parameters are dropped when backward is through with them.
+    /// True if full parameters are dropped when backward is through with them.
     pub(crate) reshard_after_backward: AtomicBool,
 }
 
-/// A unit of a sharded module, on one rank: what it is, and what may change.
+/// A unit of a sharded module, on one rank: its fixed properties, and those that may change.
 pub(crate) struct Unit {
     spec: UnitSpec,
     name: Mutex<String>,
     keep: Mutex<Keep>,
-    /// What may be switched between steps.
+    /// The properties that may be switched between steps.
     pub(crate) switches: Switches,
     /// Position in the root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
-    /// By slot: whether the optimizer of the module that begins with it has been tried.
+    /// True for each slot with which a module begins whose optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
 
-/// What it is.
+/// Gives the fixed properties of the unit.
 impl Deref for Unit {
     type Target = UnitSpec;
 
@@ -69,7 +69,7 @@ impl std::fmt::Debug for Unit {
 }
 
 impl Unit {
-    /// A unit that belongs to no root yet.
+    /// Returns a unit that belongs to no root yet.
     pub(crate) fn new(name: String, keep: Keep, spec: UnitSpec) -> Self {
         Self {
             name: Mutex::new(name),
@@ -86,7 +86,7 @@ impl Unit {
         }
     }
 
-    /// The path of its module, for messages and labels.
+    /// Returns the path of its module, for messages and labels.
     pub(crate) fn label(&self) -> String {
         let name = self.name.lock();
         match name.is_empty() {
@@ -95,12 +95,12 @@ impl Unit {
         }
     }
 
-    /// Whether full weights stay from forward to backward.
+    /// Returns true if full weights stay from forward to backward.
     pub(crate) fn keeps(&self) -> bool {
         *self.keep.lock() != Keep::No
     }
 
-    /// Whether full weights are dropped after forward from now on.
+    /// Sets whether full weights stay from forward to backward from now on.
     pub(crate) fn set_keeps(&self, keeps: bool) {
         *self.keep.lock() = match keeps {
             true => Keep::Always,
@@ -108,7 +108,7 @@ impl Unit {
         };
     }
 
-    /// Whether gradients are reduced after backward.
+    /// Returns true if gradients are reduced after backward.
     pub(crate) fn syncs(&self) -> bool {
         self.switches.sync.load(Ordering::Relaxed)
     }
@@ -131,13 +131,12 @@ impl Unit {
         self.index.store(position, Ordering::Relaxed);
     }
 
-    /// Position in the root's list.
+    /// Returns the position in the root's list.
     pub(crate) fn position(&self) -> usize {
         self.index.load(Ordering::Relaxed)
     }
 
-    /// How much deeper its gathers are than those of the use before it. A multiple of the first
-    /// stride.
+    /// Returns how much deeper its gathers are than those of the use before it. A multiple of the first stride.
     pub(crate) fn stride(&self) -> usize {
         match self.stride.load(Ordering::Relaxed) {
             HOPELESS => FIRST_STRIDE,
@@ -155,12 +154,12 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
-    /// Whether the optimizer of the module that begins with `slot` has been tried.
+    /// Returns true if the optimizer of the module that begins with `slot` has been tried.
     pub(crate) fn is_tried(&self, slot: usize) -> bool {
         self.tried[slot].load(Ordering::Relaxed)
     }
 
-    /// It has.
+    /// Notes that the optimizer of the module that begins with `slot` has been tried.
     pub(crate) fn set_tried(&self, slot: usize) {
         self.tried[slot].store(true, Ordering::Relaxed);
     }

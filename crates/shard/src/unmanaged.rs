@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::root::Root;
 
 /// Refuses gradients of parameters of `module` that no unit manages and no policy has ignored.
@@ -42,7 +42,7 @@ struct Search<'a> {
 }
 
 impl path::Visitor for Search<'_> {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         // The gradient of a sharded parameter is not under the id of its stand-in.
         if self.found.is_some() || self.gradients.get::<D>(param.id).is_none() {
             return;

@@ -9,7 +9,7 @@ use burn::module::{
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::ProcessMesh;
+use burn_fsdp_collectives::AsMesh;
 
 use crate::error::Error;
 use crate::inspect;
@@ -25,8 +25,7 @@ use crate::state::record;
 use crate::step;
 use crate::wrap::fully_shard;
 
-/// A fully sharded module with the verbs that go with it as methods: the wrapper form of
-/// [`fully_shard`].
+/// A fully sharded module with the functions that go with it as methods: the wrapper form of [`fully_shard`].
 ///
 /// It is a [`Module`] that adds nothing to the paths of its parameters, and dereferences to the
 /// module, so that `model.forward(x)` and `model.blocks` go on to work. It may be a field of another
@@ -66,29 +65,29 @@ impl<M: Module> FullyShardedDataParallel<M> {
     ///
     /// Those of [`fully_shard`]; [`Error::AlreadySharded`] if nothing is left to shard;
     /// [`Error::Names`] if the module's own `map` loses parameters.
-    pub fn new(module: M, mesh: &ProcessMesh, policy: ShardPolicy) -> Result<Self, Error> {
+    pub fn new(module: M, mesh: &impl AsMesh, policy: ShardPolicy) -> Result<Self, Error> {
         let paths = parameter_paths(&module);
         let module = fully_shard(module, mesh, policy.clone())?;
         check_names(&paths, &module)?;
         Ok(Self { module, policy })
     }
 
-    /// The sharded module.
+    /// Returns the sharded module.
     pub fn module(&self) -> &M {
         &self.module
     }
 
-    /// The sharded module, without the wrapper.
+    /// Returns the sharded module, without the wrapper.
     pub fn into_inner(self) -> M {
         self.module
     }
 
-    /// How it was sharded.
+    /// Returns the policy by which it was sharded.
     pub fn policy(&self) -> &ShardPolicy {
         &self.policy
     }
 
-    /// See [`backward`](crate::backward). Collective.
+    /// Calls [`backward`](crate::backward) with the module. Collective.
     ///
     /// # Errors
     ///
@@ -97,7 +96,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         step::backward(loss, &self.module)
     }
 
-    /// See [`clip_grad_norm`](crate::clip_grad_norm). Collective.
+    /// Calls [`clip_grad_norm`](crate::clip_grad_norm) with the module. Collective.
     ///
     /// # Errors
     ///
@@ -106,7 +105,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         clip::clip_grad_norm(&self.module, gradients, clip)
     }
 
-    /// See [`check_elementwise`](crate::check_elementwise).
+    /// Calls [`check_elementwise`](crate::check_elementwise) with the module.
     ///
     /// # Errors
     ///
@@ -115,7 +114,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         elementwise::check_elementwise(self, optimizer)
     }
 
-    /// See [`summon_full_params`](crate::summon_full_params). Collective.
+    /// Calls [`summon_full_params`](crate::summon_full_params) with the module. Collective.
     ///
     /// # Errors
     ///
@@ -132,7 +131,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         })
     }
 
-    /// See [`sync_buffers`](crate::sync_buffers). Collective.
+    /// Calls [`sync_buffers`](crate::sync_buffers) with the module. Collective.
     ///
     /// # Errors
     ///
@@ -145,7 +144,7 @@ impl<M: Module> FullyShardedDataParallel<M> {
         })
     }
 
-    /// See [`check_agreement`](crate::check_agreement). Collective.
+    /// Calls [`check_agreement`](crate::check_agreement) with the module. Collective.
     ///
     /// # Errors
     ///
@@ -170,7 +169,7 @@ impl<M> Deref for FullyShardedDataParallel<M> {
     }
 }
 
-/// Everything is the module's own: the wrapper has no parameters and no place in their paths.
+/// The module's own functions: the wrapper has no parameters and no place in their paths.
 impl<M: Module> Module for FullyShardedDataParallel<M> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.module.collect_devices(devices)
@@ -248,14 +247,14 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         dtypes.dedup();
         let ShardPolicy {
             strategy,
-            layout,
+            cut,
             whole_below,
             axis,
             ..
         } = &self.policy;
         writeln!(
             f,
-            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {layout:?} \
+            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut:?} \
              shards of {}, whole below {whole_below} elements, {} units prefetched",
             root.group.rank(),
             root.group.size(),

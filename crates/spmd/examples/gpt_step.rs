@@ -11,7 +11,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{DataParallel, Mode, compile};
+use burn_fsdp_spmd::{Mode, Strategy, compile};
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
@@ -37,12 +37,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         if std::env::var("KEEP").is_ok() {
             options.recompute = None;
         }
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
         let mut step = compile(
             move |device: &Device| config.init(device, 1).expect("the sizes are valid"),
             |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
             AdamWConfig::new().build(),
-            mode.with_options(options),
+            mode.options(options),
         )?;
         let stream = TokenStream::Synthetic { vocab };
         let batches = Batches { stream, batch, seq };

@@ -1,4 +1,4 @@
-//! The whole way from closures to steps.
+//! Compilation of closures into a step that runs.
 
 mod agree;
 mod cache;
@@ -31,7 +31,7 @@ pub use step::CompiledStep;
 ///
 /// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
 /// gives on rank 0; no rank ever holds more than its part and one whole parameter, but for
-/// [`DataParallel::Default`](crate::DataParallel::Default), whose parts are known with the first graph only.
+/// [`DataParallel::Automatic`](crate::DataParallel::Automatic), whose parts are known with the first graph only.
 ///
 /// The optimizer is followed step by step: what it computes on the host may depend on the learning rate, its
 /// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
@@ -70,8 +70,8 @@ pub use step::CompiledStep;
 /// graph; what changes from step to step (a temperature, a warm-up) is passed as a tensor. Shapes may differ
 /// from step to step.
 ///
-/// When a graph is used for the second time, its step is traced again with the batch at hand and
-/// compared: a counter, a random number or a field that has changed since is [`Error::NotRepeatable`].
+/// When a graph is used for the second time, its step is traced again with the new batch and compared: a counter, a
+/// random number or a field that has changed since is [`Error::NotRepeatable`].
 /// A value that changes later is not noticed.
 ///
 /// `init` and `loss` run on devices with autodiff, on which nothing is computed while tracing, so that neither
@@ -99,7 +99,7 @@ where
     compile_with(init, loss, optimizer, mode, Vec::new())
 }
 
-/// [`compile`] with overrides: parts of the module that cannot be traced as they are.
+/// Compiles as [`compile`] does, with overrides for parts of the module that cannot be traced as they are.
 ///
 /// # Errors
 ///
@@ -120,12 +120,12 @@ where
     compile_on::<Flex, M, B, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
 }
 
-/// Replaces parts of a module while it is traced, and rewrites what the trace made of them.
+/// A replacement of parts of a module while it is traced, and a rewrite of the graph that was traced.
 ///
 /// Training starts from the values of the module that `init` makes; what replaces a part must have the
 /// same parameters under the same paths.
 pub trait Override<M>: Send {
-    /// The module to trace instead.
+    /// Returns the module to trace instead.
     fn replace(&self, module: M) -> M;
 
     /// Rewrites the graph of the trace, before any pass. By default nothing changes.
@@ -138,7 +138,7 @@ pub trait Override<M>: Send {
     }
 }
 
-/// [`compile_with`] for another backend: parameters are initialised on `device`, and steps run on
+/// Compiles as [`compile_with`] does, for another backend: parameters are initialised on `device`, and steps run on
 /// `backend_device`.
 ///
 /// # Errors
@@ -180,7 +180,7 @@ where
         InitialValues::new(&init, &specs, &layout, mode.ranks(), device)?
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
-    let executor = executor.with_axes(mode.ranks().axes()?);
+    let executor = executor.axes(mode.ranks().axes()?);
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();
@@ -203,7 +203,7 @@ where
     ))
 }
 
-/// The first path at which two modules differ.
+/// Returns the first path at which two modules differ.
 fn first_difference(a: &[ParameterSpec], b: &[ParameterSpec]) -> Option<String> {
     let longest = a.len().max(b.len());
     let index = (0..longest).find(|index| a.get(*index) != b.get(*index))?;

@@ -1,7 +1,7 @@
 //! Operations that are not Burn's: how they run, and what they take.
 //!
 //! A model that captures an operation of its own, as an [`OperationIr::Custom`](burn_ir::OperationIr::Custom),
-//! trains compiled if the step knows it: see [`CompiledStep::with_operations`](crate::CompiledStep::with_operations).
+//! trains compiled if the step knows it: see [`CompiledStep::operations`](crate::CompiledStep::operations).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,9 +15,9 @@ use crate::error::Error;
 use crate::graph::{CustomProfile, Graph};
 
 /// An operation that is not Burn's, on a backend. On Burn's CPU backend,
-/// [`CustomOperations::with_kernel`] makes one of two functions.
+/// [`CustomOperations::kernel`] makes one of two functions.
 pub trait CustomOperation<B: BackendIr>: Send + Sync {
-    /// The id that it is captured with.
+    /// Returns the id that the operation is captured with.
     fn name(&self) -> &str;
 
     /// Computes the outputs of a call in their order, of the shapes and types that the call declares.
@@ -32,7 +32,7 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
         inputs: Vec<HandleKind<B>>,
     ) -> Result<Vec<HandleKind<B>>, String>;
 
-    /// What passes and plans must know of a call.
+    /// Returns the properties of a call that passes and plans need.
     fn profile(&self, call: &CustomOpIr) -> CustomProfile;
 }
 
@@ -43,7 +43,7 @@ pub trait CustomOperation<B: BackendIr>: Send + Sync {
 /// use burn_fsdp_spmd::graph::CustomProfile;
 ///
 /// let profile = CustomProfile { written_over: Some(0), ..CustomProfile::default() };
-/// let operations = CustomOperations::new().with_kernel(
+/// let operations = CustomOperations::new().kernel(
 ///     "identity",
 ///     |_call, tensors| tensors,
 ///     move |_call| profile,
@@ -55,14 +55,14 @@ pub struct CustomOperations<B: BackendIr = Flex> {
 }
 
 impl<B: BackendIr> CustomOperations<B> {
-    /// None.
+    /// Creates an empty set of operations.
     pub fn new() -> Self {
         Self {
             by_name: BTreeMap::new(),
         }
     }
 
-    /// Adds one, in place of another of its name.
+    /// Adds an operation, in place of another of its name.
     #[must_use]
     pub fn with(mut self, operation: impl CustomOperation<B> + 'static) -> Self {
         let name = operation.name().to_owned();
@@ -70,12 +70,12 @@ impl<B: BackendIr> CustomOperations<B> {
         self
     }
 
-    /// Their names, sorted.
+    /// Returns the names of the operations, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// Notes at each call of a custom operation what it takes, for passes and plans.
+    /// Stores the profile of each call of a custom operation in its node, for passes and plans.
     ///
     /// # Errors
     ///
@@ -100,10 +100,10 @@ impl<B: BackendIr> CustomOperations<B> {
 }
 
 impl CustomOperations {
-    /// Adds one on Burn's CPU backend: `run` computes the outputs of a call from its inputs, and
-    /// `profile` says what that takes.
+    /// Adds an operation on Burn's CPU backend: `run` computes the outputs of a call from its inputs, and `profile`
+    /// says what that takes.
     #[must_use]
-    pub fn with_kernel<R, P>(self, name: impl Into<String>, run: R, profile: P) -> Self
+    pub fn kernel<R, P>(self, name: impl Into<String>, run: R, profile: P) -> Self
     where
         R: Fn(&CustomOpIr, Vec<FlexTensor>) -> Vec<FlexTensor> + Send + Sync + 'static,
         P: Fn(&CustomOpIr) -> CustomProfile + Send + Sync + 'static,

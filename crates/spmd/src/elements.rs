@@ -3,7 +3,8 @@
 use burn::tensor::{BoolStore, DType};
 use burn_fsdp_collectives::ElementType;
 
-/// The transport's name of a type that can be gathered: of bytes that are moved, nothing has to be known.
+/// Returns the transport's name of a type that can be gathered. Bytes are moved as they are, so that integers and bools
+/// can be, too.
 pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::I64 => Some(ElementType::I64),
@@ -18,7 +19,7 @@ pub(crate) fn gathered_type(dtype: DType) -> Option<ElementType> {
     }
 }
 
-/// The transport's name of a type that can be reduced: the float types.
+/// Returns the transport's name of a type that can be reduced: the float types.
 pub(crate) fn element_type(dtype: DType) -> Option<ElementType> {
     match dtype {
         DType::F64 => Some(ElementType::F64),

@@ -1,4 +1,4 @@
-//! What can go wrong between a loss closure and a step that ran.
+//! Errors of tracing, transforming and running a step.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use burn::tensor::{DType, TensorData};
 
 use crate::pass_id::PassId;
 
-/// Why a step could not be traced, transformed or run.
+/// The reason why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,11 +18,11 @@ pub enum Error {
         advice(reason, produced_by.as_deref())
     )]
     Uncapturable {
-        /// What was being traced: the module, the loss or the optimizer.
+        /// The part that was being traced: the module, the loss or the optimizer.
         stage: &'static str,
         /// The operation whose result was asked for, if it is known.
         produced_by: Option<String>,
-        /// What Burn said.
+        /// Burn's message.
         reason: String,
     },
 
@@ -44,7 +44,7 @@ pub enum Error {
          device that it is given, which has autodiff"
     )]
     Initialization {
-        /// What it said.
+        /// Message of the panic.
         reason: String,
     },
 
@@ -57,7 +57,7 @@ pub enum Error {
     RandomInModule {
         /// The operation that draws.
         operation: String,
-        /// What it draws.
+        /// Shape of the tensor that it draws.
         shape: Vec<usize>,
     },
 
@@ -94,24 +94,25 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The model captured an operation that is not Burn's, and nobody said how to run it.
+    /// The model captured an operation that is not Burn's, and the step has no
+    /// [`CustomOperation`](crate::CustomOperation) of that name.
     #[error(
         "the model uses the operation \"{name}\", which is not Burn's; give the step a CustomOperation \
-         of that name (CompiledStep::with_operations)"
+         of that name (CompiledStep::operations)"
     )]
     UnknownOperation {
-        /// Its name.
+        /// Name of the operation.
         name: String,
     },
 
     /// The loss is not one number.
     #[error(
         "the loss has shape {shape:?}; reduce it to one element, with mean() for instance, and where the \
-         ranks' inputs are joined (DataParallel::Default) name those that have no batch dim \
-         (Mode::with_shared_input)"
+         ranks' inputs are joined (DataParallel::Automatic) name those that have no batch dim \
+         (Mode::shared_input)"
     )]
     LossShape {
-        /// Its shape.
+        /// Shape of the loss.
         shape: Vec<usize>,
     },
 
@@ -125,7 +126,7 @@ pub enum Error {
     /// Two tensors of a batch or two parameters have one name.
     #[error("{what} \"{name}\" occurs twice; give every one its own name")]
     DuplicateName {
-        /// What is named: an input, a parameter.
+        /// Kind of the thing that is named: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -134,7 +135,7 @@ pub enum Error {
     /// A name that nothing has.
     #[error("there is no {what} \"{name}\"; there are {known}")]
     UnknownName {
-        /// What is named: an input, a parameter.
+        /// Kind of the thing that is named: an input, a parameter.
         what: &'static str,
         /// The name.
         name: String,
@@ -148,19 +149,19 @@ pub enum Error {
          another placement, or replicate it"
     )]
     Placement {
-        /// What it is: a parameter, an input.
+        /// Kind of the tensor: a parameter, an input.
         what: &'static str,
-        /// Its path or name.
+        /// Path or name of the tensor.
         name: String,
         /// The placement asked for, and the mesh axis.
         placement: String,
         /// Shape of the whole.
         shape: Vec<usize>,
-        /// Why not.
+        /// The reason why it cannot.
         reason: String,
     },
 
-    /// An operation can run in no way on operands that lie like this.
+    /// An operation has no way to run on operands with these placements.
     #[error(
         "{operation} cannot run on axis {axis} with operands {operands}; int and bool tensors cannot be \
          added up over ranks: place what they are made of so that they are whole where they must be"
@@ -174,7 +175,7 @@ pub enum Error {
         operands: String,
     },
 
-    /// A value whose type collectives do not move lies where it is not wanted.
+    /// A value must be redistributed, and collectives cannot move its type.
     #[error(
         "{value} of type {dtype:?} cannot be redistributed on axis {axis}: only float tensors are \
          added up over ranks; replicate what it is made of"
@@ -182,7 +183,7 @@ pub enum Error {
     Redistribution {
         /// The value.
         value: String,
-        /// Its type.
+        /// Type of the value's elements.
         dtype: DType,
         /// The mesh axis.
         axis: String,
@@ -208,7 +209,7 @@ pub enum Error {
          type, or compile for this one"
     )]
     TensorMismatch {
-        /// What is named: an input, a parameter, a state.
+        /// Kind of the thing that is named: an input, a parameter, a state.
         what: &'static str,
         /// The name.
         name: String,
@@ -221,7 +222,7 @@ pub enum Error {
     /// An optimizer whose step is not the same for every element cannot run on shards.
     #[error(
         "the optimizer combines elements of parameter \"{path}\" ({operation}), so it cannot run on \
-         a shard of it; use DataParallel::Replicate, or an elementwise optimizer such as AdamW"
+         a shard of it; use Strategy::NoShard, or an elementwise optimizer such as AdamW"
     )]
     OptimizerNotElementwise {
         /// The parameter.
@@ -236,11 +237,11 @@ pub enum Error {
          optimizer, or train this model with the eager engine (fully_shard)"
     )]
     UntraceableOptimizer {
-        /// Its type.
+        /// Type of the optimizer.
         optimizer: &'static str,
         /// The parameter.
         path: String,
-        /// What cannot be followed.
+        /// The part of the step or state that cannot be followed.
         reason: String,
     },
 
@@ -254,10 +255,10 @@ pub enum Error {
         path: String,
     },
 
-    /// A value that must be there when a step begins.
+    /// A value that must be set when a step begins, and is not.
     #[error("{what} has no value; set it before the step")]
     Missing {
-        /// What it is.
+        /// Description of the value.
         what: String,
     },
 
@@ -294,7 +295,7 @@ pub enum Error {
         node: usize,
         /// The node.
         operation: String,
-        /// What is wrong.
+        /// The fault, in words.
         reason: String,
     },
 
@@ -326,9 +327,9 @@ pub enum Error {
     Execution {
         /// Index of the node in the schedule.
         node: usize,
-        /// Its operation.
+        /// Name of the node's operation.
         operation: String,
-        /// What the backend said.
+        /// The backend's message.
         reason: String,
     },
 
@@ -338,7 +339,7 @@ pub enum Error {
          compile again and start from a checkpoint"
     )]
     Poisoned {
-        /// How that step failed.
+        /// Error of the step that failed.
         reason: String,
     },
 
@@ -347,7 +348,7 @@ pub enum Error {
     Collective {
         /// Index of the node in the schedule.
         node: usize,
-        /// What happened.
+        /// The error of the collective.
         source: Arc<burn_fsdp_collectives::Error>,
     },
 
@@ -358,20 +359,20 @@ pub enum Error {
     ElementType {
         /// The parameter.
         path: String,
-        /// Its element type.
+        /// Element type of the parameter.
         dtype: DType,
     },
 
     /// A layout that does not exist.
     #[error(transparent)]
-    Layout(#[from] burn_fsdp_mesh::Error),
+    Mesh(#[from] burn_fsdp_mesh::Error),
 
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
 }
 
-/// What to do about something that cannot be captured.
+/// Advises what to do about something that cannot be captured.
 fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     // Burn panics with these words, and has no types for them.
     if reason.contains("seeding is not supported") {
@@ -414,7 +415,7 @@ impl std::fmt::Display for After<'_> {
 }
 
 impl Error {
-    /// An operation of the ranks that is not a node of a graph.
+    /// Wraps the error of a collective that is not a node of a graph.
     pub(crate) fn among_ranks(source: burn_fsdp_collectives::Error) -> Self {
         Self::Collective {
             node: 0,
@@ -422,7 +423,7 @@ impl Error {
         }
     }
 
-    /// A tensor of another shape or type.
+    /// Returns the error for a tensor of another shape or type.
     pub(crate) fn mismatch(
         what: &'static str,
         name: impl Into<String>,

@@ -1,4 +1,4 @@
-//! Initial values: from rank 0 to all, one parameter at a time.
+//! Initial values, sent from rank 0 to all ranks, one parameter at a time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,19 +6,20 @@ use std::sync::Arc;
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Part, Source};
+use burn_fsdp_mesh::Layout;
 use burn_ir::TensorId;
 
 use crate::error::Error;
-use crate::graph::{Graph, ParameterLayout};
+use crate::graph::Graph;
 use crate::panics::caught;
-use crate::parts::{broadcast, element_of, localize, whole};
+use crate::parts::{Divided, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
-/// How ranks divide a tensor of the module before there is a graph.
-pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<ParameterLayout, Error> + 'a;
+/// A function from a tensor of the module to its layout before there is a graph.
+pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
-/// Values of a module's tensors before there is a graph: each as its layout divides it.
+/// Values of a module's tensors before there is a graph, each divided as its layout says.
 #[derive(Debug)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
@@ -27,12 +28,12 @@ pub(crate) struct InitialValues {
 #[derive(Debug, Clone)]
 struct Held {
     spec: ParameterSpec,
-    layout: ParameterLayout,
+    layout: Layout,
     data: TensorData,
 }
 
 impl InitialValues {
-    /// What `init` gives on rank 0, on all ranks, as `layout` says of each tensor.
+    /// Gives all ranks the values that `init` makes on rank 0, divided as `layout` says of each tensor.
     pub(crate) fn new<M: Module>(
         init: impl Fn(&Device) -> M,
         specs: &[ParameterSpec],
@@ -73,31 +74,31 @@ impl InitialValues {
         }
     }
 
-    /// The whole parameter, on all ranks.
+    /// Returns the whole parameter, on all ranks.
     pub(crate) fn whole(&self, path: &str, ranks: &Ranks) -> Result<TensorData, Error> {
         let held = self.held(path)?;
-        whole(ranks, path, &held.data, &held.layout, &held.spec.shape)
+        held.divided(ranks).whole(path, &held.data)
     }
 
-    /// This rank's part, padded.
+    /// Returns this rank's part of a tensor, padded.
     pub(crate) fn local(&self, path: &str) -> Result<TensorData, Error> {
         Ok(self.held(path)?.data.clone())
     }
 
     pub(crate) fn set(&mut self, path: &str, data: TensorData, ranks: &Ranks) -> Result<(), Error> {
-        let layout = self.held(path)?.layout.clone();
+        let local = self.held(path)?.divided(ranks).localize(&data)?;
         if let Some(held) = self.values.get_mut(path) {
-            held.data = localize(&data, &layout, ranks)?;
+            held.data = local;
         }
         Ok(())
     }
 
-    /// How this rank holds it.
-    pub(crate) fn layout(&self, path: &str) -> Result<&ParameterLayout, Error> {
+    /// Returns the layout of a tensor.
+    pub(crate) fn layout(&self, path: &str) -> Result<&Layout, Error> {
         Ok(&self.held(path)?.layout)
     }
 
-    /// Sets this rank's part, padded.
+    /// Sets this rank's part of a tensor, padded.
     pub(crate) fn set_local(&mut self, path: &str, data: TensorData) -> Result<(), Error> {
         self.held(path)?;
         if let Some(held) = self.values.get_mut(path) {
@@ -111,7 +112,7 @@ impl InitialValues {
         held.ok_or_else(|| Error::Internal(format!("parameter {path} has no value")))
     }
 
-    /// The values as a graph lays them out.
+    /// Returns the values, divided as the graph divides its parameters.
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
@@ -134,14 +135,28 @@ impl InitialValues {
             let data = match held.layout == parameter.layout {
                 true => held.data,
                 false => {
-                    let shape = &held.spec.shape;
-                    let all = whole(ranks, &parameter.path, &held.data, &held.layout, shape)?;
-                    localize(&all, &parameter.layout, ranks)?
+                    let all = held.divided(ranks).whole(&parameter.path, &held.data)?;
+                    let divided = Divided {
+                        shape: &parameter.shape,
+                        layout: &parameter.layout,
+                        ranks,
+                    };
+                    divided.localize(&all)?
                 }
             };
             values.push((parameter.value, data));
         }
         Ok(values)
+    }
+}
+
+impl Held {
+    fn divided<'a>(&'a self, ranks: &'a Ranks) -> Divided<'a> {
+        Divided {
+            shape: &self.spec.shape,
+            layout: &self.layout,
+            ranks,
+        }
     }
 }
 
@@ -187,11 +202,16 @@ impl Receiver<'_> {
         }
         let group = self.ranks.group();
         let layout = (self.layout)(spec)?;
-        let ParameterLayout::Flat(partition) = layout else {
+        let divided = Divided {
+            shape: &spec.shape,
+            layout: &layout,
+            ranks: self.ranks,
+        };
+        let Some(partition) = divided.partition()? else {
             let data = broadcast(group, &spec.path, data, (&spec.shape, spec.dtype))?;
             return Ok(Held {
                 spec: spec.clone(),
-                data: localize(&data, &layout, self.ranks)?,
+                data: divided.localize(&data)?,
                 layout,
             });
         };
@@ -210,7 +230,7 @@ impl Receiver<'_> {
         bytes.resize(partition.chunk_len() * size, 0);
         Ok(Held {
             spec: spec.clone(),
-            layout: ParameterLayout::Flat(partition),
+            layout,
             data: TensorData::from_bytes_vec(bytes, [partition.chunk_len()], spec.dtype),
         })
     }

@@ -11,8 +11,8 @@
 //! | module | stage |
 //! |---|---|
 //! | [`graph`] | the step as data: nodes in execution order, values by role and path |
-//! | [`trace`] | from closures to a graph, on fake tensors |
-//! | [`place`] | who has which part of which value |
+//! | [`trace`] | the tracer: makes a graph of closures, on fake tensors |
+//! | [`place`] | placement of the step's values on ranks |
 //! | [`passes`] | functions from graph to graph, and the verifier |
 //! | [`CustomOperations`] | operations that are not Burn's |
 //! | [`run`] | the executor, its table of memory, and timelines |
@@ -25,7 +25,7 @@
 //! A unit is a module whose parameters travel together, see [`Units`](passes::Units). Let U be the number
 //! of units, P that of parameters, B that of units whose weights backward reads and that are not among the last
 //! two of forward, and say that no unit is larger than a bucket. A step of
-//! [`DataParallel::FullyShard`] then takes, if forward visits every unit once,
+//! [`Strategy::FullShard`] then takes, if forward visits every unit once,
 //!
 //! | | all-gathers | reduce-scatters | all-reduces |
 //! |---|---|---|---|
@@ -38,10 +38,10 @@
 //! uses them. Frozen parameters are gathered and not reduced. Before anything runs, every step exchanges 8 bytes
 //! beside these, by which the ranks know that they run the same graph.
 //!
-//! and one of [`DataParallel::Replicate`] as many all-reduces as buckets of gradients and loss, or P + 1
+//! and one of [`Strategy::NoShard`] as many all-reduces as buckets of gradients and loss, or P + 1
 //! without buckets; all of it whatever the number of ranks, one included.
 //!
-//! A step by placements ([`Expand`], [`DataParallel::Default`]) takes what redistributions its operations
+//! A step by placements ([`Expand`], [`DataParallel::Automatic`]) takes what redistributions its operations
 //! need, see [`place`], and none on axes of one rank. Of a transformer of B blocks whose layers are cut by
 //! columns and then by rows, that is 4 B all-reduces: two a block in forward, two in backward, and one more
 //! for each bucket of gradients that are sums over what is cut (the shifts of the norms). Where the batch is
@@ -66,6 +66,7 @@ pub mod run;
 pub mod trace;
 mod transform;
 
+pub use burn_fsdp_mesh::Strategy;
 pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, compile_with};
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
@@ -73,5 +74,5 @@ pub use mode::{Mode, lower};
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper};
 
-/// What [`CustomOperation`]s take, as Burn has it.
+/// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};

@@ -1,12 +1,12 @@
-//! How a step is compiled.
+//! The mode of a compiled step, and its application to a graph.
 
 use std::sync::Arc;
 
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Mesh, Partition, Pattern, Placement};
+use burn_fsdp_mesh::{Cut, Layout, Mesh, Pattern, Strategy};
 
 use crate::error::Error;
-use crate::graph::{Graph, ParameterLayout};
+use crate::graph::Graph;
 use crate::passes::schedule::{self, OptimizerPlace};
 use crate::passes::{DeferOptimizer, Iteration, Pipeline, verify};
 use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication_with};
@@ -14,7 +14,7 @@ use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{InputSpec, ParameterSpec};
 use crate::transform::GraphTransform;
 
-/// How a step is compiled: over which ranks, and by which passes.
+/// The ranks that a step is compiled for, and the passes that compile it.
 #[derive(Debug, Clone)]
 pub struct Mode {
     ranks: Ranks,
@@ -27,34 +27,34 @@ pub struct Mode {
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
 }
 
-/// Who does what.
+/// The division of batch and parameters among the ranks.
 #[derive(Debug, Clone)]
 enum Division {
-    /// Every rank its part of the batch.
+    /// Division of the batch: each rank runs the step on its part.
     DataParallel(DataParallel),
-    /// Every value by its placements on a mesh.
+    /// Division of every value by its placements on a mesh.
     Expand(Mesh, Expand),
-    /// The same on one axis, by the placements that move the fewest bytes; found with the first graph.
+    /// Division of every value on one axis, by the placements that move the fewest bytes; `None` until the first graph.
     Least(Option<Expand>),
 }
 
 impl Mode {
-    /// A single rank.
+    /// Creates the mode of a single rank.
     pub fn single() -> Self {
-        Self::data_parallel(ProcessGroup::solo(), DataParallel::Replicate)
+        Self::data_parallel(ProcessGroup::solo(), Strategy::NoShard)
     }
 
-    /// The ranks of a group divide the batch among them.
-    pub fn data_parallel(group: ProcessGroup, style: DataParallel) -> Self {
-        let division = match style {
-            DataParallel::Default => Division::Least(None),
+    /// Creates a mode in which the ranks of a group divide the batch among them.
+    pub fn data_parallel(group: ProcessGroup, style: impl Into<DataParallel>) -> Self {
+        let division = match style.into() {
+            DataParallel::Automatic => Division::Least(None),
             style => Division::DataParallel(style),
         };
         Self::new(Ranks::line(group), division)
     }
 
-    /// The ranks of a mesh divide values by the user's placements. The loss is that of the joined batch,
-    /// with the statistics of all of it, and every rank returns it.
+    /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss is that of the
+    /// joined batch, with the statistics of all of it, and every rank returns it.
     ///
     /// ```
     /// use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
@@ -70,7 +70,7 @@ impl Mode {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn expand(mesh: ProcessMesh, expand: Expand) -> Self {
-        let division = Division::Expand(mesh.layout().clone(), expand);
+        let division = Division::Expand(mesh.mesh().clone(), expand);
         Self::new(Ranks::of_mesh(mesh), division)
     }
 
@@ -86,26 +86,27 @@ impl Mode {
         }
     }
 
-    /// Which passes schedule the graph, and how.
+    /// Sets the passes that schedule the graph, and their options.
     #[must_use]
-    pub fn with_options(mut self, options: schedule::Options) -> Self {
+    pub fn options(mut self, options: schedule::Options) -> Self {
         self.options = options;
         self
     }
 
-    /// How many graphs are kept: one for the first step, and one for every other set of input shapes.
-    /// 8 by default, at least 1; the one used longest ago goes first.
+    /// Sets the number of graphs that are kept: one for each set of input shapes, of values named with
+    /// [`BatchMapper::fixed`](crate::BatchMapper::fixed) and of optimizer operations, so that the first step has its
+    /// own. 8 by default, at least 1; the one used longest ago goes first.
     #[must_use]
-    pub fn with_cache(mut self, num_graphs: usize) -> Self {
+    pub fn cache(mut self, num_graphs: usize) -> Self {
         self.cache = num_graphs.max(1);
         self
     }
 
-    /// For [`DataParallel::Default`]: the batch's tensors that match a pattern have no batch dim, and all ranks
-    /// pass the same; such as the weights of classes, or a temperature. All others are joined along their first
-    /// dim. [`Expand`] replicates what it does not name, and the other styles join nothing.
+    /// Declares that the batch's tensors that match a pattern have no batch dim and are the same on all ranks, such as
+    /// the weights of classes, or a temperature. It is for [`DataParallel::Automatic`], which joins all others along
+    /// their first dim; [`Expand`] replicates what it does not name, and the other styles join nothing.
     #[must_use]
-    pub fn with_shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
+    pub fn shared_input(mut self, pattern: impl Into<Pattern>) -> Self {
         self.shared.push(pattern.into());
         self
     }
@@ -119,17 +120,18 @@ impl Mode {
 
     /// Adds a pass of the user, after the insertion of collectives and before scheduling.
     #[must_use]
-    pub fn with_transform(mut self, transform: impl GraphTransform + 'static) -> Self {
+    pub fn transform(mut self, transform: impl GraphTransform + 'static) -> Self {
         self.transforms.push(Arc::new(transform));
         self
     }
 
-    /// The ranks, and their mesh.
+    /// Returns the ranks, with their mesh.
     pub(crate) fn ranks(&self) -> &Ranks {
         &self.ranks
     }
 
-    /// Shape of the joined tensor of the batch, of which every rank has one of `shape`: what is traced.
+    /// Returns the shape of the joined tensor of the batch, of which every rank has one of `shape`: the step is traced
+    /// over the joined batch.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
             Division::DataParallel(_) => shape.to_vec(),
@@ -145,27 +147,25 @@ impl Mode {
         }
     }
 
-    /// How a parameter or buffer lies until there is a graph.
-    pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<ParameterLayout, Error> {
+    /// Returns the layout of a parameter or buffer until there is a graph.
+    pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
+        let mesh = self.ranks.mesh()?;
         match &self.division {
-            Division::DataParallel(DataParallel::FullyShard) if !spec.is_buffer => {
-                let num_elements = spec.shape.iter().product();
-                let partition = Partition::flat(num_elements, self.ranks.size())?;
-                Ok(ParameterLayout::Flat(partition))
+            Division::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
+                Ok(Layout::flat(&mesh, DATA_AXIS)?)
             }
             Division::Expand(mesh, expand) if !spec.is_buffer => {
                 let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
-                let is_whole = placed.iter().all(|p| p.placement == Placement::Replicate);
-                Ok(match is_whole {
-                    true => ParameterLayout::Whole,
-                    false => ParameterLayout::Placed(placed.into()),
+                Ok(Layout {
+                    placements: placed.into_iter().map(|axis| axis.placement).collect(),
+                    cut: Cut::Dims,
                 })
             }
-            _ => Ok(ParameterLayout::Whole),
+            _ => Ok(Layout::replicated(&mesh)),
         }
     }
 
-    /// Refuses placements of what is not there.
+    /// Refuses patterns that match no parameter or input.
     pub(crate) fn check_names(
         &self,
         specs: &[ParameterSpec],
@@ -190,17 +190,17 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
-    /// Whether something is left to decide by the first graph.
+    /// Returns true if the placements are left to decide by the first graph.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.division, Division::Least(None))
     }
 
-    /// Takes back what [`decide`](Self::decide) decided.
+    /// Reverts the decision of [`decide`](Self::decide).
     pub(crate) fn reopen(&mut self) {
         self.division = Division::Least(None);
     }
 
-    /// Decides what is left to decide, by the first graph of the joined batch.
+    /// Decides the placements that are left open, by the first graph of the joined batch.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &self.division {
             Division::DataParallel(_) | Division::Expand(..) | Division::Least(Some(_)) => Ok(()),
@@ -213,7 +213,7 @@ impl Mode {
         }
     }
 
-    /// The passes.
+    /// Returns the passes of the mode.
     fn pipeline(&self) -> Result<Pipeline, Error> {
         let num_ranks = self.ranks.size();
         let pipeline = match &self.division {
@@ -238,17 +238,17 @@ impl Mode {
     }
 }
 
-/// A step's graphs, ready to run.
+/// The graphs of a step, ready to run.
 #[derive(Debug)]
 pub(crate) enum Lowered {
-    /// One for every step.
+    /// The one graph of every step.
     Whole(Box<Graph>),
-    /// The optimizer runs in the step after.
+    /// The graphs of a mode whose optimizer runs in the next forward.
     Iteration(Box<Iteration>),
 }
 
-/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. Of a
-/// mode whose optimizer runs in the next forward pass, the main graph.
+/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
+/// optimizer runs in the next forward, the result is the main graph.
 ///
 /// # Errors
 ///
@@ -262,7 +262,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     })
 }
 
-/// All graphs of a mode.
+/// Applies the passes of a mode, and returns all graphs that result.
 pub(crate) fn lower_all(graph: Graph, mode: &Mode) -> Result<Lowered, Error> {
     let graph = mode.pipeline()?.run(graph)?;
     if mode.options.optimizer != OptimizerPlace::InNextForward {

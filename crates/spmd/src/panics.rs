@@ -12,9 +12,9 @@ use std::path::Path;
 use std::sync::Once;
 
 thread_local! {
-    /// How many calls of [`caught`] the thread is in.
+    /// Number of calls of [`caught`] that the thread is in.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
-    /// Where the last panic in one was.
+    /// Source location of the last panic in a call of [`caught`].
     static LOCATION: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
@@ -22,13 +22,13 @@ static INSTALL: Once = Once::new();
 
 /// A panic that was caught.
 pub(crate) struct Panic {
-    /// To go on with it.
+    /// Payload of the panic, which holds its message.
     pub(crate) payload: Box<dyn Any + Send>,
     location: Option<String>,
 }
 
 impl Panic {
-    /// What it said, and where, if that is in the user's own code.
+    /// Returns the message of the panic, and its location if that is in the user's own code.
     pub(crate) fn text(&self) -> String {
         let text = message(self.payload.as_ref());
         match &self.location {
@@ -73,7 +73,7 @@ fn install() {
     }));
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub(crate) fn message(payload: &(dyn Any + Send)) -> String {
     if let Some(text) = payload.downcast_ref::<String>() {
         return text.clone();

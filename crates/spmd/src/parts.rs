@@ -2,42 +2,99 @@
 
 use burn::tensor::{DType, TensorData};
 use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
-use burn_fsdp_mesh::{Partition, Placement};
+use burn_fsdp_mesh::{Cut, Layout, Partition, Placement};
 
 use crate::elements::element_type;
 use crate::error::Error;
-use crate::graph::{ParameterLayout, local_shape};
 use crate::ranks::Ranks;
 
-/// The part of a whole tensor that a rank holds, padded.
-pub(crate) fn localize(
-    data: &TensorData,
-    layout: &ParameterLayout,
-    ranks: &Ranks,
-) -> Result<TensorData, Error> {
-    Ok(match layout {
-        ParameterLayout::Whole => data.clone(),
-        ParameterLayout::Flat(partition) => {
-            let size = data.dtype().size();
-            let range = partition.range(ranks.rank());
-            let mut bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
-            bytes.resize(partition.chunk_len() * size, 0);
-            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], data.dtype())
-        }
-        ParameterLayout::Placed(placements) => {
-            let mut part = data.clone();
-            for axis in placements.iter() {
-                if let Placement::Shard(dim) = axis.placement {
-                    let index = ranks.along(&axis.axis)?.rank();
-                    part = part_along(&part, dim, axis.num_ranks, index);
-                }
-            }
-            part
-        }
-    })
+/// A tensor that ranks divide.
+pub(crate) struct Divided<'a> {
+    /// Shape of the whole.
+    pub(crate) shape: &'a [usize],
+    /// Layout of the tensor on the mesh of the ranks.
+    pub(crate) layout: &'a Layout,
+    /// The ranks.
+    pub(crate) ranks: &'a Ranks,
 }
 
-/// Part `index` of `num_parts` along a dim.
+impl Divided<'_> {
+    /// Returns the partition into flat shards, if the layout cuts between elements.
+    pub(crate) fn partition(&self) -> Result<Option<Partition>, Error> {
+        if self.layout.is_whole() || self.layout.cut != Cut::Elements {
+            return Ok(None);
+        }
+        let num_elements = self.shape.iter().product();
+        Ok(Some(Partition::flat(num_elements, self.ranks.size())?))
+    }
+
+    /// Returns the dims that are cut, with the group that each is cut over, slowest axis first.
+    fn cuts(&self) -> Result<Vec<(usize, &ProcessGroup)>, Error> {
+        let mesh = self.ranks.mesh()?;
+        let axes = self.layout.placements.iter().zip(mesh.axes());
+        let cuts = axes.filter_map(|(placement, axis)| match placement {
+            Placement::Shard(dim) => Some(self.ranks.along(&axis.name).map(|group| (*dim, group))),
+            _ => None,
+        });
+        cuts.collect()
+    }
+
+    /// Returns this rank's part of the whole, padded.
+    pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
+        if let Some(partition) = self.partition()? {
+            let part = slice(data, partition.range(self.ranks.rank()));
+            return self.padded(part);
+        }
+        let mut part = data.clone();
+        for (dim, group) in self.cuts()? {
+            part = part_along(&part, dim, group.size(), group.rank());
+        }
+        Ok(part)
+    }
+
+    /// Gathers the whole of which this rank has a part. All ranks must call it.
+    pub(crate) fn whole(&self, path: &str, local: &TensorData) -> Result<TensorData, Error> {
+        if let Some(partition) = self.partition()? {
+            return gather(self.ranks.group(), path, local, partition, self.shape);
+        }
+        let mut joined = local.clone();
+        for (dim, group) in self.cuts()? {
+            let num_elements = joined.num_elements() * group.size();
+            let partition = Partition::flat(num_elements, group.size())?;
+            let all = gather(group, path, &joined, partition, &[num_elements])?;
+            joined = join_along(all.as_bytes(), &joined, dim, group.size());
+        }
+        Ok(joined)
+    }
+
+    /// Returns a part as the executor holds it: flat shards are padded to one length.
+    pub(crate) fn padded(&self, data: TensorData) -> Result<TensorData, Error> {
+        let Some(partition) = self.partition()? else {
+            return Ok(data);
+        };
+        let dtype = data.dtype();
+        let mut bytes = data.as_bytes().to_vec();
+        bytes.resize(partition.chunk_len() * dtype.size(), 0);
+        let shape = [partition.chunk_len()];
+        Ok(TensorData::from_bytes_vec(bytes, shape, dtype))
+    }
+
+    /// Returns a part without its padding.
+    pub(crate) fn unpadded(&self, data: TensorData) -> Result<TensorData, Error> {
+        Ok(match self.partition()? {
+            Some(partition) => slice(&data, 0..partition.len(self.ranks.rank())),
+            None => data,
+        })
+    }
+
+    /// Returns the shape of this rank's part, without padding.
+    pub(crate) fn part_shape(&self) -> Result<Vec<usize>, Error> {
+        let (mesh, rank) = (self.ranks.mesh()?, self.ranks.rank());
+        Ok(self.layout.part_shape(self.shape, &mesh, rank)?)
+    }
+}
+
+/// Returns part `index` of `num_parts` along a dim.
 fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> TensorData {
     let mut shape = data.shape().to_vec();
     let whole = shape[dim];
@@ -49,7 +106,7 @@ fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> 
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
 }
 
-/// The parts of all ranks, one after the other in `bytes`, side by side along a dim.
+/// Joins the parts of all ranks, which are one after the other in `bytes`, along a dim.
 fn join_along(bytes: &[u8], part: &TensorData, dim: usize, num_parts: usize) -> TensorData {
     let mut shape = part.shape().to_vec();
     let inner: usize = shape[dim..].iter().product::<usize>() * part.dtype().size();
@@ -66,40 +123,13 @@ fn join_along(bytes: &[u8], part: &TensorData, dim: usize, num_parts: usize) -> 
     TensorData::from_bytes_vec(joined, shape, part.dtype())
 }
 
-/// The whole of which this rank has a part. All ranks must call it.
-pub(crate) fn whole(
-    ranks: &Ranks,
-    path: &str,
-    local: &TensorData,
-    layout: &ParameterLayout,
-    shape: &[usize],
-) -> Result<TensorData, Error> {
-    match layout {
-        ParameterLayout::Whole => Ok(local.clone()),
-        ParameterLayout::Flat(partition) => gather(ranks.group(), path, local, *partition, shape),
-        ParameterLayout::Placed(placements) => {
-            let mut joined = local.clone();
-            for axis in placements.iter() {
-                if let Placement::Shard(dim) = axis.placement {
-                    let group = ranks.along(&axis.axis)?;
-                    let num_elements = joined.num_elements() * axis.num_ranks;
-                    let partition = Partition::flat(num_elements, axis.num_ranks)?;
-                    let all = gather(group, path, &joined, partition, &[num_elements])?;
-                    joined = join_along(all.as_bytes(), &joined, dim, axis.num_ranks);
-                }
-            }
-            Ok(joined)
-        }
-    }
-}
-
 pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorData {
     let size = data.dtype().size();
     let bytes = data.as_bytes()[range.start * size..range.end * size].to_vec();
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// The whole of which every rank has a flat padded shard.
+/// Gathers the whole of which every rank has a flat padded shard.
 fn gather(
     group: &ProcessGroup,
     path: &str,
@@ -127,7 +157,7 @@ pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error>
     })
 }
 
-/// What rank 0 has, on all ranks.
+/// Returns rank 0's data on all ranks.
 pub(crate) fn broadcast(
     group: &ProcessGroup,
     path: &str,
@@ -156,36 +186,6 @@ pub(crate) fn broadcast(
             let bytes = received.buffers[0].as_ref().to_vec();
             Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
         }
-    }
-}
-
-/// A part as tensors hold it.
-pub(crate) fn padded(data: TensorData, layout: &ParameterLayout) -> TensorData {
-    match layout {
-        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
-        ParameterLayout::Flat(partition) => {
-            let dtype = data.dtype();
-            let mut bytes = data.as_bytes().to_vec();
-            bytes.resize(partition.chunk_len() * dtype.size(), 0);
-            TensorData::from_bytes_vec(bytes, [partition.chunk_len()], dtype)
-        }
-    }
-}
-
-/// A part without its padding.
-pub(crate) fn unpadded(data: TensorData, layout: &ParameterLayout, ranks: &Ranks) -> TensorData {
-    match layout {
-        ParameterLayout::Whole | ParameterLayout::Placed(_) => data,
-        ParameterLayout::Flat(partition) => slice(&data, 0..partition.len(ranks.rank())),
-    }
-}
-
-/// Shape of this rank's part of a tensor, without padding.
-pub(crate) fn part_shape(shape: &[usize], layout: &ParameterLayout, ranks: &Ranks) -> Vec<usize> {
-    match layout {
-        ParameterLayout::Whole => shape.to_vec(),
-        ParameterLayout::Flat(partition) => vec![partition.len(ranks.rank())],
-        ParameterLayout::Placed(placements) => local_shape(shape, placements),
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// Which pass it is: passes say by it what they come after and before, and a graph which have made it.
+/// The name of a pass: passes declare by it what they come after and before, and a graph lists by it the passes that
+/// made it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum PassId {

@@ -19,12 +19,12 @@ pub(crate) struct Ranks {
 }
 
 impl Ranks {
-    /// All ranks of a group along [`DATA_AXIS`].
+    /// Takes all ranks of a group, along [`DATA_AXIS`].
     pub(crate) fn line(group: ProcessGroup) -> Self {
         Self { group, mesh: None }
     }
 
-    /// The ranks of a mesh.
+    /// Takes the ranks of a mesh.
     pub(crate) fn of_mesh(mesh: ProcessMesh) -> Self {
         Self {
             group: mesh.world().clone(),
@@ -32,30 +32,30 @@ impl Ranks {
         }
     }
 
-    /// All of them.
+    /// Returns the group of all ranks.
     pub(crate) fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// This rank among all of them.
+    /// Returns this rank among all of them.
     pub(crate) fn rank(&self) -> usize {
         self.group.rank()
     }
 
-    /// How many there are.
+    /// Returns the number of ranks.
     pub(crate) fn size(&self) -> usize {
         self.group.size()
     }
 
-    /// Their places.
+    /// Returns the mesh of the ranks.
     pub(crate) fn mesh(&self) -> Result<Mesh, Error> {
         match &self.mesh {
-            Some(mesh) => Ok(mesh.layout().clone()),
+            Some(mesh) => Ok(mesh.mesh().clone()),
             None => Ok(Mesh::line(DATA_AXIS, self.group.size())?),
         }
     }
 
-    /// The ranks along every axis.
+    /// Returns the groups of ranks along every axis.
     pub(crate) fn axes(&self) -> Result<Vec<(Arc<str>, ProcessGroup)>, Error> {
         let axes = self.mesh()?.axes().to_vec().into_iter().map(|axis| {
             let group = self.along(&axis.name)?.clone();
@@ -64,7 +64,7 @@ impl Ranks {
         axes.collect()
     }
 
-    /// The ranks along an axis.
+    /// Returns the group of ranks along an axis.
     pub(crate) fn along(&self, axis: &str) -> Result<&ProcessGroup, Error> {
         match &self.mesh {
             Some(mesh) => mesh.along(axis).map_err(Error::among_ranks),

@@ -1,4 +1,4 @@
-//! What a pass is.
+//! The trait of passes, and the check of their order.
 
 use std::fmt;
 
@@ -35,20 +35,20 @@ use crate::pass_id::PassId;
 /// # Ok::<(), Error>(())
 /// ```
 pub trait GraphTransform: fmt::Debug + Send + Sync {
-    /// What errors and [`Graph::applied`] call it.
+    /// Returns the name of the pass in errors and in [`Graph::applied`].
     fn id(&self) -> PassId;
 
-    /// The passes that must have been applied before it.
+    /// Returns the passes that must have been applied before it.
     fn after(&self) -> &'static [PassId] {
         &[]
     }
 
-    /// The passes that must not have been applied before it.
+    /// Returns the passes that must not have been applied before it.
     fn before(&self) -> &'static [PassId] {
         &[]
     }
 
-    /// The new graph.
+    /// Transforms the graph.
     ///
     /// # Errors
     ///

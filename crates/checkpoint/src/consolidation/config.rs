@@ -1,4 +1,4 @@
-//! What to write, how, and what was written.
+//! The configuration and the result of a consolidation.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -7,16 +7,16 @@ use serde::Serialize;
 
 use crate::TensorEntry;
 
-/// What to write, and how.
+/// The configuration of a consolidation.
 #[derive(Debug, Clone)]
 pub struct ConsolidationConfig {
-    /// In a folder: begin a new file before one would have more bytes of tensors than this. A tensor is
-    /// never split, so that a larger one has a file of its own. One file if `None`.
+    /// Maximum bytes of tensors in each file of a folder; one file if `None`. A tensor is never
+    /// split: one that is larger has a file of its own.
     pub max_shard_size: Option<u64>,
     /// The metadata of the files. By default `format: pt`, which readers of Hugging Face's models ask
     /// for.
     pub metadata: HashMap<String, String>,
-    /// Whether to replace an output that is there. A folder is replaced only if it is empty.
+    /// True to replace an output that is there. A folder is replaced only if it is empty.
     pub replace: bool,
     /// Memory for a matrix that is written transposed. One with more bytes is read in as many passes as
     /// it takes, each with some of its columns; at least one column is in memory.
@@ -34,18 +34,18 @@ impl Default for ConsolidationConfig {
     }
 }
 
-/// How a tensor of a step is written.
+/// The name and orientation in which a tensor of a step is written.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct PlainTensor {
-    /// Its name in the output.
+    /// Name in the output.
     pub name: String,
-    /// Whether its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and those of
-    /// PyTorch.
+    /// True if its two dims are exchanged, as between Burn's linear weights, `[in, out]`, and those
+    /// of PyTorch.
     pub is_transposed: bool,
 }
 
 impl PlainTensor {
-    /// As the step has it.
+    /// Keeps the name and the dims that the tensor has in the step.
     pub fn unchanged(tensor: &TensorEntry) -> Self {
         Self {
             name: tensor.name.clone(),
@@ -54,7 +54,7 @@ impl PlainTensor {
     }
 }
 
-/// What was written.
+/// The result of a consolidation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Consolidated {
     /// The files, in order; the index of a sharded model is not among them.

@@ -6,7 +6,7 @@ use super::config::PlainTensor;
 use crate::tensor::check_tensor;
 use crate::{Error, Step, TensorEntry};
 
-/// A tensor of a step, and how it is written.
+/// A tensor of a step, with its name and orientation in the output.
 #[derive(Debug, Clone)]
 pub(super) struct Output<'a> {
     pub(super) entry: &'a TensorEntry,
@@ -14,7 +14,7 @@ pub(super) struct Output<'a> {
 }
 
 impl Output<'_> {
-    /// The shape in the output.
+    /// Returns the shape in the output.
     pub(super) fn shape(&self) -> Vec<usize> {
         let mut shape = self.entry.shape.clone();
         if self.plain.is_transposed {
@@ -24,7 +24,7 @@ impl Output<'_> {
     }
 }
 
-/// The tensors of the model that have a name in the output, and what it is.
+/// Collects the tensors of the model for which `write_as` gives a name.
 pub(super) fn wanted(
     step: &Step,
     write_as: impl Fn(&TensorEntry) -> Option<PlainTensor>,
@@ -63,7 +63,7 @@ pub(super) fn wanted(
     }
 }
 
-/// Tensors in their order, filed until a file is full.
+/// Divides tensors over files in their order; a file is closed before it would exceed `max_size`.
 pub(super) fn split<'a, 'b>(
     tensors: &'a [Output<'b>],
     max_size: Option<u64>,
@@ -86,7 +86,7 @@ pub(super) fn split<'a, 'b>(
     shards
 }
 
-/// Bytes of tensors together.
+/// Returns the bytes of all tensors together.
 pub(super) fn total_size<'a, 'b: 'a>(tensors: impl IntoIterator<Item = &'a Output<'b>>) -> u64 {
     tensors
         .into_iter()

@@ -1,4 +1,5 @@
-//! Where the output goes: beside what is there first, outside of all steps.
+//! The paths of the output: a hidden name beside the target until all is written, outside of all
+//! steps.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +8,8 @@ use crate::index::{INDEX_FILE, SEAL_FILE};
 use crate::storage::{EntryKind, Storage};
 use crate::{Error, Step};
 
-/// Refuses an output that would replace a file of a step, lie among them, or pass for a step.
+/// Refuses an output that would replace a file of a step, be inside a step, or have the name of a
+/// step.
 pub(super) fn check_outside_steps(
     storage: &dyn Storage,
     step: &Step,
@@ -40,7 +42,7 @@ pub(super) fn check_outside_steps(
     Ok(())
 }
 
-/// The folder that an output lies in.
+/// Returns the folder that an output is in.
 pub(super) fn parent(out: &Path) -> &Path {
     out.parent().unwrap_or(Path::new(""))
 }
@@ -69,7 +71,7 @@ pub(super) fn remove_leftovers(storage: &dyn Storage, out: &Path) {
     }
 }
 
-/// A hidden name in the same folder.
+/// Makes up a hidden name in the folder of the output.
 pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     let name = out.file_name().ok_or_else(|| Error::Argument {
         argument: "out",
@@ -80,7 +82,7 @@ pub(super) fn beside(out: &Path) -> Result<PathBuf, Error> {
     Ok(out.with_file_name(format!(".{name}.partial-{}", nonce())))
 }
 
-/// What remains of a failed attempt harms nothing but space.
+/// Logs a failed removal of an unfinished output, which does no harm but take space.
 pub(super) fn discard(removed: std::io::Result<()>, path: &Path) {
     if let Err(error) = removed {
         tracing::warn!(path = %path.display(), %error, "cannot remove an unfinished file");

@@ -14,7 +14,7 @@ use crate::{Error, Region, Step, TensorEntry};
 /// Bytes of tensors that are copied at a time.
 const BLOCK_BYTES: usize = 16 << 20;
 
-/// `model.safetensors.index.json`.
+/// The content of `model.safetensors.index.json`.
 #[derive(Serialize)]
 struct WeightIndex {
     metadata: WeightMetadata,
@@ -93,7 +93,7 @@ pub(super) fn write_file(
     file.sync().map_err(Error::io("sync", path))
 }
 
-/// Hands on a whole tensor, block by block.
+/// Copies a whole tensor to `write`, block by block.
 fn copy(
     step: &Step,
     tensor: &TensorEntry,
@@ -110,7 +110,7 @@ fn copy(
     Ok(())
 }
 
-/// Hands on a matrix column by column: as the rows of its transpose.
+/// Passes a matrix to `write` column by column: as the rows of its transpose.
 ///
 /// As many columns as fit `max_bytes` are put together at a time, from blocks of rows.
 fn transpose(

@@ -1,4 +1,4 @@
-//! Whether an index, which may come from anyone, can be relied on.
+//! Validation of an index, which may come from anyone.
 
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
@@ -10,14 +10,14 @@ use crate::shard_header::LENGTH_BYTES;
 use crate::tensor::check_tensor;
 use crate::{Error, Region};
 
-/// A tensor may have at most this many boxes: they are compared in pairs.
+/// Maximum number of boxes of a tensor: they are compared in pairs.
 const MAX_BOXES: usize = 1 << 14;
 
-/// Losses are scaled in 32 bits.
+/// The valid loss scales: losses are scaled in 32 bits.
 const LOSS_SCALES: RangeInclusive<f64> = f32::MIN_POSITIVE as f64..=f32::MAX as f64;
 
 impl Index {
-    /// See [`Index`] for what this establishes. `path` is for messages.
+    /// Checks what [`Index`] promises of a valid index. `path` is for messages.
     pub(crate) fn validate(&self, path: &Path) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid(path, problem));
         if !CHUNK_LIMITS.contains(&self.chunk_bytes) {
@@ -90,7 +90,7 @@ impl Index {
         }
     }
 
-    /// Every part is in a file, inside the tensor, and its sizes agree.
+    /// Checks that every part is in a file, inside the tensor, and that its sizes agree.
     fn check_parts(&self, tensor: &TensorEntry, item_bytes: usize) -> Result<(), String> {
         let mut files = HashSet::new();
         for part in &tensor.parts {
@@ -125,7 +125,7 @@ impl Index {
         Ok(())
     }
 
-    /// The parts in each file follow each other from its header to its end.
+    /// Checks that the parts in each file follow each other from its header to its end.
     fn validate_file_tiling(&self, path: &Path) -> Result<(), Error> {
         let mut parts: Vec<_> = self
             .tensors
@@ -158,7 +158,7 @@ impl Index {
     }
 }
 
-/// No path: it cannot lead out of the folder.
+/// Returns true if a name is no path, so that it cannot lead out of the folder.
 fn is_plain_name(name: &str) -> bool {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     name.len() <= 255
@@ -173,7 +173,7 @@ fn has_sound_sizes(file: &FileEntry) -> bool {
         && file.header_bytes <= file.bytes
 }
 
-/// The parts hold every element of the tensor once.
+/// Checks that the parts hold every element of the tensor once.
 fn check_tiling(tensor: &TensorEntry) -> Result<(), String> {
     let total = tensor.num_elements();
     let parts = &tensor.parts;
@@ -217,7 +217,8 @@ fn as_flat(part: &PartEntry) -> Option<&std::ops::Range<usize>> {
     }
 }
 
-/// Boxes that do not overlap and have as many elements as the tensor tile it.
+/// Checks that boxes tile a tensor: that they do not overlap and have as many elements as the
+/// tensor.
 fn check_boxes(tensor: &TensorEntry, total: usize) -> Result<(), String> {
     let mut boxes: Vec<(&[usize], &[usize])> = tensor
         .parts

@@ -10,7 +10,7 @@ use crate::shard_header::{self, LENGTH_BYTES};
 use crate::storage::{ReadFile, Storage};
 use crate::{Error, Index, Limits};
 
-/// At most this many files are kept open: a step may have more than a process may open.
+/// Maximum number of files that are kept open: a step may have more than a process may open.
 pub(super) const MAX_OPEN_FILES: usize = 64;
 
 /// The files used last.
@@ -31,9 +31,9 @@ pub(super) struct Files {
     pub(super) path: PathBuf,
     pub(super) limits: Limits,
     pub(super) index: Index,
-    /// For each file the parts in it, `(tensor, part)`, in the order of their bytes.
+    /// The parts in each file, `(tensor, part)`, in the order of their bytes.
     pub(super) by_file: Vec<Vec<(usize, usize)>>,
-    /// Set for files whose header was found to agree with the index.
+    /// The files whose header was found to agree with the index: theirs is set.
     checked: Vec<OnceLock<()>>,
     /// The files used last.
     open_files: OpenFiles,
@@ -76,7 +76,7 @@ impl Files {
         self.path.join(&self.index.files[number].name)
     }
 
-    /// A file whose size and header agree with the index.
+    /// Returns a file whose size and header agree with the index, opened if need be.
     pub(super) fn file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
         let lock = || {
             self.open_files
@@ -107,7 +107,7 @@ impl Files {
         Ok(file)
     }
 
-    /// A file that has its size.
+    /// Opens a file and checks its size.
     pub(super) fn open_file(&self, number: usize) -> Result<Arc<dyn ReadFile>, Error> {
         let path = self.file_path(number);
         let file = self.storage.open_file(&path);
@@ -189,7 +189,7 @@ impl Files {
     }
 }
 
-/// The index of a step, whole and valid.
+/// Reads the index of a step, and checks its seal and its content.
 fn read_index(storage: &dyn Storage, path: &Path, limits: &Limits) -> Result<Index, Error> {
     let seal_path = path.join(SEAL_FILE);
     let index_path = path.join(INDEX_FILE);

@@ -1,4 +1,4 @@
-//! Reading the bytes of one part, checked or not.
+//! The reader of one part's bytes, checked or not.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crc32fast::Hasher;
 use super::files::Files;
 use crate::checksum::BLOCK_BYTES;
 use crate::index::PartEntry;
-use crate::region::{Overlap, Runs, overlaps};
+use crate::overlap::{Overlap, Runs, overlaps};
 use crate::storage::ReadFile;
 use crate::{Error, Region, TensorEntry};
 
@@ -19,7 +19,7 @@ pub(super) struct Chunk {
     bytes: Vec<u8>,
 }
 
-/// Reads the bytes of one part.
+/// A reader of the bytes of one part.
 pub(super) struct PartReader<'a> {
     pub(super) files: &'a Files,
     pub(super) file: Arc<dyn ReadFile>,
@@ -40,7 +40,7 @@ impl PartReader<'_> {
         })
     }
 
-    /// As [`read`](Self::read), by way of whole chunks that are checked.
+    /// Fills the buffer as [`read`](Self::read) does, by way of whole chunks that are checked.
     ///
     /// A chunk that is wanted in full goes straight into the buffer.
     pub(super) fn read_verified(
@@ -106,7 +106,7 @@ impl PartReader<'_> {
     }
 }
 
-/// The pieces of a region that a part holds.
+/// Lists the pieces of a region that a part holds.
 pub(super) fn overlap(
     part: &PartEntry,
     tensor: &TensorEntry,

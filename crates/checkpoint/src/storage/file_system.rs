@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::{DirEntry, EntryKind, Lock, ReadFile, Storage, WriteFile};
 
-/// The file system.
+/// The file system of the operating system, as a storage.
 ///
 /// Files are read by position instead of being mapped. A mapped file that somebody truncates kills
 /// the process with a signal that no program can turn into an error, and steps may come from
@@ -137,7 +137,7 @@ fn kind_of(file_type: fs::FileType) -> EntryKind {
     }
 }
 
-/// Opening neither follows a link nor waits for the other end of a pipe.
+/// Sets flags so that opening neither follows a link nor waits for the other end of a pipe.
 fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
     #[cfg(unix)]
     {
@@ -148,7 +148,7 @@ fn without_following(options: &mut OpenOptions) -> &mut OpenOptions {
     options
 }
 
-/// The file that was opened, if it is a regular one.
+/// Returns the file that was opened, or an error if it is not a regular one.
 fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     let is_regular = match &opened {
         Ok(file) => file.metadata()?.is_file(),
@@ -164,7 +164,7 @@ fn regular(opened: io::Result<File>, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Whether a file system says that it does not have this operation at all.
+/// Returns true if the error says that the file system does not have the operation at all.
 fn is_unsupported(error: &io::Error) -> bool {
     #[cfg(unix)]
     {
@@ -219,13 +219,13 @@ impl ReadFile for Read {
     }
 }
 
-/// The lock ends when the file is closed.
+/// A locked file; the lock ends when the file is closed.
 #[derive(Debug)]
 struct Locked(#[expect(dead_code, reason = "held for its lock")] File);
 
 impl Lock for Locked {}
 
-/// Where the file system has no locks.
+/// The guard for file systems without locks, which holds nobody off.
 #[derive(Debug)]
 struct Unlocked;
 

@@ -19,10 +19,10 @@ pub struct Memory {
     disk: Arc<Mutex<Disk>>,
 }
 
-/// How much of what was not synced survives a crash.
+/// The choice of how much that was not synced survives a crash.
 pub trait Keep {
-    /// A number from 0 to `most`, which are both included: how many of the changes since the last
-    /// sync are kept.
+    /// Returns the number of changes since the last sync that are kept, from 0 to `most`, both
+    /// included.
     fn changes(&mut self, most: usize) -> usize;
 }
 
@@ -45,7 +45,8 @@ struct Disk {
     dirs: BTreeMap<Node, DirNode>,
     num_nodes: usize,
     locked: BTreeSet<PathBuf>,
-    /// Counts crashes, so that locks of before do not unlock what is locked after.
+    /// Number of crashes, so that the guards of locks taken before one do not unlock what is locked
+    /// after it.
     life: usize,
 }
 
@@ -70,12 +71,12 @@ impl DirNode {
 }
 
 impl Memory {
-    /// An empty storage.
+    /// Makes an empty storage.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Loses power: keeps what was synced and as much else as `keep` says. Locks end.
+    /// Simulates a loss of power: keeps what was synced and as much else as `keep` says. Locks end.
     pub fn crash(&self, mut keep: impl Keep) {
         let mut disk = self.disk();
         disk.locked.clear();
@@ -96,7 +97,7 @@ impl Memory {
         }
     }
 
-    /// The bytes of a file, if there is one.
+    /// Returns the bytes of a file, if there is one.
     pub fn read(&self, path: &Path) -> Option<Vec<u8>> {
         let disk = self.disk();
         let node = disk.node(path).ok()?;
@@ -160,7 +161,7 @@ impl Disk {
         self.dirs.get_mut(&node).ok_or_else(not_found)
     }
 
-    /// The folder that an entry is in, and its name there.
+    /// Returns the folder that an entry is in, and its name there.
     fn parent(&mut self, path: &Path) -> io::Result<(Node, String)> {
         let name = path.file_name().and_then(|name| name.to_str());
         let parent = path.parent().unwrap_or(Path::new(""));

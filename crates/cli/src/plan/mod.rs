@@ -1,4 +1,4 @@
-//! What training a model takes, without training it.
+//! The `burn-fsdp plan` command: the cost of a training, without running it.
 
 mod preset;
 mod published;

@@ -1,4 +1,4 @@
-//! Models by name.
+//! The models that are known by name.
 
 use burn_fsdp::plan::Transformer;
 use burn_fsdp_models::{GptConfig, LlamaConfig};
@@ -35,7 +35,7 @@ impl Preset {
         })
     }
 
-    /// Longest sequence, in tokens.
+    /// Returns the longest sequence, in tokens.
     pub(crate) fn seq(&self) -> usize {
         match self {
             Self::Gpt(config) => config.seq,
@@ -43,7 +43,7 @@ impl Preset {
         }
     }
 
-    /// The same with that many blocks.
+    /// Returns the same model with that many blocks.
     pub(crate) fn with_layers(self, layers: usize) -> Self {
         match self {
             Self::Gpt(config) => Self::Gpt(GptConfig { layers, ..config }),
@@ -51,7 +51,7 @@ impl Preset {
         }
     }
 
-    /// The sizes that formulas need.
+    /// Returns the sizes that formulas need.
     pub(crate) fn transformer(&self, name: &str) -> Transformer {
         match *self {
             Self::Gpt(config) => gpt(&config, &format!("gpt {name}")),

@@ -1,43 +1,45 @@
-//! Predictions beside published figures.
+//! A table of predictions beside published figures.
 //!
-//! The rows are data, in `published.csv` beside this file: what each source says of its run, and what kind
-//! of evidence the row is. Each kind of device has one constant that is fitted, the part of its peak that
+//! The rows are data, in `published.csv` beside this file: the figures that each source gives of
+//! its run, and the kind of evidence that the row is. Each kind of device has one constant that is
+//! fitted, the part of its peak that
 //! train steps reach, and it is fitted on the row that is marked so. Everything else is from data
 //! sheets, from the publications, or from the formulas.
 
-use burn_fsdp::plan::{Checkpointing, Division, Estimate, Job, Machine, Precision};
+use burn_fsdp::Strategy;
+use burn_fsdp::plan::{Checkpointing, Estimate, Job, Machine, Precision};
 
 use crate::args::ModelArg;
 use crate::plan::preset::Preset;
 
 const ROWS: &str = include_str!("published.csv");
 
-/// A prediction that is further off is marked as missed.
+/// Largest difference in percent of a prediction that is not marked as missed.
 const NEAR_PERCENT: f64 = 15.0;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// What was published of a run.
+/// A published figure of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Figure {
-    /// Per device, recomputation included.
+    /// TFLOP/s per device, recomputation included.
     Teraflops(f64),
-    /// Per second and device.
+    /// Tokens per second and device.
     Tokens(f64),
-    /// Peak of device memory.
+    /// Peak of device memory in GiB.
     Gibibytes(f64),
-    /// What the allocator has taken of device memory.
+    /// Device memory that the allocator has taken, in GiB.
     Reserved(f64),
     /// Part of the step that is backward, in percent.
     Backward(f64),
-    /// That it runs.
+    /// The fact that it runs.
     Runs,
 }
 
-/// What a row says of the formulas.
+/// The kind of evidence that a row is for the formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Evidence {
-    /// Nothing: its device's constant is the one that makes it right.
+    /// None: the constant of its device is the one that makes it right.
     Fitted,
     /// Little: the prediction is the fitted constant again, whatever the formulas are.
     Repeats,
@@ -45,7 +47,7 @@ enum Evidence {
     Ratio,
     /// Little: the source names no device, and one on which it runs was chosen.
     Chosen,
-    /// What they predict.
+    /// A prediction by the formulas.
     Predicted,
 }
 
@@ -57,17 +59,17 @@ struct Row {
     evidence: Evidence,
 }
 
-/// What a row comes to.
+/// The published and the predicted value of a row.
 struct Comparison {
-    /// Of the figure.
+    /// Name of the figure.
     name: &'static str,
     published: String,
     predicted: String,
-    /// In percent, where both are numbers of one kind.
+    /// Difference in percent, where both are numbers of one kind.
     percent: Option<f64>,
 }
 
-/// The table of `docs/plan.md`, and below it what it comes to.
+/// Makes the table of `docs/plan.md`, with a summary below it.
 pub(crate) fn table() -> String {
     let mut table = String::from(
         "| source | model | ranks | machine | batch x tokens | recomputed | figure | published | predicted | difference | planned GiB |\n\
@@ -139,7 +141,7 @@ impl Row {
         Estimate::new(&self.job, &self.machine, self.machine.memory_bytes)
     }
 
-    /// Bytes of the plan beside those of the device.
+    /// Compares the bytes of the plan with those of the device.
     fn memory(&self) -> String {
         let estimate = self.estimate();
         let [peak, available] = [estimate.peak.bytes.total(), estimate.available];
@@ -226,7 +228,7 @@ fn rows() -> Vec<Row> {
     ROWS.lines().skip(1).map(row).collect()
 }
 
-/// A line of the file: no value has a comma.
+/// Parses a line of the file. No value has a comma.
 fn parse(line: &'static str) -> Option<Row> {
     let cells: Vec<_> = line.split(',').collect();
     let [
@@ -263,7 +265,7 @@ fn parse(line: &'static str) -> Option<Row> {
             batch: batch.parse().ok()?,
             seq: seq.parse().ok()?,
             precision: Precision::Bf16,
-            division: Division::FullShard,
+            strategy: Strategy::FullShard,
             checkpointing: match recomputed {
                 "nothing" => Checkpointing::None,
                 "selective" => Checkpointing::Selective,
@@ -309,7 +311,8 @@ mod tests {
         }
     }
 
-    /// Half a percent is what rounding the published number leaves open.
+    /// Checks that the fitted rows differ by less than 0.05 percent, which rounding of the
+    /// constants leaves open.
     #[test]
     fn the_constants_are_those_of_the_fitted_rows_and_of_no_other() {
         let mut machines = Vec::new();

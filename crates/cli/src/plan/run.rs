@@ -1,17 +1,17 @@
-//! What training a model takes, without training it.
+//! The plan of a training from arguments to printed text, JSON or a drawing.
 
 use std::io::{self, Write};
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::Strategy;
+use burn_fsdp::compile::Error;
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::schedule::{Options, pipeline};
 use burn_fsdp::compile::trace::{TraceConfig, trace};
-use burn_fsdp::compile::{DataParallel, Error};
 use burn_fsdp::plan::{
-    Checkpointing, Division, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size,
-    TracedEstimate,
+    Checkpointing, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size, TracedEstimate,
 };
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
@@ -23,10 +23,10 @@ use crate::output;
 use crate::plan::preset::Preset;
 use crate::plan::published;
 
-/// More of anything is refused, so that no product overflows.
+/// Maximum number of ranks. More is refused, as are more tokens, so that no product overflows.
 const MOST_RANKS: usize = 1 << 20;
 const MOST_TOKENS: usize = 1 << 24;
-/// Models of more blocks are extrapolated from these numbers of them.
+/// Numbers of blocks from which models of more blocks are extrapolated.
 const FEW_BLOCKS: usize = 6;
 const MORE_BLOCKS: usize = 8;
 
@@ -103,33 +103,28 @@ fn traced(
     })
 }
 
-/// The plan of a traced step, and its peak if nothing were computed again.
+/// Returns the plan of a traced step, and its peak if nothing were computed again.
 fn traced_blocks(
     args: &PlanArgs,
     preset: &Preset,
     job: &Job,
     machine: &Machine,
 ) -> Result<(Plan, u64), InputError> {
-    let style = match args.strategy {
-        StrategyArg::NoShard => DataParallel::Replicate,
-        _ => DataParallel::FullyShard,
-    };
     let mut options = Options::default();
     options.prefetch = args.prefetch > 0;
-    options.reshard_after_forward = args.strategy == StrategyArg::FullShard;
     let graph = traced_graph(preset, job)?;
     let mut keeping = options.clone();
     keeping.recompute = None;
-    let keeping = pipeline(job.ranks, style, &keeping, &[]).run(graph.clone())?;
+    let keeping = pipeline(job.ranks, job.strategy, &keeping, &[]).run(graph.clone())?;
     let without = MemoryPlan::new(&keeping, 0)?.peak_bytes();
     drop(keeping);
-    let graph = pipeline(job.ranks, style, &options, &[]).run(graph)?;
+    let graph = pipeline(job.ranks, job.strategy, &options, &[]).run(graph)?;
     Ok((Plan::new(&graph, machine, 0)?, without))
 }
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
-/// The train step of a preset, before it is divided.
+/// Traces the train step of a preset, before it is divided.
 fn traced_graph(preset: &Preset, job: &Job) -> Result<Graph, InputError> {
     let expected = "presets are valid, their tests say";
     match *preset {
@@ -206,10 +201,10 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
         batch: args.batch,
         seq,
         precision,
-        division: match args.strategy {
-            StrategyArg::FullShard => Division::FullShard,
-            StrategyArg::ShardGradOp => Division::ShardGradOp,
-            StrategyArg::NoShard => Division::NoShard,
+        strategy: match args.strategy {
+            StrategyArg::FullShard => Strategy::FullShard,
+            StrategyArg::ShardGradOp => Strategy::ShardGradOp,
+            StrategyArg::NoShard => Strategy::NoShard,
             StrategyArg::HybridShard => {
                 return Err(InputError::NotPlanned {
                     flag: "--strategy hybrid-shard",
@@ -253,7 +248,7 @@ fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
     Ok(())
 }
 
-/// What was planned, and under which assumptions.
+/// Describes the job that is planned, with its assumptions.
 fn heading(job: &Job, how: &str) -> String {
     let billions = job.model.num_params() as f64 / 1e9;
     let precision = match job.precision {
@@ -265,16 +260,12 @@ fn heading(job: &Job, how: &str) -> String {
         Checkpointing::Selective => "selective activation checkpointing",
         Checkpointing::Full => "full activation checkpointing",
     };
-    let division = match job.division {
-        Division::FullShard => "full-shard",
-        Division::ShardGradOp => "shard-grad-op",
-        Division::NoShard => "no-shard",
-    };
+    let strategy = job.strategy;
     let offload = if job.is_offloaded { ", offload" } else { "" };
     let at_rest = 16.0 * job.model.num_params() as f64;
     format!(
         "{} ({billions:.2} B parameters), {how}\n\
-         {} ranks, {} x {} tokens each, {precision}, {division}, {checkpointing}{offload}, AdamW\n\
+         {} ranks, {} x {} tokens each, {precision}, {strategy}, {checkpointing}{offload}, AdamW\n\
          states: 16 bytes a parameter, {} in all\n",
         job.model.name,
         job.ranks,

@@ -1,4 +1,4 @@
-//! `burn-fsdp consolidate`.
+//! The `burn-fsdp consolidate` command.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -61,12 +61,13 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     Ok(written.map_err(InputError::from)?)
 }
 
-/// The model that was saved, if it is one that this command knows.
+/// Returns the model that was saved, if it is one that this command knows.
 fn model_of(step: &Step) -> Option<ModelConfig> {
     serde_json::from_value(step.index().model.clone()).ok()
 }
 
-/// By path, how every tensor of the step's model is written; the step has these and no others.
+/// Returns, by path, the name and orientation in which every tensor of the step's model is written.
+/// The step's model has these tensors and no others.
 fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
     let path = step.path().to_owned();
     let Some(model) = model_of(step) else {

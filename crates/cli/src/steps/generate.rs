@@ -1,4 +1,4 @@
-//! `burn-fsdp generate`.
+//! The `burn-fsdp generate` command.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::host;
 use crate::steps::open::with_step;
 use crate::text::{Sample, printable};
 
-/// Prints the prompt and what the model adds to it.
+/// Prints the prompt and the text that the model adds to it.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     if args.prompt.is_empty() {
         return Err(InputError::EmptyPrompt.into());
@@ -32,7 +32,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     console::answer(printable(&text))
 }
 
-/// The configuration in the index, if the tensors beside it are of such a model.
+/// Returns the configuration in the index, if the tensors beside it are of such a model.
 ///
 /// The index may be from anyone, and its configuration may ask for a model of any size. That of the
 /// tensors is bounded by the files, so it is compared before a model is made.

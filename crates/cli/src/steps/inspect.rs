@@ -1,4 +1,4 @@
-//! `burn-fsdp inspect`.
+//! The `burn-fsdp inspect` command.
 
 use burn_fsdp::checkpoint::{Error as StepError, Inspection, Step};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,16 +9,16 @@ use crate::console;
 use crate::error::{Failure, InputError};
 use crate::steps::open::with_step;
 
-/// What is in a step, and what is wrong with it.
+/// The contents of a step, and its damage.
 #[derive(Serialize)]
 struct Findings {
     #[serde(flatten)]
     inspection: Inspection,
-    /// Absent if nothing was verified.
+    /// Damage that was found; `None`, in JSON `null`, if nothing was verified.
     damage: Option<Vec<String>>,
 }
 
-/// Shows a step; damage is the error.
+/// Prints the contents of a step; damage is the error.
 pub(crate) fn run(args: InspectArgs) -> Result<(), Failure> {
     let (inspection, damage) = with_step(&args.step, |step| {
         let inspection = Inspection::new(&step);

@@ -1,4 +1,4 @@
-//! What can be done with a saved step: look at it, write it as plain files, let its model go on from a text.
+//! The commands for a saved step: `inspect`, `consolidate` and `generate`.
 
 pub(crate) mod consolidate;
 pub(crate) mod generate;

@@ -6,11 +6,11 @@ use burn_fsdp::checkpoint::{Checkpoints, Step};
 
 use crate::error::{Failure, InputError};
 
-/// How often the newest step is looked for again when it is removed while it is read.
+/// Maximum number of attempts to read the newest step when it is removed while it is read.
 const ATTEMPTS: usize = 5;
 
-/// Reads the step at `path`, or the newest of the folder of checkpoints there; that anew if it is
-/// removed meanwhile, as a training that keeps its last steps does.
+/// Reads the step at `path`, or the newest of the folder of checkpoints there. Starts again with
+/// the newest if it is removed meanwhile, as a training that keeps its last steps does.
 pub(crate) fn with_step<T>(
     path: &Path,
     mut read: impl FnMut(Step) -> Result<T, Failure>,

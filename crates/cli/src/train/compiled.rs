@@ -1,4 +1,4 @@
-//! Training by a compiled step.
+//! The trainer that runs a compiled step.
 
 use std::sync::Mutex;
 use std::time::Instant;
@@ -7,11 +7,11 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::{
-    CompiledStep, DataParallel, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
+    CompiledStep, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::plan::{MemoryPlan, Size};
 use burn_fsdp::testing::At;
-use burn_fsdp::{ProcessGroup, ProcessMesh, Strategy};
+use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Batches, Gpt};
 use serde_json::Value;
@@ -33,24 +33,20 @@ pub(crate) struct Compiled<'a> {
     mesh: &'a ProcessMesh,
     batches: Batches,
     step: CompiledStep<Tokens>,
-    /// The most bytes of full tensors at once, of the graph that was traced last.
+    /// Number of traces so far, and maximum of the bytes of full parameters and gradients at once
+    /// in the graph that was traced last.
     unsharded: Option<(usize, usize)>,
-    /// A sharded model to evaluate with, made when it is first asked for.
+    /// A sharded model to evaluate with, made when it is first needed.
     model: Option<Gpt>,
 }
 
-/// The mode and the passes that divide a step as the configuration says.
+/// Returns the mode, with passes that divide a step as the configuration says.
 pub(crate) fn mode(sharding: &Sharding, world: &ProcessGroup) -> Mode {
-    let style = match sharding.strategy {
-        Strategy::NoShard => DataParallel::Replicate,
-        Strategy::FullShard | Strategy::ShardGradOp => DataParallel::FullyShard,
-    };
     let mut options = Options::default();
-    options.reshard_after_forward = sharding.strategy == Strategy::FullShard;
     // A default of the eager engine. Ranks that are threads move the bytes when they wait, so that
     // nothing is gained by starting early.
     options.prefetch = sharding.prefetch > 1;
-    Mode::data_parallel(world.clone(), style).with_options(options)
+    Mode::data_parallel(world.clone(), sharding.strategy).options(options)
 }
 
 impl<'a> Compiled<'a> {
@@ -85,7 +81,7 @@ impl<'a> Compiled<'a> {
             world,
             mesh,
             batches: config.data.training(&config.model, config.batch),
-            step: step.with_operations(fused::operations()),
+            step: step.operations(fused::operations()),
             unsharded: None,
             model: None,
         })
@@ -98,7 +94,7 @@ impl<'a> Compiled<'a> {
         Ok(self.batches.rows(step, rows).to_tensors(&Device::flex()))
     }
 
-    /// Plans a graph that is new, and says so once.
+    /// Plans the memory of a graph that is new, and prints the size of the first one.
     fn look_at_graph(&mut self) -> Result<(), RankError> {
         let traced = self.step.num_traces();
         let Some(graph) = self.step.graph() else {
@@ -120,7 +116,7 @@ impl<'a> Compiled<'a> {
         Ok(())
     }
 
-    /// A sharded model with the weights of now.
+    /// Returns a sharded model with the current weights.
     fn sharded(&mut self) -> Result<&Gpt, RankError> {
         let model = match self.model.take() {
             Some(model) => model,
@@ -170,7 +166,7 @@ impl Trainer for Compiled<'_> {
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
-        let layout = self.mesh.layout();
+        let layout = self.mesh.mesh();
         Ok(snapshot_compiled(&mut self.step, layout, "shard")?)
     }
 

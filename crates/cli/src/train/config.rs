@@ -1,4 +1,4 @@
-//! What is to be done, complete and valid: nothing after this asks the user for anything.
+//! The configuration of a training run, complete and valid: errors of the user's input end here.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,7 +26,7 @@ use crate::train::settings::Settings;
 pub(crate) struct TrainConfig {
     pub(crate) model: GptConfig,
     pub(crate) seed: u64,
-    /// Weights to start from; otherwise they are drawn.
+    /// Weights to start from; if `None`, they are drawn.
     pub(crate) init: Option<WeightsFile>,
     pub(crate) save_init: Option<PathBuf>,
     pub(crate) data: Data,
@@ -37,14 +37,14 @@ pub(crate) struct TrainConfig {
     pub(crate) steps: usize,
     pub(crate) warmup: usize,
     pub(crate) schedule: Schedule,
-    /// What is saved with a step, to be compared by whoever goes on from it.
+    /// Settings that are saved with a step, and compared when a run goes on from it.
     pub(crate) settings: Settings,
     pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: AdamWConfig,
     pub(crate) ranks: usize,
     pub(crate) sharding: Sharding,
     pub(crate) step: StepConfig,
-    /// Whether a compiled step trains, and not the eager engine.
+    /// True if a compiled step trains, and not the eager engine.
     pub(crate) is_compiled: bool,
     pub(crate) checkpoints: Option<CheckpointConfig>,
     pub(crate) deadline: Duration,
@@ -56,23 +56,23 @@ pub(crate) struct TrainConfig {
     pub(crate) json: bool,
 }
 
-/// How the model is divided.
+/// The division of the model over the ranks.
 #[derive(Debug)]
 pub(crate) struct Sharding {
-    /// What was asked for, as it is reported.
+    /// Name of the strategy in the report.
     pub(crate) name: &'static str,
     pub(crate) strategy: Strategy,
     /// Copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
     pub(crate) prefetch: usize,
-    /// Least parameters of a unit; otherwise the blocks are the units.
+    /// Minimum number of parameters of a unit; if `None`, the blocks are the units.
     pub(crate) unit_size: Option<usize>,
     pub(crate) precision: Precision,
-    /// Where the optimizer's state lies, if not in memory.
+    /// Folder for the optimizer's state, if that is not in memory.
     pub(crate) offload: Option<PathBuf>,
 }
 
-/// What a step is made of.
+/// The configuration of one step.
 #[derive(Debug)]
 pub(crate) struct StepConfig {
     pub(crate) accumulate: usize,
@@ -152,41 +152,41 @@ impl TrainConfig {
         })
     }
 
-    /// What the run goes on from, if it does not start fresh.
+    /// Returns the saved step that the run goes on from, if it does not start fresh.
     pub(crate) fn resumed(&self) -> Option<&Resumed> {
         self.checkpoints.as_ref()?.resumed.as_ref()
     }
 
-    /// Whether a signal has told the run to end.
+    /// Returns true if a signal has told the run to end.
     pub(crate) fn is_stopped(&self) -> bool {
         let checkpoints = self.checkpoints.as_ref();
         checkpoints.is_some_and(CheckpointConfig::is_stopped)
     }
 
-    /// All steps, the unmeasured ones included.
+    /// Returns the number of all steps, the unmeasured ones included.
     pub(crate) fn num_steps(&self) -> usize {
         self.warmup + self.steps
     }
 
-    /// Tokens of a step, over all ranks.
+    /// Returns the tokens of a step, over all ranks.
     pub(crate) fn tokens_per_step(&self) -> usize {
         self.batch * self.model.seq
     }
 
-    /// The rows of each global batch that a rank takes.
+    /// Returns the rows of each global batch that a rank takes.
     pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
         let rows = self.batch / self.ranks;
         rank * rows..(rank + 1) * rows
     }
 
-    /// Those of a micro-batch.
+    /// Returns the rows of each global batch that a rank takes in a micro-batch.
     pub(crate) fn micro_rows_of(&self, rank: usize, micro: usize) -> std::ops::Range<usize> {
         let rows = self.batch / self.ranks / self.step.accumulate;
         let start = self.rows_of(rank).start + micro * rows;
         start..start + rows
     }
 
-    /// Whether to evaluate after this step, counted from 0.
+    /// Returns true if the run evaluates after this step, counted from 0.
     pub(crate) fn evaluates_after(&self, step: usize) -> bool {
         let is_last = step + 1 == self.num_steps();
         let is_due = self.eval_every > 0 && (step + 1).is_multiple_of(self.eval_every);
@@ -206,8 +206,8 @@ fn model(args: &ModelArgs) -> Result<GptConfig, InputError> {
     Ok(config)
 }
 
-/// AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate, every parameter
-/// decayed, gradients not clipped.
+/// Configures AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate,
+/// every parameter decayed, gradients not clipped.
 fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
     let check = |flag, value: f64, is_valid: bool, expected| match is_valid {
         true => Ok(()),
@@ -304,7 +304,7 @@ fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
     })
 }
 
-/// `None` for what the model is built in anyway.
+/// Returns the dtype of a precision; `None` for that in which the model is built anyway.
 fn float(float: Float) -> Option<FloatDType> {
     match float {
         Float::F32 => None,
@@ -332,7 +332,7 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
     })
 }
 
-/// Refuses what a compiled step has not.
+/// Refuses flags that a compiled step does not support.
 fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let is_f32 = |float: Option<Float>| matches!(float, None | Some(Float::F32));
@@ -391,7 +391,7 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     }
 }
 
-/// Every token of the run must have a position that can be counted.
+/// Checks that the number of all tokens of the run can be counted.
 fn check_size(args: &TrainArgs) -> Result<(), InputError> {
     let steps = args.training.steps.checked_add(args.training.warmup);
     steps
@@ -402,10 +402,11 @@ fn check_size(args: &TrainArgs) -> Result<(), InputError> {
         .ok_or(InputError::TooManyTokens)
 }
 
-/// Refuses what cannot fit, as the allocator would end the process without a word.
+/// Refuses a run that cannot fit, as the allocator would end the process without a message.
 ///
-/// All ranks live in this process. They hold parameters, gradients and two moments, divided or not,
-/// and the logits with their gradient. That is a lower bound; what passes may still be too large.
+/// All ranks are in this process. They hold parameters, gradients and two moments, divided or not,
+/// and the logits with their gradient. That is a lower bound; a run that passes may still be too
+/// large.
 fn check_memory(
     model: &GptConfig,
     batch: usize,

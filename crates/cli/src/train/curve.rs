@@ -1,4 +1,4 @@
-//! The loss curve as a picture.
+//! A picture of the loss curve.
 
 use std::error::Error;
 
@@ -6,7 +6,8 @@ use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (800, 480);
 
-/// An SVG of the loss over the steps from `first_step` on, and of the evaluations where there are any.
+/// Draws an SVG of the loss over the steps from `first_step` on, and of the evaluations where there
+/// are any.
 pub(crate) fn draw(first_step: usize, losses: &[f64], eval_losses: &[(usize, f64)]) -> String {
     let points: Vec<(usize, f64)> = (first_step..).zip(losses.iter().copied()).collect();
     let mut svg = String::new();

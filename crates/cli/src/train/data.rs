@@ -5,20 +5,20 @@ use burn_fsdp_models::{BYTE_VOCAB, Batches, ByteText, GptConfig, ModelError, Tok
 use crate::args::DataArgs;
 use crate::error::InputError;
 
-/// The most text that is read: far more than a run on a CPU sees, and little memory.
+/// Maximum bytes of text that are read: far more than a run on a CPU uses, and little memory.
 const MAX_TEXT_BYTES: usize = 16 << 20;
 
-/// Where tokens come from.
+/// The source of tokens.
 #[derive(Debug)]
 pub(crate) enum Data {
-    /// Computed, the same on every machine.
+    /// Computed tokens, the same on every machine.
     Synthetic,
-    /// Read, with its end held out.
+    /// Text that was read, with its end held out.
     Text(ByteText),
 }
 
 impl Data {
-    /// Reads what the arguments name, and checks that it is enough for a step.
+    /// Reads the text that the arguments name, and checks that it is enough for a step.
     pub(crate) fn read(
         args: &DataArgs,
         model: &GptConfig,
@@ -55,7 +55,7 @@ impl Data {
         Ok(Self::Text(text))
     }
 
-    /// The batches to train on.
+    /// Returns the batches to train on.
     pub(crate) fn training(&self, model: &GptConfig, batch: usize) -> Batches {
         let stream = match self {
             Self::Synthetic => TokenStream::Synthetic { vocab: model.vocab },
@@ -68,7 +68,7 @@ impl Data {
         }
     }
 
-    /// The batches to evaluate on, if there is anything to learn.
+    /// Returns the batches to evaluate on; `None` for synthetic tokens.
     pub(crate) fn held_out(&self, model: &GptConfig, batch: usize) -> Option<Batches> {
         match self {
             Self::Synthetic => None,
@@ -80,7 +80,8 @@ impl Data {
         }
     }
 
-    /// What tells one text from another, wherever it was read from.
+    /// Describes the tokens by size and checksum, so that two texts differ wherever they were read
+    /// from.
     pub(crate) fn identity(&self) -> String {
         let Self::Text(text) = self else {
             return "synthetic tokens".to_owned();
@@ -98,7 +99,7 @@ impl Data {
         )
     }
 
-    /// What the user should know about the text.
+    /// Returns warnings about the text.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let Self::Text(text) = self else {
             return Vec::new();
@@ -114,7 +115,8 @@ impl Data {
     }
 }
 
-/// Prints as `16777216 bytes of text in 1200 files`.
+/// Prints as `16777216 bytes of text in 1200 files, the last 5 % held out`, or as `synthetic
+/// tokens`.
 impl std::fmt::Display for Data {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {

@@ -1,4 +1,4 @@
-//! The usual training loop of Burn, on a sharded model.
+//! The trainer that runs the eager engine: Burn's usual training step, on a sharded model.
 
 use std::time::Instant;
 
@@ -29,7 +29,7 @@ pub(crate) struct Eager<'a> {
     mesh: &'a ProcessMesh,
     device: Device,
     batches: Batches,
-    /// There between steps.
+    /// The model; `None` during a step, and after one that failed.
     model: Option<Gpt>,
     plan: WrapPlan,
     optimizer: Optimizer,
@@ -39,7 +39,7 @@ pub(crate) struct Eager<'a> {
 }
 
 impl<'a> Eager<'a> {
-    /// Makes the model, divides it and begins to train it. Collective.
+    /// Makes the model and its optimizer, and divides the model. Collective.
     pub(crate) fn new(
         config: &'a TrainConfig,
         world: &'a ProcessGroup,
@@ -71,7 +71,7 @@ impl<'a> Eager<'a> {
         self.model.as_ref().ok_or(RankError::Ended)
     }
 
-    /// The loss of a micro-batch, and the gradients of its part in the step's.
+    /// Computes the loss of a micro-batch, and the gradients of its part in the step's.
     fn micro_step(
         &self,
         step: usize,
@@ -103,7 +103,7 @@ impl<'a> Eager<'a> {
         Ok((own_loss, gradients))
     }
 
-    /// The gradients of a whole step, and its loss.
+    /// Computes the loss of a whole step, and its gradients.
     fn gradients(&self, step: usize, model: &Gpt) -> Result<(f32, GradientsParams), RankError> {
         let num_micro = self.config.step.accumulate;
         let mut own_loss = 0.0;
@@ -124,8 +124,8 @@ impl<'a> Eager<'a> {
         Ok((own_loss, accumulator.grads()))
     }
 
-    /// The model after the optimizer's step, or as it is if gradients overflowed or their norm is not
-    /// finite.
+    /// Returns the model after the optimizer's step, or unchanged if gradients overflowed or the
+    /// run is to stop at a norm that is not finite.
     fn update(
         &mut self,
         step: usize,
@@ -191,7 +191,7 @@ impl Trainer for Eager<'_> {
         let Optimizer::InMemory(optimizer) = &self.optimizer else {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
-        let layout = self.mesh.layout();
+        let layout = self.mesh.mesh();
         Ok(snapshot(self.model()?, optimizer, layout, "shard")?)
     }
 

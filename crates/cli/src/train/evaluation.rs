@@ -1,4 +1,4 @@
-//! The loss on text that was held out.
+//! The evaluation: the loss on text that was held out.
 
 use burn::module::Module;
 use burn::tensor::Device;
@@ -9,7 +9,7 @@ use crate::error::RankError;
 use crate::train::config::TrainConfig;
 use crate::train::share;
 
-/// The mean loss on the held-out text, or `None` without any.
+/// Computes the mean loss on the held-out text, or `None` without any.
 ///
 /// All ranks evaluate the same number of batches, each its own rows, because every gather needs
 /// all of them.

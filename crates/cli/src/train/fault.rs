@@ -1,4 +1,4 @@
-//! A fault that the environment asks for.
+//! The fault that the environment variable `BURN_FSDP_FAULT` asks for.
 
 use std::env;
 
@@ -8,7 +8,8 @@ use crate::error::InputError;
 
 const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
 
-/// A fault that can never strike would make a test pass for nothing, so it is refused.
+/// Reads the fault from the environment. Refuses one that can never happen: it would make a test
+/// pass without testing anything.
 pub(crate) fn from_environment(
     ranks: usize,
     steps: usize,

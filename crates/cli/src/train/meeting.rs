@@ -1,4 +1,4 @@
-//! Where the ranks meet to save.
+//! The rendezvous through which the ranks save.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use burn_fsdp::checkpoint::{Rendezvous, ThreadRendezvous};
 
 use crate::error::RankError;
 
-/// The ends of the saves' own rendezvous, one for each rank to take.
+/// The ends of the rendezvous for saves, one for each rank to take.
 ///
 /// It is none of the process groups of the training, so that a disk may take longer than ranks wait for
 /// each other in a step, and whatever goes wrong with a save stays there. It is no group isolated from
@@ -22,7 +22,7 @@ impl Meeting {
         Self(Mutex::new(ends.map(Some).collect()))
     }
 
-    /// The end of a rank, once.
+    /// Takes the end of a rank, which can be done once.
     pub(crate) fn end_of(&self, rank: usize) -> Result<Box<dyn Rendezvous>, RankError> {
         let mut ends = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let end = ends.get_mut(rank).and_then(Option::take);

@@ -1,4 +1,4 @@
-//! The file of metrics: one JSON line per step, there as soon as the step is done.
+//! The file of metrics: one JSON line per step, written as soon as the step is done.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -8,27 +8,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::InputError;
 
-/// A line is not longer than this. What is, is none of ours, and is not read into memory.
+/// Maximum bytes of a line. A longer one is none of ours, and is not read into memory.
 const MAX_LINE_BYTES: u64 = 1 << 16;
 
-/// One step.
+/// The metrics of one step.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct StepLine {
-    /// From 0 on, unmeasured steps included.
+    /// Number of the step, from 0 on, unmeasured steps included.
     pub(crate) step: usize,
-    /// Mean over the ranks.
+    /// Mean loss over the ranks.
     pub(crate) loss: f64,
-    /// Of all ranks together, by rank 0's clock.
+    /// Tokens of all ranks together per second, by rank 0's clock.
     pub(crate) tokens_per_s: f64,
     pub(crate) step_ms: f64,
     pub(crate) lr: f64,
-    /// Whether the step counts for the report's times.
+    /// True if the step counts for the report's times.
     pub(crate) measured: bool,
     /// Loss on held-out text after this step, where it was evaluated.
     pub(crate) eval_loss: Option<f64>,
 }
 
-/// Where the lines go, if anywhere.
+/// The destination of the lines, if there is one.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics(Option<Open>);
 
@@ -38,7 +38,7 @@ struct Open {
     file: File,
     /// The end of the last whole line; `None` of a pipe or a terminal, which has no length.
     end: Option<u64>,
-    /// Whether the user was told that lines are lost.
+    /// True if the user was told that lines are lost.
     has_failed: bool,
 }
 
@@ -124,8 +124,8 @@ impl Open {
     }
 }
 
-/// Where the first line begins that is torn or is of step `first_step` or a later one. Lines that are
-/// none of ours stay.
+/// Returns the offset of the first line that is torn or is of step `first_step` or a later one,
+/// else the end of the file. Lines that are none of ours stay.
 fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
     #[derive(Deserialize)]
     struct Numbered {
@@ -154,7 +154,7 @@ fn end_of_lines_before(file: File, first_step: usize) -> io::Result<u64> {
     }
 }
 
-/// Reads on to the end of a line, in little memory, and returns the bytes.
+/// Reads on to the end of a line, in little memory, and returns the number of bytes.
 fn skip_line(reader: &mut impl BufRead) -> io::Result<u64> {
     let mut skipped = 0;
     loop {

@@ -1,13 +1,13 @@
-//! A training run, in the order in which it comes about:
+//! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: what is to be done, complete and valid (`data`, `schedule`, `settings`, `fault`, `run_folder`,
-//!   `resumed`).
+//! - `config`: the configuration, complete and valid (`data`, `schedule`, `settings`, `fault`,
+//!   `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
-//! - `rank`: what one rank does in it, around its `trainer`: `eager` or `compiled`, of which neither knows
-//!   the other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`, `progress`,
-//!   `metrics`, `trace`).
-//! - `outcome`: what the rank has to tell when it is done.
-//! - `report`, `summary`, `curve`: what is left of all ranks afterwards.
+//! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
+//!   the other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`,
+//!   `progress`, `metrics`, `trace`).
+//! - `outcome`: the result of one rank.
+//! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a picture.
 
 mod compiled;
 mod config;

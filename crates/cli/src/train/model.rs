@@ -1,4 +1,5 @@
-//! The model that a run trains: its initial weights, its device, the ranks and how it is divided over them.
+//! The model that a run trains: its initial weights, its device, the mesh of ranks and its division
+//! over them.
 
 use burn::tensor::Device;
 use burn_fsdp::inspect::auto_units;
@@ -8,7 +9,7 @@ use burn_fsdp_models::{Gpt, ModelError};
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 
-/// The model on a device, lazy where its weights are drawn.
+/// Makes the model on a device, lazily where its weights are drawn.
 ///
 /// Only rank 0's values count, so only rank 0 reads the file.
 pub(crate) fn initial(
@@ -22,7 +23,8 @@ pub(crate) fn initial(
     }
 }
 
-/// A device for the engine: full weights go after forward.
+/// Returns a device that can recompute, so that the eager engine may drop full parameters after
+/// forward.
 pub(crate) fn device() -> Device {
     Device::flex().autodiff().gradient_checkpointing()
 }
@@ -50,7 +52,7 @@ pub(crate) fn shard(
     Ok(fully_shard(model, mesh, policy)?)
 }
 
-/// The ranks as the configuration lays them out.
+/// Makes the mesh of the ranks that the configuration asks for.
 pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
     let replicas = config.sharding.replicas;
     let layout = match replicas {

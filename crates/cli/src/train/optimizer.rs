@@ -8,16 +8,16 @@ use burn_fsdp_models::Gpt;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 
-/// AdamW.
+/// An AdamW optimizer.
 pub(crate) enum Optimizer {
-    /// In memory.
+    /// An optimizer whose state is in memory.
     InMemory(Box<ModuleOptimizer>),
-    /// In files, a unit at a time in memory.
+    /// An optimizer whose state is in files, a unit at a time in memory.
     InFiles(FileBackedOptimizer),
 }
 
 impl Optimizer {
-    /// Makes it for a sharded model, having checked that it may be used with shards.
+    /// Makes the optimizer for a sharded model, and checks that it may be used with shards.
     pub(crate) fn new(config: &TrainConfig, model: &Gpt, rank: usize) -> Result<Self, RankError> {
         let optimizer = config.optimizer.init();
         check_elementwise(model, &optimizer)?;
@@ -27,7 +27,7 @@ impl Optimizer {
         })
     }
 
-    /// Values that it keeps in memory for each parameter.
+    /// Returns the number of values that it keeps in memory for each parameter.
     pub(crate) fn values_in_memory(&self) -> usize {
         match self {
             Self::InMemory(_) => 2,
@@ -35,7 +35,7 @@ impl Optimizer {
         }
     }
 
-    /// The model after a step.
+    /// Takes a step, and returns the model after it.
     pub(crate) fn step(
         &mut self,
         lr: f64,

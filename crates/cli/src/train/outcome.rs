@@ -1,31 +1,33 @@
-//! What a rank has to tell when it is done.
+//! The result of one rank's run.
 
 use burn_fsdp::collectives::{OperationCounts, OperationKind};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a rank has to tell when it is done. Ranks need not be of one process to tell it.
+/// The result of one rank's run, serializable so that ranks need not be of one process.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct RankOutcome {
-    /// Mean over the ranks, of every step.
+    /// Name of the engine through which the ranks communicate.
+    pub(crate) engine: String,
+    /// Mean loss over the ranks, of every step.
     pub(crate) losses: Vec<f64>,
     /// Duration of every step on this rank.
     pub(crate) seconds: Vec<f64>,
-    /// Steps done and loss, of every evaluation.
+    /// Step after which it took place, counted from 0, and loss, of every evaluation.
     pub(crate) eval_losses: Vec<(usize, f64)>,
     /// Bytes of parameters and optimizer that this rank holds.
     pub(crate) state_bytes: usize,
-    /// The most bytes of full tensors at once, in the measured steps.
+    /// Maximum of the bytes of full tensors at once, in the measured steps.
     pub(crate) unsharded_peak: usize,
-    /// Operations of the last step.
+    /// Collectives of the last step.
     pub(crate) collectives: Collectives,
-    /// Steps done before this run.
+    /// Number of steps done before this run.
     pub(crate) first_step: usize,
     /// The newest step that was saved.
     pub(crate) saved_step: Option<u64>,
-    /// Whether a signal ended the run.
+    /// True if a signal ended the run.
     pub(crate) interrupted: bool,
-    /// Why the run is not a success, though this rank got to its end.
+    /// Message of why the run is not a success, though this rank came to its end.
     pub(crate) failure: Option<String>,
     /// Remarks on the sharding.
     pub(crate) warnings: Vec<String>,
@@ -35,16 +37,17 @@ pub(crate) struct RankOutcome {
     pub(crate) sample: Option<Vec<u8>>,
 }
 
-/// Operations on tensors, each counted once for all ranks.
+/// The operations on tensors in a step, each counted once for all ranks.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct Collectives {
     pub(crate) all_gather: Count,
     pub(crate) reduce_scatter: Count,
     pub(crate) all_reduce: Count,
+    pub(crate) all_to_all: Count,
     pub(crate) broadcast: Count,
 }
 
-/// Operations of one kind, and the bytes of their full tensors.
+/// The number of operations of one kind, and the bytes of their full tensors.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub(crate) struct Count {
     pub(crate) count: u64,
@@ -52,9 +55,10 @@ pub(crate) struct Count {
 }
 
 impl RankOutcome {
-    pub(crate) fn new(num_steps: usize, first_step: usize) -> Self {
+    pub(crate) fn new(engine: &str, num_steps: usize, first_step: usize) -> Self {
         let num_steps = num_steps.saturating_sub(first_step);
         Self {
+            engine: engine.to_owned(),
             first_step,
             saved_step: None,
             interrupted: false,
@@ -86,6 +90,7 @@ impl Collectives {
             all_gather: count(OperationKind::AllGather),
             reduce_scatter: count(OperationKind::ReduceScatter),
             all_reduce: count(OperationKind::AllReduce),
+            all_to_all: count(OperationKind::AllToAll),
             broadcast: count(OperationKind::Broadcast),
         }
     }

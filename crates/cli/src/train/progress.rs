@@ -7,7 +7,7 @@ use crate::train::metrics::StepLine;
 
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
-/// A bar on stderr, on one rank, and only where a person is looking at it.
+/// A bar on stderr, on one rank, and only if that is a terminal.
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
@@ -24,7 +24,7 @@ impl Progress {
         Self(bar)
     }
 
-    /// A step is done.
+    /// Advances the bar by a step.
     pub(crate) fn step(&self, line: &StepLine) {
         let StepLine {
             loss, tokens_per_s, ..
@@ -36,7 +36,7 @@ impl Progress {
 }
 
 impl Drop for Progress {
-    /// The bar also goes when a rank fails, so that the message stands alone.
+    /// Removes the bar, also when a rank fails, so that the message is not beside it.
     fn drop(&mut self) {
         self.0.finish_and_clear();
     }

@@ -1,4 +1,4 @@
-//! What each rank does: the loop around its trainer.
+//! The loop of one rank around its trainer.
 
 use std::time::Instant;
 
@@ -18,11 +18,11 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// What to do about numbers that are not finite.
+/// Advice to the user about numbers that are not finite.
 const NOT_FINITE_ADVICE: &str =
     "go on from a saved step with a lower --lr, or give --nan continue to train on";
 
-/// One training run as one rank lives it. Times of traces count from `origin`; rank 0 has the metrics.
+/// Runs a training on one rank. Times of traces count from `origin`; rank 0 has the metrics.
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
@@ -58,7 +58,7 @@ pub(crate) fn train(
         lost: Vec::new(),
         has_told: false,
     };
-    let mut result = RankOutcome::new(config.num_steps(), first_step);
+    let mut result = RankOutcome::new(world.engine_name(), config.num_steps(), first_step);
     let run = Run {
         config,
         world,
@@ -96,19 +96,19 @@ pub(crate) fn train(
     Ok(result)
 }
 
-/// Those who look on while training runs.
+/// The observers of a training: progress bar, metrics and saves.
 struct Observers<'a> {
     progress: Progress,
     metrics: Metrics,
     saving: Option<Saving<'a>>,
-    /// What could not be written, and numbers that are not finite.
+    /// Warnings about metrics that could not be written, and about numbers that are not finite.
     lost: Vec<String>,
-    /// Whether the user knows of such numbers.
+    /// True if the user was told of numbers that are not finite.
     has_told: bool,
 }
 
 impl Observers<'_> {
-    /// Says something at once; training goes on.
+    /// Prints a warning at once, and keeps it for the report; training goes on.
     fn note(&mut self, problem: Option<String>) {
         if let Some(problem) = problem {
             console::tell(format_args!("warning: {problem}"));
@@ -117,7 +117,7 @@ impl Observers<'_> {
     }
 }
 
-/// What stays the same from step to step.
+/// The parts of a run that stay the same from step to step.
 struct Run<'a> {
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
@@ -125,16 +125,16 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// The step to trace: the first measured one, but none of the first two of the run, which prepare
-    /// things, unless there are no others.
+    /// Returns the step to trace: the first measured one, but none of the first two of the run,
+    /// which prepare things, unless there are no others.
     fn traced_step(&self, first_step: usize) -> Option<usize> {
         self.config.trace.as_ref()?;
         let last = self.config.num_steps().checked_sub(1)?;
         Some(self.config.warmup.max(first_step + 2).min(last))
     }
 
-    /// Looks at the numbers of a step that is done, and saves it if it is due. Returns why the run must end,
-    /// if it must.
+    /// Checks the numbers of a step that is done, and saves it if that is due. Returns a message if
+    /// the run must end.
     fn end_step(
         &self,
         step: usize,
@@ -172,8 +172,8 @@ impl Run<'_> {
         })
     }
 
-    /// What is wrong with the numbers of a step, if anything is. Those of a loss that is scaled overflow
-    /// now and then, which the scaler deals with.
+    /// Describes the numbers of a step that are not finite, if there are any. Those of a loss that
+    /// is scaled overflow now and then, which the scaler deals with.
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(

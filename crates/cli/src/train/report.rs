@@ -11,13 +11,13 @@ use crate::train::outcome::{Collectives, RankOutcome};
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
     pub(crate) mode: &'static str,
-    /// How the ranks communicate.
-    pub(crate) engine: &'static str,
+    /// Engine through which the ranks communicate.
+    pub(crate) engine: String,
     pub(crate) strategy: &'static str,
-    /// Whether a compiled step trained, and not the eager engine.
+    /// True if a compiled step trained, and not the eager engine.
     pub(crate) compiled: bool,
     pub(crate) ranks: usize,
-    /// Of the whole model.
+    /// Number of parameters of the whole model.
     pub(crate) params: usize,
     pub(crate) layers: usize,
     pub(crate) dim: usize,
@@ -28,37 +28,37 @@ pub(crate) struct Report {
     pub(crate) steps: usize,
     pub(crate) warmup: usize,
     pub(crate) data: String,
-    /// By the median step; absent without measured steps.
+    /// Tokens per second, by the median step; `None` without measured steps.
     pub(crate) tokens_per_s: Option<f64>,
     pub(crate) step_ms: Option<StepMillis>,
     /// The step that the run went on from; 0 if it is fresh.
     pub(crate) first_step: usize,
-    /// Of all steps from there on, the unmeasured ones first.
+    /// Losses of all steps from `first_step` on, the unmeasured ones first.
     pub(crate) losses: Vec<f64>,
-    /// The last evaluation's.
+    /// Loss of the last evaluation.
     pub(crate) eval_loss: Option<f64>,
     /// Step and loss of every evaluation.
     pub(crate) eval_losses: Vec<(usize, f64)>,
-    /// One entry per rank.
+    /// Bytes of parameters and optimizer that each rank holds.
     pub(crate) state_bytes: Vec<usize>,
-    /// One entry per rank.
+    /// Maximum of the bytes of full tensors at once, of each rank.
     pub(crate) unsharded_peak_bytes: Vec<usize>,
-    /// One entry per process.
+    /// Maximum of the resident bytes of each process.
     pub(crate) peak_rss_bytes: Vec<u64>,
-    /// Of one training step.
+    /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
     /// The newest step in --checkpoint-dir that this run has saved.
     pub(crate) saved_step: Option<u64>,
-    /// Whether a signal ended the run before its last step.
+    /// True if a signal ended the run before its last step.
     pub(crate) interrupted: bool,
     pub(crate) warnings: Vec<String>,
-    /// Why the run ends with an error, if it does.
+    /// Messages of why the run ends with an error, if it does.
     pub(crate) failures: Vec<String>,
 }
 
-/// Times of the measured steps.
+/// The times of the measured steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct StepMillis {
     pub(crate) median: f64,
@@ -67,7 +67,7 @@ pub(crate) struct StepMillis {
 }
 
 impl Report {
-    /// Puts together what the ranks say, of which there is at least one.
+    /// Makes the report from the results of the ranks, of which there is at least one.
     pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankOutcome>) -> Self {
         let seconds = slowest(&results);
         let first = results.first();
@@ -75,6 +75,7 @@ impl Report {
         let unmeasured = config.warmup.saturating_sub(first_step);
         let step_ms = StepMillis::of(&seconds[unmeasured.min(seconds.len())..]);
         let saved_step = first.and_then(|first| first.saved_step);
+        let engine = first.map_or_else(String::new, |first| first.engine.clone());
         let interrupted = first.is_some_and(|first| first.interrupted);
         let tokens = config.tokens_per_step() as f64;
         let collectives = results.first().map(|first| first.collectives);
@@ -91,7 +92,7 @@ impl Report {
         };
         Self {
             mode: "train",
-            engine: "local",
+            engine,
             strategy: config.sharding.name,
             compiled: config.is_compiled,
             ranks: config.ranks,
@@ -130,7 +131,7 @@ impl Report {
     }
 }
 
-/// A step lasts as long as its slowest rank.
+/// Returns the seconds of every step: those of its slowest rank.
 fn slowest(results: &[RankOutcome]) -> Vec<f64> {
     let num_steps = results.first().map_or(0, |first| first.seconds.len());
     let of_step = |step: usize| results.iter().map(move |result| result.seconds[step]);
@@ -139,7 +140,7 @@ fn slowest(results: &[RankOutcome]) -> Vec<f64> {
         .collect()
 }
 
-/// All remarks, each once.
+/// Collects all remarks, each once.
 fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     let mut warnings = config.data.warnings();
     if config.eval_every > 0 && config.data.held_out(&config.model, config.batch).is_none() {

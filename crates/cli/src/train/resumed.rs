@@ -8,24 +8,24 @@ use crate::console;
 use crate::error::InputError;
 use crate::train::settings::Settings;
 
-/// What a run goes on from. Found before any rank starts: verifying may take longer than ranks wait for
-/// each other, and what is wrong with a file is no failure of a rank.
+/// The saved step that a run goes on from. It is found before any rank starts: verifying may take
+/// longer than ranks wait for each other, and an error in a file is no failure of a rank.
 #[derive(Debug)]
 pub(crate) struct Resumed {
     pub(crate) step: Step,
     /// Damaged steps that were passed over, which the run replaces when it comes to their numbers.
     pub(crate) skipped: Vec<u64>,
-    /// What the user should know.
+    /// Warnings to the user.
     pub(crate) warnings: Vec<String>,
 }
 
 impl Resumed {
-    /// Steps that were done before.
+    /// Returns the number of steps that were done before.
     pub(crate) fn first_step(&self) -> usize {
         usize::try_from(self.step.index().training.step).unwrap_or(usize::MAX)
     }
 
-    /// What a resumed run does not do, if there is anything to say about it.
+    /// Returns a warning if the resumed run trains no step or ignores `--init`.
     pub(crate) fn idle(&self, steps: usize, has_init: bool) -> Option<String> {
         let first = self.first_step();
         match () {
@@ -39,7 +39,7 @@ impl Resumed {
         }
     }
 
-    /// Looks for the step to go on from; `None` to start fresh, if there are no steps at all.
+    /// Finds the step to go on from; `None` to start fresh, if there are no steps at all.
     pub(crate) fn find(
         folder: &Checkpoints,
         which: ResumeFrom,
@@ -83,7 +83,8 @@ impl Resumed {
     }
 }
 
-/// Shapes do not tell everything: the number of heads leaves no trace in them.
+/// Checks that a step has this model. Its tensors' shapes would not do: they do not depend on the
+/// number of heads.
 fn check_model(step: &Step, expected: &GptConfig) -> Result<(), InputError> {
     let found: Result<GptConfig, _> = serde_json::from_value(step.index().model.clone());
     match found {

@@ -1,4 +1,4 @@
-//! A whole run: initial weights, ranks, report.
+//! The whole run: initial weights, ranks, report.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -21,9 +21,10 @@ use crate::train::rank;
 use crate::train::report::Report;
 use crate::train::trace;
 
-/// Trains, and leaves the files and the output that the configuration asks for.
+/// Trains, and writes the files and the output that the configuration asks for.
 ///
-/// What there is to tell is told whatever fails last: a report that is lost is a training lost.
+/// The report is printed even if writing another output fails: a report that is lost is a training
+/// lost.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
     save_initial_weights(&config).map_err(InputError::from)?;
@@ -71,8 +72,9 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     }
 }
 
-/// A first signal ends the run after its step and a save; a second one ends it at once with exit code 1.
-/// Without a folder for checkpoints, the first one does what it always did.
+/// Registers signal handlers: a first signal ends the run after its step and a save, a second one
+/// ends it at once with exit code 1. Without a folder for checkpoints, signals keep their default
+/// effect.
 fn obey_signals(config: &TrainConfig) {
     let Some(checkpoints) = &config.checkpoints else {
         return;
@@ -89,7 +91,7 @@ fn obey_signals(config: &TrainConfig) {
     }
 }
 
-/// Writes the weights that training starts from: the same seed gives them again.
+/// Writes the weights that training starts from, made again from the same seed or file.
 fn save_initial_weights(config: &TrainConfig) -> Result<(), ModelError> {
     match &config.save_init {
         Some(path) => model::initial(config, &Device::flex(), 0)?.save(path),

@@ -1,4 +1,4 @@
-//! The folder of checkpoints of a run: taken before anything is trained, and held to its end.
+//! The folder of checkpoints of a run, locked before anything is trained, and held to its end.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -16,24 +16,24 @@ use crate::train::meeting::Meeting;
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
 
-/// Where and when to save.
+/// The folder of checkpoints, with the steps to save and to go on from.
 #[derive(Debug)]
 pub(crate) struct CheckpointConfig {
-    /// Held against other runs as long as this lives.
+    /// Folder of checkpoints, locked against other runs as long as this lives.
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,
-    /// Where the run goes on, if it does not start fresh.
+    /// The saved step that the run goes on from, if it does not start fresh.
     pub(crate) resumed: Option<Resumed>,
-    /// Whether the steps that are there are to be removed.
+    /// True if the steps that are there are to be removed.
     pub(crate) overwrite: bool,
     pub(crate) meeting: Meeting,
-    /// Set by a signal: finish the step, save, and end.
+    /// Flag that a signal sets: the run then finishes the step, saves, and ends.
     pub(crate) stop: Arc<AtomicBool>,
 }
 
 impl CheckpointConfig {
-    /// Takes the folder for the life of the run, and finds what to go on from.
+    /// Locks the folder for the life of the run, and finds the step to go on from.
     pub(crate) fn take(
         args: CheckpointArgs,
         ranks: usize,
@@ -87,12 +87,12 @@ impl CheckpointConfig {
         }))
     }
 
-    /// Whether a signal has told the run to end.
+    /// Returns true if a signal has told the run to end.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Whether a step of this number may be in the way: one that was found damaged.
+    /// Returns true if a save may replace a step of this number: one that was found damaged.
     pub(crate) fn may_replace(&self, step: u64) -> bool {
         let resumed = self.resumed.as_ref();
         resumed.is_some_and(|resumed| resumed.skipped.contains(&step))

@@ -9,15 +9,16 @@ use crate::text::Sample;
 use crate::train::config::TrainConfig;
 use crate::train::data::Data;
 
-/// Bytes of held-out text that the sample goes on from.
+/// Maximum bytes of held-out text that the sample goes on from.
 const MAX_PROMPT_BYTES: usize = 32;
 
-/// Whether a run ends with a sample.
+/// Returns true if a run ends with a sample.
 pub(crate) fn is_wanted(config: &TrainConfig) -> bool {
     matches!(config.data, Data::Text(_)) && config.sample_bytes > 0
 }
 
-/// The start of the held-out text and what the model makes of it, or `None` without text.
+/// Returns the start of the held-out text and the text that the model adds; `None` if no sample is
+/// wanted, or if the model gives no numbers.
 ///
 /// All ranks run the sharded model together and go on with rank 0's choice.
 pub(crate) fn generate(

@@ -1,4 +1,4 @@
-//! Steps on disk: when they are saved, and with what.
+//! The saves of a run: their times and their contents.
 
 use std::num::NonZeroUsize;
 
@@ -20,29 +20,30 @@ pub(crate) struct Saving<'a> {
     contents: Contents<'a>,
     is_first: bool,
     saves: Checkpointer,
-    /// What went wrong with saves.
+    /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
 }
 
-/// What is saved beside the tensors.
+/// The contents of a saved step beside the tensors.
 struct Contents<'a> {
     config: &'a TrainConfig,
     checkpoints: &'a CheckpointConfig,
-    /// How many steps the last save was to keep.
+    /// Number of steps to keep at the last save.
     keep_last: Option<NonZeroUsize>,
 }
 
-/// What became of the wish to save.
+/// The outcome of starting a save.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Started {
-    /// The step is being saved, or will be; or it was left out, and the user was told.
+    /// No obstacle: the step is being saved, or will be; or it was left out, and the user was told.
     Goes,
-    /// There is nothing worth saving: this tensor is not finite, on this rank.
+    /// No save: this tensor is not finite, on this rank.
     NotFinite { tensor: String, rank: usize },
 }
 
 impl<'a> Saving<'a> {
-    /// Begins where the run has a folder for checkpoints.
+    /// Prepares the saves of a rank, if the run has a folder for checkpoints. Rank 0 removes old
+    /// steps if that was asked for.
     pub(crate) fn begin(
         config: &'a TrainConfig,
         world: &ProcessGroup,
@@ -65,23 +66,23 @@ impl<'a> Saving<'a> {
             },
             is_first: rank == 0,
             // Less long than ranks wait for each other.
-            saves: saves.with_patience(config.deadline / 2),
+            saves: saves.patience(config.deadline / 2),
             warnings: Vec::new(),
         }))
     }
 
-    /// Whether to save after this step, counted from 0.
+    /// Returns true if a save is due after this step, counted from 0.
     pub(crate) fn is_due(&self, step: usize) -> bool {
         let every = self.contents.checkpoints.save_every;
         every.is_some_and(|every| (step + 1).is_multiple_of(every))
     }
 
-    /// Whether this rank was told to stop.
+    /// Returns true if this rank was told to stop.
     pub(crate) fn is_stopped(&self) -> bool {
         self.contents.checkpoints.is_stopped()
     }
 
-    /// Begins to save what there is after `steps` steps. The training goes on meanwhile.
+    /// Begins to save the state after `steps` steps. The training goes on meanwhile.
     ///
     /// If the save before is not done, this waits for it, but less long than ranks wait for each other;
     /// then this save is left out, or comes at the end if it is the last.
@@ -116,14 +117,14 @@ impl<'a> Saving<'a> {
         Ok(Started::Goes)
     }
 
-    /// Notices what has come of the save under way.
+    /// Notices the result of the save under way, if it is done.
     pub(crate) fn poll(&mut self) {
         self.saves.poll();
         self.tell();
     }
 
     /// Waits for the last save, which is tried once more if it fails and was of the last step. Returns the
-    /// newest saved step, and what went wrong with the last one.
+    /// newest saved step, and a message if the last save failed.
     ///
     /// No collectives of the training: a disk may take its time.
     pub(crate) fn finish(
@@ -156,14 +157,14 @@ impl<'a> Saving<'a> {
         Ok((self.saves.newest(), failure))
     }
 
-    /// Tells what there is to tell of the saves.
+    /// Passes on the remarks of the saves as warnings.
     fn tell(&mut self) {
         for remark in self.saves.remarks() {
             self.warn(remark.to_string());
         }
     }
 
-    /// Rank 0 hears of every failure, and speaks for all.
+    /// Prints a warning on rank 0, which hears of every failure, and keeps it for the report.
     fn warn(&mut self, warning: String) {
         if self.is_first {
             console::tell(format_args!("warning: {warning}"));

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::args::{LrSchedule, TrainingArgs};
 
-/// What is left of the learning rate at the end of a cosine schedule.
+/// Part of the learning rate at the end of a cosine schedule.
 const COSINE_FLOOR: f64 = 0.1;
 
 /// A learning rate that rises linearly, then stays or falls.
@@ -17,7 +17,7 @@ pub(crate) struct Schedule {
     shape: LrSchedule,
     /// Steps of the rise.
     rise: usize,
-    /// All steps.
+    /// Number of all steps.
     total: usize,
 }
 
@@ -31,7 +31,7 @@ impl Schedule {
         }
     }
 
-    /// The learning rate of a step, counted from 0.
+    /// Returns the learning rate of a step, counted from 0.
     pub(crate) fn at(&self, step: usize) -> f64 {
         if step < self.rise {
             return self.peak * (step + 1) as f64 / self.rise as f64;

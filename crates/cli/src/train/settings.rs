@@ -1,5 +1,5 @@
-//! What the numbers of a run depend on beside its model: saved with each step, and compared when
-//! somebody goes on from it.
+//! The settings that the numbers of a run depend on, beside its model: saved with each step, and
+//! compared when a run goes on from it.
 
 use burn_fsdp::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
@@ -10,7 +10,7 @@ use crate::train::data::Data;
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";
 
-/// By flag, as they were given or are by default.
+/// The settings by flag, as given or by default.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>);
 
@@ -46,13 +46,13 @@ impl Settings {
         }
     }
 
-    /// Puts them into what is saved.
+    /// Adds the settings to the state that is saved.
     pub(crate) fn save_into(&self, training: &mut TrainingState) {
         let settings = Value::Object(self.0.clone());
         training.sections.insert(SECTION.to_owned(), settings);
     }
 
-    /// One sentence for each setting that is not what it was when a step was saved.
+    /// Returns one sentence for each setting that is not as it was when a step was saved.
     pub(crate) fn differences(&self, saved: &TrainingState) -> Vec<String> {
         let step = saved.step;
         let was = match saved.sections.get(SECTION) {
@@ -94,7 +94,7 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
     was
 }
 
-/// Whether two values are the same; numbers by value, however they are written.
+/// Returns true if two values are the same; numbers by value, however they are written.
 fn is_same(was: &Value, own: &Value) -> bool {
     was == own || was.as_f64().is_some_and(|was| Some(was) == own.as_f64())
 }

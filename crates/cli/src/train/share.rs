@@ -1,9 +1,9 @@
-//! Numbers that the ranks tell each other.
+//! The exchange of numbers between the ranks.
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
 
-/// The mean of one number per rank, the same bits on every rank.
+/// Returns the mean of one number per rank, the same bits on every rank.
 ///
 /// An exchange of bytes, so that it does not count among the collectives of a step.
 pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: f32) -> Result<f64, Error> {
@@ -17,16 +17,16 @@ pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: f32) -> Resul
     Ok(sum / world.size() as f64)
 }
 
-/// What the ranks tell each other at the end of a step.
+/// The values that the ranks agree on at the end of a step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StepEnd {
     /// The mean loss, the same bits on every rank.
     pub(crate) loss: f64,
-    /// Whether any rank was told to stop.
+    /// True if any rank was told to stop.
     pub(crate) stop: bool,
 }
 
-/// The mean loss, and whether to stop: one exchange.
+/// Agrees on the mean loss and on stopping, in one exchange.
 pub(crate) fn step_end(
     world: &ProcessGroup,
     own_loss: f32,

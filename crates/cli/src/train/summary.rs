@@ -1,4 +1,4 @@
-//! The report for people.
+//! The report as text for people.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! One step as a Chrome trace: for `chrome://tracing` and Perfetto, a process per rank with a row for what
-//! it computes, a row for its communication, and a curve of its memory.
+//! The Chrome trace of one step, for `chrome://tracing` and Perfetto: a process per rank with a row
+//! for its computation, a row for its communication, and a curve of its memory.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use burn_fsdp::collectives::{CommSpan, CommStage};
 use serde_json::{Value, json};
 
-/// Rows of a rank.
+/// Row of a rank's computation; the next one is that of its communication.
 const COMPUTE: usize = 0;
 const COMMUNICATION: usize = 1;
 
-/// The parts of a step of the eager engine, while someone records them.
+/// The recorded phases of a step of the eager engine; `None` while nothing records.
 #[derive(Debug, Default)]
 pub(crate) struct Phases(RefCell<Option<Vec<Phase>>>);
 
-/// Forward, backward or optimizer.
+/// One phase of a step: forward, backward or optimizer.
 #[derive(Debug, Clone)]
 pub(crate) struct Phase {
     name: &'static str,
@@ -24,17 +24,17 @@ pub(crate) struct Phase {
 }
 
 impl Phases {
-    /// Records from now on.
+    /// Starts to record.
     pub(crate) fn begin(&self) {
         self.0.replace(Some(Vec::new()));
     }
 
-    /// What was recorded; nothing is any more.
+    /// Ends the recording, and returns it.
     pub(crate) fn end(&self) -> Vec<Phase> {
         self.0.take().unwrap_or_default()
     }
 
-    /// Notes a part that ends now.
+    /// Records a phase that ends now, if a recording was started.
     pub(crate) fn add(&self, name: &'static str, start: Instant) {
         if let Some(phases) = &mut *self.0.borrow_mut() {
             phases.push(Phase {
@@ -46,8 +46,8 @@ impl Phases {
     }
 }
 
-/// Events of a rank of the eager engine. What lies between its operations is computation, inside of the
-/// part of the step that it belongs to.
+/// Makes the events of a rank of the eager engine. The time between its operations is computation,
+/// inside of the phase that it belongs to.
 pub(crate) fn eager_events(
     rank: usize,
     origin: Instant,
@@ -105,7 +105,7 @@ pub(crate) fn eager_events(
     events
 }
 
-/// A rank's times as a trace has them.
+/// The clock of a rank, with its times as a trace has them.
 struct Clock {
     rank: usize,
     origin: Instant,
@@ -136,7 +136,7 @@ fn micros(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e6
 }
 
-/// Events whose times count from another moment, so much later.
+/// Shifts the times of events to an origin that is so much earlier than theirs.
 pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     for event in &mut events {
         if let Some(ts) = event.get("ts").and_then(Value::as_f64) {
@@ -146,7 +146,7 @@ pub(crate) fn shifted(mut events: Vec<Value>, by: Duration) -> Vec<Value> {
     events
 }
 
-/// The contents of a file: the events of all ranks, names first, then by time.
+/// Returns the contents of a trace file: the events of all ranks, names first, then by time.
 pub(crate) fn file(mut events: Vec<Value>) -> String {
     let time = |event: &Value| event.get("ts").and_then(Value::as_f64).unwrap_or(-1.0);
     events.sort_by(|a, b| time(a).total_cmp(&time(b)));

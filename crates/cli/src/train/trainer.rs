@@ -1,4 +1,4 @@
-//! What trains: the eager engine or a compiled step, alike for the loop around them.
+//! The interface of the eager engine and of a compiled step to the loop around them.
 
 use std::time::Instant;
 
@@ -13,38 +13,40 @@ pub(crate) trait Trainer {
     /// Trains one step on this rank's rows, and returns the loss before it, of these rows or of all.
     fn step(&mut self, step: usize) -> Result<f32, RankError>;
 
-    /// The same, and what it did when, as events of a Chrome trace with times since `origin`.
+    /// Trains one step as [`step`](Self::step) does, and returns its events of a Chrome trace as
+    /// well, with times since `origin`.
     fn traced_step(&mut self, step: usize, origin: Instant)
     -> Result<(f32, Vec<Value>), RankError>;
 
-    /// The most bytes of full tensors at once in the last step.
+    /// Returns the maximum of the bytes of full tensors at once in the last step.
     fn unsharded_peak(&self) -> Result<usize, RankError>;
 
-    /// The mean loss on the held-out text, or `None` without any.
+    /// Computes the mean loss on the held-out text, or `None` without any.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// The norm of the last step's gradients, if it is not finite and the step was not taken for that.
+    /// Returns the norm of the last step's gradients, if it is not finite and the step was not
+    /// taken for that.
     fn norm_not_finite(&self) -> Option<f64> {
         None
     }
 
-    /// What is to be saved now.
+    /// Copies the state that is to be saved.
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError>;
 
-    /// What scales the loss, if anything does.
+    /// Returns the loss scaler, if there is one.
     fn scaler(&self) -> Option<&LossScaler> {
         None
     }
 
-    /// Takes the state of a saved step.
+    /// Loads the state of a saved step.
     fn resume(&mut self, saved: &Step) -> Result<(), RankError>;
 
-    /// Bytes of parameters and optimizer that this rank holds.
+    /// Returns the bytes of parameters and optimizer that this rank holds.
     fn state_bytes(&self) -> Result<usize, RankError>;
 
-    /// Remarks on how the model is divided.
+    /// Returns remarks on the division of the model.
     fn warnings(&self) -> Result<Vec<String>, RankError>;
 
-    /// Text that the trained model makes up, or `None` without text to go on from.
+    /// Generates the sample text with the trained model; `None` if the run ends without one.
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError>;
 }

@@ -11,7 +11,7 @@ use crate::control::Control;
 use crate::operation::Signature;
 use crate::{Buffer, Operation, Source};
 
-/// One rank's end of a group, on some transport.
+/// The end of one rank of a group, on some transport.
 ///
 /// An engine moves bytes. That a rank's own arguments are right is the responsibility of
 /// [`Call`](crate::call::Call); deadlines, the comparison of claims, failures and ledgers are that of
@@ -20,10 +20,10 @@ use crate::{Buffer, Operation, Source};
 /// are not all of one process, and it reads a rank's sources and fills its buffers only as the
 /// operation's [contract](crate::operation::OperationKind::contract) says.
 pub(crate) trait Engine: fmt::Debug + Send + Sync {
-    /// What users call it.
+    /// Returns the name that users know the engine by.
     fn name(&self) -> &'static str;
 
-    /// The failure domain of the group.
+    /// Returns the failure domain of the group.
     fn control(&self) -> &Arc<Control>;
 
     /// Begins an operation. Returns without waiting for the peers.
@@ -34,29 +34,29 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Makes the smaller group described; called by all its members and no one else.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
-    /// Whether the other ranks exist.
+    /// Returns true if the other ranks exist.
     fn has_peers(&self) -> bool {
         true
     }
 }
 
-/// One rank's part in an operation.
+/// The request of one rank for its part in an operation.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) operation: Operation,
     pub(crate) claim: Claim,
-    /// What this rank contributes, one per part.
+    /// The bytes that this rank contributes, one source per part.
     pub(crate) sources: Vec<Source>,
-    /// Where this rank's results go: one per part, or none if it does not receive.
+    /// The buffers for this rank's results: one per part, or none if it does not receive.
     pub(crate) into: Vec<Buffer>,
 }
 
-/// What a rank wants and tells.
+/// The claim of a rank on an operation, and its note to all others.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
-    /// What all ranks must agree on.
+    /// The operation wanted, which all ranks must agree on.
     pub(crate) signature: Signature,
-    /// What this rank tells all others.
+    /// The bytes that this rank tells all others.
     pub(crate) note: Vec<u8>,
 }
 
@@ -67,33 +67,33 @@ pub(crate) struct Subgroup {
     pub(crate) number: u64,
     /// The members by their rank in the larger group, in the order of their new ranks.
     pub(crate) members: Vec<usize>,
-    /// Which of them this rank is.
+    /// The index of this rank among them.
     pub(crate) rank: usize,
     /// The deadline of a group that is a failure domain of its own; the domain has its number.
     pub(crate) isolated: Option<Duration>,
 }
 
-/// What a rank waits for in an operation, in this order.
+/// The events that a rank waits for in an operation, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Awaited {
-    /// All ranks have claimed what they want.
+    /// The claims of all ranks.
     Claims,
-    /// All that this rank receives is there.
+    /// The bytes that this rank receives.
     Result,
-    /// No peer reads this rank's sources any more, and the engine has dropped them.
+    /// The end of all use of this rank's sources: no peer reads them any more, and the engine has dropped them.
     Release,
 }
 
-/// One rank's part in an operation that has started. Dropping it completes that part without
+/// The part of one rank in an operation that has started. Dropping it completes that part without
 /// receiving: the peers still get theirs.
 pub(crate) trait Flight: Send {
-    /// Whether it has come about. Never waits, and costs little: it is asked in a loop.
+    /// Returns true if the event has come about. Never waits, and costs little: it is asked in a loop.
     fn is_there(&self, awaited: Awaited) -> bool;
 
-    /// The ranks of the group that have yet to do their part for it.
+    /// Returns the ranks of the group that have yet to do their part for it.
     fn missing(&self, awaited: Awaited) -> Vec<usize>;
 
-    /// What a rank of the group has claimed. Called when all claims are there.
+    /// Returns the claim of a rank of the group. Called when all claims are there.
     fn claim(&self, rank: usize) -> &Claim;
 
     /// Does what this rank has to do before its result can be there. Called once, when all claims
@@ -106,8 +106,8 @@ pub(crate) trait Flight: Send {
         Ok(())
     }
 
-    /// The request's buffers, filled. Called once, when the result is there; this rank's part is
-    /// complete then.
+    /// Returns the request's buffers, filled. Called once, when the result is there; this rank's
+    /// part is complete then.
     ///
     /// # Errors
     ///
@@ -119,12 +119,12 @@ pub(crate) trait Flight: Send {
 #[derive(Debug)]
 pub(crate) struct Withdrawn;
 
-/// What an operation gives a rank.
+/// The result of an operation on one rank.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received {
     /// The buffers handed in, filled; empty on ranks that do not receive.
     pub buffers: Vec<Buffer>,
-    /// What every rank told, by rank of the group.
+    /// The note of every rank, by rank of the group.
     pub notes: Vec<Vec<u8>>,
 }

@@ -14,13 +14,13 @@ use crate::{Buffer, OperationKind, ProcessGroup, Source, arithmetic};
 #[path = "../../tests/contract/mod.rs"]
 mod contract;
 
-/// What all ranks have put down for one operation, by rank of the group.
+/// The claims and sources of all ranks for one operation, by rank of the group.
 struct Slips {
     slips: Vec<OnceLock<(Claim, Vec<Source>)>>,
     num_done: AtomicUsize,
 }
 
-/// Where the ranks of all groups put down what they give, by group and sequence number.
+/// The slips of all operations, by group and sequence number.
 type Board = Arc<Mutex<HashMap<(u64, u64), Arc<Slips>>>>;
 
 #[derive(Debug)]
@@ -110,7 +110,7 @@ impl BoardFlight {
         self.slips.slips[rank].get().expect("all claims are there")
     }
 
-    /// The addends of a part, of those elements of which a rank gets the sum.
+    /// Returns the addends of a part, of those elements of which a rank gets the sum.
     fn addends(&self, part: usize, to: usize) -> Vec<&[u8]> {
         let addend = |from: usize| {
             let (claim, sources) = self.slip(from);
@@ -175,7 +175,7 @@ impl Drop for BoardFlight {
     }
 }
 
-/// The ends of a world of ranks that meet at a board.
+/// Returns the ends of a world of ranks that meet at a board.
 fn ends(size: usize) -> Vec<ProcessGroup> {
     let states: Vec<_> = (0..size)
         .map(|rank| Arc::new(RankState::new(rank)))

@@ -14,7 +14,7 @@ use super::workers::Workers;
 #[derive(Debug)]
 pub struct Unwound(pub Box<dyn std::error::Error + Send + Sync>);
 
-/// Why a rank has no result.
+/// The cause why a rank has no result.
 pub(super) enum Cause {
     Start(BoxError),
     Failed(BoxError),
@@ -40,7 +40,7 @@ where
 }
 
 impl Cause {
-    /// What a panic's payload says.
+    /// Returns the cause that a panic's payload tells.
     pub(super) fn unwound(payload: Box<dyn Any + Send>) -> Self {
         let payload = match payload.downcast::<Unwound>() {
             Ok(unwound) => return Self::Failed(unwound.0),

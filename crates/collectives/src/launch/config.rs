@@ -1,4 +1,4 @@
-//! How ranks are started.
+//! The configuration of a launch.
 
 use std::thread;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::time::Duration;
 /// of ranks by ranks, and no machine has as many cores.
 pub(super) const MOST_THREADS: usize = 1024;
 
-/// How to start ranks.
+/// The configuration of a launch: number of ranks, deadline, grace period, threads.
 #[derive(Debug, Clone, Copy)]
 pub struct LaunchConfig {
     pub(super) ranks: usize,
@@ -17,7 +17,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// This many ranks, with the defaults of the other methods.
+    /// Configures this many ranks, with the defaults of the other methods.
     pub fn new(ranks: usize) -> Self {
         Self {
             ranks,
@@ -27,9 +27,9 @@ impl LaunchConfig {
         }
     }
 
-    /// How long a rank waits for its peers in one operation before it gives up, 10 minutes by
-    /// default. It counts from the moment that the rank waits; a pause of the whole machine counts as a
-    /// tenth of it. Groups that do work of another kind, such as checkpoints, may have their own: see
+    /// Sets how long a rank waits for its peers in one operation before it gives up, 10 minutes by default. It
+    /// counts from the moment that the rank waits; a pause of the whole machine counts as a tenth of it. Groups
+    /// that do work of another kind, such as checkpoints, may have their own: see
     /// [`ProcessGroup::isolate`](crate::ProcessGroup::isolate).
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -37,8 +37,8 @@ impl LaunchConfig {
         self
     }
 
-    /// How long the remaining ranks have to return after one has failed, 2 seconds by default. Those
-    /// that do not are abandoned: their threads go on on their own.
+    /// Sets how long the remaining ranks have to return after one has failed, 2 seconds by default.
+    /// Those that do not are abandoned: their threads go on on their own.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;

@@ -1,19 +1,19 @@
-//! How this process was started: alone, or by the launcher of a parallel program.
+//! The start of this process: alone, or by the launcher of a parallel program.
 
 use super::error::{ENGINE, LaunchError};
 
 /// A launcher, by the variables that it sets.
 struct Launcher {
     name: &'static str,
-    /// How many processes it has started together.
+    /// The variable with the number of processes that it has started together.
     size: &'static str,
-    /// Set too, or it is not this launcher that has started this process.
+    /// A variable that is set too, or it is not this launcher that has started this process.
     also: &'static str,
-    /// How many of them run on this machine.
+    /// The variable with the number of them that run on this machine.
     here: &'static str,
 }
 
-/// In this order; the first that matches counts.
+/// The known launchers; the first that matches counts.
 const LAUNCHERS: [Launcher; 3] = [
     Launcher {
         name: "Open MPI's mpirun",
@@ -40,15 +40,15 @@ const LAUNCHERS: [Launcher; 3] = [
 /// The processes that this one was started among.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Processes {
-    /// Who has started them.
+    /// The launcher's name, or [`ENGINE`] if that variable alone says `mpi`.
     pub(super) launcher: &'static str,
-    /// How many.
+    /// Number of processes.
     pub(super) size: usize,
-    /// How many of them share this machine.
+    /// Number of them that share this machine.
     pub(super) here: usize,
 }
 
-/// The processes that this one was started among, if a launcher has started it with others.
+/// Returns the processes that this one was started among, if a launcher has started it with others.
 ///
 /// # Errors
 ///

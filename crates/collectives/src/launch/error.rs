@@ -1,4 +1,4 @@
-//! Why a launch has no results.
+//! The errors of a launch.
 
 use std::fmt;
 
@@ -8,11 +8,11 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// The variable that says whether ranks are threads or processes.
 pub(super) const ENGINE: &str = "BURN_FSDP_ENGINE";
 
-/// The ranks did not all return a result.
+/// The reason why a launch did not return a result of every rank.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
-    /// There is nothing to start.
+    /// A launch of no ranks.
     #[error("cannot launch 0 ranks; ask for at least one")]
     NoRanks,
 
@@ -35,11 +35,11 @@ pub enum LaunchError {
         variable: String,
         /// Its value.
         value: String,
-        /// What it should be.
+        /// The value that it should have.
         expected: String,
     },
 
-    /// This process is one of several that were started together, and cannot talk to the others.
+    /// A process of several that were started together, which cannot talk to the others.
     #[error(
         "this is one of {processes} processes that {launcher} has started, but the program was built \
          without MPI, and each of them would do the same work; build it with the feature `mpi`, or set \
@@ -47,9 +47,9 @@ pub enum LaunchError {
         ENGINE
     )]
     NoMpi {
-        /// Who has started them.
+        /// The launcher that has started them.
         launcher: String,
-        /// How many.
+        /// Number of processes.
         processes: usize,
     },
 
@@ -63,33 +63,33 @@ pub enum LaunchError {
         ranks: usize,
         /// The processes that there are.
         processes: usize,
-        /// Who has started them.
+        /// The launcher that has started them.
         launcher: String,
     },
 
-    /// MPI cannot be begun twice in a process.
+    /// A second launch under MPI, which cannot be begun twice in a process.
     #[error(
         "this process has launched before; under MPI the ranks are launched once, so do all the work \
          in one launch"
     )]
     Again,
 
-    /// MPI does not work.
+    /// A failure of MPI.
     #[error(
         "cannot begin MPI: {0}; see that the program was built for the MPI whose launcher started it"
     )]
     Mpi(String),
 
-    /// The system did not give a rank its threads.
+    /// A rank that the system gave no threads.
     #[error("cannot start rank {rank}: {source}; launch fewer ranks, or fewer threads per rank")]
     Start {
         /// The rank that could not be started.
         rank: usize,
-        /// What the system said.
+        /// The error of the system.
         source: BoxError,
     },
 
-    /// A rank returned an error, or unwound with one. If several did, this is the first.
+    /// A rank that returned an error, or unwound with one. If several did, this is the first.
     #[error("rank {rank} failed: {source}{}", Abandoned(abandoned))]
     Failed {
         /// The rank that failed first.
@@ -100,12 +100,12 @@ pub enum LaunchError {
         abandoned: Vec<usize>,
     },
 
-    /// A rank panicked, and was the first to fail.
+    /// A rank that panicked, and was the first to fail.
     #[error("rank {rank} panicked: {message}{}", Abandoned(abandoned))]
     Panicked {
         /// The rank that panicked.
         rank: usize,
-        /// What it said.
+        /// The message of the panic.
         message: String,
         /// The ranks that did not return within the grace period after that.
         abandoned: Vec<usize>,

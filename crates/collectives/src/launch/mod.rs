@@ -67,8 +67,8 @@ where
     })
 }
 
-/// Number of processes that a launcher such as `mpirun` has started this one among, and so the number
-/// of ranks that [`launch()`] will have to be asked for; `None` if none has. See there.
+/// Returns the number of processes that a launcher such as `mpirun` has started this one among, and so the
+/// number of ranks that [`launch()`] will have to be asked for; `None` if none has. See there.
 pub fn launcher_ranks() -> Option<usize> {
     let environment = environment::processes(|name| std::env::var(name).ok());
     environment.ok().flatten().map(|processes| processes.size)

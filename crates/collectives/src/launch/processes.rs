@@ -13,7 +13,7 @@ use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, mpi};
 
-/// How often to see whether another rank has failed, while this one goes on.
+/// The pause between two looks whether another rank has failed, while this one goes on.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Runs the body on this process's rank, and returns its result.
@@ -116,7 +116,7 @@ fn part(config: &LaunchConfig, control: &Control) -> bool {
     false
 }
 
-/// This rank's result, or the first failure of any.
+/// Returns this rank's result, or the first failure of any.
 fn verdict<T>(
     control: &Control,
     rank: usize,

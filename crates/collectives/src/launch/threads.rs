@@ -11,7 +11,7 @@ use super::error::{BoxError, LaunchError};
 use crate::control::Control;
 use crate::{ProcessGroup, local};
 
-/// How a rank came to its end.
+/// The end of a rank: its result, or the cause of its failure.
 type End<T> = Result<T, Cause>;
 
 /// Runs the body on all ranks, and returns their results in rank order.
@@ -80,7 +80,7 @@ fn collect<T>(
     ends
 }
 
-/// The results, or the first failure.
+/// Returns the results, or the first failure.
 fn verdict<T>(control: &Control, mut ends: Vec<Option<End<T>>>) -> Result<Vec<T>, LaunchError> {
     let is_missing = |(rank, end): (usize, &Option<_>)| end.is_none().then_some(rank);
     let abandoned: Vec<_> = ends.iter().enumerate().filter_map(is_missing).collect();

@@ -8,7 +8,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder, Yield};
 /// Stack of a rank's threads: that of a main thread, because whole training loops run on it.
 const STACK_BYTES: usize = 8 << 20;
 
-/// How often a background worker looks for work. Each look takes some microseconds.
+/// The pause between two looks of a background worker for work. Each look takes some microseconds.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// A rank's rayon pool, on one of whose workers the body runs: parallel work that the body begins,
@@ -27,7 +27,7 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// As many workers as are to compute, and one for the background if that is only one.
+    /// Starts as many workers as are to compute, and one for the background if that is only one.
     pub(super) fn start(num_threads: usize) -> Result<Self, ThreadPoolBuildError> {
         let pool = ThreadPoolBuilder::new()
             .num_threads(num_threads.max(2))

@@ -1,4 +1,4 @@
-//! One rank's part in one operation.
+//! The part of one rank in one operation.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{Buffer, Reduction, Source};
 #[derive(Debug)]
 pub(super) struct LocalFlight {
     team: Arc<Team>,
-    /// This rank in the group.
+    /// The rank in the group.
     rank: usize,
     round: Arc<Round>,
     into: Vec<Buffer>,
@@ -79,8 +79,8 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Memory for a slice, from the pool of the rank that it falls to, whoever combines it: what a
-    /// rank's pool holds is the same each time.
+    /// Returns memory for a slice, from the pool of the rank that it falls to, whoever combines it:
+    /// what a rank's pool holds is the same each time.
     fn slice_buffers(
         &self,
         slice: usize,
@@ -109,7 +109,7 @@ impl LocalFlight {
             .collect()
     }
 
-    /// This rank will read nothing more. Nothing that it got from the round may be alive.
+    /// Marks this rank as one that will read nothing more. Nothing that it got from the round may be alive.
     fn finish(&mut self) {
         if std::mem::replace(&mut self.finished, true) {
             return;

@@ -10,7 +10,7 @@ use crate::control::Control;
 use crate::engine::{Engine, Flight, Request, Subgroup};
 use crate::lock::lock;
 
-/// What the ranks of one group share.
+/// The state that the ranks of one group share.
 #[derive(Debug)]
 pub(super) struct LocalGroup {
     team: Arc<Team>,
@@ -36,7 +36,7 @@ impl LocalGroup {
         })
     }
 
-    /// A rank's end.
+    /// Returns a rank's end.
     pub(super) fn end(group: &Arc<Self>, rank: usize) -> LocalEnd {
         LocalEnd {
             group: group.clone(),
@@ -59,7 +59,7 @@ impl LocalGroup {
         round
     }
 
-    /// The subgroup, made by the member that comes first and forgotten with the last.
+    /// Returns the subgroup, made by the member that comes first and forgotten with the last.
     fn collect(&self, subgroup: &Subgroup) -> Arc<LocalGroup> {
         let mut subgroups = lock(&self.subgroups);
         let uncollected = subgroups.entry(subgroup.number).or_insert_with(|| {
@@ -87,7 +87,7 @@ impl LocalGroup {
     }
 }
 
-/// One rank's end of a [`LocalGroup`].
+/// The end of one rank of a [`LocalGroup`].
 #[derive(Debug)]
 pub(super) struct LocalEnd {
     group: Arc<LocalGroup>,

@@ -18,7 +18,7 @@ use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
 
-/// The ends of the group of all ranks of a new world, by rank.
+/// Returns the ends of the group of all ranks of a new world, by rank.
 pub(crate) fn groups(num_ranks: usize, deadline: Duration) -> Vec<ProcessGroup> {
     let states: Vec<_> = (0..num_ranks)
         .map(|rank| Arc::new(RankState::new(rank)))

@@ -1,4 +1,4 @@
-//! Where the ranks of a group meet for one operation.
+//! The meeting of the ranks of a group for one operation.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -7,33 +7,33 @@ use crate::Source;
 use crate::engine::Claim;
 use crate::lock::lock;
 
-/// One operation of one group. Kept alive by the ranks that are not done with it.
+/// An operation of one group. Kept alive by the ranks that are not done with it.
 #[derive(Debug)]
 pub(super) struct Round {
     seats: Vec<Seat>,
     num_arrived: AtomicUsize,
     num_finished: AtomicUsize,
-    /// All ranks have finished, and nothing published is kept any more.
+    /// True once all ranks have finished and nothing published is kept any more.
     released: AtomicBool,
     /// Slices of an all-reduce that are combined, by the rank that they fall to.
     slices: Vec<Slice>,
     num_slices: AtomicUsize,
 }
 
-/// One rank's place.
+/// The state of one rank in the round.
 #[derive(Debug, Default)]
 struct Seat {
-    /// What the rank wants and tells; stays until the round is dropped.
+    /// The claim of the rank; stays until the round is dropped.
     claim: OnceLock<Claim>,
-    /// What the rank shows to its peers; taken away as soon as no peer will look again.
+    /// The sources that the peers read; taken away as soon as no peer will look again.
     sources: Mutex<Option<Sources>>,
     finished: AtomicBool,
 }
 
-/// One rank's sources, one per part.
+/// The sources of one rank, one per part.
 pub(super) type Sources = Arc<[Source]>;
 
-/// What a rank publishes.
+/// The claim and the sources that a rank publishes.
 #[derive(Debug)]
 pub(super) struct Offer {
     claim: Claim,
@@ -76,17 +76,17 @@ impl Round {
         self.num_arrived.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Whether all ranks have published.
+    /// Returns true if all ranks have published.
     pub(super) fn has_all(&self) -> bool {
         self.num_arrived.load(Ordering::Acquire) == self.seats.len()
     }
 
-    /// Whether a rank has published.
+    /// Returns true if a rank has published.
     pub(super) fn has(&self, rank: usize) -> bool {
         self.seats[rank].claim.get().is_some()
     }
 
-    /// What a rank that has published wants and tells.
+    /// Returns the claim of a rank that has published.
     pub(super) fn claim(&self, rank: usize) -> &Claim {
         self.seats[rank]
             .claim
@@ -94,7 +94,7 @@ impl Round {
             .expect("read after the ranks have met")
     }
 
-    /// A rank's sources, if they are still there.
+    /// Returns a rank's sources, if they are still there.
     pub(super) fn sources(&self, rank: usize) -> Option<Sources> {
         lock(&self.seats[rank].sources).clone()
     }
@@ -123,12 +123,12 @@ impl Round {
         true
     }
 
-    /// Whether a rank has finished.
+    /// Returns true if a rank has finished.
     pub(super) fn has_finished(&self, rank: usize) -> bool {
         self.seats[rank].finished.load(Ordering::Acquire)
     }
 
-    /// Whether all ranks have finished and everything published is dropped.
+    /// Returns true if all ranks have finished and everything published is dropped.
     pub(super) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
@@ -144,12 +144,12 @@ impl Round {
         self.num_slices.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Whether all slices are published.
+    /// Returns true if all slices are published.
     pub(super) fn has_all_slices(&self) -> bool {
         self.num_slices.load(Ordering::Acquire) == self.slices.len()
     }
 
-    /// Whether all slices that a rank has taken are published.
+    /// Returns true if all slices that a rank has taken are published.
     pub(super) fn has_combined(&self, rank: usize) -> bool {
         let mut taken = self
             .slices
@@ -158,7 +158,7 @@ impl Round {
         taken.all(|slice| lock(&slice.parts).is_some())
     }
 
-    /// A combined slice, if it is there.
+    /// Returns a combined slice, if it is there.
     pub(super) fn slice(&self, slice: usize) -> Option<Sources> {
         lock(&self.slices[slice].parts).clone()
     }

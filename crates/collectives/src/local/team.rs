@@ -6,7 +6,7 @@ use crate::BufferPool;
 use crate::bell::Bell;
 use crate::control::Control;
 
-/// Who is in a group, and the failure domain that they are in.
+/// The members of a group, and their failure domain.
 #[derive(Debug)]
 pub(super) struct Team {
     pub(super) control: Arc<Control>,
@@ -15,17 +15,17 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub(super) fn size(&self) -> usize {
         self.members.len()
     }
 
-    /// The bell that ranks wait for.
+    /// Returns the bell that ranks wait for.
     pub(super) fn bell(&self) -> &Bell {
         &self.control.world.bell
     }
 
-    /// The memory of a member. All ranks live in this process.
+    /// Returns the pool of a member. All ranks live in this process.
     pub(super) fn pool(&self, rank: usize) -> BufferPool {
         let member = self.control.world.rank(self.members[rank]);
         member.map_or_else(BufferPool::new, |member| member.pool.clone())

@@ -61,7 +61,7 @@ pub(super) fn combine(
     }
 }
 
-/// Where a shard lies in its full tensor, in bytes.
+/// Returns the range of a shard in its full tensor, in bytes.
 fn byte_range(extent: &Extent, shard: usize, element: ElementType) -> Range<usize> {
     let Range { start, end } = extent.partition.range(shard);
     start * element.size()..end * element.size()

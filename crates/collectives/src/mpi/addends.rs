@@ -1,4 +1,4 @@
-//! What the other ranks add to a reduction: where it lands, and how it is combined.
+//! The addends of the other ranks in a reduction: where they land, and how they are combined.
 
 use super::landing::Landing;
 use crate::arithmetic::reduce;

@@ -1,4 +1,4 @@
-//! One rank's end of a group of processes.
+//! The end of one rank of a group of processes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(super) struct MpiEnd {
 }
 
 impl MpiEnd {
-    /// The end of the group of all ranks.
+    /// Returns the end of the group of all ranks.
     pub(super) fn new(
         control: Arc<Control>,
         members: Arc<[usize]>,

@@ -1,4 +1,4 @@
-//! What processes write to each other beside the bytes of tensors.
+//! The headers that processes send each other beside the bytes of tensors.
 //!
 //! All numbers are little-endian. The processes of a world run the same binary, so that a header has
 //! no version; one that cannot be read is reported as a failure of the rank that sent it.
@@ -38,14 +38,14 @@ pub(super) enum Header {
     News(News),
 }
 
-/// What a rank tells one other about an operation that it starts.
+/// The header by which a rank tells one other of an operation that it starts.
 #[derive(Debug, PartialEq)]
 pub(super) struct ClaimHeader {
-    /// Which operation: the group's number and the sequence number in it.
+    /// The operation: the group's number and the sequence number in it.
     pub(super) round: (u64, u64),
     /// The tag of what follows.
     pub(super) tag: u32,
-    /// Whether the rank wants what it gets.
+    /// True if the rank wants what it gets.
     pub(super) receives: bool,
     /// The signature, as [`signature_bytes`] writes it.
     pub(super) signature: Vec<u8>,
@@ -83,7 +83,7 @@ impl Header {
         out.0
     }
 
-    /// `None` if these are not the bytes of a header.
+    /// Reads a header; `None` if these are not the bytes of one.
     pub(super) fn of_bytes(bytes: &[u8]) -> Option<Self> {
         let mut from = Reader(bytes);
         let header = match from.word()? {
@@ -106,7 +106,7 @@ impl Header {
     }
 }
 
-/// A signature as bytes, equal for equal signatures.
+/// Returns a signature as bytes, equal for equal signatures.
 pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     let Signature {
         kind,
@@ -139,7 +139,7 @@ pub(super) fn signature_bytes(signature: &Signature) -> Vec<u8> {
     out.0
 }
 
-/// The signature behind bytes; `None` if they are none.
+/// Returns the signature behind bytes; `None` if they are none.
 pub(super) fn signature_of(bytes: &[u8]) -> Option<Signature> {
     let mut from = Reader(bytes);
     let kind = *OperationKind::ALL.get(from.index()?)?;

@@ -15,7 +15,7 @@ use crate::lock::lock;
 #[derive(Debug)]
 pub(super) struct Landing {
     buffers: Mutex<Option<Vec<Buffer>>>,
-    /// Where the bytes of each buffer begin, and how many there are.
+    /// The address and the number of the bytes of each buffer.
     places: Vec<(*mut u8, usize)>,
 }
 
@@ -36,7 +36,7 @@ impl Landing {
         }
     }
 
-    /// Where a range of a buffer lies.
+    /// Returns the address of a range of a buffer.
     ///
     /// # Panics
     ///
@@ -51,7 +51,7 @@ impl Landing {
         unsafe { start.add(range.start) }
     }
 
-    /// The buffers, once all transfers into them are complete.
+    /// Returns the buffers, once all transfers into them are complete.
     pub(super) fn take(&self) -> Vec<Buffer> {
         lock(&self.buffers).take().unwrap_or_default()
     }

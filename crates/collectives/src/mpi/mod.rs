@@ -27,7 +27,7 @@ use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{Messenger, News, World};
 
-/// This process's place in the MPI world, and the thread that owns MPI.
+/// The place of this process in the MPI world, and the thread that owns MPI.
 pub(crate) struct Connection {
     pub(crate) rank: usize,
     pub(crate) size: usize,
@@ -36,7 +36,7 @@ pub(crate) struct Connection {
     done: Receiver<()>,
 }
 
-/// Tells other processes through MPI's thread.
+/// A messenger that tells other processes through MPI's thread.
 #[derive(Debug)]
 struct MpiMessenger(Sender<Command>);
 
@@ -81,7 +81,7 @@ pub(crate) fn connect() -> Result<Connection, String> {
 }
 
 impl Connection {
-    /// This rank's end of the group of all ranks.
+    /// Returns this rank's end of the group of all ranks.
     pub(crate) fn world(&self, deadline: Duration) -> ProcessGroup {
         let state = Arc::new(RankState::new(self.rank));
         let mut ranks = vec![None; self.size];

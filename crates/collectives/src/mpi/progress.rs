@@ -13,23 +13,23 @@ use crate::Source;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::world::News;
 
-/// How long to go on looking while nothing moves, before sleeping between two looks.
+/// The time of looks without a pause while nothing moves, before sleeping between two looks.
 const LOOK_FOR: Duration = Duration::from_millis(1);
 
-/// How long to sleep between two looks while operations are under way.
+/// The sleep between two looks while operations are under way.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
 
-/// How long to sleep while there are none. A command wakes the thread at once; the headers of others
-/// concern this rank only when it comes itself, and failures may wait so long.
+/// The sleep between two looks while there are none. A command wakes the thread at once; the
+/// headers of others concern this rank only when it comes itself, and failures may wait so long.
 const LONG_SLEEP: Duration = Duration::from_millis(1);
 
-/// What the rank's threads ask of MPI's.
+/// The commands of the rank's threads to MPI's.
 pub(super) enum Command {
     Start(Box<Start>),
     /// A failure domain that this rank belongs to.
     Domain(Arc<Control>),
     Tell(News),
-    /// End MPI, together with the other processes or without them.
+    /// The end of MPI, together with the other processes or without them.
     Close {
         with_others: bool,
     },
@@ -90,7 +90,7 @@ impl Progress {
         self.close(with_others);
     }
 
-    /// The next command, waited for a while if nothing else is to be done.
+    /// Returns the next command, waited for a while if nothing else is to be done.
     fn next_command(&self, moved_at: Instant) -> Option<Command> {
         match self.commands.try_recv() {
             Ok(command) => return Some(command),
@@ -238,7 +238,7 @@ impl Progress {
         }
     }
 
-    /// MPI itself has failed.
+    /// Ends all operations because MPI itself has failed.
     fn fail(&mut self, error: &WireError) {
         let reason = format!("{error}; see what MPI and the other ranks say");
         match self.domains.get(&WORLD_DOMAIN) {

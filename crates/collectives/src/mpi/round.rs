@@ -1,4 +1,4 @@
-//! One operation of this rank: what its threads and that of MPI share, and what MPI's does for it.
+//! An operation of this rank: what its threads and that of MPI share, and what MPI's does for it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -13,7 +13,7 @@ use crate::lock::lock;
 use crate::operation::{OperationKind, Signature};
 use crate::{Buffer, BufferPool, Source};
 
-/// What MPI's thread tells the rank's threads. Ranks are those of the group.
+/// The state of an operation that MPI's thread tells the rank's threads. Ranks are those of the group.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) rank: usize,
@@ -24,9 +24,9 @@ pub(super) struct Shared {
     result: AtomicBool,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
-    /// What the other ranks add to a reduce-scatter.
+    /// The addends of the other ranks in a reduce-scatter.
     addends: Mutex<Vec<Option<Arc<Landing>>>>,
-    /// This rank's slice of an all-reduce.
+    /// The slice of an all-reduce that falls to this rank.
     slice: Mutex<Vec<Source>>,
 }
 
@@ -78,7 +78,7 @@ impl Shared {
             .collect()
     }
 
-    /// The addends of the other ranks; `None` in the place of this one.
+    /// Returns the addends of the other ranks; `None` in the place of this one.
     pub(super) fn take_addends(&self) -> Vec<Option<Vec<Buffer>>> {
         let addends = std::mem::take(&mut *lock(&self.addends));
         let taken = |landing: Option<Arc<Landing>>| landing.map(|landing| landing.take());
@@ -90,15 +90,15 @@ impl Shared {
     }
 }
 
-/// What a rank hands to MPI's thread.
+/// The request of a rank to MPI's thread.
 pub(super) struct Start {
     pub(super) key: (u64, u64),
     pub(super) members: Arc<[usize]>,
     pub(super) control: Arc<Control>,
-    /// This rank's signature as bytes.
+    /// The signature of this rank as bytes.
     pub(super) signature: Vec<u8>,
     pub(super) sources: Vec<Source>,
-    /// Whether this rank has buffers for what it gets.
+    /// True if this rank has buffers for what it gets.
     pub(super) receives: bool,
     pub(super) pool: BufferPool,
     pub(super) shared: Arc<Shared>,
@@ -112,11 +112,11 @@ pub(super) struct Round {
     /// Ranks that want what this one does.
     num_agreeing: usize,
     sends: Vec<Transfer>,
-    /// What is put side by side or combined.
+    /// The transfers of what is put side by side or combined, by the rank that sends.
     receives: Vec<(usize, Transfer)>,
     /// The others' slices of an all-reduce.
     slices: Vec<(usize, Transfer)>,
-    /// Of an all-reduce: this rank's slice is combined.
+    /// True once this rank's slice of an all-reduce is combined.
     has_combined: bool,
 }
 
@@ -141,12 +141,12 @@ impl Round {
         &self.start.shared.claim(self.rank()).signature
     }
 
-    /// Whether nobody waits for the operation any more, and it cannot come to its end.
+    /// Returns true if nobody waits for the operation any more, and it cannot come to its end.
     pub(super) fn is_given_up(&self) -> bool {
         Arc::strong_count(&self.start.shared) == 1 && self.start.control.failure().is_some()
     }
 
-    /// A rank of the world has come. What is exchanged with it begins if it wants the same.
+    /// Takes the header of a rank of the world, and begins the exchange with it if it wants the same.
     pub(super) fn hear(
         &mut self,
         wire: &Wire,

@@ -1,4 +1,4 @@
-//! The calls of MPI, and the one place of this crate with `unsafe` code.
+//! The calls of MPI. With `landing.rs`, all `unsafe` code of this crate.
 //!
 //! What makes each call sound is the same throughout. MPI is called from the thread that initialised it
 //! and from no other: [`Wire`] and [`Transfer`] are not `Send`. The memory that a request reads or
@@ -32,10 +32,10 @@ const HEADER_TAG: c_int = 1;
 /// The first tag of data.
 pub(super) const FIRST_DATA_TAG: u32 = 2;
 
-/// Every MPI has tags up to here.
+/// The largest tag that every MPI has.
 pub(super) const LAST_DATA_TAG: u32 = 32_767;
 
-/// What MPI said of a call that failed.
+/// The error of a call of MPI.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{call} failed: {reason}")]
 pub(super) struct WireError {
@@ -43,9 +43,9 @@ pub(super) struct WireError {
     reason: String,
 }
 
-/// This process's end of MPI.
+/// The end of MPI in this process.
 pub(super) struct Wire {
-    /// Finalises MPI when it is dropped.
+    /// The environment of MPI, which finalises it when it is dropped.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
     /// MPI belongs to the thread that initialised it.
@@ -59,7 +59,7 @@ pub(super) struct Transfer {
     not_send: PhantomData<*const ()>,
 }
 
-/// What a message is read from or written to.
+/// The memory that a message is read from or written to.
 enum Memory {
     Read(#[allow(dead_code, reason = "owned for the time of the transfer")] Source),
     Written(#[allow(dead_code, reason = "owned for the time of the transfer")] Arc<Landing>),
@@ -103,7 +103,7 @@ impl Wire {
         })
     }
 
-    /// This process's rank, and how many there are.
+    /// Returns this process's rank, and the number of ranks.
     pub(super) fn place(&self) -> (usize, usize) {
         let world = self.universe.as_ref().map(Universe::world);
         let place = world.map(|world| (world.rank(), world.size()));
@@ -188,7 +188,7 @@ impl Wire {
         pieces(range).map(piece).collect()
     }
 
-    /// A header that has come, and from whom.
+    /// Returns a header that has come, with the rank that sent it.
     pub(super) fn next_header(&self) -> Result<Option<(usize, Vec<u8>)>, WireError> {
         let (mut flag, mut len) = (0, 0);
         // SAFETY: the two values are plain C structures that MPI fills; all zeros are valid for both.
@@ -271,7 +271,7 @@ fn null_request() -> ffi::MPI_Request {
     unsafe { ffi::RSMPI_REQUEST_NULL }
 }
 
-/// The messages that some bytes travel in; none if there are none.
+/// Returns the ranges of the messages that some bytes travel in; none if there are no bytes.
 fn pieces(range: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range

@@ -1,6 +1,7 @@
-//! How a tensor's elements lie in its memory: shape, strides and offset.
+//! The strides of a tensor: the order of its elements in memory.
 
-/// A strided strides in elements, as Burn's CPU backend keeps it.
+/// The shape, strides and offset of a tensor in its memory, in elements, as Burn's CPU backend
+/// keeps them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Strides {
     pub(crate) shape: Vec<usize>,
@@ -8,11 +9,11 @@ pub(crate) struct Strides {
     offset: usize,
 }
 
-/// The most dims that the backend's loops over two operands handle.
+/// Maximum number of dims that the backend's loops over two operands handle.
 const MAX_DIMS: usize = 8;
 
 impl Strides {
-    /// Row by row, from the start of the memory.
+    /// Returns the strides of a shape row by row, from the start of the memory.
     pub(crate) fn contiguous(shape: &[usize]) -> Self {
         let mut strides = vec![1; shape.len()];
         for dim in (0..shape.len().saturating_sub(1)).rev() {
@@ -29,12 +30,13 @@ impl Strides {
         self.shape.iter().product()
     }
 
-    /// From one element to the next along a dim.
+    /// Returns the distance from one element to the next along a dim.
     pub(crate) fn stride(&self, dim: usize) -> isize {
         self.strides[dim]
     }
 
-    /// Row by row without gaps. A stride of zero is a gap, even of a dim of size 1.
+    /// Returns true if the elements are row by row without gaps. A stride of zero is a gap, even of
+    /// a dim of size 1.
     pub(crate) fn is_contiguous(&self) -> bool {
         if self.shape.is_empty() || self.num_elements() == 0 {
             return true;
@@ -42,13 +44,13 @@ impl Strides {
         self.strides.iter().all(|stride| *stride > 0) && self.is_dense()
     }
 
-    /// Contiguous, and from the start of the memory.
+    /// Returns true if the elements are contiguous from the start of the memory.
     pub(crate) fn is_from_start(&self) -> bool {
         self.offset == 0 && self.is_contiguous()
     }
 
-    /// Whether a loop over this operand and another of its shape walks this one element by element
-    /// from the start, so that the result can be written over it.
+    /// Returns true if a loop over this operand and another of its shape visits this one element by
+    /// element from the start, so that the result can be written over it.
     pub(crate) fn is_dense_beside(&self, other: &Self) -> bool {
         let strides = self.strides.iter().chain(&other.strides);
         self.shape.len() <= MAX_DIMS
@@ -57,7 +59,8 @@ impl Strides {
             && self.is_dense()
     }
 
-    /// Every stride is the number of elements below it; those of dims of size 1 do not matter.
+    /// Returns true if every stride is the product of the sizes of the later dims. Strides of dims
+    /// of size 1 do not matter.
     fn is_dense(&self) -> bool {
         let mut expected = 1;
         for (size, stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -72,7 +75,8 @@ impl Strides {
         true
     }
 
-    /// Whether it covers memory of that many elements from its start, in whatever order.
+    /// Returns true if the tensor has all elements of memory of that many, from its start and in
+    /// whatever order.
     pub(crate) fn covers(&self, num_elements: usize) -> bool {
         self.offset == 0
             && self.num_elements() == num_elements
@@ -94,7 +98,8 @@ impl Strides {
         }
     }
 
-    /// Dims of size 1, and new ones in front, repeat their element.
+    /// Returns the strides after an expansion: dims of size 1, and new ones in front, repeat their
+    /// element.
     pub(crate) fn expanded(&self, shape: &[usize]) -> Self {
         let new = shape.len().saturating_sub(self.shape.len());
         let strides = shape.iter().enumerate().map(|(dim, size)| {
@@ -111,7 +116,7 @@ impl Strides {
         }
     }
 
-    /// Another shape of the same elements, if that needs no copy.
+    /// Returns the strides of the same elements in another shape, if that needs no copy.
     pub(crate) fn reshaped(&self, shape: &[usize]) -> Option<Self> {
         self.is_contiguous().then(|| Self {
             offset: self.offset,
@@ -119,7 +124,7 @@ impl Strides {
         })
     }
 
-    /// Part of the elements: of each dim its start, and its step.
+    /// Returns the strides of a slice: `starts` has a start and a step for each dim.
     pub(crate) fn sliced(&self, shape: &[usize], starts: &[(usize, isize)]) -> Self {
         let mut strides = self.clone();
         strides.shape = shape.to_vec();
@@ -135,7 +140,7 @@ impl Strides {
         strides
     }
 
-    /// A window over a dim, as a new dim at the end.
+    /// Returns the strides with windows over a dim, as a new dim at the end.
     pub(crate) fn unfolded(&self, shape: &[usize], dim: usize, step: usize) -> Self {
         let mut strides = self.clone();
         let stride = strides.strides[dim];
@@ -146,7 +151,7 @@ impl Strides {
     }
 }
 
-/// The shape that two operands are expanded to.
+/// Returns the shape that two operands are expanded to.
 pub(crate) fn broadcast(lhs: &[usize], rhs: &[usize]) -> Vec<usize> {
     let num_dims = lhs.len().max(rhs.len());
     let size = |shape: &[usize], dim: usize| {

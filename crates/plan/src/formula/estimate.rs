@@ -1,4 +1,4 @@
-//! A job by formula, as text, JSON and a picture.
+//! The estimate of a job by formula, as text, JSON and a picture.
 
 use std::fmt;
 
@@ -12,24 +12,24 @@ use crate::picture;
 use crate::size::{Breakdown, Size};
 use crate::traffic::Traffic;
 
-/// What a job takes, whether that fits, and what would.
+/// The estimated cost of a job, whether it fits, and advice if it does not.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// What is trained, how, on how many ranks.
+    /// The job: model, ranks, batch and the like.
     pub job: Job,
-    /// On what.
+    /// The machine that it runs on.
     pub machine: Machine,
     /// Parameters of the model.
     pub num_params: u64,
     /// Device memory of a rank.
     pub available: u64,
-    /// The most bytes at once, and when.
+    /// The moment with the most bytes at once, and those bytes.
     pub peak: Stop,
-    /// Whether the peak is at most what is available.
+    /// True if the peak is at most `available`.
     pub fits: bool,
     /// Host memory of a rank.
     pub host_bytes: u64,
-    /// What would make it fit; empty if it does, or if nothing would.
+    /// Changes that would make it fit; empty if it does, or if nothing would.
     pub advice: Vec<Advice>,
     /// Collectives of a step.
     pub traffic: Traffic,
@@ -37,12 +37,12 @@ pub struct Estimate {
     pub model_flops: f64,
     /// Operations of a step on one rank that are done.
     pub hardware_flops: f64,
-    /// How long a step takes.
+    /// Duration of a step.
     pub time: Duration,
 }
 
 impl Estimate {
-    /// Of a job on a machine whose devices have `available` bytes.
+    /// Estimates a job on a machine whose devices have `available` bytes.
     pub fn new(job: &Job, machine: &Machine, available: u64) -> Self {
         let peak = job.peak();
         let fits = peak.bytes.total() <= available;
@@ -66,17 +66,17 @@ impl Estimate {
         }
     }
 
-    /// Operations per second and rank that are done over the step.
+    /// Returns the operations that one rank does per second, over the step.
     pub fn flops_per_second(&self) -> f64 {
         self.hardware_flops / self.time.step
     }
 
-    /// Tokens per second and rank.
+    /// Returns the tokens that one rank processes per second.
     pub fn tokens_per_second(&self) -> f64 {
         self.job.tokens() / self.time.step
     }
 
-    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    /// Draws memory over the step by category, with the peak marked. Needs the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.job.timeline().iter().map(|stop| stop.bytes).collect();
@@ -88,7 +88,7 @@ impl Estimate {
     }
 }
 
-/// Lines for people.
+/// Prints lines for people.
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let peak = self.peak.bytes.total();
@@ -128,7 +128,8 @@ impl fmt::Display for Estimate {
     }
 }
 
-/// Whether it fits, and what would make it.
+/// The lines about whether a job fits, and about changes that would make it: the peak as text,
+/// `fits`, the bytes available, and the changes.
 pub(crate) struct Verdict<'a>(
     pub(crate) &'a str,
     pub(crate) bool,

@@ -1,26 +1,27 @@
-//! What would make a job fit.
+//! The search for changes that make a job fit.
 
 use serde::Serialize;
 
-use super::job::{Checkpointing, Division, Job};
+use super::job::{Checkpointing, Job};
+use burn_fsdp_spmd::Strategy;
 
 /// One change, or several together, after which a job fits.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Advice {
-    /// What to change, in words.
+    /// The change, in words.
     pub change: String,
-    /// The job after that.
+    /// The job after the change.
     pub job: Job,
-    /// Its peak in bytes.
+    /// Peak of that job in bytes.
     pub peak: u64,
 }
 
-/// The most ranks that are considered.
+/// Maximum number of ranks that are considered.
 const MAX_RANKS: usize = 1 << 20;
 
-/// Changes after which a job takes at most `available` bytes: each one alone that suffices, or, if none
-/// does, the first of several together that do. `peak` gives the bytes of a job, or nothing if the
-/// engine in question cannot do it.
+/// Finds changes after which a job takes at most `available` bytes: each one alone that suffices,
+/// or, if none does, the first of several together that do. `peak` gives the bytes of a job, or
+/// nothing if the engine in question cannot do it.
 pub fn advise(job: &Job, available: u64, peak: &dyn Fn(&Job) -> Option<u64>) -> Vec<Advice> {
     let search = Search { available, peak };
     let alone: Vec<_> = Change::ALL
@@ -54,14 +55,14 @@ enum Change {
     Selective,
     Full,
     Batch,
-    /// Units are gathered when they are needed, not ahead.
+    /// No prefetching: units are gathered when they are needed.
     Demand,
     Offload,
     Ranks,
 }
 
 impl Change {
-    /// From what costs least to what costs most.
+    /// All changes, the cheapest first.
     const ALL: [Self; 7] = [
         Self::Divide,
         Self::Selective,
@@ -83,7 +84,7 @@ impl Search<'_> {
         (self.peak)(job).filter(|peak| *peak <= self.available)
     }
 
-    /// The job with this change alone, if it fits then.
+    /// Makes this change alone; `None` if the job does not fit then.
     fn with(&self, job: &Job, change: Change) -> Option<Advice> {
         let (job, text) = match change {
             Change::Batch => self.smaller_batch(job)?,
@@ -98,7 +99,7 @@ impl Search<'_> {
         })
     }
 
-    /// One change after the other, until it fits.
+    /// Makes one change after the other, until the job fits.
     fn together(&self, job: &Job, changes: &[Change]) -> Option<Advice> {
         let mut changed = job.clone();
         let mut texts: Vec<String> = Vec::new();
@@ -120,7 +121,7 @@ impl Search<'_> {
         None
     }
 
-    /// The largest batch that fits.
+    /// Finds the largest batch that fits.
     fn smaller_batch(&self, job: &Job) -> Option<(Job, String)> {
         let with = |batch: usize| Job {
             batch,
@@ -137,7 +138,7 @@ impl Search<'_> {
         (fits > 0).then(|| (with(fits), format!("a batch of {fits} per rank")))
     }
 
-    /// The smallest number of ranks that fits.
+    /// Finds the smallest number of ranks that fits.
     fn more_ranks(&self, job: &Job) -> Option<(Job, String)> {
         let with = |ranks: usize| Job {
             ranks,
@@ -156,12 +157,12 @@ impl Search<'_> {
     }
 }
 
-/// The job with the change in full, if it is one.
+/// Makes a change to the full extent; `None` if the job has it already.
 fn apply(job: &Job, change: Change) -> Option<(Job, String)> {
     let mut job = job.clone();
     let text = match change {
-        Change::Divide if job.division != Division::FullShard => {
-            job.division = Division::FullShard;
+        Change::Divide if job.strategy != Strategy::FullShard => {
+            job.strategy = Strategy::FullShard;
             "full sharding"
         }
         Change::Selective if job.checkpointing == Checkpointing::None => {
@@ -202,7 +203,7 @@ mod tests {
             batch,
             seq: 2048,
             precision: Precision::Bf16,
-            division: Division::FullShard,
+            strategy: Strategy::FullShard,
             checkpointing: Checkpointing::Full,
             is_offloaded: false,
             prefetch: 1,

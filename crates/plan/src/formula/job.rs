@@ -1,4 +1,4 @@
-//! A training run of a decoder, and what it takes by formula.
+//! A training run of a decoder, with its cost by formula.
 
 use serde::Serialize;
 
@@ -6,34 +6,23 @@ use super::transformer::Transformer;
 use crate::category::Bytes;
 use crate::machine::Machine;
 use crate::traffic::Traffic;
+use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::graph::CollectiveKind;
 
-/// What ranks divide.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Division {
-    /// Parameters, gradients and optimizer state; full parameters exist unit by unit.
-    FullShard,
-    /// The same, but full parameters stay from forward to backward.
-    ShardGradOp,
-    /// Nothing.
-    NoShard,
-}
-
-/// What is computed again in backward instead of being kept.
+/// The results of forward that are computed again in backward instead of being kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Checkpointing {
-    /// Nothing.
+    /// No results.
     None,
-    /// Every second matrix product of a block, and what is cheap.
+    /// Every second matrix product of a block, and cheap results.
     Selective,
     /// Whole blocks: only their inputs are kept.
     Full,
 }
 
-/// In what parameters are gathered and activations computed. Parameters at rest, their gradients and the
-/// optimizer's states have 32 bits in both.
+/// The precision of gathered parameters and of activations. Parameters at rest, their gradients and
+/// the optimizer's states have 32 bits in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Precision {
@@ -44,7 +33,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Bytes of an element.
+    /// Returns the bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -64,14 +53,14 @@ pub struct Job {
     pub batch: usize,
     /// Tokens of a sequence.
     pub seq: usize,
-    /// In what is computed.
+    /// Precision of gathered parameters and of activations.
     pub precision: Precision,
-    /// What is divided.
-    pub division: Division,
-    /// What is computed again.
+    /// Strategy: what ranks divide, and until when full parameters stay.
+    pub strategy: Strategy,
+    /// Results that are computed again in backward.
     pub checkpointing: Checkpointing,
-    /// Parameters at rest, gradients at rest and optimizer states are in the host's memory, where the
-    /// optimizer runs.
+    /// True if parameters at rest, gradients at rest and optimizer states are in the host's memory,
+    /// where the optimizer runs.
     pub is_offloaded: bool,
     /// Units gathered ahead of their use.
     pub prefetch: usize,
@@ -85,14 +74,14 @@ const STATES: f64 = 8.0;
 /// A moment of the step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Stop {
-    /// What happens then, such as `backward of block 3`.
+    /// A description, such as `backward of block 3`.
     pub moment: String,
-    /// What is there.
+    /// Bytes of device memory at that moment.
     pub bytes: Bytes,
 }
 
 impl Job {
-    /// Tokens of a step on one rank.
+    /// Returns the tokens of a step on one rank.
     pub fn tokens(&self) -> f64 {
         self.batch as f64 * self.seq as f64
     }
@@ -101,15 +90,15 @@ impl Job {
         self.precision.size() as f64
     }
 
-    /// Part of the states that a rank has.
+    /// Returns the part of the states that a rank has.
     fn share(&self) -> f64 {
-        match self.division {
-            Division::NoShard => 1.0,
+        match self.strategy {
+            Strategy::NoShard => 1.0,
             _ => 1.0 / self.ranks as f64,
         }
     }
 
-    /// Bytes of device memory by category over the step, block by block.
+    /// Lists the bytes of device memory by category over the step, block by block.
     ///
     /// At rest, of `P` parameters on `N` ranks: `(4 + 8) P / N`, and `4 P / N` of gradients that grow
     /// over backward: the `16 P / N` of arXiv 1910.02054, section 3.1. Full parameters and full
@@ -135,7 +124,8 @@ impl Job {
             .collect()
     }
 
-    /// The moment with the most bytes, the first of several.
+    /// Finds the moment with the most bytes. Among equal ones the optimizer step goes first, then
+    /// the earliest.
     pub fn peak(&self) -> Stop {
         let mut peak = Stop {
             moment: "the optimizer step".to_owned(),
@@ -149,12 +139,12 @@ impl Job {
         peak
     }
 
-    /// Bytes of device memory at [`peak`](Self::peak).
+    /// Returns the bytes of device memory at [`peak`](Self::peak).
     pub fn peak_bytes(&self) -> u64 {
         self.peak().bytes.total()
     }
 
-    /// Between steps, with that part of the gradients there.
+    /// Returns the bytes between steps, with that part of the gradients.
     fn at_rest(&self, gradients: f64) -> Bytes {
         if self.is_offloaded {
             return Bytes::default();
@@ -168,27 +158,29 @@ impl Job {
         }
     }
 
-    /// Full parameters of the root and of the blocks that are gathered at once.
+    /// Returns the bytes of full parameters, of the root and of the blocks that are gathered at
+    /// once.
     fn gathered(&self) -> f64 {
         let (root, block) = (
             self.model.root_params() as f64,
             self.model.block_params() as f64,
         );
         let all = self.model.num_params() as f64;
-        match self.division {
+        match self.strategy {
             // Whole parameters are those at rest, unless they are computed with in fewer bits.
-            Division::NoShard if self.precision == Precision::F32 => 0.0,
-            Division::NoShard | Division::ShardGradOp => self.size() * all,
-            Division::FullShard => {
+            Strategy::NoShard if self.precision == Precision::F32 => 0.0,
+            Strategy::NoShard | Strategy::ShardGradOp => self.size() * all,
+            Strategy::FullShard => {
                 let blocks = (1 + self.prefetch).min(self.model.layers) as f64;
                 self.size() * (root + blocks * block)
             }
         }
     }
 
-    /// What the loss takes. In 32 bits the models' cross entropy is one operation: logits and their
-    /// gradient. In 16 it is composed: logits, and in 32 bits the log probabilities, their gradient
-    /// and that of the logits (so it is in PyTorch's `cross_entropy(logits.float(), ..)`).
+    /// Returns the bytes that the loss takes. In 32 bits the models' cross entropy is one
+    /// operation: logits and their gradient. In 16 it is composed: logits, and in 32 bits the log
+    /// probabilities, their gradient and that of the logits (so it is in PyTorch's
+    /// `cross_entropy(logits.float(), ..)`).
     fn logits(&self) -> f64 {
         let bytes = match self.precision {
             Precision::F32 => 4.0 + 4.0,
@@ -197,7 +189,8 @@ impl Job {
         self.tokens() * self.model.vocab as f64 * bytes
     }
 
-    /// What blocks keep from forward to backward, without what the one at work needs.
+    /// Returns the bytes that all blocks keep from forward to backward, without those that are
+    /// computed again.
     fn kept(&self) -> f64 {
         let per_token = match self.checkpointing {
             Checkpointing::None => self.model.block_elements(),
@@ -207,7 +200,7 @@ impl Job {
         self.tokens() * per_token * self.size() * self.model.layers as f64
     }
 
-    /// What is computed again for the block at work.
+    /// Returns the bytes that are computed again for one block.
     fn recomputed(&self) -> f64 {
         let kept = match self.checkpointing {
             Checkpointing::None => return 0.0,
@@ -217,7 +210,7 @@ impl Job {
         self.tokens() * (self.model.block_elements() - kept) * self.size()
     }
 
-    /// In forward, when the activations of that part of the blocks are there.
+    /// Returns the bytes in forward, with the activations of that part of the blocks.
     fn in_forward(&self, done: f64) -> Bytes {
         let mut bytes = self.at_rest(0.0);
         bytes.full_parameters += self.gathered() as u64;
@@ -233,9 +226,9 @@ impl Job {
         bytes
     }
 
-    /// In backward, when the activations of that part of the blocks are still there.
+    /// Returns the bytes in backward, with the activations of that part of the blocks still kept.
     fn in_backward(&self, left: f64) -> Bytes {
-        let full = if self.division == Division::NoShard {
+        let full = if self.strategy == Strategy::NoShard {
             1.0
         } else {
             1.0 - left
@@ -253,7 +246,7 @@ impl Job {
         bytes
     }
 
-    /// Bytes of the host's memory that one rank takes.
+    /// Returns the bytes of the host's memory that one rank takes.
     pub fn host_bytes(&self) -> u64 {
         match self.is_offloaded {
             true => {
@@ -264,14 +257,15 @@ impl Job {
         }
     }
 
-    /// Operations of a step on one rank that the model asks for: forward, and twice that for
-    /// backward.
+    /// Returns the operations of a step on one rank that the model asks for: forward, and twice
+    /// that for backward.
     pub fn model_flops(&self) -> f64 {
         let forward = self.model.block_flops(self.seq) + self.model.head_flops();
         3.0 * self.tokens() * forward
     }
 
-    /// Operations of a step on one rank that are done: with checkpointing, forward is repeated.
+    /// Returns the operations of a step on one rank that are done: with checkpointing, all of
+    /// forward over the blocks or half of it is repeated.
     pub fn hardware_flops(&self) -> f64 {
         let again = match self.checkpointing {
             Checkpointing::None => 0.0,
@@ -281,20 +275,21 @@ impl Job {
         self.model_flops() + again * self.tokens() * self.model.block_flops(self.seq)
     }
 
-    /// The collectives of a step: a gather per unit in forward and, but for the root, in backward, and a
-    /// reduction per unit (the `3 P` of arXiv 1910.02054, section 7.2.2).
+    /// Counts the collectives of a step: with full sharding a gather per unit in forward and, but
+    /// for the root, in backward, and a reduction per unit (the `3 P` of arXiv 1910.02054, section
+    /// 7.2.2).
     pub fn traffic(&self) -> Traffic {
         let mut traffic = Traffic::default();
         let size = self.precision.size() as u64;
         let blocks = (0..self.model.layers).map(|_| (self.model.block_params(), true));
         for (params, is_block) in blocks.chain([(self.model.root_params(), false)]) {
             let bytes = params * size;
-            if self.division == Division::NoShard {
+            if self.strategy == Strategy::NoShard {
                 traffic.add(CollectiveKind::AllReduce, bytes, self.ranks);
                 continue;
             }
             traffic.add(CollectiveKind::AllGather, bytes, self.ranks);
-            if is_block && self.division == Division::FullShard {
+            if is_block && self.strategy == Strategy::FullShard {
                 traffic.add(CollectiveKind::AllGather, bytes, self.ranks);
             }
             traffic.add(CollectiveKind::ReduceScatter, bytes, self.ranks);
@@ -302,7 +297,7 @@ impl Job {
         traffic
     }
 
-    /// How long a step takes; see [`Duration`].
+    /// Estimates the duration of a step; see [`Duration`].
     pub fn duration(&self, machine: &Machine) -> Duration {
         let compute = self.hardware_flops() / machine.flops(self.precision.size());
         let forward = self.tokens() * (self.model.block_flops(self.seq) + self.model.head_flops());
@@ -314,11 +309,11 @@ impl Job {
             gather(self.model.block_params()),
             gather(self.model.root_params()),
         );
-        let (in_forward, in_backward, alone) = match self.division {
+        let (in_forward, in_backward, alone) = match self.strategy {
             // The root's gather begins the step and its reduction ends it.
-            Division::FullShard => (layers * block, 2.0 * layers * block, 2.0 * root),
-            Division::ShardGradOp => (layers * block, layers * block, 2.0 * root),
-            Division::NoShard => (0.0, 2.0 * layers * block, 2.0 * root),
+            Strategy::FullShard => (layers * block, 2.0 * layers * block, 2.0 * root),
+            Strategy::ShardGradOp => (layers * block, layers * block, 2.0 * root),
+            Strategy::NoShard => (0.0, 2.0 * layers * block, 2.0 * root),
         };
         let hidden = self.prefetch > 0;
         let beside = |compute: f64, communication: f64| match hidden {
@@ -338,7 +333,8 @@ impl Job {
         }
     }
 
-    /// Shards to the device for both gathers, gradients back.
+    /// Returns the seconds of copies between host and device: of shards for both gathers, and of
+    /// gradients.
     fn offload_seconds(&self, machine: &Machine) -> f64 {
         if !self.is_offloaded {
             return 0.0;
@@ -347,7 +343,8 @@ impl Job {
         params * (2.0 * self.size() + GRADIENT) / machine.host.bandwidth
     }
 
-    /// AdamW reads parameters, gradients and states and writes all but gradients.
+    /// Returns the seconds of the optimizer step: AdamW reads parameters, gradients and states and
+    /// writes all but gradients.
     fn optimizer_seconds(&self, machine: &Machine) -> f64 {
         let params = self.model.num_params() as f64 * self.share();
         let bytes = params * (2.0 * (MASTER + STATES) + GRADIENT);
@@ -358,12 +355,13 @@ impl Job {
     }
 }
 
-/// An estimate of one step, in seconds. Forward takes as long as its arithmetic or as the gathers beside
-/// it, whichever is longer, and so does backward; without prefetching, both. The root's gather and
-/// reduction and the optimizer step come on top.
+/// An estimate of one step, in seconds. Forward takes as long as its arithmetic or as the
+/// collectives or the copies to the host beside it, whichever is longest, and so does backward.
+/// Without prefetching, arithmetic and the longer of the other two are added up. The root's gather
+/// and reduction and the optimizer step come on top.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Duration {
-    /// From the batch to the new parameters.
+    /// The whole step, from the batch to the new parameters.
     pub step: f64,
     /// Arithmetic.
     pub compute: f64,

@@ -1,4 +1,4 @@
-//! A decoder by its sizes, trained by the eager engine.
+//! Estimates by formula of a decoder, given by its sizes, that the eager engine trains.
 
 mod estimate;
 mod fit;
@@ -8,5 +8,5 @@ mod transformer;
 pub use estimate::Estimate;
 pub(crate) use estimate::Verdict;
 pub use fit::{Advice, advise};
-pub use job::{Checkpointing, Division, Duration, Job, Precision, Stop};
+pub use job::{Checkpointing, Duration, Job, Precision, Stop};
 pub use transformer::Transformer;

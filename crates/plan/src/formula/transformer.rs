@@ -1,11 +1,11 @@
-//! Sizes of a decoder, and what follows from them.
+//! The sizes of a decoder, with the parameters, operations and activations that follow from them.
 
 use serde::Serialize;
 
-/// A decoder of equal blocks: all that the formulas need to know of a model.
+/// A decoder of equal blocks, with all that the formulas need to know of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Transformer {
-    /// What it is called.
+    /// Name.
     pub name: String,
     /// Number of blocks.
     pub layers: usize,
@@ -17,18 +17,18 @@ pub struct Transformer {
     pub kv_heads: usize,
     /// Width of the perceptron.
     pub hidden: usize,
-    /// The perceptron has a gate, which is a third matrix.
+    /// True if the perceptron has a gate, which is a third matrix.
     pub is_gated: bool,
-    /// Linear layers and norms have a bias, the head has none.
+    /// True if linear layers and norms have a bias; the head has none.
     pub has_bias: bool,
-    /// Different tokens.
+    /// Number of different tokens.
     pub vocab: usize,
-    /// Learned positions; 0 for rotary ones.
+    /// Number of learned positions; 0 for rotary ones.
     pub positions: usize,
 }
 
 impl Transformer {
-    /// Parameters of the matrices of a block.
+    /// Returns the parameters of the matrices of a block.
     fn block_weights(&self) -> u64 {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
         let attention = 2 * dim * (dim + kv_dim);
@@ -36,7 +36,7 @@ impl Transformer {
         (attention + matrices * dim * hidden) as u64
     }
 
-    /// Parameters of a block: the unit that is gathered at once.
+    /// Returns the parameters of a block: the unit that is gathered at once.
     pub fn block_params(&self) -> u64 {
         let norms = 2 * self.dim;
         let biases = match self.has_bias {
@@ -47,18 +47,19 @@ impl Transformer {
         self.block_weights() + (norms + biases) as u64
     }
 
-    /// Parameters outside the blocks: the root.
+    /// Returns the parameters outside the blocks: the root.
     pub fn root_params(&self) -> u64 {
         let norm = if self.has_bias { 2 } else { 1 };
         ((2 * self.vocab + self.positions + norm) * self.dim) as u64
     }
 
-    /// Parameters of the whole.
+    /// Returns the parameters of the whole model.
     pub fn num_params(&self) -> u64 {
         self.layers as u64 * self.block_params() + self.root_params()
     }
 
-    /// Operations of a forward pass over the blocks, for sequences of that many tokens, per
+    /// Returns the operations of a forward pass over the blocks, for sequences of that many tokens,
+    /// per
     /// token: two for each weight, and in attention `4 time dim` of scores and sums, the masked half
     /// included, as published numbers count them (arXiv 2104.04473, appendix).
     pub fn block_flops(&self, time: usize) -> f64 {
@@ -66,12 +67,13 @@ impl Transformer {
         self.layers as f64 * (2 * self.block_weights() + attention as u64) as f64
     }
 
-    /// Operations of a forward pass over the head, per token.
+    /// Returns the operations of a forward pass over the head, per token.
     pub fn head_flops(&self) -> f64 {
         2.0 * self.vocab as f64 * self.dim as f64
     }
 
-    /// Elements that a block keeps for backward, per token, with attention and norms that keep their
+    /// Returns the elements that a block keeps for backward, per token, with attention and norms
+    /// that keep their
     /// inputs and no scores: the arguments of both norms, of the matrices, of attention and of the
     /// perceptron's activation. For GPT that is `16 dim`: the `34 dim` bytes of arXiv 2205.05198,
     /// equation 1 without scores, less the dropout masks that are not here.
@@ -82,8 +84,9 @@ impl Transformer {
         (norms + attention + perceptron) as f64
     }
 
-    /// Elements that a block keeps when every second matrix product is computed again, as `torchtitan`
-    /// does by default: its input, what attention gives, and every second of the matrices' results.
+    /// Returns the elements that a block keeps, per token, when every second matrix product is
+    /// computed again, as `torchtitan` does by default: its input, the result of attention, and
+    /// every second of the matrices' results.
     pub fn selective_elements(&self) -> f64 {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
         let kept = match self.is_gated {
@@ -104,7 +107,7 @@ impl Transformer {
 pub(super) mod tests {
     use super::*;
 
-    /// GPT-3 175B with an untied head.
+    /// Describes GPT-3 175B with an untied head.
     pub(crate) fn gpt_175b() -> Transformer {
         Transformer {
             name: "gpt 175b".to_owned(),

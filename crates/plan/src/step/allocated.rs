@@ -1,4 +1,4 @@
-//! What the process's allocator has beside the tensors, by kernel.
+//! The bytes that the process's allocator has beside the tensors, by kernel.
 
 use std::collections::BTreeMap;
 
@@ -10,18 +10,19 @@ use burn_fsdp_spmd::graph::Graph;
 /// An operation that allocates beside its operands and results, all its nodes together.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct KernelScratch {
-    /// Such as `Float.Matmul`.
+    /// Name, such as `Float.Matmul`.
     pub name: String,
-    /// How many nodes of the step have scratch.
+    /// Number of its nodes that have scratch.
     pub times: u64,
-    /// The most scratch bytes of one of them.
+    /// Maximum of the scratch bytes of one node.
     pub scratch: u64,
-    /// The most bytes that the allocator has while one of them runs: tensors, scratch and transport.
+    /// Maximum of the bytes that the allocator has while one node runs: tensors, scratch and
+    /// transport.
     pub allocated: u64,
 }
 
 impl KernelScratch {
-    /// Of all kernels with scratch, those first during which the allocator has most.
+    /// Lists all kernels with scratch, those first during which the allocator has most.
     pub(super) fn of_plan(graph: &Graph, plan: &MemoryPlan) -> Vec<Self> {
         let mut kernels = BTreeMap::<String, Self>::new();
         for moment in plan.moments.iter().filter(|moment| moment.scratch > 0) {

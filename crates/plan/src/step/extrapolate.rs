@@ -1,4 +1,4 @@
-//! Many equal blocks from few.
+//! The plan of many equal blocks, extrapolated from plans of few.
 
 use super::allocated::KernelScratch;
 use super::memory::{MemoryPlan, Moment};
@@ -51,10 +51,10 @@ impl Line {
 }
 
 impl Plan {
-    /// The plan of `blocks` equal blocks, from those of fewer: `few` and `more` with their numbers. Every
-    /// block costs the same, so that all numbers lie on a line; the peak does as long as it is in
-    /// the same place, which it is in a decoder once activations outweigh the loss. Moments are
-    /// those of `more`, each category in proportion to its peak.
+    /// Extrapolates the plan of `blocks` equal blocks from those of fewer: `few` and `more` with
+    /// their numbers. Every block costs the same, so that all numbers are on a line. The peak is
+    /// too as long as it is at the same node, as it is in a decoder once activations outweigh the
+    /// loss. Moments are those of `more`, each category in proportion to its peak.
     pub fn extrapolated(few: (&Self, usize), more: (&Self, usize), blocks: usize) -> Self {
         let ((few, few_blocks), (more, more_blocks)) = (few, more);
         let span = more_blocks as f64 - few_blocks as f64;
@@ -103,12 +103,12 @@ impl Plan {
     }
 }
 
-/// A node in words without its index.
+/// Strips the index from a node in words.
 fn unnumbered(node: &str) -> &str {
     node.split_once(": ").map_or(node, |(_, what)| what)
 }
 
-/// Operations work on one block: each takes as much, but more often.
+/// Extrapolates scratch: operations work on one block, so that each takes as much, but more often.
 fn kernels(line: Line, few: &[KernelScratch], more: &[KernelScratch]) -> Vec<KernelScratch> {
     let kernels = more.iter().map(|kernel| {
         let before = few.iter().find(|other| other.name == kernel.name);
@@ -122,7 +122,7 @@ fn kernels(line: Line, few: &[KernelScratch], more: &[KernelScratch]) -> Vec<Ker
     kernels.collect()
 }
 
-/// The moments of a plan, as if its peak were another.
+/// Scales the moments of a plan to another peak.
 fn scaled(plan: &MemoryPlan, peak: &Bytes) -> Vec<Moment> {
     let scale = |bytes: &Bytes| {
         let mut scaled = *bytes;

@@ -1,4 +1,4 @@
-//! The executor's tensors, without elements.
+//! A model of the executor's tensors, without elements.
 
 use std::collections::BTreeMap;
 
@@ -7,20 +7,20 @@ use burn_ir::{TensorId, TensorIr, TensorStatus};
 
 use super::memory::{MemoryPlan, Moment};
 use super::pool::{Buffer, Transport};
-use crate::backend::{Backend, Operand, Place, Strides};
+use crate::backend::{Allocation, Backend, Operand, Strides};
 use crate::category::{Bytes, Category, categories};
 use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::{Graph, Node, Role, Stage};
 
-/// Memory that one or more tensors lie in.
+/// The memory of one or more tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Memory {
     num_bytes: u64,
     num_tensors: usize,
-    /// A buffer of the transport: who writes gets a copy.
+    /// True if it is a buffer of the transport, of which a writer gets a copy.
     is_received: bool,
-    /// The buffer of the transport that lives as long as it. Of a copy that is the buffer it was copied
-    /// from, because the one tensor owns both.
+    /// The buffer of the transport that lives as long as this memory. A copy keeps the buffer that
+    /// it was copied from, because the one tensor owns both.
     buffer: Option<Buffer>,
     category: Category,
 }
@@ -32,7 +32,7 @@ struct Tensor {
     element_size: usize,
 }
 
-/// What lies where, and who holds it.
+/// The tensors of a rank, the memory of each, and the transport's buffers.
 pub(super) struct Heap<'a> {
     backend: &'a dyn Backend,
     categories: BTreeMap<TensorId, Category>,
@@ -41,37 +41,37 @@ pub(super) struct Heap<'a> {
     next_memory: usize,
     live: Bytes,
     transport: Transport,
-    /// Operations write over operands that nobody else holds.
+    /// True if operations write over operands whose memory no other tensor has.
     is_reusing: bool,
 }
 
-/// What a step depends on.
+/// The state of the heap that a step depends on.
 pub(super) type State = (Vec<(TensorId, Strides, Option<Memory>)>, Transport);
 
-/// A result before it is counted.
+/// A result that is not counted yet.
 struct Written {
     id: TensorId,
     tensor: Tensor,
-    /// Of memory that was not there before.
+    /// The memory, if it is new.
     new: Option<Memory>,
 }
 
-/// What running a node took.
+/// The bytes that running a node took.
 #[derive(Debug, Default)]
 struct Run {
     during: Bytes,
     /// Bytes written over operands.
     reused: u64,
     scratch: u64,
-    /// What the transport held beside what tensors lay in.
+    /// Bytes that the transport held beside those of tensors.
     transport: u64,
 }
 
-/// Results of a collective.
+/// The results of a collective.
 #[derive(Default)]
 struct Received {
     written: Vec<Written>,
-    /// Buffers that are given back when they are there.
+    /// Buffers that are given back once the results are complete.
     spare: Vec<Buffer>,
     scratch: u64,
 }
@@ -81,7 +81,7 @@ fn bytes_of(tensor: &TensorIr) -> u64 {
 }
 
 impl<'a> Heap<'a> {
-    /// What is there between steps.
+    /// Makes a heap with the tensors that exist between steps.
     pub(super) fn new(graph: &Graph, backend: &'a dyn Backend, is_reusing: bool) -> Self {
         let mut heap = Self {
             backend,
@@ -101,7 +101,7 @@ impl<'a> Heap<'a> {
         heap
     }
 
-    /// A tensor from outside, in memory of its own.
+    /// Adds a tensor from outside, in new memory.
     fn give(&mut self, id: TensorId, shape: &[usize], element_size: usize) {
         let written = self.fresh(id, Strides::contiguous(shape), None, element_size);
         self.add(written);
@@ -112,7 +112,7 @@ impl<'a> Heap<'a> {
         category.copied().unwrap_or(Category::Temporaries)
     }
 
-    /// In new memory of that many elements, or of as many as the strides has.
+    /// Makes a result in new memory of that many elements, or of as many as its shape has.
     fn fresh(
         &mut self,
         id: TensorId,
@@ -172,7 +172,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// All that the next step depends on.
+    /// Returns all that the next step depends on.
     pub(super) fn state(&self) -> State {
         let tensors = self.tensors.iter();
         let tensors = tensors
@@ -184,7 +184,7 @@ impl<'a> Heap<'a> {
         (tensors, self.transport.clone())
     }
 
-    /// One step, from the batch to the new parameters.
+    /// Replays one step, from the batch to the new parameters.
     pub(super) fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
         let at_rest = self.live;
         for input in graph.inputs() {
@@ -255,7 +255,8 @@ impl<'a> Heap<'a> {
         Ok(run)
     }
 
-    /// Results of a collective: received in buffers of the transport, padded in memory of their own.
+    /// Makes the results of a collective: in buffers of the transport, or in new memory if they
+    /// were padded.
     fn received(&mut self, node: &Node, rank: usize) -> Result<Received, Error> {
         let mut received = Received::default();
         let Some(collective) = &node.collective else {
@@ -303,7 +304,7 @@ impl<'a> Heap<'a> {
         Ok(received)
     }
 
-    /// The buffer of the memory that a tensor lies in, which does not own it any more.
+    /// Takes the transport's buffer away from the memory of a tensor.
     fn detach(&mut self, id: TensorId) -> Option<Buffer> {
         let memory = self.tensors.get(&id)?.memory;
         self.memories.get_mut(&memory)?.buffer.take()
@@ -329,17 +330,17 @@ impl<'a> Heap<'a> {
             let size = output.dtype.size();
             let new = Strides::contiguous(&output.shape);
             written.push(match places.next() {
-                Some(Place::View(index, strides)) => {
+                Some(Allocation::View(index, strides)) => {
                     self.shared(output, inputs[index].id, strides, false)
                 }
-                Some(Place::Over(index, strides)) => {
+                Some(Allocation::Over(index, strides)) => {
                     let shared = self.shared(output, inputs[index].id, strides, true);
                     if shared.new.is_none() {
                         run.reused += self.bytes_of(shared.tensor.memory);
                     }
                     shared
                 }
-                Some(Place::New(strides, num_elements)) => {
+                Some(Allocation::New(strides, num_elements)) => {
                     self.fresh(output.id, strides, Some(num_elements), size)
                 }
                 None => self.fresh(output.id, new, None, size),
@@ -377,7 +378,8 @@ impl<'a> Heap<'a> {
         })
     }
 
-    /// A result in the memory of an operand. Who writes to a buffer of the transport gets a copy.
+    /// Makes a result in the memory of an operand, or in a copy if it writes to a buffer of the
+    /// transport.
     fn shared(
         &mut self,
         output: &TensorIr,
@@ -414,7 +416,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Memory that is written over is what its new contents are.
+    /// Gives memory that is written over the category of its new contents.
     fn recategorize(&mut self, key: usize, id: TensorId) {
         let category = self.category(id);
         if let Some(memory) = self.memories.get_mut(&key) {
@@ -424,7 +426,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Feeds back what the step computed, and frees what it leaves.
+    /// Gives the updates of the step to the tensors that the next one reads, and frees the rest.
     fn finish(&mut self, graph: &Graph) {
         let updates: Vec<_> = graph
             .updates()

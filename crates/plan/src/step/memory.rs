@@ -1,32 +1,32 @@
-//! Live bytes over the step.
+//! The live bytes over the step.
 
 use serde::Serialize;
 
 use crate::category::Bytes;
 
-/// Bytes while one node runs.
+/// The bytes while one node runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Moment {
     /// Index of the node in the schedule.
     pub node: usize,
-    /// What is there while it runs: its operands and its results.
+    /// Live tensor bytes while it runs, its operands and results included.
     pub during: Bytes,
-    /// What is there when it is done.
+    /// Live tensor bytes when it is done.
     pub after: u64,
-    /// What the operation allocates and frees while it runs, beside its operands and results.
+    /// Bytes that the operation allocates and frees while it runs, beside its operands and results.
     pub scratch: u64,
-    /// What the transport holds while it runs, beside what tensors lie in.
+    /// Bytes that the transport holds while it runs, beside those of tensors.
     pub transport: u64,
 }
 
 impl Moment {
-    /// What the process's allocator has while the node runs.
+    /// Returns the bytes that the process's allocator has while the node runs.
     pub fn allocated(&self) -> u64 {
         self.during.total() + self.scratch + self.transport
     }
 }
 
-/// Live tensor bytes over one step on one rank.
+/// The live tensor bytes over one step on one rank.
 ///
 /// They are counted as the executor's [`MemoryTable`](burn_fsdp_spmd::run::MemoryTable) counts them: by memory, not
 /// by tensor, so that views are free and an operation that writes over its operand makes nothing new.
@@ -34,34 +34,35 @@ impl Moment {
 pub struct MemoryPlan {
     /// Bytes between steps.
     pub at_rest: Bytes,
-    /// The most bytes at once.
+    /// Maximum of the bytes at once.
     pub peak: Bytes,
-    /// The node at which that is first reached; `None` if it is when the batch comes.
+    /// The node at which `peak` is first reached; `None` if that is when the batch is loaded.
     pub peak_node: Option<usize>,
-    /// Every node but drops, in order.
+    /// The moments of all nodes but drops, in order.
     pub moments: Vec<Moment>,
     /// Bytes that results did not need, because they were written over an operand.
     pub reused_in_place: u64,
-    /// The most bytes that one operation allocates and frees while it runs, which no tensor of the graph
-    /// lies in: known of Burn's CPU backend with one thread per rank, and of operations that are not Burn's
-    /// and say so.
+    /// Maximum of the bytes, beside those of tensors of the graph, that one operation allocates and
+    /// frees while it runs: known of Burn's CPU backend with one thread per rank, and of operations
+    /// that are not Burn's and say so.
     pub scratch: u64,
-    /// The most bytes at once with scratch and with what the transport holds, which is what the process's
-    /// allocator sees.
+    /// Maximum of the bytes at once with scratch and with those that the transport holds, as the
+    /// process's allocator counts them.
     pub allocated: u64,
-    /// The node at which that is first reached; `None` if it is when the batch comes.
+    /// The node at which `allocated` is first reached; `None` if that is when the batch is loaded.
     pub allocated_node: Option<usize>,
-    /// The most bytes that the transport holds beside what tensors lie in.
+    /// Maximum of the bytes that the transport holds beside those of tensors.
     pub transport: u64,
 }
 
 impl MemoryPlan {
-    /// The most bytes at once.
+    /// Returns the maximum of the bytes at once.
     pub fn peak_bytes(&self) -> u64 {
         self.peak.total()
     }
 
-    /// An empty plan for a step: bytes at rest, bytes once the batch is there, bytes held by the transport.
+    /// Makes an empty plan for a step: bytes at rest, bytes once the batch is loaded, bytes held by
+    /// the transport.
     pub(super) fn begin(at_rest: Bytes, live: Bytes, transport: u64, num_nodes: usize) -> Self {
         Self {
             at_rest,

@@ -1,4 +1,5 @@
-//! A scheduled graph: one rank's bytes at every node, its collectives, its arithmetic and its time.
+//! The plan of a scheduled graph: one rank's bytes at every node, its collectives, arithmetic and
+//! time.
 
 mod allocated;
 mod extrapolate;

@@ -1,4 +1,4 @@
-//! What the transport holds beside the tensors.
+//! The bytes that the transport holds beside the tensors.
 //!
 //! A rank's [`BufferPool`](burn_fsdp_collectives::BufferPool) keeps the memory of dropped buffers for the
 //! next of the same size, so that it has as many bytes at all times as once were in use. The process's
@@ -6,15 +6,15 @@
 
 use std::collections::VecDeque;
 
-/// What the pool counts: by the same rules, without memory.
+/// A model of the pool, which counts by the same rules without memory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Transport {
-    /// Sizes of what is kept, the most recent last.
+    /// Sizes of the buffers that are kept, the most recent last.
     kept: VecDeque<u64>,
     kept_bytes: u64,
     used_bytes: u64,
     most_used_bytes: u64,
-    /// Bytes in use that tensors lie in.
+    /// Bytes in use that belong to tensors.
     visible_bytes: u64,
 }
 
@@ -22,12 +22,12 @@ pub(super) struct Transport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Buffer {
     num_bytes: u64,
-    /// A tensor lies in it, and counts it.
+    /// True if a tensor is in it, which counts its bytes.
     is_visible: bool,
 }
 
 impl Transport {
-    /// A buffer in which no tensor lies.
+    /// Takes a buffer, in which no tensor is yet.
     pub(super) fn take(&mut self, num_bytes: u64) -> Buffer {
         let num_bytes = num_bytes.next_multiple_of(8);
         self.used_bytes += num_bytes;
@@ -51,7 +51,7 @@ impl Transport {
         self.evict();
     }
 
-    /// From now on, a tensor lies in it.
+    /// Marks a buffer as that of a tensor.
     pub(super) fn show(&mut self, buffer: Buffer) -> Buffer {
         if !buffer.is_visible {
             self.visible_bytes += buffer.num_bytes;
@@ -62,7 +62,7 @@ impl Transport {
         }
     }
 
-    /// From now on, none does.
+    /// Marks a buffer as that of no tensor.
     pub(super) fn hide(&mut self, buffer: Buffer) -> Buffer {
         if buffer.is_visible {
             self.visible_bytes -= buffer.num_bytes;
@@ -73,7 +73,7 @@ impl Transport {
         }
     }
 
-    /// Bytes that no tensor lies in.
+    /// Returns the bytes that belong to no tensor.
     pub(super) fn hidden_bytes(&self) -> u64 {
         self.used_bytes + self.kept_bytes - self.visible_bytes
     }
@@ -94,7 +94,7 @@ mod tests {
 
     use super::*;
 
-    /// What the pool itself says about the same calls.
+    /// Compares the counts with those of the pool itself after the same calls.
     #[test]
     fn the_books_are_the_pools() {
         let (pool, mut books) = (BufferPool::new(), Transport::default());

@@ -1,4 +1,4 @@
-//! A step replayed without elements.
+//! The replay of a step without elements.
 
 use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::Graph;
@@ -8,7 +8,7 @@ use super::memory::MemoryPlan;
 use crate::backend::Flex;
 
 impl MemoryPlan {
-    /// Of a scheduled graph, on that rank, in any step after the first two.
+    /// Plans the memory of a scheduled graph on that rank, in any step after the first two.
     ///
     /// The graph must have been through the [`Liveness`](burn_fsdp_spmd::passes::Liveness) pass: without
     /// it, nothing is freed.
@@ -20,7 +20,7 @@ impl MemoryPlan {
         Self::simulate(graph, rank, true)
     }
 
-    /// The same, if no operation wrote over an operand.
+    /// Plans the memory as [`new`](Self::new) does, if no operation wrote over an operand.
     ///
     /// # Errors
     ///

@@ -1,4 +1,4 @@
-//! The whole plan of a graph, as text, JSON and a picture.
+//! The plan of a graph, as text, JSON and a picture.
 
 use std::fmt;
 
@@ -16,13 +16,13 @@ use burn_fsdp_spmd::Error;
 use burn_fsdp_spmd::graph::Flops;
 use burn_fsdp_spmd::graph::Graph;
 
-/// What one rank's step costs.
+/// The cost of one rank's step.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fsdp_spmd::DataParallel;
+/// use burn_fsdp_spmd::Strategy;
 /// use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
 /// use burn_fsdp_plan::{Machine, Plan};
 /// use burn_fsdp_spmd::trace::{TraceConfig, trace};
@@ -35,7 +35,7 @@ use burn_fsdp_spmd::graph::Graph;
 ///     &batch,
 ///     TraceConfig::default(),
 /// )?;
-/// let graph = pipeline(4, DataParallel::FullyShard, &Options::default(), &[]).run(graph)?;
+/// let graph = pipeline(4, Strategy::FullShard, &Options::default(), &[]).run(graph)?;
 /// let plan = Plan::new(&graph, &Machine::cpu(), 0)?;
 /// // Weight, bias and two states of each, a quarter of them on this rank.
 /// assert_eq!(plan.memory.at_rest.total(), 3 * 4 * (64 * 64 + 64) / 4);
@@ -44,34 +44,35 @@ use burn_fsdp_spmd::graph::Graph;
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Plan {
-    /// Ranks that run together.
+    /// Number of ranks.
     pub num_ranks: usize,
-    /// The rank that this is the plan of.
+    /// The rank of this plan.
     pub rank: usize,
-    /// Nodes of the schedule.
+    /// Number of nodes of the schedule.
     pub num_nodes: usize,
-    /// The node of the peak in words.
+    /// The node of the peak, in words.
     pub peak_at: String,
     /// Live bytes over the step.
     pub memory: MemoryPlan,
-    /// The node in words at which the process's allocator has most.
+    /// The node at which the process's allocator has most, in words.
     pub allocated_at: String,
-    /// What operations allocate beside tensors, those first during which the allocator has most.
+    /// Bytes that operations allocate beside tensors, those operations first during which the
+    /// allocator has most.
     pub kernels: Vec<KernelScratch>,
-    /// What the peak would be if no operation wrote over an operand.
+    /// The peak in bytes if no operation wrote over an operand.
     pub peak_without_reuse: u64,
     /// Collectives.
     pub traffic: Traffic,
     /// Arithmetic.
     pub flops: Flops,
-    /// How long it takes.
+    /// Estimate of the time.
     pub time: TimePlan,
-    /// On what.
+    /// The machine that the step runs on.
     pub machine: Machine,
 }
 
 impl Plan {
-    /// Of a scheduled graph on that rank.
+    /// Plans a step of a scheduled graph on that rank.
     ///
     /// # Errors
     ///
@@ -94,7 +95,7 @@ impl Plan {
         })
     }
 
-    /// One JSON object.
+    /// Writes the plan as one JSON object.
     ///
     /// # Errors
     ///
@@ -103,7 +104,7 @@ impl Plan {
         serde_json::to_string(self).map_err(|error| Error::Internal(error.to_string()))
     }
 
-    /// Memory over the step by category, with the peak marked. Needs the feature `draw`.
+    /// Draws memory over the step by category, with the peak marked. Needs the feature `draw`.
     #[cfg(feature = "draw")]
     pub fn to_svg(&self) -> String {
         let series: Vec<_> = self.memory.moments.iter().map(|m| m.during).collect();
@@ -112,7 +113,7 @@ impl Plan {
     }
 }
 
-/// A node of a peak in words.
+/// Describes the node of a peak.
 fn words(graph: &Graph, node: Option<usize>) -> String {
     match node.and_then(|index| Some((index, graph.nodes().get(index)?))) {
         Some((index, node)) => {
@@ -124,7 +125,7 @@ fn words(graph: &Graph, node: Option<usize>) -> String {
     }
 }
 
-/// Lines for people.
+/// Prints lines for people.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (ranks, nodes) = (self.num_ranks, self.num_nodes);

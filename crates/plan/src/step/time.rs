@@ -1,4 +1,4 @@
-//! How long a step takes.
+//! The estimate of a step's time.
 
 use std::collections::BTreeMap;
 
@@ -12,19 +12,20 @@ use burn_fsdp_spmd::graph::{Flops, touched_bytes};
 /// An estimate of one step on one rank, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize)]
 pub struct TimePlan {
-    /// From the batch to the new parameters.
+    /// The whole step, from the batch to the new parameters.
     pub step: f64,
-    /// In operations.
+    /// Time of operations.
     pub compute: f64,
-    /// In collectives, hidden or not.
+    /// Time of collectives, hidden or not.
     pub communication: f64,
-    /// Waiting for collectives while nothing computes.
+    /// Time in which nothing computes and collectives are waited for.
     pub exposed: f64,
 }
 
 impl TimePlan {
-    /// Of a scheduled graph: its nodes in order, each as long as its arithmetic or its memory traffic
-    /// takes, whichever is longer (the roofline model: Williams, Waterman, Patterson, 2009).
+    /// Estimates the time of a scheduled graph: its nodes in order, each as long as its arithmetic
+    /// or its memory traffic takes, whichever is longer (the roofline model: Williams, Waterman,
+    /// Patterson, 2009).
     /// Collectives run one after the other beside them, from where they are started to where
     /// they are waited for; those that are not split are waited for at once.
     pub fn of_graph(graph: &Graph, machine: &Machine) -> Self {
@@ -42,7 +43,7 @@ impl TimePlan {
 struct Clock {
     time: TimePlan,
     now: f64,
-    /// When the last collective ends.
+    /// Time at which the last collective ends.
     network_free: f64,
     ends: BTreeMap<TensorId, f64>,
 }

@@ -3,10 +3,8 @@
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_models::{Gpt, GptConfig, Llama, LlamaConfig};
-use burn_fsdp_plan::{
-    Checkpointing, Division, Job, Machine, Plan, Precision, TimePlan, Transformer,
-};
-use burn_fsdp_spmd::DataParallel;
+use burn_fsdp_plan::{Checkpointing, Job, Machine, Plan, Precision, TimePlan, Transformer};
+use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
 
@@ -36,7 +34,7 @@ fn plan(options: &Options) -> Plan {
         TraceConfig::default(),
     )
     .unwrap();
-    let graph = pipeline(4, DataParallel::FullyShard, options, &[]).run(graph);
+    let graph = pipeline(4, Strategy::FullShard, options, &[]).run(graph);
     Plan::new(&graph.unwrap(), &Machine::cpu(), 0).unwrap()
 }
 
@@ -58,7 +56,7 @@ fn job() -> Job {
         batch: BATCH,
         seq: CONFIG.seq,
         precision: Precision::F32,
-        division: Division::FullShard,
+        strategy: Strategy::FullShard,
         checkpointing: Checkpointing::None,
         is_offloaded: false,
         prefetch: 1,
@@ -150,7 +148,7 @@ fn a_llama_is_planned_like_any_module() {
         TraceConfig::default(),
     )
     .unwrap();
-    let graph = pipeline(2, DataParallel::FullyShard, &Options::default(), &[]).run(graph);
+    let graph = pipeline(2, Strategy::FullShard, &Options::default(), &[]).run(graph);
     let plan = Plan::new(&graph.unwrap(), &Machine::cpu(), 1).unwrap();
     let states = 12 * config.num_params() as u64 / 2;
     let bytes = plan.memory.at_rest;

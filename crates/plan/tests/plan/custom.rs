@@ -49,14 +49,14 @@ fn adamw() -> AdamWConfig {
 fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
     let graph_with = |operations: CustomOperations| {
         let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
-        let mut step = step.with_operations(operations);
+        let mut step = step.operations(operations);
         let batch = batch(0, 0..ROWS, &Device::flex());
         step.compile_for(1e-2, &batch).unwrap()
     };
     let gelu = |is_pure, is_cheap| {
         let known = fused::operations();
         let kernel = |call: &_, tensors| FusedOperation::Gelu.run(call, tensors);
-        known.with_kernel("models.gelu", kernel, move |_| {
+        known.kernel("models.gelu", kernel, move |_| {
             burn_fsdp_spmd::graph::CustomProfile {
                 is_pure,
                 is_cheap,
@@ -87,7 +87,7 @@ fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
         let graph = graph_with(operations);
         MemoryPlan::new(&graph, 0).unwrap().reused_in_place
     };
-    let elsewhere = fused::operations().with_kernel(
+    let elsewhere = fused::operations().kernel(
         "models.gelu_backward",
         |call, tensors| FusedOperation::GeluBackward.run(call, tensors),
         |_| Default::default(),

@@ -11,7 +11,7 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{self as models, GptConfig};
 use burn_fsdp_plan::MemoryPlan;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
+use burn_fsdp_spmd::{Batch, Error, Expand, Mode, Strategy, compile};
 
 use crate::fused;
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
@@ -32,16 +32,16 @@ fn same<M: Module + 'static, B: Batch>(
     let mut split = Options::default();
     split.prefetch = true;
     for (style, options) in [
-        (DataParallel::FullyShard, Options::default()),
-        (DataParallel::FullyShard, split),
-        (DataParallel::FullyShard, Options::none()),
-        (DataParallel::Replicate, Options::default()),
+        (Strategy::FullShard, Options::default()),
+        (Strategy::FullShard, split),
+        (Strategy::FullShard, Options::none()),
+        (Strategy::NoShard, Options::default()),
     ] {
         for num_ranks in [1, 2, 4] {
             let name = format!("{style:?} on {num_ranks} ranks, {options:?}");
             let options = options.clone();
             let mode = move |world: &ProcessGroup| {
-                Mode::data_parallel(world.clone(), style).with_options(options.clone())
+                Mode::data_parallel(world.clone(), style).options(options.clone())
             };
             compare(&name, init, loss, batch, num_ranks, mode);
         }
@@ -60,7 +60,7 @@ fn compare<M: Module + 'static, B: Batch>(
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let step = compile(init, loss, AdamWConfig::new().build(), mode(&world))?;
-        let mut step = step.with_operations(fused::operations());
+        let mut step = step.operations(fused::operations());
         for index in 0..4 {
             step.step(1e-3, &batch(index, &device))?;
         }

@@ -21,7 +21,7 @@ use burn_fsdp_spmd::passes::{
     CommonSubexpressions, DeadCode, Liveness, Pipeline, Recompute, StandIns,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Batch, Error, Mode, Strategy, compile};
 
 use crate::counting::{Counting, count_for};
 use crate::models::{Cnn, GPT, Recurrent, Tokens, WideHead, images, sequences, tokens};
@@ -57,7 +57,7 @@ struct Measured {
 /// Runs one step on each rank.
 fn measure<M: Module + 'static, B: Batch>(
     num_ranks: usize,
-    style: DataParallel,
+    style: Strategy,
     options: &Options,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
@@ -67,9 +67,9 @@ fn measure<M: Module + 'static, B: Batch>(
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         count_for(world.rank());
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), style).with_options(options.clone());
+        let mode = Mode::data_parallel(world.clone(), style).options(options.clone());
         let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
-        let mut step = step.with_operations(fused::operations());
+        let mut step = step.operations(fused::operations());
         let batch = batch(&device);
         for _ in 0..4 {
             step.step(1e-3, &batch)?;
@@ -107,13 +107,13 @@ fn check<M: Module + 'static, B: Batch>(
     loss: fn(&M, B) -> Tensor<1>,
     batch: fn(&Device) -> B,
 ) {
-    let (style, options) = (DataParallel::FullyShard, Options::default());
+    let (style, options) = (Strategy::FullShard, Options::default());
     check_as(name, style, &options, init, loss, batch);
 }
 
 fn check_as<M: Module + 'static, B: Batch>(
     name: &str,
-    style: DataParallel,
+    style: Strategy,
     options: &Options,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
@@ -189,9 +189,9 @@ fn other_schedules_and_styles_take_what_was_planned_of_the_process() {
     let mut prefetching = Options::default();
     prefetching.prefetch = true;
     for (name, style, options) in [
-        ("prefetching", DataParallel::FullyShard, prefetching),
-        ("plain", DataParallel::FullyShard, Options::none()),
-        ("replicated", DataParallel::Replicate, Options::default()),
+        ("prefetching", Strategy::FullShard, prefetching),
+        ("plain", Strategy::FullShard, Options::none()),
+        ("replicated", Strategy::NoShard, Options::default()),
     ] {
         let name = |model: &str| format!("{model}, {name}");
         check_as(
@@ -314,7 +314,7 @@ fn what_the_allocator_has_beside_tensors_is_listed_by_kernel() {
     let batch = images(&Device::flex());
     let config = TraceConfig::default();
     let graph = trace(WideHead::new, WideHead::loss, &optimizer, &batch, config).unwrap();
-    let passes = pipeline(2, DataParallel::FullyShard, &Options::default(), &[]);
+    let passes = pipeline(2, Strategy::FullShard, &Options::default(), &[]);
     let graph = passes.run(graph).unwrap();
     let plan = Plan::new(&graph, &Machine::cpu(), 0).unwrap();
     let largest = &plan.kernels[0];
@@ -354,7 +354,7 @@ fn thirteen_billion_parameters_are_traced_and_planned_in_little_memory() {
     )
     .unwrap();
     let traced = start.elapsed();
-    let passes = pipeline(8, DataParallel::FullyShard, &Options::default(), &[]);
+    let passes = pipeline(8, Strategy::FullShard, &Options::default(), &[]);
     let graph = passes.run(graph).unwrap();
     let scheduled = start.elapsed();
     let plan = Plan::new(&graph, &Machine::a100_80g(), 0).unwrap();

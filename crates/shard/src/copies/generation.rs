@@ -25,7 +25,7 @@ use crate::slot::{Holding, Slots};
 use crate::transport::{self, cast};
 use crate::unit::Unit;
 
-/// What happened to a module's parameters.
+/// A kind of pass over a module that replaces its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Transition {
     /// `Module::map`: an optimizer step, a record, a moving average.
@@ -45,14 +45,14 @@ pub(crate) struct Generation {
     /// All generations of the unit.
     pub(super) kin: Arc<Kin>,
     epoch: AtomicU64,
-    /// Changes only where values may change: `valid`, `train` and moves keep it.
+    /// The fingerprint of the values' history: `valid`, `train` and moves keep it.
     version: AtomicU64,
     /// The full parameters.
     pub(crate) life: LifeCycle,
     /// This rank's pieces among its neighbours, between forward and backward, where full
     /// parameters are resharded to a smaller group; by slot.
     pieces: Mutex<Option<Slots<Tensor<1>>>>,
-    /// Where full parameters are made, of an offloaded unit; plain.
+    /// The plain device of full parameters, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
     children: Mutex<Vec<(Transition, Weak<Generation>)>>,
@@ -64,9 +64,9 @@ pub(crate) struct Generation {
     view: Mutex<Option<View>>,
 }
 
-/// One set of values made of several.
+/// A set of values made of several.
 struct View {
-    /// Where the values are from, by slot.
+    /// The generations that the values are from, by slot.
     sources: Vec<Weak<Generation>>,
     joint: Arc<Generation>,
 }
@@ -82,7 +82,7 @@ impl std::fmt::Debug for Generation {
 }
 
 impl Generation {
-    /// The first generation of a unit, still without values.
+    /// Returns the first generation of a unit, still without values.
     pub(crate) fn first(unit: Arc<Unit>) -> Arc<Self> {
         Self::new(unit, Arc::default(), 0, 0, None)
     }
@@ -125,7 +125,7 @@ impl Generation {
         generation
     }
 
-    /// One generation with the values of slot after slot from `sources`.
+    /// Returns one generation that has the value of each slot from the source at the slot's position.
     pub(crate) fn joined(sources: &[Arc<Self>]) -> Arc<Self> {
         let first = &sources[0];
         if sources.iter().all(|source| Arc::ptr_eq(source, first)) {
@@ -162,18 +162,19 @@ impl Generation {
         joint
     }
 
-    /// Which pass over the module made it: equal for the units of one copy, on all ranks.
+    /// Returns the identifier of the pass over the module that made it: equal for the units of one
+    /// copy, on all ranks.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch.load(Ordering::Relaxed)
     }
 
-    /// Equal for copies that hold equal values.
+    /// Returns the fingerprint of the values' history: copies of one version hold equal values.
     pub(crate) fn version(&self) -> u64 {
         self.version.load(Ordering::Relaxed)
     }
 
-    /// A short form of the version, for labels: ranks that hold values of other steps, or of other
-    /// copies, must not gather from each other.
+    /// Returns a short form of the version, for labels: ranks that hold values of other steps, or
+    /// of other copies, must not gather from each other.
     pub(crate) fn fingerprint(&self) -> u32 {
         let version = self.version();
         (version ^ (version >> 32)) as u32
@@ -185,7 +186,7 @@ impl Generation {
         self.version.store(epoch, Ordering::Relaxed);
     }
 
-    /// Puts a value in its place.
+    /// Sets the value of `slot`.
     pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
         let value = Value::of(value);
         let mut values = self.values.lock();
@@ -197,23 +198,23 @@ impl Generation {
         self.values.lock().held(slot)
     }
 
-    /// The value of `slot`, on an autodiff device if the module is on one; never tracked.
+    /// Returns the value of `slot`, on an autodiff device if the module is on one; never tracked.
     pub(crate) fn value(&self, slot: usize) -> Tensor<1> {
         let Value { plain, device, .. } = self.held(slot);
         device::tracked(plain, &device)
     }
 
-    /// The value of `slot`, without autodiff.
+    /// Returns the value of `slot`, without autodiff.
     pub(crate) fn plain(&self, slot: usize) -> Tensor<1> {
         self.held(slot).plain
     }
 
-    /// The leaf that gradients of `slot` belong to, if they are wanted.
+    /// Returns the leaf that gradients of `slot` belong to, if they are wanted.
     pub(crate) fn node(&self, slot: usize) -> Option<NodeId> {
         self.held(slot).node
     }
 
-    /// Where the full parameter of `slot` is made, with autodiff if the module has it.
+    /// Returns the device of the full parameter of `slot`, with autodiff if the module has it.
     pub(crate) fn device(&self, slot: usize) -> Device {
         let home = self.held(slot).device;
         match &*self.compute.lock() {
@@ -222,20 +223,20 @@ impl Generation {
         }
     }
 
-    /// Where the value of `slot` is, without autodiff.
+    /// Returns the device of the value of `slot`, without autodiff.
     pub(crate) fn home(&self, slot: usize) -> Device {
         self.held(slot).device.without_autodiff()
     }
 
-    /// From now on full parameters are made on `device`, if the unit is offloaded.
+    /// Makes full parameters on `device` from now on, if the unit is offloaded.
     pub(crate) fn compute_on(&self, device: &Device) {
         if let Some(compute) = self.compute.lock().as_mut() {
             *compute = device.clone().without_autodiff();
         }
     }
 
-    /// What stands for `value`, that of `slot`, in a graph: itself, or a leaf where full parameters
-    /// are made, if that is another device.
+    /// Returns the tensor that stands for `value`, that of `slot`, in a graph: itself, or for an
+    /// offloaded unit a new leaf on the device of full parameters.
     pub(crate) fn leaf(&self, slot: usize, value: Tensor<1>) -> Tensor<1> {
         match self.unit.offload.is_some() {
             true => self.own_leaf(slot),
@@ -243,13 +244,13 @@ impl Generation {
         }
     }
 
-    /// A new leaf that is trained as the value of `slot` is.
+    /// Returns a new leaf that is trained if the value of `slot` is.
     pub(crate) fn own_leaf(&self, slot: usize) -> Tensor<1> {
         let leaf = Tensor::zeros([1], &self.device(slot));
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
-    /// What this rank holds of the parameter of `slot`, in the type and on the device that compute.
+    /// Returns what this rank holds of the parameter of `slot`, in the type and on the device that compute.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);
         match self.unit.offload.is_some() {
@@ -258,12 +259,13 @@ impl Generation {
         }
     }
 
-    /// Whether gradients of `slot` are wanted.
+    /// Returns true if gradients of `slot` are wanted.
     pub(crate) fn is_trainable(&self, slot: usize) -> bool {
         self.node(slot).is_some()
     }
 
-    /// The generation that `slot` moves to in `transition`, where its value is now `value`.
+    /// Moves `slot`, with its new value `value`, to the child that `transition` is filling, and
+    /// returns that child.
     pub(crate) fn descend(
         self: &Arc<Self>,
         slot: usize,
@@ -326,17 +328,17 @@ impl Generation {
         *self.pieces.lock() = Some(pieces.collect());
     }
 
-    /// This rank's pieces among its neighbours, if forward has left them.
+    /// Returns this rank's pieces among its neighbours, if forward has left them.
     pub(crate) fn pieces(&self) -> Option<Slots<Tensor<1>>> {
         self.pieces.lock().clone()
     }
 
-    /// Drops them.
+    /// Drops the pieces that forward has left.
     pub(crate) fn drop_pieces(&self) {
         *self.pieces.lock() = None;
     }
 
-    /// This rank's shards, ready to be gathered, in the type that computes.
+    /// Returns this rank's shards, ready to be gathered, in the type that computes.
     pub(crate) fn shards(&self) -> Vec<Part> {
         self.unit
             .gathered_slots()
@@ -348,7 +350,7 @@ impl Generation {
             .collect()
     }
 
-    /// What this rank holds of the parameter in slot `index`, in the type that computes.
+    /// Returns what this rank holds of the parameter in slot `index`, in the type that computes.
     fn computing(&self, index: usize) -> Tensor<1> {
         cast(
             self.plain(index),
@@ -356,7 +358,7 @@ impl Generation {
         )
     }
 
-    /// The trainable slots whose gradients are reduced together with the unit, in order.
+    /// Returns the trainable slots whose gradients are reduced together with the unit, in order.
     pub(crate) fn reduced_slots(&self) -> Vec<usize> {
         (0..self.unit.slots.len())
             .filter(|&index| self.unit.slots[index].holding != Holding::Whole)
@@ -364,7 +366,7 @@ impl Generation {
             .collect()
     }
 
-    /// The trainable slots whose gradients wait for the end of backward, in order.
+    /// Returns the trainable slots whose gradients wait for the end of backward, in order.
     pub(crate) fn whole_slots(&self) -> Vec<usize> {
         (0..self.unit.slots.len())
             .filter(|&index| self.unit.slots[index].holding == Holding::Whole)
@@ -384,13 +386,13 @@ impl Kin {
         known.push(Arc::downgrade(generation));
     }
 
-    /// Those that still exist, in the order in which they were made.
+    /// Returns the generations that still exist, in the order in which they were made.
     pub(super) fn live(&self) -> Vec<Arc<Generation>> {
         self.0.lock().iter().filter_map(Weak::upgrade).collect()
     }
 }
 
-/// An identifier that is the same for all units and ranks that went through the same passes.
+/// Returns an identifier that is the same for all units and ranks that went through the same passes.
 fn mix(epoch: u64, transition: Transition, ordinal: usize) -> u64 {
     Fingerprint::of(&(epoch, transition, ordinal))
 }

@@ -1,4 +1,4 @@
-//! Which copies of a module hold parameters of a generation.
+//! The copies of a module that hold parameters of a generation.
 
 use std::collections::BTreeMap;
 
@@ -8,20 +8,20 @@ use parking_lot::Mutex;
 /// clone gets another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Copied {
-    /// Equal for all parameters of one copy.
+    /// The number of the copy, equal for all its parameters.
     pub(crate) number: u64,
-    /// That of the copy that it was cloned from.
+    /// The number of the copy that it was cloned from.
     pub(crate) parent: u64,
 }
 
-/// By copy of the module and slot: how often it holds the parameter.
+/// The number of times that each copy of the module holds each parameter of a generation.
 pub(crate) struct Holders {
     num_slots: usize,
     holds: Mutex<BTreeMap<u64, Vec<usize>>>,
 }
 
 impl Holders {
-    /// Nobody yet holds any of `num_slots` parameters.
+    /// Returns the holders of `num_slots` parameters, none of which is held yet.
     pub(super) fn new(num_slots: usize) -> Self {
         Self {
             num_slots,
@@ -29,19 +29,19 @@ impl Holders {
         }
     }
 
-    /// Whether a module holds the parameter of `slot` in this generation.
+    /// Returns true if a module holds the parameter of `slot` in this generation.
     pub(crate) fn owns(&self, slot: usize) -> bool {
         let holders = self.holds.lock();
         holders.values().any(|slots| slots[slot] > 0)
     }
 
-    /// Whether the copy `copy` of the module holds the parameter of `slot` in this generation.
+    /// Returns true if the copy `copy` of the module holds the parameter of `slot` in this generation.
     pub(crate) fn is_of(&self, copy: u64, slot: usize) -> bool {
         let holders = self.holds.lock();
         holders.get(&copy).is_some_and(|slots| slots[slot] > 0)
     }
 
-    /// Whether it holds all parameters of the unit in it.
+    /// Returns true if the copy `copy` of the module holds all parameters of the unit in this generation.
     pub(crate) fn is_all_of(&self, copy: u64) -> bool {
         let holders = self.holds.lock();
         holders
@@ -49,17 +49,17 @@ impl Holders {
             .is_some_and(|slots| slots.iter().all(|&number| number > 0))
     }
 
-    /// The copies of the module that hold a parameter in this generation.
+    /// Returns the copies of the module that hold a parameter in this generation.
     pub(crate) fn copies(&self) -> Vec<u64> {
         self.holds.lock().keys().copied().collect()
     }
 
-    /// Whether any module holds a parameter in this generation.
+    /// Returns true if any module holds a parameter in this generation.
     pub(crate) fn is_held(&self) -> bool {
         !self.holds.lock().is_empty()
     }
 
-    /// A parameter of the copy `copy` is held in it.
+    /// Notes that the copy `copy` holds the parameter of `slot` once more.
     pub(crate) fn take_hold(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         let slots = holders
@@ -68,7 +68,7 @@ impl Holders {
         slots[slot] += 1;
     }
 
-    /// It is held in it no more.
+    /// Notes that the copy `copy` holds the parameter of `slot` once less.
     pub(crate) fn let_go(&self, copy: u64, slot: usize) {
         let mut holders = self.holds.lock();
         if let Some(slots) = holders.get_mut(&copy) {

@@ -12,11 +12,11 @@ use crate::slot::Slots;
 /// The life cycle of a unit's full parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnitState {
-    /// Only the shards exist.
+    /// The state in which only the shards exist.
     Sharded,
-    /// A gather is under way: its memory is taken.
+    /// The state in which a gather is under way and its memory is taken.
     Gathering,
-    /// The full parameters exist.
+    /// The state in which the full parameters exist.
     Unsharded,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for UnitState {
     }
 }
 
-/// What there is.
+/// The state of the full parameters, with what exists of them.
 #[derive(Default)]
 enum State {
     /// Only the shards exist.
@@ -51,7 +51,7 @@ enum State {
 pub(crate) struct LifeCycle(Mutex<State>);
 
 impl LifeCycle {
-    /// What exists of them.
+    /// Returns the state of the full parameters.
     pub(crate) fn state(&self) -> UnitState {
         match *self.0.lock() {
             State::Sharded => UnitState::Sharded,
@@ -60,23 +60,23 @@ impl LifeCycle {
         }
     }
 
-    /// Whether they exist.
+    /// Returns true if the full parameters exist.
     pub(crate) fn is_unsharded(&self) -> bool {
         self.state() == UnitState::Unsharded
     }
 
-    /// Whether only the shards exist, and nothing is on its way.
+    /// Returns true if only the shards exist and no gather is under way.
     pub(crate) fn is_sharded(&self) -> bool {
         self.state() == UnitState::Sharded
     }
 
-    /// They are on their way by `pending`; by nothing if the shard is the whole.
+    /// Begins a gather that `pending` completes; `None` if the shard is the whole.
     pub(crate) fn begin_gather(&self, pending: Option<Pending<Received>>) {
         *self.0.lock() = State::Gathering(pending);
     }
 
-    /// Makes them of what is on its way: `arrive` waits for it and says what else is to be known.
-    /// `None` where nothing is on its way. An error leaves the shards alone.
+    /// Makes the full parameters of the gather under way: `arrive` waits for it and says what else is to be
+    /// known. Returns `None` if no gather is under way. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
         arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Slots<Tensor<1>>, T), Error>,
@@ -94,7 +94,7 @@ impl LifeCycle {
         Ok(Some(told))
     }
 
-    /// That of a gathered slot; `None` if they do not exist.
+    /// Returns the full parameter of a gathered slot; `None` if the full parameters do not exist.
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
             State::Unsharded(full) => Some(full[slot].clone().expect("gathered slots are filled")),
@@ -102,12 +102,12 @@ impl LifeCycle {
         }
     }
 
-    /// Drops them, or cancels their gather.
+    /// Drops the full parameters, or cancels their gather.
     pub(crate) fn drop_full(&self) {
         *self.0.lock() = State::Sharded;
     }
 
-    /// Drops them or cancels their gather, and returns them if they exist.
+    /// Drops the full parameters or cancels their gather, and returns them if they exist.
     pub(crate) fn take_full(&self) -> Option<Slots<Tensor<1>>> {
         let state = std::mem::take(&mut *self.0.lock());
         match state {

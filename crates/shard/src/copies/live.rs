@@ -15,14 +15,14 @@ pub(crate) struct Copies {
     kin: Arc<Kin>,
 }
 
-/// The same, without keeping the unit alive.
+/// A reference to [`Copies`] that does not keep the unit alive.
 pub(crate) struct WeakCopies {
     unit: Weak<Unit>,
     kin: Arc<Kin>,
 }
 
 impl WeakCopies {
-    /// The copies, if the unit still exists.
+    /// Returns the copies, if the unit still exists.
     pub(crate) fn upgrade(&self) -> Option<Copies> {
         Some(Copies {
             unit: self.unit.upgrade()?,
@@ -32,7 +32,7 @@ impl WeakCopies {
 }
 
 impl Copies {
-    /// Those of which `generation` is one.
+    /// Returns the copies of the unit of `generation`.
     pub(crate) fn of(generation: &Generation) -> Self {
         Self {
             unit: generation.unit.clone(),
@@ -40,7 +40,7 @@ impl Copies {
         }
     }
 
-    /// A reference that does not keep the unit alive.
+    /// Returns a reference that does not keep the unit alive.
     pub(crate) fn downgrade(&self) -> WeakCopies {
         WeakCopies {
             unit: Arc::downgrade(&self.unit),
@@ -48,8 +48,8 @@ impl Copies {
         }
     }
 
-    /// The values of the copy `copy` of the module: those that it holds, and for what it does not
-    /// hold those of `otherwise`.
+    /// Returns the values of the copy `copy` of the module: those that it holds, and for what it
+    /// does not hold those of `otherwise`.
     pub(crate) fn values_of(
         &self,
         copy: u64,
@@ -71,10 +71,10 @@ impl Copies {
         Generation::joined(&sources)
     }
 
-    /// The values of the unit in the copy `copy` of the module.
+    /// Returns the values of the unit in the copy `copy` of the module.
     ///
-    /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that
-    /// it was cloned from, and otherwise for the only one there is.
+    /// A clone of a part of a module knows nothing of the other units: it is taken for the copy that it was
+    /// cloned from, otherwise for the only one there is, and for any if all hold equal values.
     pub(crate) fn in_copy(&self, copy: Copied) -> Option<Arc<Generation>> {
         let live = self.live();
         let mut copies: Vec<u64> = live.iter().flat_map(|held| held.holders.copies()).collect();
@@ -97,14 +97,14 @@ impl Copies {
         self.kin.live()
     }
 
-    /// Whether any module holds a parameter of it.
+    /// Returns true if any module holds a parameter of the unit.
     pub(crate) fn is_held(&self) -> bool {
         self.live()
             .iter()
             .any(|generation| generation.holders.is_held())
     }
 
-    /// The one generation in which modules hold the parameter of `slot` now.
+    /// Returns the one generation in which modules hold the parameter of `slot` now.
     ///
     /// # Errors
     ///

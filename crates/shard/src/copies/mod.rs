@@ -1,4 +1,4 @@
-//! Which values belong together: the copies of a module, as optimizers, clones and records make them.
+//! The copies of a module, as optimizers, clones and records make them: which values belong together.
 //!
 //! - `generation`: the values of one unit in one copy of the module.
 //! - `values`: one of them, without its graph. `holders`: who holds them.

@@ -18,7 +18,7 @@ pub(super) struct Values {
 #[derive(Clone)]
 pub(super) struct Value {
     pub(super) plain: Tensor<1>,
-    /// With the autodiff of the module.
+    /// The device of the value, with the autodiff of the module.
     pub(super) device: Device,
     /// The leaf's node, if gradients are wanted.
     pub(super) node: Option<NodeId>,
@@ -43,7 +43,7 @@ impl Value {
 }
 
 impl Values {
-    /// The value of `slot`.
+    /// Returns the value of `slot`.
     pub(super) fn held(&self, slot: usize) -> Value {
         let value = self.own[slot].as_ref().or(self.inherited[slot].as_ref());
         value

@@ -4,9 +4,9 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 
-/// What Burn calls modules that only hold others.
+/// The names that Burn gives to modules that only hold others.
 const CONTAINERS: [&str; 3] = ["Vec", "Array", "Tuple"];
 
 /// Proposes units for [`ShardPolicy::units`](crate::ShardPolicy::units): the paths of the innermost
@@ -48,7 +48,7 @@ pub fn auto_units<M: Module>(module: &M, min_params: usize) -> Vec<String> {
 struct Open {
     /// Elements that no unit inside has taken.
     left: usize,
-    /// What Burn calls it, once it has shown a part of it. A parameter has none.
+    /// The name that Burn gives to its kind of module, known once a part of it is shown. A parameter has none.
     kind: Option<String>,
 }
 
@@ -59,14 +59,14 @@ struct Sizes {
 }
 
 impl path::Visitor for Sizes {
-    fn enter(&mut self, _place: &Place, _name: &str, container: &str) {
+    fn enter(&mut self, _place: &Location, _name: &str, container: &str) {
         if let Some(parent) = self.open.last_mut() {
             parent.kind = Some(container.to_owned());
         }
         self.open.push(Open::default());
     }
 
-    fn exit(&mut self, place: &Place) {
+    fn exit(&mut self, place: &Location) {
         let Some(closed) = self.open.pop() else {
             return;
         };
@@ -80,7 +80,7 @@ impl path::Visitor for Sizes {
         }
     }
 
-    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D>>) {
         if let Some(open) = self.open.last_mut() {
             open.left += param.lazy_shape().num_elements();
         }

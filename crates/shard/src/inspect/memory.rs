@@ -1,4 +1,4 @@
-//! What a sharded module holds, and what keeps full weights alive against the policy.
+//! The memory of a sharded module, and what keeps full weights alive against the policy.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use burn_fsdp_collectives::BufferPool;
 
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::pins::Pinned;
 use crate::report;
 use crate::root::Root;
@@ -49,7 +49,7 @@ impl fmt::Display for Memory {
     }
 }
 
-/// The memory of this rank that the sharded `module` accounts for.
+/// Returns the memory of this rank that the sharded `module` accounts for.
 ///
 /// # Errors
 ///
@@ -72,7 +72,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
     })
 }
 
-/// The pool of this rank's process groups, once: groups that were split share it.
+/// Returns the pool of this rank's process groups, once: groups that were split share it.
 fn pools(roots: &[Arc<Root>]) -> impl Iterator<Item = &BufferPool> {
     roots.iter().take(1).map(|root| root.group.pool())
 }
@@ -90,12 +90,12 @@ pub fn trim<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads [`Memory::unsharded_live`] of a module without holding the module, from any thread.
+/// A reader of [`Memory::unsharded_live`] that does not hold the module, for any thread.
 #[derive(Debug, Clone)]
 pub struct LiveBytes(Vec<BufferPool>);
 
 impl LiveBytes {
-    /// Of the sharded `module`, and of what later steps make of it.
+    /// Returns a reader for the sharded `module`, and for what later steps make of it.
     ///
     /// # Errors
     ///
@@ -105,7 +105,7 @@ impl LiveBytes {
         Ok(Self(roots.iter().map(|root| root.pool.clone()).collect()))
     }
 
-    /// Bytes alive now.
+    /// Returns the bytes alive now.
     pub fn now(&self) -> usize {
         self.0.iter().map(BufferPool::live_bytes).sum()
     }
@@ -123,8 +123,8 @@ pub fn reset_peak<M: Module>(module: &M) -> Result<(), Error> {
     Ok(())
 }
 
-/// A loss that reads every float parameter once and computes nothing else: the sum of their means.
-/// What it makes [`memory()`] show is what the parameters cost without activations.
+/// Returns a loss that reads every float parameter once and computes nothing else: the sum of their
+/// means. What it makes [`memory()`] show is what the parameters cost without activations.
 ///
 /// Collective: all ranks call it with the same module. One gather for each unit; its backward does
 /// what any other does.
@@ -153,7 +153,7 @@ struct Means {
 }
 
 impl path::Visitor for Means {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         if self.left_out.contains(&path) || param.lazy_shape().num_elements() == 0 {
             return;
@@ -170,7 +170,7 @@ impl path::Visitor for Means {
     }
 }
 
-/// Says at wrap time what can be known then.
+/// Warns at wrap time of units that may stay unsharded until backward, because the device does not recompute.
 pub(crate) fn warn_at_wrap(root: &Root) {
     let units = root.units();
     let dropped: Vec<_> = units

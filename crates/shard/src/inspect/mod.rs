@@ -1,7 +1,7 @@
-//! What a module holds that is sharded: its parameters, by path or not, and its roots.
+//! The sharded part of a module: its parameters, by path or not, and its roots.
 //!
-//! - `units`: handles of its units. `plan`: how it was cut. `order`: what its steps do.
-//! - `memory`: what it costs. `names`: the paths of its parameters. `auto`: units by size.
+//! - `units`: handles of its units. `plan`: its units with their sizes. `order`: the operations of its steps.
+//! - `memory`: its cost in bytes. `names`: the paths of its parameters. `auto`: units by size.
 
 pub(crate) mod auto;
 pub(crate) mod memory;
@@ -16,7 +16,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
-use crate::path::{self, CONTAINER, NAME, Place};
+use crate::path::{self, CONTAINER, Location, NAME};
 use crate::root::Root;
 
 pub(crate) use crate::parameter::member::{Member, visit};
@@ -24,10 +24,10 @@ pub(crate) use crate::parameter::member::{Member, visit};
 struct Nothing;
 
 impl path::Visitor for Nothing {
-    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
+    fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// The sharded parameters of `module`, in its own order.
+/// Returns the sharded parameters of `module`, in its own order.
 pub(crate) fn members<M: Module>(module: &M) -> Vec<Member> {
     visit(module, &mut Nothing)
 }
@@ -42,7 +42,7 @@ pub fn settle_ids<M: Module>(module: &M) {
     drop(members(module));
 }
 
-/// The sharded parameters of `module` with their paths in it, in its own order.
+/// Returns the sharded parameters of `module` with their paths in it, in its own order.
 ///
 /// A slot knows only its path in the module that was sharded, which may be a child of this one.
 pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
@@ -57,17 +57,17 @@ struct Paths {
 }
 
 impl path::Visitor for Paths {
-    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+    fn enter(&mut self, place: &Location, name: &str, container: &str) {
         if name == NAME && container == CONTAINER {
             // The parameter itself has just been visited, here.
             self.sharded.push(place.path());
         }
     }
 
-    fn float<const D: usize>(&mut self, _place: &Place, _param: &Param<Tensor<D>>) {}
+    fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
 }
 
-/// The roots of a module: one, unless only children of it were sharded.
+/// Returns the roots of a module: one, unless only children of it were sharded.
 ///
 /// # Errors
 ///
@@ -86,7 +86,7 @@ pub(crate) fn roots_of<M: Module>(module: &M) -> Result<Vec<Arc<Root>>, Error> {
     }
 }
 
-/// The first root of a module.
+/// Returns the first root of a module.
 ///
 /// # Errors
 ///

@@ -1,14 +1,14 @@
-//! Sharding keeps the names of parameters.
+//! The paths of a module's parameters, which sharding keeps.
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 
-/// Paths of all float tensors of a module, parameters and running states, in its order: the same
-/// before and after sharding. Initializes nothing; not collective.
+/// Returns the paths of all float tensors of a module, parameters and running states, in its order:
+/// the same before and after sharding. Initializes nothing; not collective.
 pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
     let mut paths = Paths::default();
     inspect::visit(module, &mut paths);
@@ -21,13 +21,13 @@ struct Paths {
 }
 
 impl path::Visitor for Paths {
-    fn float<const D: usize>(&mut self, place: &Place, _param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, _param: &Param<Tensor<D>>) {
         self.found.push(place.path());
     }
 }
 
-/// Makes sure that `module` has the parameters that [`parameter_paths`] gave `before` it was sharded
-/// or otherwise treated, under the same paths and in the same order. Not collective.
+/// Checks that `module` has the parameters that [`parameter_paths`] gave `before` it was sharded or
+/// otherwise treated, under the same paths and in the same order. Not collective.
 ///
 /// # Errors
 ///

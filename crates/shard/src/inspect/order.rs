@@ -9,9 +9,9 @@ use crate::schedule::Operation;
 /// The recorded order of a module's operations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order {
-    /// One line an operation, in the order in which every rank issues them.
+    /// The operations, a line each, in the order in which every rank issues them.
     pub operations: Vec<String>,
-    /// Equal on ranks with equal orders.
+    /// The hash of the order, equal on ranks with equal orders.
     pub hash: u64,
 }
 
@@ -25,8 +25,7 @@ impl std::fmt::Display for Order {
     }
 }
 
-/// The order of gathers and reductions recorded in the last complete step; empty before the
-/// first.
+/// Returns the order of gathers and reductions recorded in the last complete step; empty before the first.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The wrap plan: what was cut into which unit, and what that costs.
+//! The wrap plan: the units of a sharded module and their cost.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 
 /// One unit of a [`WrapPlan`]. Sizes in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,11 +21,11 @@ pub struct UnitPlan {
     pub unsharded: usize,
     /// Bytes of parameters that this rank holds between steps.
     pub held: usize,
-    /// Whether full weights stay from forward to backward.
+    /// True if full weights stay from forward to backward.
     pub keeps_unsharded: bool,
 }
 
-/// How a module was cut, with the bytes to expect on this rank.
+/// The units of a sharded module, with the bytes to expect on this rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrapPlan {
@@ -40,19 +40,19 @@ pub struct WrapPlan {
 }
 
 impl WrapPlan {
-    /// Number of parameters of the whole module.
+    /// Returns the number of parameters (elements) of the whole module.
     pub fn num_params(&self) -> usize {
         self.units.iter().map(|unit| unit.num_params).sum()
     }
 
-    /// Bytes of parameters that this rank holds between steps.
+    /// Returns the bytes of parameters that this rank holds between steps.
     pub fn held(&self) -> usize {
         self.units.iter().map(|unit| unit.held).sum()
     }
 
-    /// The most bytes of full parameters and full gradients to expect at once: those of the units
-    /// that keep them, twice (the gradients live with them), and for the largest of the others
-    /// its weights and gradients once, or twice with prefetching.
+    /// Returns the most bytes of full parameters and full gradients to expect at once: those of the
+    /// units that keep them, twice (the gradients live with them), and those of the largest of the
+    /// others twice without prefetching, else `3 + prefetch` times.
     pub fn unsharded_peak(&self) -> usize {
         let kept = self.units.iter().filter(|unit| unit.keeps_unsharded);
         let kept: usize = kept.map(|unit| unit.unsharded).sum();
@@ -67,7 +67,7 @@ impl WrapPlan {
     }
 }
 
-/// The plan of a sharded module, for this rank.
+/// Returns the plan of a sharded module, for this rank.
 ///
 /// # Errors
 ///
@@ -164,7 +164,7 @@ fn bytes(count: usize) -> String {
     }
 }
 
-/// Number of parameters of the whole module, sharded or not.
+/// Returns the number of parameters (elements) of the whole module, sharded or not.
 ///
 /// Burn's own `Module::num_params` counts every parameter of a sharded module and its shard.
 pub fn num_params<M: Module>(module: &M) -> usize {
@@ -179,7 +179,7 @@ struct Count {
 }
 
 impl path::Visitor for Count {
-    fn float<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D>>) {
         self.elements += param.lazy_shape().num_elements();
     }
 }

@@ -1,4 +1,4 @@
-//! Units in the user's hand: what state they are in, and what may be switched between steps.
+//! The public handle of a unit: its state, and what may be switched between steps.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::unit::Unit;
 
 /// One unit of a sharded module: the module's own copy of it.
 ///
-/// Switches hold from the next step on. All ranks must switch alike; one that does not is told by
-/// the next operation.
+/// Switches hold from the next step on. All ranks must switch alike; ranks whose operations differ
+/// by it get `Error::Mismatch` from the next one.
 #[derive(Clone)]
 pub struct UnitHandle {
     unit: Arc<Unit>,
@@ -33,7 +33,7 @@ impl fmt::Debug for UnitHandle {
     }
 }
 
-/// The units of a sharded module, in its own order: the module that contains another comes first.
+/// Returns the units of a sharded module, in the order in which it first names a parameter of each.
 ///
 /// # Errors
 ///
@@ -60,23 +60,23 @@ pub fn units<M: Module>(module: &M) -> Result<Vec<UnitHandle>, Error> {
 }
 
 impl UnitHandle {
-    /// Path of the unit's module; `root` for the outermost.
+    /// Returns the path of the unit's module; `root` for the outermost.
     pub fn name(&self) -> String {
         self.unit.label()
     }
 
-    /// What exists of its full parameters now.
+    /// Returns the state of its full parameters.
     pub fn state(&self) -> UnitState {
         self.generation.life.state()
     }
 
-    /// Paths of its parameters.
+    /// Returns the paths of its parameters.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.unit.slots.iter().map(|slot| slot.path.as_str())
     }
 
-    /// Whether gradients are reduced after backward. Otherwise they stay on this rank, whole, and
-    /// the next reduction takes their sum along. A forward and its backward must see the same.
+    /// Sets whether gradients are reduced after backward. Otherwise they stay on this rank, whole,
+    /// and the next reduction takes their sum along. A forward and its backward must see the same.
     ///
     /// # Errors
     ///
@@ -86,8 +86,8 @@ impl UnitHandle {
         self.switch(&self.unit.switches.sync, sync)
     }
 
-    /// Whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait on the
-    /// shards, and the next reduction takes their sum along.
+    /// Sets whether reduced gradients cross to the replicas of a hybrid mesh. Otherwise they wait
+    /// on the shards, and the next reduction takes their sum along.
     ///
     /// # Errors
     ///
@@ -96,8 +96,8 @@ impl UnitHandle {
         self.switch(&self.unit.switches.all_reduce, all_reduce)
     }
 
-    /// Whether full parameters are dropped when backward is through with them. Otherwise they stay
-    /// until the parameters change: for micro-batches between which no optimizer steps.
+    /// Sets whether full parameters are dropped when backward is through with them. Otherwise they
+    /// stay until the parameters change: for micro-batches between which no optimizer steps.
     ///
     /// # Errors
     ///
@@ -106,7 +106,7 @@ impl UnitHandle {
         self.switch(&self.unit.switches.reshard_after_backward, reshard)
     }
 
-    /// Whether full parameters are dropped between forward and backward.
+    /// Sets whether full parameters are dropped between forward and backward.
     ///
     /// # Errors
     ///
@@ -199,7 +199,7 @@ pub fn no_sync<M: Module, T>(module: &M, body: impl FnOnce() -> T) -> Result<T, 
     }
 }
 
-/// Puts switches back, also when the body unwinds.
+/// A guard that puts switches back, also when the body unwinds.
 struct Restore {
     units: Vec<UnitHandle>,
     before: Vec<bool>,
@@ -213,8 +213,8 @@ impl Drop for Restore {
     }
 }
 
-/// Units of which no rank used any parameter in the last complete step: modules that the forward
-/// does not reach, say.
+/// Returns the units of which no rank used any parameter in the last complete step: modules that
+/// the forward does not reach, say.
 ///
 /// # Errors
 ///

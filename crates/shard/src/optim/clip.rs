@@ -10,12 +10,12 @@ use crate::inspect;
 use crate::optim::gradients::{self, Entry, Share};
 use crate::transport;
 
-/// Elements whose sum is a number of its own, added to the others in order: the result does not
-/// depend on how the work is shared.
+/// Number of elements whose sum is a number of its own, added to the others in order: the result
+/// does not depend on how the work is shared.
 const CHUNK: usize = 1 << 16;
-/// Sums kept side by side, so that additions need not wait for each other.
+/// Number of sums kept side by side, so that additions need not wait for each other.
 const LANES: usize = 8;
-/// What PyTorch adds to a norm before dividing by it.
+/// The number that PyTorch adds to a norm before dividing by it.
 const EPSILON: f64 = 1e-6;
 
 /// A vector norm.
@@ -29,16 +29,16 @@ pub enum Norm {
 }
 
 impl Default for Norm {
-    /// The Euclidean norm.
+    /// Returns the Euclidean norm.
     fn default() -> Self {
         Self::P(2.0)
     }
 }
 
-/// What to do when the norm is infinite or not a number.
+/// The treatment of a norm that is infinite or not a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum NonFinite {
-    /// Scale all the same, as PyTorch does by default: an infinite norm turns finite elements to
+    /// Scaling all the same, as PyTorch does by default: an infinite norm turns finite elements to
     /// zero, one that is not a number turns all to NaN.
     #[default]
     Scale,
@@ -46,7 +46,7 @@ pub enum NonFinite {
     Refuse,
 }
 
-/// How [`clip_grad_norm`] clips.
+/// The options of [`clip_grad_norm`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use]
 pub struct Clip {
@@ -56,7 +56,7 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// To a Euclidean norm of at most `max_norm`.
+    /// Clips to a Euclidean norm of at most `max_norm`.
     pub fn to(max_norm: f64) -> Self {
         Self {
             max_norm,
@@ -65,20 +65,20 @@ impl Clip {
         }
     }
 
-    /// By another norm.
+    /// Sets another norm.
     pub fn norm(mut self, norm: Norm) -> Self {
         self.norm = norm;
         self
     }
 
-    /// What to do with a norm that is not finite.
+    /// Sets what to do with a norm that is not finite.
     pub fn nonfinite(mut self, nonfinite: NonFinite) -> Self {
         self.nonfinite = nonfinite;
         self
     }
 }
 
-/// What [`clip_grad_norm`] gives.
+/// The result of [`clip_grad_norm`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Clipped {
@@ -86,11 +86,11 @@ pub struct Clipped {
     pub gradients: GradientsParams,
     /// The norm of all gradients before, the same on all ranks.
     pub total_norm: f64,
-    /// What they were multiplied by: `max_norm / (total_norm + 1e-6)`, at most 1.
+    /// The factor by which they were multiplied: `max_norm / (total_norm + 1e-6)`, at most 1.
     pub coefficient: f64,
 }
 
-/// The norm of all gradients of a sharded module taken as one vector, the same on all ranks.
+/// Returns the norm of all gradients of a sharded module taken as one vector, the same on all ranks.
 ///
 /// Each parameter counts once: of a sharded one the elements of all ranks, of one kept whole those
 /// that every rank holds alike, of a parameter that no unit manages the gradient of rank 0. Without
@@ -148,7 +148,7 @@ pub fn grad_norm<M: Module>(
 /// Burn's own gradient clipping by norm clips each shard by itself, which
 /// [`check_elementwise`](crate::check_elementwise) refuses. See [`grad_norm`] for what is counted.
 ///
-/// Collective over all ranks of the module, between steps: one all-reduce of one number.
+/// Collective over all ranks of the module, between steps: the all-reduces of [`grad_norm`].
 ///
 /// # Errors
 ///
@@ -197,7 +197,7 @@ fn nonfinite<M: Module>(module: &M, gradients: &GradientsParams, norm: f64) -> E
     }
 }
 
-/// Whether all elements of a gradient on this rank are finite.
+/// Returns true if all elements of a gradient on this rank are finite.
 pub(crate) fn is_finite(entry: &Entry) -> bool {
     Measure::Largest.of(&entry.flat).is_finite()
 }
@@ -222,7 +222,7 @@ pub(crate) fn all_reduce(
     Ok(f64::from_ne_bytes(bytes))
 }
 
-/// What is added up of each element.
+/// The number that each element contributes to a norm.
 #[derive(Debug, Clone, Copy)]
 enum Measure {
     Absolute,
@@ -279,7 +279,7 @@ impl Measure {
     }
 }
 
-/// The larger, or NaN if one is.
+/// Returns the larger, or NaN if one is.
 fn larger(one: f64, other: f64) -> f64 {
     match one >= other || one.is_nan() {
         true => one,

@@ -1,4 +1,4 @@
-//! Finding out whether an optimizer can work on shards.
+//! The check that an optimizer can work on shards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,8 +12,8 @@ use crate::probes::{LEN, SIDE, element, tensor_of};
 
 const NUM_STEPS: usize = 3;
 
-/// Of the gradients: the larger is to exceed any threshold of clipping by norm, while its square is
-/// still a number, as far as the type goes.
+/// Returns the sizes of the gradients: the larger is to exceed any threshold of clipping by norm,
+/// while its square is still a number, as far as the type goes.
 fn scales(dtype: DType) -> [f32; 2] {
     match dtype {
         DType::F16 => [1.0, 1e4],
@@ -21,7 +21,7 @@ fn scales(dtype: DType) -> [f32; 2] {
     }
 }
 
-/// Makes sure that `optimizer` updates a shard as it would update these elements of the whole
+/// Checks that `optimizer` updates a shard as it would update these elements of the whole
 /// parameter, for every trainable parameter of a sharded module.
 ///
 /// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by
@@ -68,9 +68,8 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     Ok(())
 }
 
-/// [`check_elementwise`], the first time that it is called with this module or what later steps made
-/// of it; afterwards it costs nothing. What gets module and optimizer anyway, as checkpoints do, calls
-/// it.
+/// Runs [`check_elementwise`], the first time that it is called with this module or what later steps made of
+/// it; afterwards it costs nothing. What gets module and optimizer anyway, as checkpoints do, calls it.
 ///
 /// # Errors
 ///
@@ -94,12 +93,12 @@ struct Trial<'a> {
     id: ParamId,
     path: Vec<String>,
     device: Device,
-    /// Of the parameter, which need not be that of the device.
+    /// The element type of the parameter, which need not be that of the device.
     dtype: DType,
 }
 
 impl Trial<'_> {
-    /// Whether the matrix and its flat shards come to the same bits.
+    /// Returns true if the matrix and its shards, in rows and flat, come to the same bits.
     fn passes(&self, num_shards: usize, scale: f32) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, scale) else {
             // It does not take a matrix at all, sharded or not: its own error will say so.
@@ -118,7 +117,7 @@ impl Trial<'_> {
             && shards(&|start| self.run([LEN / num_shards], start, scale))
     }
 
-    /// The bits that the elements from `start` on have after some steps; `None` after a panic.
+    /// Returns the bits that the elements from `start` on have after some steps; `None` after a panic.
     fn run<const D: usize>(&self, shape: [usize; D], start: usize, scale: f32) -> Option<Vec<u8>> {
         let stepped = catch_unwind(AssertUnwindSafe(|| {
             let mut optimizer = self

@@ -8,16 +8,16 @@ use burn::tensor::Tensor;
 use burn_fsdp_collectives::ProcessGroup;
 
 use crate::inspect::{self, Member};
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 
-/// Who holds the elements of a gradient.
+/// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
 pub(crate) enum Share {
-    /// The ranks of the group hold a part each.
+    /// The ranks of the group, each with a part.
     Shard(ProcessGroup),
-    /// All ranks hold the same: the parameter is kept whole, its gradient was reduced.
+    /// All ranks, with the same elements: the parameter is kept whole, its gradient was reduced.
     Everywhere,
-    /// No unit manages the parameter: each rank has a gradient of its own.
+    /// Each rank, with a gradient of its own: no unit manages the parameter.
     Local,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct Entry {
     pub(crate) flat: Tensor<1>,
 }
 
-/// The gradients of `module` in its order, each once.
+/// Returns the gradients of `module` in its order, each once.
 pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<Entry> {
     let mut entries = Vec::new();
     for_each(module, |parameter| {
@@ -46,7 +46,7 @@ pub(crate) fn entries<M: Module>(module: &M, gradients: &GradientsParams) -> Vec
     entries
 }
 
-/// The gradients, multiplied by `factor`. What belongs to no parameter of `module` is left as it is.
+/// Returns the gradients, multiplied by `factor`. What belongs to no parameter of `module` is left as it is.
 pub(crate) fn scaled<M: Module>(
     module: &M,
     mut gradients: GradientsParams,
@@ -56,8 +56,9 @@ pub(crate) fn scaled<M: Module>(
     gradients
 }
 
-/// The groups among which gradients of `module` are cut, and with `root` that of all its ranks, each
-/// once. A property of the module, equal on all ranks whatever gradients they have.
+/// Returns the groups among which gradients of `module` are cut, each once; with `root`, that of
+/// all its ranks, if a parameter is not managed or there is no other group. A property of the
+/// module, equal on all ranks whatever gradients they have.
 pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessGroup> {
     let mut groups: Vec<ProcessGroup> = Vec::new();
     let mut has_local = false;
@@ -80,12 +81,13 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
     groups
 }
 
-/// Whether both are this rank's end of one group.
+/// Returns true if both are this rank's end of one group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other
 }
 
-/// Paths of the parameters of `module` that have a gradient on this rank, in the order of the module.
+/// Returns the paths of the parameters of `module` that have a gradient on this rank, in the order
+/// of the module.
 ///
 /// Not collective. A gradient of a sharded parameter is there on all ranks or on none, also on ranks
 /// whose shard is empty.
@@ -138,12 +140,12 @@ pub fn gradients_by_unit<M: Module>(
 struct Parameter<'a> {
     path: &'a str,
     id: ParamId,
-    /// What it is to the engine, if it is managed.
+    /// The sharded parameter, if a unit manages it.
     member: Option<&'a Member>,
     by_rank: ByRank,
 }
 
-/// What to do with a gradient, for the number of dimensions that the parameter has.
+/// The functions for a gradient, for the number of dimensions that the parameter has.
 #[derive(Clone, Copy)]
 struct ByRank {
     get: fn(&GradientsParams, ParamId) -> Option<Tensor<1>>,
@@ -223,14 +225,14 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
     }
 }
 
-/// What a visit without shards sees: parameters, and stand-ins for sharded ones.
+/// A visitor without shards, which sees parameters, and stand-ins for sharded ones.
 #[derive(Default)]
 struct Plain {
     found: Vec<(String, ParamId, ByRank)>,
 }
 
 impl path::Visitor for Plain {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         self.found.push((place.path(), param.id, ByRank::of::<D>()));
     }
 }

@@ -1,7 +1,7 @@
-//! What lies between backward and the optimizer.
+//! The work on gradients between backward and the optimizer.
 //!
-//! - `gradients`: who holds what of each. `clip`: their norm. `scaler`: loss scaling.
-//! - `elementwise`: which optimizers may be used.
+//! - `gradients`: each gradient, and the ranks that hold it. `clip`: their norm. `scaler`: loss scaling.
+//! - `elementwise`: the check that an optimizer may be used.
 
 pub(crate) mod clip;
 pub(crate) mod elementwise;

@@ -11,15 +11,15 @@ use crate::inspect;
 use crate::optim::clip;
 use crate::optim::gradients;
 
-/// How a [`LossScaler`] changes its scale. The defaults are PyTorch's.
+/// The options of a [`LossScaler`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LossScaling {
     /// The scale of the first step. Default 65536.
     pub initial_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` steps without overflow. Default 2.
+    /// The factor of the scale after `growth_interval` steps without overflow. Default 2.
     pub growth_factor: f64,
-    /// What it is multiplied by after an overflow. Default 0.5.
+    /// The factor of the scale after an overflow. Default 0.5.
     pub backoff_factor: f64,
     /// Steps without overflow before the scale grows. Default 2000.
     pub growth_interval: u32,
@@ -36,20 +36,20 @@ impl Default for LossScaling {
     }
 }
 
-/// What changes in a [`LossScaler`] from step to step: put it into checkpoints. The same on all
-/// ranks.
+/// The state of a [`LossScaler`], which changes from step to step: put it into checkpoints. The
+/// same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LossScalerState {
-    /// What the loss is multiplied by.
+    /// The factor of the loss.
     pub scale: f64,
     /// Steps without overflow since the scale last changed.
     pub growth_tracker: u32,
 }
 
-/// Keeps small gradients of `f16` from vanishing: the loss is multiplied by a scale, the gradients
-/// are divided by it, and a step in which a gradient overflowed on *any* rank is skipped on *all*,
-/// with a smaller scale from there on.
+/// A scaler of the loss, which keeps small gradients of `f16` from vanishing: the loss is
+/// multiplied by a scale, the gradients are divided by it, and a step in which a gradient
+/// overflowed on *any* rank is skipped on *all*, with a smaller scale from there on.
 ///
 /// A scaler that looks at one rank's gradients is wrong with sharding: each rank sees only its
 /// shards, and ranks would skip different steps. With `bf16` and `f32` no scaling is needed.
@@ -87,7 +87,7 @@ impl Default for LossScaler {
 }
 
 impl LossScaler {
-    /// A scaler at its initial scale. All ranks make the same.
+    /// Returns a scaler at its initial scale. All ranks make the same.
     ///
     /// # Errors
     ///
@@ -130,18 +130,18 @@ impl LossScaler {
 
     /// Goes on from the state of a checkpoint.
     #[must_use]
-    pub fn with_state(mut self, state: LossScalerState) -> Self {
+    pub fn restored(mut self, state: LossScalerState) -> Self {
         self.state = state;
         self
     }
 
-    /// What to put into a checkpoint.
+    /// Returns the state to put into a checkpoint.
     pub fn state(&self) -> LossScalerState {
         self.state
     }
 
-    /// The loss times the scale, to be differentiated. A loss in half precision becomes `f32`, in
-    /// which the product fits. Not collective.
+    /// Returns the loss times the scale, to be differentiated. A loss in half precision becomes
+    /// `f32`, in which the product fits. Not collective.
     pub fn scale<const D: usize>(&self, loss: Tensor<D>) -> Tensor<D> {
         let loss = match loss.dtype() {
             DType::F16 | DType::BF16 => loss.cast(FloatDType::F32),
@@ -150,9 +150,9 @@ impl LossScaler {
         loss.mul_scalar(self.state.scale)
     }
 
-    /// The gradients divided by the scale, or `None` if any rank has one that is infinite or not a
-    /// number: then the step is to be skipped. The scale for the next step is set either way. Call it
-    /// once for each step of the optimizer, when all micro-batches have been accumulated.
+    /// Returns the gradients divided by the scale, or `None` if any rank has one that is infinite or not a
+    /// number: then the step is to be skipped. The scale for the next step is set either way. Call it once for
+    /// each step of the optimizer, when all micro-batches have been accumulated.
     ///
     /// Collective over all ranks of the module: one all-reduce of one number.
     ///

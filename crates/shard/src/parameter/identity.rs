@@ -1,4 +1,4 @@
-//! By which id optimizers, gradients and groups know a sharded parameter.
+//! The ids by which optimizers, gradients and groups know a sharded parameter.
 //!
 //! To Burn a sharded parameter is two: the stand-in in the module's field, and the shard beside it.
 //! They must not have one id, because an optimizer takes the gradient of an id at the first of them
@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use burn::module::ParamId;
 
-/// Distinguishes the two parameters of a pair.
+/// The difference between the two ids of a pair of stand-in and shard.
 const COUNTERPART: u64 = 0x5be0_cd19_137e_2179;
-/// Distinguishes an unsettled id from all that a record may hold.
+/// The difference of an unsettled id from all that a record may hold.
 const UNSETTLED: u64 = 0x1f83_d9ab_fb41_bd6b;
 
-/// The other id of a pair of stand-in and shard.
+/// Returns the other id of a pair of stand-in and shard.
 pub(crate) fn counterpart(id: ParamId) -> ParamId {
     ParamId::from(id.val() ^ COUNTERPART)
 }
@@ -39,7 +39,7 @@ struct Cell {
 }
 
 impl Identity {
-    /// A known id.
+    /// Returns an identity with a known id.
     pub(crate) fn new(id: ParamId) -> Self {
         Self::with(id, true)
     }
@@ -51,7 +51,7 @@ impl Identity {
         }))
     }
 
-    /// That of a shard whose stand-in has just been given another id by a record.
+    /// Returns the identity of a shard whose stand-in has just been given another id by a record.
     pub(crate) fn unsettled(&self) -> Self {
         match self.is_settled() {
             true => Self::with(ParamId::from(self.id().val() ^ UNSETTLED), false),
@@ -59,12 +59,12 @@ impl Identity {
         }
     }
 
-    /// The id as far as it is known.
+    /// Returns the id as far as it is known.
     pub(crate) fn id(&self) -> ParamId {
         ParamId::from(self.0.id.load(Ordering::Relaxed))
     }
 
-    /// The id, now that that of the stand-in is seen.
+    /// Settles the id by that of the stand-in, if it is unsettled, and returns it.
     pub(crate) fn settle(&self, stand_in: ParamId) -> ParamId {
         if !self.is_settled() {
             let id = counterpart(stand_in);
@@ -78,7 +78,8 @@ impl Identity {
         self.0.is_settled.load(Ordering::Relaxed)
     }
 
-    /// The id for one of Burn's own walks, which would not find state that was loaded beside a record.
+    /// Returns the id for one of Burn's own walks. Warns once if it is unsettled: the walk would
+    /// not find state that was loaded beside a record.
     pub(crate) fn shown(&self, path: &str) -> ParamId {
         static WARNED: Once = Once::new();
         if !self.is_settled() {

@@ -1,4 +1,4 @@
-//! What the walk under way leaves at a stand-in for the shard beside it.
+//! The message that the walk under way leaves at a stand-in for the shard beside it.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -7,16 +7,15 @@ use burn::tensor::Tensor;
 
 use crate::unit::Unit;
 
-/// What a stand-in that is being loaded or recorded leaves for the shard beside it, which Burn comes
-/// to next.
+/// A message of a stand-in that is being loaded or recorded to the shard beside it, which Burn comes to next.
 pub(crate) enum Handed {
     /// The shard's new value.
     Value {
         value: Box<Tensor<1>>,
-        /// Whether the stand-in has the id that it had before.
+        /// True if the stand-in has the id that it had before.
         keeps_id: bool,
     },
-    /// The parameter has been recorded, whole.
+    /// The note that the parameter has been recorded, whole.
     Recorded,
 }
 
@@ -24,19 +23,19 @@ thread_local! {
     static HANDED: RefCell<Option<(*const Unit, usize, Handed)>> = const { RefCell::new(None) };
 }
 
-/// Leaves something for the shard beside the stand-in of this parameter.
+/// Leaves a message for the shard beside the stand-in of this parameter.
 pub(crate) fn hand(unit: &Arc<Unit>, index: usize, handed: Handed) {
     HANDED.set(Some((Arc::as_ptr(unit), index, handed)));
 }
 
-/// What the stand-in of this parameter has just left. What another one left is of a walk that was
-/// broken off.
+/// Takes the message that the stand-in of this parameter has just left. A message of another one is
+/// of a walk that was broken off, and is dropped.
 fn take_handed(unit: &Arc<Unit>, index: usize) -> Option<Handed> {
     let (of, at, handed) = HANDED.take()?;
     (of == Arc::as_ptr(unit) && at == index).then_some(handed)
 }
 
-/// A value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
+/// Takes the value for the shard that a mapper is about to come to, and whether the stand-in kept its id.
 pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, bool)> {
     match take_handed(unit, index)? {
         Handed::Value { value, keeps_id } => Some((*value, keeps_id)),
@@ -44,7 +43,7 @@ pub(crate) fn take_value(unit: &Arc<Unit>, index: usize) -> Option<(Tensor<1>, b
     }
 }
 
-/// Whether the visitor that comes to this shard has just recorded the parameter.
+/// Takes the message; returns true if the visitor that comes to this shard has just recorded the parameter.
 pub(crate) fn take_recorded(unit: &Arc<Unit>, index: usize) -> bool {
     matches!(take_handed(unit, index), Some(Handed::Recorded))
 }

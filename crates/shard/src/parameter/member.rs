@@ -1,7 +1,7 @@
-//! How a sharded parameter is found.
+//! The sharded parameters of a module, and the walk that finds them.
 //!
-//! Burn's visitors see a reparameterization's tensors, not the reparameterization. Ours looks
-//! whether somebody on this thread is asking, and gives its name.
+//! Burn's visitors see a reparameterization's tensors, not the reparameterization. During such a
+//! walk, ours adds itself to the members that this thread collects.
 
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::copies::{Copied, Generation};
 use crate::error::Error;
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::slot::Slot;
 
 /// One sharded parameter of a module.
@@ -24,21 +24,21 @@ pub(crate) struct Member {
     pub(crate) index: usize,
     /// The copy of the module.
     pub(crate) copy: Copied,
-    /// Of the value that optimizers and gradients see.
+    /// The id of the value that optimizers and gradients see.
     pub(crate) id: ParamId,
-    /// A hold that counts for nothing, to read the full parameter by.
+    /// An uncounted hold, to read the full parameter by.
     owned: Owned,
     /// This rank's shard, as the module has it.
     value: Tensor<1>,
 }
 
 impl Member {
-    /// The full parameter, as the model's own code gets it. Collective.
+    /// Returns the full parameter, as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
         self.owned.full(self.value.clone())
     }
 
-    /// Where its unit belongs.
+    /// Returns the link to the root of its unit.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         self.owned.root_link()
     }
@@ -65,33 +65,33 @@ pub(crate) fn visit<M: Module>(module: &M, visitor: &mut impl path::Visitor) -> 
     MEMBERS.take()
 }
 
-/// Remembers the id of what is shown.
+/// A visitor that remembers the id of what is shown.
 struct Noting<'a, V>(&'a mut V);
 
 impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         LAST.set(Some(param.id));
         self.0.float(place, param);
     }
 
-    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
         self.0.int(place, param);
     }
 
-    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
         self.0.bool(place, param);
     }
 
-    fn enter(&mut self, place: &Place, name: &str, container: &str) {
+    fn enter(&mut self, place: &Location, name: &str, container: &str) {
         self.0.enter(place, name, container);
     }
 
-    fn exit(&mut self, place: &Place) {
+    fn exit(&mut self, place: &Location) {
         self.0.exit(place);
     }
 }
 
-/// Gives a parameter's name to whoever is asking. Returns whether somebody was.
+/// Adds a parameter to the members that a walk on this thread collects. Returns true if there is such a walk.
 pub(crate) fn answer(owned: &Owned, value: &Param<Tensor<1>>, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;

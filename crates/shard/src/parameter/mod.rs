@@ -1,7 +1,7 @@
-//! What a sharded parameter is to Burn: a reparameterization with the shard as its own parameter.
+//! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
-//! - `owned`: a module's hold on it, and where its root is found. `identity`: the id it is known by.
-//! - `member`: how a walk over the module finds it. `mailbox`: what a walk leaves for it.
+//! - `owned`: a module's hold on it, and the link to its root. `identity`: the id it is known by.
+//! - `member`: the walk that finds it. `mailbox`: the message that a walk leaves for it.
 
 pub(crate) mod identity;
 pub(crate) mod mailbox;
@@ -29,7 +29,7 @@ use crate::probes::Trial;
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
     value: Param<Tensor<1>>,
-    /// In place of the id in `value`, which a record cannot change in time.
+    /// The id, in place of that in `value`, which a record cannot change in time.
     identity: Identity,
     generation: Owned,
 }
@@ -46,7 +46,7 @@ impl std::fmt::Debug for ShardedParam {
 }
 
 impl ShardedParam {
-    /// The parameter in `slot` of a unit's first generation.
+    /// Returns the parameter in `slot` of a unit's first generation.
     pub(crate) fn new(
         value: Param<Tensor<1>>,
         slot: usize,
@@ -61,7 +61,7 @@ impl ShardedParam {
         }
     }
 
-    /// The id, of a parameter whose stand-in has the id `stand_in`.
+    /// Returns the id of a parameter whose stand-in has the id `stand_in`.
     pub(crate) fn settled_id(&self, stand_in: ParamId) -> ParamId {
         self.identity.settle(stand_in)
     }
@@ -80,14 +80,14 @@ impl ShardedParam {
         }
     }
 
-    /// With `value` in place of its own after a move of the module to `device`.
+    /// Returns the parameter with `value` in place of its own, after a move of the module to `device`.
     fn moved(from: &Owned, identity: Identity, value: Param<Tensor<1>>, device: &Device) -> Self {
         let moved = Self::descend(from, Transition::Device, identity, value);
         moved.generation.compute_on(device);
         moved
     }
 
-    /// The value under the id by which it is known.
+    /// Returns the value under the id by which it is known.
     fn shown(value: &Param<Tensor<1>>, identity: &Identity, path: &str) -> Param<Tensor<1>> {
         let mut shown = value.clone();
         shown.id = identity.shown(path);
@@ -95,8 +95,8 @@ impl ShardedParam {
     }
 }
 
-/// The id by which optimizers, gradients and groups know a parameter, sharded or not. The `id` field
-/// of a sharded one is that of its stand-in, which records hold.
+/// Returns the id by which optimizers, gradients and groups know a parameter, sharded or not. The
+/// `id` field of a sharded one is that of its stand-in, which records hold.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
@@ -113,9 +113,9 @@ pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
     }
 }
 
-/// Burn asks a shard for what to record only if the stand-in has not answered: a mapper has dropped
-/// what the stand-in does when it is recorded, or a group has left it out. The record would hold a
-/// shard in the place of the parameter.
+/// Returns `value` with a mapper that refuses to record it. Burn asks a shard for what to record only if the
+/// stand-in has not answered: a mapper has dropped what the stand-in does when it is recorded, or a group has
+/// left it out. The record would hold a shard in the place of the parameter.
 fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -> Param<Tensor<1>> {
     let unit = generation.unit.clone();
     value.save_mapper(move |_| {
@@ -125,8 +125,8 @@ fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -
     })
 }
 
-/// Tries what maps, if that may be the first step of an optimizer. Returns the value of `shown` if
-/// nothing is known afterwards.
+/// Tries the optimizer, if `mapper` may be its first step. Returns the value of `shown` if nothing
+/// is known afterwards.
 fn try_optimizer<M: ModuleMapper>(
     generation: &Owned,
     shown: &Param<Tensor<1>>,
@@ -158,7 +158,7 @@ impl Reparameterization for ShardedParam {
 }
 
 impl Module for ShardedParam {
-    /// Those of inputs: offloaded shards are not where the module computes.
+    /// Collects the devices of inputs: offloaded shards are not where the module computes.
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self.generation.unit.offload {
             None => self.value.collect_devices(devices),

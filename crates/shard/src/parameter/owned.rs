@@ -1,4 +1,4 @@
-//! Which copy of a module holds a parameter.
+//! The hold of a module's copy on a parameter, and the link to the root of its unit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,12 +16,12 @@ use crate::root::Root;
 /// generations too, and must not make an abandoned copy look alive.
 pub(crate) struct Owned {
     generation: Arc<Generation>,
-    /// Which parameter.
+    /// Index of the parameter in its unit.
     pub(crate) slot: usize,
     copy: Copied,
-    /// How many copies were made of it.
+    /// Number of copies that were made of it.
     num_clones: AtomicU64,
-    /// Not what a graph holds.
+    /// False if a graph holds it.
     is_counted: bool,
     root_link: Arc<RootLink>,
 }
@@ -31,12 +31,12 @@ pub(crate) struct Owned {
 pub(crate) struct RootLink(Mutex<Option<Arc<Root>>>);
 
 impl RootLink {
-    /// Moves below `root`.
+    /// Moves the unit below `root`.
     pub(crate) fn join(&self, root: &Arc<Root>) {
         *self.0.lock() = Some(root.clone());
     }
 
-    /// The root, once there is one.
+    /// Returns the root, once there is one.
     pub(crate) fn root(&self) -> Option<Arc<Root>> {
         self.0.lock().clone()
     }
@@ -69,7 +69,7 @@ impl Owned {
         }
     }
 
-    /// The hold on what `transition` made of the parameter, in `generation`.
+    /// Returns the hold on what `transition` made of the parameter, in `generation`.
     pub(crate) fn moved_to(&self, generation: Arc<Generation>, transition: Transition) -> Self {
         match transition {
             // The module that it is made of stays.
@@ -90,7 +90,7 @@ impl Owned {
         }
     }
 
-    /// A copy of its own. Parameters of one module are copied together, so they get one number.
+    /// Returns a new copy. Parameters of one module are copied together, so they get one number.
     fn cloned(&self) -> Copied {
         let ordinal = self.num_clones.fetch_add(1, Ordering::Relaxed);
         Copied {
@@ -99,18 +99,18 @@ impl Owned {
         }
     }
 
-    /// The copy of the module that it belongs to.
+    /// Returns the copy of the module that it belongs to.
     pub(crate) fn copy(&self) -> Copied {
         self.copy
     }
 
-    /// Where the unit's root is found.
+    /// Returns the link to the unit's root.
     pub(crate) fn root_link(&self) -> &Arc<RootLink> {
         &self.root_link
     }
 
-    /// The full parameter, as the model's own code gets it, of which this rank holds `value`.
-    /// Collective.
+    /// Returns the full parameter, as the model's own code gets it, of which this rank holds
+    /// `value`. Collective.
     pub(crate) fn full<const D: usize>(&self, value: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
         root.expect("a sharded module has a root").access(
@@ -121,7 +121,7 @@ impl Owned {
         )
     }
 
-    /// All values of the unit in this copy of the module.
+    /// Returns all values of the unit in this copy of the module.
     fn values(&self) -> Arc<Generation> {
         if self.generation.holders.is_all_of(self.copy.number) {
             return self.generation.clone();

@@ -1,4 +1,4 @@
-//! What the autodiff nodes ask of the root.
+//! The calls that the autodiff nodes make to the root.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
 
-/// Who is asking for a full parameter: one parameter in one use of its unit.
+/// A request for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]
 pub(super) struct Access {
     pub(super) root: Arc<Root>,
     pub(super) generation: Arc<Generation>,
     pub(super) slot: usize,
     pub(super) use_id: u64,
-    /// Whether the full parameters stay until the use's backward.
+    /// True if the full parameters stay until the use's backward.
     pub(super) stays: bool,
 }
 
@@ -39,7 +39,7 @@ impl Weight for Access {
     }
 }
 
-/// All gradients of one use of a unit have come.
+/// The milestone at which all gradients of one use of a unit have come.
 #[derive(Debug)]
 pub(super) struct UnitEnd {
     root: Arc<Root>,
@@ -48,7 +48,7 @@ pub(super) struct UnitEnd {
 }
 
 impl UnitEnd {
-    /// The end of the use `use_id` of the unit of `generation`.
+    /// Returns the end of the use `use_id` of the unit of `generation`.
     pub(super) fn new(root: &Arc<Root>, generation: &Arc<Generation>, use_id: u64) -> Arc<Self> {
         Arc::new(Self {
             root: root.clone(),
@@ -64,7 +64,7 @@ impl Announce for UnitEnd {
     }
 }
 
-/// Every gather's backward has run.
+/// The milestone at which every gather's backward has run.
 #[derive(Debug)]
 pub(super) struct Finish(pub(super) Arc<Root>);
 

@@ -24,7 +24,7 @@ pub(super) struct Ended {
     pub(super) whole: Slots<Tensor<1>>,
 }
 
-/// What has come and waits.
+/// The gradients that have come and wait.
 #[derive(Default)]
 pub(super) struct Accumulation {
     /// Full gradients by use, until the unit's last one has come.
@@ -79,13 +79,13 @@ impl Accumulation {
         }
     }
 
-    /// Bytes of gradients held back.
+    /// Returns the bytes of gradients held back.
     pub(super) fn held_bytes(&self) -> usize {
         let held = self.held.values().flat_map(|held| held.iter()).flatten();
         held.map(|gradient| gradient.account.len()).sum()
     }
 
-    /// The entry of a unit whose backward has ended, made when first asked for.
+    /// Returns the entry for a unit whose backward has ended; created on first use.
     fn ended(&mut self, generation: &Arc<Generation>) -> &mut Ended {
         let known = self
             .ended
@@ -122,7 +122,7 @@ impl Accumulation {
 }
 
 impl Gradient {
-    /// Adds to what is there.
+    /// Adds the gradient to the one in `place`, if there is one.
     pub(super) fn add_to(self, place: &mut Option<Self>) {
         *place = Some(match place.take() {
             Some(earlier) => Self {

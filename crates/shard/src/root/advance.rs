@@ -9,8 +9,7 @@ use crate::error::Error;
 use crate::schedule::{Next, Operation, Step};
 
 impl Progress {
-    /// Issues what comes before `operation` in the order, then makes sure that `generation` is
-    /// being gathered.
+    /// Issues what comes before `operation` in the order, then gathers `generation` and waits for it.
     pub(super) fn unshard(
         &mut self,
         root: &Root,
@@ -44,7 +43,8 @@ impl Progress {
         Ok(())
     }
 
-    /// Issues everything in the order up to `wanted`, and returns the place of that.
+    /// Issues everything in the order before `wanted`, and returns the place of `wanted`, if it was
+    /// in the order.
     ///
     /// Where the order does not hold it, all ranks meet at its end and agree from there on. The end
     /// of backward is reached by all of them together; the order is closed then.
@@ -137,8 +137,8 @@ impl Progress {
         }
     }
 
-    /// The values of the unit of `operation` in the copy of the module that this pass uses: for
-    /// backward those that its forward had.
+    /// Returns the values of the unit of `operation` in the copy of the module that this pass uses:
+    /// for backward those that its forward had.
     pub(super) fn copy_in_use(
         &self,
         root: &Root,

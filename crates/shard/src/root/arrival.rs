@@ -13,18 +13,19 @@ use crate::slot::{Element, Slot};
 use crate::transport::{self, cast};
 use crate::unit::Unit;
 
-/// In which element type reduced gradients arrive.
+/// The element type in which reduced gradients arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Arrival {
-    /// In that in which each parameter is held.
+    /// The type in which each parameter is held.
     AsHeld,
-    /// In that in which each gradient travels: one reduction gives its results one type, and the
+    /// The type in which each gradient travels: one reduction gives its results one type, and the
     /// parameters are held in several.
     AsReduced,
 }
 
 impl Arrival {
-    /// Of what `reduction` makes of the gradients of `slots`, told what to make of them.
+    /// Returns `reduction` with the element type of its results, for the gradients of `slots`, and
+    /// their arrival.
     pub(super) fn of<'a>(
         reduction: Averaging,
         slots: impl Iterator<Item = &'a Slot> + Clone,
@@ -49,8 +50,8 @@ impl Arrival {
         }
     }
 
-    /// What has arrived in `buffer`, as it is held, in memory of its own: an optimizer may write
-    /// over a gradient, and what it makes of it outlives the step.
+    /// Returns what has arrived in `buffer`, as it is held, in memory of its own: an optimizer may
+    /// write over a gradient, and what it makes of it outlives the step.
     fn tensor(self, slot: &Slot, buffer: impl AsRef<[u8]>, device: &Device) -> Tensor<1> {
         let dtype = self.element(slot).dtype;
         let arrived = transport::owned(buffer.as_ref().to_vec(), dtype, device);
@@ -58,7 +59,7 @@ impl Arrival {
     }
 }
 
-/// The reduced gradients of `leaves` that any rank used.
+/// Returns the reduced gradients of `leaves` that any rank used.
 pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
     buffers: Vec<B>,
@@ -80,12 +81,12 @@ pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
         .collect()
 }
 
-/// Whether any rank flagged place `index`.
+/// Returns true if any rank flagged place `index`.
 pub(super) fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
 
-/// Reduced gradients as tensors, in the type of the shards.
+/// Returns reduced gradients as tensors, in the type of the shards.
 pub(super) fn tensors<B: AsRef<[u8]>>(
     generation: &Generation,
     slots: &[usize],
@@ -99,7 +100,7 @@ pub(super) fn tensors<B: AsRef<[u8]>>(
     slots.iter().zip(buffers).map(tensor).collect()
 }
 
-/// A gradient as a source, as the policy's hook wants it; zeros where this rank has none.
+/// Returns a gradient as a source, as the policy's hook wants it; zeros if this rank has none.
 pub(super) fn source_of(
     gradient: Option<Gradient>,
     slot: &Slot,

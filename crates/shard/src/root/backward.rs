@@ -10,12 +10,12 @@ use super::state::{Phase, Progress, Root};
 use crate::copies::{Copied, Generation};
 use crate::error::Error;
 use crate::op::Reduced;
-use crate::region::{self, Mode};
+use crate::region::{self, RegionState};
 use crate::schedule::Operation;
 use crate::unit::Unit;
 
 impl Root {
-    /// The full parameter, for a recomputation inside backward.
+    /// Returns the full parameter, for a recomputation inside backward.
     pub(super) fn regather(
         &self,
         generation: &Arc<Generation>,
@@ -35,7 +35,7 @@ impl Root {
         })
     }
 
-    /// Takes a full gradient over.
+    /// Takes over a full gradient.
     pub(super) fn receive(&self, unit: &Unit, slot: usize, use_id: u64, gradient: Tensor<1>) {
         let bytes = match unit.slots[slot].is_gathered() {
             true => unit.slots[slot].unsharded_bytes(),
@@ -55,8 +55,8 @@ impl Root {
         gradient.add_to(&mut of_use[slot]);
     }
 
-    /// The last gradient of a use has come: free the full parameters, start the reduction.
-    /// Returns the gradients of reductions that are through.
+    /// Ends the backward of a use, whose last gradient has come: frees the full parameters, starts
+    /// the reduction. Returns the gradients of reductions that are through.
     pub(super) fn unit_end(
         &self,
         generation: &Arc<Generation>,
@@ -84,14 +84,17 @@ impl Root {
                 progress.gradients.hold(&self.pool, generation, gradients);
             }
             // The gradients of a region's own graph are not those of the step.
-            Ok(match region::mode() {
-                Mode::Again => Vec::new(),
-                Mode::Off | Mode::Plain => std::mem::take(&mut progress.reductions.done),
+            Ok(match region::state() {
+                RegionState::Again => Vec::new(),
+                RegionState::Off | RegionState::Plain => {
+                    std::mem::take(&mut progress.reductions.done)
+                }
             })
         })
     }
 
-    /// The end of backward: nothing of this step is left pending.
+    /// Ends backward: nothing of this step is left pending. Returns the gradients of reductions
+    /// that are through.
     pub(super) fn finish(&self) -> Result<Vec<Reduced>, Error> {
         self.step(|progress| {
             if progress.phase != Phase::Backward {

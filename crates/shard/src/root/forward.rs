@@ -11,11 +11,11 @@ use crate::copies::{Copied, Generation};
 use crate::device;
 use crate::error::Error;
 use crate::op::{self, Announce};
-use crate::region::{self, Mode, Recomputed};
+use crate::region::{self, Recomputed, RegionState};
 use crate::schedule::Operation;
 
 impl Use {
-    /// The autodiff node of a parameter, as a function of `value`, made at the first access.
+    /// Returns the autodiff node of a parameter, as a function of `value`, made at the first access.
     fn node_of<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -42,9 +42,8 @@ impl Use {
 }
 
 impl Root {
-    /// The full parameter in `slot` of `generation`, which the copy `copy` of the module has, and of which
-    /// this rank holds `value`. Called by the
-    /// model's own code, through `Param::val`.
+    /// Returns the full parameter in `slot` of `generation`, which the copy `copy` of the module has, and of
+    /// which this rank holds `value`. Called by the model's own code, through `Param::val`.
     pub(crate) fn access<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -55,7 +54,7 @@ impl Root {
         if !value.is_autodiff() {
             return self.read(generation, slot);
         }
-        if region::mode() == Mode::Again {
+        if region::state() == RegionState::Again {
             return self.access_again(generation, slot);
         }
         self.step(|progress| {
@@ -65,7 +64,7 @@ impl Root {
             }
             progress.phase = Phase::Forward;
             progress.begin_pass(self, generation, copy, slot);
-            if region::mode() == Mode::Plain {
+            if region::state() == RegionState::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
             }
@@ -74,8 +73,8 @@ impl Root {
         })
     }
 
-    /// A full parameter for the second forward of a checkpointed region: it stays until the region's
-    /// backward, which follows at once.
+    /// Returns a full parameter for the second forward of a checkpointed region: it stays until the
+    /// region's backward, which follows at once.
     fn access_again<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -96,13 +95,13 @@ impl Root {
         })
     }
 
-    /// `token` as a link just deeper than `depth`.
+    /// Returns `token` as a link just deeper than `depth`.
     fn link(&self, token: &Tensor<1>, depth: usize, milestone: Arc<dyn Announce>) -> Tensor<1> {
         let ruler = self.rulers.lock().of_depth(depth, &token.device());
         op::link(token.clone(), ruler, milestone)
     }
 
-    /// A full parameter without autodiff: gather, run, free.
+    /// Returns a full parameter without autodiff, and frees those of the unit that was read before.
     fn read<const D: usize>(
         self: &Arc<Self>,
         generation: &Arc<Generation>,
@@ -237,7 +236,8 @@ impl Progress {
         id
     }
 
-    /// The use of the unit of `generation` in the recomputation under way, begun if need be.
+    /// Returns the index of the use of the unit of `generation` in the recomputation under way,
+    /// begun if need be.
     fn open_again(
         &mut self,
         root: &Arc<Root>,
@@ -268,7 +268,7 @@ impl Progress {
         Ok(again.uses.len() - 1)
     }
 
-    /// A parameter for a region whose graph is made later.
+    /// Returns a parameter for a region whose graph is made later.
     fn plain<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -282,7 +282,7 @@ impl Progress {
         Ok(device::tracked(full, &generation.device(slot)))
     }
 
-    /// The autodiff node of a parameter in the current use, made at the first access.
+    /// Returns the autodiff node of a parameter in the current use, made at the first access.
     fn node<const D: usize>(
         &mut self,
         root: &Arc<Root>,
@@ -322,7 +322,7 @@ impl Pass {
     }
 }
 
-/// The beginning of a token, on the device of a unit's values, so that both carry the same
+/// Returns the beginning of a token, on the device of a unit's values, so that both carry the same
 /// checkpointing strategy.
 fn leaf_token(generation: &Generation, slot: usize) -> Tensor<1> {
     Tensor::<1>::zeros([1], &generation.device(slot)).require_grad()

@@ -23,7 +23,7 @@ impl Root {
         })
     }
 
-    /// Waits for it.
+    /// Waits for a gather that the program has asked for itself.
     pub(crate) fn await_by_hand(&self, generation: &Generation) -> Result<(), Error> {
         self.step(|_| self.finish_gather(generation).map(drop))
     }
@@ -67,7 +67,7 @@ impl Root {
         Ok(())
     }
 
-    /// As [`join_gather`](Self::join_gather), without waiting.
+    /// Starts what [`join_gather`](Self::join_gather) does, without waiting.
     pub(super) fn start_join(
         &self,
         generation: &Generation,
@@ -109,7 +109,7 @@ impl Root {
         Ok(marks.unwrap_or_default())
     }
 
-    /// The full value of a slot, flat and plain. The unit must be unsharded.
+    /// Returns the full value of a slot, flat and plain. The unit must be unsharded.
     pub(super) fn full(
         &self,
         generation: &Generation,
@@ -144,8 +144,8 @@ impl Root {
     }
 }
 
-/// What this rank publishes for a gather, and to whom: its piece among the neighbours if forward
-/// has left one, otherwise its shard.
+/// Returns what this rank publishes for a gather, and to whom: its pieces among the neighbours for
+/// a backward, if forward has left them, otherwise its shards.
 fn sources(
     generation: &Generation,
     operation: Operation,

@@ -1,11 +1,11 @@
 //! The root: one per rank and sharded module. It owns the order of operations, the token of the
 //! pass under way, the gradients on their way to the shards, and the buffers.
 //!
-//! - `state`: the root, and where its step stands; in parts: `pass` (what forward has touched),
-//!   `order` (what comes next), `accumulate` (gradients that wait), `reductions` (those on their way).
+//! - `state`: the root, and the state of its step; in parts: `pass` (the units that forward has used), `order`
+//!   (what comes next), `accumulate` (gradients that wait), `reductions` (those on their way).
 //! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out.
 //! - `advance`: operations in the order that all ranks have.
-//! - `forward` and `backward`: who calls whom. `access`: what the autodiff nodes ask of them.
+//! - `forward` and `backward`: the two parts of a step. `access`: the calls of the autodiff nodes to them.
 
 mod access;
 mod accumulate;

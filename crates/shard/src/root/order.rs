@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use crate::copies::{Copied, Generation};
 use crate::schedule::{Schedule, Schedules};
 
-/// What comes next, and with which values.
+/// The order of operations, and the values that they are about.
 #[derive(Default)]
 pub(super) struct Order {
     /// The recorded orders.
@@ -15,7 +15,7 @@ pub(super) struct Order {
     pub(super) prefetched: VecDeque<Ahead>,
     /// The copy of the module in use.
     pub(super) copy: Copied,
-    /// By unit: the values that the pass under way has used.
+    /// The values that the pass under way has used, by unit.
     pub(super) used: BTreeMap<usize, Weak<Generation>>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Ahead {
     pub(super) position: usize,
     /// The values that are gathered.
     pub(super) generation: Arc<Generation>,
-    /// Whether it was started for the other ranks' sake alone: this rank had the full parameters,
+    /// True if it was started for the other ranks' sake alone: this rank had the full parameters,
     /// or was getting them, when its turn came.
     pub(super) is_joined: bool,
 }
@@ -38,19 +38,19 @@ impl Ahead {
         }
     }
 
-    /// Whether the full parameters of `generation` are on their way by it.
+    /// Returns true if the full parameters of `generation` are on their way by it.
     pub(super) fn is_for(&self, generation: &Arc<Generation>) -> bool {
         !self.is_joined && Arc::ptr_eq(&self.generation, generation)
     }
 }
 
 impl Order {
-    /// The order of the step under way.
+    /// Returns the order of the step under way.
     pub(super) fn current(&mut self) -> &mut Schedule {
         self.schedules.current()
     }
 
-    /// The gather that was started ahead for `position`, if there is one.
+    /// Takes the gather that was started ahead for `position`, if there is one.
     pub(super) fn take_prefetched(&mut self, position: Option<usize>) -> Option<Ahead> {
         let position = position?;
         let first = self.prefetched.front()?;

@@ -1,4 +1,4 @@
-//! What a forward, or the second forward of a region, has touched.
+//! The uses of units in a forward, or in the second forward of a region.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ pub(super) struct Pass {
     pub(super) first: (usize, usize),
     pub(super) left_first: bool,
     pub(super) token: Tensor<1>,
-    /// Of the ruler beside the last link of the token.
+    /// The depth of the ruler beside the last link of the token.
     pub(super) depth: usize,
     pub(super) current: Option<Use>,
     /// Uses of units that stay unsharded, to be gone on with when touched again.
@@ -59,7 +59,7 @@ pub(super) struct Use {
 /// A full parameter as an autodiff node, of any rank: a `Tensor<D>`.
 pub(super) type Node = Box<dyn Any + Send>;
 
-/// What a use of a unit leaves behind.
+/// The trace that a use of a unit leaves behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum UseKind {
     /// Nodes, for backward.
@@ -69,7 +69,7 @@ pub(super) enum UseKind {
 }
 
 impl Use {
-    /// A use of the unit of `generation` that begins.
+    /// Returns a use of the unit of `generation` that begins.
     pub(super) fn new(
         kind: UseKind,
         id: u64,
@@ -85,7 +85,8 @@ impl Use {
         }
     }
 
-    /// Drops the full parameters: from here on they live as long as the operations using them.
+    /// Drops the full parameters, unless the unit keeps them: from here on they live as long as the
+    /// operations using them.
     pub(super) fn close(self) {
         if !self.generation.unit.keeps() {
             self.generation.reshard_after_forward();
@@ -94,8 +95,8 @@ impl Use {
 }
 
 impl Uses {
-    /// A use of the same pass that comes after `use_id` and is still open when that is gathered
-    /// again gets its gradients too late: its token was not deep enough.
+    /// Deepens the unit of the first use of the same pass that comes after `use_id` and is still open when that
+    /// is gathered again: it gets its gradients too late, because its token was not deep enough.
     pub(super) fn note_late_unit(&self, use_id: u64) {
         let Some(&(pass, _)) = self.open.get(&use_id) else {
             return;

@@ -17,11 +17,11 @@ pub(super) struct Reduction {
     pub(super) arrival: Arrival,
 }
 
-/// Those of one step.
+/// The reductions of one step.
 #[derive(Default)]
 pub(super) struct Reductions {
-    /// In the order in which they were started.
+    /// The reductions under way, in the order in which they were started.
     pub(super) in_flight: VecDeque<Reduction>,
-    /// Gradients of those that are through, until Burn's `Gradients` are at hand.
+    /// Gradients of reductions that are through, until they go into Burn's `Gradients`.
     pub(super) done: Vec<Reduced>,
 }

@@ -1,4 +1,4 @@
-//! Depths of tokens, kept for the next step.
+//! Rulers: tensors of stated depth, kept for the next step.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use crate::op;
 pub(super) struct Rulers(Vec<(Device, BTreeMap<usize, Tensor<1>>)>);
 
 impl Rulers {
-    /// One of `depth`, on `device`.
+    /// Returns a ruler of `depth` on `device`, made if there is none yet.
     pub(super) fn of_depth(&mut self, depth: usize, device: &Device) -> Tensor<1> {
         let known = self.0.iter().position(|(known, _)| known == device);
         let index = known.unwrap_or_else(|| {

@@ -1,4 +1,4 @@
-//! The root and where its step stands.
+//! The root and the state of its step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,14 +31,15 @@ pub(crate) struct Root {
     pub(super) reduced: BufferPool,
     pub(super) prefetch: usize,
     pub(super) factors: Option<DivideFactors>,
-    /// Equal on all ranks for one module, different for two: tells their operations apart.
+    /// A number that is equal on all ranks for one module and different for two: it tells their
+    /// operations apart.
     number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,
-    /// Whether some thread is inside a part of a step.
+    /// True while some thread is inside a part of a step.
     stepping: AtomicBool,
     progress: Mutex<Progress>,
-    /// Of the optimizer.
+    /// The trial of the optimizer.
     pub(crate) trial: Trial,
     /// Path and id of the parameters that the policy ignored.
     left_alone: Vec<(String, ParamId)>,
@@ -53,13 +54,13 @@ impl std::fmt::Debug for Root {
     }
 }
 
-/// Where a step stands.
+/// The state of a step.
 #[derive(Default)]
 pub(super) struct Progress {
     pub(super) phase: Phase,
-    /// What forward has touched.
+    /// The uses of units that are under way.
     pub(super) uses: Uses,
-    /// What is issued next, and with which values.
+    /// The order of operations, and the values that they are about.
     pub(super) order: Order,
     /// Gradients that wait.
     pub(super) gradients: Accumulation,
@@ -69,7 +70,7 @@ pub(super) struct Progress {
     pub(super) watch: Watch,
 }
 
-/// Numbers of what there has been, which an error does not begin anew.
+/// Numbers of passes, uses and finished backwards, which an error does not begin anew.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Counts {
     pub(super) passes: u64,
@@ -77,7 +78,7 @@ pub(super) struct Counts {
     pub(super) finished: u64,
 }
 
-/// Where a step stands, coarsely.
+/// The phase of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Phase {
     #[default]
@@ -87,7 +88,7 @@ pub(super) enum Phase {
 }
 
 impl Root {
-    /// A root without units, of all ranks in `group`. It knows what the policy left alone.
+    /// Returns a root without units, of all ranks in `group`. It knows what the policy left alone.
     pub(crate) fn new(
         group: ProcessGroup,
         policy: &ShardPolicy,
@@ -111,8 +112,8 @@ impl Root {
         })
     }
 
-    /// Whether the policy ignored the parameter with `id`, or what a record has put in its place at
-    /// `path`, in this module or in one that it is a part of.
+    /// Returns true if the policy ignored the parameter with `id`, or what a record has put in its
+    /// place at `path`, in this module or in one that it is a part of.
     pub(crate) fn leaves_alone(&self, path: &str, id: ParamId) -> bool {
         self.left_alone.iter().any(|(ignored, of)| {
             let prefix = path.strip_suffix(ignored.as_str());
@@ -129,23 +130,23 @@ impl Root {
         *self.units.lock() = known.collect();
     }
 
-    /// The units that still exist, in order.
+    /// Returns the units that still exist, in order.
     pub(crate) fn units(&self) -> Vec<Arc<Unit>> {
         self.live().into_iter().map(|copies| copies.unit).collect()
     }
 
-    /// The same, with their copies.
+    /// Returns the units that still exist, with their copies, in order.
     pub(super) fn live(&self) -> Vec<Copies> {
         let units = self.units.lock();
         units.iter().filter_map(WeakCopies::upgrade).collect()
     }
 
-    /// Whether `unit` is one of the root's.
+    /// Returns true if `unit` is one of the root's.
     pub(crate) fn owns(&self, unit: &Arc<Unit>) -> bool {
         self.units().iter().any(|known| Arc::ptr_eq(known, unit))
     }
 
-    /// By unit: whether it reduces its gradients.
+    /// Returns whether each unit reduces its gradients.
     pub(super) fn choice(&self) -> Vec<bool> {
         let units = self.units.lock();
         let units = units.iter().map(WeakCopies::upgrade);
@@ -154,7 +155,7 @@ impl Root {
             .collect()
     }
 
-    /// By unit: whether any module still holds it.
+    /// Returns whether any module still holds each unit.
     pub(super) fn held(&self) -> Vec<bool> {
         let units = self.units.lock();
         let units = units.iter().map(WeakCopies::upgrade);
@@ -163,65 +164,67 @@ impl Root {
             .collect()
     }
 
-    /// The unit of number `index`, if it still exists.
+    /// Returns the unit of number `index`, if it still exists.
     pub(crate) fn unit(&self, index: usize) -> Option<Arc<Unit>> {
         Some(self.copies(index)?.unit)
     }
 
-    /// The copies of the unit of number `index`, if it still exists.
+    /// Returns the copies of the unit of number `index`, if it still exists.
     pub(super) fn copies(&self, index: usize) -> Option<Copies> {
         let units = self.units.lock();
         units.get(index).and_then(WeakCopies::upgrade)
     }
 
-    /// What to call `operation` of one of the root's units.
+    /// Returns the label of `operation` of one of the root's units.
     pub(super) fn label(&self, operation: std::fmt::Arguments<'_>) -> Label {
         Label::from(format!("{operation} of module {}", self.number))
     }
 
-    /// How many units are gathered ahead of their use.
+    /// Returns the number of units that are gathered ahead of their use.
     pub(crate) fn prefetch(&self) -> usize {
         self.prefetch
     }
 
-    /// The recorded order of operations and its hash.
+    /// Returns the recorded order of operations and its hash.
     pub(crate) fn order(&self) -> (Vec<Operation>, u64) {
         let progress = self.progress();
         let schedule = progress.order.schedules.last();
         (schedule.operations().collect(), schedule.hash())
     }
 
-    /// The operations that any rank asked for in the last step.
+    /// Returns the operations that any rank asked for in the last step.
     pub(crate) fn used(&self) -> Vec<Operation> {
         self.progress().order.schedules.last().used().collect()
     }
 
-    /// Bytes of memory kept for the next operations.
+    /// Returns the bytes of memory kept for the next operations.
     pub(crate) fn pooled_bytes(&self) -> usize {
         self.pool.kept_bytes() + self.reduced.kept_bytes()
     }
 
-    /// Gives that memory back to the system.
+    /// Gives the memory that is kept for the next operations back to the system.
     pub(crate) fn trim(&self) {
         self.pool.trim();
         self.reduced.trim();
     }
 
-    /// What the first steps found out about memory.
+    /// Returns the watch on full weights, with what the first steps found out about memory.
     pub(crate) fn watch(&self) -> Watch {
         self.progress().watch.clone()
     }
 
-    /// How many times a backward has come to its end.
+    /// Returns the number of times that a backward has come to its end.
     pub(crate) fn num_finished(&self) -> u64 {
         self.progress().counts.finished
     }
 
-    /// Bytes of gradients held back on this rank, by steps without reduction.
+    /// Returns the bytes of gradients held back on this rank, by steps without reduction.
     pub(crate) fn held_bytes(&self) -> usize {
         self.progress().gradients.held_bytes()
     }
 
+    /// Checks that no backward is under way.
+    ///
     /// # Errors
     ///
     /// [`Error::State`] inside a backward: `advice` says what to do.
@@ -232,7 +235,7 @@ impl Root {
         }
     }
 
-    /// For what concerns the step as a whole.
+    /// Checks that no step is under way.
     ///
     /// # Errors
     ///
@@ -252,7 +255,7 @@ impl Root {
         }
     }
 
-    /// Where the step stands, seen from outside of it.
+    /// Returns the phase of the step, seen from outside of it.
     fn stage(&self) -> Phase {
         // What finds the state taken has been called from within a backward, by a hook.
         let Some(progress) = self.progress.try_lock() else {
@@ -265,22 +268,21 @@ impl Root {
         }
     }
 
-    /// The state of the step.
+    /// Locks the state of the step.
     ///
-    /// Leaves with an error inside a hook: the step that calls it holds the state, and waiting for
-    /// oneself has no end.
+    /// Leaves with an error inside a hook: the step that calls it holds the state, so waiting would deadlock.
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {
         refuse_in_hook();
         self.progress.lock()
     }
 
-    /// Reductions that may be under way while backward goes on: as many as units are prefetched,
-    /// one at most. More would keep full gradients alive for nothing.
+    /// Returns the number of reductions that may be under way while backward goes on: as many as
+    /// units are prefetched, one at most. More would keep full gradients alive for nothing.
     pub(super) fn in_flight_limit(&self) -> usize {
         self.prefetch.min(1)
     }
 
-    /// Back to `Sharded`, with nothing pending: after an error.
+    /// Brings every unit back to `Sharded`, with nothing pending: after an error.
     pub(crate) fn reset(&self) {
         let mut progress = self.progress();
         self.clear(&mut progress);
@@ -302,9 +304,8 @@ impl Root {
         }
     }
 
-    /// The last module that held `generation`, in `copy`, is gone: so is the forward that used it,
-    /// as far as this root is concerned. Its graph, if it is still there, holds what its backward
-    /// needs.
+    /// Handles that the last module which held `generation`, in `copy`, is gone: so is the forward that used
+    /// it, as far as this root is concerned. Its graph, if it is still there, holds what its backward needs.
     pub(crate) fn forget(&self, generation: &Generation, copy: Copied) {
         // Never from inside a step: modules are dropped by user code and by Burn.
         let Some(mut progress) = self.progress.try_lock() else {
@@ -340,8 +341,8 @@ impl Root {
         result
     }
 
-    /// The right to be in a step. Two threads at once would issue operations in the order in which
-    /// they happen to run, and one that is in a step already would wait for itself.
+    /// Takes the right to be in a step. Two threads at once would issue operations in the order in
+    /// which they happen to run, and one that is in a step already would deadlock.
     fn turn(&self) -> Result<Turn<'_>, Error> {
         refuse_in_hook();
         match self.stepping.swap(true, Ordering::Acquire) {
@@ -353,7 +354,7 @@ impl Root {
     }
 }
 
-/// Ends the right to be in a step.
+/// The right to be in a step, which ends when it is dropped.
 struct Turn<'a>(&'a Root);
 
 impl Drop for Turn<'_> {
@@ -372,7 +373,7 @@ fn refuse_in_hook() {
     }
 }
 
-/// The step is not where a call needs it to be.
+/// Returns the error of a step that is not in the phase that a call needs.
 fn misplaced(got: Phase, advice: &'static str) -> Error {
     Error::State {
         unit: "root".to_owned(),
@@ -383,7 +384,8 @@ fn misplaced(got: Phase, advice: &'static str) -> Error {
 }
 
 impl Progress {
-    /// Takes the order for what the units are switched to.
+    /// Selects the order for the units that reduce now. At its start, drops the operations of units
+    /// that no module holds.
     pub(super) fn begin_order(&mut self, root: &Root) {
         self.order.schedules.select(root.choice());
         let order = self.order.current();

@@ -21,26 +21,26 @@ use note::Wish;
 pub(crate) use note::Note;
 pub(crate) use operation::Operation;
 
-/// An operation that no rank has needed for so many steps leaves the order.
+/// The number of steps after which an operation that no rank has needed leaves the order.
 const IDLE_LIMIT: u32 = 32;
-/// How often the order keeps a forward's gather to which no backward has come: a teacher's, say.
+/// The number of times that the order keeps a forward's gather to which no backward has come: a teacher's, say.
 const ABANDONED_LIMIT: usize = 1;
 
-/// This rank asked for the operation.
+/// The mark of an operation that this rank asked for.
 const ASKED: u8 = 1;
-/// The backward that belongs to it has come.
+/// The mark of an operation whose backward has come.
 const ENDED: u8 = 2;
-/// It was gathered ahead for another copy of the module than the one that asked.
+/// The mark of a gather that was made ahead for another copy of the module than the one that asked.
 const MISLED: u8 = 4;
 
-/// What to do next on the way to the operation wanted.
+/// The next thing to do on the way to the operation wanted.
 #[derive(Debug)]
 pub(crate) enum Next {
-    /// Issue this one.
+    /// An operation to issue.
     Issue(Step),
-    /// The recorded order is through: tell the other ranks what is wanted, and hear them.
+    /// The end of the recorded order: ranks tell each other what they want.
     Meet,
-    /// Agree with the other ranks on the next operation.
+    /// An agreement with the other ranks on the next operation.
     Agree,
 }
 
@@ -51,7 +51,7 @@ pub(crate) struct Step {
     pub(crate) operation: Operation,
     /// Its place in the recorded order, if that is being followed.
     pub(crate) position: Option<usize>,
-    /// Whether it is the one that was wanted, not one that only others need.
+    /// True if it is the one that was wanted, not one that only others need.
     pub(crate) wanted: bool,
 }
 
@@ -59,15 +59,15 @@ pub(crate) struct Step {
 /// reductions is another sequence than a step with them.
 #[derive(Debug, Default)]
 pub(crate) struct Schedules {
-    /// By unit: whether it reduces in the step under way.
+    /// True for each unit that reduces in the step under way.
     choice: Vec<bool>,
     current: Schedule,
-    /// Those of the other choices.
+    /// The orders of the other choices.
     known: BTreeMap<Vec<bool>, Schedule>,
 }
 
 impl Schedules {
-    /// Takes the order for `choice`, the same on all ranks.
+    /// Selects the order for `choice`, the same on all ranks.
     pub(crate) fn select(&mut self, choice: Vec<bool>) {
         if choice != self.choice {
             let next = self.known.remove(&choice).unwrap_or_default();
@@ -78,12 +78,12 @@ impl Schedules {
         }
     }
 
-    /// The order of the step under way.
+    /// Returns the order of the step under way.
     pub(crate) fn current(&mut self) -> &mut Schedule {
         &mut self.current
     }
 
-    /// The order of the last step.
+    /// Returns the order of the last step.
     pub(crate) fn last(&self) -> &Schedule {
         &self.current
     }
@@ -92,9 +92,9 @@ impl Schedules {
 /// The order of operations of one rank's root.
 #[derive(Debug, Default)]
 pub(crate) struct Schedule {
-    /// Equal on all ranks, at equal places of the sequence of operations.
+    /// The recorded operations: equal on all ranks, at equal places of the sequence of operations.
     recorded: Vec<Entry>,
-    /// What this rank had to do with each of them in the step under way.
+    /// The marks of this rank for each of them in the step under way.
     marks: Vec<u8>,
     /// The next place to issue.
     cursor: usize,
@@ -104,45 +104,45 @@ pub(crate) struct Schedule {
     /// The places of the gathers whose backward is still to come, by use.
     uses: BTreeMap<u64, usize>,
     last_asked: Option<usize>,
-    mode: Mode,
+    phase: Phase,
 }
 
 /// One place of the order.
 #[derive(Debug)]
 struct Entry {
     operation: Operation,
-    /// Steps in a row in which no rank needed it.
+    /// Number of steps in a row in which no rank needed it.
     idle: u32,
-    /// Whether any rank asked for it in the last step.
+    /// True if any rank asked for it in the last step.
     used: bool,
-    /// Whether it may be gathered ahead.
+    /// True if it may be gathered ahead.
     ahead: bool,
-    /// Whether it was agreed on in this step.
+    /// True if it was agreed on in this step.
     fresh: bool,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
-enum Mode {
-    /// Every operation is agreed on with the other ranks before it is issued.
+enum Phase {
+    /// The phase in which every operation is agreed on with the other ranks before it is issued.
     #[default]
     Agreeing,
-    /// Operations come in the recorded order.
+    /// The phase in which operations come in the recorded order.
     Following,
 }
 
 impl Schedule {
-    /// The recorded order.
+    /// Returns the recorded order.
     pub(crate) fn operations(&self) -> impl Iterator<Item = Operation> + '_ {
         self.recorded.iter().map(|entry| entry.operation)
     }
 
-    /// The operations that some rank asked for in the last step.
+    /// Returns the operations that some rank asked for in the last step.
     pub(crate) fn used(&self) -> impl Iterator<Item = Operation> + '_ {
         let used = self.recorded.iter().filter(|entry| entry.used);
         used.map(|entry| entry.operation)
     }
 
-    /// A number that is equal on two ranks if their orders are.
+    /// Returns a number that is equal on two ranks if their orders are.
     pub(crate) fn hash(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         self.recorded.len().hash(&mut hasher);
@@ -151,9 +151,9 @@ impl Schedule {
         hasher.finish()
     }
 
-    /// Whether nothing of a step has been issued.
+    /// Returns true if a recorded order is followed and nothing of it has been issued in this step.
     pub(crate) fn is_at_start(&self) -> bool {
-        self.mode == Mode::Following && self.cursor == 0
+        self.phase == Phase::Following && self.cursor == 0
     }
 
     /// Drops the operations of units that no module holds any more.
@@ -163,9 +163,9 @@ impl Schedule {
         self.rewind();
     }
 
-    /// What a rank that needs `wanted` does next.
+    /// Returns what a rank that needs `wanted` does next.
     pub(crate) fn next(&mut self, wanted: Operation) -> Next {
-        if self.mode == Mode::Agreeing {
+        if self.phase == Phase::Agreeing {
             return Next::Agree;
         }
         let rest = &self.recorded[self.cursor..];
@@ -186,7 +186,7 @@ impl Schedule {
         })
     }
 
-    /// This rank got what it wanted at `position`.
+    /// Notes that this rank got what it wanted at `position`.
     fn ask(&mut self, position: usize, wanted: Operation) {
         self.marks[position] |= match wanted {
             Operation::UnshardForward(_) => ASKED,
@@ -196,28 +196,28 @@ impl Schedule {
         self.last_asked = Some(position);
     }
 
-    /// The gather asked for last is for the forward of `use_id`.
+    /// Notes that the gather asked for last is for the forward of `use_id`.
     pub(crate) fn begin_use(&mut self, use_id: u64) {
         if let Some(position) = self.last_asked.take() {
             self.uses.insert(use_id, position);
         }
     }
 
-    /// The backward of `use_id` has come, or it will have none that is seen.
+    /// Notes that the backward of `use_id` has come, or that it will have none that is seen.
     pub(crate) fn end_use(&mut self, use_id: u64) {
         if let Some(position) = self.uses.remove(&use_id) {
             self.marks[position] |= ENDED;
         }
     }
 
-    /// What was gathered ahead for `position` was not what was asked for there.
+    /// Notes that what was gathered ahead for `position` was not what was asked for there.
     pub(crate) fn mislead(&mut self, position: usize) {
         self.marks[position] |= MISLED;
         // It is this place that the rank means when it asks again.
         self.aligned = position;
     }
 
-    /// What this rank tells the others when it wants `wanted`.
+    /// Returns what this rank tells the others when it wants `wanted`.
     pub(crate) fn wish(&self, wanted: Operation) -> Vec<u8> {
         let place = match wanted {
             Operation::Finish => None,
@@ -233,7 +233,7 @@ impl Schedule {
         .encode()
     }
 
-    /// The place of `wanted` from where this rank stands.
+    /// Returns the place of `wanted` from where this rank stands.
     fn find(&self, wanted: Operation) -> Option<usize> {
         let mut rest = self.recorded.iter().skip(self.aligned);
         let ahead = rest.position(|entry| entry.operation == wanted)?;
@@ -254,9 +254,9 @@ impl Schedule {
         Ok(group.exchange(label, wish)?)
     }
 
-    /// Which of the operations that the ranks want comes first; `None` if all are at their end.
+    /// Returns the first of the operations that the ranks want; `None` if all are at their end.
     ///
-    /// It is put into the order where the rank that is farthest on would have had it.
+    /// The operation is put into the order where the rank that is farthest on would have had it.
     pub(crate) fn agree(&mut self, wanted: Operation, wishes: &[Vec<u8>]) -> Option<Step> {
         let wishes: Vec<_> = wishes.iter().map(|wish| Wish::decode(wish)).collect();
         let wished = wishes.iter().map(|wish| wish.operation);
@@ -264,7 +264,7 @@ impl Schedule {
         if operation == Operation::Finish {
             return None;
         }
-        self.mode = Mode::Agreeing;
+        self.phase = Phase::Agreeing;
         let found = (operation == wanted).then(|| self.find(wanted)).flatten();
         let places = wishes.iter().filter(|wish| wish.operation == operation);
         let place = places.filter_map(|wish| wish.place).max();
@@ -304,8 +304,8 @@ impl Schedule {
         self.aligned += usize::from(self.aligned >= place);
     }
 
-    /// Forward before backward; forward in module order, backward against the forward order,
-    /// each unit's gather before its reduction.
+    /// Returns the preference for an operation, the least first: forward before backward; forward in module
+    /// order, backward against the forward order, each unit's gather before its reduction.
     fn rank_of(&self, operation: Operation) -> (u8, usize, u8) {
         let latest_first = |unit| {
             let forward = Operation::UnshardForward(unit);
@@ -320,7 +320,7 @@ impl Schedule {
         }
     }
 
-    /// The next gather of the same direction after `last`, if it may be gathered already at
+    /// Returns the next gather of the same direction after `last`, if it may be gathered already at
     /// `position`. The answer depends on the order alone.
     pub(crate) fn following_unshard(
         &self,
@@ -341,7 +341,7 @@ impl Schedule {
         (!is_busy).then_some((place, entry.operation))
     }
 
-    /// One byte per place: what this rank had to do with it.
+    /// Returns the marks of this rank, one byte for each place of the order.
     pub(crate) fn marks(&self) -> &[u8] {
         &self.marks
     }
@@ -377,7 +377,7 @@ impl Schedule {
 
     /// Leaves a step in the middle, on all ranks alike.
     fn abandon(&mut self) {
-        if self.mode == Mode::Following || !self.recorded.iter().all(|entry| entry.fresh) {
+        if self.phase == Phase::Following || !self.recorded.iter().all(|entry| entry.fresh) {
             self.recorded.retain(|entry| !entry.fresh);
             self.rewind();
         } else {
@@ -391,6 +391,6 @@ impl Schedule {
         self.uses.clear();
         self.last_asked = None;
         self.marks = vec![0; self.recorded.len()];
-        self.mode = Mode::Following;
+        self.phase = Phase::Following;
     }
 }

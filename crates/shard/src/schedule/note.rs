@@ -1,20 +1,20 @@
-//! What ranks tell each other about the order of their operations.
+//! The messages of ranks about the order of their operations.
 
 use super::operation::Operation;
 
-/// What a rank wants next.
+/// The operation that a rank wants next.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wish {
     pub(crate) operation: Operation,
-    /// Where the order should have held it; `None` if it does hold it.
+    /// The place where the order should have held it; `None` if it does hold it, and for the end of backward.
     pub(crate) place: Option<usize>,
 }
 
 impl Wish {
-    /// Bytes of an encoded wish.
+    /// Number of bytes of an encoded wish.
     const LEN: usize = 3 * size_of::<u64>();
 
-    /// As bytes of a fixed number.
+    /// Returns the wish as bytes of a fixed number.
     pub(crate) fn encode(self) -> Vec<u8> {
         let (kind, unit) = match self.operation {
             Operation::UnshardForward(unit) => (0u64, unit),
@@ -26,7 +26,7 @@ impl Wish {
         [kind, unit as u64, place].map(u64::to_le_bytes).concat()
     }
 
-    /// Of another rank.
+    /// Reads the wish of another rank.
     pub(crate) fn decode(bytes: &[u8]) -> Self {
         let number = |index: usize| {
             let mut word = [0; 8];
@@ -46,30 +46,30 @@ impl Wish {
     }
 }
 
-/// What travels with the last exchange of a step: a rank's wish, its marks, and which of the
-/// parameters kept whole it has gradients of.
+/// The message that travels with the last exchange of a step: a rank's wish, its marks, and which
+/// of the parameters kept whole it has gradients of.
 pub(crate) struct Note {
-    /// What the rank wants next.
+    /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,
-    /// One byte per place of the order.
+    /// The marks of the rank, one byte for each place of the order.
     pub(crate) marks: Vec<u8>,
-    /// One byte per parameter.
+    /// The flags of the parameters kept whole, one byte each: 1 if the rank has a gradient.
     pub(crate) used: Vec<u8>,
 }
 
 impl Note {
-    /// As one string of bytes.
+    /// Returns the note as one string of bytes.
     pub(crate) fn join(self) -> Vec<u8> {
         [self.wish, self.marks, self.used].concat()
     }
 
-    /// Those of all ranks, whose order has `places` places.
+    /// Splits the notes of all ranks, whose order has `places` places.
     pub(crate) fn split_all(notes: Vec<Vec<u8>>, places: usize) -> Vec<Self> {
         let notes = notes.into_iter();
         notes.map(|note| Self::split(note, places)).collect()
     }
 
-    /// Of a rank whose order has `places` places.
+    /// Splits the note of a rank whose order has `places` places.
     fn split(mut bytes: Vec<u8>, places: usize) -> Self {
         let mut rest = bytes.split_off(Wish::LEN.min(bytes.len()));
         let used = rest.split_off(places.min(rest.len()));

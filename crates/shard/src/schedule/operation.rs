@@ -1,22 +1,22 @@
-//! What ranks do together in a step.
+//! The operations that ranks do together in a step.
 
 use std::fmt;
 
 /// One operation of a step; units by their number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Operation {
-    /// Gather a unit for its forward.
+    /// The gather of a unit for its forward.
     UnshardForward(usize),
-    /// Gather a unit for its backward.
+    /// The gather of a unit for its backward.
     UnshardBackward(usize),
-    /// Reduce a unit's gradients.
+    /// The reduction of a unit's gradients.
     Reduce(usize),
-    /// End of backward: reduce the parameters kept whole.
+    /// The end of backward, with the reduction of the parameters kept whole.
     Finish,
 }
 
 impl Operation {
-    /// The unit that it is about.
+    /// Returns the unit that it is about.
     pub(crate) fn unit(self) -> Option<usize> {
         match self {
             Self::UnshardForward(unit) | Self::UnshardBackward(unit) | Self::Reduce(unit) => {
@@ -26,7 +26,7 @@ impl Operation {
         }
     }
 
-    /// Whether it makes full parameters.
+    /// Returns true if it makes full parameters.
     pub(super) fn is_gather(self) -> bool {
         matches!(self, Self::UnshardForward(_) | Self::UnshardBackward(_))
     }

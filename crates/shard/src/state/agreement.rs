@@ -1,4 +1,4 @@
-//! Whether ranks that should hold the same values do.
+//! The check that ranks hold the same values where they should.
 
 use std::collections::HashMap;
 
@@ -9,11 +9,11 @@ use burn_fsdp_collectives::Fingerprint;
 
 use crate::error::Error;
 use crate::inspect::{self, Member};
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::survey::survey;
 use crate::transport;
 
-/// What [`check_agreement`] compares.
+/// The tensors that [`check_agreement`] compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Agreement {
     /// Parameters.
@@ -24,8 +24,8 @@ pub enum Agreement {
     ParametersAndBuffers,
 }
 
-/// Makes sure, by checksum, that all ranks hold the same bits of what they should hold alike:
-/// parameters kept whole, replicas of shards, and parameters that no unit manages.
+/// Checks by checksum that all ranks hold the same bits of what they should hold alike: parameters
+/// kept whole, replicas of shards, and parameters that no unit manages.
 ///
 /// For the start of a run, where ranks that begin with different values train different models in
 /// silence, and for later doubt. [`fully_shard`](crate::fully_shard) gives all ranks rank 0's values
@@ -72,7 +72,7 @@ pub fn check_agreement<M: Module>(module: &M, of: Agreement) -> Result<(), Error
     Ok(())
 }
 
-/// The first two ranks that hold one piece of parameter `index` with different values.
+/// Returns the first two ranks that hold one piece of parameter `index` with different values.
 fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
     let mut first: HashMap<u64, (usize, u64)> = HashMap::new();
     for (rank, sums) in all.iter().enumerate() {
@@ -91,7 +91,7 @@ fn difference(all: &[Vec<Checksum>], index: usize) -> Option<(usize, usize)> {
 /// A checksum of what a rank holds of one parameter.
 #[derive(Debug, Clone, Copy)]
 struct Checksum {
-    /// Which shard; ranks with the same one are replicas of each other.
+    /// Number of the shard; ranks with the same one are replicas of each other.
     piece: u64,
     hash: u64,
 }
@@ -138,7 +138,7 @@ struct Checksums {
 }
 
 impl path::Visitor for Checksums {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         if self.left_out.contains(&path) {
             return;
@@ -160,12 +160,12 @@ impl path::Visitor for Checksums {
         self.found.push((path, sum));
     }
 
-    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
         let sum = Checksum::of_data(&param.val().into_data());
         self.found.push((place.path(), sum));
     }
 
-    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
         let sum = Checksum::of_data(&param.val().into_data());
         self.found.push((place.path(), sum));
     }

@@ -8,22 +8,22 @@ use burn_fsdp_collectives::{Buffer, BufferPool, FullPart, ProcessGroup, Reductio
 
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::survey::survey;
 use crate::transport;
 
 const LABEL: &str = "running states";
 
-/// What becomes of the ranks' running states.
+/// The treatment of the ranks' running states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BufferSync {
-    /// Each rank keeps its own, and nothing is communicated.
+    /// Each rank's own, with nothing communicated.
     Local,
-    /// All ranks take rank 0's: what one rank training alone on its batches would have. To be done
+    /// Rank 0's, on all ranks: what one rank training alone on its batches would have. To be done
     /// before saving.
     #[default]
     Broadcast,
-    /// All ranks take the mean.
+    /// The mean, on all ranks.
     Average,
 }
 
@@ -59,7 +59,7 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     Ok(path::map(module, &mut Replace { values }))
 }
 
-/// Empty on rank 0, which has the values.
+/// Returns rank 0's running states; nothing on rank 0, which has them.
 fn broadcast(group: &ProcessGroup, buffers: &[Running]) -> Result<Vec<Buffer>, Error> {
     let is_root = group.rank() == 0;
     let part = |buffer: &Running| {
@@ -112,7 +112,7 @@ impl Running {
     }
 }
 
-/// The running states of `module`, in its order, up to date.
+/// Returns the running states of `module`, in its order, up to date.
 fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
     let paths = survey(module)?.buffers;
     if paths.is_empty() {
@@ -135,7 +135,7 @@ struct Read {
 }
 
 impl path::Visitor for Read {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         if self.wanted.contains(&path) {
             let value = param.base().inner();
@@ -146,7 +146,7 @@ impl path::Visitor for Read {
     }
 }
 
-/// Puts received running states in their places.
+/// A mapper that puts received running states in their places.
 struct Replace {
     values: HashMap<String, Buffer>,
 }
@@ -154,7 +154,7 @@ struct Replace {
 impl path::Mapper for Replace {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         match self.values.remove(&place.path()) {

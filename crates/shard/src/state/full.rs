@@ -11,16 +11,16 @@ use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::state::record;
 use crate::transport;
 
-/// What becomes of changes to summoned parameters.
+/// The treatment of changes to summoned parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteBack {
-    /// Each rank takes its shards from what the closure returned on this rank.
+    /// The changes are kept: each rank takes its shards from what the closure returned on this rank.
     Keep,
-    /// They are forgotten.
+    /// The changes are forgotten.
     Discard,
 }
 
@@ -59,7 +59,7 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// The module without autodiff and without shards.
+/// Returns the module without autodiff and without shards.
 fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
     let members = places.iter().cloned().collect();
     // `valid` also gives the copy running states of its own.
@@ -68,7 +68,7 @@ fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error>
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
 
-/// Puts the whole value in the place of each stand-in.
+/// A mapper that puts the whole value in the place of each stand-in.
 struct Fill {
     members: HashMap<String, Member>,
 }
@@ -76,7 +76,7 @@ struct Fill {
 impl path::Mapper for Fill {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         // The shard comes after the stand-in, under the same path.
@@ -98,7 +98,7 @@ impl path::Mapper for Fill {
     }
 }
 
-/// The sharded module with the values of `full`.
+/// Returns the sharded module with the values of `full`.
 fn take_back<M: Module>(module: M, places: Vec<(String, Member)>, full: &M) -> Result<M, Error> {
     // Running states show their last update after `valid` only.
     let mut values = Values::default();
@@ -118,28 +118,28 @@ struct Values {
 }
 
 impl path::Visitor for Values {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         self.found.insert(place.path(), param.val().into_data());
     }
 
-    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
         self.found.insert(place.path(), param.val().into_data());
     }
 
-    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
         self.found.insert(place.path(), param.val().into_data());
     }
 }
 
-/// Cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
+/// A mapper that cuts each value where a rank holds a part of it, and takes it as it is elsewhere.
 struct Narrow {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,
 }
 
 impl Narrow {
-    /// Finds the first parameter of `module` whose value is missing or of another shape, before
-    /// anything is replaced.
+    /// Checks that every parameter of `module` has a value of its shape, and no value is left over,
+    /// before anything is replaced.
     fn check<M: Module>(&self, module: &M) -> Result<(), Error> {
         let mut wanted = Shapes {
             members: &self.members,
@@ -170,7 +170,7 @@ impl Narrow {
         }
     }
 
-    fn take(&mut self, place: &Place) -> Option<TensorData> {
+    fn take(&mut self, place: &Location) -> Option<TensorData> {
         self.values.remove(&place.path())
     }
 }
@@ -182,7 +182,7 @@ struct Shapes<'a> {
 }
 
 impl path::Visitor for Shapes<'_> {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         let shape = match self.members.get(&path) {
             Some(member) => member.slot().shape.clone(),
@@ -191,11 +191,11 @@ impl path::Visitor for Shapes<'_> {
         self.found.push((path, shape));
     }
 
-    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
         self.found.push((place.path(), param.lazy_shape().to_vec()));
     }
 
-    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
         self.found.push((place.path(), param.lazy_shape().to_vec()));
     }
 }
@@ -203,7 +203,7 @@ impl path::Visitor for Shapes<'_> {
 impl path::Mapper for Narrow {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         let Some(value) = self.take(place) else {
@@ -226,7 +226,7 @@ impl path::Mapper for Narrow {
 
     fn int<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         match self.take(place) {
@@ -237,7 +237,7 @@ impl path::Mapper for Narrow {
 
     fn bool<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         match self.take(place) {
@@ -261,12 +261,13 @@ pub struct FullTensor<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order
-/// of the module: parameters, sharded or not, integers and booleans among them, and running states, of which it gives rank 0's
-/// own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
+/// Calls `visit` on rank 0 with each tensor of a sharded module, whole, one after another in the order of the
+/// module: parameters, sharded or not, integers and booleans among them, and running states, of which it gives
+/// rank 0's own ([`sync_buffers`](crate::sync_buffers) first, if the ranks' should be averaged).
 ///
-/// No rank ever holds more than one whole parameter for it, and only rank 0 does. `visit` is not
-/// called on the other ranks, which only send; it cannot stop the sequence, as they could not know.
+/// No rank ever holds more than one whole parameter for it, and only rank 0 of each group that
+/// holds the shards does. `visit` is not called on the other ranks, which only send; it cannot stop
+/// the sequence, as they could not know.
 ///
 /// Collective over all ranks of the module, between steps: one gather for each sharded parameter.
 ///
@@ -300,7 +301,7 @@ pub fn full_state<M: Module>(
     Ok(())
 }
 
-/// The whole parameter, on rank 0 of its group.
+/// Gathers the whole parameter, on rank 0 of its group.
 fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
@@ -322,17 +323,17 @@ pub(crate) struct StateTensor {
     pub(crate) held: Held,
 }
 
-/// Where the elements are.
+/// The elements of a tensor, by where they are.
 pub(crate) enum Held {
-    /// Cut among ranks.
+    /// Elements cut among ranks.
     Sharded(Box<Member>),
-    /// On this rank, flat.
+    /// Elements on this rank, flat.
     Here(Box<Tensor<1>>),
-    /// On this rank, integers or booleans.
+    /// Elements on this rank, integers or booleans.
     Read(Source),
 }
 
-/// All tensors of `module`, in its order.
+/// Returns all tensors of `module`, in its order.
 pub(crate) fn tensors<M: Module>(module: &M) -> Vec<StateTensor> {
     // Running states show their last update after `valid` only.
     drop(module.valid());
@@ -350,7 +351,7 @@ struct All {
 }
 
 impl path::Visitor for All {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         let path = place.path();
         let tensor = match self.members.remove(&path) {
             Some(member) => {
@@ -380,17 +381,17 @@ impl path::Visitor for All {
         self.found.push(tensor);
     }
 
-    fn int<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Int>>) {
         self.read(place, param.val().into_data());
     }
 
-    fn bool<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D, Bool>>) {
         self.read(place, param.val().into_data());
     }
 }
 
 impl All {
-    fn read(&mut self, place: &Place, data: TensorData) {
+    fn read(&mut self, place: &Location, data: TensorData) {
         self.found.push(StateTensor {
             path: place.path(),
             shape: data.shape().to_vec(),
@@ -400,7 +401,7 @@ impl All {
     }
 }
 
-/// Shape and elements, without autodiff.
+/// Returns shape and elements, without autodiff.
 fn flatten<const D: usize>(value: Tensor<D>) -> (Vec<usize>, Tensor<1>) {
     let shape = value.dims().to_vec();
     let len: usize = shape.iter().product();

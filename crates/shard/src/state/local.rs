@@ -1,4 +1,4 @@
-//! What one rank holds of a module, as bytes: for checkpoints.
+//! The part of a module that one rank holds, as bytes: for checkpoints.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use burn_fsdp_collectives::{Partition, Source};
 use crate::error::{Error, catch};
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::state::full::{self, Held};
 use crate::transport;
 
@@ -24,21 +24,21 @@ pub struct LocalTensor {
     pub shape: Vec<usize>,
     /// Element type as it is stored.
     pub dtype: DType,
-    /// What it is, and how much of it this rank holds.
+    /// The kind of the tensor, and how much of it this rank holds.
     pub part: LocalPart,
-    /// The elements that this rank holds, in row-major order and the machine's byte order. Read where
-    /// they lie: what is done to the module afterwards does not change them.
+    /// The elements that this rank holds, in row-major order and the machine's byte order. Read in
+    /// place: what is done to the module afterwards does not change them.
     pub elements: Source,
 }
 
-/// What a rank holds of a tensor.
+/// The part of a tensor that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalPart {
     /// A range of the flat elements of a sharded parameter.
     Shard {
         /// The elements.
         range: Range<usize>,
-        /// How all ranks of the shard axis cut the parameter.
+        /// The partition of the parameter among all ranks of the shard axis.
         partition: Partition,
     },
     /// All of a parameter that every rank holds alike.
@@ -48,7 +48,7 @@ pub enum LocalPart {
     Own,
 }
 
-/// The tensors of a sharded module, in its order, with this rank's part of each. Nothing is
+/// Returns the tensors of a sharded module, in its order, with this rank's part of each. Nothing is
 /// copied or communicated.
 ///
 /// Running states are the ranks' own: [`sync_buffers`](crate::sync_buffers) first, if one of them is
@@ -98,11 +98,11 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
 pub struct LocalId {
     /// Path in the module.
     pub path: String,
-    /// That of the parameter before it was sharded, or in the record that was loaded since.
+    /// The id of the parameter before it was sharded, or in the record that was loaded since.
     pub id: ParamId,
 }
 
-/// The ids of the sharded parameters of a module, in its order.
+/// Returns the ids of the sharded parameters of a module, in its order.
 ///
 /// # Errors
 ///
@@ -158,7 +158,7 @@ pub fn load_local_state<M: Module, E: From<Error>>(
 }
 
 impl LocalTensor {
-    /// The shape of its elements on this rank: flat, of a sharded parameter.
+    /// Returns the shape of its elements on this rank: flat, of a parameter that a unit manages.
     fn held_shape(&self) -> Vec<usize> {
         match self.part {
             LocalPart::Own => self.shape.clone(),
@@ -167,7 +167,7 @@ impl LocalTensor {
     }
 }
 
-/// Puts tensors in their places.
+/// A mapper that puts tensors in their places.
 struct PutBack {
     members: HashMap<String, Member>,
     values: HashMap<String, TensorData>,
@@ -176,7 +176,7 @@ struct PutBack {
 impl path::Mapper for PutBack {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         let path = place.path();
@@ -197,7 +197,7 @@ impl path::Mapper for PutBack {
 
     fn int<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         match self.values.remove(&place.path()) {
@@ -208,7 +208,7 @@ impl path::Mapper for PutBack {
 
     fn bool<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         match self.values.remove(&place.path()) {

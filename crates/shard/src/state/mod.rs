@@ -1,8 +1,8 @@
-//! What a sharded module holds between steps, whole or in this rank's parts: read, saved, changed.
+//! The tensors of a sharded module between steps, whole or in this rank's parts: read, saved, changed.
 //!
 //! - `full`: whole parameters, for a moment or one by one. `local`: this rank's parts, as bytes.
-//! - `record`: Burn's records. `buffers`: running states. `stand_ins`: what stands in the fields.
-//! - `agreement`: whether all ranks hold the same.
+//! - `record`: Burn's records. `buffers`: running states. `stand_ins`: the stand-ins in the fields.
+//! - `agreement`: the check that all ranks hold the same.
 
 pub(crate) mod agreement;
 pub(crate) mod buffers;

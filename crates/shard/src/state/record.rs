@@ -31,9 +31,9 @@ pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
     within(Purpose::PlainMappers, body)
 }
 
-/// The record of a sharded module: what [`Module::into_record`] gives, as a value or an error, also
-/// while other copies of the module with other values are alive (the best so far, a moving
-/// average), between which Burn's own method cannot tell and refuses.
+/// Returns the record of a sharded module: what [`Module::into_record`] gives, as a value or an
+/// error, also while other copies of the module with other values are alive (the best so far, a
+/// moving average), between which Burn's own method cannot tell and refuses.
 ///
 /// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
 ///
@@ -58,7 +58,7 @@ pub(crate) fn within_record<M: Module, T>(module: &M, body: impl FnOnce() -> T) 
     body()
 }
 
-/// The values of the copy that is being recorded.
+/// Returns the values of the copy that is being recorded.
 fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
     let known = RECORDED.with_borrow_mut(|members| {
         let is_it = |member: &Member| {
@@ -74,7 +74,7 @@ fn copy_of(copies: &Copies, index: usize) -> Result<Arc<Generation>, Error> {
     }
 }
 
-/// Narrows a whole parameter that is being loaded to this rank's part.
+/// Returns a function that narrows a whole parameter that is being loaded to this rank's part.
 pub(crate) fn load<const D: usize>(
     unit: Arc<Unit>,
     index: usize,
@@ -103,7 +103,7 @@ pub(crate) fn load<const D: usize>(
     }
 }
 
-/// This rank's part of `whole`, of a module on `device`.
+/// Returns this rank's part of `whole`, of a module on `device`.
 pub(crate) fn narrow<const D: usize>(
     unit: &Unit,
     index: usize,
@@ -118,7 +118,7 @@ pub(crate) fn narrow<const D: usize>(
     Tensor::from_data(shard, (&unit.home(device), slot.elements.stored.dtype))
 }
 
-/// Gathers the whole parameter for a record.
+/// Returns a function that gathers the whole parameter for a record.
 pub(crate) fn save<const D: usize>(
     copies: Copies,
     index: usize,
@@ -139,8 +139,8 @@ pub(crate) fn save<const D: usize>(
     }
 }
 
-/// The whole value of one parameter, gathered from all ranks, plain and flat, on the device that
-/// computes.
+/// Returns the whole value of one parameter, gathered from all ranks, plain and flat, on the device
+/// that computes.
 ///
 /// Collective.
 pub(crate) fn whole(generation: &Generation, index: usize) -> Result<Tensor<1>, Error> {

@@ -13,11 +13,11 @@ use burn::tensor::Tensor;
 use crate::ambient::{Purpose, within};
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::survey::stand_in;
 
-/// Bytes that stand-ins of the sharded `module` hold on the CPU backend: next to nothing, unless a
-/// mapper has computed with them. [`renew_stand_ins`] frees them.
+/// Returns the bytes that stand-ins of the sharded `module` hold on the CPU backend: next to
+/// nothing, unless a mapper has computed with them. [`renew_stand_ins`] frees them.
 ///
 /// # Errors
 ///
@@ -32,7 +32,7 @@ pub fn stand_in_bytes<M: Module>(module: &M) -> Result<usize, Error> {
     Ok(bytes.sum)
 }
 
-/// The sharded `module` with new stand-ins, after a `map` that has computed with all its float tensors
+/// Returns the sharded `module` with new stand-ins, after a `map` that has computed with all its float tensors
 /// and so made stand-ins of the full size. Shards, ids and everything else stay as they are.
 ///
 /// Not collective.
@@ -60,7 +60,7 @@ struct Bytes {
 }
 
 impl path::Visitor for Bytes {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         if self.paths.contains(&place.path())
             && param.is_initialized()
             && let Ok(primitive) = param.base().inner().try_into_primitive::<Flex>()
@@ -77,7 +77,7 @@ struct Renew {
 impl path::Mapper for Renew {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         match self.paths.contains(&place.path()) && param.is_initialized() {

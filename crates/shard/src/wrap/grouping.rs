@@ -1,4 +1,4 @@
-//! Which parameters become part of which unit, and which of none.
+//! The grouping of parameters into units, and those that belong to none.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -8,18 +8,19 @@ use burn_fsdp_mesh::Partition;
 use crate::error::Error;
 use crate::offload::Offload;
 use crate::pattern::{ancestors, is_around, module_of};
-use crate::policy::{Layout, ShardPolicy, Strategy};
+use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
 use crate::survey::{Found, Survey};
 use crate::transport;
 use crate::unit::{Keep, Unit};
+use burn_fsdp_mesh::{Cut, Strategy};
 
 /// Paths of parameters that the policy leaves alone.
 pub(crate) struct Ignored(HashSet<String>);
 
 impl Ignored {
-    /// Finds them in what the survey found.
+    /// Finds the ignored parameters among those of the survey.
     ///
     /// # Errors
     ///
@@ -52,13 +53,13 @@ impl Ignored {
         Ok(Self(ignored))
     }
 
-    /// Whether the parameter at `path` is one.
+    /// Returns true if the parameter at `path` is ignored.
     pub(crate) fn contains(&self, path: &str) -> bool {
         self.0.contains(path)
     }
 }
 
-/// How many modules a message names.
+/// Number of modules that a message names.
 const NAMED: usize = 12;
 
 pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>) -> Error {
@@ -75,14 +76,15 @@ pub(crate) fn unmatched<'a>(pattern: &str, paths: impl Iterator<Item = &'a str>)
     }
 }
 
-/// Which parameters belong to which unit: the innermost module that a pattern matches.
+/// The parameters of each unit: the unit of a parameter is the innermost module that a pattern matches.
 pub(crate) struct Grouping {
-    /// By unit path, in the order of first appearance; the root has the empty path.
+    /// The parameters by unit path: the root's first, with the empty path, then those of units in
+    /// the order of first appearance.
     by_unit: Vec<(String, Vec<Found>)>,
 }
 
 impl Grouping {
-    /// Groups them by the policy's patterns.
+    /// Groups `parameters` by the policy's patterns.
     ///
     /// # Errors
     ///
@@ -114,7 +116,7 @@ impl Grouping {
         Ok(Self { by_unit })
     }
 
-    /// The units, without values or a root; `is_replica` if `replicate` makes them.
+    /// Returns the units, without values or a root; `is_replica` if `replicate` makes them.
     ///
     /// # Errors
     ///
@@ -171,9 +173,9 @@ fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, 
         _ if stays_whole => Holding::Whole,
         _ => Holding::Shard,
     };
-    let partition = match (holding, policy.layout) {
-        (Holding::Shard, Layout::Flat) => Partition::flat(num_elements, num_shards)?,
-        (Holding::Shard, Layout::Rows) => Partition::rows(&found.shape, num_shards)?,
+    let partition = match (holding, policy.cut) {
+        (Holding::Shard, Cut::Elements) => Partition::flat(num_elements, num_shards)?,
+        (Holding::Shard, Cut::Dims) => Partition::rows(&found.shape, num_shards)?,
         (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
     };
     Ok(Slot {

@@ -9,8 +9,8 @@ use crate::slot::Slot;
 use crate::transport;
 use crate::unit::Unit;
 
-/// This rank's value of `param`, from rank 0's. No other rank initializes the parameter, and no
-/// rank holds more than one whole parameter on its account.
+/// Returns this rank's value of `param`, from rank 0's. No other rank initializes the parameter,
+/// and no rank holds more than one whole parameter on its account.
 ///
 /// With replicas, the first of them receives from rank 0 and hands its shard on.
 pub(crate) fn value<const D: usize>(
@@ -42,7 +42,7 @@ pub(crate) fn value<const D: usize>(
     }
 }
 
-/// This rank's part of what rank 0 of the shard group holds whole.
+/// Returns this rank's part of what rank 0 of the shard group holds whole.
 fn from_first(
     unit: &Unit,
     slot: &Slot,
@@ -63,7 +63,7 @@ fn from_first(
     Ok(first_tensor(received, slot, device))
 }
 
-/// The tensor of `elements` elements that rank 0 of `group` has.
+/// Returns the tensor of `elements` elements that rank 0 of `group` has.
 fn broadcast(
     group: &ProcessGroup,
     slot: &Slot,
@@ -110,7 +110,7 @@ fn source_of<const D: usize>(param: &Param<Tensor<D>>, slot: &Slot) -> Source {
     transport::source(flat, None)
 }
 
-/// A leaf with memory of its own: what rank 0 sends may be a view of something larger.
+/// Returns a leaf with memory of its own: what rank 0 sends may be a view of something larger.
 fn leaf(bytes: &[u8], slot: &Slot, device: &Device) -> Tensor<1> {
     transport::owned(bytes.to_vec(), slot.elements.stored.dtype, device)
 }

@@ -1,7 +1,7 @@
 //! `fully_shard`: from a plain module to a sharded one.
 //!
-//! - `ranks`: which ranks take part. `grouping`: which parameters make which unit.
-//! - `placed`: units where they stand, those of earlier calls too.
+//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit.
+//! - `placed`: units with their paths in the module, those of earlier calls too.
 //! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values.
 //! - `own_states`: running states that ranks must not share.
 
@@ -17,16 +17,17 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use burn::module::Module;
-use burn_fsdp_collectives::{Fingerprint, ProcessMesh};
+use burn_fsdp_collectives::{AsMesh, Fingerprint};
 
 use crate::copies::Generation;
 use crate::device;
 use crate::error::{Error, catch};
 use crate::inspect;
 use crate::inspect::memory;
-use crate::policy::{ShardPolicy, Strategy};
+use crate::policy::ShardPolicy;
 use crate::root::Root;
 use crate::survey::{Found, Survey, survey};
+use burn_fsdp_mesh::Strategy;
 
 use grouping::{Grouping, Ignored};
 use placed::{Placed, check_group, earlier_units, split_off_replicas};
@@ -52,6 +53,9 @@ use sharder::Sharder;
 /// Applied to a child first and to its parent later, the parent takes the parameters that are
 /// left and orders the operations of both.
 ///
+/// `mesh` is a [`ProcessMesh`](burn_fsdp_collectives::ProcessMesh), or a group, whose ranks are a line: its only axis
+/// is that of the policy.
+///
 /// Collective: all ranks of the axis call it, with the same module structure and policy.
 ///
 /// # Errors
@@ -60,7 +64,7 @@ use sharder::Sharder;
 /// middle of a step, or a failed collective.
 pub fn fully_shard<M: Module>(
     module: M,
-    mesh: &ProcessMesh,
+    mesh: &impl AsMesh,
     policy: ShardPolicy,
 ) -> Result<M, Error> {
     wrap(module, mesh, &policy, Form::Shard)
@@ -80,7 +84,7 @@ pub fn fully_shard<M: Module>(
 /// As [`fully_shard`].
 pub fn replicate<M: Module>(
     module: M,
-    mesh: &ProcessMesh,
+    mesh: &impl AsMesh,
     policy: ShardPolicy,
 ) -> Result<M, Error> {
     wrap(
@@ -91,7 +95,7 @@ pub fn replicate<M: Module>(
     )
 }
 
-/// Which verb a call is.
+/// The public function that was called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     Shard,
@@ -100,11 +104,12 @@ enum Form {
 
 fn wrap<M: Module>(
     module: M,
-    mesh: &ProcessMesh,
+    mesh: &impl AsMesh,
     policy: &ShardPolicy,
     form: Form,
 ) -> Result<M, Error> {
-    let ranks = Ranks::new(mesh, policy)?;
+    let mesh = mesh.as_mesh(&policy.axis)?;
+    let ranks = Ranks::new(&mesh, policy)?;
     let survey = survey(&module)?;
     let earlier = earlier_units(&module, &survey.sharded);
     let (left_alone, adopted) = match form {

@@ -14,11 +14,11 @@ use crate::ambient::{Purpose, within};
 use crate::device;
 use crate::error::Error;
 use crate::inspect;
-use crate::path::{self, Place};
+use crate::path::{self, Location};
 use crate::survey::Survey;
 
-/// The module with running states of this rank's own. A module whose states are that already is left
-/// as it is.
+/// Returns the module with running states of this rank's own. A module whose states are that
+/// already is left as it is.
 ///
 /// Collective over the ranks of `group`: one exchange of the ids of running states; none without any.
 pub(crate) fn separate<M: Module>(
@@ -46,7 +46,7 @@ pub(crate) fn separate<M: Module>(
     }
 }
 
-/// The module with copies of its running states, and everything else as it is.
+/// Returns the module with copies of its running states, and everything else as it is.
 fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     let mut kept = Kept {
         states: survey.buffers.to_vec(),
@@ -63,7 +63,7 @@ fn cloned<M: Module>(module: M, survey: &Survey) -> M {
     within(Purpose::Prepare, || path::map(module, &mut PutBack(kept)))
 }
 
-/// What is not a running state, in the order of the module.
+/// The tensors and flags of a module that are not running states, in its order.
 #[derive(Default)]
 struct Kept {
     states: Vec<String>,
@@ -73,17 +73,17 @@ struct Kept {
 }
 
 impl path::Visitor for Kept {
-    fn float<const D: usize>(&mut self, place: &Place, param: &Param<Tensor<D>>) {
+    fn float<const D: usize>(&mut self, place: &Location, param: &Param<Tensor<D>>) {
         if !self.states.contains(&place.path()) {
             self.params.push_back(Box::new(param.clone()));
         }
     }
 
-    fn int<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D, Int>>) {
+    fn int<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D, Int>>) {
         self.params.push_back(Box::new(param.clone()));
     }
 
-    fn bool<const D: usize>(&mut self, _place: &Place, param: &Param<Tensor<D, Bool>>) {
+    fn bool<const D: usize>(&mut self, _place: &Location, param: &Param<Tensor<D, Bool>>) {
         self.params.push_back(Box::new(param.clone()));
     }
 }
@@ -100,13 +100,13 @@ struct Flags<'a>(&'a mut Kept);
 impl path::Mapper for Flags<'_> {
     fn float<const D: usize>(
         &mut self,
-        _place: &Place,
+        _place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         param
     }
 
-    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+    fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {
         self.0.flags.push_back(flag.clone());
         flag
     }
@@ -117,7 +117,7 @@ struct PutBack(Kept);
 impl path::Mapper for PutBack {
     fn float<const D: usize>(
         &mut self,
-        place: &Place,
+        place: &Location,
         param: Param<Tensor<D>>,
     ) -> Param<Tensor<D>> {
         let path = place.path();
@@ -132,7 +132,7 @@ impl path::Mapper for PutBack {
 
     fn int<const D: usize>(
         &mut self,
-        _place: &Place,
+        _place: &Location,
         param: Param<Tensor<D, Int>>,
     ) -> Param<Tensor<D, Int>> {
         self.0.next().unwrap_or(param)
@@ -140,13 +140,13 @@ impl path::Mapper for PutBack {
 
     fn bool<const D: usize>(
         &mut self,
-        _place: &Place,
+        _place: &Location,
         param: Param<Tensor<D, Bool>>,
     ) -> Param<Tensor<D, Bool>> {
         self.0.next().unwrap_or(param)
     }
 
-    fn flag(&mut self, _place: &Place, flag: Param<Flag>) -> Param<Flag> {
+    fn flag(&mut self, _place: &Location, flag: Param<Flag>) -> Param<Flag> {
         self.0.flags.pop_front().unwrap_or(flag)
     }
 }

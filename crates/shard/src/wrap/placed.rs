@@ -1,4 +1,4 @@
-//! Units where they stand in a module: those that a call makes, and those of earlier calls.
+//! Units with their paths in a module: those that a call makes, and those of earlier calls.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ use crate::parameter::owned::RootLink;
 pub(super) struct Placed {
     pub(super) copies: Copies,
     pub(super) root_link: Arc<RootLink>,
-    /// Path of that module in the one at hand.
+    /// Path of that module in the one that is being wrapped.
     pub(super) prefix: String,
 }
 
-/// Separates replicated modules, and whatever lies in them, from units that a parent adopts.
+/// Separates replicated modules, and all units in them, from units that a parent adopts.
 pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Placed>) {
     let roots = earlier
         .iter()
@@ -37,8 +37,8 @@ pub(super) fn split_off_replicas(earlier: Vec<Placed>) -> (Vec<Placed>, Vec<Plac
         .partition(|placed| is_inside(&placed.prefix))
 }
 
-/// Units that earlier calls made, in the order of the module, each with the path in `module` of the
-/// module that the call was made on. `paths` are those of their parameters.
+/// Returns the units that earlier calls made, in the order of the module, each with the path in
+/// `module` of the module that the call was made on. `paths` are those of their parameters.
 pub(super) fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<Placed> {
     let mut units: Vec<Placed> = Vec::new();
     for (member, path) in inspect::members(module).iter().zip(paths) {

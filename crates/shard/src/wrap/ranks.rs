@@ -1,24 +1,25 @@
-//! Which ranks shard a module together.
+//! The ranks that shard a module together.
 
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 
 use crate::error::Error;
-use crate::policy::{ReduceGroup, ShardPolicy, Strategy};
+use crate::policy::{ReduceGroup, ShardPolicy};
 use crate::spec::Groups;
+use burn_fsdp_mesh::Strategy;
 
 /// The groups of ranks that a call is about.
 pub(super) struct Ranks {
-    /// All that train the module together.
+    /// All ranks that train the module together.
     pub(super) all: ProcessGroup,
-    /// Those that a unit's operations go through.
+    /// The groups that a unit's operations go through.
     pub(super) groups: Groups,
 }
 
 impl Ranks {
-    /// Those that `policy` means on `mesh`.
+    /// Returns the ranks that `policy` means on `mesh`.
     pub(super) fn new(mesh: &ProcessMesh, policy: &ShardPolicy) -> Result<Self, Error> {
         let along = |axis: &str, method| {
-            let known = mesh.layout().axes().iter().map(|axis| axis.name.as_str());
+            let known = mesh.mesh().axes().iter().map(|axis| axis.name.as_str());
             match mesh.along(axis) {
                 Ok(group) => Ok(group.clone()),
                 Err(_) => Err(Error::Axis {
@@ -40,7 +41,7 @@ impl Ranks {
             }
             Some(_) => {
                 // What the other axes say is the same for all ranks that train together.
-                let axes = mesh.layout().axes().iter().zip(mesh.coordinate());
+                let axes = mesh.mesh().axes().iter().zip(mesh.coordinate());
                 let ours = |name: &str| {
                     name == policy.axis || Some(name) == policy.replicate_axis.as_deref()
                 };
@@ -82,7 +83,7 @@ impl Ranks {
     }
 }
 
-/// The group of this rank's `ranks` neighbours; `None` if that is nobody or everybody.
+/// Returns the group of this rank's `ranks` neighbours; `None` if that is nobody or everybody.
 fn neighbours(shard: &ProcessGroup, ranks: usize) -> Result<Option<ProcessGroup>, Error> {
     if ranks == 0 || !shard.size().is_multiple_of(ranks) {
         return Err(Error::ReshardTo {

@@ -1,4 +1,4 @@
-//! From a parameter to a stand-in with its shard beside it.
+//! The replacement of a parameter by a stand-in with its shard beside it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::state::record;
 use crate::survey::{Declared, Survey, stand_in};
 use crate::transport;
 
-/// Replaces each parameter by a stand-in with its value beside it.
+/// A reparameterizer that replaces each parameter by a stand-in with its value beside it.
 pub(super) struct Sharder {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
@@ -25,7 +25,7 @@ pub(super) struct Sharder {
 }
 
 impl Sharder {
-    /// For the parameters of these generations; and their units, which the call makes.
+    /// Returns a sharder for the parameters of these generations, and their units, which the call makes.
     pub(super) fn new(first: Vec<Arc<Generation>>, survey: &Survey) -> (Self, Vec<Placed>) {
         let mut places = HashMap::new();
         let mut made = Vec::with_capacity(first.len());
@@ -88,13 +88,13 @@ impl Reparameterizer for Sharder {
     }
 }
 
-/// The parameter with a leaf of this rank's own, lazy if it was: ranks that share a leaf share a
-/// graph, and would wait for each other's backward. What is a clone here may have others there.
+/// Returns the parameter with a leaf of this rank's own, lazy if it was: ranks that share a leaf share a graph,
+/// and would wait for each other's backward. What is a clone here may have others there.
 fn own_leaf<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
     param.init_mapper(|tensor| transport::in_place_of(&tensor, tensor.clone().inner().into_data()))
 }
 
-/// The parameter itself: a stand-in, recorded in the shape in which it always was.
+/// Returns the parameter itself: a stand-in, recorded in the shape in which it always was.
 fn base<const D: usize>(declared: &Declared<D>, device: &Device, id: ParamId) -> Param<Tensor<D>> {
     let shape = declared.shape;
     if shape == declared.recorded {

@@ -1,7 +1,7 @@
 //! Sharding changes where numbers are computed, not the numbers.
 
 use burn::module::Module;
-use burn_fsdp_shard::{Layout, ShardPolicy, Strategy};
+use burn_fsdp_shard::{Cut, ShardPolicy, Strategy};
 
 use super::bench::{Case, assert_close, plainly, sharded};
 use super::nets::{CONV_NET, MLP, RECURRENT};
@@ -27,7 +27,7 @@ fn every_strategy_and_layout_agrees() {
     let policy = ShardPolicy::new().units(["blocks.*"]);
     agrees(MLP, &policy.clone().strategy(Strategy::ShardGradOp));
     agrees(MLP, &policy.clone().strategy(Strategy::NoShard));
-    agrees(MLP, &policy.clone().layout(Layout::Rows));
+    agrees(MLP, &policy.clone().cut(Cut::Dims));
     // The embedding alone is large enough to be cut.
     agrees(MLP, &policy.clone().whole_below(106));
     agrees(MLP, &policy.clone().prefetch(0));

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Clip, Layout, NonFinite, Norm, ShardPolicy, Strategy, backward, clip_grad_norm, fully_shard,
+    Clip, Cut, NonFinite, Norm, ShardPolicy, Strategy, backward, clip_grad_norm, fully_shard,
     grad_norm,
 };
 
@@ -139,7 +139,7 @@ fn every_norm_over_every_mix_of_sharded_and_whole_parameters() {
     let mixes = [
         blocks(),
         // Some matrices whole, others sharded.
-        blocks().whole_below(110).layout(Layout::Rows),
+        blocks().whole_below(110).cut(Cut::Dims),
         blocks().strategy(Strategy::NoShard),
     ];
     for ranks in 1..=4 {

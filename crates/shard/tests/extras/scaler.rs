@@ -83,7 +83,7 @@ fn the_scale_grows_after_the_interval_and_the_state_goes_through_a_checkpoint() 
             gradients = scaler.unscale(&model, gradients)?.expect("finite");
             let text = serde_json::to_string(&scaler.state()).expect("plain numbers");
             let state = serde_json::from_str(&text).expect("what was written");
-            scaler = LossScaler::new(scaling)?.with_state(state);
+            scaler = LossScaler::new(scaling)?.restored(state);
         }
         assert_eq!(scales, [8.0, 8.0, 8.0, 16.0, 16.0, 16.0, 32.0]);
         let divided: f64 = scales.iter().product();
@@ -107,7 +107,7 @@ fn a_scale_that_has_come_to_nothing_is_an_error() {
             scale: 1.2e-38,
             growth_tracker: 0,
         };
-        let mut scaler = LossScaler::default().with_state(state);
+        let mut scaler = LossScaler::default().restored(state);
         let (_, mut gradients) = one_step(&world, blocks())?;
         spoil(&model, &mut gradients, f32::NAN);
         // Gradients of another module are none of this one's.

@@ -1,15 +1,15 @@
-//! How ranks make sure that they run the same.
+//! Agreement of the ranks on the graph that they run.
 
 use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 
 use crate::error::Error;
 use crate::trace::{Batch, fixed_of, specs_of};
 
-/// What a rank without a graph says.
+/// Message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
 
-/// Makes sure that all ranks are about to run the graph of this fingerprint; `None` if this rank has none, whose
-/// caller then knows why. All ranks must call it.
+/// Checks that all ranks are about to run the graph of this fingerprint. `None` says that this rank has no graph. All
+/// ranks must call it.
 ///
 /// # Errors
 ///
@@ -45,7 +45,7 @@ pub(super) fn agree<B: Batch>(
     Err(Error::GraphsDiffer { rank, difference })
 }
 
-/// A batch in words: names, types and shapes of its tensors, and its other values by hash.
+/// Describes a batch in words: names, types and shapes of its tensors, and its other values by hash.
 fn described<B: Batch>(batch: &B) -> Result<String, Error> {
     let tensors = specs_of(batch)?;
     let tensors = tensors

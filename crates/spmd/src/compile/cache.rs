@@ -14,11 +14,11 @@ use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fi
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
 
-/// What a graph was made for.
+/// The inputs and the optimizer operations that a graph was made for.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     inputs: Vec<InputSpec>,
-    /// What else of the batch decides: names and hashes.
+    /// Names and hashes of the batch's values that are no tensors.
     fixed: Vec<(String, u64)>,
     /// The operations of the optimizer's step.
     structure: Vec<(usize, usize)>,
@@ -28,7 +28,7 @@ struct Key {
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) compiled: Compiled,
-    /// Of all of them.
+    /// Fingerprint of the graphs: that of the whole or main graph.
     pub(super) fingerprint: u64,
     /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
     pub(super) stepped: Arc<BTreeSet<Arc<str>>>,
@@ -47,11 +47,11 @@ pub(super) enum Compiled {
 /// The graphs of a key, as they are kept.
 struct Entry {
     made: Made,
-    /// What was traced, until the step has been traced once more and compared.
+    /// The graph as traced, until the step has been traced once more and compared.
     traced: Option<Box<Graph>>,
 }
 
-/// What graphs are made with.
+/// The parts of a compiled step from which graphs are made.
 pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) mode: &'a mut Mode,
     pub(super) specs: &'a [ParameterSpec],
@@ -59,10 +59,10 @@ pub(super) struct Setting<'a, Be: BackendIr> {
     pub(super) operations: &'a CustomOperations<Be>,
 }
 
-/// The graphs that were made, and what makes others.
+/// The graphs that were made, and the tracer that makes others.
 pub(super) struct Graphs<B> {
     tracer: Tracer<B>,
-    /// The one used last at the back.
+    /// The kept graphs, the one used last at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
 }
@@ -76,17 +76,17 @@ impl<B: Batch> Graphs<B> {
         }
     }
 
-    /// How many have been traced so far.
+    /// Returns the number of graphs traced so far.
     pub(super) fn num_traces(&self) -> usize {
         self.num_traces
     }
 
-    /// Forgets all of them.
+    /// Forgets all kept graphs.
     pub(super) fn clear(&mut self) {
         self.kept.clear();
     }
 
-    /// The graphs for such a batch and step of the optimizer.
+    /// Returns the graphs for such a batch and step of the optimizer; makes them if they are not kept.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
         batch: &B,
@@ -115,14 +115,13 @@ impl<B: Batch> Graphs<B> {
             tracing::warn!(
                 graphs = cache,
                 "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
-                 went again; pad batches to fewer shapes, or keep more graphs (Mode::with_cache)"
+                 went again; pad batches to fewer shapes, or keep more graphs (Mode::cache)"
             );
         }
         Ok(made)
     }
 
-    /// Traces a graph that is used for the second time again, with the batch at hand: what differs now
-    /// would have been frozen.
+    /// Traces a graph that is used for the second time again, with this batch, and refuses it if the two differ.
     fn check_again(
         &mut self,
         index: usize,
@@ -183,7 +182,7 @@ impl<B: Batch> Graphs<B> {
 }
 
 impl<B> Graphs<B> {
-    /// How many are kept.
+    /// Returns the number of keys whose graphs are kept.
     pub(super) fn len(&self) -> usize {
         self.kept.len()
     }

@@ -1,9 +1,9 @@
-//! Whether a step is the same each time it is traced.
+//! Comparison of two traces of one step.
 
 use crate::graph::{Graph, Node, Phase};
 
-/// The first way in which forward and backward of two graphs of the same model differ, in words. The optimizer's
-/// part is left out: its scalars change from step to step and are patched.
+/// Describes the first way in which forward and backward of two graphs of the same model differ. The optimizer's part
+/// is left out: its scalars change from step to step and are patched.
 pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     let nodes = |graph: &Graph| -> Vec<Node> {
         let nodes = graph.nodes().iter();
@@ -50,7 +50,7 @@ pub(super) fn difference(first: &Graph, again: &Graph) -> Option<String> {
     None
 }
 
-/// An operation and the shape of its result.
+/// Describes an operation by its name and the shape of its result.
 fn words(node: &Node) -> String {
     let shape = node
         .operation

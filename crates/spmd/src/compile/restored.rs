@@ -1,35 +1,38 @@
-//! States of the optimizer that were set, and where a graph has them.
+//! States of the optimizer that were set, and the values of a graph that they belong to.
 
 use burn::tensor::TensorData;
+use burn_fsdp_mesh::Layout;
 
 use crate::error::Error;
-use crate::graph::{Graph, Parameter, ParameterLayout, Role};
-use crate::parts::{localize, padded, part_shape};
+use crate::graph::{Graph, Parameter, Role};
+use crate::parts::Divided;
 use crate::ranks::Ranks;
 
-/// A state that was set before there was a graph.
+/// A state of the optimizer that was set, and that the next step begins with.
 #[derive(Debug)]
 pub(super) enum Restored {
-    /// Of all ranks.
+    /// The whole state.
     Whole(TensorData),
     /// This rank's part, without padding.
     Part(TensorData),
 }
 
 impl Restored {
-    /// As long as nothing is cut, a part is the whole, whatever the first graph will make of it.
-    pub(super) fn of(data: TensorData, layout: &ParameterLayout) -> Self {
-        match layout {
-            ParameterLayout::Whole => Self::Whole(data),
-            ParameterLayout::Flat(_) | ParameterLayout::Placed(_) => Self::Part(data),
+    /// Takes a part that the layout divides; under a whole layout the part is the whole state, even if the first graph
+    /// divides it.
+    pub(super) fn of(data: TensorData, layout: &Layout) -> Self {
+        if layout.is_whole() {
+            Self::Whole(data)
+        } else {
+            Self::Part(data)
         }
     }
 
-    /// Refuses what is not a state of that place.
+    /// Refuses data of another shape or type than the state has.
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),
-            Self::Part(data) => (part_shape(&place.shape, &place.layout, ranks), data),
+            Self::Part(data) => (divided(place, ranks).part_shape()?, data),
         };
         match data.shape().to_vec() == shape && data.dtype() == place.dtype {
             true => Ok(()),
@@ -42,17 +45,26 @@ impl Restored {
         }
     }
 
-    /// As this rank holds it in a graph.
+    /// Returns this rank's part as the graph holds it.
     pub(super) fn into_local(self, place: &Parameter, ranks: &Ranks) -> Result<TensorData, Error> {
         match self {
-            Self::Whole(data) => localize(&data, &place.layout, ranks),
-            Self::Part(data) => Ok(padded(data, &place.layout)),
+            Self::Whole(data) => divided(place, ranks).localize(&data),
+            Self::Part(data) => divided(place, ranks).padded(data),
         }
     }
 }
 
-/// A state of the optimizer as if it were a parameter: one of the parameter's shape is divided like it, and any
-/// other is whole.
+/// Returns a parameter or state of a graph with the ranks that divide it.
+pub(super) fn divided<'a>(place: &'a Parameter, ranks: &'a Ranks) -> Divided<'a> {
+    Divided {
+        shape: &place.shape,
+        layout: &place.layout,
+        ranks,
+    }
+}
+
+/// Returns a state of the optimizer as if it were a parameter: a state of the parameter's shape is divided like the
+/// parameter, and any other is whole.
 pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Parameter, Error> {
     let parameter = graph.parameter(path);
     let states = parameter.map(|parameter| parameter.states.as_slice());
@@ -78,7 +90,7 @@ pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Paramete
     let is_like = like.is_some_and(|like| like.shape == value.shape);
     let (shape, layout) = match is_like {
         true => (parameter.shape.clone(), parameter.layout.clone()),
-        false => (value.shape.clone(), ParameterLayout::Whole),
+        false => (value.shape.clone(), Layout::one_rank()),
     };
     Ok(Parameter {
         value: value.id,

@@ -1,32 +1,32 @@
-//! What a step holds between two calls, in the parts in which this rank holds it: for checkpoints.
+//! Access to the parameters and optimizer states that a step holds between two calls, whole or in this rank's part.
 
 use std::collections::BTreeMap;
 
 use burn::tensor::TensorData;
-use burn_fsdp_mesh::Mesh;
+use burn_fsdp_mesh::{Layout, Mesh};
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
 
-use super::restored::{Restored, state_of};
+use super::restored::{Restored, divided, state_of};
 use super::step::CompiledStep;
 use crate::error::Error;
-use crate::graph::{Graph, Parameter, ParameterLayout, Role};
-use crate::parts::{localize, padded, part_shape, unpadded, whole};
+use crate::graph::{Graph, Parameter, Role};
+use crate::parts::Divided;
 use crate::trace::{Batch, ParameterSpec};
 
-/// What the optimizer keeps for one parameter, in the part in which this rank holds it.
+/// The optimizer's state of one parameter, in this rank's part.
 #[derive(Debug, Clone)]
 pub struct OptimizerState {
     /// Path of the parameter.
     pub path: String,
-    /// Its numbers, as [`CompiledStep::counters`] gives them.
+    /// Numbers of the state, as [`CompiledStep::counters`] gives them.
     pub counters: Vec<(String, Scalar)>,
-    /// Its tensors, as [`CompiledStep::state_shards`] gives them: all of them.
+    /// All tensors of the state, as [`CompiledStep::state_shards`] gives them.
     pub tensors: Vec<(String, TensorData)>,
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
-    /// A parameter or buffer as a whole. All ranks must call it, and all get it.
+    /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it.
     ///
     /// # Errors
     ///
@@ -42,7 +42,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.whole(&parameter, &local)
     }
 
-    /// This rank's part of a parameter: all of it, or a flat shard without padding.
+    /// Returns this rank's part of a parameter: all of it, a flat shard without padding, or a part along the dims that
+    /// are cut.
     ///
     /// # Errors
     ///
@@ -51,12 +52,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.spec(path)?;
         self.flush()?;
         if let Some(initial) = &self.initial {
-            let layout = initial.layout(path)?;
-            return Ok(unpadded(initial.local(path)?, layout, self.mode.ranks()));
+            let (shape, layout) = (&self.spec(path)?.shape, initial.layout(path)?);
+            return self.divided(shape, layout).unpadded(initial.local(path)?);
         }
         let (parameter, value) = self.located(path)?;
         let local = self.executor.get(value)?;
-        Ok(unpadded(local, &parameter.layout, self.mode.ranks()))
+        divided(&parameter, self.mode.ranks()).unpadded(local)
     }
 
     /// Sets a parameter or buffer as a whole. Every rank must call it with the same data.
@@ -79,13 +80,13 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             return initial.set(path, data, self.mode.ranks());
         }
         let (parameter, value) = self.located(path)?;
-        let local = localize(&data, &parameter.layout, self.mode.ranks())?;
+        let local = divided(&parameter, self.mode.ranks()).localize(&data)?;
         self.executor.set(value, local);
         Ok(())
     }
 
-    /// The optimizer's states of a parameter as wholes, by name; empty before the first step. All ranks
-    /// must call it.
+    /// Returns the optimizer's states of a parameter as wholes, by name; empty before the first step. All ranks must
+    /// call it.
     ///
     /// # Errors
     ///
@@ -140,7 +141,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(())
     }
 
-    /// Puts the states that were set where a graph has them.
+    /// Moves the states that were set into the graph's values.
     pub(super) fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
         // What does not fit is found before anything is set.
         let mut places = Vec::with_capacity(self.restored.len());
@@ -165,13 +166,16 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     }
 
     fn whole(&self, parameter: &Parameter, local: &TensorData) -> Result<TensorData, Error> {
-        let Parameter {
-            path,
-            layout,
+        divided(parameter, self.mode.ranks()).whole(&parameter.path, local)
+    }
+
+    fn divided<'a>(&'a self, shape: &'a [usize], layout: &'a Layout) -> Divided<'a> {
+        let ranks = self.mode.ranks();
+        Divided {
             shape,
-            ..
-        } = parameter;
-        whole(self.mode.ranks(), path, local, layout, shape)
+            layout,
+            ranks,
+        }
     }
 
     fn spec(&self, path: &str) -> Result<&ParameterSpec, Error> {
@@ -195,12 +199,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok((parameter, value))
     }
 
-    /// How the ranks divide a parameter or buffer, its gradient and its states.
+    /// Returns the layout of a parameter or buffer, of its gradient and of its states.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownName`].
-    pub fn layout(&self, path: &str) -> Result<ParameterLayout, Error> {
+    pub fn layout(&self, path: &str) -> Result<Layout, Error> {
         self.spec(path)?;
         match &self.initial {
             Some(initial) => Ok(initial.layout(path)?.clone()),
@@ -208,7 +212,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The mesh of the step's ranks: one axis, `data`, in data parallelism.
+    /// Returns the mesh of the step's ranks: one axis, `data`, in data parallelism.
     ///
     /// # Errors
     ///
@@ -217,7 +221,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.mode.ranks().mesh()
     }
 
-    /// This rank's number among those of the mesh.
+    /// Returns this rank's number among those of the mesh.
     pub fn rank(&self) -> usize {
         self.mode.ranks().rank()
     }
@@ -231,7 +235,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.flush()?;
         self.check_shard(path, &data)?;
         let layout = self.layout(path)?;
-        let local = padded(data, &layout);
+        let local = self
+            .divided(&self.spec(path)?.shape, &layout)
+            .padded(data)?;
         if let Some(initial) = &mut self.initial {
             return initial.set_local(path, local);
         }
@@ -240,7 +246,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(())
     }
 
-    /// This rank's part of the optimizer's states of a parameter, by name; empty before its first step.
+    /// Returns this rank's part of the optimizer's states of a parameter, by name; empty before its first step.
     ///
     /// # Errors
     ///
@@ -253,8 +259,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             for (id, slot) in self.slots(&parameter) {
                 if self.executor.has(id) && self.scalars.has_tensor(path, &slot) {
                     let local = self.executor.get(id)?;
-                    let layout = self.state_place(path, &slot)?.1;
-                    states.insert(slot, unpadded(local, &layout, self.mode.ranks()));
+                    let (shape, layout) = self.state_place(path, &slot)?;
+                    states.insert(slot, self.divided(&shape, &layout).unpadded(local)?);
                 }
             }
         }
@@ -266,12 +272,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             let part = match data {
                 Restored::Part(data) => data.clone(),
                 Restored::Whole(data) => {
-                    let layout = self.state_place(path, slot)?.1;
-                    unpadded(
-                        localize(data, &layout, self.mode.ranks())?,
-                        &layout,
-                        self.mode.ranks(),
-                    )
+                    let (shape, layout) = self.state_place(path, slot)?;
+                    let divided = self.divided(&shape, &layout);
+                    divided.unpadded(divided.localize(data)?)?
                 }
             };
             states.insert(slot.clone(), part);
@@ -279,17 +282,13 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(states.into_iter().collect())
     }
 
-    /// Shape of the whole of a state of the optimizer, and how the ranks divide it: one of the parameter's shape like
-    /// the parameter, and any other not at all.
+    /// Returns the shape of a whole state of the optimizer, and its layout: a state of the parameter's shape is divided
+    /// like the parameter, and any other is whole.
     ///
     /// # Errors
     ///
     /// [`Error::UnknownName`].
-    pub fn state_place(
-        &self,
-        path: &str,
-        slot: &str,
-    ) -> Result<(Vec<usize>, ParameterLayout), Error> {
+    pub fn state_place(&self, path: &str, slot: &str) -> Result<(Vec<usize>, Layout), Error> {
         let spec = self.spec(path)?;
         let slots = self.scalars.slots(path);
         let Some(found) = slots.iter().find(|other| *other.name == *slot) else {
@@ -302,7 +301,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         };
         let layout = match found.shape == spec.shape {
             true => self.layout(path)?,
-            false => ParameterLayout::Whole,
+            false => Layout::one_rank(),
         };
         Ok((found.shape.clone(), layout))
     }
@@ -341,7 +340,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(())
     }
 
-    /// The numbers of the optimizer's state of a parameter, such as its step counter; `None` before its first
+    /// Returns the numbers of the optimizer's state of a parameter, such as its step counter; `None` before its first
     /// step.
     pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         self.scalars.counters(path)
@@ -360,7 +359,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         for state in &states {
             for (slot, data) in &state.tensors {
                 let (shape, layout) = self.state_place(&state.path, slot)?;
-                let expected = part_shape(&shape, &layout, self.mode.ranks());
+                let expected = self.divided(&shape, &layout).part_shape()?;
                 let slots = self.scalars.slots(&state.path).iter();
                 let mut dtype = slots
                     .filter(|other| *other.name == **slot)
@@ -395,7 +394,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(())
     }
 
-    /// Whether [`set_shard`](Self::set_shard) would take that data.
+    /// Checks that [`set_shard`](Self::set_shard) would take that data.
     ///
     /// # Errors
     ///
@@ -403,7 +402,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     pub fn check_shard(&self, path: &str, data: &TensorData) -> Result<(), Error> {
         let layout = self.layout(path)?;
         let spec = self.spec(path)?;
-        let shape = part_shape(&spec.shape, &layout, self.mode.ranks());
+        let shape = self.divided(&spec.shape, &layout).part_shape()?;
         if data.shape().to_vec() == shape && data.dtype() == spec.dtype {
             return Ok(());
         }

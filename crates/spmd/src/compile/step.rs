@@ -1,4 +1,4 @@
-//! A step that runs: the graphs that it has, and what is pending.
+//! The compiled step: its graphs, its tensors, and the optimizer's step that is pending.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,25 +18,25 @@ use crate::mode::Mode;
 use crate::run::{Executor, MemoryTable, Timeline};
 use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of};
 
-/// An optimizer's step that has been put off: gradients wait for it.
+/// An optimizer's step that has been put off, with gradients that wait for it.
 pub(super) struct Pending {
     scalars: StepScalars,
     stepped: Arc<BTreeSet<Arc<str>>>,
-    /// Does it without a step.
+    /// The graph that does the pending optimizer's step alone.
     cleanup: Arc<Graph>,
 }
 
-/// What the next call runs.
+/// The graph that the next call runs, with its scalars.
 struct Prepared {
     graph: Arc<Graph>,
-    /// Equal on all ranks that run the same.
+    /// Fingerprint of the graph, equal on all ranks that run the same.
     fingerprint: u64,
-    /// What it runs with: of the step before, if that one's optimizer has been put off.
+    /// Scalars that the graph runs with: those of the step before, if its optimizer has been put off.
     scalars: StepScalars,
-    /// Of this step.
+    /// Scalars of this step.
     own: StepScalars,
     stepped: Arc<BTreeSet<Arc<str>>>,
-    /// What is put off by it.
+    /// The optimizer's step that the graph puts off.
     pending: Option<Pending>,
 }
 
@@ -47,22 +47,22 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     pub(super) specs: Vec<ParameterSpec>,
     pub(super) scalars: HostScalars,
     pub(super) executor: Executor<Be>,
-    /// Until the first graph says where they go.
+    /// The initial values, until the first graph takes them.
     pub(super) initial: Option<InitialValues>,
-    /// States that were set before there was a graph, by path and slot.
+    /// States that were set since the last step, by path and slot; the next step begins with them.
     pub(super) restored: BTreeMap<(String, String), Restored>,
     /// The last step's optimizer, if it has been put off.
     pub(super) pending: Option<Pending>,
     /// The graph whose constants are loaded.
     pub(super) loaded: Option<Arc<Graph>>,
-    /// Of the last step: it knows parameters, layouts and ids.
+    /// The graph of the last step, or of the batch prepared last: it knows parameters, layouts and ids.
     pub(super) current: Option<Arc<Graph>>,
     pub(super) steps: u64,
     pub(super) poisoned: Option<String>,
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
-    /// A step that has not run.
+    /// Creates a step that has not run.
     pub(super) fn new(
         tracer: Tracer<B>,
         mode: Mode,
@@ -87,10 +87,10 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// Knows these operations beside Burn's, for models that capture some of their own. All ranks must
-    /// give the same, before the first step.
+    /// Sets the operations beside Burn's, for models that capture some of their own. All ranks must give the same,
+    /// before the first step.
     #[must_use]
-    pub fn with_operations(mut self, operations: CustomOperations<Be>) -> Self {
+    pub fn operations(mut self, operations: CustomOperations<Be>) -> Self {
         self.executor.set_operations(operations);
         self
     }
@@ -111,7 +111,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.run(learning_rate, batch, None)
     }
 
-    /// [`step`](Self::step), and what it did when.
+    /// Runs [`step`](Self::step) and records its timeline.
     ///
     /// # Errors
     ///
@@ -155,10 +155,10 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
     }
 
-    /// [`step`](Self::step), after which nothing is left to do: with
-    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward) the
-    /// optimizer's step, which the next call would do, is done. Everything that reads or sets parameters
-    /// and states does that, too.
+    /// Runs [`step`](Self::step) and leaves no optimizer's step pending: with
+    /// [`OptimizerPlace::InNextForward`](crate::passes::schedule::OptimizerPlace::InNextForward) it does the
+    /// optimizer's step that the next call would do. Everything that reads or sets parameters and states does that,
+    /// too.
     ///
     /// # Errors
     ///
@@ -210,9 +210,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The graph for such a batch, made if there is none, and the scalars that it runs with. All ranks
-    /// must call it; they agree on what they run before anything changes, which takes one exchange of 8
-    /// bytes.
+    /// Returns the graph for such a batch, made if there is none, and the scalars that it runs with. All ranks must
+    /// call it; they agree on what they run before anything changes, which takes one exchange of 8 bytes.
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
@@ -238,8 +237,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(prepared)
     }
 
-    /// What this rank would run. Nothing moves between ranks, and the parameters and states change only by an
-    /// optimizer's step that was due anyway.
+    /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and the parameters and
+    /// states change only by an optimizer's step that was due anyway.
     fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         self.expect_defined()?;
         let own = self.scalars.peek(learning_rate)?;
@@ -293,7 +292,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         })
     }
 
-    /// The graphs for such a batch and step of the optimizer.
+    /// Returns the graphs for such a batch and step of the optimizer.
     fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
         let setting = Setting {
             mode: &mut self.mode,
@@ -304,7 +303,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.graphs.of(batch, step, setting)
     }
 
-    /// Makes a graph's constants available.
+    /// Loads a graph's constants into the executor.
     fn load(&mut self, graph: &Arc<Graph>) {
         let loaded = self.loaded.as_ref();
         if !loaded.is_some_and(|loaded| Arc::ptr_eq(loaded, graph)) {
@@ -313,7 +312,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         }
     }
 
-    /// The graph of the last step, or of the batch prepared last; `None` before.
+    /// Returns the graph of the last step, or of the batch prepared last; `None` before.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()
     }
@@ -327,17 +326,17 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok(self.prepare(learning_rate, batch)?.graph)
     }
 
-    /// How many graphs have been traced so far.
+    /// Returns the number of graphs traced so far.
     pub fn num_traces(&self) -> usize {
         self.graphs.num_traces()
     }
 
-    /// Number of steps done.
+    /// Returns the number of steps done.
     pub fn num_steps(&self) -> u64 {
         self.steps
     }
 
-    /// What this rank's tensors take.
+    /// Returns the table of the memory of this rank's tensors.
     pub fn memory(&self) -> &MemoryTable {
         self.executor.table()
     }
@@ -347,7 +346,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.executor.table_mut().reset_peak();
     }
 
-    /// The tensors of the module in the order in which it is visited.
+    /// Returns the tensors of the module in the order in which it is visited.
     pub fn parameters(&self) -> &[ParameterSpec] {
         &self.specs
     }

@@ -1,4 +1,4 @@
-//! How much arithmetic and memory traffic the operations of a step are.
+//! Arithmetic and memory traffic of the operations of a step.
 
 use burn_ir::{FloatOperationIr, ModuleOperationIr as M, OperationIr, TensorIr};
 
@@ -8,7 +8,7 @@ use super::node::Node;
 use super::storage::{Storage, storage_of};
 
 impl Flops {
-    /// Of a whole graph.
+    /// Counts the arithmetic of a whole graph.
     pub fn of_graph(graph: &Graph) -> Self {
         let mut sum = Self::default();
         for node in graph.nodes() {
@@ -17,7 +17,7 @@ impl Flops {
         sum
     }
 
-    /// Of one node: none for views, drops and collectives.
+    /// Counts the arithmetic of one node: none for views, drops and collectives.
     pub fn of_node(node: &Node) -> Self {
         if node.collective.is_some() || !matches!(storage_of(node), Storage::New) {
             return Self::default();
@@ -72,7 +72,7 @@ impl Flops {
     }
 }
 
-/// Bytes that a node reads and writes in memory: every operand and result once.
+/// Counts the bytes that a node reads and writes in memory: every operand and result once.
 pub fn touched_bytes(node: &Node) -> u64 {
     if node.collective.is_some() || !matches!(storage_of(node), Storage::New) {
         return 0;
@@ -98,7 +98,7 @@ fn backward(gradient: &TensorIr, weight: &TensorIr) -> Flops {
     }
 }
 
-/// Weights that make one element of the output.
+/// Returns the number of weights that make one element of the output.
 fn per_channel(weight: &TensorIr) -> u64 {
     let channels = weight.shape.to_vec().first().copied().unwrap_or(1);
     elements(weight) / channels.max(1) as u64
@@ -108,12 +108,12 @@ fn elements(tensor: &TensorIr) -> u64 {
     tensor.shape.num_elements() as u64
 }
 
-/// Size of the last dim.
+/// Returns the size of the last dim.
 fn last(tensor: &TensorIr) -> u64 {
     tensor.shape.to_vec().last().copied().unwrap_or(1) as u64
 }
 
-/// Batch times heads of `[batch, heads, time, width]`.
+/// Returns batch times heads of `[batch, heads, time, width]`.
 fn rows(tensor: &TensorIr) -> u64 {
     let shape = tensor.shape.to_vec();
     let leading = shape.len().saturating_sub(2);

@@ -1,4 +1,4 @@
-//! What the ranks do together.
+//! Collectives of a graph: kind, parts and payload.
 
 use std::sync::Arc;
 
@@ -22,77 +22,77 @@ use burn_fsdp_mesh::{Partition, ReduceOp};
 /// stage [`Stage::Wait`] reads those and writes the results, in the same memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Collective {
-    /// What is done.
+    /// Kind of the operation.
     pub kind: CollectiveKind,
-    /// Which mesh axis the ranks lie on.
+    /// Mesh axis of the ranks.
     pub axis: Arc<str>,
-    /// Names the operation in ledgers and errors.
+    /// Name of the operation in ledgers and errors.
     pub label: Arc<str>,
     /// The tensors that travel together.
     pub parts: Vec<CollectivePart>,
-    /// How addends combine; `None` where nothing is combined.
+    /// Reduction of addends; `None` where nothing is combined.
     pub reduction: Option<ReduceOp>,
-    /// What the tensors are to the step.
+    /// Role of the tensors in the step.
     pub payload: Payload,
     /// The whole operation, or a half of it.
     pub stage: Stage,
 }
 
-/// What is done.
+/// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum CollectiveKind {
-    /// Every rank gets the shards of all.
+    /// All-gather: every rank gets the shards of all.
     AllGather,
-    /// Every rank gets its shard of the combination of all.
+    /// Reduce-scatter: every rank gets its shard of the combination of all.
     ReduceScatter,
-    /// Every rank gets the combination of all.
+    /// All-reduce: every rank gets the combination of all.
     AllReduce,
-    /// Every rank gets its part along one dim of tensors of which each has a part along another.
+    /// All-to-all: every rank gets its part along one dim of tensors of which each has a part along another.
     AllToAll,
 }
 
-/// What a collective moves: passes that join and move collectives look at it.
+/// The role of the tensors that a collective moves, for passes that join and move collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
     /// Gradients and the loss, whose results nothing but the optimizer reads.
     Gradient,
-    /// What the next operations read, or what is not there before this node runs.
+    /// Values that the next operations read, or that do not exist before this node runs.
     Activation,
 }
 
-/// One tensor of a collective.
+/// A tensor of a collective.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectivePart {
     /// The parameter, gradient or other name of it.
     pub path: Arc<str>,
-    /// Which rank has which elements.
+    /// Partition of the elements among the ranks.
     pub partition: Partition,
-    /// Of an all-to-all: which rank has which of them afterwards, along another dim. The tensor is that of
-    /// every element of `partition` with every one of this.
+    /// Partition after an all-to-all, along another dim. The tensor has one element for each pair of an element of
+    /// `partition` and one of this.
     pub across: Option<Partition>,
     /// Type of the elements.
     pub dtype: DType,
 }
 
 impl CollectivePart {
-    /// Number of elements of the whole tensor.
+    /// Returns the number of elements of the whole tensor.
     pub fn num_elements(&self) -> usize {
         self.len_by(Share::Full, Partition::num_elements)
     }
 
-    /// Bytes of the whole tensor.
+    /// Returns the bytes of the whole tensor.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
 
-    /// Number of elements of a rank's share.
+    /// Returns the number of elements of a rank's share.
     pub fn share_len(&self, share: Share, rank: usize) -> usize {
         self.len_by(share, |partition| partition.len(rank))
     }
 
-    /// Number of elements of the largest rank's share: what tensors hold on every rank, padded.
+    /// Returns the number of elements of the largest rank's share: the padded length of the tensor on every rank.
     pub fn padded_len(&self, share: Share) -> usize {
         self.len_by(share, Partition::chunk_len)
     }
@@ -109,19 +109,19 @@ impl CollectivePart {
     }
 }
 
-/// How much of a collective a node is.
+/// The part of a collective that a node is: all of it, its start or its wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Stage {
-    /// Start and wait.
+    /// The whole collective.
     Whole,
-    /// Start it and go on.
+    /// The start alone.
     Start,
-    /// Wait for what was started.
+    /// The wait for a collective that was started.
     Wait,
 }
 
 impl Collective {
-    /// Such as `all_gather`, `start_all_gather` or `wait_all_gather`.
+    /// Returns the name, such as `all_gather`, `start_all_gather` or `wait_all_gather`.
     pub fn name(&self) -> String {
         let stage = match self.stage {
             Stage::Whole => "",
@@ -131,14 +131,14 @@ impl Collective {
         format!("{stage}{}", self.kind)
     }
 
-    /// Bytes of the whole tensors.
+    /// Returns the bytes of the whole tensors.
     pub fn num_bytes(&self) -> usize {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
     }
 }
 
 impl CollectiveKind {
-    /// Such as `all_gather`.
+    /// Returns the name, such as `all_gather`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AllGather => "all_gather",
@@ -148,7 +148,7 @@ impl CollectiveKind {
         }
     }
 
-    /// What the ranks call it.
+    /// Returns the process group's operation of this kind.
     pub fn operation(self) -> OperationKind {
         match self {
             Self::AllGather => OperationKind::AllGather,
@@ -158,12 +158,12 @@ impl CollectiveKind {
         }
     }
 
-    /// Who gives and who gets what.
+    /// Returns the contract: which ranks give and get what.
     pub fn contract(self) -> Contract {
         self.operation().contract()
     }
 
-    /// How often bytes go around a ring of the ranks: twice where a combination is then handed to all.
+    /// Returns how often bytes go around a ring of the ranks: twice where a combination is then handed to all.
     pub fn rounds(self) -> u32 {
         let contract = self.contract();
         match contract.reduces && contract.gets.share == Share::Full {
@@ -172,8 +172,8 @@ impl CollectiveKind {
         }
     }
 
-    /// Bytes that go around in each round, of tensors of that many: all, or one rank's share where no rank has
-    /// all of them before or afterwards.
+    /// Returns the bytes that go around in each round, of tensors of `num_bytes`: all, or one rank's share where no
+    /// rank has all of them before or afterwards.
     pub fn circulating_bytes(self, num_bytes: u64, num_ranks: usize) -> u64 {
         let contract = self.contract();
         match [contract.gives.share, contract.gets.share].contains(&Share::Full) {

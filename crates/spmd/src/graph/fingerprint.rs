@@ -7,8 +7,8 @@ use burn_fsdp_collectives::Fingerprint;
 use super::Graph;
 
 impl Graph {
-    /// A number that is equal for equal graphs, whatever the process or rank: schedule, shapes, roles,
-    /// updates and the data of constants.
+    /// Returns a number that is equal for equal graphs, whatever the process or rank. It covers schedule, shapes,
+    /// roles, updates and the data of constants.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for value in self.values.values() {

@@ -1,22 +1,22 @@
-//! Arithmetic, counted.
+//! Counts of arithmetic operations.
 
 use std::ops::AddAssign;
 
 use serde::Serialize;
 
-/// Operations on floats of one rank; a multiplication and an addition are two.
+/// The number of arithmetic operations on floats of one rank; a multiplication and an addition are two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Flops {
-    /// In matrix products, also those of linear layers: `2 m k n`.
+    /// Operations of matrix products, also those of linear layers: `2 m k n`.
     pub matmul: u64,
-    /// In convolutions: `2` times output elements times weights per output channel.
+    /// Operations of convolutions: `2` times output elements times weights per output channel.
     pub convolution: u64,
-    /// In everything else: one per element of the largest tensor involved.
+    /// All other operations: one per element of the largest tensor involved.
     pub pointwise: u64,
 }
 
 impl Flops {
-    /// Of all kinds.
+    /// Returns the sum of all kinds.
     pub fn total(&self) -> u64 {
         let products = self.matmul.saturating_add(self.convolution);
         products.saturating_add(self.pointwise)

@@ -37,7 +37,6 @@ mod fingerprint;
 mod flops;
 mod node;
 mod operation;
-mod placement;
 mod print;
 mod storage;
 mod value;
@@ -49,13 +48,13 @@ use burn::tensor::{DType, TensorData};
 use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 
 pub use arithmetic::touched_bytes;
+pub use burn_fsdp_mesh::{AxisPlacement, local_shape};
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
 pub use flops::Flops;
 pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot};
 pub use operation::operation_name;
-pub use placement::{AxisPlacement, local_shape};
 pub use storage::{Storage, storage_of};
-pub use value::{Parameter, ParameterLayout, Role, Update, Value};
+pub use value::{Parameter, Role, Update, Value};
 
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
@@ -66,7 +65,7 @@ use crate::pass_id::PassId;
 /// A train step, or a part of one. See the [module](self).
 #[derive(Debug, Clone, Default)]
 pub struct Graph {
-    /// In execution order.
+    /// The nodes in execution order.
     nodes: Vec<Node>,
     values: BTreeMap<TensorId, Value>,
     /// Data of the values of role [`Role::Constant`].
@@ -85,7 +84,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// A graph without nodes, for one rank.
+    /// Creates a graph without nodes, for one rank.
     pub fn new() -> Self {
         Self {
             num_ranks: 1,
@@ -93,7 +92,7 @@ impl Graph {
         }
     }
 
-    /// The nodes in execution order.
+    /// Returns the nodes in execution order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -114,18 +113,18 @@ impl Graph {
         self.nodes.push(node);
     }
 
-    /// Everything that nodes read or write.
+    /// Returns all values that nodes read or write.
     pub fn values(&self) -> impl ExactSizeIterator<Item = &Value> {
         self.values.values()
     }
 
-    /// The value of that id.
+    /// Returns the value of that id.
     pub fn value(&self, id: TensorId) -> Option<&Value> {
         self.values.get(&id)
     }
 
-    /// The value of that id, to be changed. Changing its shape or type changes it in every node that
-    /// mentions it only with [`sync_nodes`](Self::sync_nodes).
+    /// Returns the value of that id, to be changed. Nodes that mention it get a new shape or type by
+    /// [`sync_nodes`](Self::sync_nodes) only.
     pub fn value_mut(&mut self, id: TensorId) -> Option<&mut Value> {
         self.values.get_mut(&id)
     }
@@ -148,14 +147,14 @@ impl Graph {
         self.values.insert(value.id, value);
     }
 
-    /// An id that no value has.
+    /// Returns an id that no value has.
     fn fresh_id(&mut self) -> TensorId {
         let id = TensorId::new(self.next_id);
         self.next_id += 1;
         id
     }
 
-    /// A value as an operation that reads it mentions it: read-only.
+    /// Returns a value as an operation that reads it mentions it: read-only.
     ///
     /// # Errors
     ///
@@ -167,7 +166,7 @@ impl Graph {
             .ok_or_else(|| Error::Internal(format!("value {} is not declared", id.value())))
     }
 
-    /// A value as the operation that writes it mentions it: not yet initialised.
+    /// Returns a value as the operation that writes it mentions it: not yet initialised.
     ///
     /// # Errors
     ///
@@ -179,7 +178,7 @@ impl Graph {
         Ok(TensorIr::uninit(id, shape, dtype))
     }
 
-    /// A node that runs a collective.
+    /// Creates a node that runs a collective.
     ///
     /// # Errors
     ///
@@ -210,7 +209,7 @@ impl Graph {
         Ok(node)
     }
 
-    /// Data of the constants: values that are the same in every step.
+    /// Returns the data of the constants: values that are the same in every step.
     pub fn constants(&self) -> &BTreeMap<TensorId, Arc<TensorData>> {
         &self.constants
     }
@@ -222,7 +221,7 @@ impl Graph {
         self.constants.insert(id, data);
     }
 
-    /// The tensors of a batch, in its order.
+    /// Returns the tensors of a batch, in its order.
     pub fn inputs(&self) -> &[TensorId] {
         &self.inputs
     }
@@ -232,32 +231,32 @@ impl Graph {
         self.inputs.push(id);
     }
 
-    /// Every parameter and buffer of the module, in the order in which it is visited.
+    /// Returns every parameter and buffer of the module, in the order in which it is visited.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// The parameters and buffers, to be changed by passes that shard them.
+    /// Returns the parameters and buffers, to be changed by passes that shard them.
     pub fn parameters_mut(&mut self) -> &mut Vec<Parameter> {
         &mut self.parameters
     }
 
-    /// The parameter or buffer of that path.
+    /// Returns the parameter or buffer of that path.
     pub fn parameter(&self, path: &str) -> Option<&Parameter> {
         self.parameters.iter().find(|p| &*p.path == path)
     }
 
-    /// What is fed back after the last node.
+    /// Returns the updates that are made after the last node.
     pub fn updates(&self) -> &[Update] {
         &self.updates
     }
 
-    /// What is fed back, to be changed.
+    /// Returns the updates, to be changed.
     pub fn updates_mut(&mut self) -> &mut Vec<Update> {
         &mut self.updates
     }
 
-    /// The loss: one element.
+    /// Returns the loss, a value of one element.
     pub fn loss(&self) -> Option<TensorId> {
         self.loss
     }
@@ -267,13 +266,13 @@ impl Graph {
         self.loss = Some(id);
     }
 
-    /// Forgets batch and loss: what is left works on given values alone.
+    /// Forgets batch and loss: the graph that is left needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
         self.loss = None;
     }
 
-    /// The module whose parameters travel together with this one, once units are assigned.
+    /// Returns the unit of a parameter, once units are assigned.
     pub fn unit(&self, path: &str) -> Option<&str> {
         self.units.get(path).map(AsRef::as_ref)
     }
@@ -283,7 +282,7 @@ impl Graph {
         self.units = units;
     }
 
-    /// Number of ranks that run this graph together.
+    /// Returns the number of ranks that run this graph together.
     pub fn num_ranks(&self) -> usize {
         self.num_ranks
     }
@@ -293,7 +292,7 @@ impl Graph {
         self.num_ranks = num_ranks;
     }
 
-    /// The passes that made this graph, in order.
+    /// Returns the passes that made this graph, in order.
     pub fn applied(&self) -> &[PassId] {
         &self.applied
     }
@@ -302,8 +301,8 @@ impl Graph {
         self.applied.push(pass);
     }
 
-    /// The values that must outlive the last node: the loss, the sources of all updates, and given
-    /// values that no update replaces (the next step reads them again).
+    /// Returns the values that must outlive the last node: the loss, the sources of all updates, and given values that
+    /// no update replaces (the next step reads them again).
     pub fn kept(&self) -> BTreeSet<TensorId> {
         let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
         let given = self.values.values().filter(|v| match v.role {
@@ -317,7 +316,7 @@ impl Graph {
             .collect()
     }
 
-    /// The index of the node that writes each value.
+    /// Returns the index of the node that writes each value.
     pub fn writers(&self) -> BTreeMap<TensorId, usize> {
         let mut writers = BTreeMap::new();
         for (index, node) in self.nodes.iter().enumerate() {
@@ -328,7 +327,7 @@ impl Graph {
         writers
     }
 
-    /// The indices of the nodes that read each value, in order, drops left out.
+    /// Returns the indices of the nodes that read each value, in order, drops left out.
     pub fn readers(&self) -> BTreeMap<TensorId, Vec<usize>> {
         let mut readers: BTreeMap<TensorId, Vec<usize>> = BTreeMap::new();
         for (index, node) in self.nodes.iter().enumerate() {
@@ -374,7 +373,7 @@ impl Graph {
         });
     }
 
-    /// The collectives in the order in which they are started, for comparison between ranks.
+    /// Returns the collectives in the order in which they are started, for comparison between ranks.
     pub fn collectives(&self) -> impl Iterator<Item = (usize, &Collective)> {
         let nodes = self.nodes.iter().enumerate();
         nodes.filter_map(|(index, node)| {
@@ -383,13 +382,13 @@ impl Graph {
         })
     }
 
-    /// Whether the value is one that a drop may free.
+    /// Returns true if the value is given: no node writes it.
     pub fn is_given(&self, id: TensorId) -> bool {
         self.values.get(&id).is_some_and(|v| v.role.is_given())
     }
 }
 
-/// Takes the operations, for those who want Burn's own graph.
+/// Takes the operations as a graph of Burn's.
 impl From<&Graph> for burn_ir::GraphIr {
     fn from(graph: &Graph) -> Self {
         let operations: Vec<OperationIr> = graph

@@ -1,4 +1,4 @@
-//! What the step does, one operation at a time.
+//! Nodes: the operations of a step, in the order in which they run.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,41 +11,42 @@ use super::flops::Flops;
 use super::operation::{Trait, is, operation_name};
 use super::value::Value;
 
-/// One operation of the schedule.
+/// An operation of the schedule.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// What Burn runs. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
+    /// Burn's operation. [`OperationIr::Custom`] for collectives, [`OperationIr::Drop`] for drops.
     pub operation: OperationIr,
-    /// Which part of the step it belongs to.
+    /// Part of the step that the node belongs to.
     pub phase: Phase,
-    /// What the ranks do together here, if anything.
+    /// The collective that the node runs, if it runs one.
     pub collective: Option<Collective>,
-    /// Where its scalars come from, if they change from step to step.
+    /// Source of the operation's scalars, if they change from step to step.
     pub scalars: Option<ScalarSlot>,
-    /// The parameter that it serves: optimizer nodes, and operations on one parameter.
+    /// Path of the parameter that the node serves: for optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
-    /// For a slice: which part of it each rank takes.
+    /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are equal on all
+    /// ranks.
     pub shift: Option<AxisShift>,
-    /// What an operation that is not Burn's takes; `None` for all others, and before it is
+    /// Properties of an operation that is not Burn's; `None` for all others, and before it is
     /// [described](crate::CustomOperations::describe).
     pub custom: Option<CustomProfile>,
 }
 
-/// What passes and plans must know of an operation that is not Burn's.
+/// The properties of an operation that is not Burn's, for passes and plans.
 ///
 /// By default it is pure, not cheap, makes new memory for its results, and takes nothing beside it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CustomProfile {
-    /// Whether equal operands give equal results, and nothing else happens: such a node may be dropped,
-    /// repeated and merged with an equal one.
+    /// True if equal operands give equal results, and nothing else happens: such a node may be dropped, repeated and
+    /// merged with an equal one.
     pub is_pure: bool,
-    /// Whether it costs hardly more than to read and write its operands: then backward may compute
-    /// it again instead of keeping its result.
+    /// True if it costs hardly more than to read and write its operands: then backward may compute it again instead of
+    /// keeping its result.
     pub is_cheap: bool,
-    /// The input in whose memory its first result is written, if nobody else holds that memory and
-    /// the input is all of it, in the order of its dims. Every other result is in memory of its own.
+    /// Index of the input in whose memory the first result is written, if no other tensor holds that memory and the
+    /// input is all of it, in the order of its dims. Every other result is in memory of its own.
     pub written_over: Option<usize>,
-    /// Arithmetic.
+    /// Arithmetic operations of a call.
     pub flops: Flops,
     /// Bytes that it allocates and frees while it runs, at most.
     pub scratch_bytes: u64,
@@ -63,8 +64,8 @@ impl Default for CustomProfile {
     }
 }
 
-/// Makes a slice depend on the rank: the operation has the ranges of the first rank of an axis, and those
-/// of `dim` begin `len` elements later on every next one.
+/// The dependence of a slice on the rank: the operation has the ranges of the first rank of an axis, and those of `dim`
+/// begin `len` elements later on every next one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct AxisShift {
     /// The mesh axis.
@@ -78,11 +79,11 @@ pub struct AxisShift {
 /// Part of a train step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
-    /// From the batch to the loss.
+    /// The computation of the loss from the batch.
     Forward,
-    /// From the loss to the gradients.
+    /// The computation of the gradients from the loss.
     Backward,
-    /// From the gradients to new parameters.
+    /// The computation of new parameters from the gradients.
     Optimizer,
 }
 
@@ -102,12 +103,12 @@ impl fmt::Display for Phase {
 /// `position` in it, for the parameter that the node serves ([`Node::path`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarSlot {
-    /// Which operation of the optimizer's step it is.
+    /// Index of the operation in the optimizer's step.
     pub position: usize,
 }
 
 impl Node {
-    /// A node of that phase without further marks.
+    /// Creates a node of that phase, with all other fields `None`.
     pub fn new(operation: OperationIr, phase: Phase) -> Self {
         Self {
             operation,
@@ -120,7 +121,7 @@ impl Node {
         }
     }
 
-    /// A node that drops a value.
+    /// Creates a node that drops a value.
     pub fn drop_of(value: TensorIr, phase: Phase) -> Self {
         let value = TensorIr {
             status: TensorStatus::ReadWrite,
@@ -129,23 +130,23 @@ impl Node {
         Self::new(OperationIr::Drop(value), phase)
     }
 
-    /// Ids of what it reads, as often as it mentions them.
+    /// Returns the ids of the values that it reads, as often as it mentions them.
     pub fn inputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.inputs().map(|tensor| tensor.id)
     }
 
-    /// Ids of what it writes.
+    /// Returns the ids of the values that it writes.
     pub fn outputs(&self) -> impl Iterator<Item = TensorId> + '_ {
         self.operation.outputs().map(|tensor| tensor.id)
     }
 
-    /// Whether it frees a value and does nothing else.
+    /// Returns true if the node frees a value and does nothing else.
     pub fn is_drop(&self) -> bool {
         matches!(self.operation, OperationIr::Drop(_))
     }
 
-    /// Whether its result depends on what ran before, or on the other ranks: such a node is never
-    /// dropped, repeated or merged with another.
+    /// Returns true if the result may depend on what ran before, or on the other ranks: such a node is never dropped,
+    /// repeated or merged with another.
     pub fn is_opaque(&self) -> bool {
         match (&self.operation, &self.custom) {
             (OperationIr::Custom(_), custom) => !custom.is_some_and(|custom| custom.is_pure),
@@ -153,7 +154,7 @@ impl Node {
         }
     }
 
-    /// Name of the operation, such as `Float.Matmul`.
+    /// Returns the name of the operation, such as `Float.Matmul`.
     pub fn name(&self) -> String {
         match &self.collective {
             Some(collective) => collective.name(),
@@ -161,7 +162,7 @@ impl Node {
         }
     }
 
-    /// The operation's scalars in Burn's order.
+    /// Returns the operation's scalars in Burn's order.
     pub fn scalar_values(&self) -> Vec<ScalarIr> {
         struct Collect(Vec<ScalarIr>);
         impl IrVisitorMut for Collect {
@@ -175,8 +176,8 @@ impl Node {
         collect.0
     }
 
-    /// Replaces the operation's scalars, and says whether there are as many as it has: where there are not,
-    /// the others are as they were.
+    /// Replaces the operation's scalars. Returns false if there are not as many as the operation has; scalars without a
+    /// new one keep their values then.
     pub fn set_scalar_values(&mut self, scalars: &[ScalarIr]) -> bool {
         struct Patch<'a>(std::slice::Iter<'a, ScalarIr>, bool);
         impl IrVisitorMut for Patch<'_> {

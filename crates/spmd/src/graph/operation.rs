@@ -1,33 +1,33 @@
-//! What passes and rules must know of each operation of Burn: one table.
+//! The table of the traits of Burn's operations, for passes and rules.
 //!
 //! Each of Burn's enums of operations has one match here, and none of them has an arm for the rest. An
-//! operation that a later Burn adds does not compile until somebody says what it is, and no verdict about
-//! it is given by accident.
+//! operation that a later Burn adds does not compile until it has an entry here, so that none gets traits by
+//! accident.
 
 use burn_ir::{
     ActivationOperationIr, BaseOperationIr, BoolOperationIr, DistributedOperationIr,
     FloatOperationIr, IntOperationIr, ModuleOperationIr, NumericOperationIr, OperationIr,
 };
 
-/// A verdict about an operation.
+/// A property of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trait {
-    /// Every element of the results depends on the elements at its own place alone, on floats and their
-    /// masks: an optimizer of such operations may run on any part of a parameter.
+    /// Elementwise on floats and their masks: every element of the results depends on the elements at its own place
+    /// alone, so that an optimizer of such operations may run on any part of a parameter.
     Elementwise,
-    /// Every element of the results depends on the elements at its own place, after broadcasting.
+    /// Pointwise: every element of the results depends on the elements at its own place, after broadcasting.
     Pointwise,
-    /// Computing it again costs no more than reading and writing memory.
+    /// Cheap: computing the operation again costs no more than reading and writing memory.
     Cheap,
-    /// Addends of the operands give addends of the result.
+    /// Linear: addends of the operands give addends of the result.
     Linear,
-    /// The same on floats, and not on integers, which are rounded.
+    /// Linear on floats, and not on integers, which are rounded.
     LinearOnFloats,
-    /// The result lies in the memory of the first operand, on a backend with strided views such as Flex.
+    /// A view: the result is in the memory of the first operand, on a backend with strided views such as Flex.
     View,
-    /// The result has the elements of the operand in a type that is given.
+    /// A cast: the result has the elements of the operand in a type that is given.
     Cast,
-    /// The result depends on what ran before, or on the other ranks.
+    /// Opaque: the result depends on what ran before, or on the other ranks.
     Opaque,
 }
 
@@ -37,7 +37,7 @@ struct Row {
     traits: &'static [Trait],
 }
 
-/// The entries of one of Burn's enums.
+/// Makes the entries of one of Burn's enums.
 macro_rules! rows {
     ($operation:expr, $of:ident { $($name:ident [$($is:ident)*])+ }) => {
         match $operation {
@@ -46,7 +46,7 @@ macro_rules! rows {
     };
 }
 
-/// An operation's family, its entry, and what the entry says of other families alone.
+/// Returns an operation's family, its entry, and the traits of the entry that do not hold in this family.
 fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait]) {
     // The table speaks of floats; optimizers of integers are nobody's.
     const ON_INTEGERS: &[Trait] = &[Trait::Elementwise, Trait::LinearOnFloats];
@@ -68,14 +68,14 @@ fn entry(operation: &OperationIr) -> (&'static str, Option<Row>, &'static [Trait
     }
 }
 
-/// Whether an operation of Burn has a trait. What is not Burn's has none here, see
+/// Returns true if an operation of Burn has a trait. Operations that are not Burn's have none here, see
 /// [`CustomProfile`](super::CustomProfile).
 pub(crate) fn is(operation: &OperationIr, asked: Trait) -> bool {
     let (_, row, never) = entry(operation);
     row.is_some_and(|row| row.traits.contains(&asked)) && !never.contains(&asked)
 }
 
-/// Name of an operation, such as `Float.Matmul` or `Module.Conv2d`.
+/// Returns the name of an operation, such as `Float.Matmul` or `Module.Conv2d`.
 pub fn operation_name(operation: &OperationIr) -> String {
     if let OperationIr::Custom(custom) = operation {
         return format!("Custom.{}", custom.id);

@@ -1,4 +1,4 @@
-//! Which operations make new memory.
+//! The memory of a node's outputs: new, or that of an input.
 
 use burn_ir::TensorId;
 
@@ -6,20 +6,20 @@ use super::collective::Stage;
 use super::node::Node;
 use super::operation::{Trait, is};
 
-/// Where the outputs of a node lie, on a backend with strided views such as Flex.
+/// The memory of a node's outputs, on a backend with strided views such as Flex.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Storage {
-    /// In memory of their own, unless the backend reuses that of an input it may take.
+    /// Memory of their own, unless the backend reuses that of an input it may take.
     New,
-    /// In the memory of this input: the output keeps it alive.
+    /// The memory of this input, which the output keeps alive.
     View(TensorId),
-    /// Each output in the memory of the input at the same place.
+    /// The memory of the input of the same index, for each output.
     Same,
-    /// Nothing is written.
+    /// No memory: the node writes nothing.
     None,
 }
 
-/// Where the outputs of a node lie.
+/// Returns the memory of the outputs of a node.
 ///
 /// `Reshape` is a view only where the strides of its input allow it; [`Storage::View`] is then the
 /// usual case, and a backend may copy instead.

@@ -1,28 +1,26 @@
-//! What nodes read and write.
+//! Values: the tensors that nodes read and write, with their roles.
 
 use std::fmt;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Shape};
-use burn_fsdp_mesh::Partition;
+use burn_fsdp_mesh::Layout;
 use burn_ir::{TensorId, TensorIr, TensorStatus};
-
-use super::placement::AxisPlacement;
 
 /// A tensor that a node reads or writes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Value {
-    /// Names it in operations.
+    /// Id of the value in operations.
     pub id: TensorId,
-    /// On one rank, the same on all.
+    /// Shape on one rank, the same on all.
     pub shape: Vec<usize>,
-    /// Type of its elements.
+    /// Type of the elements.
     pub dtype: DType,
-    /// What it is to the train step.
+    /// Role of the value in the train step.
     pub role: Role,
 }
 
-/// What a value is to the train step. Paths are a module's dotted paths, such as `blocks.0.fc.weight`.
+/// The role of a value in the train step. Paths are a module's dotted paths, such as `blocks.0.fc.weight`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// A parameter of the module, trained or frozen. Given.
@@ -35,26 +33,26 @@ pub enum Role {
     State {
         /// The parameter that it belongs to.
         path: Arc<str>,
-        /// Its name in the optimizer's state, such as `momentum.moment_1`.
+        /// Name of the tensor in the optimizer's state, such as `momentum.moment_1`.
         slot: Arc<str>,
     },
     /// The gradient of a parameter from the step before, for an optimizer that has been put off. Given.
     Pending(Arc<str>),
-    /// The same in every step. Given, see [`Graph::constants`](super::Graph::constants).
+    /// A tensor that is the same in every step. Given, see [`Graph::constants`](super::Graph::constants).
     Constant,
     /// The complete gradient of a parameter: the value that the optimizer reads.
     Gradient(Arc<str>),
-    /// Everything else that a node writes.
+    /// Any other value that a node writes.
     Temporary,
 }
 
 impl Role {
-    /// Whether the value comes from outside the graph: no node writes it.
+    /// Returns true if the value comes from outside the graph: no node writes it.
     pub fn is_given(&self) -> bool {
         !matches!(self, Self::Gradient(_) | Self::Temporary)
     }
 
-    /// The module path, for parameters, buffers, gradients and states.
+    /// Returns the module path, for parameters, buffers, gradients and states.
     pub fn path(&self) -> Option<&Arc<str>> {
         match self {
             Self::Parameter(path)
@@ -84,7 +82,7 @@ impl fmt::Display for Role {
 }
 
 impl Value {
-    /// A value of that id.
+    /// Creates a value of that id.
     pub fn new(id: TensorId, shape: impl Into<Vec<usize>>, dtype: DType, role: Role) -> Self {
         Self {
             id,
@@ -94,12 +92,12 @@ impl Value {
         }
     }
 
-    /// Number of elements on one rank.
+    /// Returns the number of elements on one rank.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Bytes on one rank, if the value has memory of its own.
+    /// Returns the bytes on one rank, if the value has memory of its own.
     pub fn num_bytes(&self) -> usize {
         self.num_elements() * self.dtype.size()
     }
@@ -114,7 +112,7 @@ impl Value {
     }
 }
 
-/// A parameter or buffer of the module, and what belongs to it.
+/// A parameter or buffer of the module, with its gradient and states.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parameter {
     /// Dotted path in the module.
@@ -125,41 +123,29 @@ pub struct Parameter {
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
-    /// How ranks divide it.
-    pub layout: ParameterLayout,
+    /// Layout of the value, of the gradient and of states of the parameter's shape.
+    pub layout: Layout,
     /// The complete gradient that the optimizer reads; `None` for buffers and for parameters that
     /// are frozen or unused.
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
-    /// A tensor that is no parameter: never sharded.
+    /// True for a tensor that is no parameter: it is never sharded.
     pub is_buffer: bool,
 }
 
 impl Parameter {
-    /// Number of elements of the whole.
+    /// Returns the number of elements of the whole.
     pub fn num_elements(&self) -> usize {
         self.shape.iter().product()
     }
 }
 
-/// How ranks divide a parameter, its gradient and its states.
-#[derive(Debug, Clone, PartialEq)]
-pub enum ParameterLayout {
-    /// Every rank has the whole.
-    Whole,
-    /// The elements in order of the dims are cut into equal chunks, one per rank, padded at the end
-    /// with zeros: the value has shape `[partition.chunk_len()]` on every rank.
-    Flat(Partition),
-    /// Cut along dims, in equal parts, or replicated, on each axis of a mesh.
-    Placed(Arc<[AxisPlacement]>),
-}
-
-/// Feeds a value into a given one for the next step.
+/// The replacement of a given value by another for the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
     /// A given value: a parameter, a buffer or a state.
     pub into: TensorId,
-    /// What it will be.
+    /// The value that replaces it.
     pub from: TensorId,
 }

@@ -1,6 +1,6 @@
-//! Many tensors in one collective.
+//! The pass that joins collectives.
 //!
-//! The pass takes whole collectives of what may wait or come early, by units, and keeps their order.
+//! It takes whole collectives of parameters, gradients and the loss, by units, and keeps their order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Joins collectives, so that many tensors travel in one operation.
+/// The pass that joins collectives, so that many tensors travel in one operation.
 ///
 /// All-gathers of a unit are joined where the first of them is, reduce-scatters of a unit where the last
 /// of them is, all-reduces of all units where the last of a bucket is. A bucket is closed when the next
@@ -89,7 +89,7 @@ impl GraphTransform for Bucket {
     }
 }
 
-/// Collectives of one key can be joined.
+/// The properties by which collectives can be joined: those of one key.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     kind: CollectiveKind,
@@ -98,7 +98,7 @@ struct Key {
     unit: Option<Arc<str>>,
 }
 
-/// The nodes that become one.
+/// The collectives that become one node.
 struct Members {
     key: Key,
     nodes: Vec<usize>,
@@ -156,7 +156,7 @@ impl Bucket {
     }
 }
 
-/// What the next operations read cannot wait for others.
+/// Returns true if the collective may be joined with others: it is whole, and no next operation reads its result.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
@@ -176,7 +176,7 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
 }
 
 impl Members {
-    /// The node that does what all of them do.
+    /// Creates the node that does what all members do.
     fn join(&self, graph: &Graph, nodes: &[Node], at: &Node) -> Result<Node, Error> {
         let members: Vec<&Node> = self
             .nodes

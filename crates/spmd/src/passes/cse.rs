@@ -1,6 +1,6 @@
-//! Equal operations once.
+//! The pass that merges equal operations.
 //!
-//! The pass takes a graph without collectives, and keeps phases apart.
+//! It takes a graph without collectives, and keeps phases apart.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -12,8 +12,7 @@ use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Computes equal things once: constants of equal data, and equal operations on equal inputs in the
-/// same phase.
+/// The pass that merges equal values: constants of equal data, and equal operations on equal inputs in the same phase.
 ///
 /// Parameters, inputs and states are never merged, whatever their values; nor are random numbers,
 /// collectives, gradients, and optimizer operations. Phases are kept apart, because a value that

@@ -1,6 +1,6 @@
-//! Nothing that nobody needs.
+//! The pass that removes nodes whose results nothing needs.
 //!
-//! The pass takes any graph without drops.
+//! It takes any graph without drops.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Removes nodes whose results nothing needs.
+/// The pass that removes nodes whose results nothing needs.
 ///
 /// Nodes that draw random numbers stay, because the numbers drawn after them depend on it, and so do
 /// collectives, because other ranks take part in them.

@@ -1,6 +1,6 @@
-//! Equal collectives once.
+//! The pass that merges equal collectives.
 //!
-//! The pass comes before [`Regather`](super::Regather), which repeats gathers on purpose.
+//! It comes before [`Regather`](super::Regather), which repeats gathers on purpose.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -11,7 +11,7 @@ use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Runs equal collectives once: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
+/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
 ///
 /// A weight is gathered at its first use then, and stays until its last, in backward. To free it in between,
 /// [`Regather`](super::Regather) comes next.

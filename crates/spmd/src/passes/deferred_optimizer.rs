@@ -1,6 +1,6 @@
-//! The optimizer inside of the next forward.
+//! The split of a step whose optimizer runs in the next forward.
 //!
-//! The split takes a graph with collectives whose optimizer is still at the end, and makes three.
+//! It takes a graph with collectives whose optimizer is still at the end, and makes three.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,24 +14,24 @@ use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 use crate::pass_id::PassId;
 use crate::transform::check_order;
 
-/// Where the numbers of pending gradients begin: graphs of one step agree on them, whatever the batch.
+/// First id of pending gradients: graphs of one step agree on their ids, whatever the batch.
 const FIRST_PENDING: u64 = 1 << 40;
 
-/// The graphs of a training whose optimizer runs in the forward pass of the step after.
+/// The graphs of a training whose optimizer runs in the forward of the next step.
 #[derive(Debug, Clone)]
 pub struct Iteration {
-    /// The first step: forward and backward. Gradients become pending.
+    /// The graph of the first step: forward and backward. Gradients become pending.
     pub setup: Graph,
-    /// Every other step: each parameter takes its pending gradient just before its first use, and
-    /// backward makes the next ones.
+    /// The graph of every other step: each parameter takes its pending gradient just before its first use, and backward
+    /// makes the next ones.
     pub main: Graph,
-    /// After the last step: the pending gradients are taken, and nothing else happens.
+    /// The graph after the last step: parameters take the pending gradients, and nothing else happens.
     pub cleanup: Graph,
 }
 
-/// Splits the optimizer by parameter and moves each part into the forward pass of the next step, to where
-/// the parameter is read first: between backward and the next forward nothing has to wait for all
-/// gradients, and a part runs beside the gathers of the units before it.
+/// The split of the optimizer by parameter: each part moves into the forward of the next step, to where the parameter
+/// is read first. Between backward and the next forward nothing has to wait for all gradients, and a part runs beside
+/// the gathers of the units before it.
 ///
 /// ```text
 /// before                                     main
@@ -49,12 +49,12 @@ pub struct Iteration {
 pub struct DeferOptimizer;
 
 impl DeferOptimizer {
-    /// The three graphs, each with its [`Liveness`]. The given one has not had it.
+    /// Returns the three graphs, each with its [`Liveness`]. The given one has not had it.
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before
-    /// collectives are inserted.
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
+    /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before collectives are inserted.
     pub fn split(self, graph: Graph) -> Result<Iteration, Error> {
         let parts = Parts::of(graph)?;
         let finish = |graph: Graph| {
@@ -72,23 +72,23 @@ impl DeferOptimizer {
     }
 }
 
-/// Whether an update is the optimizer's: those of buffers are forward's.
+/// Returns true if an update is the optimizer's: those of buffers are forward's.
 fn of_optimizer(graph: &Graph, update: &Update) -> bool {
     let role = graph.value(update.into).map(|value| &value.role);
     matches!(role, Some(Role::Parameter(_) | Role::State { .. }))
 }
 
-/// A step in its parts.
+/// The parts of a step.
 struct Parts {
-    /// Values, parameters and updates, and no nodes.
+    /// The graph of the step without its nodes: values, parameters and updates.
     graph: Graph,
-    /// Forward and backward.
+    /// The nodes of forward and backward.
     rest: Vec<Node>,
     /// The optimizer's nodes of each parameter, on pending gradients.
     optimizer: BTreeMap<Arc<str>, Vec<Node>>,
     /// The pending value of each gradient.
     pending: BTreeMap<TensorId, TensorId>,
-    /// What each parameter becomes.
+    /// The new value of each parameter.
     new_values: BTreeMap<TensorId, TensorId>,
 }
 

@@ -1,6 +1,6 @@
-//! The optimizer inside of backward.
+//! The pass that moves the optimizer into backward.
 //!
-//! The pass takes complete gradients, as collectives leave them, and moves nodes only.
+//! It takes complete gradients, as collectives leave them, and moves nodes only.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::graph::{Graph, Node, Phase};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Splits the optimizer by parameter and moves each part up to where its gradient is complete, so that
+/// The pass that splits the optimizer by parameter and moves each part up to where its gradient is complete, so that
 /// gradients are freed during backward instead of living until its end.
 ///
-/// A parameter that backward still reads after that keeps its optimizer at the end.
+/// If backward still reads the parameter after that, its part runs after the last of these reads.
 ///
 /// ```text
 /// before                                  after

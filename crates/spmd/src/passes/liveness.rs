@@ -1,6 +1,6 @@
-//! When values die.
+//! The pass that frees every value at its last use.
 //!
-//! The pass is the last one: every other changes who reads a value last.
+//! It is the last one: every other changes which node reads a value last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use crate::graph::{Graph, Node, Stage, set_status};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Frees every value at its last use, in place where that is possible.
+/// The pass that frees every value at its last use, in place where that is possible.
 ///
 /// The last operation that reads a value takes it (`!` in the printed graph): the backend may write
 /// the result into its memory, and else frees it. Where that operation mentions the value twice, or
@@ -25,7 +25,7 @@ use crate::transform::GraphTransform;
 ///                                 drop %2
 /// ```
 ///
-/// It is the last pass: every other changes who reads what last.
+/// It is the last pass: every other changes which node reads a value last.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Liveness;
 

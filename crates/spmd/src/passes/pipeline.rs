@@ -1,4 +1,4 @@
-//! Passes one after the other.
+//! Pipelines: passes applied one after the other.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::transform::{GraphTransform, check_order};
 
-/// Passes in the order in which they are applied.
+/// A list of passes in the order in which they are applied.
 #[derive(Debug, Default)]
 pub struct Pipeline {
     passes: Vec<Box<dyn GraphTransform>>,
@@ -16,7 +16,7 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    /// No passes; verified in debug builds.
+    /// Creates a pipeline without passes; verified in debug builds.
     pub fn new() -> Self {
         Self {
             passes: Vec::new(),

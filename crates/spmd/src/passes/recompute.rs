@@ -1,6 +1,6 @@
-//! Cheap values of forward once more in backward.
+//! The pass that computes cheap values of forward again in backward.
 //!
-//! The pass takes a graph without collectives: what it makes backward read is gathered there afterwards.
+//! It takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use crate::graph::{Graph, Node, Phase, Storage, Trait, is, rename, storage_of};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Computes cheap values of forward again in backward instead of keeping them in between.
+/// The pass that computes cheap values of forward again in backward instead of keeping them in between.
 ///
 /// Values are considered from the last to the first. One is not kept if elementwise operations lead to
 /// it from values that take less memory than it does, counting only what would not be kept anyway. The
@@ -28,7 +28,7 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Recompute {
-    /// Smaller values are kept: 4096 bytes by default.
+    /// Least bytes of a value to compute again, 4096 by default: smaller values are kept.
     pub min_bytes: usize,
 }
 
@@ -66,7 +66,7 @@ impl GraphTransform for Recompute {
     }
 }
 
-/// Schedules what makes a chosen value, and before it what that takes.
+/// Schedules the node that makes a chosen value again, after those that make its chosen inputs again.
 fn emit(
     graph: &mut Graph,
     chosen: &BTreeMap<TensorId, Node>,
@@ -89,7 +89,7 @@ fn emit(
 struct Choice<'a> {
     graph: &'a Graph,
     writers: BTreeMap<TensorId, &'a Node>,
-    /// What backward reads of forward, by memory: the value that owns it.
+    /// The values of forward that backward reads, by the value whose memory they are in.
     saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
     min_bytes: usize,
     order: Vec<TensorId>,
@@ -124,7 +124,7 @@ impl<'a> Choice<'a> {
         choice
     }
 
-    /// The value whose memory this one lies in.
+    /// Returns the value whose memory this one is in.
     fn owner(&self, mut id: TensorId) -> TensorId {
         while let Some(base) = self.writers.get(&id).and_then(|node| self.base(node)) {
             id = base;
@@ -132,7 +132,7 @@ impl<'a> Choice<'a> {
         id
     }
 
-    /// What a node makes a view of, if it does; a reshape of a strided view copies.
+    /// Returns the value that a node makes a view of, if it does; a reshape of a strided view copies.
     fn base(&self, node: &Node) -> Option<TensorId> {
         match storage_of(node) {
             Storage::View(base) if !is_reshape(node) || self.is_contiguous(base) => Some(base),
@@ -155,7 +155,7 @@ impl<'a> Choice<'a> {
         self.graph.value(id).map_or(0, |value| value.num_bytes())
     }
 
-    /// The values to compute again, and the nodes that do.
+    /// Chooses the values to compute again, with the nodes that do.
     fn choose(mut self) -> BTreeMap<TensorId, Node> {
         let kept = self.graph.kept();
         let mut chosen = BTreeMap::new();
@@ -186,8 +186,8 @@ impl<'a> Choice<'a> {
         chosen
     }
 
-    /// Plans how to make a value again: through cheap operations, back to what is kept anyway. False if
-    /// that takes too many of them.
+    /// Plans how to make a value again: through cheap operations, back to values that are kept. Returns false if that
+    /// takes too many operations.
     fn plan(&self, id: TensorId, owner: TensorId, plan: &mut Plan) -> bool {
         const MOST: usize = 24;
         let Some(node) = self.writers.get(&id).copied() else {
@@ -207,11 +207,11 @@ impl<'a> Choice<'a> {
     }
 }
 
-/// How to make a value again.
+/// The nodes that make a value again.
 #[derive(Default)]
 struct Plan {
     nodes: BTreeMap<TensorId, Node>,
-    /// What must be kept for it.
+    /// Values that must be kept for it.
     needs: BTreeSet<TensorId>,
 }
 
@@ -225,7 +225,7 @@ fn is_reshape(node: &Node) -> bool {
     }
 }
 
-/// Whether computing again costs no more than reading and writing memory.
+/// Returns true if computing again costs no more than reading and writing memory.
 fn is_cheap(node: &Node) -> bool {
     if let Some(custom) = &node.custom {
         return custom.is_pure && custom.is_cheap;

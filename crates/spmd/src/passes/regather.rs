@@ -1,6 +1,6 @@
-//! Weights for one visit of their unit at a time.
+//! The pass that gathers weights for one visit of their unit at a time.
 //!
-//! The pass is the last that says what is computed. Those after it say when, and none of them may merge gathers.
+//! It is the last that says what is computed. Those after it say when, and none of them may merge gathers.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -16,8 +16,8 @@ use crate::graph::{
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Frees gathered weights after each visit of their unit and gathers them again for the next: forward
-/// and backward each have their own.
+/// The pass that frees gathered weights after each visit of their unit and gathers them again for the next: forward and
+/// backward each have their own.
 ///
 /// At most two units are gathered at a time. When a third begins, the weights of the first are dead, and a
 /// later use of them gathers again; the last two units of forward are the first of backward and stay. A unit
@@ -78,19 +78,19 @@ impl GraphTransform for Regather {
     }
 }
 
-/// Gathered weights and what is made of one of them alone.
+/// Gathered weights, with the views and casts of each.
 struct Weights {
     /// The node that makes each value, and the unit of the weight that it is made of.
     sources: BTreeMap<TensorId, (Node, Arc<str>)>,
-    /// The units whose weights are there, the older first.
+    /// The units whose weights are gathered now, the older first.
     resident: VecDeque<Arc<str>>,
-    /// What each value is called in the visit of its unit.
+    /// The id of each value in the present visit of its unit.
     made: BTreeMap<Arc<str>, BTreeMap<TensorId, TensorId>>,
     /// The last node that uses each unit in each phase.
     last_uses: BTreeMap<(Arc<str>, Phase), usize>,
-    /// How often each unit was gathered in each phase.
+    /// Number of visits of each unit in each phase.
     visits: BTreeMap<(Arc<str>, Phase), usize>,
-    /// The node at hand, and its phase.
+    /// Index and phase of the node that is being scheduled.
     now: (usize, Phase),
 }
 
@@ -139,7 +139,7 @@ impl Weights {
             .any(|output| self.sources.contains_key(&output))
     }
 
-    /// The value of that name in the present visit of its unit; made if it is not there.
+    /// Returns the id of a value in the present visit of its unit; schedules the nodes that make it if there is none.
     fn make(
         &mut self,
         graph: &mut Graph,
@@ -172,7 +172,7 @@ impl Weights {
         made.get(&id).copied().ok_or_else(missing)
     }
 
-    /// Begins a visit, unless the unit is there.
+    /// Begins a visit, unless the unit is gathered already.
     fn enter(&mut self, unit: &Arc<str>) {
         if self.resident.contains(unit) {
             return;
@@ -193,7 +193,7 @@ impl Weights {
         }
     }
 
-    /// Whether a unit is kept until its last use in this phase: it came back once.
+    /// Returns true if a unit is kept until its last use in this phase, as one is that the phase visits again.
     fn stays(&self, unit: &Arc<str>) -> bool {
         let (index, phase) = self.now;
         let key = (unit.clone(), phase);
@@ -202,12 +202,12 @@ impl Weights {
     }
 }
 
-/// Whether a collective makes whole weights.
+/// Returns true if a collective makes whole weights.
 fn is_gather(collective: &Collective) -> bool {
     collective.kind == CollectiveKind::AllGather && collective.payload == Payload::Parameter
 }
 
-/// Whether a node makes a view or a copy of its only input.
+/// Returns true if a node makes a view or a cast of its only input.
 fn follows(node: &Node) -> bool {
     let is_cast = matches!(
         node.operation,

@@ -1,4 +1,4 @@
-//! Steps that several passes share.
+//! Rewriting of nodes that several passes share.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +7,7 @@ use burn_ir::TensorId;
 use crate::error::Error;
 use crate::graph::{Graph, Node, rename};
 
-/// A copy of a node that writes new temporary values; `map` knows them under the old names
-/// afterwards.
+/// Copies a node so that it writes new temporary values; `map` leads from the old ids to the new ones afterwards.
 pub(super) fn repeat(
     graph: &mut Graph,
     node: &Node,

@@ -13,34 +13,35 @@ use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
+use burn_fsdp_mesh::Strategy;
 
-/// Which passes run, and how.
+/// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Options {
     /// The modules whose parameters travel together: by the paths, unless patterns are given.
     pub units: Units,
-    /// Compute cheap values again in backward instead of keeping them: on by default.
+    /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
-    /// Free gathered weights after forward and gather them again in backward: on by default.
+    /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
-    /// How collectives are joined; `None` for one per tensor.
+    /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
-    /// Start the next unit's gather before this unit computes: off by default, because ranks that are
-    /// threads move the bytes when they wait.
+    /// True to start the next unit's gather before this unit computes: off by default, because ranks that are threads
+    /// move the bytes when they wait.
     pub prefetch: bool,
-    /// When parameters are updated: in backward by default.
+    /// Place of the optimizer in the step: in backward by default.
     pub optimizer: OptimizerPlace,
 }
 
-/// Where the optimizer's part for a parameter runs.
+/// The place of the optimizer's part for a parameter in the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerPlace {
-    /// After backward.
+    /// The end of the step, after backward.
     AtEnd,
-    /// As soon as the gradient is complete and nothing reads the parameter any more.
+    /// The first point of backward at which the gradient is complete and nothing reads the parameter any more.
     InBackward,
-    /// Before the parameter is read first in the next step, see [`DeferOptimizer`](super::DeferOptimizer).
+    /// The point of the next forward before the parameter's first read, see [`DeferOptimizer`](super::DeferOptimizer).
     InNextForward,
 }
 
@@ -58,7 +59,49 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Only what is needed for the step to be right.
+    /// Sets the modules whose parameters travel together.
+    #[must_use]
+    pub fn units(mut self, units: Units) -> Self {
+        self.units = units;
+        self
+    }
+
+    /// Sets what is computed again in backward instead of being kept; `None` for nothing.
+    #[must_use]
+    pub fn recompute(mut self, recompute: impl Into<Option<Recompute>>) -> Self {
+        self.recompute = recompute.into();
+        self
+    }
+
+    /// Sets whether gathered weights are freed after forward and gathered again in backward.
+    #[must_use]
+    pub fn reshard_after_forward(mut self, reshard: bool) -> Self {
+        self.reshard_after_forward = reshard;
+        self
+    }
+
+    /// Sets how collectives are joined; `None` for one per tensor.
+    #[must_use]
+    pub fn bucket(mut self, bucket: impl Into<Option<Bucket>>) -> Self {
+        self.bucket = bucket.into();
+        self
+    }
+
+    /// Sets whether the next unit's gather starts before a unit computes.
+    #[must_use]
+    pub fn prefetch(mut self, prefetch: bool) -> Self {
+        self.prefetch = prefetch;
+        self
+    }
+
+    /// Sets when parameters are updated.
+    #[must_use]
+    pub fn optimizer(mut self, place: OptimizerPlace) -> Self {
+        self.optimizer = place;
+        self
+    }
+
+    /// Returns options without optional passes: only those that the step needs to be right.
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
@@ -71,15 +114,16 @@ impl Options {
     }
 }
 
-/// The passes for that many ranks. `transforms` are the user's, and come before bucketing.
+/// Returns the passes for that many ranks. `transforms` are the user's, and come before bucketing.
 ///
-/// With [`OptimizerPlace::InNextForward`] what they give has still to be split.
+/// With [`OptimizerPlace::InNextForward`] the graph that they make has still to be split.
 pub fn pipeline(
     num_ranks: usize,
-    style: DataParallel,
+    style: impl Into<DataParallel>,
     options: &Options,
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
+    let style = style.into();
     // One rank takes the same path as many.
     let insert = InsertCollectives {
         num_ranks,
@@ -87,13 +131,13 @@ pub fn pipeline(
         axis: DATA_AXIS.into(),
     };
     let options = Options {
-        reshard_after_forward: options.reshard_after_forward && style == DataParallel::FullyShard,
+        reshard_after_forward: options.reshard_after_forward && style == Strategy::FullShard.into(),
         ..options.clone()
     };
     pipeline_with(insert, &options, transforms)
 }
 
-/// The passes around one that inserts collectives.
+/// Returns the pipeline around a pass that inserts collectives.
 pub(crate) fn pipeline_with(
     insert: impl GraphTransform + 'static,
     options: &Options,

@@ -1,18 +1,18 @@
-//! From the graph of one rank to that of each rank, in data parallelism.
+//! The pass that inserts the collectives of data parallelism: from the graph of one rank to that of each rank.
 //!
 //! Passes before this one think of one rank that has everything; those after it of a schedule of many.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+use burn_fsdp_mesh::{Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
 use burn_ir::TensorId;
 
 use crate::elements::element_type;
 use crate::error::Error;
 use crate::graph::{
-    Collective, CollectiveKind, CollectivePart, Graph, Node, ParameterLayout, Payload, Phase, Role,
-    Stage, Trait, is, operation_name, rename,
+    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, Trait,
+    is, operation_name, rename,
 };
 use crate::pass_id::PassId;
 use crate::place::{DataParallel, ExpandPlacements, least_communication};
@@ -21,8 +21,8 @@ use crate::transform::GraphTransform;
 /// Insertion of collectives: turns a graph of one rank into that of each of several ranks which
 /// divide the batch among them.
 ///
-/// With [`DataParallel::Replicate`] every gradient is averaged by an all-reduce before the optimizer
-/// reads it. With [`DataParallel::FullyShard`] parameters become flat padded shards, an all-gather
+/// With [`Strategy::NoShard`] every gradient is averaged by an all-reduce before the optimizer
+/// reads it. With [`Strategy::FullShard`] parameters become flat padded shards, an all-gather
 /// precedes every use, gradients are averaged by a reduce-scatter, and the optimizer works on shards,
 /// which needs an optimizer that treats all elements alike.
 ///
@@ -39,13 +39,13 @@ use crate::transform::GraphTransform;
 ///
 /// The loss is averaged, too, so that every rank returns that of the whole batch.
 ///
-/// With [`DataParallel::Default`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
+/// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
     /// Number of ranks that divide the batch.
     pub num_ranks: usize,
-    /// What they do with parameters.
+    /// Division of the parameters among them.
     pub style: DataParallel,
     /// Name of the mesh axis.
     pub axis: Arc<str>,
@@ -61,7 +61,7 @@ impl GraphTransform for InsertCollectives {
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        if self.style == DataParallel::Default {
+        if self.style == DataParallel::Automatic {
             let mesh = Mesh::line(self.axis.as_ref(), self.num_ranks)?;
             let expand = least_communication(&graph, &mesh, &self.axis)?;
             return ExpandPlacements { expand, mesh }.transform(graph);
@@ -74,8 +74,10 @@ impl GraphTransform for InsertCollectives {
         insertion.graph.set_num_ranks(self.num_ranks);
         let nodes = insertion.graph.take_nodes();
         let nodes = match self.style {
-            DataParallel::Replicate | DataParallel::Default => nodes,
-            DataParallel::FullyShard => insertion.shard(nodes)?,
+            DataParallel::Automatic | DataParallel::Strategy(Strategy::NoShard) => nodes,
+            DataParallel::Strategy(Strategy::FullShard | Strategy::ShardGradOp) => {
+                insertion.shard(nodes)?
+            }
         };
         insertion.average(nodes)?;
         let Insertion { mut graph, .. } = insertion;
@@ -87,7 +89,7 @@ impl GraphTransform for InsertCollectives {
 struct Insertion<'a> {
     pass: &'a InsertCollectives,
     graph: Graph,
-    /// What the optimizer reads instead of each gradient.
+    /// The averaged value that the optimizer reads instead of each gradient.
     averaged: BTreeMap<TensorId, TensorId>,
 }
 
@@ -111,7 +113,10 @@ impl Insertion<'_> {
             let states = parameter.states.clone();
             let shape = parameter.shape.clone();
             self.check_states(&path, &states, &shape)?;
-            self.graph.parameters_mut()[index].layout = ParameterLayout::Flat(partition);
+            self.graph.parameters_mut()[index].layout = Layout {
+                placements: vec![Placement::Shard(0)],
+                cut: Cut::Elements,
+            };
             for id in states.into_iter().chain([value]) {
                 self.set_shape(id, vec![partition.chunk_len()]);
             }
@@ -272,10 +277,11 @@ impl Insertion<'_> {
                 }
                 if let Some(owners) = owners.get(&output) {
                     let parameter = &self.graph.parameters()[owners[0]];
-                    let (path, layout) = (parameter.path.clone(), parameter.layout.clone());
-                    let partition = match layout {
-                        ParameterLayout::Flat(partition) => Some(partition),
-                        ParameterLayout::Whole | ParameterLayout::Placed(_) => None,
+                    let path = parameter.path.clone();
+                    let num_elements = parameter.num_elements();
+                    let partition = match parameter.layout.is_whole() {
+                        true => None,
+                        false => Some(Partition::flat(num_elements, self.pass.num_ranks)?),
                     };
                     let mean = self.reduce(&mut scheduled, output, &path, partition, phase)?;
                     self.averaged.insert(output, mean);

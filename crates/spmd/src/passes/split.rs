@@ -1,6 +1,6 @@
-//! Collectives in two halves, with work in between.
+//! The passes that split collectives into start and wait, and put work in between.
 //!
-//! No pass after these joins collectives: they only move what is there.
+//! No pass after these joins collectives: they only move nodes.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -11,8 +11,8 @@ use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Role, Stage
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Splits every collective into its start and its wait, so that the passes after it can put something
-/// in between.
+/// The pass that splits every collective into its start and its wait, so that the passes after it can put something in
+/// between.
 ///
 /// ```text
 /// before                          after
@@ -70,8 +70,8 @@ impl GraphTransform for Split {
     }
 }
 
-/// Starts each all-gather before the wait of the one before it, so that the next unit's weights travel
-/// while this unit computes. One is in flight at a time, beside the unit in use.
+/// The pass that starts each all-gather right after the wait of the one before it, so that the next unit's weights
+/// travel while this unit computes. One is in flight at a time, beside the unit in use.
 ///
 /// ```text
 /// before                                  after
@@ -137,7 +137,7 @@ impl GraphTransform for Prefetch {
     }
 }
 
-/// Moves each wait down to where its result is read first, so that other work comes in between; but a
+/// The pass that moves each wait down to where its result is read first, so that other work comes in between; but a
 /// reduction waits at the latest when the next one starts, because until then it holds whole gradients.
 ///
 /// ```text

@@ -1,6 +1,6 @@
-//! Shapes of weights without the weights.
+//! The pass that replaces weights by stand-ins where an operation needs their shape alone.
 //!
-//! The pass comes before gathers are inserted: a weight that nothing reads has none then.
+//! It comes before gathers are inserted: a weight that nothing reads has none then.
 
 use burn_ir::{BaseOperationIr, CreationOpIr, ModuleOperationIr, OperationIr, ShapeOpIr, TensorIr};
 
@@ -9,8 +9,8 @@ use crate::graph::{Graph, Node, Role};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// Gives operations that want only the shape of a weight a stand-in of that shape: one element,
-/// expanded. Otherwise backward would keep, or gather again, weights that nothing reads.
+/// The pass that gives operations that need only the shape of a weight a stand-in of that shape: one element, expanded.
+/// Otherwise backward would keep, or gather again, weights that nothing reads.
 ///
 /// ```text
 /// before                                    after

@@ -1,4 +1,4 @@
-//! Which parameters belong together.
+//! Units of a model, by paths or patterns, and the pass that assigns them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,13 +26,13 @@ pub struct Units {
 }
 
 impl Units {
-    /// By the paths, see the type.
+    /// Creates units that follow from the paths, see the type.
     pub fn by_path() -> Self {
         Self::default()
     }
 
-    /// The modules that match one of these patterns. A parameter belongs to the innermost of them that contains
-    /// it; all others are one unit, the root.
+    /// Creates units that are the modules that match one of these patterns. A parameter belongs to the innermost of
+    /// them that contains it; all others are one unit, the root.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;
@@ -47,7 +47,7 @@ impl Units {
         }
     }
 
-    /// The unit of each parameter.
+    /// Returns the unit of each parameter.
     ///
     /// # Errors
     ///
@@ -89,7 +89,7 @@ impl Units {
     }
 }
 
-/// Notes the unit of every parameter in the graph, for the passes that gather and join.
+/// The pass that stores the unit of every parameter in the graph, for the passes that gather and join.
 #[derive(Debug, Clone, Default)]
 pub struct AssignUnits(pub Units);
 
@@ -111,12 +111,12 @@ impl GraphTransform for AssignUnits {
     }
 }
 
-/// The unit of a parameter in a graph; by its path alone where nothing was assigned.
+/// Returns the unit of a parameter in a graph; by its path alone where nothing was assigned.
 pub(super) fn unit_in<'a>(graph: &'a Graph, path: &'a str) -> &'a str {
     graph.unit(path).unwrap_or_else(|| unit_of(path))
 }
 
-/// The unit of a parameter by its path alone, see [`Units`].
+/// Returns the unit of a parameter by its path alone, see [`Units`].
 ///
 /// ```
 /// use burn_fsdp_spmd::passes::unit_of;
@@ -132,7 +132,8 @@ pub fn unit_of(path: &str) -> &str {
     below(0, path)
 }
 
-/// The same for a model whose parameters all are in the module of the first `wrapper` names.
+/// Returns the unit of a parameter by its path, in a model whose parameters all are in the module of the first
+/// `wrapper` names.
 fn below(wrapper: usize, path: &str) -> &str {
     let ends: Vec<usize> = path.match_indices('.').map(|(end, _)| end).collect();
     let names: Vec<&str> = path.split('.').collect();
@@ -151,7 +152,7 @@ fn below(wrapper: usize, path: &str) -> &str {
     }
 }
 
-/// How many names all paths begin with, the last name of each left out.
+/// Counts the names that all paths begin with, the last name of each left out.
 fn wrapper(paths: &[&Arc<str>]) -> usize {
     let Some((first, rest)) = paths.split_first() else {
         return 0;
@@ -170,7 +171,7 @@ fn wrapper(paths: &[&Arc<str>]) -> usize {
         .fold(longest, |least, path| least.min(common(own, module(path))))
 }
 
-/// The module that a parameter is in.
+/// Returns the module that a parameter is in.
 fn module(path: &str) -> &str {
     path.rsplit_once('.').map_or("", |(module, _)| module)
 }

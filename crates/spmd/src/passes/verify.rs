@@ -1,4 +1,4 @@
-//! What every graph must be like, whichever passes made it.
+//! The verifier: rules that hold of every graph, whichever passes made it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,10 +12,10 @@ use crate::graph::{
 };
 use crate::pass_id::PassId;
 
-/// A rule, its name and what it finds.
+/// A rule: its name, and the function that finds a fault.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
 
-/// Where a graph breaks a rule, and how.
+/// The node at which a graph breaks a rule, and the reason.
 struct Fault {
     node: usize,
     reason: String,
@@ -63,7 +63,7 @@ const RULES: &[Rule] = &[
     ),
 ];
 
-/// The names of the rules.
+/// Returns the names of the rules.
 pub fn rules() -> impl Iterator<Item = &'static str> {
     RULES.iter().map(|(name, _)| *name)
 }
@@ -295,7 +295,8 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
     None
 }
 
-/// What is wrong with how a part is cut: along two dims in an all-to-all, in equal parts, and else along one.
+/// Finds a fault in the cuts of a part. An all-to-all has cuts along two dims, in equal parts, and any other collective
+/// along one.
 fn cuts_fault(kind: CollectiveKind, part: &CollectivePart) -> Option<String> {
     let is_crossed = kind.contract().gets.share == Share::Across;
     let path = &part.path;
@@ -333,7 +334,7 @@ fn waits_follow_starts(graph: &Graph) -> Option<Fault> {
     Fault::new(node, format!("nothing waits for %{}", id.value()))
 }
 
-/// Units are declared by one pass and used by others: what they are is checked by itself.
+/// Checks that every unit is a module that contains its parameters: units are declared by one pass and used by others.
 fn units_contain(graph: &Graph) -> Option<Fault> {
     graph.parameters().iter().find_map(|parameter| {
         let (path, unit) = (&parameter.path, graph.unit(&parameter.path)?);
@@ -346,7 +347,7 @@ fn units_contain(graph: &Graph) -> Option<Fault> {
     })
 }
 
-/// The last node that reads each value or a view of it: until then its memory is held.
+/// Returns the last node that reads each value or a view of it: until then its memory is held.
 fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     let mut last: BTreeMap<TensorId, usize> = BTreeMap::new();
     for (index, node) in graph.nodes().iter().enumerate().rev() {
@@ -369,15 +370,15 @@ fn last_reads(graph: &Graph) -> BTreeMap<TensorId, usize> {
     last
 }
 
-/// One visit of a unit: gathers of it in a row.
+/// A visit of a unit: gathers of it in a row.
 struct Visit<'a> {
     unit: &'a str,
     gathers: Vec<(usize, &'a Node)>,
-    /// Whether the same phase visited the unit before: then it stays until its last use there.
+    /// True if the same phase visited the unit before: then it stays until its last use there.
     is_back: bool,
 }
 
-/// What the unit before the last brought must be gone when a unit begins.
+/// Checks that the weights of a unit are dead when the unit after next begins.
 fn gathered_die(graph: &Graph) -> Option<Fault> {
     if !graph.applied().contains(&PassId::Regather) {
         return None;

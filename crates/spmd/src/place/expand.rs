@@ -11,8 +11,8 @@ use crate::graph::AxisPlacement;
 /// mesh. What is not named is replicated.
 ///
 /// Patterns are those of [`Pattern`]: `*` stands for one name, `conv*` for the names that begin so, and `**`
-/// for any number of names. Where several match, the last one given for an axis counts. Optimizer states lie like their parameter, gradients are
-/// brought there, and buffers are always replicated.
+/// for any number of names. Where several match, the last one given for an axis counts. Optimizer states lie like their
+/// parameter, gradients are brought there, and buffers are always replicated.
 ///
 /// The feed-forward part of a transformer over the axis `model`, after Megatron-LM: the first layer
 /// is cut by columns, the second by rows, and one all-reduce joins its results:
@@ -34,7 +34,7 @@ pub struct Expand {
     inputs: Vec<Wish>,
 }
 
-/// What a pattern asks for.
+/// The placement that a pattern asks for on an axis.
 #[derive(Debug, Clone, PartialEq)]
 struct Wish {
     pattern: Pattern,
@@ -43,7 +43,7 @@ struct Wish {
 }
 
 impl Expand {
-    /// Everything replicated.
+    /// Creates placements that replicate everything.
     pub fn new() -> Self {
         Self::default()
     }
@@ -66,7 +66,7 @@ impl Expand {
         self
     }
 
-    /// How a parameter lies on the mesh, one placement per axis.
+    /// Returns the placements of a parameter, one per axis of the mesh.
     ///
     /// # Errors
     ///
@@ -82,7 +82,7 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// How a tensor of the batch lies on the mesh. `shape` is that of the joined one.
+    /// Returns the placements of a tensor of the batch, one per axis of the mesh. `shape` is that of the joined one.
     pub(crate) fn of_joined_input(
         &self,
         mesh: &Mesh,
@@ -94,7 +94,7 @@ impl Expand {
         Ok(cut(found))
     }
 
-    /// Shape of the joined tensor of the batch of which a rank has `shape`.
+    /// Returns the shape of the joined tensor of the batch of which a rank has `shape`.
     pub(crate) fn joined_shape(&self, mesh: &Mesh, name: &str, shape: &[usize]) -> Vec<usize> {
         joined(shape, &placements(&self.inputs, mesh, name))
     }
@@ -136,7 +136,7 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     axes.collect()
 }
 
-/// Nothing is cut on an axis of one rank.
+/// Replicates on axes of one rank.
 fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     for axis in &mut placements {
         if axis.num_ranks == 1 {
@@ -146,7 +146,7 @@ fn cut(mut placements: Vec<AxisPlacement>) -> Vec<AxisPlacement> {
     placements
 }
 
-/// The shape of the whole of which a rank has `shape`.
+/// Returns the shape of the whole of which a rank has `shape`.
 fn joined(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut joined = shape.to_vec();
     for axis in placements {

@@ -1,4 +1,4 @@
-//! Where the values of a step are.
+//! The placements of the values of a step that is being placed.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,26 +9,26 @@ use burn_ir::TensorId;
 
 use crate::graph::{AxisPlacement, Graph, Node};
 
-/// One placement per axis.
+/// The placements of a value, one per axis.
 pub(super) type On = Vec<Placement>;
 
-/// A copy of a value that lies in some way.
+/// A copy of a value with given placements.
 #[derive(Debug, Clone)]
 pub(super) struct Version {
     pub(super) id: TensorId,
     pub(super) on: On,
 }
 
-/// Where a value of the graph before is.
+/// The copies of a value of the graph before.
 #[derive(Debug, Clone)]
 pub(super) enum Located {
-    /// It lies in one or more ways.
+    /// Copies that exist, each with its placements.
     Placed(Vec<Version>),
-    /// It is made of nothing, by this node, once somebody wants it.
+    /// No copy yet: this node, a constant, random or other deferred one, is emitted when a reader needs the value.
     Floating(Arc<Node>),
 }
 
-/// The values of a step, as far as it is placed.
+/// The values of a step that is being placed.
 pub(super) struct Values {
     /// The axes of the mesh, with nothing cut on them.
     pub(super) axes: Vec<AxisPlacement>,
@@ -39,7 +39,7 @@ pub(super) struct Values {
 }
 
 impl Values {
-    /// The placements with the axes that they are on.
+    /// Returns the placements with the axes that they are on.
     pub(super) fn described(&self, on: &On) -> Vec<AxisPlacement> {
         let axes = self.axes.iter().zip(on);
         axes.map(|(axis, placement)| AxisPlacement {
@@ -50,7 +50,7 @@ impl Values {
     }
 }
 
-/// The placements alone.
+/// Returns the placements alone.
 pub(super) fn on(placements: &[AxisPlacement]) -> On {
     placements.iter().map(|axis| axis.placement).collect()
 }

@@ -1,4 +1,4 @@
-//! Who has which part of which value.
+//! Placement of the values of a step on ranks.
 //!
 //! There are two ways to divide a step among ranks:
 //!
@@ -23,9 +23,10 @@
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
 //! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
-//! What is made of nothing (zeros, random numbers) has no place until something reads it, and is made
-//! where it is read. A value that has been redistributed once is not moved again.
+//! Constants and random numbers are deferred: they have no placement until a node reads them, and are emitted with the
+//! placement that this reader needs. A value that has been redistributed once is not moved again.
 
+mod assignment;
 mod expand;
 mod located;
 mod placer;
@@ -34,26 +35,39 @@ mod redistribute;
 mod rules;
 mod search;
 mod signature;
-mod strategy;
 
 pub use expand::Expand;
 pub use propagate::ExpandPlacements;
 pub use search::least_communication;
 
-pub use crate::graph::{AxisPlacement, local_shape};
+pub use burn_fsdp_mesh::{AxisPlacement, Strategy, local_shape};
 
 pub(crate) use search::least_communication_with;
 
-/// What ranks that divide the batch do with parameters, gradients and optimizer states.
+/// The layout of the parameters of a step whose batch the ranks divide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DataParallel {
-    /// Every rank has all of them; gradients are averaged by all-reduce.
-    Replicate,
-    /// Every rank has a flat shard of each; parameters are gathered for their use, gradients averaged
-    /// by reduce-scatter.
-    FullyShard,
-    /// The batch is joined, and every parameter is replicated or cut along the dim that makes the whole
-    /// step move the fewest bytes, see [`least_communication`].
-    Default,
+    /// One strategy for all parameters: sharded parameters are flat shards that are gathered for their use, and whose
+    /// gradients are averaged by reduce-scatter.
+    Strategy(Strategy),
+    /// Least communication: the batch is joined, and every parameter is replicated or cut along the dim that makes the
+    /// whole step move the fewest bytes, see [`least_communication`].
+    Automatic,
+}
+
+impl DataParallel {
+    /// Returns true if every rank holds a flat shard of each parameter.
+    pub(crate) fn is_sharded(self) -> bool {
+        matches!(
+            self,
+            Self::Strategy(Strategy::FullShard | Strategy::ShardGradOp)
+        )
+    }
+}
+
+impl From<Strategy> for DataParallel {
+    fn from(strategy: Strategy) -> Self {
+        Self::Strategy(strategy)
+    }
 }

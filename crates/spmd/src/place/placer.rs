@@ -1,4 +1,4 @@
-//! The graph of each rank in the making: nodes with their operands where they must lie.
+//! The placer: builds the graph of each rank, and redistributes the operands of every node as it needs them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -6,22 +6,21 @@ use std::sync::Arc;
 use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
+use super::assignment::{Assignment, Candidate};
 use super::located::{Located, On, Values, Version};
 use super::redistribute::{Reader, Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
-use super::strategy::{Candidate, Strategy};
 use crate::error::Error;
 use crate::graph::{Graph, Node, Payload, Phase, Role, local_shape, rename};
 
-/// What has to hold of a value as soon as it is there.
+/// The uses of a value that leaves the graph or goes to the optimizer: they fix its placements.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Destination {
-    /// It is the gradient of the parameters of these indices: those that are added to each other share
-    /// one.
+    /// Indices of the parameters whose gradient the value is: those that are added to each other share one.
     pub(super) gradients: Vec<usize>,
     pub(super) is_loss: bool,
-    /// The updates that it is the source of.
+    /// Indices of the updates that the value is the source of.
     pub(super) updates: Vec<usize>,
 }
 
@@ -30,7 +29,7 @@ pub(super) struct Placer {
     pub(super) values: Values,
     pub(super) scheduled: Vec<Node>,
     pub(super) destinations: HashMap<TensorId, Destination>,
-    /// How the parameters lie.
+    /// Placements of the parameters.
     pub(super) parameters: Vec<On>,
     /// Gradients as the optimizer reads them.
     pub(super) settled: HashMap<TensorId, Vec<Version>>,
@@ -40,8 +39,8 @@ pub(super) struct Placer {
 }
 
 impl Placer {
-    /// The optimizer reads gradients where their parameters are, and given values where they are given: what
-    /// forward and backward made of them belongs to those, and may run at another time.
+    /// Begins the optimizer's nodes. They read gradients with the placements of their parameters, and given values as
+    /// they are given: other copies belong to forward and backward, which may run at another time.
     pub(super) fn begin_optimizer(&mut self) {
         self.is_optimizing = true;
         for (id, versions) in std::mem::take(&mut self.settled) {
@@ -56,19 +55,19 @@ impl Placer {
         }
     }
 
-    /// Brings the inputs where they must lie, and appends the node.
+    /// Redistributes the inputs as the assignment needs them, and appends the node.
     pub(super) fn emit(
         &mut self,
         node: &Node,
         signature: &Signature,
-        strategy: Strategy,
+        assignment: Assignment,
     ) -> Result<(), Error> {
         let mut ids = BTreeMap::new();
-        for (id, on) in &strategy.inputs {
+        for (id, on) in &assignment.inputs {
             ids.insert(*id, self.fetch(*id, on, &Reader::of(node))?);
         }
         for output in &signature.outputs {
-            let placements = self.values.described(&strategy.outputs[&output.id]);
+            let placements = self.values.described(&assignment.outputs[&output.id]);
             let local = local_shape(&output.shape, &placements);
             if let Some(value) = self.values.graph.value_mut(output.id) {
                 value.shape = local;
@@ -79,7 +78,7 @@ impl Placer {
         self.values.graph.sync_node(&mut local);
         rules::localize(&mut local.operation);
         self.scheduled.push(local);
-        for (id, on) in strategy.outputs {
+        for (id, on) in assignment.outputs {
             let version = Version { id, on };
             self.values
                 .located
@@ -91,7 +90,7 @@ impl Placer {
         Ok(())
     }
 
-    /// A version of a value that lies in a given way.
+    /// Returns a copy of a value with the given placements; makes it if there is none.
     pub(super) fn fetch(
         &mut self,
         id: TensorId,
@@ -141,13 +140,13 @@ impl Placer {
         Ok(new)
     }
 
-    /// Makes what is made of nothing, where it is wanted.
+    /// Emits a deferred node with the placements that its first reader needs.
     fn make(&mut self, node: &Node, id: TensorId, to: &On, reader: &Reader) -> Result<(), Error> {
         let signature = rules::signature(&node.operation);
         let wanted = signature.outputs.iter().find(|output| output.id == id);
         let letters = wanted.map(|output| output.letters.clone());
         let letters = letters.unwrap_or_default();
-        let mut strategy = Strategy::default();
+        let mut assignment = Assignment::default();
         for (axis, placement) in to.iter().enumerate() {
             let letter = match placement {
                 Placement::Shard(dim) => letters.get(*dim).copied().flatten(),
@@ -155,7 +154,7 @@ impl Placer {
             };
             let cut = letter.and_then(|letter| {
                 self.values
-                    .extend(&signature, &strategy, axis, &Candidate::Cut(letter))
+                    .extend(&signature, &assignment, axis, &Candidate::Cut(letter))
             });
             let is_random = node.is_opaque() && self.values.axes[axis].num_ranks > 1;
             let next = match cut {
@@ -165,7 +164,7 @@ impl Placer {
                     let letters = letters.iter().flatten();
                     let mut ways = letters.filter_map(|letter| {
                         self.values
-                            .extend(&signature, &strategy, axis, &Candidate::Cut(*letter))
+                            .extend(&signature, &assignment, axis, &Candidate::Cut(*letter))
                     });
                     let way = ways.next().ok_or_else(|| Error::RandomReplicated {
                         operation: node.name(),
@@ -176,19 +175,19 @@ impl Placer {
                 }
                 None => self
                     .values
-                    .extend(&signature, &strategy, axis, &Candidate::Whole),
+                    .extend(&signature, &assignment, axis, &Candidate::Whole),
             };
-            strategy = next.ok_or_else(|| self.values.refused(node, axis))?;
+            assignment = next.ok_or_else(|| self.values.refused(node, axis))?;
         }
         let node = Node {
             phase: reader.phase,
             path: reader.path.clone(),
             ..node.clone()
         };
-        self.emit(&node, &signature, strategy)
+        self.emit(&node, &signature, assignment)
     }
 
-    /// Brings what leaves the graph, or goes to the optimizer, where it belongs.
+    /// Gives a value that leaves the graph, or goes to the optimizer, the placements of its destination.
     pub(super) fn settle(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         let Some(destination) = self.destinations.get(&id).cloned() else {
             return Ok(());
@@ -245,7 +244,7 @@ impl Placer {
         }
     }
 
-    /// What ledgers call a value that moves, and what it is.
+    /// Returns the label of a value that moves, and its payload.
     fn named(&self, id: TensorId) -> (Arc<str>, Payload) {
         if let Some(Role::Parameter(path)) = self.values.graph.value(id).map(|value| &value.role) {
             return (path.clone(), Payload::Parameter);
@@ -260,7 +259,7 @@ impl Placer {
         }
     }
 
-    /// What nothing has written so far, because nothing read it.
+    /// Settles the values that nothing has read so far, and returns the graph with the bytes that a rank receives.
     pub(super) fn finish(mut self) -> Result<(Graph, f64), Error> {
         let mut left: Vec<_> = self.destinations.keys().copied().collect();
         left.sort_unstable();

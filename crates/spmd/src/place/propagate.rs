@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_mesh::{Mesh, Placement};
+use burn_fsdp_mesh::{Cut, Layout, Mesh, Placement};
 use burn_ir::{OperationIr, TensorId};
 
 use super::expand::Expand;
@@ -12,7 +12,7 @@ use super::located::{Located, Values, Version, on};
 use super::placer::{Destination, Placer};
 use super::rules;
 use crate::error::Error;
-use crate::graph::{AxisPlacement, Graph, Node, ParameterLayout, Phase, Role, local_shape};
+use crate::graph::{AxisPlacement, Graph, Node, Phase, Role, local_shape};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
@@ -31,9 +31,9 @@ use crate::transform::GraphTransform;
 /// ```
 #[derive(Debug, Clone)]
 pub struct ExpandPlacements {
-    /// The placements that are given.
+    /// The user's placements, from which all others follow.
     pub expand: Expand,
-    /// The ranks.
+    /// The mesh of the ranks.
     pub mesh: Mesh,
 }
 
@@ -52,7 +52,7 @@ impl GraphTransform for ExpandPlacements {
 }
 
 impl ExpandPlacements {
-    /// The graph of each rank, and the bytes that a rank receives in it.
+    /// Returns the graph of each rank, and the bytes that a rank receives in it.
     pub(super) fn place(&self, mut graph: Graph) -> Result<(Graph, f64), Error> {
         graph.set_num_ranks(self.mesh.size());
         let nodes = graph.take_nodes();
@@ -63,7 +63,7 @@ impl ExpandPlacements {
         placer.finish()
     }
 
-    /// The graph before its first node is placed: given values are where they are given.
+    /// Returns the placer before its first node: only given values have placements.
     fn begin(&self, mut graph: Graph) -> Result<Placer, Error> {
         let (expand, mesh) = (&self.expand, &self.mesh);
         let axes: Vec<_> = mesh
@@ -97,12 +97,10 @@ impl ExpandPlacements {
                 destination.gradients.push(index);
             }
             parameters.push(on(&placements));
-            if placements
-                .iter()
-                .any(|p| p.placement != Placement::Replicate)
-            {
-                parameter.layout = ParameterLayout::Placed(placements.into());
-            }
+            parameter.layout = Layout {
+                placements: placements.into_iter().map(|axis| axis.placement).collect(),
+                cut: Cut::Dims,
+            };
         }
         given.extend(self.inputs(&graph)?);
         for (index, update) in graph.updates().iter().enumerate() {
@@ -130,7 +128,7 @@ impl ExpandPlacements {
         })
     }
 
-    /// How the tensors of the batch lie.
+    /// Returns the placements of the tensors of the batch.
     fn inputs(&self, graph: &Graph) -> Result<BTreeMap<TensorId, Vec<AxisPlacement>>, Error> {
         let mut given = BTreeMap::new();
         for input in graph.inputs() {
@@ -150,7 +148,7 @@ impl ExpandPlacements {
     }
 }
 
-/// Gives every given value the shape of its part, and notes where it is.
+/// Gives every given value the shape of its part, and returns the placements of each.
 fn locate<'a>(
     graph: &mut Graph,
     whole: &HashMap<TensorId, (Vec<usize>, DType)>,
@@ -219,7 +217,8 @@ impl Placer {
         self.emit(&node, &signature, strategy)
     }
 
-    /// Whether a node can wait until somebody wants its outputs: everything that it reads does, too.
+    /// Returns true if a node can be deferred until a reader needs its outputs: all of its inputs, if any, are
+    /// deferred.
     fn is_made_of_nothing(&self, node: &Node) -> bool {
         // One rank draws its random numbers in the order of the graph.
         if self.values.axes.iter().all(|axis| axis.num_ranks == 1) {
@@ -229,7 +228,7 @@ impl Placer {
         rules::may_wait(&node.operation) && node.inputs().all(floats)
     }
 
-    /// Whether a linear layer's weight is cut along the dim that it sums over.
+    /// Returns true if the node is a linear layer whose weight is cut along the dim that it sums over.
     fn sums_over_cut(&self, node: &Node) -> bool {
         let OperationIr::Module(burn_ir::ModuleOperationIr::Linear(op)) = &node.operation else {
             return false;

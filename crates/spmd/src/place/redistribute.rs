@@ -1,4 +1,4 @@
-//! From one placement to another.
+//! Redistribution of values from one placement to another.
 
 use std::sync::Arc;
 
@@ -13,11 +13,12 @@ use crate::graph::{
     AxisShift, Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage,
 };
 
-/// What a slice costs beside an operation that moves the same bytes.
+/// Cost of a slice, as a fraction of the cost of moving the same bytes.
 const SLICE: f64 = 1e-3;
 
-/// Bytes that a rank must receive to bring one axis of a tensor from one placement to another;
-/// `None` where there is no way. `num_bytes` are those of the tensor as if this axis were replicated.
+/// Returns the cost of bringing one axis of a tensor from one placement to another, for the choice of assignments;
+/// `None` where there is no way. It is the bytes that a rank receives, but for slices and reduce-scatters, which cost
+/// more. `num_bytes` are those of the tensor as if this axis were replicated.
 pub(super) fn cost(
     from: Placement,
     to: Placement,
@@ -39,11 +40,11 @@ pub(super) fn cost(
     })
 }
 
-/// The node for which a value is brought somewhere.
+/// The node for which a value is redistributed.
 #[derive(Debug, Clone)]
 pub(super) struct Reader {
     pub(super) phase: Phase,
-    /// The parameter that it serves.
+    /// Path of the parameter that the node serves.
     pub(super) path: Option<Arc<str>>,
 }
 
@@ -56,14 +57,14 @@ impl Reader {
     }
 }
 
-/// How a value is cut among the ranks of an axis.
+/// The partition of a value among the ranks of an axis.
 struct Cut {
     partition: Partition,
     across: Option<Partition>,
 }
 
-/// Shape of all pieces of a value in the order of their ranks: as they are side by side along `dim`, where that
-/// is the same.
+/// Returns the shape of all pieces of a value in the order of their ranks: the joined shape, where pieces that are side
+/// by side along `dim` are one after the other in memory.
 fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
     match is_outermost(piece, dim) {
         true => {
@@ -75,16 +76,16 @@ fn stacked(piece: &[usize], dim: usize, num_pieces: usize) -> Vec<usize> {
     }
 }
 
-/// Whether pieces that are side by side along a dim are one after the other in memory.
+/// Returns true if pieces that are side by side along a dim are one after the other in memory.
 fn is_outermost(piece: &[usize], dim: usize) -> bool {
     piece[..dim].iter().all(|size| *size == 1)
 }
 
-/// Appends nodes that redistribute values.
+/// The redistribution of a value, which appends nodes to a schedule.
 pub(super) struct Redistribution<'a> {
     pub(super) graph: &'a mut Graph,
     pub(super) scheduled: &'a mut Vec<Node>,
-    /// Names the operation in ledgers: a path, or what reads the value.
+    /// Label of the collectives: a path, `loss`, or the id of the value.
     pub(super) label: Arc<str>,
     pub(super) payload: Payload,
     pub(super) reader: &'a Reader,
@@ -93,7 +94,7 @@ pub(super) struct Redistribution<'a> {
 }
 
 impl Redistribution<'_> {
-    /// The value of `id`, which lies as `from` says, as `to` says.
+    /// Redistributes the value `id` from the placements `from` to those of `to`, and returns the new value.
     pub(super) fn run(
         &mut self,
         id: TensorId,
@@ -177,7 +178,7 @@ impl Redistribution<'_> {
         Ok(self.graph.read(id)?.dtype)
     }
 
-    /// Shape of a value on this rank.
+    /// Returns the shape of a value on this rank.
     fn shape(&self, id: TensorId) -> Result<Vec<usize>, Error> {
         Ok(self.graph.read(id)?.shape.to_vec())
     }
@@ -195,7 +196,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Along dim `dim`: the pieces are put one after the other, and then side by side.
+    /// Gathers a value along `dim`: the pieces are put one after the other, and then side by side.
     fn all_gather(
         &mut self,
         id: TensorId,
@@ -233,8 +234,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// From a part along dim `from` to one along dim `to`: each rank gives every other what the two have in
-    /// common.
+    /// Exchanges a part along dim `from` for one along dim `to`: each rank gives every other the elements that belong
+    /// to both parts.
     fn all_to_all(
         &mut self,
         id: TensorId,
@@ -260,7 +261,7 @@ impl Redistribution<'_> {
         self.side_by_side(received, &piece, from, num_ranks)
     }
 
-    /// The pieces of a value along a dim in the order of their ranks, each in one row of memory.
+    /// Puts the pieces of a value along a dim one after the other in memory, in the order of their ranks.
     fn one_after_the_other(
         &mut self,
         id: TensorId,
@@ -281,7 +282,7 @@ impl Redistribution<'_> {
         self.permute(split, &order)
     }
 
-    /// The other way: a value of the shape of [`stacked`], with its pieces along their dim.
+    /// Puts the pieces of a value of the shape of [`stacked`] side by side along their dim.
     fn side_by_side(
         &mut self,
         id: TensorId,
@@ -301,7 +302,7 @@ impl Redistribution<'_> {
         self.reshape(side_by_side, joined)
     }
 
-    /// A whole value, cut between any two elements.
+    /// Returns the flat partition of a whole value.
     fn flat(&self, whole: TensorId, axis: &AxisPlacement) -> Result<Cut, Error> {
         let num_elements = self.graph.read(whole)?.shape.num_elements();
         Ok(Cut {
@@ -310,7 +311,7 @@ impl Redistribution<'_> {
         })
     }
 
-    /// This rank's part of a dim: the slice of rank 0, moved when the step runs.
+    /// Takes this rank's part of a dim: the slice of rank 0, shifted when the step runs.
     fn slice(&mut self, id: TensorId, axis: &AxisPlacement, dim: usize) -> Result<TensorId, Error> {
         let mut local = self.shape(id)?;
         local[dim] /= axis.num_ranks;
@@ -360,7 +361,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// An operation on views, of the kind of tensor that `id` is.
+    /// Creates the node of a base operation, for the kind of tensor that `id` is.
     fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
         let operation = match self.dtype(id)? {
             DType::Bool(_) => OperationIr::BaseBool(op),

@@ -1,4 +1,4 @@
-//! The placement of parameters that moves the fewest bytes.
+//! The search for the placements of parameters that move the fewest bytes.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use super::propagate::ExpandPlacements;
 use crate::error::Error;
 use crate::graph::{Graph, Role};
 
-/// How often every group of parameters is tried.
+/// Greatest number of rounds in which every group of parameters is tried.
 const MAX_SWEEPS: usize = 3;
 
-/// The placements of batch and parameters on one axis with which a step moves the fewest bytes: the batch
-/// is cut along its first dim, and each parameter is replicated or cut along the dim that is best, given
-/// the others. Parameters whose paths differ in numbers alone lie alike. Where cutting costs nothing,
-/// parameters are cut, for the sake of memory.
+/// Finds placements of batch and parameters on one axis with which a step moves few bytes: the batch is cut along its
+/// first dim, and each parameter is replicated or cut along the dim that is best, given the others. Parameters whose
+/// paths differ in numbers alone have equal placements. Where cutting costs nothing, parameters are cut, to save
+/// memory.
 ///
 /// `graph` is one of [`trace`](crate::trace::trace), over the joined batch.
 ///
@@ -26,7 +26,7 @@ pub fn least_communication(graph: &Graph, mesh: &Mesh, axis: &str) -> Result<Exp
     least_communication_with(graph, mesh, axis, &[])
 }
 
-/// [`least_communication`] where the inputs of these names are the same on all ranks.
+/// Finds placements as [`least_communication`] does, where the inputs of these names are the same on all ranks.
 pub(crate) fn least_communication_with(
     graph: &Graph,
     mesh: &Mesh,
@@ -77,7 +77,7 @@ pub(crate) fn least_communication_with(
     Ok(placed(&inputs, axis, &chosen))
 }
 
-/// The path with its numbers left open.
+/// Returns the path with `*` in place of its numbers.
 fn pattern_of(path: &str) -> String {
     let names = path.split('.').map(|name| {
         let is_number = name.bytes().all(|byte| byte.is_ascii_digit());
@@ -86,7 +86,7 @@ fn pattern_of(path: &str) -> String {
     names.collect::<Vec<_>>().join(".")
 }
 
-/// The batch, cut along its first dim.
+/// Returns placements that cut the batch along its first dim.
 fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expand {
     let mut expand = Expand::new();
     for input in graph.inputs() {

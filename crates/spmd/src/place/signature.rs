@@ -1,11 +1,11 @@
-//! What an operation does to dims, independent of which ranks have what.
+//! Signatures: the effect of an operation on dims, independent of ranks.
 
 use std::collections::BTreeMap;
 
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::{TensorId, TensorIr};
 
-/// Names a dim across the operands of one operation: dims of one letter go together.
+/// The name of a dim across the operands of one operation: dims of one letter go together.
 pub(crate) type Letter = char;
 
 /// The dims of an operation's operands, named as in an einsum: a matrix product is `mk, kn -> mn`.
@@ -16,9 +16,9 @@ pub(crate) type Letter = char;
 /// cannot be cut.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Signature {
-    /// In the order of the operation.
+    /// Inputs in the order of the operation.
     pub(crate) inputs: Vec<Operand>,
-    /// In the order of the operation.
+    /// Outputs in the order of the operation.
     pub(crate) outputs: Vec<Operand>,
     /// The letters over which results are combined, and how.
     pub(crate) contracted: BTreeMap<Letter, ReduceOp>,
@@ -27,7 +27,7 @@ pub(crate) struct Signature {
     pub(crate) linear: Vec<Vec<TensorId>>,
 }
 
-/// One tensor of an operation.
+/// A tensor of an operation.
 #[derive(Debug, Clone)]
 pub(crate) struct Operand {
     pub(crate) id: TensorId,
@@ -37,7 +37,7 @@ pub(crate) struct Operand {
 }
 
 impl Operand {
-    /// The dim of a letter.
+    /// Returns the dim of a letter.
     pub(crate) fn dim_of(&self, letter: Letter) -> Option<usize> {
         self.letters.iter().position(|l| *l == Some(letter))
     }
@@ -48,12 +48,12 @@ impl Signature {
         Self::default()
     }
 
-    /// An input with its dims' letters, one each; `.` for dims that are always whole.
+    /// Adds an input with its dims' letters, one each; `.` for dims that are always whole.
     pub(crate) fn input(self, tensor: &TensorIr, letters: &str) -> Self {
         self.input_of(tensor, spelled(letters))
     }
 
-    /// An output with its dims' letters.
+    /// Adds an output with its dims' letters.
     pub(crate) fn output(self, tensor: &TensorIr, letters: &str) -> Self {
         self.output_of(tensor, spelled(letters))
     }
@@ -68,25 +68,25 @@ impl Signature {
         self
     }
 
-    /// Results are sums over this letter.
+    /// Declares that results are sums over this letter.
     pub(crate) fn sums(self, letter: Letter) -> Self {
         self.contracts(letter, ReduceOp::Sum)
     }
 
-    /// Results are combined over this letter.
+    /// Declares that results are combined over this letter.
     pub(crate) fn contracts(mut self, letter: Letter, op: ReduceOp) -> Self {
         self.contracted.insert(letter, op);
         self
     }
 
-    /// Results are linear in these inputs together.
+    /// Declares that results are linear in these inputs together.
     pub(crate) fn linear_in<'a>(mut self, tensors: impl IntoIterator<Item = &'a TensorIr>) -> Self {
         self.linear
             .push(tensors.into_iter().map(|tensor| tensor.id).collect());
         self
     }
 
-    /// Every letter, once, in alphabetical order.
+    /// Returns every letter, once, in alphabetical order.
     pub(crate) fn letters(&self) -> Vec<Letter> {
         let operands = self.inputs.iter().chain(&self.outputs);
         let mut letters: Vec<_> = operands
@@ -115,7 +115,7 @@ fn spelled(letters: &str) -> Vec<Option<Letter>> {
         .collect()
 }
 
-/// Letters for the dims of a tensor of any rank, `A` for the first.
+/// Returns letters for any number of dims, `A` for the first.
 pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
     (b'A'..)
         .take(num_dims)
@@ -123,8 +123,8 @@ pub(crate) fn alphabet(num_dims: usize) -> Vec<Option<Letter>> {
         .collect()
 }
 
-/// Letters of a tensor that is broadcast to `shape`, whose dims have the letters of [`alphabet`]:
-/// dims are aligned at the end, and those of another size are whole.
+/// Returns the letters of a tensor that is broadcast to `shape`, whose dims have the letters of [`alphabet`]: dims are
+/// aligned at the end, and those of another size are whole.
 pub(crate) fn aligned(tensor: &TensorIr, shape: &[usize]) -> Vec<Option<Letter>> {
     let own = tensor.shape.to_vec();
     let missing = shape.len().saturating_sub(own.len());

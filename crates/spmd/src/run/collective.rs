@@ -14,14 +14,14 @@ use burn_ir::{BackendIr, HandleKind};
 use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
-/// An operation that has been started.
+/// A collective that has been started.
 pub(super) struct Started {
     pending: Pending,
     /// Length of each result in elements, padding included, and its type.
     results: Vec<(usize, DType)>,
 }
 
-/// Why a collective did not run.
+/// The reason why a collective did not run.
 pub(super) enum Failure {
     Collective(burn_fsdp_collectives::Error),
     Other(String),
@@ -33,7 +33,7 @@ impl From<burn_fsdp_collectives::Error> for Failure {
     }
 }
 
-/// What this rank gives of a part.
+/// The bytes that this rank gives of a part, with the part and the type of its elements.
 type Given<'a> = (Source, &'a CollectivePart, ElementType);
 
 fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
@@ -94,7 +94,7 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// The flat results, one per part, as host data without a copy.
+    /// Waits for the flat results, one per part, as host data without a copy.
     pub(super) fn wait(self) -> Result<Vec<TensorData>, Failure> {
         // Until the peers have read them, sources could not be updated in place.
         let received = self.pending.wait_released()?;
@@ -113,7 +113,7 @@ fn reduction(op: Option<ReduceOp>) -> Reduction {
     }
 }
 
-/// A received buffer as flat data of `len` elements, padded with zeros.
+/// Returns a received buffer as flat data of `len` elements, padded with zeros.
 fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     let num_bytes = len * dtype.size();
     let bytes = match buffer.len() == num_bytes {
@@ -127,7 +127,7 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [len], dtype)
 }
 
-/// The first bytes of a tensor in the order of its dims: read where they lie on Flex, read back elsewhere.
+/// Returns the first bytes of a tensor in the order of its dims: on Flex in the tensor's memory, elsewhere read back.
 fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Source, Failure> {
     let flex = match &tensor {
         HandleKind::Float(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),

@@ -1,4 +1,4 @@
-//! One rank's tensors, and the nodes that run over them.
+//! The executor: one rank's tensors, and the run of a graph's nodes over them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,7 +25,7 @@ use crate::panics::message;
 use crate::ranks::DATA_AXIS;
 use crate::trace::StepScalars;
 
-/// One rank's tensors, and what runs graphs over them.
+/// The executor of one rank: holds its tensors and runs graphs over them.
 ///
 /// Parameters, buffers and states stay in it from step to step, under the ids that they have in the
 /// graph. A failed run leaves them in no defined state.
@@ -37,14 +37,14 @@ pub struct Executor<B: BackendIr> {
     table: MemoryTable,
     /// Collectives under way, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
-    /// Given values that are there.
+    /// Shapes and types of the given values that are set.
     present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
 }
 
 impl<B: BackendIr> Executor<B> {
-    /// Without any tensors.
+    /// Creates an executor without tensors.
     pub fn new(device: B::Device, group: ProcessGroup) -> Self {
         Self {
             interpreter: TensorInterpreter::new(device),
@@ -58,34 +58,34 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// With the ranks along each mesh axis; without, all ranks are along the axis `data`.
+    /// Sets the ranks along each mesh axis; by default all ranks are along the axis `data`.
     #[must_use]
-    pub fn with_axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
+    pub fn axes(mut self, axes: impl IntoIterator<Item = (Arc<str>, ProcessGroup)>) -> Self {
         self.axes = axes.into_iter().collect();
         self
     }
 
-    /// Knows these operations, and no others that are not Burn's.
+    /// Sets the operations beside Burn's that graphs may use, in place of those set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
         self.operations = operations;
     }
 
-    /// The operations that it knows beside Burn's.
+    /// Returns the operations beside Burn's that graphs may use.
     pub fn operations(&self) -> &CustomOperations<B> {
         &self.operations
     }
 
-    /// The ranks that run together.
+    /// Returns the ranks that run together.
     pub fn group(&self) -> &ProcessGroup {
         &self.group
     }
 
-    /// What the tensors take.
+    /// Returns the table of the tensors' memory.
     pub fn table(&self) -> &MemoryTable {
         &self.table
     }
 
-    /// The same, to begin a measurement.
+    /// Returns the table of the tensors' memory, to begin a measurement.
     pub fn table_mut(&mut self) -> &mut MemoryTable {
         &mut self.table
     }
@@ -99,7 +99,7 @@ impl<B: BackendIr> Executor<B> {
         self.count(id);
     }
 
-    /// Whether a given value is there.
+    /// Returns true if a given value is set.
     pub fn has(&self, id: TensorId) -> bool {
         self.present.contains_key(&id)
     }
@@ -190,7 +190,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(value)
     }
 
-    /// [`run`](Self::run) of a graph without a loss.
+    /// Runs a graph without a loss once, as [`run`](Self::run) does.
     ///
     /// # Errors
     ///
@@ -370,7 +370,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Feeds back what the step computed, and frees what it leaves.
+    /// Makes the graph's updates, and frees the loss and the inputs.
     fn finish(&mut self, graph: &Graph) {
         // All at once: an update may read what another replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
@@ -398,7 +398,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Where a result lies.
+    /// Returns the address of a result.
     fn address(&mut self, output: &TensorIr) -> Option<Address> {
         let tensor = TensorIr {
             status: TensorStatus::ReadOnly,

@@ -7,7 +7,7 @@ use burn_backend::TensorMetadata;
 use burn_flex::FlexTensor;
 use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr};
 
-/// Which tensors lie in which memory, and how many bytes that is.
+/// The memory of each live tensor, and the bytes of all of it.
 ///
 /// Tensors are counted by the memory that they lie in, once, however many views there are. On Flex
 /// that memory is known exactly; on other backends every tensor counts as memory of its own size.
@@ -21,7 +21,7 @@ pub struct MemoryTable {
     peak_node: Option<usize>,
 }
 
-/// Where a tensor lies.
+/// The address and size of a tensor's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Address {
     address: usize,
@@ -44,7 +44,7 @@ impl Address {
         }
     }
 
-    /// The memory that a collective under way writes.
+    /// Returns an address for the memory that a collective under way writes.
     pub(super) fn reserved(output: &TensorIr) -> Self {
         Self {
             address: (output.id.value() as usize) << 1 | 1,
@@ -64,18 +64,18 @@ impl Address {
 }
 
 impl MemoryTable {
-    /// Bytes of all tensors now.
+    /// Returns the bytes of all tensors now.
     pub fn live_bytes(&self) -> usize {
         self.live_bytes
     }
 
-    /// The most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results
-    /// count beside its inputs, unless they are written in place.
+    /// Returns the most bytes at once since the last [`reset_peak`](Self::reset_peak). An operation's results count
+    /// beside its inputs, unless they are written in place.
     pub fn peak_bytes(&self) -> usize {
         self.peak_bytes
     }
 
-    /// The node at which the peak was reached, if it was while a graph ran.
+    /// Returns the node at which the peak was reached, if it was while a graph ran.
     pub fn peak_node(&self) -> Option<usize> {
         self.peak_node
     }
@@ -96,8 +96,8 @@ impl MemoryTable {
         }
     }
 
-    /// Counts what a node wrote, and no more what it took. Both are there while the node runs, except
-    /// for what it wrote in the memory of what it took.
+    /// Counts the values that a node wrote, and no more those that it took. For the peak both count, unless a value was
+    /// written in the memory of one that was taken.
     pub(super) fn write(
         &mut self,
         written: &[(TensorId, Address)],
@@ -166,7 +166,7 @@ impl MemoryTable {
         }
     }
 
-    /// Names a tensor differently.
+    /// Gives the memory of a tensor a second id, in place of whatever that id had.
     pub(super) fn rename(&mut self, from: TensorId, into: TensorId) {
         self.remove(into);
         if let Some(address) = self.values.get(&from).copied() {

@@ -1,4 +1,4 @@
-//! What a step did when.
+//! Timelines: the nodes that a step ran, with their times.
 
 use std::time::{Duration, Instant};
 
@@ -6,22 +6,22 @@ use serde_json::{Value, json};
 
 use crate::graph::{Node, Stage};
 
-/// One node that ran.
+/// A node that ran, with its times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// Its operation.
+    /// Name of the operation.
     pub name: String,
     /// `compute`, `communication` or `wait`.
     pub kind: &'static str,
-    /// Forward, backward or optimizer.
+    /// Phase: forward, backward or optimizer.
     pub phase: String,
     /// Index in the schedule.
     pub node: usize,
-    /// Since the step began.
+    /// Time from the beginning of the step to that of the node.
     pub start: Duration,
-    /// How long it took.
+    /// Time that the node took.
     pub duration: Duration,
-    /// Bytes of all tensors after it.
+    /// Bytes of all tensors after the node.
     pub live_bytes: usize,
 }
 
@@ -39,7 +39,7 @@ impl Default for Timeline {
 }
 
 impl Timeline {
-    /// An empty timeline that begins now.
+    /// Creates an empty timeline that begins now.
     pub fn new() -> Self {
         Self {
             began: Instant::now(),
@@ -47,12 +47,12 @@ impl Timeline {
         }
     }
 
-    /// The moment from which its times count.
+    /// Returns the moment from which the times count.
     pub fn began(&self) -> Instant {
         self.began
     }
 
-    /// What ran.
+    /// Returns the nodes that ran, in order.
     pub fn spans(&self) -> &[Span] {
         &self.spans
     }
@@ -78,9 +78,8 @@ impl Timeline {
         });
     }
 
-    /// The events of this rank for `chrome://tracing` or Perfetto: spans of computation and of
-    /// communication in a row each, and a curve of memory. A file holds an array of the
-    /// events of all ranks.
+    /// Returns the events of this rank for `chrome://tracing` or Perfetto: spans of computation and of communication in
+    /// a row each, and a curve of memory. A file holds an array of the events of all ranks.
     pub fn chrome_events(&self, rank: usize) -> Vec<Value> {
         let micros = |duration: Duration| duration.as_secs_f64() * 1e6;
         let name = |thread: usize, name: &str| {

@@ -1,4 +1,4 @@
-//! Batches: what a loss takes beside the model.
+//! Batches: the tensors that a loss takes beside the model.
 
 use std::hash::Hash;
 
@@ -42,20 +42,20 @@ pub trait Batch: Clone + 'static {
     fn map(self, mapper: &mut impl BatchMapper) -> Self;
 }
 
-/// What is done with each tensor of a batch.
+/// A mapper of the tensors of a batch, see [`Batch::map`].
 pub trait BatchMapper {
-    /// For a float tensor of that name.
+    /// Maps a float tensor of that name.
     fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D>;
-    /// For an int tensor of that name.
+    /// Maps an int tensor of that name.
     fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int>;
-    /// For a bool tensor of that name.
+    /// Maps a bool tensor of that name.
     fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool>;
-    /// For a value of that name that is no tensor, such as a length or a flag: a graph is made for each
-    /// value that comes. What changes in every step, as a schedule does, is better a tensor.
+    /// Takes a value of that name that is no tensor, such as a length or a flag: a graph is made for each value that
+    /// comes. A value that changes in every step, such as a learning rate, is better a tensor.
     fn fixed(&mut self, name: &str, value: &impl Hash);
     /// Begins a part of that name: names inside it are `name.inner`.
     fn enter(&mut self, name: &str);
-    /// Ends it.
+    /// Ends the part that began last.
     fn exit(&mut self);
 }
 
@@ -121,7 +121,7 @@ tuple_batch!(A "0", B "1", C "2", E "3", F "4", G "5");
 /// Name, shape and type of a tensor of a batch.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct InputSpec {
-    /// Such as `0` for the first of a tuple, or `images`.
+    /// Name of the tensor, such as `0` for the first of a tuple, or `images`.
     pub name: String,
     /// Shape on this rank.
     pub shape: Vec<usize>,
@@ -129,7 +129,7 @@ pub struct InputSpec {
     pub dtype: DType,
 }
 
-/// Names, shapes and types of a batch's tensors: what a graph is compiled for.
+/// Returns names, shapes and types of a batch's tensors: a graph is compiled for these.
 ///
 /// # Errors
 ///
@@ -150,14 +150,14 @@ pub fn specs_of<B: Batch>(batch: &B) -> Result<Vec<InputSpec>, Error> {
     Ok(found)
 }
 
-/// Names and hashes of a batch's values that are no tensors: a graph is compiled for these, too.
+/// Returns names and hashes of a batch's values that are no tensors: a graph is compiled for these, too.
 pub(crate) fn fixed_of<B: Batch>(batch: &B) -> Vec<(String, u64)> {
     let mut walk = Walk::new(|_: String, _: Vec<usize>, _| ());
     let _ = batch.clone().map(&mut walk);
     walk.fixed
 }
 
-/// The data of a batch's tensors, by name, read back to the host.
+/// Reads the data of a batch's tensors back to the host, by name.
 pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     struct Read {
         path: Path,
@@ -192,7 +192,7 @@ pub fn data_of<B: Batch>(batch: &B) -> Vec<(String, TensorData)> {
     read.found
 }
 
-/// Where a mapper is in a batch.
+/// The names of the parts of a batch that a mapper is in.
 #[derive(Default)]
 pub(super) struct Path(pub(super) Vec<String>);
 
@@ -264,16 +264,16 @@ impl<T, F: FnMut(String, Vec<usize>, DType) -> T> BatchMapper for Walk<T, F> {
     }
 }
 
-/// Shape of the tensor to trace for one of the batch, by its name and shape.
+/// A function from name and shape of a tensor of the batch to the shape to trace.
 pub(crate) type JoinedShape<'a> = &'a dyn Fn(&str, &[usize]) -> Vec<usize>;
 
-/// Replaces every tensor of a batch by a fake one of the joined shape and the same type on the capture
+/// The mapper that replaces every tensor of a batch by a fake one of the joined shape and the same type on the capture
 /// device.
 pub(super) struct Fake<'a, F> {
     pub(super) device: &'a Device,
     pub(super) path: Path,
     pub(super) joined: JoinedShape<'a>,
-    /// Told the name and the tensor's id in the graph.
+    /// Callback with the name of each tensor and its fake; `None` for a fake that is not on the capture device.
     pub(super) found: F,
 }
 

@@ -1,9 +1,10 @@
-//! From what was recorded to a graph.
+//! The builder: makes a graph of a recording.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::tensor::TensorData;
+use burn_fsdp_mesh::Layout;
 use burn_ir::{OperationIr, TensorId};
 
 use super::batch::InputSpec;
@@ -11,16 +12,16 @@ use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
 use crate::error::Error;
-use crate::graph::{Graph, Node, Parameter, ParameterLayout, Phase, Role, ScalarSlot, Update};
+use crate::graph::{Graph, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{operation_name, rename, set_status};
 
-/// What the closures left on the capture device.
+/// The tensors of the module, the batch and the loss on the capture device.
 pub(super) struct Captures {
     pub(super) before: Vec<Leaf>,
     pub(super) with_gradients: Vec<Leaf>,
-    /// For each tensor, whether it is a running statistic.
+    /// True for each tensor that is a running statistic, in the order of the leaves.
     pub(super) running: Vec<bool>,
-    /// What running statistics become.
+    /// The new value of each running statistic that has one, in the order of the leaves.
     pub(super) updates: Vec<Option<Captured>>,
     pub(super) inputs: Vec<Option<Captured>>,
     pub(super) loss: Captured,
@@ -29,18 +30,18 @@ pub(super) struct Captures {
 /// A graph in the making.
 pub(super) struct Builder {
     graph: Graph,
-    /// From ids of the recording to those of the graph.
+    /// Ids of the graph, by those of the recording.
     ids: BTreeMap<TensorId, TensorId>,
     operations: Vec<OperationIr>,
     constants: BTreeMap<TensorId, Arc<TensorData>>,
     pub(super) leaves: Vec<Leaf>,
-    /// The buffers that change, and what they become.
+    /// The buffers that change, with their new values.
     changed: Vec<(TensorId, TensorId)>,
     loss: TensorId,
 }
 
 impl Builder {
-    /// Gives every given value a role and an id.
+    /// Creates a builder, and gives every given value a role and an id.
     pub(super) fn new(
         recording: Recording<Captures>,
         specs: Vec<InputSpec>,
@@ -85,7 +86,7 @@ impl Builder {
                 value,
                 shape: leaf.shape.clone(),
                 dtype: leaf.dtype,
-                layout: ParameterLayout::Whole,
+                layout: Layout::one_rank(),
                 gradient: None,
                 states: Vec::new(),
                 is_buffer,
@@ -149,7 +150,7 @@ impl Builder {
         }
     }
 
-    /// The recorded operations that the loss, the gradients and the changed buffers need.
+    /// Adds the recorded operations that the loss, the gradients and the changed buffers need.
     fn add_forward_and_backward(&mut self) -> Result<(), Error> {
         let gradients: BTreeMap<TensorId, Arc<str>> = self
             .leaves
@@ -201,7 +202,7 @@ impl Builder {
         Ok(())
     }
 
-    /// The optimizer's step for one parameter, if it has a gradient.
+    /// Adds the optimizer's step for one parameter, if it has a gradient.
     fn add_optimizer(&mut self, index: usize, step: &StepScalars) -> Result<(), Error> {
         let missing = || Error::Internal("an optimizer reads what nothing writes".to_owned());
         let leaf = self.leaves[index].clone();
@@ -284,8 +285,8 @@ fn read_only(operation: &mut OperationIr) {
     set_status(operation, |_| burn_ir::TensorStatus::ReadOnly);
 }
 
-/// The operations that `wanted` depends on, cut at the given tensors; random numbers that the loss
-/// draws stay even if unused, because the numbers after them depend on it.
+/// Returns the operations that `wanted` depends on, cut at the given tensors. Random numbers that the loss draws stay
+/// even if unused, because the numbers after them depend on it.
 ///
 /// # Errors
 ///

@@ -20,7 +20,7 @@ use crate::panics::caught;
 /// pass that sees the whole step.
 pub(super) type Tape = Autodiff<CaptureBackend, NoCheckpointing>;
 
-/// A tensor of the capture device as the graph knows it.
+/// The id, shape and type of a tensor of the capture device.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Captured {
     pub(super) id: TensorId,
@@ -38,7 +38,7 @@ impl Captured {
     }
 }
 
-/// The captured tensor behind a float tensor, tracked or not; `None` if it is on another device.
+/// Returns the captured tensor behind a float tensor, tracked or not; `None` if it is on another device.
 pub(super) fn float_id<const D: usize>(tensor: &Tensor<D>) -> Option<Captured> {
     if let Ok(tracked) = tensor.clone().try_into_primitive::<Tape>() {
         return Some(Captured::of(tracked.primitive()));
@@ -47,7 +47,7 @@ pub(super) fn float_id<const D: usize>(tensor: &Tensor<D>) -> Option<Captured> {
     plain.ok().map(|plain| Captured::of(&plain))
 }
 
-/// The captured tensor behind an int tensor.
+/// Returns the captured tensor behind an int tensor.
 pub(super) fn int_id<const D: usize>(tensor: &Tensor<D, Int>) -> Option<Captured> {
     if let Ok(tensor) = tensor.clone().try_into_primitive::<Tape>() {
         return Some(Captured::of(&tensor));
@@ -56,7 +56,7 @@ pub(super) fn int_id<const D: usize>(tensor: &Tensor<D, Int>) -> Option<Captured
     plain.ok().map(|plain| Captured::of(&plain))
 }
 
-/// The captured tensor behind a bool tensor.
+/// Returns the captured tensor behind a bool tensor.
 pub(super) fn bool_id<const D: usize>(tensor: &Tensor<D, Bool>) -> Option<Captured> {
     if let Ok(tensor) = tensor.clone().try_into_primitive::<Tape>() {
         return Some(Captured::of(&tensor));
@@ -65,7 +65,7 @@ pub(super) fn bool_id<const D: usize>(tensor: &Tensor<D, Bool>) -> Option<Captur
     plain.ok().map(|plain| Captured::of(&plain))
 }
 
-/// The types that tensors get on a device if nobody asks for others.
+/// The default types of tensors on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Defaults {
     float: FloatDType,
@@ -74,8 +74,8 @@ pub(crate) struct Defaults {
 }
 
 impl Defaults {
-    /// Those of the device on which the step will run: the module that is traced has the types of the
-    /// one that is trained.
+    /// Returns the default types of the device on which the step will run: the module that is traced has the types of
+    /// the one that is trained.
     pub(crate) fn of(device: &Device) -> Self {
         let settings = device.settings();
         Self {
@@ -90,7 +90,7 @@ impl Defaults {
 /// are. Each keeps the default types that it was made with.
 static IDLE: Mutex<Vec<(Option<Defaults>, Device)>> = Mutex::new(Vec::new());
 
-/// A capture device that nobody else uses.
+/// A capture device for the use of one recording at a time; it is idle again when dropped.
 pub(super) struct Lease {
     defaults: Option<Defaults>,
     device: Device,
@@ -133,14 +133,14 @@ impl Drop for Lease {
     }
 }
 
-/// What was recorded, and what the recorder returned.
+/// A recording: operations, host data, and the result of the closure that was recorded.
 pub(super) struct Recording<T> {
     pub(super) operations: Vec<OperationIr>,
     pub(super) values: Vec<(TensorId, TensorData)>,
     pub(super) result: T,
 }
 
-/// Which part of a recording is running, for errors.
+/// The part of a recording that is running, for errors.
 pub(super) struct Progress(Cell<&'static str>);
 
 impl Progress {
@@ -163,8 +163,8 @@ pub(super) fn record_with<T>(
     record_on(&Lease::take(defaults), stage, record)
 }
 
-/// [`record_with`] on a device that the caller keeps: tensors that outlive the recording can only be moved to
-/// another one.
+/// Records as [`record_with`] does, on a device that the caller keeps: tensors that outlive the recording can only be
+/// moved to another one.
 ///
 /// # Errors
 ///
@@ -208,7 +208,7 @@ fn failed(progress: &Progress, reason: String, operations: &[OperationIr]) -> Er
     }
 }
 
-/// The operation that writes the tensor that a message of Burn mentions as `TensorId(7)`.
+/// Returns the operation that writes the tensor that a message of Burn mentions, as `TensorId(7)`.
 fn mentioned(reason: &str, operations: &[OperationIr]) -> Option<String> {
     let (_, rest) = reason.split_once("TensorId(")?;
     let (number, _) = rest.split_once(')')?;

@@ -1,4 +1,4 @@
-//! From a module, a loss and an optimizer to a graph.
+//! The tracer: makes a graph of a module, a loss and an optimizer.
 //!
 //! [`trace`] runs the closures once on Burn's capture device, which records operations and computes
 //! nothing: parameters and batch are fake tensors of the right shapes. What comes out is a
@@ -32,10 +32,10 @@ use builder::{Builder, Captures};
 use capture::{Tape, float_id, record_with};
 use module::{Leaf, leaves, updates, with_fakes};
 
-/// How to trace.
+/// The optimizer's step that is traced.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TraceConfig {
-    /// Which step of the optimizer the graph ends with.
+    /// Step of the optimizer with which the graph ends.
     pub step: OptimizerStep,
     /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
     /// uses the same operations for them; see [`StepScalars::structure`].
@@ -43,7 +43,7 @@ pub struct TraceConfig {
 }
 
 impl Default for TraceConfig {
-    /// A later step at learning rate 0.001.
+    /// Returns a later step at learning rate 0.001.
     fn default() -> Self {
         Self {
             step: OptimizerStep::Next,
@@ -95,8 +95,8 @@ where
     })
 }
 
-/// [`trace`] of a batch whose tensors have other shapes than those at hand, with the default types of a device and
-/// the optimizer's step that is given for the tensors of the module.
+/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with the default types of a device, and
+/// with the step that `optimizer` gives for the tensors of the module.
 pub(crate) fn trace_joined<M, B>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> Tensor<1>,
@@ -158,7 +158,7 @@ where
     builder.build(&step)
 }
 
-/// The module whose running statistics have taken an update inside the loss: it ran a second time, for which
+/// Returns the module whose running statistics have taken an update inside the loss: it ran a second time, for which
 /// Burn moves them in a way that the capture device refuses.
 fn running_twice<M: Module>(model: &M, before: &[Leaf]) -> Option<String> {
     let now = leaves(model, None);

@@ -13,19 +13,19 @@ use super::capture::{Captured, Tape, bool_id, float_id, int_id};
 #[derive(Debug, Clone)]
 pub(crate) struct Leaf {
     pub(super) path: Arc<str>,
-    /// Burn's own name of it, which copies share.
+    /// Burn's id of the parameter, which copies share.
     pub(super) id: ParamId,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: DType,
     pub(super) captured: Option<Captured>,
     pub(super) gradient: Option<Captured>,
     pub(super) is_float: bool,
-    /// A float parameter that requires a gradient.
+    /// True for a float parameter that requires a gradient.
     pub(super) is_trained: bool,
 }
 
-/// Replaces every tensor of a module by a fake one: of the same shape and type, and of no memory. Lazy
-/// parameters stay uninitialised, so that no weight is ever computed.
+/// Replaces every tensor of a module by a fake one of the same shape and type, which has no memory. Lazy parameters are
+/// not initialised, so that no weight is ever computed.
 pub(super) fn with_fakes<M: Module>(module: M, device: &Device, tracked: &Device) -> M {
     module.map(&mut Fakes { device, tracked })
 }
@@ -88,7 +88,7 @@ impl ModuleMapper for Fakes<'_> {
     }
 }
 
-/// The tensors of a module in the order in which it is visited, with their gradients if any.
+/// Returns the tensors of a module in the order in which it is visited, with their gradients if any.
 pub(super) fn leaves<M: Module>(module: &M, gradients: Option<&mut Gradients>) -> Vec<Leaf> {
     let mut visitor = Leaves {
         path: Vec::new(),
@@ -167,7 +167,7 @@ impl ModuleVisitor for Leaves<'_> {
     }
 }
 
-/// For every tensor of the module, whether it requires a gradient.
+/// Returns true for every tensor of the module that requires a gradient.
 pub(super) fn trained<M: Module>(module: &M) -> Vec<bool> {
     struct Trained(Vec<bool>);
     impl ModuleVisitor for Trained {
@@ -200,7 +200,7 @@ pub(super) fn with_marks<M: Module>(module: M, tracked: &Device) -> M {
     module.map(&mut Marks(tracked))
 }
 
-/// For every tensor of a module with [marks](with_marks), whether it is a running statistic.
+/// Returns true for every tensor of a module with [marks](with_marks) that is a running statistic.
 pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
     trained(marked)
         .into_iter()
@@ -209,8 +209,8 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .collect()
 }
 
-/// What the running statistics of a module become by what it ran, `None` for those that stay and for all
-/// other tensors; and which tensors are running statistics. The module is no good afterwards.
+/// Returns which tensors of a module are running statistics, and the new values of those that its run has updated;
+/// `None` for all other tensors. It consumes the module.
 ///
 /// Burn keeps an update apart until the mode of the module changes, and offers no other way to it. Only
 /// statistics may go through that here: parameters off the tape cannot, and they are replaced by marks.

@@ -1,4 +1,4 @@
-//! What a module consists of, without any of its values.
+//! The tensors of a module by path, shape and type, without their values.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,15 +19,15 @@ pub struct ParameterSpec {
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
-    /// Whether it is a float parameter that requires a gradient.
+    /// True for a float parameter that requires a gradient.
     pub is_trained: bool,
-    /// Whether it is no parameter: a running statistic, or not of a float type. Such a tensor is never
+    /// True for a tensor that is no parameter: a running statistic, or not of a float type. Such a tensor is never
     /// divided.
     pub is_buffer: bool,
 }
 
-/// The tensors of the module that `init` makes, in the order in which it is visited; a running statistic that
-/// occurs under several paths once, under the first. No weight is computed.
+/// Returns the tensors of the module that `init` makes, in the order in which it is visited. A running statistic that
+/// occurs under several paths is there once, under the first. No weight is computed.
 ///
 /// # Errors
 ///
@@ -37,7 +37,7 @@ pub fn parameters<M: Module>(init: impl FnOnce(&Device) -> M) -> Result<Vec<Para
     parameters_with(None, init)
 }
 
-/// [`parameters`], with the types of a device.
+/// Returns the tensors as [`parameters`] does, with the default types of a device.
 pub(crate) fn parameters_with<M: Module>(
     defaults: Option<Defaults>,
     init: impl FnOnce(&Device) -> M,

@@ -8,7 +8,7 @@ use burn_fsdp_spmd::graph::Flops;
 /// All of them. They are in the graphs of losses that `burn_fsdp_models::fused::recorded` records.
 pub(crate) fn operations() -> CustomOperations {
     let add = |known: CustomOperations, operation: FusedOperation| {
-        known.with_kernel(
+        known.kernel(
             operation.name(),
             move |call, tensors| operation.run(call, tensors),
             move |call| {

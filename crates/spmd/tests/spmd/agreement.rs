@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::module::Module;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, Strategy, compile};
 
 use crate::eager::{self, adamw};
 
@@ -80,7 +80,7 @@ where
             .map(|(path, data)| (path.clone(), data.try_to_vec::<f32>().unwrap()))
             .collect(),
     };
-    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+    for style in [Strategy::NoShard, Strategy::FullShard] {
         for num_ranks in 1..=3 {
             Device::flex().seed(1);
             let body = move |world: ProcessGroup| trained(&world, style, init, loss, rows);
@@ -100,7 +100,7 @@ where
 
 fn trained<M, B>(
     world: &ProcessGroup,
-    style: DataParallel,
+    style: impl Into<DataParallel>,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
     rows: fn(usize, Range<usize>, &Device) -> B,

@@ -134,7 +134,7 @@ fn optimizers_with_other_first_steps_work() {
 fn other_input_shapes_get_a_graph_of_their_own_and_the_cache_is_bounded() {
     let _guard = seeded();
     let device = Device::flex();
-    let mode = Mode::single().with_cache(2);
+    let mode = Mode::single().cache(2);
     let mut step = compile(Gpt::new, Gpt::loss, AdamWConfig::new().build(), mode).unwrap();
     let mut run = |rows: usize| {
         step.step(1e-3, &tokens(rows, 0, rows, &device)).unwrap();

@@ -7,7 +7,7 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_models::fused::{FusedOperation, recorded};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use burn_fsdp_spmd::graph::Phase;
-use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{CompiledStep, Error, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
@@ -46,7 +46,7 @@ fn batch(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tokens {
 
 fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     let step = compile(init, loss, adamw().build(), mode)?;
-    Ok(step.with_operations(fused::operations()))
+    Ok(step.operations(fused::operations()))
 }
 
 /// How often each operation that is not Burn's occurs, by name and phase.
@@ -109,7 +109,7 @@ fn ranks_train_a_gpt_of_fused_operations_like_one_on_the_joined_batch() {
     let _guard = seeded();
     let whole = |step, device: &Device| batch(step, 0..ROWS, device);
     let expected = eager::train(init, loss, whole, STEPS, |_| 1e-2, adamw().init());
-    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+    for style in [Strategy::NoShard, Strategy::FullShard] {
         for num_ranks in [2, 3] {
             let body = move |world: ProcessGroup| -> Result<_, Error> {
                 let mode = Mode::data_parallel(world.clone(), style).verified();
@@ -140,7 +140,7 @@ fn operations_that_nobody_knows_are_named() {
     let error = step.step(1e-2, &batch(0, 0..ROWS, &Device::flex()));
     let message = error.unwrap_err().to_string();
     assert!(
-        message.contains("models.layer_norm") && message.contains("with_operations"),
+        message.contains("models.layer_norm") && message.contains("operations"),
         "{message}"
     );
     // Nothing has changed: without `recorded`, the model is composed of Burn's.
@@ -154,13 +154,13 @@ fn operations_that_nobody_knows_are_named() {
 #[test]
 fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
     let broken = |run: fn() -> usize| {
-        let operations = fused::operations().with_kernel(
+        let operations = fused::operations().kernel(
             "models.gelu",
             move |_, tensors| tensors.into_iter().cycle().take(run()).collect(),
             |_| Default::default(),
         );
         let step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
-        let mut step = step.with_operations(operations);
+        let mut step = step.operations(operations);
         let batch = batch(0, 0..ROWS, &Device::flex());
         let message = step.step(1e-2, &batch).unwrap_err().to_string();
         assert!(message.contains("models.gelu"), "{message}");

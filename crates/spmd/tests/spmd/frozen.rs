@@ -11,8 +11,8 @@ use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::activation::softplus;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
-use burn_fsdp_spmd::graph::ParameterLayout;
-use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
+use burn_fsdp_mesh::Cut;
+use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
 use crate::agreement::{ROWS, agrees, data, vectors};
 use crate::compiled::seeded;
@@ -174,7 +174,7 @@ fn frozen_parameters_are_sharded_and_gathered_but_not_reduced() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard).verified();
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard).verified();
         let mut step = compile(first_frozen, Two::loss, adamw().build(), mode)?;
         // Before there is a graph, and after.
         let before = step.layout("a.weight")?;
@@ -184,7 +184,10 @@ fn frozen_parameters_are_sharded_and_gathered_but_not_reduced() {
         step.step(1e-2, &batch)?;
         let after = world.counts();
         assert_eq!(step.layout("a.weight")?, before);
-        assert!(matches!(before, ParameterLayout::Flat(_)), "{before:?}");
+        assert!(
+            !before.is_whole() && before.cut == Cut::Elements,
+            "{before:?}"
+        );
         let kinds = [
             OperationKind::AllGather,
             OperationKind::ReduceScatter,
@@ -259,7 +262,7 @@ fn two_models_are_trained_against_each_other() {
     let expected = adversaries();
     let body = |world: ProcessGroup| -> Result<Vec<[f64; 2]>, Error> {
         let device = Device::flex();
-        let mode = || Mode::data_parallel(world.clone(), DataParallel::FullyShard).verified();
+        let mode = || Mode::data_parallel(world.clone(), Strategy::FullShard).verified();
         let seed = || {
             if world.rank() == 0 {
                 device.seed(1);

@@ -6,7 +6,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::SgdConfig;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
-use burn_fsdp_spmd::{Batch, BatchMapper, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Batch, BatchMapper, Error, Mode, Strategy, compile};
 
 use crate::agreement::data;
 use crate::compiled::seeded;
@@ -145,7 +145,7 @@ fn a_rank_that_cannot_prepare_a_step_tells_the_others_and_all_go_on() {
             }
             y
         };
-        let mode = Mode::data_parallel(world, DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world, Strategy::FullShard);
         let mut step = compile(layer, loss, SgdConfig::new().build(), mode)?;
         let mut said = Vec::new();
         for rows in [3, 3, 2, 3] {

@@ -7,7 +7,7 @@ use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::SgdConfig;
 use burn::tensor::{Bool, Device, Distribution, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
-use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
 use crate::agreement::{ROWS, agrees, agrees_closely, vectors};
 use crate::compiled::seeded;
@@ -185,7 +185,7 @@ fn tensors_of_other_host_data_are_noticed() {
         "{error}"
     );
     let body = |world: ProcessGroup| -> Result<_, Error> {
-        let mode = Mode::data_parallel(world, DataParallel::FullyShard);
+        let mode = Mode::data_parallel(world, Strategy::FullShard);
         let mut step = compile(of_the_host, Features::loss, SgdConfig::new().build(), mode)?;
         let batch = vectors(0, 0..3, &Device::flex());
         Ok(step.step(1e-1, &batch).map_err(|error| error.to_string()))

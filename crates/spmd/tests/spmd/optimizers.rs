@@ -7,7 +7,7 @@ use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::{Device, Distribution, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, OptimizerState, compile};
+use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, OptimizerState, Strategy, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, Trained};
@@ -157,9 +157,9 @@ impl ForEach for Ranks {
         let init = init_for(needs);
         let expected = expected(init, optimizer.clone(), rate);
         let styles = [
-            DataParallel::Replicate,
-            DataParallel::FullyShard,
-            DataParallel::Default,
+            Strategy::NoShard.into(),
+            Strategy::FullShard.into(),
+            DataParallel::Automatic,
         ];
         for style in styles {
             Device::flex().seed(1);
@@ -174,8 +174,8 @@ impl ForEach for Ranks {
                     .collect()
             };
             let what = format!("{name}, {style:?}");
-            let is_refused =
-                style == DataParallel::FullyShard && matches!(needs, Needs::Whole | Needs::Matrix);
+            let is_refused = style == Strategy::FullShard.into()
+                && matches!(needs, Needs::Whole | Needs::Matrix);
             match launch(LaunchConfig::new(2), body).map(|mut losses| losses.swap_remove(0)) {
                 Ok(_) if is_refused => self.0.push(format!("{what} is not refused")),
                 Ok(losses) => {
@@ -189,7 +189,7 @@ impl ForEach for Ranks {
                 }
                 Err(error) => {
                     let error = error.to_string();
-                    let names_way_out = error.contains("DataParallel::Replicate");
+                    let names_way_out = error.contains("Strategy::NoShard");
                     if !(is_refused && names_way_out) {
                         self.0.push(format!("{what}: {error}"));
                     }
@@ -366,8 +366,8 @@ fn branches<O: Optimizer>(optimizer: O, rate: f64) {
                 let device = Device::flex();
                 let mut options = Options::default();
                 options.optimizer = place;
-                let mode = Mode::data_parallel(world, DataParallel::FullyShard);
-                let mode = mode.with_options(options).verified();
+                let mode = Mode::data_parallel(world, Strategy::FullShard);
+                let mode = mode.options(options).verified();
                 let mut step = compile(Branchy::new, Branchy::loss, optimizer.clone(), mode)?;
                 (0..9)
                     .map(|index| step.step(rate, &batch(index, &device)))
@@ -469,7 +469,7 @@ optimizer!(
 fn noise_of_an_optimizer_is_refused_on_several_ranks() {
     let _guard = seeded();
     let run = |world: ProcessGroup| -> Result<f64, Error> {
-        let mode = Mode::data_parallel(world, DataParallel::Replicate);
+        let mode = Mode::data_parallel(world, Strategy::NoShard);
         compiled(Net::new, Noisy, mode)?.step(0.1, &batch(0, &Device::flex()))
     };
     launch(LaunchConfig::new(1), run).unwrap();

@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{GraphTransform, PassId};
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
@@ -22,7 +22,7 @@ const ROWS: usize = 12;
 type Trained = (Vec<f64>, Vec<(String, Vec<f32>)>);
 
 /// A GPT trained by that many ranks.
-fn trained(num_ranks: usize, style: DataParallel, options: Options) -> Trained {
+fn trained(num_ranks: usize, style: impl Into<DataParallel>, options: Options) -> Trained {
     let rows = ROWS / num_ranks;
     train(
         num_ranks,
@@ -37,7 +37,7 @@ fn trained(num_ranks: usize, style: DataParallel, options: Options) -> Trained {
 /// A model trained by ranks that each have a part of the joined batch.
 fn train<M, B>(
     num_ranks: usize,
-    style: DataParallel,
+    style: impl Into<DataParallel>,
     options: Options,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> burn::tensor::Tensor<1>,
@@ -47,11 +47,12 @@ where
     M: burn::module::Module + 'static,
     B: Batch,
 {
+    let style = style.into();
     Device::flex().seed(1);
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), style);
-        let mode = mode.with_options(options.clone()).verified();
+        let mode = mode.options(options.clone()).verified();
         let mut step = compile(init, loss, adamw().build(), mode)?;
         let mut losses = Vec::new();
         for index in 0..STEPS {
@@ -116,7 +117,7 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
-    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+    for style in [Strategy::NoShard, Strategy::FullShard] {
         for num_ranks in [1, 2, 3, 4] {
             let got = trained(num_ranks, style, Options::default());
             assert_close(&format!("{style:?} on {num_ranks} ranks"), &got, &expected);
@@ -139,9 +140,9 @@ fn ranks_with_other_batch_shapes_are_told_and_go_on() {
     let whole = |step: usize, device: &Device| tokens([1, 2, 4, 5][step], 0, 4, device);
     let expected = eager::train(Gpt::new, Gpt::loss, whole, 4, |_| 1e-2, adamw().init());
     for style in [
-        DataParallel::Replicate,
-        DataParallel::FullyShard,
-        DataParallel::Default,
+        Strategy::NoShard.into(),
+        Strategy::FullShard.into(),
+        DataParallel::Automatic,
     ] {
         Device::flex().seed(1);
         let body = move |world: ProcessGroup| -> Result<Vec<f64>, Error> {
@@ -182,7 +183,7 @@ fn ranks_with_other_learning_rates_are_told() {
     let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<String, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), DataParallel::Replicate);
+        let mode = Mode::data_parallel(world.clone(), Strategy::NoShard);
         let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
         let rate = [1e-2, 2e-2][world.rank()];
         let error = step.step(rate, &tokens(0, world.rank(), 1, &device));
@@ -197,7 +198,7 @@ fn ranks_with_other_learning_rates_are_told() {
 #[test]
 fn passes_do_not_change_a_bit() {
     let _guard = seeded();
-    for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+    for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
         let mut prefetch = Options::default();
         prefetch.prefetch = true;
@@ -212,11 +213,11 @@ fn passes_do_not_change_a_bit() {
 }
 
 /// Collectives of the third step, by kind.
-fn counts(num_ranks: usize, style: DataParallel, options: Options) -> [u64; 3] {
+fn counts(num_ranks: usize, style: Strategy, options: Options) -> [u64; 3] {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), style);
-        let mode = mode.with_options(options.clone()).verified();
+        let mode = mode.options(options.clone()).verified();
         let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
         let batch = tokens(0, world.rank(), 1, &device);
         step.step(1e-2, &batch)?;
@@ -245,7 +246,7 @@ fn collectives_are_as_many_as_the_formula_says() {
     // Of a block: two norms of two, four linears of attention and two others of two; and the rest.
     const PARAMETERS: u64 = BLOCKS * (4 + 8 + 4) + 1 + 1 + 2 + 1;
     for num_ranks in [1, 2, 4] {
-        let (shard, replicate) = (DataParallel::FullyShard, DataParallel::Replicate);
+        let (shard, replicate) = (Strategy::FullShard, Strategy::NoShard);
         let defaults = Options::default();
         // Every unit is gathered once in forward, the blocks again in backward: embeddings are not
         // read there, and the last two units are still there.
@@ -275,8 +276,8 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
         let make = |optimizer| {
             let mut options = Options::default();
             options.optimizer = optimizer;
-            let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
-            let mode = mode.with_options(options).verified();
+            let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+            let mode = mode.options(options).verified();
             // Ranks draw by turns; rank 0's numbers count.
             if world.rank() == 0 {
                 device.seed(1);
@@ -348,9 +349,9 @@ fn recurrent_and_attention_models_train_like_one_rank() {
             }
         };
         for style in [
-            DataParallel::Replicate,
-            DataParallel::FullyShard,
-            DataParallel::Default,
+            Strategy::NoShard.into(),
+            Strategy::FullShard.into(),
+            DataParallel::Automatic,
         ] {
             let what = format!("{style:?} on {num_ranks} ranks");
             let options = Options::default;
@@ -384,7 +385,7 @@ fn batch_norm_has_the_statistics_of_the_ranks_own_part() {
         };
         let init = Cnn::without_dropout;
         let expected = eager::train(init, loss, local, STEPS, |_| 1e-2, adamw().init());
-        for style in [DataParallel::Replicate, DataParallel::FullyShard] {
+        for style in [Strategy::NoShard, Strategy::FullShard] {
             let got = train(num_ranks, style, Options::default(), init, Cnn::loss, part);
             assert_close(&format!("{style:?} on {num_ranks} ranks"), &got, &expected);
         }
@@ -413,11 +414,11 @@ impl GraphTransform for Count {
 #[test]
 fn a_pass_of_the_users_own_sees_the_divided_graph() {
     let _guard = seeded();
-    for (num_ranks, style) in [(2, DataParallel::FullyShard), (2, DataParallel::Replicate)] {
+    for (num_ranks, style) in [(2, Strategy::FullShard), (2, Strategy::NoShard)] {
         let counts = launch(LaunchConfig::new(num_ranks), move |world: ProcessGroup| {
             let seen = Arc::new(AtomicUsize::new(0));
             let mode = Mode::data_parallel(world.clone(), style);
-            let mode = mode.with_transform(Count(seen.clone())).verified();
+            let mode = mode.transform(Count(seen.clone())).verified();
             let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
             step.step(1e-2, &tokens(0, world.rank(), 1, &Device::flex()))?;
             Ok::<_, Error>(seen.load(Relaxed))

@@ -11,7 +11,7 @@ use burn_fsdp_spmd::passes::{
     SinkWaits, Split, StandIns, verify,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
-use burn_fsdp_spmd::{DataParallel, Error};
+use burn_fsdp_spmd::{Error, Strategy};
 
 use crate::models::{Gpt, tokens};
 
@@ -31,7 +31,7 @@ fn gpt() -> Graph {
 fn sharded() -> InsertCollectives {
     InsertCollectives {
         num_ranks: 2,
-        style: DataParallel::FullyShard,
+        style: Strategy::FullShard.into(),
         axis: "data".into(),
     }
 }
@@ -478,7 +478,7 @@ impl GraphTransform for Break {
 fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
     let mut options = Options::default();
     options.prefetch = true;
-    let graph = schedule::pipeline(2, DataParallel::FullyShard, &options, &[])
+    let graph = schedule::pipeline(2, Strategy::FullShard, &options, &[])
         .verified()
         .run(gpt());
     match Pipeline::new()

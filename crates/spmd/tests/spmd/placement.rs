@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMe
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_mesh::Placement::{Replicate, Shard};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, compile};
+use burn_fsdp_spmd::{Batch, DataParallel, Error, Expand, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
@@ -281,7 +281,7 @@ fn placements_found_by_least_communication_train_like_one_rank() {
     for num_ranks in [1, 2, 3, 4] {
         let got = trained(
             num_ranks,
-            |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Default)),
+            |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Automatic)),
             Gpt::new,
             Gpt::loss,
             move |step, rank, device| {
@@ -494,12 +494,12 @@ fn an_optimizer_that_keeps_the_gradient_itself_keeps_that_of_all_ranks() {
     let rate = |_| 1e-1;
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, rate, momentum().init());
     let replicate = |world: &ProcessGroup, options| {
-        let mode = Mode::data_parallel(world.clone(), DataParallel::Replicate);
-        Ok(mode.with_options(options))
+        let mode = Mode::data_parallel(world.clone(), Strategy::NoShard);
+        Ok(mode.options(options))
     };
     let shard = |world: &ProcessGroup, options| {
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
-        Ok(mode.with_options(options))
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+        Ok(mode.options(options))
     };
     let placed = |world: &ProcessGroup, options| {
         let mesh = mesh(world, &[("data", world.size())])?;
@@ -508,7 +508,7 @@ fn an_optimizer_that_keeps_the_gradient_itself_keeps_that_of_all_ranks() {
             "data",
             Shard(1),
         );
-        Ok(Mode::expand(mesh, expand).with_options(options))
+        Ok(Mode::expand(mesh, expand).options(options))
     };
     for place in [
         OptimizerPlace::AtEnd,
@@ -545,7 +545,7 @@ fn a_deferred_optimizer_and_placements_go_together() {
             let mut options = Options::default();
             options.optimizer = OptimizerPlace::InNextForward;
             let mode = Mode::expand(mesh(world, &[("model", 3)])?, expand);
-            Ok(mode.with_options(options))
+            Ok(mode.options(options))
         },
         Gpt::new,
         Gpt::loss,
@@ -560,8 +560,8 @@ fn a_deferred_optimizer_and_placements_go_together() {
         |world| {
             let mut options = Options::default();
             options.optimizer = OptimizerPlace::InNextForward;
-            let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
-            Ok(mode.with_options(options))
+            let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+            Ok(mode.options(options))
         },
         init,
         Cnn::loss,
@@ -629,7 +629,7 @@ fn gradients_that_parameters_share_and_extrema_are_those_of_one_rank() {
             options.optimizer = place;
             let expand = Expand::new().input("batch", "data", Shard(0));
             let mode = Mode::expand(mesh(world, &[("data", 2)])?, expand);
-            Ok(mode.with_options(options))
+            Ok(mode.options(options))
         };
         let got = trained(2, mode, Sums::new, Sums::loss, part);
         assert_close(&format!("{place:?}"), &got, &expected);
@@ -719,7 +719,7 @@ fn whole_numbers_and_booleans_are_brought_where_they_must_be() {
         for num_ranks in [1, 2, 3] {
             let got = trained(
                 num_ranks,
-                |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Default)),
+                |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Automatic)),
                 Counting::new,
                 loss,
                 move |step, rank, device| {
@@ -749,8 +749,8 @@ fn inputs_without_a_batch_dim_are_declared() {
         let got = trained(
             num_ranks,
             |world| {
-                let mode = Mode::data_parallel(world.clone(), DataParallel::Default);
-                Ok(mode.with_shared_input("1"))
+                let mode = Mode::data_parallel(world.clone(), DataParallel::Automatic);
+                Ok(mode.shared_input("1"))
             },
             Counting::new,
             loss,
@@ -773,14 +773,14 @@ fn an_undeclared_input_without_a_batch_dim_is_told_of_the_declaration() {
     };
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), DataParallel::Default);
+        let mode = Mode::data_parallel(world.clone(), DataParallel::Automatic);
         let batch = (
             crate::agreement::data::<2>(world.rank(), [2, 4], &device),
             Tensor::from_floats([0.5], &device),
         );
         let mut step = compile(Counting::new, loss, adamw().build(), mode.clone())?;
         let undeclared = step.step(1e-2, &batch).map_err(|error| error.to_string());
-        let mode = mode.with_shared_input("1");
+        let mode = mode.shared_input("1");
         let mut step = compile(Counting::new, loss, adamw().build(), mode)?;
         step.step(1e-2, &batch)?;
         Ok(undeclared)
@@ -788,6 +788,6 @@ fn an_undeclared_input_without_a_batch_dim_is_told_of_the_declaration() {
     for undeclared in launch(LaunchConfig::new(2), body).unwrap() {
         let text = undeclared.unwrap_err();
         assert!(text.contains("the loss has shape [2]"), "{text}");
-        assert!(text.contains("Mode::with_shared_input"), "{text}");
+        assert!(text.contains("Mode::shared_input"), "{text}");
     }
 }

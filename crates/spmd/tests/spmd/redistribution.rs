@@ -3,11 +3,9 @@
 use burn::backend::Flex;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
-use burn_fsdp_mesh::Mesh;
 use burn_fsdp_mesh::Placement::{Replicate, Shard};
-use burn_fsdp_spmd::graph::{
-    CollectiveKind, Graph, Node, Parameter, ParameterLayout, Phase, Role, Update,
-};
+use burn_fsdp_mesh::{Layout, Mesh};
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Parameter, Phase, Role, Update};
 use burn_fsdp_spmd::passes::{Liveness, Pipeline, Split};
 use burn_fsdp_spmd::place::ExpandPlacements;
 use burn_fsdp_spmd::run::Executor;
@@ -37,7 +35,7 @@ fn sum(shape: &[usize]) -> (Graph, TensorId, TensorId) {
         value: state,
         shape: shape.to_vec(),
         dtype,
-        layout: ParameterLayout::Whole,
+        layout: Layout::one_rank(),
         gradient: None,
         states: Vec::new(),
         is_buffer: false,
@@ -111,7 +109,7 @@ fn started(shape: [usize; 3], axes: &[Axis], is_split: bool) -> Vec<[u64; 3]> {
         };
         let groups = axes.iter().map(|axis| (axis.name.into(), along(axis)));
         let mut executor = Executor::<Flex>::new(Default::default(), world);
-        executor = executor.with_axes(groups.collect::<Vec<_>>());
+        executor = executor.axes(groups.collect::<Vec<_>>());
         executor.set(state, part(whole(shape, 7), &cuts(|axis| axis.state)));
         executor.set(input, part(whole(shape, 13), &cuts(|axis| axis.input)));
         let counts = || -> Vec<_> { axes.iter().map(|axis| along(axis).counts()).collect() };

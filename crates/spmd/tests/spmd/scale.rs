@@ -5,7 +5,7 @@ use std::time::Instant;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_models::{Gpt, GptConfig};
-use burn_fsdp_spmd::DataParallel;
+use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::graph::{CollectiveKind, Stage};
 use burn_fsdp_spmd::passes::schedule::{self, Options};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
@@ -34,7 +34,7 @@ fn thirteen_billion_parameters_are_traced_and_scheduled_without_their_memory() {
     let traced = start.elapsed();
     let num_parameters: usize = graph.parameters().iter().map(|p| p.num_elements()).sum();
     assert!(num_parameters > 12_800_000_000, "{num_parameters}");
-    let pipeline = schedule::pipeline(64, DataParallel::FullyShard, &Options::default(), &[]);
+    let pipeline = schedule::pipeline(64, Strategy::FullShard, &Options::default(), &[]);
     let graph = pipeline.run(graph).unwrap();
     println!(
         "{} nodes, traced in {traced:?}, scheduled in {:?}",

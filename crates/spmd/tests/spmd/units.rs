@@ -6,7 +6,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::Units;
 use burn_fsdp_spmd::passes::schedule::Options;
-use burn_fsdp_spmd::{DataParallel, Error, Mode, compile};
+use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
 use crate::agreement::{agrees, vectors};
 use crate::compiled::seeded;
@@ -75,8 +75,8 @@ fn gathers<M: Module + 'static>(
         let device = Device::flex();
         let mut options = Options::default();
         options.units = units.clone();
-        let mode = Mode::data_parallel(world.clone(), DataParallel::FullyShard);
-        let mode = mode.with_options(options).verified();
+        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
+        let mode = mode.options(options).verified();
         let mut step = compile(init, loss, adamw().build(), mode)?;
         let batch = vectors(0, 0..3, &device);
         step.step(1e-2, &batch)?;
@@ -113,7 +113,7 @@ fn units_are_those_that_the_user_names() {
     let world = ProcessGroup::solo();
     let mut options = Options::default();
     options.units = Units::matching(["blocks.*"]);
-    let mode = Mode::data_parallel(world, DataParallel::FullyShard).with_options(options);
+    let mode = Mode::data_parallel(world, Strategy::FullShard).options(options);
     let mut step = compile(Wrapped::new, Wrapped::loss, adamw().build(), mode).unwrap();
     let error = step.step(1e-2, &vectors(0, 0..3, &Device::flex()));
     let text = error.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Where the results of an operation lie on Burn's CPU backend.
+//! The places of the results of each operation on Burn's CPU backend.
 //!
 //! The rules are those of `burn-flex` 0.22.1, operation by operation: views share memory; elementwise
 //! operations write over an operand that they alone hold and that is contiguous; everything else
@@ -10,12 +10,12 @@ use burn_ir::{
     ScalarOpIr, SliceOpIr, TensorIr,
 };
 
-use crate::backend::model::{Operand, Place};
+use crate::backend::model::{Allocation, Operand};
 use crate::backend::strides::{Strides, broadcast};
 
-/// The place of the first result; further ones are new. `operands` are in the order in which the
-/// operation lists its inputs.
-pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Place {
+/// Returns the place of the first result; further ones are new. `operands` are in the order in
+/// which the operation lists its inputs.
+pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Allocation {
     let shape = |tensor: &TensorIr| tensor.shape.to_vec();
     let found = match operation {
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
@@ -31,13 +31,13 @@ pub(super) fn place(operation: &OperationIr, operands: &[Operand]) -> Place {
     };
     found.unwrap_or_else(|| {
         let first = operation.outputs().next();
-        Place::fresh(&first.map(shape).unwrap_or_default())
+        Allocation::fresh(&first.map(shape).unwrap_or_default())
     })
 }
 
-fn base(op: &Base, operands: &[Operand]) -> Option<Place> {
+fn base(op: &Base, operands: &[Operand]) -> Option<Allocation> {
     let first = operands.first()?;
-    let view = |strides| Some(Place::View(0, strides));
+    let view = |strides| Some(Allocation::View(0, strides));
     match op {
         Base::Reshape(op) => first.strides.reshaped(&op.out.shape).and_then(view),
         Base::SwapDims(op) => view(first.strides.swapped(op.dim1, op.dim2)),
@@ -54,7 +54,7 @@ fn base(op: &Base, operands: &[Operand]) -> Option<Place> {
             let tensor = expanded(first, &op.out.shape);
             let value = expanded(operands.get(2)?, &op.out.shape);
             over(&tensor).or_else(|| match over(&value)? {
-                Place::Over(_, strides) => Some(Place::Over(2, strides)),
+                Allocation::Over(_, strides) => Some(Allocation::Over(2, strides)),
                 other => Some(other),
             })
         }
@@ -62,7 +62,7 @@ fn base(op: &Base, operands: &[Operand]) -> Option<Place> {
     }
 }
 
-fn numeric(op: &N, operands: &[Operand]) -> Option<Place> {
+fn numeric(op: &N, operands: &[Operand]) -> Option<Allocation> {
     match op {
         N::Add(op) | N::Sub(op) | N::Mul(op) | N::Div(op) | N::Rem(op) => binary(op, operands),
         N::AddScalar(_) | N::SubScalar(_) | N::MulScalar(_) | N::DivScalar(_) | N::RemScalar(_) => {
@@ -76,7 +76,7 @@ fn numeric(op: &N, operands: &[Operand]) -> Option<Place> {
     }
 }
 
-fn float(op: &F, operands: &[Operand]) -> Option<Place> {
+fn float(op: &F, operands: &[Operand]) -> Option<Allocation> {
     match op {
         F::PowfScalar(op) => power(op, operands),
         F::Powf(op) | F::ArcTan2(op) | F::Hypot(op) => binary(op, operands),
@@ -106,7 +106,7 @@ fn float(op: &F, operands: &[Operand]) -> Option<Place> {
     }
 }
 
-fn activation(op: &A, operands: &[Operand]) -> Option<Place> {
+fn activation(op: &A, operands: &[Operand]) -> Option<Allocation> {
     match op {
         A::Relu(_)
         | A::LeakyRelu(_)
@@ -125,7 +125,7 @@ fn activation(op: &A, operands: &[Operand]) -> Option<Place> {
     }
 }
 
-fn boolean(op: &BoolOperationIr, operands: &[Operand]) -> Option<Place> {
+fn boolean(op: &BoolOperationIr, operands: &[Operand]) -> Option<Allocation> {
     match op {
         BoolOperationIr::Not(_) => over_start(operands.first()?),
         BoolOperationIr::And(op) | BoolOperationIr::Or(op) | BoolOperationIr::Xor(op) => {
@@ -135,20 +135,20 @@ fn boolean(op: &BoolOperationIr, operands: &[Operand]) -> Option<Place> {
             }
             over_start(&lhs).or_else(|| {
                 over_start(&rhs)?;
-                Some(Place::Over(1, rhs.strides))
+                Some(Allocation::Over(1, rhs.strides))
             })
         }
         _ => None,
     }
 }
 
-fn module(op: &M, operands: &[Operand]) -> Option<Place> {
+fn module(op: &M, operands: &[Operand]) -> Option<Allocation> {
     match op {
         // A chain of elementwise operations on the first input.
         M::BatchNorm(_) => {
             let x = operands.first()?;
             (x.is_unique && x.strides.is_dense_beside(&x.strides))
-                .then(|| Place::Over(0, x.strides.clone()))
+                .then(|| Allocation::Over(0, x.strides.clone()))
         }
         M::Conv2dWeightBackward(op) if op.options.groups == 1 => {
             let size = |dim: usize| {
@@ -163,14 +163,14 @@ fn module(op: &M, operands: &[Operand]) -> Option<Place> {
             let whole = Strides::contiguous(&computed);
             let num_elements = whole.num_elements();
             let strides = whole.swapped(0, 1).sliced(&op.out.shape, &[]);
-            Some(Place::New(strides, num_elements))
+            Some(Allocation::New(strides, num_elements))
         }
         _ => None,
     }
 }
 
-/// `x` to a constant power: whole exponents are shortcuts.
-fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Place> {
+/// Places the result of `x` to a constant power; some exponents have rules of their own.
+fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Allocation> {
     let operand = operands.first()?;
     let exponent = match op.rhs {
         ScalarIr::Float(value) => value,
@@ -179,7 +179,7 @@ fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Place> {
         ScalarIr::Bool(value) => f64::from(u8::from(value)),
     };
     if exponent == 1.0 {
-        Some(Place::View(0, operand.strides.clone()))
+        Some(Allocation::View(0, operand.strides.clone()))
     } else if exponent == -1.0 {
         unary(operand)
     } else if [0.0, 2.0, -2.0].contains(&exponent) {
@@ -189,15 +189,15 @@ fn power(op: &ScalarOpIr, operands: &[Operand]) -> Option<Place> {
     }
 }
 
-fn binary(op: &BinaryOpIr, operands: &[Operand]) -> Option<Place> {
+fn binary(op: &BinaryOpIr, operands: &[Operand]) -> Option<Allocation> {
     let (lhs, rhs) = pair(op, operands)?;
     if lhs.is_unique && lhs.strides.is_dense_beside(&rhs.strides) {
-        return Some(Place::Over(0, lhs.strides));
+        return Some(Allocation::Over(0, lhs.strides));
     }
     if rhs.is_unique && rhs.strides.is_dense_beside(&lhs.strides) {
-        return Some(Place::Over(1, rhs.strides));
+        return Some(Allocation::Over(1, rhs.strides));
     }
-    Some(Place::fresh(&lhs.strides.shape))
+    Some(Allocation::fresh(&lhs.strides.shape))
 }
 
 fn pair(op: &BinaryOpIr, operands: &[Operand]) -> Option<(Operand, Operand)> {
@@ -217,32 +217,33 @@ fn expanded(operand: &Operand, shape: &[usize]) -> Operand {
     }
 }
 
-fn scalar(operand: &Operand) -> Option<Place> {
+fn scalar(operand: &Operand) -> Option<Allocation> {
     over_start(operand)
 }
 
-fn unary(operand: &Operand) -> Option<Place> {
+fn unary(operand: &Operand) -> Option<Allocation> {
     if let Some(place) = over_start(operand) {
         return Some(place);
     }
     // The whole memory is mapped as it lies, and the result keeps the strides.
     if operand.strides.covers(operand.memory_elements) {
         let num_elements = operand.memory_elements;
-        return Some(Place::New(operand.strides.clone(), num_elements));
+        return Some(Allocation::New(operand.strides.clone(), num_elements));
     }
     None
 }
 
-/// Over an operand that is contiguous from the start of memory that nobody else holds.
-fn over_start(operand: &Operand) -> Option<Place> {
+/// Returns the place over an operand that is contiguous from the start of memory in which no other
+/// tensor is.
+fn over_start(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_from_start())
-        .then(|| Place::Over(0, operand.strides.clone()))
+        .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
-/// The same, wherever in the memory it starts.
-fn over(operand: &Operand) -> Option<Place> {
+/// Returns the same place as [`over_start`] does, wherever in the memory the operand starts.
+fn over(operand: &Operand) -> Option<Allocation> {
     (operand.is_unique && operand.strides.is_contiguous())
-        .then(|| Place::Over(0, operand.strides.clone()))
+        .then(|| Allocation::Over(0, operand.strides.clone()))
 }
 
 fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
@@ -269,11 +270,12 @@ fn sliced(op: &SliceOpIr, strides: &Strides) -> Strides {
     strides.sliced(&op.out.shape, &starts)
 }
 
-/// The place of the first result of an operation that is not Burn's, which writes over that operand.
-pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Place> {
+/// Returns the place of the first result of an operation that is not Burn's, which writes over that
+/// operand.
+pub(super) fn over_whole(operand: &Operand, index: usize) -> Option<Allocation> {
     let is_whole = operand.strides.num_elements() == operand.memory_elements;
     match over_start(operand).filter(|_| is_whole)? {
-        Place::Over(_, strides) => Some(Place::Over(index, strides)),
+        Allocation::Over(_, strides) => Some(Allocation::Over(index, strides)),
         other => Some(other),
     }
 }

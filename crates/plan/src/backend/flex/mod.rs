@@ -1,18 +1,19 @@
-//! Burn's CPU backend, `burn-flex` 0.22.1, operation by operation: what a Burn upgrade has to check.
+//! The rules of Burn's CPU backend, `burn-flex` 0.22.1, operation by operation. A Burn upgrade has
+//! to check them.
 
 mod kernel;
 mod scratch;
 
 use burn_ir::OperationIr;
 
-use super::model::{Backend, Operand, Place};
+use super::model::{Allocation, Backend, Operand};
 
 /// Burn's CPU backend with one thread per rank.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Flex;
 
 impl Backend for Flex {
-    fn place(&self, operation: &OperationIr, operands: &[Operand]) -> Place {
+    fn place(&self, operation: &OperationIr, operands: &[Operand]) -> Allocation {
         kernel::place(operation, operands)
     }
 
@@ -20,7 +21,7 @@ impl Backend for Flex {
         scratch::scratch(operation, operands)
     }
 
-    fn written_over(&self, operand: &Operand, index: usize) -> Option<Place> {
+    fn written_over(&self, operand: &Operand, index: usize) -> Option<Allocation> {
         kernel::over_whole(operand, index)
     }
 }

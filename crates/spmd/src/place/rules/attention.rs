@@ -26,7 +26,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     Some(signature.output(&op.out, &out))
 }
 
-/// Letters of a mask `[batch, heads, queries, keys]`, whose dims of size 1 are broadcast.
+/// Returns the letters of a mask `[batch, heads, queries, keys]`, whose dims of size 1 are broadcast.
 fn broadcast(mask: &TensorIr, out: &[usize], letters: &str) -> Vec<Option<Letter>> {
     let dims = mask
         .shape

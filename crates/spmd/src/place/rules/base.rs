@@ -1,8 +1,8 @@
-//! Operations on views and data of any type, whichever that is.
+//! Burn's base operations: those on views and data of tensors of any type.
 
 use burn_ir::{BaseOperationIr, OperationIr};
 
-/// The operation on views and data of any type.
+/// Returns the base operation, whatever the type of its tensors; `None` for any other operation.
 pub(super) fn base(operation: &OperationIr) -> Option<&BaseOperationIr> {
     match operation {
         OperationIr::BaseFloat(base) | OperationIr::BaseInt(base) | OperationIr::BaseBool(base) => {

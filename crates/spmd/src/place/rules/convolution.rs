@@ -1,4 +1,4 @@
-//! Convolutions and pooling: `[batch, channels, ..]`, places always whole.
+//! Convolutions and pooling: `[batch, channels, ..]`, with all other dims whole.
 
 use burn_ir::{ModuleOperationIr as Module, OperationIr, TensorIr};
 
@@ -74,7 +74,8 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`; the sum over `i` takes the bias once only.
+/// Returns the signature `x[b, i, ..]`, `weight[o, i, ..]`, `out[b, o, ..]`. With a bias, which would be added on every
+/// rank, `i` is whole.
 fn forward(
     x: &TensorIr,
     weight: &TensorIr,
@@ -172,7 +173,7 @@ fn bias_backward(
         .sums('b')
 }
 
-/// Every tensor by batch and channel.
+/// Returns the signature that names batch and channel of every tensor.
 fn pooling(operation: &OperationIr) -> Signature {
     let inputs = operation.inputs();
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, "bc"));

@@ -5,14 +5,14 @@ use burn_ir::{BaseOperationIr as Base, ModuleOperationIr as Module, OperationIr,
 
 use crate::place::signature::{Letter, Signature, alphabet};
 
-/// The dim of the indices.
+/// Letter of the dim of the indices.
 const INDEX: Letter = 'z';
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     embedding(operation).or_else(|| indexed(operation))
 }
 
-/// Rows of a table by their numbers.
+/// Returns the signature of an embedding or of its backward.
 fn embedding(operation: &OperationIr) -> Option<Signature> {
     let OperationIr::Module(operation) = operation else {
         return None;
@@ -45,7 +45,7 @@ fn embedding(operation: &OperationIr) -> Option<Signature> {
     }
 }
 
-/// Elements and rows by their numbers.
+/// Returns the signature of select, gather, scatter or assignment to selected rows.
 fn indexed(operation: &OperationIr) -> Option<Signature> {
     Some(match super::base::base(operation)? {
         Base::Select(op) => {
@@ -98,12 +98,12 @@ fn indexed(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Whether addends of tensor and values give addends of the result.
+/// Returns true if addends of tensor and values give addends of the result.
 fn is_linear(update: &IndexingUpdateOp) -> bool {
     matches!(update, IndexingUpdateOp::Add | IndexingUpdateOp::Assign)
 }
 
-/// Letters of the dims, other than `dim`, that tensor and indices have in the same size.
+/// Returns the letters of the dims, other than `dim`, that tensor and indices have in the same size.
 fn shared(tensor: &TensorIr, indices: &TensorIr, dim: usize) -> Vec<Option<Letter>> {
     let mut letters = alphabet(tensor.shape.num_dims());
     let sizes = tensor

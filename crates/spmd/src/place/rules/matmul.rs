@@ -40,7 +40,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     }
 }
 
-/// `[.., m, k] x [.., k, n] -> [.., m, n]`, batch dims broadcast.
+/// Returns the signature `[.., m, k] x [.., k, n] -> [.., m, n]`, batch dims broadcast.
 fn product(lhs: &TensorIr, rhs: &TensorIr, out: &TensorIr) -> Signature {
     let shape = out.shape.to_vec();
     let num_batch = shape.len().saturating_sub(2);
@@ -62,7 +62,8 @@ fn product(lhs: &TensorIr, rhs: &TensorIr, out: &TensorIr) -> Signature {
         .sums('k')
 }
 
-/// `x[.., k] weight[k, n] + bias[n]`: with a bias, which would be added on every rank, `k` is whole.
+/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. With a bias, which would be added on every rank, `k` is
+/// whole.
 fn linear(op: &LinearOpIr) -> Signature {
     let signature = Signature::new();
     match &op.bias {
@@ -85,7 +86,7 @@ fn linear(op: &LinearOpIr) -> Signature {
     }
 }
 
-/// Leading dims by the alphabet, the last one by a letter of its own.
+/// Returns letters of the alphabet for the leading dims, and `last` for the last one.
 fn rows(tensor: &TensorIr, last: Letter) -> Vec<Option<Letter>> {
     let mut letters = alphabet(tensor.shape.num_dims());
     if let Some(letter) = letters.last_mut() {
@@ -94,7 +95,7 @@ fn rows(tensor: &TensorIr, last: Letter) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Sums over all dims but the last.
+/// Declares sums over all dims of `tensor` but the last.
 fn over_rows(signature: Signature, tensor: &TensorIr) -> Signature {
     let leading = alphabet(tensor.shape.num_dims().saturating_sub(1));
     leading
@@ -103,8 +104,8 @@ fn over_rows(signature: Signature, tensor: &TensorIr) -> Signature {
         .fold(signature, Signature::sums)
 }
 
-/// A linear layer as its product and the addition of its bias, so that the product can be cut along
-/// the dim that it sums over.
+/// Splits a linear layer into its product and the addition of its bias, so that the product can be cut along the dim
+/// that it sums over.
 ///
 /// # Errors
 ///

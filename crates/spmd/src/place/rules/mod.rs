@@ -1,4 +1,4 @@
-//! What every operation does to dims, by family.
+//! Signatures of all operations, by family.
 //!
 //! | file | operations |
 //! |---|---|
@@ -11,7 +11,7 @@
 //! | `normalization` | layer norm, batch norm, softmax |
 //! | `attention` | fused attention |
 //! | `convolution` | convolutions and pooling, with their backward |
-//! | `random` | random numbers and other tensors made of nothing |
+//! | `random` | random numbers and constants |
 //!
 //! An operation of no family runs on whole tensors.
 
@@ -33,7 +33,7 @@ use super::signature::Signature;
 
 pub(super) use matmul::without_bias;
 
-/// The signature of an operation.
+/// Returns the signature of an operation.
 pub(super) fn signature(operation: &OperationIr) -> Signature {
     pointwise::signature(operation)
         .or_else(|| reduction::signature(operation))
@@ -48,7 +48,7 @@ pub(super) fn signature(operation: &OperationIr) -> Signature {
         .unwrap_or_else(|| whole(operation))
 }
 
-/// Everything whole.
+/// Returns the signature of an operation that runs on whole tensors.
 fn whole(operation: &OperationIr) -> Signature {
     let inputs = operation.inputs();
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, ""));
@@ -56,13 +56,13 @@ fn whole(operation: &OperationIr) -> Signature {
     outputs.fold(signature, |s, tensor| s.output(tensor, ""))
 }
 
-/// Adapts what an operation says of dims to the shapes on one rank, which its tensors already have.
+/// Adapts the ranges of an operation to the shapes on one rank, which its tensors already have.
 pub(super) fn localize(operation: &mut OperationIr) {
     slicing::localize(operation);
 }
 
-/// Whether an operation may be put off until somebody reads its results: it makes something of nothing,
-/// or of what was put off.
+/// Returns true if an operation may be deferred until a node reads its results, if its inputs are deferred, too: random
+/// numbers, constants, pointwise operations and views.
 pub(super) fn may_wait(operation: &OperationIr) -> bool {
     random::signature(operation).is_some()
         || pointwise::signature(operation).is_some()

@@ -1,4 +1,4 @@
-//! Random numbers, and other tensors made of nothing: every rank makes the part that it needs.
+//! Random numbers and constants: every rank makes the part that it needs.
 
 use burn_ir::{
     BaseOperationIr as Base, FloatOperationIr as Float, NumericOperationIr as Numeric, OperationIr,

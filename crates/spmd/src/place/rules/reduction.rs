@@ -49,7 +49,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// To one element.
+/// Returns the signature of a reduction to one element.
 fn all(input: &TensorIr, out: &TensorIr, op: ReduceOp) -> Signature {
     let letters = alphabet(input.shape.num_dims());
     let signature = Signature::new()
@@ -62,7 +62,7 @@ fn all(input: &TensorIr, out: &TensorIr, op: ReduceOp) -> Signature {
     linear(signature, input, op)
 }
 
-/// Along dims, which the outputs keep with their own size.
+/// Returns the signature of an operation along dims, which the outputs keep with their own size.
 fn along(
     input: &TensorIr,
     outputs: &[&TensorIr],

@@ -42,7 +42,7 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
     })
 }
 
-/// Letters of the dims that the ranges take as they are.
+/// Returns the letters of the dims that the ranges take as they are.
 fn untouched(shape: &[usize], ranges: &[Slice]) -> Vec<Option<Letter>> {
     let mut letters = alphabet(shape.len());
     for ((letter, size), range) in letters.iter_mut().zip(shape).zip(ranges) {

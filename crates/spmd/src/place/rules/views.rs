@@ -59,8 +59,8 @@ fn same(
         .output_of(out, out_letters)
 }
 
-/// Dims that are joined or divided belong together: of each such group, the outermost dims on either
-/// side can be cut together.
+/// Returns the signature of a reshape. Dims that are joined or divided belong together: of each such group, the
+/// outermost dims on either side can be cut together.
 fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     let (from, to) = (input.shape.to_vec(), out.shape.to_vec());
     let (mut letters, mut out_letters) = (vec![None; from.len()], vec![None; to.len()]);
@@ -73,7 +73,7 @@ fn reshaped(input: &TensorIr, out: &TensorIr) -> Signature {
     same(input, letters, out, out_letters)
 }
 
-/// The outermost dims larger than 1 of each group of dims with equal products.
+/// Returns the outermost dims larger than 1 of each group of dims with equal products.
 fn groups(from: &[usize], to: &[usize]) -> Vec<(usize, usize)> {
     let real = |shape: &[usize]| -> Vec<(usize, usize)> {
         let dims = shape.iter().copied().enumerate();

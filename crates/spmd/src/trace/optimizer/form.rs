@@ -1,4 +1,4 @@
-//! What the state of an optimizer consists of.
+//! The numbers and tensors of an optimizer's state.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use burn_router::RouterClient;
 use super::structure::Slot;
 use crate::trace::capture::Recording;
 
-/// What a state consists of.
+/// The numbers and tensors of a state, by name.
 #[derive(Debug)]
 pub(super) struct Form {
     pub(super) scalars: Vec<(String, Scalar)>,
@@ -47,7 +47,7 @@ impl Form {
         }
     }
 
-    /// Whether two names are one tensor.
+    /// Returns true if two names are of one tensor.
     pub(super) fn has_aliases(&self) -> bool {
         let ids = self.tensors.iter().map(|(_, id)| *id);
         let distinct: BTreeSet<TensorId> = ids.collect();
@@ -55,7 +55,7 @@ impl Form {
     }
 }
 
-/// Shapes and types of the tensors of the new state.
+/// Returns the shapes and types of the tensors of the new state.
 pub(super) fn tensors_of(
     recording: &Recording<[TensorId; 3]>,
     form: Option<&Form>,
@@ -79,7 +79,7 @@ pub(super) fn tensors_of(
     tensors.collect()
 }
 
-/// Numbers by name, whatever kind of integer they are.
+/// Returns numbers by name, as text: it is equal for integers of different kinds.
 pub(super) fn numbers(of: &[(String, Scalar)]) -> BTreeMap<&str, String> {
     let text = |value: &Scalar| match value {
         Scalar::Int(value) => value.to_string(),

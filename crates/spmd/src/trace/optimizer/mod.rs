@@ -25,16 +25,16 @@ use twin::{Twin, TwinOf, TwinState, TwinStep};
 
 use crate::error::Error;
 
-/// Sequences of operations that an optimizer may have for the parameters of one shape and type: a
+/// Greatest number of sequences of operations that an optimizer may have for the parameters of one shape and type: a
 /// graph is made for each.
 const MAX_STRUCTURES: usize = 16;
 
-/// Which step of an optimizer to trace: the first has no state yet, and other operations.
+/// The step of an optimizer to trace: the first has no state yet, and other operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OptimizerStep {
-    /// Without a state.
+    /// The first step, without a state.
     First,
-    /// With the state of the steps before: the third.
+    /// The third step, with the state of the two before.
     Next,
 }
 
@@ -82,30 +82,30 @@ pub struct HostScalars {
 struct Kind {
     shape: Vec<usize>,
     dtype: DType,
-    /// One of them, for messages.
+    /// Path of one of them, for messages.
     path: Arc<str>,
     twin: Box<dyn Twin>,
-    /// The sequences of operations so far.
+    /// The sequences of operations that were seen so far.
     structures: Vec<Arc<Structure>>,
 }
 
 struct Held {
     kind: usize,
-    /// `None` before the parameter's first step. Parameters of one past share it.
+    /// The state, `None` before the parameter's first step. Parameters of one past share it.
     state: Option<Arc<TwinState>>,
 }
 
-/// What the optimizer does in one step, for every trained parameter.
+/// The operations and scalars of one step of the optimizer, for every trained parameter.
 #[derive(Debug, Clone, Default)]
 pub struct StepScalars {
     parameters: BTreeMap<Arc<str>, Arc<ParameterStep>>,
 }
 
-/// What the optimizer does in one step, for the parameters of one shape, type and past.
+/// The operations and scalars of one step of the optimizer, for the parameters of one shape, type and past.
 #[derive(Debug)]
 pub(crate) struct ParameterStep {
     structure: Arc<Structure>,
-    /// Which structure of which kind that is.
+    /// Index of the kind, and of the structure in it.
     number: (usize, usize),
     pub(crate) slots: Arc<Vec<Slot>>,
     scalars: Vec<Vec<ScalarIr>>,
@@ -113,7 +113,7 @@ pub(crate) struct ParameterStep {
 }
 
 impl ParameterStep {
-    /// The operations, with the scalars of this step.
+    /// Returns the operations, with the scalars of this step.
     pub(crate) fn operations(&self) -> impl Iterator<Item = OperationIr> {
         let operations = self.structure.operations.iter().zip(&self.scalars);
         operations.map(|(operation, scalars)| with_scalars(operation, scalars))
@@ -125,7 +125,7 @@ impl ParameterStep {
 }
 
 impl StepScalars {
-    /// The scalars of an operation of that parameter's step, if there is one at that place.
+    /// Returns the scalars of the operation at `position` in that parameter's step, if there is one.
     pub fn get(&self, path: &str, position: usize) -> Option<&[ScalarIr]> {
         let scalars = self.parameters.get(path)?.scalars.get(position)?;
         Some(scalars)
@@ -135,17 +135,17 @@ impl StepScalars {
         self.parameters.get(path)
     }
 
-    /// Which operations the step has for each parameter: an optimizer may branch on its step number, or
-    /// leave operations out when a scalar is zero, and then the step needs another graph. Numbers are those of
-    /// one [`HostScalars`].
+    /// Returns the numbers of each parameter's sequence of operations: an optimizer may branch on its step number, or
+    /// leave operations out when a scalar is zero, and then the step needs another graph. Numbers are those of one
+    /// [`HostScalars`].
     pub fn structure(&self) -> Vec<(usize, usize)> {
         self.parameters.values().map(|step| step.number).collect()
     }
 }
 
 impl HostScalars {
-    /// Before the first step, for trained parameters of these paths, shapes and types. The rate is one at
-    /// which the optimizer is looked at: which tensors its state has.
+    /// Creates the host side before the first step, for trained parameters of these paths, shapes and types. Steps at
+    /// `learning_rate` are recorded to find the tensors of its state.
     ///
     /// # Errors
     ///
@@ -183,7 +183,7 @@ impl HostScalars {
         Ok(new)
     }
 
-    /// The error that names this optimizer.
+    /// Returns the error that names this optimizer.
     pub(crate) fn untraceable(&self, path: &str, reason: String) -> Error {
         Error::UntraceableOptimizer {
             optimizer: self.optimizer,
@@ -192,7 +192,7 @@ impl HostScalars {
         }
     }
 
-    /// What the next step at that learning rate does.
+    /// Returns the operations and scalars of the next step at that learning rate.
     ///
     /// # Errors
     ///
@@ -230,13 +230,13 @@ impl HostScalars {
         }
     }
 
-    /// The host values of the optimizer's state of a parameter, such as its step counter, as named numbers;
+    /// Returns the host values of the optimizer's state of a parameter, such as its step counter, as named numbers;
     /// `None` before its first step.
     pub fn counters(&self, path: &str) -> Option<&[(String, Scalar)]> {
         Some(&self.parameters.get(path)?.state.as_ref()?.scalars)
     }
 
-    /// Whether the optimizer's state of a parameter has that tensor now.
+    /// Returns true if the optimizer's state of a parameter has that tensor now.
     pub(crate) fn has_tensor(&self, path: &str, slot: &str) -> bool {
         let Some(held) = self.parameters.get(path) else {
             return false;
@@ -251,7 +251,7 @@ impl HostScalars {
         })
     }
 
-    /// The tensors that the optimizer's states of a parameter have.
+    /// Returns the tensors that the optimizer's states of a parameter have.
     pub(crate) fn slots(&self, path: &str) -> &[Slot] {
         match self.parameters.get(path) {
             Some(held) => self.kinds[held.kind].twin.slots().as_slice(),
@@ -310,7 +310,7 @@ impl HostScalars {
     }
 }
 
-/// States that [`HostScalars::restored`] made.
+/// The states that [`HostScalars::restored`] made.
 #[derive(Debug)]
 pub(crate) struct RestoredStates(BTreeMap<Arc<str>, Arc<TwinState>>);
 

@@ -11,17 +11,17 @@ use burn_ir::{
 
 use crate::graph::{Node, Phase, operation_name, rename, set_status};
 
-/// The parameter in a [`Structure`].
+/// Returns the id of the parameter in a [`Structure`].
 pub(crate) fn parameter_id() -> TensorId {
     TensorId::new(0)
 }
 
-/// Its gradient in a [`Structure`].
+/// Returns the id of the gradient in a [`Structure`].
 pub(crate) fn gradient_id() -> TensorId {
     TensorId::new(1)
 }
 
-/// The state of that slot in a [`Structure`].
+/// Returns the id of the state of that slot in a [`Structure`].
 pub(crate) fn state_id(slot: usize) -> TensorId {
     TensorId::new(2 + slot as u64)
 }
@@ -30,27 +30,27 @@ pub(crate) fn state_id(slot: usize) -> TensorId {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) name: Arc<str>,
-    /// Of the whole.
+    /// Shape of the whole.
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
 }
 
-/// What one step of an optimizer does to a parameter, whatever the values of its host scalars.
+/// The operations of one step of an optimizer on a parameter, whatever the values of its host scalars.
 ///
 /// Tensors are numbered: the parameter, its gradient, a number for each slot of the state, and then
 /// what the operations write, in their order.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Structure {
-    /// With scalars that say nothing.
+    /// Operations, with zeros in place of their scalars.
     pub(crate) operations: Vec<OperationIr>,
     pub(crate) new_parameter: TensorId,
-    /// The slots that the step writes, and what they become.
+    /// The slots that the step writes, with their new values.
     pub(crate) new_states: Vec<(usize, TensorId)>,
 }
 
 impl Structure {
-    /// Takes operations apart; `known` numbers the tensors that are given. Each new value is made by an
-    /// operation or is the gradient: whatever else it would share memory with is copied.
+    /// Separates operations from their scalars; `known` numbers the tensors that are given. Each new value is made by
+    /// an operation or is the gradient: it is copied where it would share memory with anything else.
     pub(super) fn new(
         operations: Vec<OperationIr>,
         mut known: BTreeMap<TensorId, TensorId>,
@@ -103,7 +103,7 @@ impl Structure {
         (structure, scalars)
     }
 
-    /// In words, where this one and another first differ.
+    /// Describes the first difference between this structure and another.
     pub(super) fn difference(&self, other: &Self) -> String {
         let name = |of: &Self, index: usize| of.operations.get(index).map(operation_name);
         let longest = self.operations.len().max(other.operations.len());
@@ -123,7 +123,7 @@ impl Structure {
     }
 }
 
-/// An operation whose result has the same elements in memory of its own.
+/// Creates an operation whose result has the same elements in memory of its own.
 fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     let lhs = TensorIr {
         status: TensorStatus::ReadOnly,
@@ -135,7 +135,7 @@ fn copy_of(tensor: &TensorIr, copy: TensorId) -> OperationIr {
     OperationIr::NumericFloat(tensor.dtype, operation)
 }
 
-/// The scalars of an operation, in whose place it gets ones that are always the same.
+/// Takes the scalars of an operation, and puts zeros in their place.
 fn take_scalars(operation: &mut OperationIr) -> Vec<ScalarIr> {
     struct Take(Vec<ScalarIr>);
     impl IrVisitorMut for Take {
@@ -149,7 +149,7 @@ fn take_scalars(operation: &mut OperationIr) -> Vec<ScalarIr> {
     take.0
 }
 
-/// An operation with these scalars.
+/// Returns an operation with these scalars.
 pub(crate) fn with_scalars(operation: &OperationIr, scalars: &[ScalarIr]) -> OperationIr {
     let mut node = Node::new(operation.clone(), Phase::Optimizer);
     node.set_scalar_values(scalars);

@@ -6,8 +6,8 @@
 //! - A captured tensor can be read once its id is an alias of one that has data. Before a recording ends,
 //!   every tensor of the state is given data of its shape and type, and the next recording begins
 //!   by moving the state to its device, as Burn does before every step.
-//! - That data is a window of zeros that nobody touches, so that it takes no memory. Where the window
-//!   begins says which tensor of the state it is.
+//! - That data is a window of zeros that are never touched, so that it takes no memory. The start of the window
+//!   tells which tensor of the state it is.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -32,11 +32,11 @@ const STRIDE: usize = 64;
 
 /// A state of the optimizer for one parameter, without the elements of its tensors.
 pub(crate) struct TwinState {
-    /// Its host numbers, by name.
+    /// Host numbers of the state, by name.
     pub(crate) scalars: Vec<(String, Scalar)>,
     /// The slots that have a tensor.
     pub(crate) tensors: Vec<usize>,
-    /// As the optimizer keeps it, and the device that its tensors must leave.
+    /// The state as the optimizer keeps it, and the device that its tensors must leave.
     live: Live,
 }
 
@@ -54,13 +54,13 @@ impl fmt::Debug for TwinState {
     }
 }
 
-/// One step of an optimizer for the parameters of one kind.
+/// A step of an optimizer for the parameters of one kind.
 #[derive(Debug)]
 pub(crate) struct TwinStep {
     pub(crate) structure: Structure,
-    /// By operation.
+    /// Scalars of the step, by operation.
     pub(crate) scalars: Vec<Vec<ScalarIr>>,
-    /// After the step.
+    /// The state after the step.
     pub(crate) next: Option<Arc<TwinState>>,
 }
 
@@ -69,17 +69,17 @@ pub(super) trait Twin: Send {
     /// Records a step.
     fn step(&self, learning_rate: f64, state: Option<&TwinState>) -> Result<TwinStep, String>;
 
-    /// The state of these numbers and tensors.
+    /// Returns the state of these numbers and tensors.
     fn state(&self, scalars: &[(String, Scalar)], tensors: &[usize]) -> Result<TwinState, String>;
 
-    /// The tensors of its state.
+    /// Returns the tensors of its state.
     fn slots(&self) -> &Arc<Vec<Slot>>;
 }
 
-/// Whether the tensors of the state are known.
+/// The use of a recording: to learn the tensors of the state, or to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Look {
-    /// The new state is described, and cannot be gone on from.
+    /// The first look: the new state is described, and no further step can start from it.
     First,
     Again,
 }
@@ -94,7 +94,7 @@ pub(super) struct TwinOf<O: Optimizer, const D: usize> {
 
 /// A step as it was recorded.
 struct Recorded<S> {
-    /// Of which the result is the parameter, its gradient and the new parameter.
+    /// The recording, whose result is the ids of the parameter, its gradient and the new parameter.
     recording: Recording<[TensorId; 3]>,
     next: Option<(S, Form)>,
     /// The tensors of the new state.
@@ -103,7 +103,7 @@ struct Recorded<S> {
 }
 
 impl<O: Optimizer, const D: usize> TwinOf<O, D> {
-    /// How many steps are looked at for tensors of the state.
+    /// Number of steps that are recorded to find the tensors of the state.
     const LOOKAHEAD: usize = 3;
 
     pub(super) fn new(
@@ -135,7 +135,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         Ok(twin)
     }
 
-    /// Adds slots, and sees to it that there are zeros for all.
+    /// Adds slots, and makes zeros enough for all.
     fn declare(&mut self, found: Vec<Slot>) -> Result<(), String> {
         let mut slots = self.slots.as_ref().clone();
         for slot in found {
@@ -165,7 +165,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         found.ok_or_else(|| format!("its state got the tensor \"{name}\" in a later step"))
     }
 
-    /// Data of a slot's shape.
+    /// Returns data of a slot's shape, at the start that tells its slot.
     fn window(&self, slot: usize, dtype: DType) -> Result<TensorData, String> {
         let shape = &self.slots[slot].shape;
         let size = shape.iter().product::<usize>() * dtype.size();
@@ -175,7 +175,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         TensorData::try_from_bytes(bytes, shape.clone(), dtype).map_err(|error| error.to_string())
     }
 
-    /// The slot whose window that is.
+    /// Returns the slot whose window that is.
     fn slot_of(&self, data: &TensorData) -> Option<usize> {
         let (base, at) = (
             self.zeros.as_ptr() as usize,
@@ -246,7 +246,7 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         })
     }
 
-    /// The state after a step.
+    /// Returns the state after a step.
     fn next(
         &self,
         state: O::State<D>,
@@ -421,7 +421,7 @@ fn reason_of(error: Error) -> String {
     }
 }
 
-/// The recording that a tensor is made in, and its id there.
+/// Returns the recording that a tensor is made in, and its id there.
 fn client_of<const D: usize>(tensor: &Tensor<D>) -> Result<(CaptureClient, TensorId), Error> {
     match tensor.clone().try_into_primitive::<CaptureBackend>() {
         Ok(tensor) => Ok((tensor.client.clone(), tensor.id())),

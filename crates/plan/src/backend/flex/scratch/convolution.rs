@@ -1,21 +1,22 @@
-//! What convolutions allocate: copies in another order, windows laid out as rows, products of tiles.
+//! The scratch bytes of convolutions: copies in another order, windows copied into rows, products
+//! of tiles.
 //!
 //! The rules are those of `burn-flex` 0.22.1, `ops/conv.rs` and `ops/conv_transpose.rs`, and of the gradients in
 //! `burn-backend` 0.22.1, `backend/ops/modules/conv.rs`. Every thread has a tile of its own; one is counted.
 
 use super::product::Product;
 
-/// Places of the output whose windows are laid out at once.
+/// Number of positions of the output whose windows are copied into rows at once.
 const TILE: usize = 512;
-/// Bytes of the columns of a transposed convolution that are laid out at once, at most.
+/// Maximum bytes of the columns of a transposed convolution that are made at once.
 const COLUMN_BYTES: usize = 8 << 20;
 
 /// A tensor as a convolution finds it.
 #[derive(Debug, Clone)]
 pub(super) struct Given {
-    /// With all three dims of space, those in front 1 if there are fewer.
+    /// Shape with all three dims of space; those in front are 1 if there are fewer.
     pub(super) shape: [usize; 5],
-    /// Its elements do not lie in order, or not alone.
+    /// True if it is copied first: its elements are not in order, or not alone in their memory.
     pub(super) is_copied: bool,
 }
 
@@ -31,7 +32,7 @@ impl Given {
         }
     }
 
-    /// Batch and channels swapped, which is never as it lies, but for dims of size 1.
+    /// Swaps batch and channels, which takes a copy unless one of them is 1.
     fn swapped(&self) -> Self {
         let mut given = self.clone();
         given.shape.swap(0, 1);
@@ -39,7 +40,7 @@ impl Given {
         given
     }
 
-    /// The channels of one of so many groups.
+    /// Returns the channels of one of `groups` groups.
     fn group(&self, groups: usize) -> Self {
         let mut given = self.clone();
         given.shape[1] /= groups;
@@ -63,11 +64,11 @@ impl Given {
     }
 }
 
-/// How the window moves, along all three dims of space.
+/// The strides, padding and dilation of the window, along all three dims of space, and the groups.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Window {
     pub(super) stride: [usize; 3],
-    /// Before and after.
+    /// Padding before and after.
     pub(super) padding: [(usize, usize); 3],
     pub(super) dilation: [usize; 3],
     pub(super) groups: usize,
@@ -115,7 +116,8 @@ impl Window {
         self.padding.iter().any(|(before, after)| before != after)
     }
 
-    /// `x` with the zeros around it if they differ from side to side: in memory of its own then.
+    /// Pads `x` with zeros, in new memory, if the padding differs from side to side. Returns the
+    /// elements of that memory, too.
     fn padded(&self, x: &Given) -> (Given, usize) {
         if !self.is_lopsided() {
             return (x.clone(), 0);
@@ -148,7 +150,7 @@ impl Window {
     }
 }
 
-/// Bytes beside operands and output of a convolution.
+/// Returns the bytes beside operands and output of a convolution.
 pub(super) fn forward(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64 {
     let (x, padded) = window.padded(x);
     let window = window.symmetric();
@@ -156,7 +158,7 @@ pub(super) fn forward(x: &Given, weight: &Given, window: &Window, element_size: 
     (copies * element_size) as u64 + inner(&x, weight, &window, element_size)
 }
 
-/// The same of operands that lie in order.
+/// Returns the bytes of a convolution whose operands are in order, beside them and the output.
 fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64 {
     let [_, channels_in, ..] = x.shape;
     let [channels_out, group_channels, ..] = weight.shape;
@@ -213,8 +215,8 @@ fn inner(x: &Given, weight: &Given, window: &Window, element_size: usize) -> u64
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Bytes beside operands and result of the gradient of a convolution's input, which is a transposed
-/// convolution of the output's.
+/// Returns the bytes beside operands and result of the gradient of a convolution's input, which is
+/// a transposed convolution of the output's gradient.
 pub(super) fn input_gradient(
     grad: &Given,
     weight: &Given,
@@ -231,7 +233,7 @@ pub(super) fn input_gradient(
     (cropped * element_size) as u64 + transposed(grad, weight, window.groups, element_size)
 }
 
-/// Bytes beside operands and output of a transposed convolution.
+/// Returns the bytes beside operands and output of a transposed convolution.
 pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size: usize) -> u64 {
     let space: usize = x.space().iter().product();
     let columns: usize = weight.shape[1..].iter().product();
@@ -250,8 +252,8 @@ pub(super) fn transposed(x: &Given, weight: &Given, groups: usize, element_size:
     (elements * element_size) as u64 + product.packed_bytes(element_size)
 }
 
-/// Bytes beside operands and result of the gradient of a convolution's weights: a convolution of the
-/// input with the gradient, batch and channels swapped.
+/// Returns the bytes beside operands and result of the gradient of a convolution's weights: a
+/// convolution of the input with the gradient, batch and channels swapped.
 pub(super) fn weight_gradient(
     x: &Given,
     grad: &Given,

@@ -19,8 +19,8 @@ use self::convolution::{Given, Window, forward, input_gradient, transposed, weig
 use self::product::Product;
 use crate::backend::model::Operand;
 
-/// What an operation takes beside its operands and results. `operands` are in the order in which the
-/// operation lists its inputs.
+/// Returns the bytes that an operation takes beside its operands and results. `operands` are in the
+/// order in which the operation lists its inputs.
 pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match operation {
         OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
@@ -38,7 +38,8 @@ fn bytes(tensor: &TensorIr) -> u64 {
     (tensor.shape.num_elements() * tensor.dtype.size()) as u64
 }
 
-/// `FlexTensor::to_contiguous`: a copy, unless the elements are in order and alone in their memory.
+/// Returns true if `FlexTensor::to_contiguous` copies: unless the elements are in order and alone
+/// in their memory.
 fn is_copied(operand: &Operand) -> bool {
     !(operand.strides.is_from_start() && operand.strides.num_elements() == operand.memory_elements)
 }
@@ -63,7 +64,7 @@ fn base(op: &Base, operands: &[Operand]) -> u64 {
     }
 }
 
-/// `read_indices`: shorter ones are widened.
+/// Returns the bytes of `read_indices`, which widens short indices.
 fn indices(tensor: &TensorIr) -> u64 {
     match tensor.dtype.size() < size_of::<isize>() {
         true => (tensor.shape.num_elements() * size_of::<isize>()) as u64,
@@ -84,8 +85,9 @@ fn numeric(op: &N, operands: &[Operand]) -> u64 {
     }
 }
 
-/// `reduce_dim_f32`: an input that is not in order is copied if more than one dim lies before or behind
-/// the one reduced, and sums over any but the last dim are made in aligned memory and copied.
+/// Returns the bytes of `reduce_dim_f32`: an input that is not in order is copied if more than one
+/// dim is before or after the one reduced, and sums over any but the last dim are made in aligned
+/// memory and copied.
 fn reduced(shape: &[usize], axis: usize, out: &TensorIr, is_in_order: bool) -> u64 {
     let size = out.dtype.size();
     let num_bytes = shape.iter().product::<usize>() * size;
@@ -100,7 +102,7 @@ fn reduced(shape: &[usize], axis: usize, out: &TensorIr, is_in_order: bool) -> u
     }
 }
 
-/// `float_sum_dims`: one dim after the other.
+/// Returns the bytes of `float_sum_dims`, which reduces one dim after the other.
 fn reduced_in_turn(op: &ReduceDimsOpIr, is_in_order: bool) -> u64 {
     let size = op.out.dtype.size() as u64;
     let mut shape = op.input.shape.to_vec();
@@ -116,7 +118,8 @@ fn reduced_in_turn(op: &ReduceDimsOpIr, is_in_order: bool) -> u64 {
     most.saturating_sub(bytes(&op.out))
 }
 
-/// `matmul`: the output is zeroed first, see [`base`], and operands are copied when it is there.
+/// Returns the bytes of `matmul`: the output is zeroed first, see [`base`], and operands are copied
+/// after that.
 fn matmul(op: &MatmulOpIr, operands: &[Operand]) -> u64 {
     let [left, right] = operands else { return 0 };
     let (left_dims, right_dims) = (left.strides.shape.len(), right.strides.shape.len());
@@ -224,7 +227,8 @@ fn bias_gradient(grad: &TensorIr, operand: Option<&Operand>) -> u64 {
     }
 }
 
-/// `bf16_via_f32`: operands and output in 32 bits beside those in 16, and the work on the former.
+/// Returns the bytes of `bf16_via_f32`: operands and output in 32 bits beside those in 16, and the
+/// work on the former.
 fn in_32_bits(tensors: [&TensorIr; 3], work: impl Fn(usize) -> u64) -> u64 {
     let [first, ..] = tensors;
     if first.dtype != DType::BF16 {

@@ -1,4 +1,4 @@
-//! What a matrix product copies into the order that its loops read it in.
+//! The bytes that a matrix product copies into the order in which its loops read them.
 //!
 //! The rules are those of `gemm-common` 0.19.0, `gemm_basic_generic` and `kernel_params`, with the tile of
 //! processors with AVX-512 and caches of this size. Others have smaller tiles, so that they copy a few
@@ -8,15 +8,16 @@
 const TILE_ROW_BYTES: usize = 256;
 /// Columns of a tile.
 const TILE_COLUMNS: usize = 6;
-/// Elements of a register are [`TILE_ROW_BYTES`] divided by this and by their size.
+/// Number of registers that the rows of a tile fill.
 const REGISTERS: usize = 4;
-/// The most elements of the common dim that are handled at once.
+/// Maximum number of elements of the common dim that are handled at once.
 const DEPTH: usize = 512;
-/// What of a second-level cache of 1 MiB and 16 ways the left operand may take.
+/// Bytes that the left operand may take of a second-level cache of 1 MiB and 16 ways.
 const LEFT_CACHE_BYTES: usize = 14 * (1 << 16);
-/// Rows of tiles that are handled at once, at most.
+/// Maximum number of rows of tiles that are handled at once.
 const MAX_TILES: usize = 8;
-/// Tiles from which on a right operand that could be read as it lies is copied all the same.
+/// Number of tiles above which a right operand is copied even if its order allows to read it
+/// directly.
 const RIGHT_TILES: usize = 128;
 
 /// A product of a matrix of `m` by `k` and one of `k` by `n`, written row by row.
@@ -25,18 +26,18 @@ pub(super) struct Product {
     pub(super) m: usize,
     pub(super) n: usize,
     pub(super) k: usize,
-    /// Whether the rows of the left matrix lie element beside element.
+    /// True if the rows of the left matrix are contiguous.
     pub(super) is_left_by_row: bool,
-    /// The same of its columns.
+    /// True if the columns of the left matrix are contiguous.
     pub(super) is_left_by_column: bool,
-    /// Whether the rows of the right matrix lie element beside element.
+    /// True if the rows of the right matrix are contiguous.
     pub(super) is_right_by_row: bool,
-    /// The same of its columns.
+    /// True if the columns of the right matrix are contiguous.
     pub(super) is_right_by_column: bool,
 }
 
 impl Product {
-    /// Bytes that are copied, of elements of that size.
+    /// Returns the bytes that are copied, for elements of that size.
     pub(super) fn packed_bytes(self, element_size: usize) -> u64 {
         // Written row by row, it is computed as the product of the transposed matrices, right one first.
         let (rows, columns, depth) = (self.n, self.m, self.k);

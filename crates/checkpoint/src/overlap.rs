@@ -1,124 +1,8 @@
-//! Which elements of a tensor: ranges and boxes, and where two of them overlap.
+//! Overlaps of two regions of one tensor.
 
-use std::fmt;
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
-/// Some elements of a tensor, stored and read in row-major order.
-///
-/// Rows of dim 0 follow each other in row-major order, so that a flat shard and a shard of dim 0
-/// are both [`Flat`](Self::Flat). Shards of other dims are boxes.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Region {
-    /// These elements, counted in row-major order over the whole tensor.
-    Flat(Range<usize>),
-    /// Along every dim `d`, the indices `offsets[d]..offsets[d] + sizes[d]`.
-    Box {
-        /// The first index along each dim.
-        offsets: Vec<usize>,
-        /// The number of indices along each dim.
-        sizes: Vec<usize>,
-    },
-}
-
-impl Region {
-    /// All elements of a tensor of this shape.
-    ///
-    /// Saturates where the shape has more elements than a `usize` counts; no tensor of a
-    /// checkpoint has.
-    pub fn whole(shape: &[usize]) -> Self {
-        Self::Flat(0..num_elements(shape).unwrap_or(usize::MAX))
-    }
-
-    /// Number of elements; saturates if a box has more than a `usize` counts.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::Flat(range) => range.len(),
-            Self::Box { sizes, .. } => num_elements(sizes).unwrap_or(usize::MAX),
-        }
-    }
-
-    /// Whether there are no elements.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The shape in which the elements are stored: that of the box; whole rows keep their shape;
-    /// any other range is one-dimensional.
-    pub(crate) fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
-        match self {
-            Self::Box { sizes, .. } => sizes.clone(),
-            Self::Flat(range) if *range == (0..num_elements(shape).unwrap_or(usize::MAX)) => {
-                shape.to_vec()
-            }
-            Self::Flat(range) => {
-                let row_len = shape.get(1..).and_then(num_elements).unwrap_or(0);
-                let is_rows = row_len > 0
-                    && range.start.is_multiple_of(row_len)
-                    && range.end.is_multiple_of(row_len);
-                if !is_rows {
-                    return vec![range.len()];
-                }
-                let mut stored = shape.to_vec();
-                stored[0] = range.len() / row_len;
-                stored
-            }
-        }
-    }
-
-    /// What is wrong with this as a region of a tensor of this shape, whose elements a `usize` counts.
-    pub(crate) fn check(&self, shape: &[usize]) -> Result<(), String> {
-        match self {
-            Self::Flat(range) => {
-                let total = num_elements(shape).ok_or("the shape is too large")?;
-                if range.start > range.end || range.end > total {
-                    return Err(format!("the tensor has {total} elements"));
-                }
-            }
-            Self::Box { offsets, sizes } => {
-                if offsets.len() != shape.len() || sizes.len() != shape.len() {
-                    return Err(format!("the tensor has {} dims", shape.len()));
-                }
-                for (dim, full) in shape.iter().enumerate() {
-                    let end = offsets[dim].checked_add(sizes[dim]);
-                    if end.is_none_or(|end| end > *full) {
-                        return Err(format!("dim {dim} has {full} indices"));
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
-/// Prints as `elements 0..12` or `box [0..4, 2..6]`.
-impl fmt::Display for Region {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Flat(range) => write!(f, "elements {}..{}", range.start, range.end),
-            Self::Box { offsets, sizes } => {
-                f.write_str("box [")?;
-                for (dim, (offset, size)) in offsets.iter().zip(sizes).enumerate() {
-                    let comma = if dim == 0 { "" } else { ", " };
-                    write!(f, "{comma}{offset}..{}", offset.saturating_add(*size))?;
-                }
-                f.write_str("]")
-            }
-        }
-    }
-}
-
-/// The product of a shape, if a `usize` counts it. An empty dim makes it 0 whatever the others are.
-pub(crate) fn num_elements(shape: &[usize]) -> Option<usize> {
-    if shape.contains(&0) {
-        return Some(0);
-    }
-    shape
-        .iter()
-        .try_fold(1usize, |product, dim| product.checked_mul(*dim))
-}
+use burn_fsdp_mesh::Region;
 
 /// A region as runs of elements that are contiguous in the whole tensor, in its order.
 ///
@@ -136,7 +20,7 @@ pub(crate) struct Runs {
 }
 
 impl Runs {
-    /// The region must have passed [`Region::check`] for the shape.
+    /// Divides a region into runs. It must have passed [`Region::check`] for the shape.
     pub(crate) fn new(region: &Region, shape: &[usize]) -> Self {
         match region {
             Region::Flat(range) => Self {
@@ -178,7 +62,7 @@ impl Runs {
         }
     }
 
-    /// The elements of a run, counted in the whole tensor.
+    /// Returns the elements of a run, counted in the whole tensor.
     fn run(&self, index: usize) -> Range<usize> {
         let mut rest = index;
         let mut start = self.base;
@@ -189,7 +73,7 @@ impl Runs {
         start..start + self.run_len
     }
 
-    /// The first run at or after `from` that ends after `element`.
+    /// Returns the first run at or after `from` that ends after `element`.
     fn seek(&self, from: usize, element: usize) -> usize {
         let (mut low, mut high) = (from, self.num_runs);
         while low < high {
@@ -206,15 +90,15 @@ impl Runs {
 /// Elements that two regions of one tensor share and that are contiguous in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Overlap {
-    /// The first of them, counted in the first region.
+    /// The first shared element, counted in the first region.
     pub(crate) from: usize,
-    /// The first of them, counted in the second region.
+    /// The first shared element, counted in the second region.
     pub(crate) to: usize,
-    /// How many.
+    /// Number of shared elements.
     pub(crate) len: usize,
 }
 
-/// What two regions share, in ascending order in both, each piece as long as can be.
+/// Lists the overlaps of two regions, in ascending order in both, each as long as possible.
 pub(crate) fn overlaps(from: Runs, to: Runs) -> impl Iterator<Item = Overlap> {
     let mut pieces = Overlaps {
         from,
@@ -282,9 +166,11 @@ impl Iterator for Overlaps {
 
 #[cfg(test)]
 mod tests {
+    use burn_fsdp_mesh::num_elements;
+
     use super::*;
 
-    /// Every element of a region, in order, by its definition.
+    /// Lists every element of a region, in order, by its definition.
     fn elements(region: &Region, shape: &[usize]) -> Vec<usize> {
         let total = num_elements(shape).expect("small");
         let inside = |element: &usize| match region {

@@ -1,4 +1,4 @@
-//! How an operation runs on each axis: the ways that its signature allows, and the cheapest.
+//! Assignments: the ways to run an operation that its signature allows, and the choice of the cheapest.
 
 use std::collections::BTreeMap;
 
@@ -12,30 +12,30 @@ use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::Node;
 
-/// How an operation runs: how its inputs must lie, and how its outputs will.
+/// The placements with which an operation runs: those that its inputs need, and those of its outputs.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Strategy {
+pub(super) struct Assignment {
     pub(super) inputs: BTreeMap<TensorId, On>,
     pub(super) outputs: BTreeMap<TensorId, On>,
 }
 
-/// One way to run on one axis.
+/// A way to run on one axis.
 #[derive(Debug, Clone)]
 pub(super) enum Candidate {
     Whole,
     Cut(Letter),
-    /// On addends: these inputs, with their placement.
+    /// Addends: these inputs, with their placement.
     Addends(Vec<TensorId>, Placement),
 }
 
 impl Values {
-    /// The way to run that moves the fewest bytes, one axis after the other.
-    pub(super) fn choose(&self, node: &Node, signature: &Signature) -> Result<Strategy, Error> {
-        let mut strategy = Strategy::default();
+    /// Chooses the way to run that costs the least, one axis after the other.
+    pub(super) fn choose(&self, node: &Node, signature: &Signature) -> Result<Assignment, Error> {
+        let mut assignment = Assignment::default();
         for axis in 0..self.axes.len() {
-            let mut best: Option<(f64, u8, Strategy)> = None;
+            let mut best: Option<(f64, u8, Assignment)> = None;
             for candidate in self.candidates(signature, axis) {
-                let Some(next) = self.extend(signature, &strategy, axis, &candidate) else {
+                let Some(next) = self.extend(signature, &assignment, axis, &candidate) else {
                     continue;
                 };
                 let Some(cost) = self.cost(&next, axis) else {
@@ -57,9 +57,9 @@ impl Values {
             let Some((_, _, next)) = best else {
                 return Err(self.refused(node, axis));
             };
-            strategy = next;
+            assignment = next;
         }
-        Ok(strategy)
+        Ok(assignment)
     }
 
     fn candidates(&self, signature: &Signature, axis: usize) -> Vec<Candidate> {
@@ -85,7 +85,7 @@ impl Values {
         candidates
     }
 
-    /// How the ranks of an axis combine their addends of a value, if that is the only way it lies.
+    /// Returns the placement of a value on an axis if its only copy is of addends of a sum or mean.
     fn addend(&self, id: TensorId, axis: usize) -> Option<Placement> {
         match self.located.get(&id) {
             Some(Located::Placed(versions)) if versions.len() == 1 => {
@@ -100,18 +100,18 @@ impl Values {
         }
     }
 
-    /// The strategy with one more axis; `None` where the operation cannot run like that.
+    /// Returns the assignment with one more axis; `None` where the operation cannot run like that.
     pub(super) fn extend(
         &self,
         signature: &Signature,
-        strategy: &Strategy,
+        assignment: &Assignment,
         axis: usize,
         candidate: &Candidate,
-    ) -> Option<Strategy> {
+    ) -> Option<Assignment> {
         let num_ranks = self.axes[axis].num_ranks;
         let is_cut =
             |on: Option<&On>, dim: usize| on.is_some_and(|on| on.contains(&Placement::Shard(dim)));
-        let mut next = strategy.clone();
+        let mut next = assignment.clone();
         let mut seen: BTreeMap<TensorId, Placement> = BTreeMap::new();
         for input in &signature.inputs {
             let placement = match candidate {
@@ -124,7 +124,7 @@ impl Values {
                     None => Placement::Replicate,
                     Some(dim) => {
                         if !input.shape[dim].is_multiple_of(num_ranks)
-                            || is_cut(strategy.inputs.get(&input.id), dim)
+                            || is_cut(assignment.inputs.get(&input.id), dim)
                         {
                             return None;
                         }
@@ -146,7 +146,7 @@ impl Values {
                 Candidate::Cut(letter) => match output.dim_of(*letter) {
                     Some(dim) => {
                         if !output.shape[dim].is_multiple_of(num_ranks)
-                            || is_cut(strategy.outputs.get(&output.id), dim)
+                            || is_cut(assignment.outputs.get(&output.id), dim)
                         {
                             return None;
                         }
@@ -168,9 +168,9 @@ impl Values {
         Some(next)
     }
 
-    /// Whether an input is cut, or an addend, on that axis as the strategy wants it.
-    fn is_given(&self, strategy: &Strategy, axis: usize) -> bool {
-        strategy.inputs.iter().any(|(id, on)| {
+    /// Returns true if an input is cut, or an addend, on that axis as the assignment needs it.
+    fn is_given(&self, assignment: &Assignment, axis: usize) -> bool {
+        assignment.inputs.iter().any(|(id, on)| {
             let lies = |version: &Version| version.on[axis] == on[axis];
             match self.located.get(id) {
                 Some(Located::Placed(versions)) => {
@@ -181,10 +181,10 @@ impl Values {
         })
     }
 
-    /// Bytes that have to be moved on one axis before a node can run; `None` where they cannot be.
-    fn cost(&self, strategy: &Strategy, axis: usize) -> Option<f64> {
+    /// Returns the cost of the redistributions on one axis before a node can run; `None` where there is no way.
+    fn cost(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
         let mut total = 0.0;
-        for (id, on) in &strategy.inputs {
+        for (id, on) in &assignment.inputs {
             let (shape, dtype) = self.whole.get(id)?;
             let num_bytes = (shape.iter().product::<usize>() * dtype.size()) as f64;
             let Located::Placed(versions) = self.located.get(id)? else {

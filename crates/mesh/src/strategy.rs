@@ -1,0 +1,31 @@
+//! The strategy of sharded training: what ranks divide, and until when full parameters stay.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The choice of what ranks divide among them, and until when full parameters stay.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Strategy {
+    /// Sharded parameters, gradients and optimizer state; full parameters are dropped after a unit's forward
+    /// and gathered again for its backward (ZeRO-3).
+    #[default]
+    FullShard,
+    /// The same shards at rest, and full parameters that stay from forward to backward: fewer gathers, more
+    /// memory (ZeRO-2).
+    ShardGradOp,
+    /// No shards: every rank holds everything; gradients are averaged by all-reduce (DDP).
+    NoShard,
+}
+
+/// Prints as `full-shard`, `shard-grad-op` or `no-shard`.
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::FullShard => "full-shard",
+            Self::ShardGradOp => "shard-grad-op",
+            Self::NoShard => "no-shard",
+        })
+    }
+}
