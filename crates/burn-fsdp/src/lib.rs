@@ -154,8 +154,8 @@ pub mod collectives {
     pub use burn_fsdp_collectives::{
         Account, Buffer, BufferPool, CommSpan, CommStage, Contract, CrossPart, ElementType,
         EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger, LedgerEntry,
-        LedgerReport, Operation, OperationCounts, OperationKind, Part, Pending, Received,
-        Reduction, Role, Share, Source, Stage, Who, launcher_ranks,
+        LedgerReport, Operation, OperationCounts, OperationKind, Part, Pending, Processes,
+        Received, Reduction, Role, Share, Source, Stage, Who, launcher_ranks, processes,
     };
 }
 

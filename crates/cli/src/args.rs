@@ -25,7 +25,33 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
     Plan(PlanArgs),
+    /// Run a command, such as `mpirun -n 4 burn-fsdp train ..`, again when it fails
+    Launch(LaunchArgs),
 }
+
+#[derive(Debug, Args)]
+#[command(after_help = LAUNCH_AFTER_HELP)]
+pub(crate) struct LaunchArgs {
+    /// How many times the command is started again; not after exit code 2, which is for errors in its input
+    #[arg(long, value_name = "TIMES", default_value_t = 3)]
+    pub(crate) max_restarts: usize,
+    /// Ranks of the first start, of the second, and so on, the last for all others: what stands for {ranks} in
+    /// the command
+    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    pub(crate) ranks: Vec<usize>,
+    /// The command, after --
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<String>,
+}
+
+const LAUNCH_AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp launch --max-restarts 10 -- mpirun -n 4 burn-fsdp train --checkpoint-dir run \\
+      --save-every 50 --resume=newest-good
+  burn-fsdp launch --ranks 4,3,2 -- mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
+
+The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT
+and SIGHUP are passed on, and nothing is started after one. The exit code is the command's.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
@@ -227,18 +253,20 @@ pub(crate) struct TrainingArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sharding")]
 pub(crate) struct ShardingArgs {
-    /// Ranks, as threads of this process; they divide the batch
-    #[arg(long, default_value_t = 2)]
-    pub(crate) ranks: usize,
+    /// Ranks, which divide the batch: threads of this process, or the processes that mpirun or srun has
+    /// started [default: 2 threads, or all processes]
+    #[arg(long)]
+    pub(crate) ranks: Option<usize>,
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
     /// Units gathered ahead of their use; with --compile, 0 and 1 gather none ahead
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
-    /// With --strategy hybrid-shard: copies of the shards; they divide the ranks
-    #[arg(long, value_name = "REPLICAS", default_value_t = 2)]
-    pub(crate) replicate_size: usize,
+    /// With --strategy hybrid-shard: copies of the shards, which divide the ranks; `host` for one on each
+    /// machine
+    #[arg(long, value_name = "REPLICAS", default_value = "2")]
+    pub(crate) replicate_size: ReplicateSize,
     /// Make units of modules with at least so many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS")]
     pub(crate) unit_size: Option<usize>,
@@ -250,10 +278,33 @@ pub(crate) struct ShardingArgs {
     pub(crate) deadline: u64,
 }
 
+/// A number of copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReplicateSize {
+    /// This many.
+    Number(usize),
+    /// One on each machine.
+    Host,
+}
+
+impl std::str::FromStr for ReplicateSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "host" => Ok(Self::Host),
+            number => number
+                .parse()
+                .map(Self::Number)
+                .map_err(|_| "expected a number or `host`".to_owned()),
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Checkpoints")]
 pub(crate) struct CheckpointArgs {
-    /// Save into this folder at the end, and when SIGTERM, SIGINT or SIGHUP ends the run early. No
+    /// Save into this folder at the end, and when SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run early. No
     /// other run may use it meanwhile; if it has steps, give --resume or --overwrite
     #[arg(long, value_name = "FOLDER")]
     pub(crate) checkpoint_dir: Option<PathBuf>,

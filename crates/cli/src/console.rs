@@ -8,7 +8,9 @@ use crate::error::Failure;
 
 /// Prints a line on stderr. Ignores errors of that, as nobody can be told.
 pub(crate) fn tell(line: impl Display) {
-    let _ = writeln!(io::stderr(), "{line}");
+    // In one piece: other processes may write to the same terminal.
+    let line = format!("{line}\n");
+    let _ = io::stderr().write_all(line.as_bytes());
 }
 
 /// Prints the result of the command on stdout.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use burn_fsdp::collectives::LaunchError;
+use burn_fsdp::collectives::{LaunchError, processes};
 use burn_fsdp_models::ModelError;
 
 /// The failure of a command.
@@ -57,6 +57,30 @@ impl From<InputError> for Failure {
 }
 
 impl Failure {
+    /// Returns true if this process is to print the failure: of the processes of a run those of rank 0 and of the rank
+    /// that failed print what all know, and each prints what it alone knows.
+    pub(crate) fn is_told_here(&self) -> bool {
+        use LaunchError::{Failed, Panicked, Start};
+        let Ok(Some(own)) = processes() else {
+            return true;
+        };
+        match self {
+            Self::Read(_) => own.rank == 0,
+            Self::Rank(error) => match &**error {
+                Failed { rank, .. } | Panicked { rank, .. } | Start { rank, .. } => {
+                    own.rank == 0 || own.rank == *rank
+                }
+                LaunchError::OtherSize { .. } => own.rank == 0,
+                _ => true,
+            },
+            Self::Input(error) => match &**error {
+                InputError::Launch(_) => own.rank == 0,
+                _ => true,
+            },
+            Self::Unfinished(_) | Self::Stdout(_) => true,
+        }
+    }
+
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
             Self::Input(_) | Self::Read(_) => 2,
@@ -208,7 +232,16 @@ pub(crate) enum InputError {
     },
 
     #[error(transparent)]
+    Launch(#[from] Box<burn_fsdp::collectives::LaunchError>),
+
+    #[error(transparent)]
     Plan(Box<burn_fsdp::compile::Error>),
+
+    #[error("{problem}")]
+    Restart { problem: &'static str },
+
+    #[error("cannot run {program}: {problem}")]
+    CannotRun { program: String, problem: String },
 
     #[error("BURN_FSDP_FAULT: {problem}")]
     Fault { problem: String },
@@ -248,6 +281,35 @@ pub(crate) enum RankError {
         path: PathBuf,
         source: Box<RankError>,
     },
+    #[error(
+        "{what} differs: {got} on rank {rank} (machine {host}), but {expected} on rank 0; start all processes \
+         with the same program, arguments and data"
+    )]
+    Differs {
+        what: String,
+        rank: usize,
+        host: String,
+        got: String,
+        expected: String,
+    },
+    #[error(
+        "rank {rank} on machine {host} does not see what rank 0 writes into {}: {problem}; give a \
+         --checkpoint-dir on a file system that all machines share",
+        path.display()
+    )]
+    FolderNotShared {
+        path: PathBuf,
+        rank: usize,
+        host: String,
+        problem: String,
+    },
+    #[error(
+        "--replicate-size host needs as many ranks on each machine, one machine after the other, but the \
+         ranks are on {hosts}; start them with `mpirun --map-by slot` and as many slots on each"
+    )]
+    Hosts { hosts: String },
+    #[error("cannot hand on the result of a rank: {problem}")]
+    Result { problem: String },
     #[error("the model gives no finite numbers to choose text by")]
     NoNumbers,
 }
@@ -258,7 +320,11 @@ impl RankError {
         use burn_fsdp::checkpoint::Error::{Foreign, NotAFolder};
         matches!(
             self,
-            Self::Restore { .. } | Self::Step(NotAFolder { .. } | Foreign { .. })
+            Self::Restore { .. }
+                | Self::Differs { .. }
+                | Self::FolderNotShared { .. }
+                | Self::Hosts { .. }
+                | Self::Step(NotAFolder { .. } | Foreign { .. })
         )
     }
 }

@@ -1,4 +1,4 @@
-//! The operating system's figures for memory, and its ignored signals.
+//! The operating system's figures for memory, its name, and its ignored signals.
 
 use std::fs;
 use std::path::Path;
@@ -19,6 +19,13 @@ pub(crate) fn memory_bytes() -> Option<u64> {
 /// Returns the maximum of the bytes that this process has had resident, where the system tells.
 pub(crate) fn peak_rss_bytes() -> Option<u64> {
     field("/proc/self/status", "VmHWM:").map(|kib| kib.saturating_mul(1024))
+}
+
+/// Returns the name of this machine.
+pub(crate) fn name() -> String {
+    let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = name.or_else(|| std::env::var("HOSTNAME").ok());
+    name.map_or_else(|| "unknown".to_owned(), |name| name.trim().to_owned())
 }
 
 /// Returns true if this process ignores a signal, as `nohup` has it ignore SIGHUP.

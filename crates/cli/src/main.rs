@@ -4,6 +4,7 @@
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
+//! - `launch`: a command that is run again when it fails.
 //! - `text`, `fused`: generated text and fused operations, for several of them.
 //! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
 //! - `error`: errors, and the exit code for each.
@@ -14,6 +15,7 @@ mod console;
 mod error;
 mod fused;
 mod host;
+mod launch;
 mod output;
 mod plan;
 mod steps;
@@ -44,11 +46,20 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args).map_err(Failure::from),
+        Command::Launch(args) => match launch::run(&args) {
+            Ok(code) => return code,
+            Err(failure) => Err(failure),
+        },
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            console::tell(format_args!("error: {failure}"));
+            if failure.is_told_here() {
+                console::tell(format_args!("error: {failure}"));
+                if let (Failure::Rank(_), Some(machines)) = (&failure, train::machines()) {
+                    console::tell(machines);
+                }
+            }
             failure.exit_code()
         }
     }

@@ -90,7 +90,9 @@ pub use fingerprint::Fingerprint;
 pub use group::ProcessGroup;
 pub use identity::GroupId;
 pub use label::Label;
-pub use launch::{LaunchConfig, LaunchError, Unwound, launch, launcher_ranks};
+pub use launch::{
+    LaunchConfig, LaunchError, Processes, Unwound, launch, launcher_ranks, processes,
+};
 pub use ledger::{EntryState, Ledger, LedgerEntry, LedgerReport};
 pub use operation::{CrossPart, FullPart, Operation, OperationKind, Part};
 pub use pending::Pending;

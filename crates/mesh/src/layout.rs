@@ -21,6 +21,16 @@ pub enum Cut {
     Dims,
 }
 
+/// Prints as `flat` or `rows`.
+impl fmt::Display for Cut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Elements => "flat",
+            Self::Dims => "rows",
+        })
+    }
+}
+
 /// The layout of a tensor on a mesh: one [`Placement`] per axis, and where shards may begin.
 ///
 /// Several sharded axes cut one after the other, the slowest axis first. Padding is no part of a

@@ -254,7 +254,7 @@ impl<M: Module> fmt::Display for FullyShardedDataParallel<M> {
         } = &self.policy;
         writeln!(
             f,
-            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut:?} \
+            "FullyShardedDataParallel: rank {} of {} on axis \"{axis}\", {strategy:?}, {cut} \
              shards of {}, whole below {whole_below} elements, {} units prefetched",
             root.group.rank(),
             root.group.size(),

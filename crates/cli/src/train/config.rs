@@ -9,13 +9,16 @@ use burn_fsdp::testing::Fault;
 use burn_fsdp::{Clip, Precision, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
-use crate::args::{Float, ModelArgs, NotFinite, StrategyArg, TrainArgs, TrainingArgs};
+use crate::args::{
+    Float, ModelArgs, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
+};
 use crate::console;
 use crate::error::InputError;
 use crate::host;
 use crate::output;
 use crate::train::data::Data;
 use crate::train::fault;
+use crate::train::ranks::Ranks;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
@@ -41,7 +44,7 @@ pub(crate) struct TrainConfig {
     pub(crate) settings: Settings,
     pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: AdamWConfig,
-    pub(crate) ranks: usize,
+    pub(crate) ranks: Ranks,
     pub(crate) sharding: Sharding,
     pub(crate) step: StepConfig,
     /// True if a compiled step trains, and not the eager engine.
@@ -64,6 +67,8 @@ pub(crate) struct Sharding {
     pub(crate) strategy: Strategy,
     /// Copies of the shards; 1 without hybrid sharding.
     pub(crate) replicas: usize,
+    /// True if each machine is to have one of the copies.
+    pub(crate) is_by_host: bool,
     pub(crate) prefetch: usize,
     /// Minimum number of parameters of a unit; if `None`, the blocks are the units.
     pub(crate) unit_size: Option<usize>,
@@ -87,10 +92,11 @@ impl TrainConfig {
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let model = model(&args.model)?;
         let optimizer = optimizer(&args.training)?;
-        let (batch, ranks) = (args.training.batch, args.sharding.ranks);
+        let all_ranks = Ranks::find(args.sharding.ranks)?;
+        let (batch, ranks) = (args.training.batch, all_ranks.number());
         let accumulate = args.training.accumulate;
         check_batch(batch, ranks, accumulate)?;
-        let sharding = sharding(&args)?;
+        let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
             check_compiled(&args)?;
@@ -102,22 +108,24 @@ impl TrainConfig {
         }
         let is_compiled = args.training.compile;
         let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
-        check_memory(&model, batch, ranks, &sharding)?;
+        check_memory(&model, batch, &all_ranks, &sharding)?;
         let data = Data::read(&args.data, &model, batch)?;
         let init = args.model.init.as_ref();
         let init_file = init
             .map(|path| WeightsFile::open(path, model))
             .transpose()?;
-        if let Some(folder) = &sharding.offload {
+        // One process writes what there is one of.
+        let is_first = all_ranks.have_first();
+        if let Some(folder) = sharding.offload.as_ref().filter(|_| is_first) {
             output::check_ranks_folder("--offload", folder, ranks)?;
         }
-        output::check(&args)?;
+        if is_first {
+            output::check(&args)?;
+        }
         let settings = Settings::new(&args, &data);
         let has_init = init_file.is_some();
-        let checkpoints = CheckpointConfig::take(args.checkpoint, ranks, &model, &settings)?;
-        let resumed = checkpoints
-            .as_ref()
-            .and_then(|config| config.resumed.as_ref());
+        let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, &model, &settings)?;
+        let resumed = checkpoints.as_ref().and_then(CheckpointConfig::resumed);
         if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps + warmup, has_init)) {
             console::tell(format_args!("warning: {warning}"));
         }
@@ -136,7 +144,7 @@ impl TrainConfig {
             settings,
             not_finite: args.training.nan,
             optimizer,
-            ranks,
+            ranks: all_ranks,
             sharding,
             step,
             is_compiled: args.training.compile,
@@ -154,7 +162,7 @@ impl TrainConfig {
 
     /// Returns the saved step that the run goes on from, if it does not start fresh.
     pub(crate) fn resumed(&self) -> Option<&Resumed> {
-        self.checkpoints.as_ref()?.resumed.as_ref()
+        self.checkpoints.as_ref()?.resumed()
     }
 
     /// Returns true if a signal has told the run to end.
@@ -175,13 +183,13 @@ impl TrainConfig {
 
     /// Returns the rows of each global batch that a rank takes.
     pub(crate) fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
-        let rows = self.batch / self.ranks;
+        let rows = self.batch / self.ranks.number();
         rank * rows..(rank + 1) * rows
     }
 
     /// Returns the rows of each global batch that a rank takes in a micro-batch.
     pub(crate) fn micro_rows_of(&self, rank: usize, micro: usize) -> std::ops::Range<usize> {
-        let rows = self.batch / self.ranks / self.step.accumulate;
+        let rows = self.batch / self.ranks.number() / self.step.accumulate;
         let start = self.rows_of(rank).start + micro * rows;
         start..start + rows
     }
@@ -263,7 +271,7 @@ fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), Inpu
     }
 }
 
-fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
+fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
     let given = &args.sharding;
     let (name, strategy) = match given.strategy {
         StrategyArg::FullShard => ("full-shard", Strategy::FullShard),
@@ -272,13 +280,16 @@ fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
         StrategyArg::HybridShard => ("hybrid-shard", Strategy::FullShard),
     };
     let replicas = match given.strategy {
-        StrategyArg::HybridShard => given.replicate_size,
+        StrategyArg::HybridShard => match given.replicate_size {
+            ReplicateSize::Number(replicas) => replicas,
+            ReplicateSize::Host => ranks.number() / ranks.here(),
+        },
         _ => 1,
     };
-    if replicas == 0 || !given.ranks.is_multiple_of(replicas) {
+    if replicas == 0 || !ranks.number().is_multiple_of(replicas) {
         return Err(InputError::ReplicasDoNotDivideRanks {
             replicas,
-            ranks: given.ranks,
+            ranks: ranks.number(),
         });
     }
     if given.unit_size == Some(0) {
@@ -297,6 +308,7 @@ fn sharding(args: &TrainArgs) -> Result<Sharding, InputError> {
         name,
         strategy,
         replicas,
+        is_by_host: given.replicate_size == ReplicateSize::Host,
         prefetch: given.prefetch,
         unit_size: given.unit_size,
         precision,
@@ -404,13 +416,13 @@ fn check_size(args: &TrainArgs) -> Result<(), InputError> {
 
 /// Refuses a run that cannot fit, as the allocator would end the process without a message.
 ///
-/// All ranks are in this process. They hold parameters, gradients and two moments, divided or not,
+/// The ranks of this process hold parameters, gradients and two moments, divided or not,
 /// and the logits with their gradient. That is a lower bound; a run that passes may still be too
 /// large.
 fn check_memory(
     model: &GptConfig,
     batch: usize,
-    ranks: usize,
+    ranks: &Ranks,
     sharding: &Sharding,
 ) -> Result<(), InputError> {
     let Some(available) = host::memory_bytes() else {
@@ -418,26 +430,27 @@ fn check_memory(
     };
     const GIB: u128 = 1 << 30;
     let params = model.num_params();
+    let (number, own) = (ranks.number() as u128, ranks.of_process() as u128);
     let copies = match sharding.strategy {
-        Strategy::NoShard => ranks as u128,
+        Strategy::NoShard => number,
         Strategy::FullShard | Strategy::ShardGradOp => sharding.replicas as u128,
     };
     let values = match sharding.offload {
         Some(_) => 2,
         None => 4,
     };
-    let state = 4 * values * params as u128 * copies;
-    let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128);
+    let state = 4 * values * params as u128 * copies * own / number;
+    let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128) * own / number;
     // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
     // few elements it has.
-    let per_rank = (64 << 10) + 24 * ranks as u128 + 12 * 1024 * model.layers as u128;
+    let per_rank = (64 << 10) + 24 * number + 12 * 1024 * model.layers as u128;
     let needed = state.saturating_add(logits);
-    let needed = needed.saturating_add(per_rank.saturating_mul(ranks as u128));
+    let needed = needed.saturating_add(per_rank.saturating_mul(own));
     let available = u128::from(available);
     match needed > available {
         true => Err(InputError::TooLittleMemory {
             params,
-            ranks,
+            ranks: ranks.number(),
             needed: needed.div_ceil(GIB),
             available: available / GIB,
         }),

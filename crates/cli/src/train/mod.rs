@@ -1,6 +1,6 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`data`, `schedule`, `settings`, `fault`,
+//! - `config`: the configuration, complete and valid (`ranks`, `data`, `schedule`, `settings`, `fault`,
 //!   `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
 //! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
@@ -23,6 +23,7 @@ mod optimizer;
 mod outcome;
 mod progress;
 mod rank;
+mod ranks;
 mod report;
 mod resumed;
 mod run;
@@ -37,4 +38,5 @@ mod trace;
 mod trainer;
 
 pub(crate) use config::TrainConfig;
+pub(crate) use ranks::machines;
 pub(crate) use run::run;

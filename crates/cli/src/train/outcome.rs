@@ -33,6 +33,8 @@ pub(crate) struct RankOutcome {
     pub(crate) warnings: Vec<String>,
     /// Events of the step that was traced.
     pub(crate) trace: Vec<Value>,
+    /// Maximum of the resident bytes of the rank's process, if it has one of its own.
+    pub(crate) peak_rss_bytes: Option<u64>,
     /// Generated text, with the text it goes on from.
     pub(crate) sample: Option<Vec<u8>>,
 }
@@ -72,6 +74,7 @@ impl RankOutcome {
             collectives: Collectives::default(),
             warnings: Vec::new(),
             trace: Vec::new(),
+            peak_rss_bytes: None,
             sample: None,
         }
     }

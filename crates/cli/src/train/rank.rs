@@ -41,6 +41,11 @@ pub(crate) fn train(
         true => Box::new(Compiled::new(config, world, &mesh)?),
         false => Box::new(Eager::new(config, world, &mesh)?),
     };
+    if let Some(checkpoints) = &config.checkpoints
+        && config.ranks.are_processes()
+    {
+        checkpoints.agree(world)?;
+    }
     let saving = Saving::begin(config, world)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {

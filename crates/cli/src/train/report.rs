@@ -81,6 +81,13 @@ impl Report {
         let collectives = results.first().map(|first| first.collectives);
         let state_bytes = results.iter().map(|result| result.state_bytes).collect();
         let unsharded_peak_bytes = results.iter().map(|result| result.unsharded_peak).collect();
+        let mut peak_rss_bytes: Vec<_> = results
+            .iter()
+            .filter_map(|result| result.peak_rss_bytes)
+            .collect();
+        if peak_rss_bytes.is_empty() {
+            peak_rss_bytes.extend(host::peak_rss_bytes());
+        }
         let warnings = warnings(config, &results);
         let (losses, eval_losses, sample) = match results.first_mut() {
             Some(first) => (
@@ -95,7 +102,7 @@ impl Report {
             engine,
             strategy: config.sharding.name,
             compiled: config.is_compiled,
-            ranks: config.ranks,
+            ranks: config.ranks.number(),
             params: config.model.num_params(),
             layers: config.model.layers,
             dim: config.model.dim,
@@ -114,7 +121,7 @@ impl Report {
             eval_losses,
             state_bytes,
             unsharded_peak_bytes,
-            peak_rss_bytes: host::peak_rss_bytes().into_iter().collect(),
+            peak_rss_bytes,
             collectives: collectives.unwrap_or_default(),
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),

@@ -6,7 +6,7 @@ use std::time::Instant;
 use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, launch};
 use burn_fsdp_models::ModelError;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
 use crate::console;
@@ -18,6 +18,7 @@ use crate::train::curve;
 use crate::train::metrics::Metrics;
 use crate::train::model;
 use crate::train::rank;
+use crate::train::ranks::{self, Collector};
 use crate::train::report::Report;
 use crate::train::trace;
 
@@ -27,22 +28,37 @@ use crate::train::trace;
 /// lost.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
-    save_initial_weights(&config).map_err(InputError::from)?;
+    let is_first = config.ranks.have_first();
     let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
-    let metrics = Metrics::open(config.metrics.as_deref(), first_step)?;
+    let metrics = match is_first {
+        true => {
+            save_initial_weights(&config).map_err(InputError::from)?;
+            Metrics::open(config.metrics.as_deref(), first_step)?
+        }
+        false => Metrics::default(),
+    };
     obey_signals(&config);
     let on_ranks = config.clone();
-    let launch_config = LaunchConfig::new(config.ranks).deadline(config.deadline);
+    let launch_config = LaunchConfig::new(config.ranks.number()).deadline(config.deadline);
     let origin = Instant::now();
     // For rank 0 to take.
     let metrics = Mutex::new(metrics);
-    let mut results = launch(launch_config, move |world| {
+    let results = launch(launch_config, move |world| {
         let metrics = match world.rank() {
             0 => std::mem::take(&mut *metrics.lock().unwrap_or_else(PoisonError::into_inner)),
             _ => Metrics::default(),
         };
-        rank::train(&on_ranks, &world, origin, metrics)
+        if on_ranks.ranks.are_processes() {
+            ranks::agree(&world, on_ranks.data.identity())?;
+        }
+        let collector = Collector::new(&on_ranks.ranks, &world)?;
+        let outcome = rank::train(&on_ranks, &world, origin, metrics)?;
+        collector.collect(outcome)
     })?;
+    if !is_first {
+        return Ok(());
+    }
+    let mut results: Vec<_> = results.into_iter().flatten().collect();
     let mut failures = Vec::new();
     failures.extend(results.iter_mut().find_map(|rank| rank.failure.take()));
     if let Some(path) = &config.trace {
@@ -79,7 +95,8 @@ fn obey_signals(config: &TrainConfig) {
     let Some(checkpoints) = &config.checkpoints else {
         return;
     };
-    for signal in [SIGTERM, SIGINT, SIGHUP] {
+    // `mpirun` passes SIGUSR1 on, and schedulers are told to send it before the end of a job.
+    for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         // `nohup` has a run go on when its terminal is gone.
         if host::is_ignored(signal) {
             continue;

@@ -1,30 +1,54 @@
 //! The folder of checkpoints of a run, locked before anything is trained, and held to its end.
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, OnceLock};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
+use burn_fsdp::ProcessGroup;
 use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp_models::GptConfig;
+use serde::{Deserialize, Serialize};
+use tempfile::Builder;
 
 use crate::args::CheckpointArgs;
 use crate::console;
-use crate::error::InputError;
+use crate::error::{InputError, RankError};
 use crate::output;
 use crate::train::meeting::Meeting;
+use crate::train::ranks::{self, Ranks};
 use crate::train::resumed::Resumed;
 use crate::train::settings::Settings;
+
+/// The time that a file of another machine may take to appear here.
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// The time between two looks for it.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What rank 0 has found in the folder, for other processes.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Found {
+    /// Name of a file in the folder that is there until all have looked for it.
+    token: Option<String>,
+    /// Number of the step to go on from.
+    step: Option<u64>,
+    /// Damaged steps that were passed over.
+    skipped: Vec<u64>,
+}
 
 /// The folder of checkpoints, with the steps to save and to go on from.
 #[derive(Debug)]
 pub(crate) struct CheckpointConfig {
-    /// Folder of checkpoints, locked against other runs as long as this lives.
+    /// Folder of checkpoints. The process of rank 0 has it locked against other runs as long as this lives.
     pub(crate) folder: Checkpoints,
     pub(crate) save_every: Option<usize>,
     pub(crate) keep_last: Option<NonZeroUsize>,
     /// The saved step that the run goes on from, if it does not start fresh.
-    pub(crate) resumed: Option<Resumed>,
+    /// Not set yet in a process that has to hear of it from rank 0.
+    resumed: OnceLock<Option<Resumed>>,
     /// True if the steps that are there are to be removed.
     pub(crate) overwrite: bool,
     pub(crate) meeting: Meeting,
@@ -33,14 +57,15 @@ pub(crate) struct CheckpointConfig {
 }
 
 impl CheckpointConfig {
-    /// Locks the folder for the life of the run, and finds the step to go on from.
-    pub(crate) fn take(
+    /// Checks the arguments. In the process of rank 0 it also locks the folder for the life of the run, and finds
+    /// the step to go on from; other processes hear of that by [`agree`](Self::agree).
+    pub(crate) fn new(
         args: CheckpointArgs,
-        ranks: usize,
+        ranks: &Ranks,
         model: &GptConfig,
         settings: &Settings,
     ) -> Result<Option<Self>, InputError> {
-        let Some(path) = args.checkpoint_dir else {
+        let Some(path) = args.checkpoint_dir.clone() else {
             return Ok(None);
         };
         for (flag, value) in [
@@ -59,32 +84,119 @@ impl CheckpointConfig {
                 problem: "is no name; give one, such as steps".to_owned(),
             });
         }
-        let folder = Checkpoints::new(&path);
-        let may_have_steps = args.resume.is_some() || args.overwrite;
-        if !may_have_steps && folder.is_begun()? {
-            return Err(InputError::HasSteps { path });
-        }
-        let folder = folder.acquire()?;
-        if !folder.is_exclusive() {
-            console::tell(format_args!(
-                "warning: the file system of {} has no locks; let no other run use that folder",
-                path.display()
-            ));
-        }
-        // What a run that died in the midst of a replacement left is back only now.
-        if !may_have_steps && folder.is_begun()? {
-            return Err(InputError::HasSteps { path });
-        }
-        let find = |which| Resumed::find(&folder, which, model, settings);
+        let (folder, resumed) = match ranks.have_first() {
+            true => {
+                let (folder, resumed) = take(&args, path, model, settings)?;
+                (folder, OnceLock::from(resumed))
+            }
+            false => (Checkpoints::new(&path), OnceLock::new()),
+        };
+        let deadline = Duration::from_secs(args.save_deadline);
         Ok(Some(Self {
-            resumed: args.resume.map(find).transpose()?.flatten(),
             folder,
+            resumed,
             save_every: args.save_every,
             keep_last: args.keep_last,
             overwrite: args.overwrite,
-            meeting: Meeting::new(ranks, Duration::from_secs(args.save_deadline)),
+            meeting: Meeting::new(ranks, deadline),
             stop: Arc::default(),
         }))
+    }
+
+    /// Returns the saved step that the run goes on from, if it does not start fresh.
+    pub(crate) fn resumed(&self) -> Option<&Resumed> {
+        self.resumed.get()?.as_ref()
+    }
+
+    /// Tells other processes what rank 0 has found in the folder, and checks that they see the same folder.
+    /// Collective, where each rank is a process.
+    ///
+    /// # Errors
+    ///
+    /// [`RankError::FolderNotShared`] on every rank, if one does not see it.
+    pub(crate) fn agree(&self, world: &ProcessGroup) -> Result<(), RankError> {
+        let path = self.folder.root();
+        let mut own = Found::default();
+        let token = match world.rank() {
+            0 => Some(Builder::new().prefix(".seen-by-all-").tempfile_in(path)),
+            _ => None,
+        };
+        if let Some(token) = &token {
+            own.token = match token {
+                Ok(file) => file
+                    .path()
+                    .file_name()
+                    .map(|name| name.to_string_lossy().into_owned()),
+                Err(_) => None,
+            };
+            own.step = self.resumed().map(|resumed| resumed.first_step() as u64);
+            own.skipped = self
+                .resumed()
+                .map(|resumed| resumed.skipped.clone())
+                .unwrap_or_default();
+        }
+        let note = serde_json::to_vec(&own).unwrap_or_default();
+        let notes = world.exchange("folder of checkpoints", note)?;
+        let found: Found = notes
+            .first()
+            .and_then(|note| serde_json::from_slice(note).ok())
+            .unwrap_or_default();
+        let problem = match world.rank() {
+            // The file stays until all have looked.
+            0 => {
+                let token = token.as_ref().and_then(|token| token.as_ref().err());
+                token.map(ToString::to_string)
+            }
+            _ => self.follow(&found).err(),
+        };
+        let notes = world.exchange(
+            "is the folder shared",
+            problem.unwrap_or_default().into_bytes(),
+        )?;
+        let hosts = ranks::hosts(world)?;
+        match notes.iter().position(|note| !note.is_empty()) {
+            Some(rank) => Err(RankError::FolderNotShared {
+                path: path.to_owned(),
+                rank,
+                host: hosts.get(rank).cloned().unwrap_or_default(),
+                problem: String::from_utf8_lossy(&notes[rank]).into_owned(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Opens the step that rank 0 has found.
+    fn follow(&self, found: &Found) -> Result<(), String> {
+        let Some(token) = &found.token else {
+            return Ok(());
+        };
+        let path = self.folder.root().join(token);
+        let until = Instant::now() + PATIENCE;
+        // File systems of networks show a new file after a while.
+        while !path.exists() {
+            if Instant::now() > until {
+                return Err("its files do not appear here".to_owned());
+            }
+            sleep(LOOK_EVERY);
+        }
+        let resumed = match found.step {
+            Some(number) => {
+                let step = self
+                    .folder
+                    .open(number)
+                    .map_err(|error| error.to_string())?;
+                Some(Resumed {
+                    step,
+                    skipped: found.skipped.clone(),
+                    // Rank 0 has told the user.
+                    warnings: Vec::new(),
+                })
+            }
+            None => None,
+        };
+        // It is set once, here.
+        let _ = self.resumed.set(resumed);
+        Ok(())
     }
 
     /// Returns true if a signal has told the run to end.
@@ -94,7 +206,35 @@ impl CheckpointConfig {
 
     /// Returns true if a save may replace a step of this number: one that was found damaged.
     pub(crate) fn may_replace(&self, step: u64) -> bool {
-        let resumed = self.resumed.as_ref();
-        resumed.is_some_and(|resumed| resumed.skipped.contains(&step))
+        self.resumed()
+            .is_some_and(|resumed| resumed.skipped.contains(&step))
     }
+}
+
+/// Locks the folder for the life of the run, and finds the step to go on from.
+fn take(
+    args: &CheckpointArgs,
+    path: PathBuf,
+    model: &GptConfig,
+    settings: &Settings,
+) -> Result<(Checkpoints, Option<Resumed>), InputError> {
+    let folder = Checkpoints::new(&path);
+    let may_have_steps = args.resume.is_some() || args.overwrite;
+    if !may_have_steps && folder.is_begun()? {
+        return Err(InputError::HasSteps { path });
+    }
+    let folder = folder.acquire()?;
+    if !folder.is_exclusive() {
+        console::tell(format_args!(
+            "warning: the file system of {} has no locks; let no other run use that folder",
+            path.display()
+        ));
+    }
+    // What a run that died in the midst of a replacement left is back only now.
+    if !may_have_steps && folder.is_begun()? {
+        return Err(InputError::HasSteps { path });
+    }
+    let find = |which| Resumed::find(&folder, which, model, settings);
+    let resumed = args.resume.map(find).transpose()?.flatten();
+    Ok((folder, resumed))
 }

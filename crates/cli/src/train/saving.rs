@@ -56,7 +56,7 @@ impl<'a> Saving<'a> {
             checkpoints.folder.clear()?;
         }
         let folder = checkpoints.folder.clone();
-        let rendezvous = checkpoints.meeting.end_of(rank)?;
+        let rendezvous = checkpoints.meeting.end_of(world)?;
         let saves = Checkpointer::over(world, folder, rendezvous)?;
         Ok(Some(Self {
             contents: Contents {

@@ -16,7 +16,10 @@ mod links;
 mod numbers;
 mod outputs;
 mod plan;
+#[cfg(feature = "mpi")]
+mod processes;
 mod report;
+mod restarts;
 mod settings;
 mod start;
 mod trace;

@@ -9,8 +9,12 @@ struct Launcher {
     size: &'static str,
     /// A variable that is set too, or it is not this launcher that has started this process.
     also: &'static str,
+    /// The variable with the number of this process among them.
+    rank: &'static str,
     /// The variable with the number of them that run on this machine.
     here: &'static str,
+    /// The variable with the number of this process among those.
+    rank_here: &'static str,
 }
 
 /// The known launchers; the first that matches counts.
@@ -19,33 +23,44 @@ const LAUNCHERS: [Launcher; 3] = [
         name: "Open MPI's mpirun",
         size: "OMPI_COMM_WORLD_SIZE",
         also: "OMPI_COMM_WORLD_RANK",
+        rank: "OMPI_COMM_WORLD_RANK",
         here: "OMPI_COMM_WORLD_LOCAL_SIZE",
+        rank_here: "OMPI_COMM_WORLD_LOCAL_RANK",
     },
     // MPICH, Intel MPI, and srun with its PMI.
     Launcher {
         name: "MPICH's mpiexec",
         size: "PMI_SIZE",
         also: "PMI_RANK",
+        rank: "PMI_RANK",
         here: "MPI_LOCALNRANKS",
+        rank_here: "MPI_LOCALRANKID",
     },
     // Set in the job's own script as well, but for the step.
     Launcher {
         name: "Slurm's srun",
         size: "SLURM_STEP_NUM_TASKS",
         also: "SLURM_STEP_ID",
+        rank: "SLURM_PROCID",
         here: "SLURM_STEP_TASKS_PER_NODE",
+        rank_here: "SLURM_LOCALID",
     },
 ];
 
-/// The processes that this one was started among.
+/// The processes that a launcher has started this one among, each of which is one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Processes {
-    /// The launcher's name, or [`ENGINE`] if that variable alone says `mpi`.
-    pub(super) launcher: &'static str,
+#[non_exhaustive]
+pub struct Processes {
+    /// Name of the launcher, or of the variable that alone says `mpi`.
+    pub launcher: &'static str,
     /// Number of processes.
-    pub(super) size: usize,
+    pub size: usize,
+    /// Number of this one among them, as the launcher says before MPI begins: its rank.
+    pub rank: usize,
     /// Number of them that share this machine.
-    pub(super) here: usize,
+    pub here: usize,
+    /// Number of this one among those.
+    pub rank_here: usize,
 }
 
 /// Returns the processes that this one was started among, if a launcher has started it with others.
@@ -85,10 +100,14 @@ pub(super) fn processes(
         if size == 1 && engine.as_deref() != Some("mpi") {
             return Ok(None);
         }
+        let number = |name: &str| variable(name).and_then(|text| text.trim().parse().ok());
+        let rank = number(launcher.rank).unwrap_or(0);
         return Ok(Some(Processes {
             launcher: launcher.name,
             size,
+            rank,
             here: here.unwrap_or(size).clamp(1, size),
+            rank_here: number(launcher.rank_here).unwrap_or(rank),
         }));
     }
     match engine.as_deref() {
@@ -96,7 +115,9 @@ pub(super) fn processes(
         Some("mpi") => Ok(Some(Processes {
             launcher: ENGINE,
             size: 1,
+            rank: 0,
             here: 1,
+            rank_here: 0,
         })),
         _ => Ok(None),
     }
@@ -132,6 +153,18 @@ mod tests {
             ("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"),
         ];
         assert_eq!(sizes(&slurm), Some((7, 2)));
+    }
+
+    #[test]
+    fn a_process_knows_its_number() {
+        let found = of(&[
+            ("OMPI_COMM_WORLD_SIZE", "8"),
+            ("OMPI_COMM_WORLD_RANK", "5"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ]);
+        let found = found.unwrap().unwrap();
+        assert_eq!((found.rank, found.here, found.rank_here), (5, 4, 1));
     }
 
     #[test]

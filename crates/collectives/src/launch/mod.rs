@@ -11,6 +11,7 @@ mod workers;
 
 pub use body::Unwound;
 pub use config::LaunchConfig;
+pub use environment::Processes;
 pub use error::LaunchError;
 
 use crate::ProcessGroup;
@@ -54,17 +55,30 @@ where
     if config.ranks == 0 {
         return Err(LaunchError::NoRanks);
     }
-    let environment = environment::processes(|name| std::env::var(name).ok())?;
-    let Some(processes) = environment else {
-        return threads::launch(&config, body);
-    };
-    #[cfg(feature = "mpi")]
-    return processes::launch(&config, &processes, body);
-    #[cfg(not(feature = "mpi"))]
-    Err(LaunchError::NoMpi {
-        launcher: processes.launcher.to_owned(),
-        processes: processes.size,
-    })
+    match self::processes()? {
+        #[cfg(feature = "mpi")]
+        Some(found) => processes::launch(&config, &found, body),
+        // Without the feature there are none, or an error.
+        _ => threads::launch(&config, body),
+    }
+}
+
+/// Returns the processes that a launcher such as `mpirun` has started this one among; `None` if it is alone, and
+/// [`launch()`] makes threads. See there.
+///
+/// # Errors
+///
+/// [`LaunchError::Environment`] if a variable of the environment has a value that cannot be, and
+/// [`LaunchError::NoMpi`] if there are such processes and the program was built without the feature `mpi`.
+pub fn processes() -> Result<Option<Processes>, LaunchError> {
+    let found = environment::processes(|name| std::env::var(name).ok())?;
+    match found {
+        Some(processes) if !cfg!(feature = "mpi") => Err(LaunchError::NoMpi {
+            launcher: processes.launcher.to_owned(),
+            processes: processes.size,
+        }),
+        found => Ok(found),
+    }
 }
 
 /// Returns the number of processes that a launcher such as `mpirun` has started this one among, and so the

@@ -107,7 +107,7 @@ fn it_prints_its_configuration() {
     for part in [
         "rank 1 of 2 on axis \"shard\"",
         "FullShard",
-        "Flat shards of f32",
+        "flat shards of f32",
         "1 units prefetched",
         "blocks.2",
         "kept",

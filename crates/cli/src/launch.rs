@@ -1,0 +1,171 @@
+//! Running a training again after a failure.
+
+use std::process::{Child, Command, ExitCode, ExitStatus};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::flag;
+
+use crate::args::LaunchArgs;
+use crate::console;
+use crate::error::{Failure, InputError};
+
+/// Exit code of a command that could not understand its input: it would not the next time either.
+const INPUT: i32 = 2;
+
+/// The time between two looks whether the command has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The maximum of the pause before a restart.
+const MOST_PAUSE: Duration = Duration::from_secs(30);
+
+/// The placeholder for the number of ranks.
+const RANKS: &str = "{ranks}";
+
+/// Runs the command until it succeeds, and at most as many times again as the arguments allow. Returns the exit code
+/// of its last run.
+pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
+    check(args)?;
+    let signals = Signals::obey();
+    let mut restarts = 0;
+    loop {
+        let mut child = start(args, restarts)?;
+        let began = Instant::now();
+        let status = wait(&mut child, &signals).map_err(|error| cannot_run(args, &error))?;
+        let code = code_of(status);
+        if status.success() || code == INPUT || signals.come().is_some() {
+            return Ok(exit_code(code));
+        }
+        if restarts == args.max_restarts {
+            console::tell(format_args!(
+                "error: the command ended with {status} after {} s; it has been started again {restarts} times, and \
+                 --max-restarts allows no more",
+                began.elapsed().as_secs()
+            ));
+            return Ok(exit_code(code));
+        }
+        restarts += 1;
+        let pause = Duration::from_millis(500 << restarts.min(6)).min(MOST_PAUSE);
+        console::tell(format_args!(
+            "warning: the command ended with {status} after {} s; start {} of {} follows in {:.1} s",
+            began.elapsed().as_secs(),
+            restarts + 1,
+            args.max_restarts + 1,
+            pause.as_secs_f64()
+        ));
+        let until = Instant::now() + pause;
+        while Instant::now() < until && !signals.come().is_some() {
+            sleep(LOOK_EVERY);
+        }
+        if signals.come().is_some() {
+            return Ok(exit_code(code));
+        }
+    }
+}
+
+/// Refuses what could not do what it says.
+fn check(args: &LaunchArgs) -> Result<(), InputError> {
+    let has = |text: &str| {
+        let mut words = args.command.iter();
+        words.any(|word| word == text || word.starts_with(&format!("{text}=")))
+    };
+    if !args.ranks.is_empty() && !args.command.iter().any(|word| word.contains(RANKS)) {
+        return Err(InputError::Restart {
+            problem: "--ranks has no effect: the command has no {ranks} to replace",
+        });
+    }
+    if args.ranks.is_empty() && args.command.iter().any(|word| word.contains(RANKS)) {
+        return Err(InputError::Restart {
+            problem: "the command has {ranks}; give --ranks, such as 4,3,2",
+        });
+    }
+    if args.max_restarts > 0 && has("train") && !has("--resume") {
+        return Err(InputError::Restart {
+            problem: "each start of `train` would begin anew; give it --checkpoint-dir and --resume=newest-good, \
+                      and --save-every",
+        });
+    }
+    Ok(())
+}
+
+/// Starts the command, with the number of ranks of this attempt in the place of `{ranks}`.
+fn start(args: &LaunchArgs, restarts: usize) -> Result<Child, InputError> {
+    let ranks = args.ranks.get(restarts).or(args.ranks.last());
+    let filled = |word: &String| match ranks {
+        Some(ranks) => word.replace(RANKS, &ranks.to_string()),
+        None => word.clone(),
+    };
+    let mut words = args.command.iter().map(filled);
+    let program = words.next().unwrap_or_default();
+    let mut command = Command::new(program);
+    command.args(words);
+    command.env("BURN_FSDP_RESTART", restarts.to_string());
+    command.spawn().map_err(|error| cannot_run(args, &error))
+}
+
+fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
+    InputError::CannotRun {
+        program: args.command.first().cloned().unwrap_or_default(),
+        problem: error.to_string(),
+    }
+}
+
+/// Waits for the end of the command, and passes signals on to it.
+fn wait(child: &mut Child, signals: &Signals) -> std::io::Result<ExitStatus> {
+    let mut told = 0;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        if let Some(signal) = signals.come().filter(|signal| *signal != told) {
+            told = signal;
+            // The standard library cannot send a signal but SIGKILL.
+            let number = format!("-{signal}");
+            let mut kill = Command::new("kill");
+            let _ = kill.args([number, child.id().to_string()]).status();
+        }
+        sleep(LOOK_EVERY);
+    }
+}
+
+/// The signals that end the command, so that no restart follows.
+struct Signals(Vec<(i32, Arc<AtomicBool>)>);
+
+impl Signals {
+    /// Registers them: this process lives until the command has ended.
+    fn obey() -> Self {
+        let flags = [SIGTERM, SIGINT, SIGHUP].map(|signal| {
+            let flag = Arc::new(AtomicBool::new(false));
+            // Where the system refuses, signals do what they always did.
+            let _ = flag::register(signal, flag.clone());
+            (signal, flag)
+        });
+        Self(flags.to_vec())
+    }
+
+    /// Returns the one that has come, if any has.
+    fn come(&self) -> Option<i32> {
+        let mut flags = self.0.iter();
+        let come = flags.find(|(_, flag)| flag.load(Ordering::Relaxed));
+        come.map(|(signal, _)| *signal)
+    }
+}
+
+/// Returns the exit code of a command, as a shell counts it where a signal ended it.
+fn code_of(status: ExitStatus) -> i32 {
+    #[cfg(unix)]
+    {
+        use std::os::unix::process::ExitStatusExt;
+        if let Some(signal) = status.signal() {
+            return 128 + signal;
+        }
+    }
+    status.code().unwrap_or(1)
+}
+
+fn exit_code(code: i32) -> ExitCode {
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}

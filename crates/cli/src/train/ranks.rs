@@ -1,0 +1,235 @@
+//! The ranks of a run: threads of this process, or processes that a launcher such as `mpirun` has started.
+
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use burn_fsdp::ProcessGroup;
+use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
+
+use crate::error::{InputError, RankError};
+use crate::host;
+use crate::train::outcome::RankOutcome;
+
+/// Number of threads where nothing else is said.
+const THREADS: usize = 2;
+
+/// The ranks of a run, and where they are.
+#[derive(Debug, Clone)]
+pub(crate) enum Ranks {
+    /// All are threads of this process.
+    Threads(usize),
+    /// Each is a process, this one of them.
+    Processes(Processes),
+}
+
+impl Ranks {
+    /// Finds the ranks, of which the user may have given the number.
+    pub(crate) fn find(given: Option<usize>) -> Result<Self, InputError> {
+        let found = processes().map_err(Box::new)?;
+        match (found, given) {
+            (None, given) => Ok(Self::Threads(given.unwrap_or(THREADS))),
+            (Some(found), Some(ranks)) if ranks != found.size => {
+                Err(InputError::Launch(Box::new(LaunchError::OtherSize {
+                    ranks,
+                    processes: found.size,
+                    launcher: found.launcher.to_owned(),
+                })))
+            }
+            (Some(found), _) => Ok(Self::Processes(found)),
+        }
+    }
+
+    /// Returns the number of ranks.
+    pub(crate) fn number(&self) -> usize {
+        match self {
+            Self::Threads(number) => *number,
+            Self::Processes(processes) => processes.size,
+        }
+    }
+
+    /// Returns the number of ranks on this machine.
+    pub(crate) fn here(&self) -> usize {
+        match self {
+            Self::Threads(number) => *number,
+            Self::Processes(processes) => processes.here,
+        }
+    }
+
+    /// Returns the number of ranks in this process.
+    pub(crate) fn of_process(&self) -> usize {
+        match self {
+            Self::Threads(number) => *number,
+            Self::Processes(_) => 1,
+        }
+    }
+
+    /// Returns true if each rank is a process.
+    pub(crate) fn are_processes(&self) -> bool {
+        matches!(self, Self::Processes(_))
+    }
+
+    /// Returns true if rank 0 is of this process, which then writes the files and the output of the run.
+    pub(crate) fn have_first(&self) -> bool {
+        match self {
+            Self::Threads(_) => true,
+            Self::Processes(processes) => processes.rank == 0,
+        }
+    }
+}
+
+/// Returns the machine of each rank. Collective.
+pub(crate) fn hosts(world: &ProcessGroup) -> Result<Vec<String>, RankError> {
+    let notes = world.exchange("hosts", host::name().into_bytes())?;
+    let names = notes.iter().map(|note| String::from_utf8_lossy(note));
+    Ok(names.map(|name| name.into_owned()).collect())
+}
+
+/// Checks that all processes run the same program with the same arguments on the same data. Collective.
+///
+/// # Errors
+///
+/// [`RankError::Differs`] on every rank, with what differs, and on which rank and machine.
+pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError> {
+    let own = serde_json::to_vec(&identity(data)).unwrap_or_default();
+    let notes = world.exchange("identity of the run", own)?;
+    let hosts = hosts(world)?;
+    // Errors name them.
+    let _ = MACHINES.set(machines_of(&hosts));
+    let read = |note: &Vec<u8>| -> BTreeMap<String, String> {
+        serde_json::from_slice(note).unwrap_or_default()
+    };
+    let Some(first) = notes.first().map(read) else {
+        return Ok(());
+    };
+    for (rank, note) in notes.iter().enumerate().skip(1) {
+        let other = read(note);
+        let names = first.keys().chain(other.keys());
+        let differs = |name: &&String| first.get(*name) != other.get(*name);
+        if let Some(name) = names.into_iter().find(differs) {
+            let value = |of: &BTreeMap<String, String>| match of.get(name) {
+                Some(value) => value.clone(),
+                None => "not given".to_owned(),
+            };
+            return Err(RankError::Differs {
+                what: name.clone(),
+                rank,
+                host: hosts.get(rank).cloned().unwrap_or_default(),
+                got: value(&other),
+                expected: value(&first),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The machines of the ranks, once they are known.
+static MACHINES: OnceLock<String> = OnceLock::new();
+
+/// Returns the machines of the ranks, as text, in a process that knows of others.
+pub(crate) fn machines() -> Option<&'static str> {
+    MACHINES.get().map(String::as_str)
+}
+
+/// Joins ranks that follow each other on one machine: `ranks 0 to 3 on a, rank 4 on b`.
+fn machines_of(hosts: &[String]) -> String {
+    let mut parts = Vec::new();
+    let mut first = 0;
+    for chunk in hosts.chunk_by(|left, right| left == right) {
+        let last = first + chunk.len() - 1;
+        parts.push(match chunk.len() {
+            1 => format!("rank {first} on {}", chunk[0]),
+            _ => format!("ranks {first} to {last} on {}", chunk[0]),
+        });
+        first = last + 1;
+    }
+    parts.join(", ")
+}
+
+/// Returns what must be the same for all processes, by name.
+fn identity(data: String) -> BTreeMap<String, String> {
+    let mut identity = BTreeMap::new();
+    let version = env!("CARGO_PKG_VERSION");
+    let program = std::env::current_exe().and_then(std::fs::read);
+    let program = match program {
+        Ok(bytes) => {
+            format!("version {version}, hash {:016x}", Fingerprint::of(&bytes))
+        }
+        Err(_) => format!("version {version}"),
+    };
+    identity.insert("the program".to_owned(), program);
+    identity.insert("the data".to_owned(), data);
+    let mut flag = "the command".to_owned();
+    for argument in std::env::args().skip(1) {
+        let (name, value) = match argument.split_once('=') {
+            Some((name, value)) if name.starts_with("--") => (name, Some(value)),
+            _ => (argument.as_str(), None),
+        };
+        if name.starts_with("--") {
+            flag = name.to_owned();
+            identity.insert(flag.clone(), value.unwrap_or("given").to_owned());
+        } else {
+            identity.insert(flag.clone(), argument);
+        }
+    }
+    identity
+}
+
+/// The way of the ranks' results to the process that reports.
+pub(crate) enum Collector {
+    /// Results of threads are in that process already.
+    Threads,
+    /// A group that waits as long as it takes, so that one rank's disk may take its time.
+    Processes(ProcessGroup),
+}
+
+impl Collector {
+    /// Makes the way. Collective.
+    pub(crate) fn new(ranks: &Ranks, world: &ProcessGroup) -> Result<Self, RankError> {
+        if !ranks.are_processes() {
+            return Ok(Self::Threads);
+        }
+        let group = world.isolate("results", Duration::MAX)?;
+        Ok(Self::Processes(group))
+    }
+
+    /// Returns the results that this rank is to hand on: its own, or, if each rank is a process, those of all on
+    /// rank 0 and none on the others. Collective.
+    pub(crate) fn collect(&self, own: RankOutcome) -> Result<Vec<RankOutcome>, RankError> {
+        let Self::Processes(group) = self else {
+            return Ok(vec![own]);
+        };
+        let own = RankOutcome {
+            peak_rss_bytes: host::peak_rss_bytes(),
+            ..own
+        };
+        let mut bytes = Vec::new();
+        ciborium::into_writer(&own, &mut bytes).map_err(|error| RankError::Result {
+            problem: error.to_string(),
+        })?;
+        let notes = group.exchange("results", bytes)?;
+        if group.rank() > 0 {
+            return Ok(Vec::new());
+        }
+        let outcomes = notes.iter().map(|note| {
+            ciborium::from_reader(note.as_slice()).map_err(|error| RankError::Result {
+                problem: error.to_string(),
+            })
+        });
+        outcomes.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::machines_of;
+
+    #[test]
+    fn ranks_of_one_machine_are_named_together() {
+        let hosts = ["a", "a", "a", "b", "a"].map(str::to_owned);
+        assert_eq!(
+            machines_of(&hosts),
+            "ranks 0 to 2 on a, rank 3 on b, rank 4 on a"
+        );
+    }
+}

@@ -1,0 +1,326 @@
+//! Ranks that are processes, under `mpirun`, beside the same ranks as threads.
+//!
+//! `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::command::{Folder, Run, bounded, is_long, last_report};
+
+const OPEN_MPI: &str = "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 \
+                        --mca odls_base_sigkill_timeout 20";
+
+fn launcher() -> Vec<String> {
+    let given = std::env::var("BURN_FSDP_MPIRUN").ok();
+    let text = given.as_deref().unwrap_or(OPEN_MPI);
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// `mpirun -n PROCESSES burn-fsdp train ..`, or nothing where there is no `mpirun`.
+fn mpirun(folder: &Folder, processes: usize, arguments: &str) -> Option<Command> {
+    let launcher = launcher();
+    if Command::new(&launcher[0])
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        println!("skipped: there is no {}", launcher[0]);
+        return None;
+    }
+    let train = folder.train_command(arguments);
+    let mut command = Command::new(&launcher[0]);
+    command
+        .args(&launcher[1..])
+        .args(["-n", &processes.to_string()]);
+    command.arg(train.get_program()).args(train.get_args());
+    command
+        .current_dir(folder.path(""))
+        .env_remove("BURN_FSDP_FAULT");
+    Some(command)
+}
+
+/// Runs it to its end.
+fn run(folder: &Folder, processes: usize, arguments: &str) -> Option<Run> {
+    let command = mpirun(folder, processes, arguments)?;
+    Some(bounded(command).expect("it ends"))
+}
+
+/// The files of a step, by name.
+fn files(folder: &Folder, step: &str) -> Vec<(String, Vec<u8>)> {
+    let names = folder.names_in(step).into_iter();
+    let read = |name: String| {
+        let bytes = std::fs::read(folder.path(&format!("{step}/{name}"))).expect("a file");
+        (name, bytes)
+    };
+    names.map(read).collect()
+}
+
+/// What is the same for threads and processes.
+fn comparable(report: &Value) -> Value {
+    let mut report = report.clone();
+    let object = report.as_object_mut().expect("an object");
+    for key in ["engine", "tokens_per_s", "step_ms", "peak_rss_bytes"] {
+        object.remove(key);
+    }
+    report
+}
+
+#[test]
+fn losses_and_saved_files_are_those_of_threads() {
+    let steps = if is_long() { 30 } else { 8 };
+    for (ranks, flags) in [
+        (2, ""),
+        (4, ""),
+        (2, "--strategy shard-grad-op --prefetch 2"),
+        (4, "--strategy no-shard"),
+        (4, "--strategy hybrid-shard"),
+        (2, "--precision bf16"),
+        (2, "--precision f16 --clip-grad-norm 0.5 --accumulate 2"),
+        (2, "--compile"),
+        (4, "--compile --prefetch 2"),
+    ] {
+        let arguments = format!(
+            "{flags} --synthetic --warmup 0 --steps {steps} --checkpoint-dir steps --save-every 3"
+        );
+        let threads = Folder::new();
+        let expected = threads.report(&format!("--ranks {ranks} {arguments}"));
+        let processes = Folder::new();
+        let Some(run) = run(&processes, ranks, &format!("{arguments} --json")) else {
+            return;
+        };
+        assert_eq!(run.code, 0, "{flags}: {}", run.stderr);
+        assert_eq!(
+            run.stdout.lines().count(),
+            1,
+            "one rank prints: {}",
+            run.stdout
+        );
+        let report = last_report(&run);
+        assert_eq!(report["engine"], "mpi");
+        assert_eq!(
+            report["peak_rss_bytes"].as_array().map(Vec::len),
+            Some(ranks)
+        );
+        assert_eq!(
+            comparable(&report),
+            comparable(&expected),
+            "{ranks} {flags}"
+        );
+        let last = format!("steps/step-{steps:06}");
+        assert_eq!(processes.names_in("steps"), threads.names_in("steps"));
+        for (own, expected) in files(&processes, &last).iter().zip(files(&threads, &last)) {
+            assert!(*own == expected, "{ranks} {flags}: {}", own.0);
+        }
+    }
+}
+
+#[test]
+fn text_is_evaluated_sampled_and_resumed_with_other_ranks() {
+    let folder = Folder::new();
+    let text = "to be or not to be, that is the question. ".repeat(100);
+    folder.write("text", text.as_bytes());
+    let arguments = "--data text --eval-every 2 --warmup 0 --sample 20 --checkpoint-dir steps --resume --metrics lines \
+                     --trace step.json";
+    let Some(first) = run(&folder, 3, &format!("{arguments} --steps 4 --json")) else {
+        return;
+    };
+    assert_eq!(first.code, 0, "{}", first.stderr);
+    let second =
+        run(&folder, 2, &format!("{arguments} --steps 6 --json")).expect("mpirun is there");
+    assert_eq!(second.code, 0, "{}", second.stderr);
+    let report = last_report(&second);
+    assert_eq!(report["first_step"], 4);
+    let alone = Folder::new();
+    alone.write("text", text.as_bytes());
+    alone.report(&format!("{arguments} --steps 4 --ranks 3"));
+    let expected = alone.report(&format!("{arguments} --steps 6 --ranks 2"));
+    assert_eq!(comparable(&report), comparable(&expected));
+    assert_eq!(folder.read("lines").lines().count(), 6);
+    let trace: Value = serde_json::from_str(&folder.read("step.json")).expect("JSON");
+    let events = trace["traceEvents"]
+        .as_array()
+        .or(trace.as_array())
+        .expect("events");
+    let mut ranks: Vec<_> = events
+        .iter()
+        .map(|event| event["pid"].to_string())
+        .collect();
+    ranks.sort();
+    ranks.dedup();
+    assert!(ranks.len() >= 2, "{ranks:?}");
+}
+
+#[test]
+fn what_differs_among_processes_is_named() {
+    let folder = Folder::new();
+    let Some(run) = run(&folder, 2, "--synthetic --steps 2 --ranks 3") else {
+        return;
+    };
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("asked for 3 ranks"), "{}", run.stderr);
+    // Two programs of one job, of which the second has another learning rate.
+    let mut command = mpirun(&folder, 1, "--synthetic --steps 2").expect("mpirun is there");
+    let other = folder.train_command("--synthetic --steps 2 --lr 0.5");
+    command
+        .args([":", "-n", "1"])
+        .arg(other.get_program())
+        .args(other.get_args());
+    let run = bounded(command).expect("it ends");
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(
+        run.stderr.contains("--lr differs: 0.5 on rank 1"),
+        "{}",
+        run.stderr
+    );
+    // Other data under one name, and a folder that is another one there.
+    for (arguments, expected) in [
+        ("--data text --steps 2", "the data differs"),
+        (
+            "--synthetic --steps 2 --checkpoint-dir steps",
+            "rank 1 on machine",
+        ),
+    ] {
+        let own = Folder::new();
+        let elsewhere = Folder::new();
+        own.write(
+            "text",
+            "to be or not to be, that is the question. ".repeat(100),
+        );
+        elsewhere.write(
+            "text",
+            "to be or not to be, this is the question. ".repeat(100),
+        );
+        let mut command = mpirun(&own, 1, arguments).expect("mpirun is there");
+        let other = own.train_command(arguments);
+        command
+            .args([":", "-n", "1", "-wdir"])
+            .arg(elsewhere.path(""));
+        command.arg(other.get_program()).args(other.get_args());
+        let run = bounded(command).expect("it ends");
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(run.stderr.contains(expected), "{}", run.stderr);
+    }
+}
+
+/// The process ids of the ranks of a run in this folder.
+fn processes_in(folder: &Path) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").expect("processes");
+    let ids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    let is_rank = |id: &u32| {
+        let name = std::fs::read_link(format!("/proc/{id}/exe")).ok();
+        let folder_of = std::fs::read_link(format!("/proc/{id}/cwd")).ok();
+        name.is_some_and(|name| name.ends_with("burn-fsdp")) && folder_of.as_deref() == Some(folder)
+    };
+    let mut ids: Vec<_> = ids.filter(is_rank).collect();
+    ids.sort_unstable();
+    ids
+}
+
+fn signal(name: &str, id: u32) {
+    let status = Command::new("kill").args([name, &id.to_string()]).status();
+    assert!(status.expect("kill runs").success());
+}
+
+/// Starts a run that does not end by itself, and waits until it trains.
+fn endless(folder: &Folder, processes: usize, flags: &str) -> Option<std::process::Child> {
+    let arguments =
+        format!("--synthetic --warmup 0 --steps 1000000 --metrics lines --json {flags}");
+    let mut command = mpirun(folder, processes, &arguments)?;
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let child = command.spawn().expect("mpirun starts");
+    let lines = || std::fs::read_to_string(folder.path("lines")).unwrap_or_default();
+    let until = Instant::now() + Duration::from_secs(60);
+    while lines().lines().count() < 3 {
+        assert!(Instant::now() < until, "no steps");
+        sleep(Duration::from_millis(20));
+    }
+    Some(child)
+}
+
+#[test]
+fn a_signal_to_mpirun_saves_and_ends_all() {
+    let folder = Folder::new();
+    let Some(child) = endless(&folder, 3, "--checkpoint-dir steps") else {
+        return;
+    };
+    // A launcher that is told to end ends with another code than 0, whatever its processes do; this it passes on.
+    signal("-USR1", child.id());
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let report = last_report(&run);
+    assert_eq!(report["interrupted"], true, "{}", run.stderr);
+    let saved = report["saved_step"].as_u64().expect("a saved step");
+    let step = format!("inspect steps/step-{saved:06}");
+    assert_eq!(folder.run(&step).code, 0);
+}
+
+#[test]
+fn a_rank_that_stops_is_named_and_all_others_end() {
+    let folder = Folder::new();
+    let Some(child) = endless(&folder, 3, "--deadline 2") else {
+        return;
+    };
+    let ids = processes_in(&std::fs::canonicalize(folder.path("")).expect("a folder"));
+    assert_eq!(ids.len(), 3);
+    signal("-STOP", ids[1]);
+    let began = Instant::now();
+    // The launcher ends the stopped one when the others have failed.
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert!(began.elapsed() < Duration::from_secs(60));
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    assert!(
+        run.stderr.contains("for ranks [1] to start"),
+        "{}",
+        run.stderr
+    );
+}
+
+#[test]
+fn a_run_that_is_killed_is_started_again() {
+    let kills = if is_long() { 10 } else { 2 };
+    let folder = Folder::new();
+    let arguments = "--layers 2 --dim 64 --heads 2 --seq 64 --synthetic --warmup 0 --steps 300 --checkpoint-dir steps \
+                     --save-every 5 --keep-last 3 --resume=newest-good --metrics lines --json";
+    let Some(mpirun) = mpirun(&folder, 3, arguments) else {
+        return;
+    };
+    let mut launch = folder.command(&format!("launch --max-restarts {} --", 2 * kills));
+    launch.arg(mpirun.get_program()).args(mpirun.get_args());
+    launch
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = launch.spawn().expect("it starts");
+    let home = std::fs::canonicalize(folder.path("")).expect("a folder");
+    let mut killed = 0;
+    let mut seen = 0;
+    while killed < kills && child.try_wait().expect("asks").is_none() {
+        let lines = std::fs::read_to_string(folder.path("lines")).unwrap_or_default();
+        let count = lines.lines().count();
+        let ranks: Vec<_> = processes_in(&home);
+        // A few steps further than the last time.
+        if count >= seen + 8 && ranks.len() > 3 {
+            signal("-KILL", ranks[1 + killed % 3]);
+            killed += 1;
+            seen = count.saturating_sub(8);
+            sleep(Duration::from_millis(300));
+        }
+        sleep(Duration::from_millis(10));
+    }
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert_eq!(killed, kills, "{}", run.stderr);
+    let whole = Folder::new();
+    whole.report(&format!("--ranks 3 {}", arguments.replace("--json", "")));
+    assert_eq!(
+        files(&folder, "steps/step-000300"),
+        files(&whole, "steps/step-000300")
+    );
+}
