@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use crate::command::{Folder, Run, bounded, is_long, last_report};
 
-const OPEN_MPI: &str = "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 \
-                        --mca odls_base_sigkill_timeout 20";
+const OPEN_MPI: &str =
+    "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
 
 fn launcher() -> Vec<String> {
     let given = std::env::var("BURN_FSDP_MPIRUN").ok();
@@ -275,11 +275,7 @@ fn a_rank_that_stops_is_named_and_all_others_end() {
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert!(began.elapsed() < Duration::from_secs(60));
     assert_eq!(run.code, 3, "{}", run.stderr);
-    assert!(
-        run.stderr.contains("for ranks [1] to"),
-        "{}",
-        run.stderr
-    );
+    assert!(run.stderr.contains("for ranks [1] to"), "{}", run.stderr);
 }
 
 #[test]
