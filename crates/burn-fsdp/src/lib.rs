@@ -76,7 +76,7 @@ pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch}
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
     Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward,
-    cast_input, catch, checkpoint as recompute, clip_grad_norm, fully_shard, no_sync, replicate,
+    cast_input, catch, clip_grad_norm, fully_shard, no_sync, recompute, replicate,
 };
 pub use checkpointer::Checkpointer;
 pub use error::Error;

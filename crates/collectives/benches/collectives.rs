@@ -1,29 +1,45 @@
 //! How fast collectives are against plain copying.
 //!
-//! For each size the ranks take turns, all at once, at copying a full tensor each (`memcpy`), at an
-//! all-gather and at a reduce-scatter of it. A turn lasts from when the first rank begins until the
-//! last is done. The ratio is the time of the copy over that of the collective of the same round, so
-//! that what else the machine does strikes both.
+//! For each size the ranks take turns, all at once, at copying a full tensor each (`memcpy`) and at each collective of
+//! it. A turn lasts from when the first rank begins until the last is done. The ratio is the time of the copy over that of
+//! the collective of the same round, so that what else the machine does strikes both.
+//!
+//! Ranks are threads, or, with the feature `mpi` and under `mpirun` on one machine, processes.
 //!
 //! ```text
 //! cargo bench -p burn-fsdp-collectives -- [--ranks N] [--rounds N] [--json FILE]
 //! ```
 
 use std::hint::black_box;
-use std::time::Instant;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use burn_fsdp_collectives::{
-    ElementType, Error, LaunchConfig, Part, Partition, ProcessGroup, Reduction, Source, launch,
+    CrossPart, ElementType, Error, FullPart, LaunchConfig, Part, Partition, ProcessGroup,
+    Reduction, Source, launch, processes,
 };
 
 #[path = "../../../benches/run.rs"]
 mod run;
 
 /// Bytes of the full tensors.
-const SIZES: [usize; 6] = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20];
+const SIZES: [usize; 7] = [
+    64 << 10,
+    256 << 10,
+    1 << 20,
+    4 << 20,
+    16 << 20,
+    64 << 20,
+    256 << 20,
+];
 
 /// What is measured in each round, in this order.
-const KINDS: [&str; 3] = ["memcpy", "all_gather", "reduce_scatter"];
+const KINDS: [&str; 5] = [
+    "memcpy",
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+];
 
 /// Seconds that each kind took in each round.
 type Rounds = Vec<[f64; KINDS.len()]>;
@@ -31,10 +47,16 @@ type Rounds = Vec<[f64; KINDS.len()]>;
 /// When one rank began and ended each kind in each round.
 type Spans = Vec<[Span; KINDS.len()]>;
 
+/// Seconds of a clock that all processes of the machine share.
 #[derive(Clone, Copy)]
 struct Span {
-    start: Instant,
-    end: Instant,
+    start: f64,
+    end: f64,
+}
+
+fn now() -> f64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0.0, |since| since.as_secs_f64())
 }
 
 struct Options {
@@ -45,22 +67,27 @@ struct Options {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = Options::read()?;
-    let Options { ranks, rounds, .. } = options;
+    let rounds = options.rounds;
+    let found = processes()?;
+    let ranks = found.as_ref().map_or(options.ranks, |found| found.size);
     let measured = launch(LaunchConfig::new(ranks), move |world| {
-        let of_size = |size: &usize| measure(&world, *size, rounds);
+        let of_size = |size: &usize| turns(&world, &measure(&world, *size, rounds)?);
         SIZES.iter().map(of_size).collect::<Result<Vec<_>, Error>>()
     })?;
+    if found.is_some_and(|found| found.rank > 0) {
+        return Ok(());
+    }
     let run = run::Run::here("collectives");
     println!("{run}");
     println!("{ranks} ranks; GB/s of the full tensor; ratio to memcpy: median (quartiles)");
-    println!(
-        "{:>10} {:>8}   {:<32} {:<32}",
-        "KiB", KINDS[0], KINDS[1], KINDS[2]
-    );
+    print!("{:>10} {:>8}", "KiB", KINDS[0]);
+    KINDS[1..].iter().for_each(|kind| print!("   {kind:<29}"));
+    println!();
     let mut raw = vec![run.to_json()];
     for (index, size) in SIZES.into_iter().enumerate() {
-        let rounds = turns(measured.iter().map(|sizes| &sizes[index]));
-        print_row(size, &rounds);
+        // The same on all ranks.
+        let rounds = &measured[0][index];
+        print_row(size, rounds);
         raw.push(
             serde_json::json!({ "ranks": ranks, "bytes": size, "kinds": KINDS, "seconds": rounds }),
         );
@@ -96,7 +123,7 @@ impl Options {
 
 /// One rank's turns with tensors of `size` bytes.
 fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<Spans, Error> {
-    let num_rounds = rounds.unwrap_or((2usize << 30).div_euclid(size).clamp(31, 501));
+    let num_rounds = rounds.unwrap_or((2usize << 30).div_euclid(size).clamp(15, 501));
     let partition = Partition::flat(size / ElementType::F32.size(), world.size())?;
     let shard_bytes = partition.len(world.rank()) * ElementType::F32.size();
     let values = |len| {
@@ -112,12 +139,9 @@ fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<S
     let part = |source: &Source| vec![Part::new(source.clone(), partition, ElementType::F32)];
     let timed = |turn: &dyn Fn() -> Result<(), Error>| {
         world.barrier("turn")?;
-        let start = Instant::now();
+        let start = now();
         turn()?;
-        Ok::<_, Error>(Span {
-            start,
-            end: Instant::now(),
-        })
+        Ok::<_, Error>(Span { start, end: now() })
     };
     let memcpy = || {
         let mut into = world.pool().take(size);
@@ -138,34 +162,66 @@ fn measure(world: &ProcessGroup, size: usize, rounds: Option<usize>) -> Result<S
         black_box(world.reduce_scatter("reduce", Vec::new(), mean, part(&full), into)?);
         Ok(())
     };
+    let all_reduce = || {
+        let (mean, into) = (Reduction::mean(world.size()), vec![world.pool().take(size)]);
+        let parts = vec![FullPart::new(full.clone(), ElementType::F32)];
+        black_box(world.all_reduce("all reduce", Vec::new(), mean, parts, into)?);
+        Ok(())
+    };
+    // Of a square matrix as near as can be, rows go out and columns come.
+    let elements = size / ElementType::F32.size();
+    let side = 1usize << (elements.ilog2() / 2);
+    let rows = Partition::flat(side, world.size())?;
+    let columns = Partition::flat(elements / side, world.size())?;
+    let bytes_of = |of: usize| of * ElementType::F32.size();
+    let given = values(bytes_of(rows.len(world.rank()) * (elements / side)));
+    let taken = bytes_of(side * columns.len(world.rank()));
+    let all_to_all = || {
+        let parts = vec![CrossPart::new(
+            given.clone(),
+            rows,
+            columns,
+            ElementType::F32,
+        )];
+        let into = vec![world.pool().take(taken)];
+        black_box(world.all_to_all("cross", Vec::new(), parts, into)?);
+        Ok(())
+    };
     let round = || {
         Ok([
             timed(&memcpy)?,
             timed(&all_gather)?,
             timed(&reduce_scatter)?,
+            timed(&all_reduce)?,
+            timed(&all_to_all)?,
         ])
     };
     // The pool keeps as much as was in use at once: what the turns need one after the other.
     let turns = [size, shard_bytes].map(|len| world.pool().take(len));
     drop(turns);
-    let _: [Span; 3] = round()?;
+    let _: [Span; KINDS.len()] = round()?;
     (0..num_rounds).map(|_| round()).collect()
 }
 
-/// From when the first rank begins until the last is done, by round and kind.
-fn turns<'a>(ranks: impl Iterator<Item = &'a Spans>) -> Rounds {
-    let ranks: Vec<_> = ranks.collect();
+/// Returns how long each turn lasted, from when the first rank began until the last was done, on all ranks.
+fn turns(world: &ProcessGroup, own: &Spans) -> Result<Rounds, Error> {
+    let spans = own.iter().flatten();
+    let numbers: Vec<f64> = spans.flat_map(|span| [span.start, span.end]).collect();
+    let notes = world.exchange("spans", bytemuck::cast_slice(&numbers).to_vec())?;
+    let ranks: Vec<Vec<f64>> = notes
+        .iter()
+        .map(|note| bytemuck::pod_collect_to_vec(note))
+        .collect();
     let lasted = |round: usize, kind: usize| {
-        let spans = || ranks.iter().map(|rounds| rounds[round][kind]);
-        let start = spans().map(|span| span.start).min();
-        let end = spans().map(|span| span.end).max();
-        end.zip(start)
-            .map_or(0.0, |(end, start)| (end - start).as_secs_f64())
+        let at = 2 * (round * KINDS.len() + kind);
+        let start = ranks.iter().map(|rank| rank[at]).fold(f64::MAX, f64::min);
+        let end = ranks.iter().map(|rank| rank[at + 1]).fold(0.0, f64::max);
+        (end - start).max(1e-9)
     };
-    let num_rounds = ranks.first().map_or(0, |rounds| rounds.len());
-    (0..num_rounds)
-        .map(|round| [0, 1, 2].map(|kind| lasted(round, kind)))
-        .collect()
+    let rounds = 0..own.len();
+    Ok(rounds
+        .map(|round| std::array::from_fn(|kind| lasted(round, kind)))
+        .collect())
 }
 
 fn print_row(size: usize, rounds: &Rounds) {
@@ -178,13 +234,11 @@ fn print_row(size: usize, rounds: &Rounds) {
             gigabytes(kind)
         )
     };
-    let copied = gigabytes(0);
-    println!(
-        "{:>10} {copied:>8.2}   {:<32} {:<32}",
-        size >> 10,
-        against_memcpy(1),
-        against_memcpy(2)
-    );
+    print!("{:>10} {:>8.2}", size >> 10, gigabytes(0));
+    for kind in 1..KINDS.len() {
+        print!("   {:<29}", against_memcpy(kind));
+    }
+    println!();
 }
 
 /// First quartile, median and third quartile.

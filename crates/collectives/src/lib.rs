@@ -1,6 +1,6 @@
 //! Process groups and collective operations of burn-fsdp.
 //!
-//! - [`launch()`] starts ranks as threads of this process; each gets its end of the world's
+//! - [`launch()`] starts ranks as threads of this process, or takes the processes of a launcher of MPI; each gets its end of the world's
 //!   [`ProcessGroup`].
 //! - A [`ProcessGroup`] offers the collective operations, blocking or as [`Pending`] handles, and
 //!   [`split`](ProcessGroup::split)s into smaller groups. A [`ProcessMesh`] has one per mesh axis.

@@ -11,15 +11,15 @@ pub(crate) enum Purpose {
     PlainMappers,
     /// The removal of a parameter's reparameterization, which keeps the value put in its place.
     KeepBase,
-    /// The preparation of a module for a checkpointed region: what is sharded stays as it is.
+    /// The preparation of a module for a recomputed region: what is sharded stays as it is.
     Prepare,
     /// The making of a module's own running states: what is sharded stays as it is.
     OwnStates,
     /// A copy for a graph. Graphs must not make an abandoned copy look alive.
     CopyForGraph,
-    /// The first forward of a checkpointed region, without a graph.
+    /// The first forward of a recomputed region, without a graph.
     Region,
-    /// The second forward of a checkpointed region, or its backward.
+    /// The second forward of a recomputed region, or its backward.
     RegionAgain,
     /// A map that the engine makes for a purpose of its own.
     Map,

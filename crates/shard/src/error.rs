@@ -268,15 +268,15 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
-    /// A tracked tensor in a checkpointed region that is neither its input nor its module's.
+    /// A tracked tensor in a recomputed region that is neither its input nor its module's.
     #[error(
-        "a checkpointed region captures a tensor with a graph, whose gradient would be lost; \
+        "a recomputed region captures a tensor with a graph, whose gradient would be lost; \
          pass it as the region's input, or detach it"
     )]
     Captured,
-    /// A checkpointed region that computed something else the second time.
+    /// A recomputed region that computed something else the second time.
     #[error(
-        "a checkpointed region computed {second} where it had computed {first}; regions must be \
+        "a recomputed region computed {second} where it had computed {first}; regions must be \
          deterministic: leave dropout and other random numbers outside"
     )]
     Recomputed {

@@ -12,7 +12,7 @@
 //! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
-//! - `ambient`: the purpose of a walk on this thread. `region`: the checkpointed region it is in.
+//! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
 //!
@@ -36,7 +36,7 @@
 //! - `wrap`: [`fully_shard`] groups parameters into units by path, cuts rank 0's values and puts a
 //!   `ShardedParam` beside each parameter.
 //! - `unmanaged`: parameters that nobody would reduce.
-//! - `checkpoint` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
+//! - `recompute` (activations computed again), `leaves` and `step` ([`backward`] and what surrounds it).
 //! - `wrapper` offers all of it as methods.
 //!
 //! Files import nothing of a part after their own, and never each other in a circle.
@@ -44,7 +44,6 @@
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
 mod ambient;
-mod checkpoint;
 mod copies;
 mod device;
 mod error;
@@ -61,6 +60,7 @@ mod pins;
 mod policy;
 mod precision;
 mod probes;
+mod recompute;
 mod region;
 mod report;
 mod root;
@@ -77,7 +77,6 @@ mod wrap;
 mod wrapper;
 
 pub use burn_fsdp_mesh::{Cut, Strategy};
-pub use checkpoint::checkpoint;
 pub use copies::UnitState;
 pub use error::{Error, catch};
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
@@ -88,6 +87,7 @@ pub use pins::Pinned;
 pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
 pub use precision::Precision;
 pub use probes::is_probe;
+pub use recompute::recompute;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, cast_input, reset};
 pub use wrap::{fully_shard, replicate};

@@ -109,7 +109,7 @@ pub(crate) trait ShardOps: Backend {
 
     /// Returns the `output` that a region computed from `input` without a graph, as a node whose
     /// backward runs `region` again. `token` hangs it above the units that it uses.
-    fn checkpointed(
+    fn recomputed(
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
         token: FloatTensor<Self>,
@@ -168,7 +168,7 @@ macro_rules! plain_backend {
                 ruler
             }
 
-            fn checkpointed(
+            fn recomputed(
                 output: FloatTensor<Self>,
                 _input: FloatTensor<Self>,
                 _token: FloatTensor<Self>,
@@ -250,7 +250,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
     }
 }
 
-/// The backward of `checkpointed`, which runs a region again and hands its gradients on.
+/// The backward of `recomputed`, which runs a region again and hands its gradients on.
 #[derive(Debug)]
 struct RunAgain;
 
@@ -327,7 +327,7 @@ impl<B: ShardOps + Primitive, C: CheckpointStrategy> ShardOps for Autodiff<B, C>
         })
     }
 
-    fn checkpointed(
+    fn recomputed(
         output: FloatTensor<Self>,
         input: FloatTensor<Self>,
         token: FloatTensor<Self>,
@@ -381,13 +381,13 @@ pub(crate) fn extend(ruler: Tensor<1>, links: usize) -> Tensor<1> {
 }
 
 /// Returns `output` as a node above `input` and `token` that runs `region` again in backward.
-pub(crate) fn checkpointed<const D: usize, const E: usize>(
+pub(crate) fn recomputed<const D: usize, const E: usize>(
     output: Tensor<E>,
     input: Tensor<D>,
     token: Tensor<1>,
     region: Arc<dyn Region>,
 ) -> Tensor<E> {
-    Tensor::from_dispatch(Dispatch::checkpointed(
+    Tensor::from_dispatch(Dispatch::recomputed(
         output.into_dispatch(),
         input.into_dispatch(),
         token.into_dispatch(),

@@ -1,4 +1,4 @@
-//! The checkpointed region that this thread is in, and which roots' units it uses.
+//! The recomputed region that this thread is in, and which roots' units it uses.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -133,7 +133,7 @@ impl Owned {
 impl Clone for Owned {
     fn clone(&self) -> Self {
         let copy = if is_within(Purpose::CopyForGraph) {
-            // A checkpointed region's module is a part of the one around it.
+            // A recomputed region's module is a part of the one around it.
             self.copy
         } else {
             self.cloned()

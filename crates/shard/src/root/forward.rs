@@ -73,7 +73,7 @@ impl Root {
         })
     }
 
-    /// Returns a full parameter for the second forward of a checkpointed region: it stays until the
+    /// Returns a full parameter for the second forward of a recomputed region: it stays until the
     /// region's backward, which follows at once.
     fn access_again<const D: usize>(
         self: &Arc<Self>,

@@ -39,7 +39,7 @@ pub(super) struct Pass {
     pub(super) kept: Vec<Use>,
 }
 
-/// The second forward of a checkpointed region, inside backward.
+/// The second forward of a recomputed region, inside backward.
 pub(super) struct Recomputation {
     pub(super) token: Tensor<1>,
     pub(super) depth: usize,

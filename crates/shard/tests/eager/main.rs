@@ -2,7 +2,6 @@
 
 mod accumulate;
 mod bench;
-mod checkpoint;
 mod composable;
 mod counts;
 mod hybrid;
@@ -12,6 +11,7 @@ mod parity;
 mod passes;
 mod precision;
 mod prefetch;
+mod recompute;
 mod records;
 mod refusals;
 mod routes;

@@ -9,8 +9,8 @@ use burn::tensor::{Bytes, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, FullyShardedDataParallel, ShardPolicy, backward, catch, checkpoint, fully_shard,
-    into_record, local_ids, param_id, params_with_gradient, settle_ids,
+    Error, FullyShardedDataParallel, ShardPolicy, backward, catch, fully_shard, into_record,
+    local_ids, param_id, params_with_gradient, recompute, settle_ids,
 };
 
 use super::bench::{build, device, on_ranks, optimizer, params, ready, whole_params};
@@ -271,7 +271,7 @@ fn a_checkpointed_region_is_no_copy() {
             let tokens = tokens([2, 4], 11, world.rank(), step, &device);
             let mut x = model.embed.forward(tokens);
             for block in &model.blocks {
-                x = checkpoint(block, x, |block: &Block, x| block.forward(x));
+                x = recompute(block, x, |block: &Block, x| block.forward(x));
             }
             let x = model.head.forward(model.norm.forward(x));
             x.powf_scalar(2.0).mean()

@@ -49,8 +49,8 @@ mod elsewhere {
     use burn::tensor::Tensor;
     use burn_fsdp_collectives::ProcessGroup;
     use burn_fsdp_shard::{
-        Clip, Error, Strategy, WriteBack, backward, check_elementwise, checkpoint, clip_grad_norm,
-        full_state, load_local_state, local_state, no_sync, summon_full_params,
+        Clip, Error, Strategy, WriteBack, backward, check_elementwise, clip_grad_norm, full_state,
+        load_local_state, local_state, no_sync, recompute, summon_full_params,
     };
 
     use super::super::bench::{
@@ -300,7 +300,7 @@ mod elsewhere {
                             .blocks
                             .iter()
                             .fold(model.embed.forward(tokens), |x, block| {
-                                checkpoint(block, x, |block: &Block, x| block.forward(x))
+                                recompute(block, x, |block: &Block, x| block.forward(x))
                             });
                         let x = model.head.forward(model.norm.forward(x));
                         x.powf_scalar(2.0).mean().div_scalar(2.0)

@@ -182,11 +182,11 @@ impl GraphTransform for Shared {
     }
 
     fn after(&self) -> &'static [PassId] {
-        &[]
+        self.0.after()
     }
 
     fn before(&self) -> &'static [PassId] {
-        &[]
+        self.0.before()
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {

@@ -59,10 +59,10 @@ pub enum DataParallel {
 impl DataParallel {
     /// Returns true if every rank holds a flat shard of each parameter.
     pub(crate) fn is_sharded(self) -> bool {
-        matches!(
-            self,
-            Self::Strategy(Strategy::FullShard | Strategy::ShardGradOp)
-        )
+        match self {
+            Self::Strategy(Strategy::FullShard | Strategy::ShardGradOp) => true,
+            Self::Strategy(Strategy::NoShard) | Self::Automatic => false,
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::activation::{gelu, relu};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::OperationKind;
-use burn_fsdp_shard::{ShardPolicy, Strategy, UnitState, backward, catch, checkpoint, units};
+use burn_fsdp_shard::{ShardPolicy, Strategy, UnitState, backward, catch, recompute, units};
 
 use super::bench::{Case, assert_close, build, device, on_ranks, plainly, seed_turn, sharded};
 use super::nets::{Block, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
@@ -19,7 +19,7 @@ fn square<const D: usize>(output: Tensor<D>) -> Tensor<1> {
 fn around_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
     for block in &model.blocks {
-        x = checkpoint(block, x, |block: &Block, x| block.forward(x));
+        x = recompute(block, x, |block: &Block, x| block.forward(x));
     }
     square(model.head.forward(model.norm.forward(x)))
 }
@@ -29,7 +29,7 @@ fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tenso
     let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
     for block in &model.blocks {
         let y = block.norm.forward(x.clone());
-        let y = checkpoint(block, y, |block: &Block, y| {
+        let y = recompute(block, y, |block: &Block, y| {
             gelu(block.up.forward(y.clone())) * block.gate.forward(y)
         });
         x = x + block.down.forward(y);
@@ -40,7 +40,7 @@ fn inside_units(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tenso
 /// One region around everything but the tokens.
 fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
-    checkpoint(model, x, |model: &Mlp, x| {
+    recompute(model, x, |model: &Mlp, x| {
         let mut x = x;
         for block in &model.blocks {
             x = block.forward(x);
@@ -52,7 +52,7 @@ fn around_all(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<
 fn recurrent(model: &Recurrent, rank: usize, step: usize, device: &Device) -> Tensor<1> {
     let mut x = input([2, 6, 5], rank, step, device);
     for layer in &model.layers {
-        x = checkpoint(layer, x, |layer: &burn::nn::Lstm, x| {
+        x = recompute(layer, x, |layer: &burn::nn::Lstm, x| {
             layer.forward(x, None).0
         });
     }
@@ -141,7 +141,7 @@ fn random_numbers_and_captured_tensors_are_errors() {
         dropout: DropoutConfig::new(0.5).init(),
     };
     let x = Tensor::<2>::ones([8, 32], &device);
-    let loss = checkpoint(&model, x.clone(), |model: &Dropping, x| {
+    let loss = recompute(&model, x.clone(), |model: &Dropping, x| {
         model.dropout.forward(model.linear.forward(x))
     });
     let message = catch(|| loss.sum().backward()).err().map(|e| e.to_string());
@@ -150,7 +150,7 @@ fn random_numbers_and_captured_tensors_are_errors() {
 
     let other = model.linear.weight.val();
     let captured = catch(|| {
-        checkpoint(&model, x, move |model: &Dropping, x| {
+        recompute(&model, x, move |model: &Dropping, x| {
             relu(model.linear.forward(x)).matmul(other.clone())
         })
     });
@@ -176,7 +176,7 @@ fn plain_parameters_may_be_shared_with_the_outside() {
             .into_data()
     };
     let want = gradient(square(linear.forward(relu(linear.forward(x.clone())))));
-    let hidden = checkpoint(&linear, x, |linear: &Linear, x| relu(linear.forward(x)));
+    let hidden = recompute(&linear, x, |linear: &Linear, x| relu(linear.forward(x)));
     let got = gradient(square(linear.forward(hidden)));
     got.assert_approx_eq::<f32>(&want, burn::tensor::Tolerance::relative(1e-6));
 }

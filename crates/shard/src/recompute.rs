@@ -55,16 +55,16 @@ fn copy<M: Module>(module: &M) -> M {
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::tensor::{Device, Tensor};
-/// use burn_fsdp_shard::checkpoint;
+/// use burn_fsdp_shard::recompute;
 ///
 /// let device = Device::flex().autodiff();
 /// let layer: Linear = LinearConfig::new(4, 4).init(&device);
 /// let input = Tensor::<2>::ones([2, 4], &device);
-/// let output = checkpoint(&layer, input, |layer, input| layer.forward(input).exp());
+/// let output = recompute(&layer, input, |layer, input| layer.forward(input).exp());
 /// let gradients = output.sum().backward();
 /// assert!(layer.weight.val().grad(&gradients).is_some());
 /// ```
-pub fn checkpoint<M, F, const D: usize, const E: usize>(
+pub fn recompute<M, F, const D: usize, const E: usize>(
     module: &M,
     input: Tensor<D>,
     forward: F,
@@ -94,7 +94,7 @@ where
         forward,
     };
     let region: Arc<dyn Region> = Arc::new(region);
-    op::checkpointed(output, input, token, region)
+    op::recomputed(output, input, token, region)
 }
 
 /// A visitor that initializes lazy parameters.
