@@ -72,7 +72,7 @@ across() {
 
 model=(--layers 2 --dim 64 --heads 2 --seq 64 --batch 12 --synthetic --warmup 1)
 larger=(--layers 4 --dim 256 --heads 4 --seq 128 --batch 12 --synthetic --warmup 1)
-losses() { tail -n 1 "$1" | grep -o '"losses":[^]]*]'; }
+losses() { tail -n 1 "$1" | grep -o '"losses":[^]]*]' || echo "no losses in $1"; }
 field() { tail -n 1 "$1" | grep -o "\"$2\":[0-9.]*" | head -1; }
 
 for hosts in "${sizes[@]}"; do

@@ -19,6 +19,9 @@ pub(crate) enum Failure {
     /// not name it.
     #[error("{0}")]
     Read(Box<RankError>),
+    /// An error in the user's input that the processes of a run have agreed on.
+    #[error("{0}")]
+    Agreed(String),
     /// The problems of a run whose ranks all came to their end.
     #[error("{0}")]
     Unfinished(String),
@@ -65,7 +68,7 @@ impl Failure {
             return true;
         };
         match self {
-            Self::Read(_) => own.rank == 0,
+            Self::Read(_) | Self::Agreed(_) => own.rank == 0,
             Self::Rank(error) => match &**error {
                 Failed { rank, .. } | Panicked { rank, .. } | Start { rank, .. } => {
                     own.rank == 0 || own.rank == *rank
@@ -83,7 +86,7 @@ impl Failure {
 
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
-            Self::Input(_) | Self::Read(_) => 2,
+            Self::Input(_) | Self::Read(_) | Self::Agreed(_) => 2,
             Self::Rank(_) | Self::Unfinished(_) | Self::Stdout(_) => 3,
         })
     }
@@ -118,6 +121,11 @@ pub(crate) enum InputError {
         "--replicate-size is {replicas}; it must divide the {ranks} ranks, each copy having as many"
     )]
     ReplicasDoNotDivideRanks { replicas: usize, ranks: usize },
+
+    #[error(
+        "--replicate-size host needs as many ranks on each machine, but {here} of the {ranks} ranks are on this one"
+    )]
+    UnevenHosts { ranks: usize, here: usize },
 
     #[error(transparent)]
     Step(#[from] burn_fsdp::checkpoint::Error),
@@ -275,6 +283,8 @@ pub(crate) enum RankError {
     Compiled(Box<burn_fsdp::compile::Error>),
     #[error("the training has ended in an error before")]
     Ended,
+    #[error(transparent)]
+    Input(#[from] Box<InputError>),
     /// An error in the files of a step, which the user gave.
     #[error("cannot read {}: {source}", path.display())]
     Restore {
@@ -293,8 +303,8 @@ pub(crate) enum RankError {
         expected: String,
     },
     #[error(
-        "rank {rank} on machine {host} does not see what rank 0 writes into {}: {problem}; give a \
-         --checkpoint-dir on a file system that all machines share",
+        "rank {rank} on machine {host} cannot use {}, where rank 0 saves: {problem}; give a --checkpoint-dir on a \
+         file system that all machines share",
         path.display()
     )]
     FolderNotShared {
@@ -321,6 +331,7 @@ impl RankError {
         matches!(
             self,
             Self::Restore { .. }
+                | Self::Input(_)
                 | Self::Differs { .. }
                 | Self::FolderNotShared { .. }
                 | Self::Hosts { .. }

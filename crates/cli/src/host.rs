@@ -3,15 +3,17 @@
 use std::fs;
 use std::path::Path;
 
-/// Returns the bytes of memory that this process may use, where the system tells: the machine's, or
-/// less if a control group or a limit of the process (`ulimit -v`, `ulimit -d`) allows less.
-pub(crate) fn memory_bytes() -> Option<u64> {
+/// Returns the bytes of memory that this process may use, where the system tells: its part of the machine's, which it
+/// shares with others of the run, or less if a control group or a limit of the process (`ulimit -v`, `ulimit -d`) allows
+/// less.
+pub(crate) fn memory_bytes(processes_here: usize) -> Option<u64> {
+    let shared = |bytes: u64| bytes / processes_here.max(1) as u64;
     let machine = field("/proc/meminfo", "MemTotal:").map(|kib| kib.saturating_mul(1024));
     let limits = ["Max address space", "Max data size"];
     let own = limits.map(|name| field("/proc/self/limits", name));
+    let of_all = cgroup_limits().into_iter().chain([machine]);
     own.into_iter()
-        .chain(cgroup_limits())
-        .chain([machine])
+        .chain(of_all.map(|limit| limit.map(shared)))
         .flatten()
         .min()
 }
@@ -78,7 +80,7 @@ mod tests {
     #[test]
     fn the_memory_is_at_most_the_machines() {
         let machine = field("/proc/meminfo", "MemTotal:").expect("a machine with memory") * 1024;
-        let usable = memory_bytes().expect("some");
+        let usable = memory_bytes(1).expect("some");
         assert!(usable > 0 && usable <= machine, "{usable} of {machine}");
         assert!(peak_rss_bytes().is_some_and(|peak| peak > 0 && peak < machine));
     }

@@ -1,17 +1,19 @@
 //! Running a training again after a failure.
 
+use std::cell::Cell;
 use std::process::{Child, Command, ExitCode, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
 use crate::args::LaunchArgs;
 use crate::console;
 use crate::error::{Failure, InputError};
+use crate::host;
 
 /// Exit code of a command that could not understand its input: it would not the next time either.
 const INPUT: i32 = 2;
@@ -21,6 +23,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The maximum of the pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
+
+/// The variable of the command's environment with the number of the restart.
+pub(crate) const RESTART: &str = "BURN_FSDP_RESTART";
 
 /// The placeholder for the number of ranks.
 const RANKS: &str = "{ranks}";
@@ -36,7 +41,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
         let began = Instant::now();
         let status = wait(&mut child, &signals).map_err(|error| cannot_run(args, &error))?;
         let code = code_of(status);
-        if status.success() || code == INPUT || signals.come().is_some() {
+        if status.success() || code == INPUT || signals.have_come() {
             return Ok(exit_code(code));
         }
         if restarts == args.max_restarts {
@@ -57,10 +62,10 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
             pause.as_secs_f64()
         ));
         let until = Instant::now() + pause;
-        while Instant::now() < until && !signals.come().is_some() {
+        while Instant::now() < until && !signals.have_come() {
             sleep(LOOK_EVERY);
         }
-        if signals.come().is_some() {
+        if signals.have_come() {
             return Ok(exit_code(code));
         }
     }
@@ -82,7 +87,9 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
             problem: "the command has {ranks}; give --ranks, such as 4,3,2",
         });
     }
-    if args.max_restarts > 0 && has("train") && !has("--resume") {
+    let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
+    let trains = args.command.windows(2).any(is_own);
+    if args.max_restarts > 0 && trains && !has("--resume") {
         return Err(InputError::Restart {
             problem: "each start of `train` would begin anew; give it --checkpoint-dir and --resume=newest-good, \
                       and --save-every",
@@ -102,7 +109,10 @@ fn start(args: &LaunchArgs, restarts: usize) -> Result<Child, InputError> {
     let program = words.next().unwrap_or_default();
     let mut command = Command::new(program);
     command.args(words);
-    command.env("BURN_FSDP_RESTART", restarts.to_string());
+    command.env(RESTART, restarts.to_string());
+    // A signal of the terminal comes to this process alone, which passes it on: once.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
     command.spawn().map_err(|error| cannot_run(args, &error))
 }
 
@@ -115,42 +125,63 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
 
 /// Waits for the end of the command, and passes signals on to it.
 fn wait(child: &mut Child, signals: &Signals) -> std::io::Result<ExitStatus> {
-    let mut told = 0;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(status);
         }
-        if let Some(signal) = signals.come().filter(|signal| *signal != told) {
-            told = signal;
-            // The standard library cannot send a signal but SIGKILL.
-            let number = format!("-{signal}");
-            let mut kill = Command::new("kill");
-            let _ = kill.args([number, child.id().to_string()]).status();
+        for signal in signals.take() {
+            // The standard library cannot send a signal but SIGKILL. Every shell can.
+            let line = format!("kill -{signal} {}", child.id());
+            let sent = Command::new("sh").args(["-c", &line]).status();
+            if !sent.is_ok_and(|status| status.success()) {
+                console::tell(format_args!(
+                    "warning: signal {signal} could not be passed on to process {}",
+                    child.id()
+                ));
+            }
         }
         sleep(LOOK_EVERY);
     }
 }
 
 /// The signals that end the command, so that no restart follows.
-struct Signals(Vec<(i32, Arc<AtomicBool>)>);
+struct Signals {
+    /// Each with a flag that is up from when it comes until it is passed on.
+    flags: Vec<(i32, Arc<AtomicBool>)>,
+    has_come: Cell<bool>,
+}
 
 impl Signals {
-    /// Registers them: this process lives until the command has ended.
+    /// Registers them: this process lives until the command has ended. Those that it was started to ignore, as by
+    /// `nohup`, it goes on to ignore.
     fn obey() -> Self {
-        let flags = [SIGTERM, SIGINT, SIGHUP].map(|signal| {
+        let signals = [SIGTERM, SIGINT, SIGHUP, SIGUSR1].into_iter();
+        let flags = signals.filter(|signal| !host::is_ignored(*signal));
+        let flags = flags.map(|signal| {
             let flag = Arc::new(AtomicBool::new(false));
             // Where the system refuses, signals do what they always did.
             let _ = flag::register(signal, flag.clone());
             (signal, flag)
         });
-        Self(flags.to_vec())
+        Self {
+            flags: flags.collect(),
+            has_come: Cell::new(false),
+        }
     }
 
-    /// Returns the one that has come, if any has.
-    fn come(&self) -> Option<i32> {
-        let mut flags = self.0.iter();
-        let come = flags.find(|(_, flag)| flag.load(Ordering::Relaxed));
-        come.map(|(signal, _)| *signal)
+    /// Takes those that have come since the last time.
+    fn take(&self) -> Vec<i32> {
+        let flags = self.flags.iter();
+        let come = flags.filter(|(_, flag)| flag.swap(false, Ordering::Relaxed));
+        let come: Vec<_> = come.map(|(signal, _)| *signal).collect();
+        self.has_come.set(self.has_come.get() || !come.is_empty());
+        come
+    }
+
+    /// Returns true if any has come.
+    fn have_come(&self) -> bool {
+        self.take();
+        self.has_come.get()
     }
 }
 

@@ -100,11 +100,6 @@ impl ProcessGroup {
         self.0.name.as_str()
     }
 
-    /// Returns the name of the engine that moves the group's bytes: `local`, `mpi`, or `fake`.
-    pub fn engine_name(&self) -> &'static str {
-        self.0.engine.name()
-    }
-
     /// Returns this rank's number in the world.
     pub fn world_rank(&self) -> usize {
         self.0.state.world_rank

@@ -132,7 +132,9 @@ impl InitialValues {
                     &held.data,
                 ));
             }
-            let data = match held.layout == parameter.layout {
+            let is_same = held.layout == parameter.layout
+                || held.layout.is_whole() && parameter.layout.is_whole();
+            let data = match is_same {
                 true => held.data,
                 false => {
                     let all = held.divided(ranks).whole(&parameter.path, &held.data)?;

@@ -63,7 +63,7 @@ fn model_of(step: &Step) -> Result<GptConfig, InputError> {
     }
     // Read and loaded, each element is there twice.
     let needed = 8 * elements as u128;
-    match host::memory_bytes().map(u128::from) {
+    match host::memory_bytes(1).map(u128::from) {
         Some(available) if needed > available => Err(InputError::TooLittleMemory {
             params: elements,
             ranks: 1,

@@ -165,6 +165,12 @@ impl TrainConfig {
         self.checkpoints.as_ref()?.resumed()
     }
 
+    /// Returns how long a save may take.
+    pub(crate) fn save_deadline(&self) -> Duration {
+        let checkpoints = self.checkpoints.as_ref();
+        checkpoints.map_or(Duration::ZERO, |checkpoints| checkpoints.save_deadline)
+    }
+
     /// Returns true if a signal has told the run to end.
     pub(crate) fn is_stopped(&self) -> bool {
         let checkpoints = self.checkpoints.as_ref();
@@ -282,7 +288,15 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
     let replicas = match given.strategy {
         StrategyArg::HybridShard => match given.replicate_size {
             ReplicateSize::Number(replicas) => replicas,
-            ReplicateSize::Host => ranks.number() / ranks.here(),
+            ReplicateSize::Host if ranks.number().is_multiple_of(ranks.here()) => {
+                ranks.number() / ranks.here()
+            }
+            ReplicateSize::Host => {
+                return Err(InputError::UnevenHosts {
+                    ranks: ranks.number(),
+                    here: ranks.here(),
+                });
+            }
         },
         _ => 1,
     };
@@ -308,7 +322,8 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
         name,
         strategy,
         replicas,
-        is_by_host: given.replicate_size == ReplicateSize::Host,
+        is_by_host: given.strategy == StrategyArg::HybridShard
+            && given.replicate_size == ReplicateSize::Host,
         prefetch: given.prefetch,
         unit_size: given.unit_size,
         precision,
@@ -425,7 +440,7 @@ fn check_memory(
     ranks: &Ranks,
     sharding: &Sharding,
 ) -> Result<(), InputError> {
-    let Some(available) = host::memory_bytes() else {
+    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
         return Ok(());
     };
     const GIB: u128 = 1 << 30;

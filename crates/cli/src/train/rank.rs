@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use burn_fsdp::ProcessGroup;
+use burn_fsdp::{ProcessGroup, ProcessMesh};
 
 use crate::args::NotFinite;
 use crate::console;
@@ -11,7 +11,6 @@ use crate::train::compiled::Compiled;
 use crate::train::config::TrainConfig;
 use crate::train::eager::Eager;
 use crate::train::metrics::{Metrics, StepLine};
-use crate::train::model;
 use crate::train::outcome::{Collectives, RankOutcome};
 use crate::train::progress::Progress;
 use crate::train::saving::{Saving, Started};
@@ -26,6 +25,7 @@ const NOT_FINITE_ADVICE: &str =
 pub(crate) fn train(
     config: &TrainConfig,
     world: &ProcessGroup,
+    mesh: &ProcessMesh,
     origin: Instant,
     metrics: Metrics,
 ) -> Result<RankOutcome, RankError> {
@@ -36,16 +36,10 @@ pub(crate) fn train(
     if is_first && !config.json {
         console::tell(&config.data);
     }
-    let mesh = model::mesh(config, world)?;
     let mut trainer: Box<dyn Trainer> = match config.is_compiled {
-        true => Box::new(Compiled::new(config, world, &mesh)?),
-        false => Box::new(Eager::new(config, world, &mesh)?),
+        true => Box::new(Compiled::new(config, world, mesh)?),
+        false => Box::new(Eager::new(config, world, mesh)?),
     };
-    if let Some(checkpoints) = &config.checkpoints
-        && config.ranks.are_processes()
-    {
-        checkpoints.agree(world)?;
-    }
     let saving = Saving::begin(config, world)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {
@@ -63,13 +57,18 @@ pub(crate) fn train(
         lost: Vec::new(),
         has_told: false,
     };
-    let mut result = RankOutcome::new(world.engine_name(), config.num_steps(), first_step);
+    let mut result = RankOutcome::new(world.engine(), config.num_steps(), first_step);
     let run = Run {
         config,
         world,
         origin,
     };
-    run.train(trainer.as_mut(), &mut observers, &mut result)?;
+    let trained = run.train(trainer.as_mut(), &mut observers, &mut result);
+    if trained.is_err() && config.ranks.are_processes() {
+        // The others are told only after this: no save is waited for that they can have no part in any more.
+        std::mem::forget(observers.saving.take());
+    }
+    trained?;
     let Observers {
         progress,
         metrics,

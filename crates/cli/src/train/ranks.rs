@@ -1,14 +1,15 @@
 //! The ranks of a run: threads of this process, or processes that a launcher such as `mpirun` has started.
 
 use std::collections::BTreeMap;
+use std::env;
 use std::sync::OnceLock;
-use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
 
 use crate::error::{InputError, RankError};
 use crate::host;
+use crate::train::config::TrainConfig;
 use crate::train::outcome::RankOutcome;
 
 /// Number of threads where nothing else is said.
@@ -28,7 +29,7 @@ impl Ranks {
     pub(crate) fn find(given: Option<usize>) -> Result<Self, InputError> {
         let found = processes().map_err(Box::new)?;
         match (found, given) {
-            (None, given) => Ok(Self::Threads(given.unwrap_or(THREADS))),
+            (None, given) => Ok(Self::Threads(given.unwrap_or_else(threads))),
             (Some(found), Some(ranks)) if ranks != found.size => {
                 Err(InputError::Launch(Box::new(LaunchError::OtherSize {
                     ranks,
@@ -64,6 +65,14 @@ impl Ranks {
         }
     }
 
+    /// Returns the number of processes of the run on this machine.
+    pub(crate) fn processes_here(&self) -> usize {
+        match self {
+            Self::Threads(_) => 1,
+            Self::Processes(processes) => processes.here,
+        }
+    }
+
     /// Returns true if each rank is a process.
     pub(crate) fn are_processes(&self) -> bool {
         matches!(self, Self::Processes(_))
@@ -75,6 +84,17 @@ impl Ranks {
             Self::Threads(_) => true,
             Self::Processes(processes) => processes.rank == 0,
         }
+    }
+}
+
+/// Returns the number of threads where nothing else is said: one under a launcher that has started one process.
+fn threads() -> usize {
+    let sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+    let is_one = |name| env::var(name).is_ok_and(|size| size == "1");
+    if sizes.into_iter().any(is_one) {
+        1
+    } else {
+        THREADS
     }
 }
 
@@ -150,7 +170,7 @@ fn machines_of(hosts: &[String]) -> String {
 fn identity(data: String) -> BTreeMap<String, String> {
     let mut identity = BTreeMap::new();
     let version = env!("CARGO_PKG_VERSION");
-    let program = std::env::current_exe().and_then(std::fs::read);
+    let program = env::current_exe().and_then(std::fs::read);
     let program = match program {
         Ok(bytes) => {
             format!("version {version}, hash {:016x}", Fingerprint::of(&bytes))
@@ -160,7 +180,9 @@ fn identity(data: String) -> BTreeMap<String, String> {
     identity.insert("the program".to_owned(), program);
     identity.insert("the data".to_owned(), data);
     let mut flag = "the command".to_owned();
-    for argument in std::env::args().skip(1) {
+    for argument in env::args_os().skip(1) {
+        // Of any bytes.
+        let argument = argument.to_string_lossy().into_owned();
         let (name, value) = match argument.split_once('=') {
             Some((name, value)) if name.starts_with("--") => (name, Some(value)),
             _ => (argument.as_str(), None),
@@ -179,17 +201,18 @@ fn identity(data: String) -> BTreeMap<String, String> {
 pub(crate) enum Collector {
     /// Results of threads are in that process already.
     Threads,
-    /// A group that waits as long as it takes, so that one rank's disk may take its time.
+    /// A group that waits as long as a save may take.
     Processes(ProcessGroup),
 }
 
 impl Collector {
     /// Makes the way. Collective.
-    pub(crate) fn new(ranks: &Ranks, world: &ProcessGroup) -> Result<Self, RankError> {
-        if !ranks.are_processes() {
+    pub(crate) fn new(config: &TrainConfig, world: &ProcessGroup) -> Result<Self, RankError> {
+        if !config.ranks.are_processes() {
             return Ok(Self::Threads);
         }
-        let group = world.isolate("results", Duration::MAX)?;
+        // The last save of another rank may take so long.
+        let group = world.isolate("results", config.deadline + config.save_deadline())?;
         Ok(Self::Processes(group))
     }
 

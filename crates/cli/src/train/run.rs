@@ -1,22 +1,23 @@
 //! The whole run: initial weights, ranks, report.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use burn::tensor::Device;
-use burn_fsdp::{LaunchConfig, launch};
+use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_models::ModelError;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
 use crate::console;
-use crate::error::{Failure, InputError};
+use crate::error::{Failure, InputError, RankError};
 use crate::host;
 use crate::output;
 use crate::train::config::TrainConfig;
 use crate::train::curve;
 use crate::train::metrics::Metrics;
 use crate::train::model;
+use crate::train::outcome::RankOutcome;
 use crate::train::rank;
 use crate::train::ranks::{self, Collector};
 use crate::train::report::Report;
@@ -29,31 +30,31 @@ use crate::train::trace;
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
     let is_first = config.ranks.have_first();
-    let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
-    let metrics = match is_first {
-        true => {
-            save_initial_weights(&config).map_err(InputError::from)?;
-            Metrics::open(config.metrics.as_deref(), first_step)?
-        }
-        false => Metrics::default(),
+    // Processes write nothing before they have agreed.
+    let metrics = match config.ranks.are_processes() {
+        false => Some(begin_files(&config)?),
+        true => None,
     };
     obey_signals(&config);
     let on_ranks = config.clone();
     let launch_config = LaunchConfig::new(config.ranks.number()).deadline(config.deadline);
-    let origin = Instant::now();
-    // For rank 0 to take.
-    let metrics = Mutex::new(metrics);
+    let start = Start {
+        metrics: Mutex::new(metrics),
+        origin: Instant::now(),
+    };
     let results = launch(launch_config, move |world| {
-        let metrics = match world.rank() {
-            0 => std::mem::take(&mut *metrics.lock().unwrap_or_else(PoisonError::into_inner)),
-            _ => Metrics::default(),
-        };
-        if on_ranks.ranks.are_processes() {
-            ranks::agree(&world, on_ranks.data.identity())?;
+        let result = run_rank(&on_ranks, &world, &start);
+        if let Err(error) = &result
+            && error.is_input()
+        {
+            // What another process says of it may come first, as text.
+            let _ = INPUT_PROBLEM.set(error.to_string());
         }
-        let collector = Collector::new(&on_ranks.ranks, &world)?;
-        let outcome = rank::train(&on_ranks, &world, origin, metrics)?;
-        collector.collect(outcome)
+        result
+    });
+    let results = results.map_err(|error| match INPUT_PROBLEM.get() {
+        Some(problem) if config.ranks.are_processes() => Failure::Agreed(problem.clone()),
+        _ => Failure::from(error),
     })?;
     if !is_first {
         return Ok(());
@@ -72,7 +73,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let mut report = Report::new(&config, results);
     // Without a step there is no point to draw.
     if !report.losses.is_empty() {
-        let svg = curve::draw(first_step, &report.losses, &report.eval_losses);
+        let svg = curve::draw(report.first_step, &report.losses, &report.eval_losses);
         let written = output::write_whole("--curve", &config.curve, svg.as_bytes());
         failures.extend(written.err().map(|error| error.to_string()));
     }
@@ -86,6 +87,59 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         true => printed,
         false => Err(Failure::Unfinished(failures.join("; "))),
     }
+}
+
+/// A problem of the input that a rank of this process has met.
+static INPUT_PROBLEM: OnceLock<String> = OnceLock::new();
+
+/// What the ranks of this process begin with.
+struct Start {
+    /// For rank 0 to take; `None` if the files are to be begun by it.
+    metrics: Mutex<Option<Metrics>>,
+    origin: Instant,
+}
+
+/// Runs one rank, whose results are those to report.
+fn run_rank(
+    config: &TrainConfig,
+    world: &ProcessGroup,
+    start: &Start,
+) -> Result<Vec<RankOutcome>, RankError> {
+    let are_processes = config.ranks.are_processes();
+    if are_processes {
+        ranks::agree(world, config.data.identity())?;
+    }
+    let mesh = model::mesh(config, world)?;
+    if let Some(checkpoints) = config.checkpoints.as_ref().filter(|_| are_processes) {
+        checkpoints.agree(world, config.deadline)?;
+    }
+    let collector = Collector::new(config, world)?;
+    let mut metrics = Metrics::default();
+    if world.rank() == 0 {
+        let begun = start
+            .metrics
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        metrics = match begun {
+            Some(metrics) => metrics,
+            None => begin_files(config).map_err(Box::new)?,
+        };
+    }
+    // The clocks of processes have no other point in common.
+    let origin = match are_processes {
+        true => Instant::now(),
+        false => start.origin,
+    };
+    let outcome = rank::train(config, world, &mesh, origin, metrics)?;
+    collector.collect(outcome)
+}
+
+/// Writes the initial weights and begins the metrics.
+fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
+    save_initial_weights(config)?;
+    let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
+    Metrics::open(config.metrics.as_deref(), first_step)
 }
 
 /// Registers signal handlers: a first signal ends the run after its step and a save, a second one

@@ -1,5 +1,6 @@
 //! The folder of checkpoints of a run, locked before anything is trained, and held to its end.
 
+use std::env;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +9,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use burn_fsdp::ProcessGroup;
-use burn_fsdp::checkpoint::Checkpoints;
+use burn_fsdp::checkpoint::{Checkpoints, Error};
 use burn_fsdp_models::GptConfig;
 use serde::{Deserialize, Serialize};
 use tempfile::Builder;
@@ -16,6 +17,7 @@ use tempfile::Builder;
 use crate::args::CheckpointArgs;
 use crate::console;
 use crate::error::{InputError, RankError};
+use crate::launch::RESTART;
 use crate::output;
 use crate::train::meeting::Meeting;
 use crate::train::ranks::{self, Ranks};
@@ -24,6 +26,9 @@ use crate::train::settings::Settings;
 
 /// The time that a file of another machine may take to appear here.
 const PATIENCE: Duration = Duration::from_secs(15);
+
+/// The time that a run which is started again waits for the end of the one before.
+const AFTER_RESTART: Duration = Duration::from_secs(300);
 
 /// The time between two looks for it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
@@ -51,6 +56,8 @@ pub(crate) struct CheckpointConfig {
     resumed: OnceLock<Option<Resumed>>,
     /// True if the steps that are there are to be removed.
     pub(crate) overwrite: bool,
+    /// How long a save may take.
+    pub(crate) save_deadline: Duration,
     pub(crate) meeting: Meeting,
     /// Flag that a signal sets: the run then finishes the step, saves, and ends.
     pub(crate) stop: Arc<AtomicBool>,
@@ -91,13 +98,14 @@ impl CheckpointConfig {
             }
             false => (Checkpoints::new(&path), OnceLock::new()),
         };
-        let deadline = Duration::from_secs(args.save_deadline);
+        let deadline = Duration::from_secs(args.save_deadline.min(1 << 31));
         Ok(Some(Self {
             folder,
             resumed,
             save_every: args.save_every,
             keep_last: args.keep_last,
             overwrite: args.overwrite,
+            save_deadline: deadline,
             meeting: Meeting::new(ranks, deadline),
             stop: Arc::default(),
         }))
@@ -114,7 +122,7 @@ impl CheckpointConfig {
     /// # Errors
     ///
     /// [`RankError::FolderNotShared`] on every rank, if one does not see it.
-    pub(crate) fn agree(&self, world: &ProcessGroup) -> Result<(), RankError> {
+    pub(crate) fn agree(&self, world: &ProcessGroup, deadline: Duration) -> Result<(), RankError> {
         let path = self.folder.root();
         let mut own = Found::default();
         let token = match world.rank() {
@@ -147,7 +155,7 @@ impl CheckpointConfig {
                 let token = token.as_ref().and_then(|token| token.as_ref().err());
                 token.map(ToString::to_string)
             }
-            _ => self.follow(&found).err(),
+            _ => self.follow(&found, deadline).err(),
         };
         let notes = world.exchange(
             "is the folder shared",
@@ -166,16 +174,16 @@ impl CheckpointConfig {
     }
 
     /// Opens the step that rank 0 has found.
-    fn follow(&self, found: &Found) -> Result<(), String> {
+    fn follow(&self, found: &Found, deadline: Duration) -> Result<(), String> {
         let Some(token) = &found.token else {
             return Ok(());
         };
         let path = self.folder.root().join(token);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PATIENCE.min(deadline / 2);
         // File systems of networks show a new file after a while.
         while !path.exists() {
             if Instant::now() > until {
-                return Err("its files do not appear here".to_owned());
+                return Err("the files of rank 0 do not appear there".to_owned());
             }
             sleep(LOOK_EVERY);
         }
@@ -223,7 +231,7 @@ fn take(
     if !may_have_steps && folder.is_begun()? {
         return Err(InputError::HasSteps { path });
     }
-    let folder = folder.acquire()?;
+    let folder = acquire(folder)?;
     if !folder.is_exclusive() {
         console::tell(format_args!(
             "warning: the file system of {} has no locks; let no other run use that folder",
@@ -237,4 +245,16 @@ fn take(
     let find = |which| Resumed::find(&folder, which, model, settings);
     let resumed = args.resume.map(find).transpose()?.flatten();
     Ok((folder, resumed))
+}
+
+/// Locks the folder. After a restart the run before may still be about to end, on another machine, and is waited for.
+fn acquire(folder: Checkpoints) -> Result<Checkpoints, InputError> {
+    let is_restart = env::var(RESTART).is_ok_and(|restart| restart != "0");
+    let until = Instant::now() + AFTER_RESTART;
+    loop {
+        match folder.clone().acquire() {
+            Err(Error::Locked { .. }) if is_restart && Instant::now() < until => {}
+            other => return Ok(other?),
+        }
+    }
 }

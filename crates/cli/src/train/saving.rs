@@ -20,6 +20,8 @@ pub(crate) struct Saving<'a> {
     contents: Contents<'a>,
     is_first: bool,
     saves: Checkpointer,
+    /// The group in which processes agree whether the last save is tried again.
+    last_save: Option<ProcessGroup>,
     /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
 }
@@ -65,6 +67,10 @@ impl<'a> Saving<'a> {
                 keep_last: checkpoints.keep_last,
             },
             is_first: rank == 0,
+            last_save: match config.ranks.are_processes() {
+                true => Some(world.isolate("last save", checkpoints.save_deadline)?),
+                false => None,
+            },
             // Less long than ranks wait for each other.
             saves: saves.patience(config.deadline / 2),
             warnings: Vec::new(),
@@ -142,12 +148,13 @@ impl<'a> Saving<'a> {
             }
             return Ok((self.saves.newest(), None));
         }
-        if let Some(error) = &failure
-            && Checkpointer::may_be_tried_again(error)
-        {
-            self.warn(format!(
-                "the last save failed, and is tried once more: {error}"
-            ));
+        let may = failure.as_ref().map(Checkpointer::may_be_tried_again);
+        if self.is_tried_again(may)? {
+            if let Some(error) = &failure {
+                self.warn(format!(
+                    "the last save failed, and is tried once more: {error}"
+                ));
+            }
             let taken = trainer.snapshot()?;
             let request = self.contents.request(steps, &taken, trainer.scaler());
             failure = self.saves.try_again(taken, request)?;
@@ -155,6 +162,22 @@ impl<'a> Saving<'a> {
         }
         let failure = failure.map(|error| format!("step {steps} was not saved: {error}"));
         Ok((self.saves.newest(), failure))
+    }
+
+    /// Returns true if the last save is to be tried once more. Threads each ask themselves, as their attempts end when
+    /// one leaves; processes agree.
+    fn is_tried_again(&self, may: Option<bool>) -> Result<bool, RankError> {
+        let Some(group) = &self.last_save else {
+            return Ok(may == Some(true));
+        };
+        let own = match may {
+            None => 0,
+            Some(true) => 1,
+            Some(false) => 2,
+        };
+        let all = group.exchange("try the last save again", vec![own])?;
+        let has = |answer: u8| all.iter().any(|note| note.first() == Some(&answer));
+        Ok(has(1) && !has(2))
     }
 
     /// Passes on the remarks of the saves as warnings.

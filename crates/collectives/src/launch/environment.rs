@@ -17,6 +17,9 @@ struct Launcher {
     rank_here: &'static str,
 }
 
+/// Slurm's, which also starts processes with the variables of MPICH's kin.
+const SLURM_HERE: &str = "SLURM_STEP_TASKS_PER_NODE";
+
 /// The known launchers; the first that matches counts.
 const LAUNCHERS: [Launcher; 3] = [
     Launcher {
@@ -42,7 +45,7 @@ const LAUNCHERS: [Launcher; 3] = [
         size: "SLURM_STEP_NUM_TASKS",
         also: "SLURM_STEP_ID",
         rank: "SLURM_PROCID",
-        here: "SLURM_STEP_TASKS_PER_NODE",
+        here: SLURM_HERE,
         rank_here: "SLURM_LOCALID",
     },
 ];
@@ -93,7 +96,8 @@ pub(super) fn processes(
             return Err(error(launcher.size, text, "a number of processes"));
         };
         // Slurm writes `2(x3),1`: the first number will do.
-        let here = variable(launcher.here).and_then(|text| {
+        let here = variable(launcher.here).or_else(|| variable(SLURM_HERE));
+        let here = here.and_then(|text| {
             let end = text.find(|c: char| !c.is_ascii_digit());
             text[..end.unwrap_or(text.len())].parse().ok()
         });
@@ -101,7 +105,10 @@ pub(super) fn processes(
             return Ok(None);
         }
         let number = |name: &str| variable(name).and_then(|text| text.trim().parse().ok());
-        let rank = number(launcher.rank).unwrap_or(0);
+        let Some(rank) = number(launcher.rank).filter(|rank| *rank < size) else {
+            let value = variable(launcher.rank).unwrap_or_default();
+            return Err(error(launcher.rank, value, "the number of this process"));
+        };
         return Ok(Some(Processes {
             launcher: launcher.name,
             size,
@@ -150,9 +157,15 @@ mod tests {
         let slurm = [
             ("SLURM_STEP_NUM_TASKS", "7"),
             ("SLURM_STEP_ID", "0"),
+            ("SLURM_PROCID", "6"),
             ("SLURM_STEP_TASKS_PER_NODE", "2(x3),1"),
         ];
         assert_eq!(sizes(&slurm), Some((7, 2)));
+        let pmi = [("PMI_SIZE", "7"), ("PMI_RANK", "0"), slurm[3]];
+        assert_eq!(sizes(&pmi), Some((7, 2)));
+        // A process that does not know which it is would take itself for the first.
+        let error = of(&slurm[..2]).unwrap_err().to_string();
+        assert!(error.contains("SLURM_PROCID"), "{error}");
     }
 
     #[test]

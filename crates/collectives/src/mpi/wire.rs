@@ -286,7 +286,7 @@ mod tests {
     #[test]
     fn bytes_are_cut_into_messages_that_mpi_can_count() {
         assert_eq!(pieces(5..5).count(), 0);
-        assert_eq!(pieces(5..6).collect::<Vec<_>>(), [5..6]);
+        assert!(pieces(5..6).eq(std::iter::once(5..6)));
         let cut: Vec<_> = pieces(7..7 + (5 << 30) + 3).collect();
         assert_eq!(cut.len(), 6);
         assert!(cut.iter().all(|piece| piece.len() <= MOST_BYTES));
