@@ -6,9 +6,10 @@
 //! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
 //!   the other (`model`, `optimizer`, `evaluation`, `sample`, `share`, `saving`, `meeting`,
 //!   `progress`, `metrics`, `trace`).
-//! - `outcome`: the result of one rank.
+//! - `outcome`: the result of one rank. `collector`: the way of all results to the process that reports.
 //! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a picture.
 
+mod collector;
 mod compiled;
 mod config;
 mod curve;

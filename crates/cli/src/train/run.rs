@@ -13,13 +13,14 @@ use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
 use crate::output;
+use crate::train::collector::Collector;
 use crate::train::config::TrainConfig;
 use crate::train::curve;
 use crate::train::metrics::Metrics;
 use crate::train::model;
 use crate::train::outcome::RankOutcome;
 use crate::train::rank;
-use crate::train::ranks::{self, Collector};
+use crate::train::ranks;
 use crate::train::report::Report;
 use crate::train::trace;
 
