@@ -108,11 +108,11 @@ fn run_rank(
 ) -> Result<Vec<RankOutcome>, RankError> {
     let are_processes = config.ranks.are_processes();
     if are_processes {
-        ranks::agree(world, config.data.identity())?;
+        known_to_all(world, ranks::agree(world, config.data.identity()))?;
     }
-    let mesh = model::mesh(config, world)?;
+    let mesh = known_to_all(world, model::mesh(config, world))?;
     if let Some(checkpoints) = config.checkpoints.as_ref().filter(|_| are_processes) {
-        checkpoints.agree(world, config.deadline)?;
+        known_to_all(world, checkpoints.agree(world, config.deadline))?;
     }
     let collector = Collector::new(config, world)?;
     let mut metrics = Metrics::default();
@@ -134,6 +134,16 @@ fn run_rank(
     };
     let outcome = rank::train(config, world, &mesh, origin, metrics)?;
     collector.collect(outcome)
+}
+
+/// Returns `result`, after all ranks have one where it is an error of the input: all find the same, and none is to hear of
+/// another's failure before. Collective in that case.
+fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result<T, RankError> {
+    if result.as_ref().is_err_and(RankError::is_input) {
+        // That it fails changes nothing.
+        let _ = world.barrier("an error that all have found");
+    }
+    result
 }
 
 /// Writes the initial weights and begins the metrics.
