@@ -73,23 +73,22 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
 
 /// Refuses what could not do what it says.
 fn check(args: &LaunchArgs) -> Result<(), InputError> {
-    let has = |text: &str| {
-        let mut words = args.command.iter();
-        words.any(|word| word == text || word.starts_with(&format!("{text}=")))
-    };
-    if !args.ranks.is_empty() && !args.command.iter().any(|word| word.contains(RANKS)) {
+    let has_place = args.command.iter().any(|word| word.contains(RANKS));
+    if !args.ranks.is_empty() && !has_place {
         return Err(InputError::Restart {
             problem: "--ranks has no effect: the command has no {ranks} to replace",
         });
     }
-    if args.ranks.is_empty() && args.command.iter().any(|word| word.contains(RANKS)) {
+    if args.ranks.is_empty() && has_place {
         return Err(InputError::Restart {
             problem: "the command has {ranks}; give --ranks, such as 4,3,2",
         });
     }
     let is_own = |pair: &[String]| pair[0].ends_with("burn-fsdp") && pair[1] == "train";
     let trains = args.command.windows(2).any(is_own);
-    if args.max_restarts > 0 && trains && !has("--resume") {
+    let is_resume = |word: &String| word == "--resume" || word.starts_with("--resume=");
+    let resumes = args.command.iter().any(is_resume);
+    if args.max_restarts > 0 && trains && !resumes {
         return Err(InputError::Restart {
             problem: "each start of `train` would begin anew; give it --checkpoint-dir and --resume=newest-good, \
                       and --save-every",

@@ -57,7 +57,7 @@ pub(crate) fn shard(
 pub(crate) fn mesh(config: &TrainConfig, world: &ProcessGroup) -> Result<ProcessMesh, RankError> {
     let replicas = config.sharding.replicas;
     if config.sharding.is_by_host && config.ranks.are_processes() {
-        check_hosts(&ranks::hosts(world)?, world.size() / replicas)?;
+        check_hosts(ranks::hosts(world)?, world.size() / replicas)?;
     }
     let layout = match replicas {
         1 => Mesh::line("shard", world.size())?,

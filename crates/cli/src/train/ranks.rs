@@ -96,11 +96,15 @@ fn threads() -> usize {
     }
 }
 
-/// Returns the machine of each rank. Collective.
-pub(crate) fn hosts(world: &ProcessGroup) -> Result<Vec<String>, RankError> {
+/// Returns the machine of each rank. Collective the first time; after that it is known.
+pub(crate) fn hosts(world: &ProcessGroup) -> Result<&'static [String], RankError> {
+    if let Some(known) = HOSTS.get() {
+        return Ok(known);
+    }
     let notes = world.exchange("hosts", host::name().into_bytes())?;
     let names = notes.iter().map(|note| String::from_utf8_lossy(note));
-    Ok(names.map(|name| name.into_owned()).collect())
+    let names = names.map(|name| name.into_owned()).collect();
+    Ok(HOSTS.get_or_init(|| names))
 }
 
 /// Checks that all processes run the same program with the same arguments on the same data. Collective.
@@ -112,8 +116,6 @@ pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError>
     let own = serde_json::to_vec(&identity(data)).unwrap_or_default();
     let notes = world.exchange("identity of the run", own)?;
     let hosts = hosts(world)?;
-    // Errors name them.
-    let _ = MACHINES.set(machines_of(&hosts));
     let read = |note: &Vec<u8>| -> BTreeMap<String, String> {
         serde_json::from_slice(note).unwrap_or_default()
     };
@@ -141,12 +143,12 @@ pub(crate) fn agree(world: &ProcessGroup, data: String) -> Result<(), RankError>
     Ok(())
 }
 
-/// The machines of the ranks, once they are known.
-static MACHINES: OnceLock<String> = OnceLock::new();
+/// The machine of each rank, once a process has asked.
+static HOSTS: OnceLock<Vec<String>> = OnceLock::new();
 
 /// Returns the machines of the ranks, as text, in a process that knows of others.
-pub(crate) fn machines() -> Option<&'static str> {
-    MACHINES.get().map(String::as_str)
+pub(crate) fn machines() -> Option<String> {
+    HOSTS.get().map(|hosts| machines_of(hosts))
 }
 
 /// Joins ranks that follow each other on one machine: `ranks 0 to 3 on a, rank 4 on b`.

@@ -1,12 +1,12 @@
 //! Saving, resuming, and what can be done with a saved step.
 
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::thread::sleep;
 use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::command::{Folder, Run, last_report, losses};
+use crate::command::{Folder, Run, last_report, losses, send};
 
 pub(crate) const DIR: &str = "--synthetic --checkpoint-dir steps --metrics metrics.jsonl";
 
@@ -134,10 +134,7 @@ fn ends_after_a_save(signal: &str) {
     while !folder.path("metrics.jsonl").exists() || folder.read("metrics.jsonl").is_empty() {
         sleep(Duration::from_millis(10));
     }
-    let kill = Command::new("kill")
-        .args([format!("-{signal}"), child.id().to_string()])
-        .status();
-    assert!(kill.expect("kill").success());
+    send(&format!("-{signal}"), child.id());
     let status = child.wait().expect("an end");
     assert_eq!(status.code(), Some(0));
     let done = metrics(&folder).len();
@@ -165,10 +162,7 @@ fn a_signal_ends_the_sample_and_the_report_is_there() {
     while !folder.path("steps/step-000002").exists() {
         sleep(Duration::from_millis(5));
     }
-    let kill = Command::new("kill")
-        .args(["-TERM".to_owned(), child.id().to_string()])
-        .status();
-    assert!(kill.expect("kill").success());
+    send("-TERM", child.id());
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert_eq!(run.code, 0, "{}", run.stderr);
     assert_eq!(last_report(&run)["saved_step"], 2);

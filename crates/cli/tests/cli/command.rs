@@ -172,6 +172,14 @@ pub(crate) fn bounded(mut command: Command) -> Option<Run> {
     (!is_late).then(|| Run::of(output))
 }
 
+/// Sends a signal, such as `-TERM`, to a process.
+pub(crate) fn send(signal: &str, process: u32) {
+    let kill = Command::new("kill")
+        .args([signal, &process.to_string()])
+        .status();
+    assert!(kill.expect("kill").success());
+}
+
 /// Whether the long forms of tests are to be run, which take minutes.
 pub(crate) fn is_long() -> bool {
     std::env::var_os("BURN_FSDP_LONG").is_some_and(|value| value != "0" && !value.is_empty())

@@ -5,7 +5,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use crate::checkpoints::{DIR, metrics};
-use crate::command::{Folder, Run, last_report};
+use crate::command::{Folder, Run, last_report, send};
 
 const RUN: &str = "--synthetic --warmup 0 --checkpoint-dir steps";
 
@@ -91,9 +91,7 @@ fn a_second_run_is_kept_out_as_long_as_the_first_lives() {
             assert_eq!(run.code, 0, "{reader}: {}", run.stderr);
         }
     }
-    let mut kill = std::process::Command::new("kill");
-    kill.args(["-TERM", &first.id().to_string()]);
-    assert!(kill.status().expect("kill").success());
+    send("-TERM", first.id());
     let first = Run::of(first.wait_with_output().expect("an end"));
     assert_eq!(first.code, 0, "{}", first.stderr);
     let saved = last_report(&first)["saved_step"].as_u64().expect("saved");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::command::{Folder, Run, bounded, is_long, last_report};
+use crate::command::{Folder, Run, bounded, is_long, last_report, send};
 
 const OPEN_MPI: &str =
     "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
@@ -220,11 +220,6 @@ fn processes_in(folder: &Path) -> Vec<u32> {
     ids
 }
 
-fn signal(name: &str, id: u32) {
-    let status = Command::new("kill").args([name, &id.to_string()]).status();
-    assert!(status.expect("kill runs").success());
-}
-
 /// Starts a run that does not end by itself, and waits until it trains.
 fn endless(folder: &Folder, processes: usize, flags: &str) -> Option<std::process::Child> {
     let arguments =
@@ -251,7 +246,7 @@ fn a_signal_to_mpirun_saves_and_ends_all() {
         return;
     };
     // A launcher that is told to end ends with another code than 0, whatever its processes do; this it passes on.
-    signal("-USR1", child.id());
+    send("-USR1", child.id());
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert_eq!(run.code, 0, "{}", run.stderr);
     let report = last_report(&run);
@@ -269,7 +264,7 @@ fn a_rank_that_stops_is_named_and_all_others_end() {
     };
     let ids = processes_in(&std::fs::canonicalize(folder.path("")).expect("a folder"));
     assert_eq!(ids.len(), 3);
-    signal("-STOP", ids[1]);
+    send("-STOP", ids[1]);
     let began = Instant::now();
     // The launcher ends the stopped one when the others have failed.
     let run = Run::of(child.wait_with_output().expect("an end"));
@@ -303,7 +298,7 @@ fn a_run_that_is_killed_is_started_again() {
         let ranks: Vec<_> = processes_in(&home);
         // A few steps further than the last time.
         if count >= seen + 8 && ranks.len() > 3 {
-            signal("-KILL", ranks[1 + killed % 3]);
+            send("-KILL", ranks[1 + killed % 3]);
             killed += 1;
             seen = count.saturating_sub(8);
             sleep(Duration::from_millis(300));

@@ -1,6 +1,6 @@
 //! `launch`: a command that is run again when it fails.
 
-use crate::command::{Folder, last_report, losses};
+use crate::command::{Folder, last_report, losses, send};
 
 #[test]
 fn a_run_that_fails_is_started_again_and_goes_on() {
@@ -96,11 +96,7 @@ fn a_signal_is_passed_on_and_nothing_follows() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     std::thread::sleep(std::time::Duration::from_millis(200));
-    let id = child.id().to_string();
-    let killed = std::process::Command::new("kill")
-        .args(["-TERM", &id])
-        .status();
-    assert!(killed.expect("kill runs").success());
+    send("-TERM", child.id());
     let status = child.wait().expect("an end");
     assert_eq!(status.code(), Some(9));
     assert_eq!(folder.read("runs"), "run\ntold\n");
