@@ -3,9 +3,11 @@
 //! All of this is the same for every engine. An engine moves bytes, rings the world's bell when
 //! something that a rank may wait for has changed, and carries [`News`] between processes.
 
+use std::cell::Cell;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use crate::waits::LongWait;
 use crate::world::{News, World};
 use crate::{Error, LedgerReport, Operation, Stage};
 
@@ -140,6 +142,7 @@ impl Control {
 
     /// Waits until it is over, a rank fails or leaves, or the deadline passes. Errors end the domain.
     pub(crate) fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
+        let long = Long::new(self, wait);
         let look = || {
             if (wait.is_over)() {
                 return Some(Outcome::Over);
@@ -152,6 +155,7 @@ impl Control {
                 Stage::Start => self.world.left(wait.missing),
                 Stage::Finish => None,
             };
+            long.look();
             left.map(Outcome::Left)
         };
         let operation = || Box::new(wait.operation.clone());
@@ -163,14 +167,18 @@ impl Control {
                 operation: operation(),
                 ledger: self.report(),
             },
-            None => Error::Timeout {
-                rank: wait.rank,
-                missing: (wait.missing)(),
-                stage: wait.stage,
-                operation: operation(),
-                deadline: self.deadline,
-                ledger: self.report(),
-            },
+            None => {
+                let missing = (wait.missing)();
+                Error::Timeout {
+                    rank: wait.rank,
+                    ends: self.world.waits.ends(wait.rank, &missing),
+                    missing,
+                    stage: wait.stage,
+                    operation: operation(),
+                    deadline: self.deadline,
+                    ledger: self.report(),
+                }
+            }
         };
         Err(self.end_with(wait.rank, error))
     }
@@ -187,6 +195,51 @@ impl Control {
         match self.failure() {
             Some(failure) => failure.ledger.clone(),
             None => self.world.report(),
+        }
+    }
+}
+
+/// A look at how long a wait lasts: once it has lasted for a while all ranks are told, and again when
+/// it is over.
+struct Long<'a> {
+    control: &'a Control,
+    wait: &'a Wait<'a>,
+    began: Instant,
+    is_told: Cell<bool>,
+}
+
+impl<'a> Long<'a> {
+    fn new(control: &'a Control, wait: &'a Wait<'a>) -> Self {
+        Self {
+            control,
+            wait,
+            began: Instant::now(),
+            is_told: Cell::new(false),
+        }
+    }
+
+    fn look(&self) {
+        // A tenth of the deadline, as often as a rank that sleeps looks.
+        if self.is_told.get() || self.began.elapsed() < self.control.deadline / 10 {
+            return;
+        }
+        self.is_told.set(true);
+        let Wait {
+            stage, operation, ..
+        } = self.wait;
+        let wait = LongWait {
+            missing: (self.wait.missing)(),
+            what: format!("{stage} {operation}"),
+        };
+        self.control.world.wait_of(self.wait.rank, Some(wait));
+    }
+}
+
+impl Drop for Long<'_> {
+    fn drop(&mut self) {
+        // After a failure it stays: it says what the rank did when all ended.
+        if self.is_told.get() && self.control.failure().is_none() {
+            self.control.world.wait_of(self.wait.rank, None);
         }
     }
 }

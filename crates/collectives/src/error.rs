@@ -81,15 +81,19 @@ pub enum Error {
 
     /// Ranks that did not come within the deadline.
     #[error(
-        "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}; see below what \
+        "rank {rank} waited {deadline:?} for ranks {missing:?} to {stage} {operation}{}; see below what \
          they did instead, or set a longer deadline (LaunchConfig::deadline, or that of the isolated \
-         group) if they are only slow; {ledger}"
+         group) if they are only slow; {ledger}",
+        in_the_end(missing, ends)
     )]
     Timeout {
         /// The rank that waited.
         rank: usize,
         /// The ranks that did not come.
         missing: Vec<usize>,
+        /// The ranks that the wait was for in the end: ranks that are missing may have waited themselves,
+        /// for ranks that waited in turn. None if all waited for each other.
+        ends: Vec<usize>,
         /// The part that they had to do.
         stage: Stage,
         /// The operation that this rank called.
@@ -155,5 +159,15 @@ impl fmt::Display for Stage {
             Self::Start => "start",
             Self::Finish => "finish",
         })
+    }
+}
+
+fn in_the_end(missing: &[usize], ends: &[usize]) -> String {
+    if ends.is_empty() {
+        return ", which all wait for each other".to_owned();
+    }
+    match ends == missing {
+        true => String::new(),
+        false => format!(", and in the end for ranks {ends:?}, which wait for none"),
     }
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::Operation;
+use crate::waits::LongWait;
 
 /// The state of an operation in a ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,18 +127,21 @@ struct Known {
     entries: Vec<LedgerEntry>,
     /// True if the rank lives in this process.
     is_here: bool,
+    /// What the rank said that it waits for.
+    wait: Option<LongWait>,
 }
 
 impl LedgerReport {
     /// The most operations of each rank that are reported.
     pub const PER_RANK: usize = 4;
 
-    pub(crate) fn new(ledgers: impl Iterator<Item = Option<Ledger>>) -> Self {
-        let known = |ledger: Option<Ledger>| Known {
+    pub(crate) fn new(ranks: impl Iterator<Item = (Option<Ledger>, Option<LongWait>)>) -> Self {
+        let known = |(ledger, wait): (Option<Ledger>, _)| Known {
             is_here: ledger.is_some(),
+            wait,
             entries: ledger.map_or_else(Vec::new, |ledger| ledger.last(Self::PER_RANK)),
         };
-        Self(ledgers.map(known).collect())
+        Self(ranks.map(known).collect())
     }
 
     /// Returns the last operations of each rank, oldest first, by rank of the world; none of a rank
@@ -151,10 +155,20 @@ impl LedgerReport {
 impl fmt::Display for LedgerReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("last operations:")?;
-        for (rank, Known { entries, is_here }) in self.0.iter().enumerate() {
+        for (rank, known) in self.0.iter().enumerate() {
+            let Known {
+                entries,
+                is_here,
+                wait,
+            } = known;
             match (entries.is_empty(), is_here) {
                 (true, true) => write!(f, "\n  rank {rank}: none")?,
-                (true, false) => write!(f, "\n  rank {rank}: see what its process says")?,
+                (true, false) => {
+                    write!(f, "\n  rank {rank}: see what its process says")?;
+                    if let Some(wait) = wait {
+                        write!(f, "; it {wait}")?;
+                    }
+                }
                 (false, _) => {}
             }
             for entry in entries {

@@ -76,6 +76,7 @@ mod rank_state;
 mod recording;
 mod reduction;
 mod source;
+mod waits;
 mod world;
 
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use crate::bell::Bell;
 use crate::lock::lock;
 use crate::rank_state::RankState;
+use crate::waits::{LongWait, LongWaits};
 use crate::{Ledger, LedgerReport};
 
 /// The ranks of one launch, as this process sees them.
@@ -19,6 +20,7 @@ pub(crate) struct World {
     /// Ranks that have returned and will start nothing more.
     departed: Vec<AtomicBool>,
     num_departed: AtomicUsize,
+    pub(crate) waits: LongWaits,
     /// The state of each rank, if it lives in this process.
     ranks: Vec<Option<Arc<RankState>>>,
     messenger: Box<dyn Messenger>,
@@ -43,6 +45,8 @@ pub(crate) enum News {
     },
     /// A rank of the world that has returned.
     Departed(usize),
+    /// A rank of the world whose wait has lasted for a while, or that goes on after such a wait.
+    Waits { rank: usize, wait: Option<LongWait> },
 }
 
 /// The messenger of a world that has one process.
@@ -62,6 +66,7 @@ impl World {
             bell: Bell::default(),
             departed: ranks.iter().map(|_| AtomicBool::new(false)).collect(),
             num_departed: AtomicUsize::new(0),
+            waits: LongWaits::new(ranks.len()),
             ranks,
             messenger,
         }
@@ -81,6 +86,12 @@ impl World {
     pub(crate) fn depart(&self, rank: usize) {
         self.has_departed(rank);
         self.tell(News::Departed(rank));
+    }
+
+    /// Says, here and elsewhere, what a rank of this process has waited for for a while; nothing if it goes on.
+    pub(crate) fn wait_of(&self, rank: usize, wait: Option<LongWait>) {
+        self.waits.set(rank, wait.clone());
+        self.tell(News::Waits { rank, wait });
     }
 
     /// Notes that a rank will start nothing more.
@@ -117,6 +128,7 @@ impl World {
         let ledger = |rank: &Option<Arc<RankState>>| -> Option<Ledger> {
             rank.as_ref().map(|rank| lock(&rank.ledger).clone())
         };
-        LedgerReport::new(self.ranks.iter().map(ledger))
+        let waits = self.waits.all();
+        LedgerReport::new(self.ranks.iter().map(ledger).zip(waits))
     }
 }

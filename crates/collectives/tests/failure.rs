@@ -186,6 +186,58 @@ fn a_peer_that_does_not_finish_is_named_after_the_deadline() {
 }
 
 #[test]
+fn a_chain_of_waits_is_followed_to_its_end() {
+    let (gave_up, has_given_up) = std::sync::mpsc::channel();
+    let has_given_up = std::sync::Mutex::new(has_given_up);
+    let seen = observe(3, SHORT, move |world| {
+        let pair = world.split(usize::from(world.rank() > 0), 0, "pair")?;
+        // So long that rank 0 is the one whose deadline passes.
+        let pair = pair.isolate("patient", 4 * SHORT)?;
+        match world.rank() {
+            0 => {
+                let result = world.barrier("all");
+                gave_up.send(()).unwrap();
+                result
+            }
+            1 => pair.barrier("two"),
+            _ => {
+                has_given_up.lock().unwrap().recv().unwrap();
+                Ok(())
+            }
+        }
+    });
+    let error = seen[0].as_ref().unwrap_err();
+    let Error::Timeout { missing, ends, .. } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        (missing.as_slice(), ends.as_slice()),
+        (&[1, 2][..], &[2][..])
+    );
+    assert!(
+        error.to_string().contains(
+            "(operation 1 of group \"world\"), and in the end for ranks [2], which wait for none;"
+        ),
+        "{error}"
+    );
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_are_told_so() {
+    let seen = observe(2, SHORT, |world| {
+        let groups = [world.isolate("a", SHORT)?, world.isolate("b", 2 * SHORT)?];
+        groups[world.rank()].barrier("x")
+    });
+    let error = seen[0].as_ref().unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains(", which all wait for each other;"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_failure_reaches_pending_operations_and_other_groups() {
     let seen = observe(3, LONG, |world| {
         let pair = world.split(usize::from(world.rank() == 2), 0, "pair")?;

@@ -6,6 +6,7 @@
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
 use crate::operation::{Extent, OperationKind, Signature};
+use crate::waits::LongWait;
 use crate::world::News;
 use crate::{ElementType, Label, Reduction};
 
@@ -79,6 +80,18 @@ impl Header {
                 out.word(2);
                 out.word(*rank as u64);
             }
+            Self::News(News::Waits { rank, wait }) => {
+                out.word(3);
+                out.word(*rank as u64);
+                out.word(wait.is_some().into());
+                if let Some(LongWait { missing, what }) = wait {
+                    out.word(missing.len() as u64);
+                    for rank in missing {
+                        out.word(*rank as u64);
+                    }
+                    out.bytes(what.as_bytes());
+                }
+            }
         }
         out.0
     }
@@ -100,6 +113,16 @@ impl Header {
                 reason: from.text()?,
             }),
             2 => Self::News(News::Departed(from.index()?)),
+            3 => Self::News(News::Waits {
+                rank: from.index()?,
+                wait: match from.word()? {
+                    0 => None,
+                    _ => Some(LongWait {
+                        missing: from.indices()?,
+                        what: from.text()?,
+                    }),
+                },
+            }),
             _ => return None,
         };
         from.0.is_empty().then_some(header)
@@ -218,6 +241,12 @@ impl<'a> Reader<'a> {
         self.word()?.try_into().ok()
     }
 
+    fn indices(&mut self) -> Option<Vec<usize>> {
+        let len = self.index()?;
+        // Each takes as many bytes as a word: a length that is wrong allocates nothing.
+        (0..len).map(|_| self.index()).collect()
+    }
+
     fn bytes(&mut self) -> Option<&'a [u8]> {
         let len = self.index()?;
         let (bytes, rest) = self.0.split_at_checked(len)?;
@@ -301,6 +330,12 @@ mod tests {
         };
         let mut all: Vec<_> = signatures().iter().map(claim).collect();
         all.push(Header::News(News::Departed(3)));
+        let wait = LongWait {
+            missing: vec![0, 3],
+            what: "start barrier \u{e9}".to_owned(),
+        };
+        let waits = |wait| Header::News(News::Waits { rank: 2, wait });
+        all.extend([waits(None), waits(Some(wait))]);
         all.push(Header::News(News::Failed {
             domain: 5,
             rank: 1,

@@ -1,6 +1,6 @@
 //! The thread that owns MPI.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::thread;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::header::{ClaimHeader, Header};
 use super::round::{Round, Start};
-use super::wire::{FIRST_DATA_TAG, LAST_DATA_TAG, Transfer, Wire, WireError};
+use super::wire::{FIRST_DATA_TAG, Incoming, LAST_DATA_TAG, Transfer, Wire, WireError};
 use crate::Source;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::world::News;
@@ -40,6 +40,8 @@ pub(super) struct Progress {
     rank: usize,
     commands: Receiver<Command>,
     rounds: HashMap<(u64, u64), Round>,
+    /// Headers that have begun to come, in the order in which they have.
+    incoming: VecDeque<Incoming>,
     /// Headers of operations that this rank has not started yet.
     early: HashMap<(u64, u64), Vec<(usize, ClaimHeader)>>,
     domains: HashMap<u64, Arc<Control>>,
@@ -60,6 +62,7 @@ impl Progress {
             rank,
             commands,
             rounds: HashMap::new(),
+            incoming: VecDeque::new(),
             early: HashMap::new(),
             domains: HashMap::new(),
             early_failures: HashMap::new(),
@@ -174,24 +177,21 @@ impl Progress {
     /// Reads what has come, and looks how far the transfers are. Returns whether anything moved.
     fn look(&mut self) -> Result<bool, WireError> {
         let mut has_moved = false;
-        while let Some((from, bytes)) = self.wire.next_header()? {
-            has_moved = true;
-            match Header::of_bytes(&bytes) {
-                Some(Header::Claim(claim)) => match self.rounds.get_mut(&claim.round) {
-                    Some(round) => round.hear(&self.wire, from, claim)?,
-                    None => self
-                        .early
-                        .entry(claim.round)
-                        .or_default()
-                        .push((from, claim)),
-                },
-                Some(Header::News(news)) => self.hear(news),
-                None => self.hear(News::Failed {
-                    domain: WORLD_DOMAIN,
-                    rank: from,
-                    reason: "sent a header that cannot be read; run the same binary on all ranks"
-                        .to_owned(),
-                }),
+        while let Some(incoming) = self.wire.next_header()? {
+            self.incoming.push_back(incoming);
+        }
+        // Those of one rank in the order in which it sent them; a rank that is stopped while it sends one holds
+        // up nobody else's.
+        let mut late = BTreeSet::new();
+        let mut index = 0;
+        while index < self.incoming.len() {
+            let incoming = &mut self.incoming[index];
+            if late.contains(&incoming.from) || !incoming.is_complete()? {
+                late.insert(incoming.from);
+                index += 1;
+            } else if let Some(incoming) = self.incoming.remove(index) {
+                has_moved = true;
+                self.read(incoming.from, &incoming.take())?;
             }
         }
         let mut failed = None;
@@ -217,6 +217,26 @@ impl Progress {
         failed.map_or(Ok(has_moved), Err)
     }
 
+    fn read(&mut self, from: usize, header: &[u8]) -> Result<(), WireError> {
+        match Header::of_bytes(header) {
+            Some(Header::Claim(claim)) => match self.rounds.get_mut(&claim.round) {
+                Some(round) => round.hear(&self.wire, from, claim)?,
+                None => {
+                    let early = self.early.entry(claim.round).or_default();
+                    early.push((from, claim));
+                }
+            },
+            Some(Header::News(news)) => self.hear(news),
+            None => self.hear(News::Failed {
+                domain: WORLD_DOMAIN,
+                rank: from,
+                reason: "sent a header that cannot be read; run the same binary on all ranks"
+                    .to_owned(),
+            }),
+        }
+        Ok(())
+    }
+
     fn hear(&mut self, news: News) {
         match news {
             News::Failed {
@@ -235,6 +255,12 @@ impl Progress {
                 Some(control) => control.world.has_departed(rank),
                 None => self.early_departed.push(rank),
             },
+            // Before this rank has a world it waits for nobody, and needs no explanation.
+            News::Waits { rank, wait } => {
+                if let Some(control) = self.domains.get(&WORLD_DOMAIN) {
+                    control.world.waits.set(rank, wait);
+                }
+            }
         }
     }
 
@@ -263,7 +289,7 @@ impl Progress {
             }
             thread::yield_now();
         }
-        let is_clean = self.rounds.is_empty() && self.outbox.is_empty();
+        let is_clean = self.rounds.is_empty() && self.outbox.is_empty() && self.incoming.is_empty();
         self.rounds.clear();
         self.outbox.clear();
         if with_others && is_clean {

@@ -22,6 +22,8 @@ pub(super) struct Shared {
     /// Ranks all of whose bytes have come.
     arrived: Vec<AtomicBool>,
     result: AtomicBool,
+    /// Ranks that have all of this one's bytes.
+    given: Vec<AtomicBool>,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
     /// The addends of the other ranks in a reduce-scatter.
@@ -42,6 +44,9 @@ impl Shared {
                 .map(|other| AtomicBool::new(other == rank))
                 .collect(),
             result: AtomicBool::new(false),
+            given: (0..size)
+                .map(|other| AtomicBool::new(other == rank))
+                .collect(),
             released: AtomicBool::new(false),
             landing: Arc::new(Landing::new(into)),
             addends: Mutex::new((0..size).map(|_| None).collect()),
@@ -70,8 +75,7 @@ impl Shared {
         let has_done = |rank: &usize| match awaited {
             Awaited::Claims => self.claims[*rank].get().is_some(),
             Awaited::Result => self.arrived[*rank].load(Ordering::Acquire),
-            // Who is slow to take this rank's bytes is not known.
-            Awaited::Release => *rank == self.rank,
+            Awaited::Release => self.given[*rank].load(Ordering::Acquire),
         };
         (0..self.claims.len())
             .filter(|rank| !has_done(rank))
@@ -111,7 +115,8 @@ pub(super) struct Round {
     pub(super) tags: Vec<u32>,
     /// Ranks that want what this one does.
     num_agreeing: usize,
-    sends: Vec<Transfer>,
+    /// The transfers of what this rank gives, by the rank that gets it.
+    sends: Vec<(usize, Transfer)>,
     /// The transfers of what is put side by side or combined, by the rank that sends.
     receives: Vec<(usize, Transfer)>,
     /// The others' slices of an all-reduce.
@@ -192,7 +197,7 @@ impl Round {
         let routes = self.signature().routes(self.rank(), to);
         for (source, route) in self.start.sources.iter().zip(routes) {
             let sent = wire.send(source, route.given, self.start.members[to], self.tags[to])?;
-            self.sends.extend(sent);
+            self.sends.extend(sent.into_iter().map(|one| (to, one)));
         }
         Ok(())
     }
@@ -242,9 +247,9 @@ impl Round {
     /// operation has come to its end.
     pub(super) fn advance(&mut self, wire: &Wire) -> Result<(bool, bool), WireError> {
         let before = (self.sends.len(), self.receives.len(), self.slices.len());
-        drop_complete(&mut self.sends, |transfer| transfer)?;
-        drop_complete(&mut self.receives, |(_, transfer)| transfer)?;
-        drop_complete(&mut self.slices, |(_, transfer)| transfer)?;
+        drop_complete(&mut self.sends)?;
+        drop_complete(&mut self.receives)?;
+        drop_complete(&mut self.slices)?;
         let mut has_moved = before != (self.sends.len(), self.receives.len(), self.slices.len());
         let size = self.start.members.len();
         let (shared, is_all) = (self.start.shared.clone(), self.num_agreeing == size);
@@ -255,7 +260,7 @@ impl Round {
             has_moved = true;
         }
         if has_moved {
-            self.note_arrived();
+            self.note_progress();
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
         if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
@@ -272,16 +277,20 @@ impl Round {
         Ok((has_moved, is_over))
     }
 
-    fn note_arrived(&self) {
+    /// Notes which ranks have given this one all, and which have got all of it.
+    fn note_progress(&self) {
         let shared = &self.start.shared;
-        let mut is_awaited = vec![false; shared.arrived.len()];
-        for (from, _) in self.receives.iter().chain(&self.slices) {
-            is_awaited[*from] = true;
-        }
-        for (rank, awaited) in is_awaited.into_iter().enumerate() {
-            let has_come = !awaited && shared.claims[rank].get().is_some();
-            shared.arrived[rank].store(has_come, Ordering::Release);
-        }
+        let note = |done: &[AtomicBool], open: &mut dyn Iterator<Item = usize>| {
+            let mut is_open = vec![false; done.len()];
+            open.for_each(|rank| is_open[rank] = true);
+            for (rank, is_open) in is_open.into_iter().enumerate() {
+                let is_done = !is_open && shared.claims[rank].get().is_some();
+                done[rank].store(is_done, Ordering::Release);
+            }
+        };
+        let receives = self.receives.iter().chain(&self.slices);
+        note(&shared.arrived, &mut receives.map(|(from, _)| *from));
+        note(&shared.given, &mut self.sends.iter().map(|(to, _)| *to));
     }
 
     /// Combines this rank's slice of an all-reduce, and sends it to all others.
@@ -308,7 +317,7 @@ impl Round {
             for source in &slice {
                 let world_rank = self.start.members[to];
                 let sent = wire.send(source, 0..source.len(), world_rank, self.tags[to])?;
-                self.sends.extend(sent);
+                self.sends.extend(sent.into_iter().map(|one| (to, one)));
             }
         }
         *lock(&self.start.shared.slice) = slice;
@@ -321,12 +330,9 @@ fn shared_bell(start: &Start) -> &crate::bell::Bell {
 }
 
 /// Drops the transfers that are complete.
-fn drop_complete<T>(
-    all: &mut Vec<T>,
-    of: impl Fn(&mut T) -> &mut Transfer,
-) -> Result<(), WireError> {
+fn drop_complete(all: &mut Vec<(usize, Transfer)>) -> Result<(), WireError> {
     let mut failed = None;
-    all.retain_mut(|one| match of(one).is_complete() {
+    all.retain_mut(|(_, transfer)| match transfer.is_complete() {
         Ok(is_complete) => !is_complete,
         Err(error) => {
             failed = Some(error);

@@ -21,7 +21,7 @@ use mpi::traits::AsRaw;
 use mpi::{Threading, ffi};
 
 use super::landing::Landing;
-use crate::Source;
+use crate::{BufferPool, Source};
 
 /// The most bytes of one message: MPI counts in `int`.
 const MOST_BYTES: usize = 1 << 30;
@@ -48,6 +48,8 @@ pub(super) struct Wire {
     /// The environment of MPI, which finalises it when it is dropped.
     universe: Option<Universe>,
     world: ffi::MPI_Comm,
+    /// The memory of headers that come.
+    headers: BufferPool,
     /// MPI belongs to the thread that initialised it.
     not_send: PhantomData<*const ()>,
 }
@@ -57,6 +59,28 @@ pub(super) struct Transfer {
     request: ffi::MPI_Request,
     memory: Option<Memory>,
     not_send: PhantomData<*const ()>,
+}
+
+/// A header that has begun to come.
+pub(super) struct Incoming {
+    /// The rank that sends it.
+    pub(super) from: usize,
+    transfer: Transfer,
+    landing: Arc<Landing>,
+}
+
+impl Incoming {
+    pub(super) fn is_complete(&mut self) -> Result<bool, WireError> {
+        self.transfer.is_complete()
+    }
+
+    /// Returns its bytes, once it is complete.
+    pub(super) fn take(self) -> Vec<u8> {
+        let buffers = self.landing.take();
+        buffers
+            .first()
+            .map_or_else(Vec::new, |bytes| bytes.as_ref().to_vec())
+    }
 }
 
 /// The memory that a message is read from or written to.
@@ -99,6 +123,7 @@ impl Wire {
         Ok(Self {
             universe: Some(universe),
             world,
+            headers: BufferPool::default(),
             not_send: PhantomData,
         })
     }
@@ -188,8 +213,8 @@ impl Wire {
         pieces(range).map(piece).collect()
     }
 
-    /// Returns a header that has come, with the rank that sent it.
-    pub(super) fn next_header(&self) -> Result<Option<(usize, Vec<u8>)>, WireError> {
+    /// Returns a header that has begun to come, if there is one.
+    pub(super) fn next_header(&self) -> Result<Option<Incoming>, WireError> {
         let (mut flag, mut len) = (0, 0);
         // SAFETY: the two values are plain C structures that MPI fills; all zeros are valid for both.
         let (mut message, mut status) =
@@ -212,20 +237,26 @@ impl Wire {
         // SAFETY: the status is that of the message found.
         let code = unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut len) };
         check("MPI_Get_count", code)?;
-        let mut bytes = vec![0u8; usize::try_from(len).unwrap_or(0)];
-        // SAFETY: the bytes are as many as the message has. The call waits for the sender to send
-        // them, which has begun to; it needs nothing from this process for that but this call.
+        let num_bytes = usize::try_from(len).unwrap_or(0);
+        let landing = Arc::new(Landing::new(vec![self.headers.take(num_bytes)]));
+        let mut request = null_request();
+        // SAFETY: the landing has as many bytes as the message, touched by nobody else until it is taken, which
+        // is after this transfer; the transfer keeps it alive.
         let code = unsafe {
-            ffi::MPI_Mrecv(
-                bytes.as_mut_ptr().cast::<c_void>(),
+            ffi::MPI_Imrecv(
+                landing.place(0, 0..num_bytes).cast::<c_void>(),
                 len,
                 ffi::RSMPI_UINT8_T,
                 &mut message,
-                ffi::RSMPI_STATUS_IGNORE,
+                &mut request,
             )
         };
-        check("MPI_Mrecv", code)?;
-        Ok(Some((status.MPI_SOURCE as usize, bytes)))
+        check("MPI_Imrecv", code)?;
+        Ok(Some(Incoming {
+            from: status.MPI_SOURCE as usize,
+            transfer: Transfer::new(request, Memory::Written(landing.clone())),
+            landing,
+        }))
     }
 
     /// Leaves MPI without the others: one of them may never come to finalise it.
