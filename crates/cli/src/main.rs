@@ -60,6 +60,7 @@ fn main() -> ExitCode {
                     console::tell(machines);
                 }
             }
+            train::let_launcher_hear();
             failure.exit_code()
         }
     }

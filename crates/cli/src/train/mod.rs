@@ -39,5 +39,5 @@ mod trace;
 mod trainer;
 
 pub(crate) use config::TrainConfig;
-pub(crate) use ranks::machines;
+pub(crate) use ranks::{let_launcher_hear, machines};
 pub(crate) use run::run;

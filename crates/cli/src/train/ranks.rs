@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::env;
 use std::sync::OnceLock;
+use std::thread;
+use std::time::Duration;
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
@@ -149,6 +151,16 @@ static HOSTS: OnceLock<Vec<String>> = OnceLock::new();
 /// Returns the machines of the ranks, as text, in a process that knows of others.
 pub(crate) fn machines() -> Option<String> {
     HOSTS.get().map(|hosts| machines_of(hosts))
+}
+
+/// Waits for a moment, if this is one process of several, so that the launcher has passed on what the others have said.
+///
+/// A launcher ends all processes as soon as one has ended with an error. MPICH's then loses what one that is still
+/// printing has to say, and reports that one's death in place of the error.
+pub(crate) fn let_launcher_hear() {
+    if matches!(processes(), Ok(Some(_))) {
+        thread::sleep(Duration::from_millis(300));
+    }
 }
 
 /// Joins ranks that follow each other on one machine: `ranks 0 to 3 on a, rank 4 on b`.

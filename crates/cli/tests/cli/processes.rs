@@ -43,6 +43,15 @@ fn mpirun(folder: &Folder, processes: usize, arguments: &str) -> Option<Command>
     Some(command)
 }
 
+/// Checks the code that the processes have ended with, and that the launcher should pass on.
+///
+/// Open MPI's does. MPICH's at times has a code of its own, or that of one that it killed.
+fn check_code(run: &Run, code: i32) {
+    let is_open_mpi = std::env::var_os("BURN_FSDP_MPIRUN").is_none();
+    let is_right = run.code == code || (!is_open_mpi && run.code != 0);
+    assert!(is_right, "{} and not {code}: {}", run.code, run.stderr);
+}
+
 /// Runs it to its end.
 fn run(folder: &Folder, processes: usize, arguments: &str) -> Option<Run> {
     let command = mpirun(folder, processes, arguments)?;
@@ -160,7 +169,7 @@ fn what_differs_among_processes_is_named() {
     let Some(run) = run(&folder, 2, "--synthetic --steps 2 --ranks 3") else {
         return;
     };
-    assert_eq!(run.code, 2, "{}", run.stderr);
+    check_code(&run, 2);
     assert!(run.stderr.contains("asked for 3 ranks"), "{}", run.stderr);
     // Two programs of one job, of which the second has another learning rate.
     let mut command = mpirun(&folder, 1, "--synthetic --steps 2").expect("mpirun is there");
@@ -170,7 +179,7 @@ fn what_differs_among_processes_is_named() {
         .arg(other.get_program())
         .args(other.get_args());
     let run = bounded(command).expect("it ends");
-    assert_eq!(run.code, 2, "{}", run.stderr);
+    check_code(&run, 2);
     assert!(
         run.stderr.contains("--lr differs: 0.5 on rank 1"),
         "{}",
@@ -196,12 +205,13 @@ fn what_differs_among_processes_is_named() {
         );
         let mut command = mpirun(&own, 1, arguments).expect("mpirun is there");
         let other = own.train_command(arguments);
+        // Launchers differ in how they are told of a folder.
         command
-            .args([":", "-n", "1", "-wdir"])
+            .args([":", "-n", "1", "env", "-C"])
             .arg(elsewhere.path(""));
         command.arg(other.get_program()).args(other.get_args());
         let run = bounded(command).expect("it ends");
-        assert_eq!(run.code, 2, "{}", run.stderr);
+        check_code(&run, 2);
         assert!(run.stderr.contains(expected), "{}", run.stderr);
     }
 }
@@ -269,7 +279,7 @@ fn a_rank_that_stops_is_named_and_all_others_end() {
     // The launcher ends the stopped one when the others have failed.
     let run = Run::of(child.wait_with_output().expect("an end"));
     assert!(began.elapsed() < Duration::from_secs(60));
-    assert_eq!(run.code, 3, "{}", run.stderr);
+    check_code(&run, 3);
     assert!(run.stderr.contains("for ranks [1]"), "{}", run.stderr);
 }
 
