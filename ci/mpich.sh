@@ -14,4 +14,4 @@ again
 trap again EXIT
 
 MPICC=mpicc.mpich BURN_FSDP_MPIRUN=mpirun.mpich \
-    cargo test --locked --release --features burn-fsdp-cli/mpi --test mpi --test cli -- processes
+    cargo test --locked --release --features burn-fsdp-cli/mpi --test mpi --test cli --test eager --test spmd -- processes

@@ -12,6 +12,9 @@ mod folder;
 mod input;
 mod interchange;
 mod kill;
+#[cfg(feature = "mpi")]
+#[path = "../../../collectives/tests/launcher/mod.rs"]
+mod launcher;
 mod links;
 mod numbers;
 mod outputs;

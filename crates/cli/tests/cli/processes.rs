@@ -1,6 +1,4 @@
 //! Ranks that are processes, under `mpirun`, beside the same ranks as threads.
-//!
-//! `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,32 +8,12 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::command::{Folder, Run, bounded, is_long, last_report, send};
-
-const OPEN_MPI: &str =
-    "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
-
-fn launcher() -> Vec<String> {
-    let given = std::env::var("BURN_FSDP_MPIRUN").ok();
-    let text = given.as_deref().unwrap_or(OPEN_MPI);
-    text.split_whitespace().map(str::to_owned).collect()
-}
+use crate::launcher;
 
 /// `mpirun -n PROCESSES burn-fsdp train ..`, or nothing where there is no `mpirun`.
 fn mpirun(folder: &Folder, processes: usize, arguments: &str) -> Option<Command> {
-    let launcher = launcher();
-    if Command::new(&launcher[0])
-        .arg("--version")
-        .output()
-        .is_err()
-    {
-        println!("skipped: there is no {}", launcher[0]);
-        return None;
-    }
+    let mut command = launcher::mpirun(processes)?;
     let train = folder.train_command(arguments);
-    let mut command = Command::new(&launcher[0]);
-    command
-        .args(&launcher[1..])
-        .args(["-n", &processes.to_string()]);
     command.arg(train.get_program()).args(train.get_args());
     command
         .current_dir(folder.path(""))

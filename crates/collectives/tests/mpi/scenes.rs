@@ -5,34 +5,27 @@
 
 #[path = "../contract/mod.rs"]
 mod contract;
+#[path = "../launcher/mod.rs"]
+mod launcher;
 
 use std::process::{Command, ExitCode, Output};
 use std::time::Duration;
 
 use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup, launch, launcher_ranks};
 
-/// What the processes do; set by the program for itself.
-const SCENE: &str = "BURN_FSDP_TEST_SCENE";
-
 /// Ranks that do not come are given up after this.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// The launcher, if `BURN_FSDP_MPIRUN` names no other.
-const OPEN_MPI: &str =
-    "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
-
 pub(crate) fn main() -> ExitCode {
-    match std::env::var(SCENE) {
-        Ok(scene) => play(&scene),
-        Err(_) => direct(),
+    match launcher::scene() {
+        Some(scene) => play(&scene),
+        None => direct(),
     }
 }
 
 /// Starts the scenes, and checks how they end.
 fn direct() -> ExitCode {
-    let launcher = &launcher()[0];
-    if Command::new(launcher).arg("--version").output().is_err() {
-        println!("skipped: there is no {launcher}");
+    if launcher::mpirun(1).is_none() {
         return ExitCode::SUCCESS;
     }
     for processes in [1, 2, 3, 4] {
@@ -74,24 +67,10 @@ fn direct() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The launcher with its options.
-fn launcher() -> Vec<String> {
-    let given = std::env::var("BURN_FSDP_MPIRUN").ok();
-    let text = given.as_deref().unwrap_or(OPEN_MPI);
-    text.split_whitespace().map(str::to_owned).collect()
-}
-
 fn mpirun(processes: usize, scene: &str) -> Output {
     println!("{scene} on {processes} processes");
-    let program = std::env::current_exe().expect("this program has a path");
-    let launcher = launcher();
-    let mut mpirun = Command::new(&launcher[0]);
-    mpirun.args(&launcher[1..]);
-    mpirun.args(["-n", &processes.to_string()]);
-    // Otherwise a single process counts as none.
-    mpirun.env("BURN_FSDP_ENGINE", "mpi");
-    let output = mpirun.arg(program).env(SCENE, scene).output();
-    output.expect("mpirun runs")
+    let mut mpirun = launcher::this_program(processes, scene).expect("mpirun is there");
+    mpirun.output().expect("mpirun runs")
 }
 
 fn expect(output: &Output, code: Option<i32>, lines: &[&str]) {

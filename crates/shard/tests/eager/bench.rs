@@ -76,21 +76,30 @@ pub(crate) fn sharded<M: Module + 'static>(
     steps: usize,
     policy: ShardPolicy,
 ) -> Outcome {
-    let outcomes = on_ranks(ranks, move |world| {
-        let device = device();
-        let mut model = build(case, &world, &device, policy.clone())?;
-        let mut optim = optimizer();
-        let mut losses = Vec::new();
-        for step in 0..steps {
-            let loss = (case.loss)(&model, world.rank(), step, &device);
-            losses.push(loss.clone().into_scalar::<f32>());
-            let gradients = backward(loss, &model)?;
-            model = optim.step(1e-2, model, gradients);
-        }
-        let params = whole_params((case.build)(&device), &model);
-        Ok(Outcome { losses, params })
-    });
-    joined(&outcomes)
+    joined(&on_ranks(ranks, move |world| {
+        trained_by(&world, case, steps, policy.clone())
+    }))
+}
+
+/// Trains sharded as one of the ranks of a group.
+pub(crate) fn trained_by<M: Module + 'static>(
+    world: &ProcessGroup,
+    case: Case<M>,
+    steps: usize,
+    policy: ShardPolicy,
+) -> Result<Outcome, Error> {
+    let device = device();
+    let mut model = build(case, world, &device, policy)?;
+    let mut optim = optimizer();
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let loss = (case.loss)(&model, world.rank(), step, &device);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = backward(loss, &model)?;
+        model = optim.step(1e-2, model, gradients);
+    }
+    let params = whole_params((case.build)(&device), &model);
+    Ok(Outcome { losses, params })
 }
 
 /// One outcome of the ranks': the mean of their losses, and their parameters, which must be the same.

@@ -1,10 +1,12 @@
-//! The eager engine against one rank without sharding, ranks as threads.
+//! The eager engine against one rank without sharding, ranks as threads; some of it, also as processes.
 
 mod accumulate;
 mod bench;
 mod composable;
 mod counts;
 mod hybrid;
+#[path = "../../../collectives/tests/launcher/mod.rs"]
+mod launcher;
 mod lifecycle;
 mod nets;
 mod parity;

@@ -11,6 +11,8 @@ mod frozen;
 #[path = "../common/fused.rs"]
 mod fused;
 mod host_values;
+#[path = "../../../collectives/tests/launcher/mod.rs"]
+mod launcher;
 mod limits;
 mod models;
 mod modules;

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::Device;
-use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
+use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch, launcher_ranks};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::passes::{GraphTransform, PassId};
@@ -13,6 +13,7 @@ use burn_fsdp_spmd::{Batch, DataParallel, Error, Mode, Strategy, compile};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
+use crate::launcher;
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, rows_of_sequences, tokens};
 
 const STEPS: usize = 10;
@@ -49,37 +50,53 @@ where
 {
     let style = style.into();
     Device::flex().seed(1);
-    let body = move |world: ProcessGroup| -> Result<_, Error> {
-        let device = Device::flex();
-        let mode = Mode::data_parallel(world.clone(), style);
-        let mode = mode.options(options.clone()).verified();
-        let mut step = compile(init, loss, adamw().build(), mode)?;
-        let mut losses = Vec::new();
-        for index in 0..STEPS {
-            losses.push(step.step(1e-2, &part(index, world.rank(), &device))?);
-        }
-        let paths: Vec<_> = step
-            .parameters()
-            .iter()
-            .map(|spec| spec.path.clone())
-            .collect();
-        let mut parameters = Vec::new();
-        for path in paths {
-            let data = step.parameter(&path)?;
-            // Running statistics are the ranks' own, and counters are no floats.
-            if let Ok(values) = data.try_to_vec::<f32>()
-                && !path.contains("running_")
-            {
-                parameters.push((path.to_string(), values));
-            }
-        }
-        Ok((losses, parameters))
+    let body = move |world: ProcessGroup| {
+        train_as_one(&world, style, options.clone(), init, loss, part.clone())
     };
     let mut results = launch(LaunchConfig::new(num_ranks), body).unwrap();
     for other in &results[1..] {
         assert_eq!(other, &results[0], "the ranks differ");
     }
     results.swap_remove(0)
+}
+
+/// A model trained as one of the ranks of a group.
+fn train_as_one<M, B>(
+    world: &ProcessGroup,
+    style: DataParallel,
+    options: Options,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> burn::tensor::Tensor<1>,
+    part: impl Fn(usize, usize, &Device) -> B,
+) -> Result<Trained, Error>
+where
+    M: burn::module::Module + 'static,
+    B: Batch,
+{
+    let device = Device::flex();
+    let mode = Mode::data_parallel(world.clone(), style);
+    let mode = mode.options(options).verified();
+    let mut step = compile(init, loss, adamw().build(), mode)?;
+    let mut losses = Vec::new();
+    for index in 0..STEPS {
+        losses.push(step.step(1e-2, &part(index, world.rank(), &device))?);
+    }
+    let paths: Vec<_> = step
+        .parameters()
+        .iter()
+        .map(|spec| spec.path.clone())
+        .collect();
+    let mut parameters = Vec::new();
+    for path in paths {
+        let data = step.parameter(&path)?;
+        // Running statistics are the ranks' own, and counters are no floats.
+        if let Ok(values) = data.try_to_vec::<f32>()
+            && !path.contains("running_")
+        {
+            parameters.push((path.to_string(), values));
+        }
+    }
+    Ok((losses, parameters))
 }
 
 /// To 1e-5 of each loss, and of the largest value of each parameter.
@@ -131,6 +148,37 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
             }
         }
     }
+}
+
+#[test]
+fn processes_together_train_like_one_on_the_joined_batch() {
+    if launcher::scene().is_none() {
+        for processes in [2, 4] {
+            let test = "parallel::processes_together_train_like_one_on_the_joined_batch";
+            launcher::again_as_processes(processes, test);
+        }
+        return;
+    }
+    let _guard = seeded();
+    let size = launcher_ranks().expect("started among others");
+    let body = move |world: ProcessGroup| -> Result<(), Error> {
+        let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+        let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
+        let rows = ROWS / world.size();
+        let part = |step, rank, device: &Device| tokens(step, rank * rows, rows, device);
+        for style in [
+            Strategy::NoShard.into(),
+            Strategy::FullShard.into(),
+            DataParallel::Automatic,
+        ] {
+            Device::flex().seed(1);
+            let options = Options::default();
+            let got = train_as_one(&world, style, options, Gpt::new, Gpt::loss, part)?;
+            assert_close(&format!("{style:?}"), &got, &expected);
+        }
+        Ok(())
+    };
+    launch(LaunchConfig::new(size), body).unwrap_or_else(|error| panic!("{error}"));
 }
 
 #[test]
