@@ -3,9 +3,8 @@
 //! All of this is the same for every engine. An engine moves bytes, rings the world's bell when
 //! something that a rank may wait for has changed, and carries [`News`] between processes.
 
-use std::cell::Cell;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::waits::LongWait;
 use crate::world::{News, World};
@@ -142,7 +141,6 @@ impl Control {
 
     /// Waits until it is over, a rank fails or leaves, or the deadline passes. Errors end the domain.
     pub(crate) fn wait(&self, wait: &Wait<'_>) -> Result<(), Error> {
-        let long = Long::new(self, wait);
         let look = || {
             if (wait.is_over)() {
                 return Some(Outcome::Over);
@@ -155,11 +153,19 @@ impl Control {
                 Stage::Start => self.world.left(wait.missing),
                 Stage::Finish => None,
             };
-            long.look();
             left.map(Outcome::Left)
         };
+        let bell = &self.world.bell;
+        // Only a wait that has lasted for a tenth of the deadline costs more than its looks.
+        let soon = self.deadline / 10;
+        let mut outcome = bell.wait_for(soon, look);
+        // Until this returns: an error has ended the domain by then.
+        let _told = outcome.is_none().then(|| Told::new(self, wait));
+        if outcome.is_none() {
+            outcome = bell.wait_for(self.deadline - soon, look);
+        }
         let operation = || Box::new(wait.operation.clone());
-        let error = match self.world.bell.wait_for(self.deadline, look) {
+        let error = match outcome {
             Some(Outcome::Over) => return Ok(()),
             Some(Outcome::Failed) => return self.check(wait.operation),
             Some(Outcome::Left(rank)) => Error::PeerLeft {
@@ -199,47 +205,31 @@ impl Control {
     }
 }
 
-/// A look at how long a wait lasts: once it has lasted for a while all ranks are told, and again when
-/// it is over.
-struct Long<'a> {
+/// A wait that all ranks have been told of, until it is over.
+struct Told<'a> {
     control: &'a Control,
-    wait: &'a Wait<'a>,
-    began: Instant,
-    is_told: Cell<bool>,
+    rank: usize,
 }
 
-impl<'a> Long<'a> {
-    fn new(control: &'a Control, wait: &'a Wait<'a>) -> Self {
+impl<'a> Told<'a> {
+    fn new(control: &'a Control, wait: &Wait<'_>) -> Self {
+        let told = LongWait {
+            missing: (wait.missing)(),
+            what: format!("{} {}", wait.stage, wait.operation),
+        };
+        control.world.wait_of(wait.rank, Some(told));
         Self {
             control,
-            wait,
-            began: Instant::now(),
-            is_told: Cell::new(false),
+            rank: wait.rank,
         }
-    }
-
-    fn look(&self) {
-        // A tenth of the deadline, as often as a rank that sleeps looks.
-        if self.is_told.get() || self.began.elapsed() < self.control.deadline / 10 {
-            return;
-        }
-        self.is_told.set(true);
-        let Wait {
-            stage, operation, ..
-        } = self.wait;
-        let wait = LongWait {
-            missing: (self.wait.missing)(),
-            what: format!("{stage} {operation}"),
-        };
-        self.control.world.wait_of(self.wait.rank, Some(wait));
     }
 }
 
-impl Drop for Long<'_> {
+impl Drop for Told<'_> {
     fn drop(&mut self) {
         // After a failure it stays: it says what the rank did when all ended.
-        if self.is_told.get() && self.control.failure().is_none() {
-            self.control.world.wait_of(self.wait.rank, None);
+        if self.control.failure().is_none() {
+            self.control.world.wait_of(self.rank, None);
         }
     }
 }
