@@ -1,11 +1,13 @@
 //! The test bench: trains a module sharded over threads, and the same module plainly.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationCounts, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ShardPolicy, backward, fully_shard};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
 
 /// A module under test: how it is built, and its loss on one rank's part of a step's batch.
 pub(crate) struct Case<M> {
@@ -47,12 +49,8 @@ pub(crate) fn optimizer() -> ModuleOptimizer {
 
 /// Trains without sharding on the joined batch of `ranks` ranks.
 pub(crate) fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, steps: usize) -> Outcome {
-    let _turn = seed_turn();
     let device = Device::flex().autodiff();
-    device.seed(SEED);
-    let mut model = (case.build)(&device);
-    // Lazy parameters are initialized in the order of the module, as sharding does.
-    params(&model);
+    let mut model = seeded((case.build)(&device), SEED);
     let mut optim = optimizer();
     let mut losses = Vec::new();
     for step in 0..steps {
@@ -89,16 +87,27 @@ pub(crate) fn trained_by<M: Module + 'static>(
     policy: ShardPolicy,
 ) -> Result<Outcome, Error> {
     let device = device();
-    let mut model = build(case, world, &device, policy)?;
+    let model = build(case, world, &device, policy)?;
+    train(model, case, world.rank(), steps, &device)
+}
+
+/// Trains a module that is sharded, as one of its ranks.
+pub(crate) fn train<M: Module + 'static>(
+    mut model: M,
+    case: Case<M>,
+    rank: usize,
+    steps: usize,
+    device: &Device,
+) -> Result<Outcome, Error> {
     let mut optim = optimizer();
     let mut losses = Vec::new();
     for step in 0..steps {
-        let loss = (case.loss)(&model, world.rank(), step, &device);
+        let loss = (case.loss)(&model, rank, step, device);
         losses.push(loss.clone().into_scalar::<f32>());
         let gradients = backward(loss, &model)?;
         model = optim.step(1e-2, model, gradients);
     }
-    let params = whole_params((case.build)(&device), &model);
+    let params = whole_params((case.build)(device), &model);
     Ok(Outcome { losses, params })
 }
 
@@ -152,22 +161,63 @@ pub(crate) fn plainly_stepped<M: Module + 'static>(case: Case<M>, ranks: usize) 
 }
 
 /// Burn's seed belongs to the device, which all threads share: one initialization at a time.
-pub(crate) fn seed_turn() -> std::sync::MutexGuard<'static, ()> {
-    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    TURN.lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
+/// The module with values of its own seed, as lazy as they were.
+///
+/// Burn's generator is one for all threads of a process: what a module draws from it depends on the
+/// tests that run beside.
+pub(crate) fn seeded<M: Module>(module: M, seed: u64) -> M {
+    module.map(&mut Seeding {
+        seed,
+        field: String::new(),
+    })
 }
 
-/// A module whose values are there, made while nobody else draws from the seed that all threads
-/// share.
+/// As [`seeded`], with other values on every rank but those of [`SEED`] on rank 0, whose values are
+/// what sharding takes.
+pub(crate) fn seeded_by_rank<M: Module>(module: M, rank: usize) -> M {
+    seeded(module, SEED + 1000 * rank as u64)
+}
+
+struct Seeding {
+    /// Of the next parameter.
+    seed: u64,
+    field: String,
+}
+
+impl ModuleMapper for Seeding {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        name.clone_into(&mut self.field);
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let seed = self.seed;
+        self.seed += 1;
+        // Running states begin with what they stand for.
+        if self.field.starts_with("running_") {
+            return param;
+        }
+        let is_scale = self.field == "gamma";
+        param.init_mapper(move |old| {
+            let shape = old.shape();
+            let fan_in = if D == 1 { 10 } else { shape[0] };
+            let width = 1.0 / (fan_in as f64).sqrt();
+            let values = Distribution::Uniform(-width, width);
+            let data =
+                TensorData::random::<f32, _, _>(shape, values, &mut StdRng::seed_from_u64(seed));
+            let values = Tensor::from_data(data, &old.device());
+            if is_scale { values + 1.0 } else { values }
+        })
+    }
+}
+
+/// A module whose values are there already.
 pub(crate) fn ready<M: Module>(build: impl FnOnce() -> M) -> M {
-    let _turn = seed_turn();
     let module = build();
     params(&module);
     module
 }
 
-/// The sharded module, from the same seed as [`plainly`].
+/// The sharded module, with the values of [`plainly`] on rank 0.
 pub(crate) fn build<M: Module + 'static>(
     case: Case<M>,
     world: &ProcessGroup,
@@ -175,11 +225,8 @@ pub(crate) fn build<M: Module + 'static>(
     policy: ShardPolicy,
 ) -> Result<M, Error> {
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
-    let _turn = (world.rank() == 0).then(seed_turn);
-    if world.rank() == 0 {
-        device.seed(SEED);
-    }
-    fully_shard((case.build)(device), &mesh, policy)
+    let model = seeded_by_rank((case.build)(device), world.rank());
+    fully_shard(model, &mesh, policy)
 }
 
 /// Runs `body` on `ranks` threads.

@@ -15,7 +15,7 @@ use burn_fsdp_shard::{
 
 use super::bench::{
     Case, Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, params, plainly,
-    plainly_stepped, seed_turn, stepped, whole_params,
+    plainly_stepped, seeded, stepped, whole_params,
 };
 use super::nets::{MLP, Mlp};
 
@@ -26,14 +26,8 @@ fn with_mesh<T: Send + 'static>(
     on_ranks(ranks, move |world| {
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
         let device = device();
-        let model = (MLP.build)(&device);
-        {
-            // Each rank the same numbers, one rank and one test at a time.
-            let _turn = seed_turn();
-            device.seed(SEED);
-            params(&model);
-        }
-        body(mesh, model)
+        // Each rank the same numbers.
+        body(mesh, seeded((MLP.build)(&device), SEED))
     })
 }
 

@@ -6,8 +6,8 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, ReduceGroup, ShardPolicy, backward, fully_shard, units, wrap_plan};
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, panic_of, plainly,
-    seed_turn, sharded, whole_params,
+    Case, Outcome, assert_close, device, joined, on_ranks, optimizer, panic_of, plainly,
+    seeded_by_rank, sharded, train, whole_params,
 };
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
 
@@ -19,13 +19,8 @@ fn build<M: Module + 'static>(
 ) -> Result<M, Error> {
     let layout = Mesh::new([("replicate", layout[0]), ("shard", layout[1])])?;
     let mesh = ProcessMesh::new(world, layout)?;
-    let device = device();
-    let _turn = (world.rank() == 0).then(seed_turn);
-    if world.rank() == 0 {
-        device.seed(SEED);
-    }
     fully_shard(
-        (case.build)(&device),
+        seeded_by_rank((case.build)(&device()), world.rank()),
         &mesh,
         policy.replicate_axis("replicate"),
     )
@@ -40,19 +35,8 @@ fn trained<M: Module + 'static>(
     let ranks = layout[0] * layout[1];
     let outcomes = on_ranks(ranks, move |world| {
         let device = device();
-        let mut model = build(case, &world, layout, policy.clone())?;
-        let mut optim = optimizer();
-        let mut losses = Vec::new();
-        for step in 0..steps {
-            let loss = (case.loss)(&model, world.rank(), step, &device);
-            losses.push(loss.clone().into_scalar::<f32>());
-            let gradients = backward(loss, &model)?;
-            model = optim.step(1e-2, model, gradients);
-        }
-        Ok(Outcome {
-            losses,
-            params: whole_params((case.build)(&device), &model),
-        })
+        let model = build(case, &world, layout, policy.clone())?;
+        train(model, case, world.rank(), steps, &device)
     });
     joined(&outcomes)
 }
@@ -101,9 +85,7 @@ fn two_by_two_issues_exactly_what_it_should() {
         let policy = ShardPolicy::new()
             .units(["blocks.*"])
             .replicate_axis("replicate");
-        let turn = (world.rank() == 0).then(seed_turn);
         let model = fully_shard((MLP.build)(&device), &mesh, policy)?;
-        drop(turn);
         let mut moved = Vec::new();
         for step in 0..3 {
             let groups = [mesh.along("shard")?, mesh.along("replicate")?, &world];
@@ -152,12 +134,8 @@ fn crossing_may_wait_for_the_last_micro_batch() {
         let policy = ShardPolicy::new()
             .units(["blocks.*"])
             .replicate_axis("replicate");
-        let turn = (world.rank() == 0).then(seed_turn);
-        if world.rank() == 0 {
-            device.seed(SEED);
-        }
-        let mut model = fully_shard((MLP.build)(&device), &mesh, policy)?;
-        drop(turn);
+        let model = seeded_by_rank((MLP.build)(&device), world.rank());
+        let mut model = fully_shard(model, &mesh, policy)?;
         let mut optim = optimizer();
         let mut losses = Vec::new();
         for step in 0..6 {
@@ -320,13 +298,9 @@ fn a_subset_of_the_ranks_shards_among_itself() {
         let layout = Mesh::new([("other", 2), ("shard", 2)])?;
         let mesh = ProcessMesh::new(&world, layout)?;
         let device = device();
-        let turn = (mesh.along("shard")?.rank() == 0).then(seed_turn);
-        if turn.is_some() {
-            device.seed(SEED);
-        }
         let policy = ShardPolicy::new().units(["blocks.*"]);
-        let mut model = fully_shard((MLP.build)(&device), &mesh, policy)?;
-        drop(turn);
+        let model = seeded_by_rank((MLP.build)(&device), mesh.along("shard")?.rank());
+        let mut model = fully_shard(model, &mesh, policy)?;
         assert_eq!(wrap_plan(&model)?.world_size, 2);
         let mut optim = optimizer();
         let mut losses = Vec::new();

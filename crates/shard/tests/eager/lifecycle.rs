@@ -7,7 +7,8 @@ use burn_fsdp_collectives::{OperationKind, ProcessGroup};
 use burn_fsdp_shard::{ShardPolicy, backward, memory, order};
 
 use super::bench::{
-    Case, assert_close, build, device, on_ranks, optimizer, plainly_stepped, since, stepped,
+    Case, SEED, assert_close, build, device, on_ranks, optimizer, plainly_stepped, ready, seeded,
+    since, stepped,
 };
 use super::nets::{MLP, Mlp};
 
@@ -38,10 +39,7 @@ impl ModuleMapper for Scale {
 /// The loss of the plain module after the same steps and mappings.
 fn plain_loss(mapping: impl Fn(Mlp) -> Mlp) -> f32 {
     let device = device();
-    let _turn = super::bench::seed_turn();
-    device.seed(super::bench::SEED);
-    let model = (MLP.build)(&device);
-    super::bench::params(&model);
+    let model = ready(|| seeded((MLP.build)(&device), SEED));
     let model = mapping(model);
     model.loss(0, 0, &device).into_scalar()
 }

@@ -12,8 +12,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, assert_close, build, device, on_ranks, optimizer, panic_of, params, plainly, ready,
-    sharded, whole_params,
+    Case, SEED, assert_close, build, device, on_ranks, optimizer, panic_of, params, plainly, ready,
+    seeded, sharded, whole_params,
 };
 use super::nets::{Block, MLP, Mlp, input};
 
@@ -80,11 +80,8 @@ fn with_parts_mapped(strategy: Strategy) {
         model
     };
     let want = {
-        let _turn = super::bench::seed_turn();
         let device = Device::flex().autodiff();
-        device.seed(super::bench::SEED);
-        let mut model = Mlp::new(&device);
-        params(&model);
+        let mut model = seeded(Mlp::new(&device), SEED);
         let mut optim = optimizer();
         for step in 0..steps {
             model = staged(model, step);

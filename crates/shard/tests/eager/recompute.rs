@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::OperationKind;
 use burn_fsdp_shard::{ShardPolicy, Strategy, UnitState, backward, catch, recompute, units};
 
-use super::bench::{Case, assert_close, build, device, on_ranks, plainly, seed_turn, sharded};
+use super::bench::{Case, assert_close, build, device, on_ranks, plainly, sharded};
 use super::nets::{Block, MLP, Mlp, RECURRENT, Recurrent, input, tokens};
 
 fn square<const D: usize>(output: Tensor<D>) -> Tensor<1> {
@@ -134,7 +134,6 @@ struct Dropping {
 
 #[test]
 fn random_numbers_and_captured_tensors_are_errors() {
-    let _turn = seed_turn();
     let device = device();
     let model = Dropping {
         linear: LinearConfig::new(32, 32).init(&device),
@@ -164,7 +163,6 @@ fn random_numbers_and_captured_tensors_are_errors() {
 /// A parameter that is used inside a region and outside has both gradients.
 #[test]
 fn plain_parameters_may_be_shared_with_the_outside() {
-    let _turn = seed_turn();
     let device = device();
     let linear: Linear = LinearConfig::new(5, 5).init(&device);
     let x = Tensor::<2>::ones([3, 5], &device);

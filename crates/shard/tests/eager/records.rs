@@ -4,7 +4,9 @@ use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn_fsdp_shard::{ShardPolicy, backward, catch};
 
-use super::bench::{build, device, on_ranks, optimizer, panic_of, params, ready, whole_params};
+use super::bench::{
+    build, device, on_ranks, optimizer, panic_of, params, ready, seeded, whole_params,
+};
 use super::nets::{MLP, Mlp};
 
 fn blocks() -> ShardPolicy {
@@ -12,12 +14,7 @@ fn blocks() -> ShardPolicy {
 }
 
 fn plain(seed: u64) -> Mlp {
-    let _turn = super::bench::seed_turn();
-    let device = device();
-    device.seed(seed);
-    let model = (MLP.build)(&device);
-    params(&model);
-    model
+    ready(|| seeded((MLP.build)(&device()), seed))
 }
 
 #[test]

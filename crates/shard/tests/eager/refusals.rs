@@ -13,7 +13,7 @@ use burn_fsdp_shard::{
     Error, ShardPolicy, backward, catch, fully_shard, load_local_state, memory, wrap_plan,
 };
 
-use super::bench::{build, device, on_ranks, panic_of, ready, seed_turn};
+use super::bench::{build, device, on_ranks, panic_of, ready};
 use super::nets::{MLP, Mlp};
 
 fn refusal<M: Module + 'static>(module: fn() -> M, policy: ShardPolicy) -> String {
@@ -99,7 +99,6 @@ fn a_unit_with_most_parameters_is_warned_about() {
             large: Param::from_tensor(Tensor::zeros([20, 20], &device)),
         };
         let policy = ShardPolicy::new().units(["small"]);
-        let _turn = (world.rank() == 0).then(seed_turn);
         let plan = wrap_plan(&fully_shard(module, &mesh, policy)?)?;
         assert!(
             plan.warnings[0].contains("unit `root` holds 400 of 406"),

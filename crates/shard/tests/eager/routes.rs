@@ -17,7 +17,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Outcome, SEED, assert_close, device, on_ranks, optimizer, params, seed_turn, whole_params,
+    Outcome, SEED, assert_close, device, on_ranks, optimizer, params, seeded, seeded_by_rank,
+    whole_params,
 };
 use super::nets::input;
 
@@ -153,11 +154,8 @@ impl Net {
 
 /// Trains without sharding, with the mean of the ranks' losses.
 fn plainly(seed: u64, ranks: usize, steps: usize) -> Outcome {
-    let _turn = seed_turn();
     let device = Device::flex().autodiff();
-    device.seed(SEED);
-    let mut model = Net::new(&device);
-    params(&model);
+    let mut model = seeded(Net::new(&device), SEED);
     let mut optim = optimizer();
     let mut losses = Vec::new();
     for step in 0..steps {
@@ -190,11 +188,7 @@ fn build(world: &ProcessGroup, layout: Layout) -> Result<Net, Error> {
     let policy = ShardPolicy::new().units(["layers.*", "experts.*", "recurrent", "shared"]);
     let policy = policy.prefetch(layout.prefetch);
     let line = || ProcessMesh::new(world, Mesh::line("shard", world.size())?);
-    let _turn = (world.rank() == 0).then(seed_turn);
-    if world.rank() == 0 {
-        device.seed(SEED);
-    }
-    let model = Net::new(&device);
+    let model = seeded_by_rank(Net::new(&device), world.rank());
     match layout.way {
         Way::Strategy(strategy) => fully_shard(model, &line()?, policy.strategy(strategy)),
         Way::Replicate => replicate(model, &line()?, policy),

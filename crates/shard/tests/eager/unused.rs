@@ -8,8 +8,8 @@ use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{ShardPolicy, backward, fully_shard, params_with_gradient};
 
 use super::bench::{
-    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, plainly, sharded,
-    whole_params,
+    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, plainly, ready,
+    seeded, seeded_by_rank, sharded, whole_params,
 };
 use super::nets::{ConvNet, MLP, Mlp, input};
 
@@ -179,13 +179,7 @@ fn children_first_and_the_parent_takes_what_is_left() {
     let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
-        let mut model = Mlp::new(&device);
-        if world.rank() == 0 {
-            let _turn = super::bench::seed_turn();
-            device.seed(super::bench::SEED);
-            // Same order of initialization as of the plain module.
-            super::bench::params(&model);
-        }
+        let mut model = seeded_by_rank(Mlp::new(&device), world.rank());
         let mut blocks = Vec::new();
         for block in model.blocks {
             blocks.push(fully_shard(
@@ -229,13 +223,7 @@ fn means_of(model: &ConvNet) -> Vec<Vec<f32>> {
 #[test]
 fn running_states_are_each_ranks_own_though_the_module_was_cloned() {
     let device = device();
-    let built = || {
-        let _turn = super::bench::seed_turn();
-        device.seed(super::bench::SEED);
-        let model = ConvNet::new(&device);
-        super::bench::params(&model);
-        model
-    };
+    let built = || ready(|| seeded(ConvNet::new(&device), SEED));
     let want: Vec<_> = (0..3)
         .map(|rank| running_means(&built(), rank, &device))
         .collect();

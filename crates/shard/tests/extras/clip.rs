@@ -11,8 +11,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, ready,
-    seed_turn, whole_params,
+    Case, Outcome, SEED, assert_close, build, device, on_ranks, optimizer, params, ready, seeded,
+    seeded_by_rank, whole_params,
 };
 use super::gradients::{one_step, spoil, values};
 use super::nets::{CONV_NET, MLP, Mlp, RECURRENT};
@@ -49,11 +49,8 @@ fn scale_all<M: Module>(model: &M, gradients: &mut GradientsParams, factor: f64)
 
 /// Trains without sharding on the joined batch, clipping by hand. Norms by step.
 fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, norm: Norm) -> (Outcome, Vec<f64>) {
-    let _turn = seed_turn();
     let device = Device::flex().autodiff();
-    device.seed(SEED);
-    let mut model = (case.build)(&device);
-    params(&model);
+    let mut model = seeded((case.build)(&device), SEED);
     let mut optim = optimizer();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for step in 0..STEPS {
@@ -317,13 +314,9 @@ fn replicas_of_shards_have_the_norm_of_one_rank() {
                 let axes = [("replicate", layout[0]), ("shard", layout[1])];
                 let mesh = ProcessMesh::new(&world, Mesh::new(axes)?)?;
                 let device = device();
-                let turn = (world.rank() == 0).then(seed_turn);
-                if world.rank() == 0 {
-                    device.seed(SEED);
-                }
                 let policy = blocks().replicate_axis("replicate");
-                let model = fully_shard((MLP.build)(&device), &mesh, policy)?;
-                drop(turn);
+                let model = seeded_by_rank((MLP.build)(&device), world.rank());
+                let model = fully_shard(model, &mesh, policy)?;
                 let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
                 grad_norm(&model, &gradients, norm)
             });

@@ -54,7 +54,7 @@ mod elsewhere {
     };
 
     use super::super::bench::{
-        Case, Outcome, assert_close, build, optimizer, params, whole_params,
+        Case, Outcome, assert_close, build, optimizer, params, seeded_by_rank, train, whole_params,
     };
     use super::super::nets::{Block, CONV_NET, RECURRENT, tokens};
     use super::*;
@@ -75,17 +75,8 @@ mod elsewhere {
     fn trained<M: Module + 'static>(case: Case<M>, ranks: usize, policy: ShardPolicy) -> Outcome {
         let outcomes = on_ranks(ranks, move |world| {
             let device = compute();
-            let mut model = build(case, &world, &device, policy.clone())?;
-            let mut optim = optimizer();
-            let mut losses = Vec::new();
-            for step in 0..10 {
-                let loss = (case.loss)(&model, world.rank(), step, &device);
-                losses.push(loss.clone().into_scalar::<f32>());
-                let gradients = backward(loss, &model)?;
-                model = optim.step(1e-2, model, gradients);
-            }
-            let params = whole_params((case.build)(&device), &model);
-            Ok(Outcome { losses, params })
+            let model = build(case, &world, &device, policy.clone())?;
+            train(model, case, world.rank(), 10, &device)
         });
         outcomes[0].clone()
     }
@@ -328,13 +319,9 @@ mod elsewhere {
                 let (model, gradients) = {
                     let layout = Mesh::new([("replicate", 2), ("shard", 2)])?;
                     let mesh = ProcessMesh::new(&world, layout)?;
-                    let turn = (world.rank() == 0).then(super::super::bench::seed_turn);
-                    if world.rank() == 0 {
-                        device.seed(super::super::bench::SEED);
-                    }
                     let policy = policy.clone().replicate_axis("replicate");
-                    let model = fully_shard(Mlp::new(&device), &mesh, policy)?;
-                    drop(turn);
+                    let model = seeded_by_rank(Mlp::new(&device), world.rank());
+                    let model = fully_shard(model, &mesh, policy)?;
                     let loss = model.loss(world.rank(), 0, &device);
                     let gradients = backward(loss, &model)?;
                     (model, gradients)

@@ -12,8 +12,8 @@ use burn_fsdp_shard::{
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params, plainly,
-    seed_turn,
+    Case, Outcome, assert_close, build, device, joined, on_ranks, optimizer, params, plainly,
+    seeded_by_rank,
 };
 use super::nets::{Block, MLP, Mlp, input};
 
@@ -26,11 +26,8 @@ fn wrapped(
     device: &Device,
 ) -> Result<FullyShardedDataParallel<Mlp>, burn_fsdp_shard::Error> {
     let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
-    let _turn = (world.rank() == 0).then(seed_turn);
-    if world.rank() == 0 {
-        device.seed(SEED);
-    }
-    FullyShardedDataParallel::new(Mlp::new(device), &mesh, blocks())
+    let model = seeded_by_rank(Mlp::new(device), world.rank());
+    FullyShardedDataParallel::new(model, &mesh, blocks())
 }
 
 #[test]
@@ -204,13 +201,7 @@ fn wrapped_children_first_and_the_outer_takes_what_is_left() {
     let outcomes = on_ranks(2, |world| {
         let device = device();
         let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
-        let Plain { blocks, head } = {
-            let _turn = seed_turn();
-            device.seed(SEED);
-            let plain = plain(&device);
-            params(&plain);
-            plain
-        };
+        let Plain { blocks, head } = seeded_by_rank(plain(&device), world.rank());
         let child = |block| {
             let policy = ShardPolicy::new().reshard_root(true);
             FullyShardedDataParallel::new(block, &mesh, policy)
