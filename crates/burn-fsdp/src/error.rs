@@ -5,6 +5,8 @@ use burn_fsdp_checkpoint::Error as StepError;
 use burn_fsdp_collectives::LaunchError;
 use thiserror::Error as ThisError;
 
+use crate::device_name::DeviceNameError;
+
 /// The errors of this library: a function that returns it, such as the body of a [`launch`](crate::launch()),
 /// can use `?` on sharding, steps, collectives, meshes, checkpoints, compiled steps and launches alike.
 ///
@@ -27,6 +29,9 @@ pub enum Error {
     /// A step that could not be compiled or run.
     #[error(transparent)]
     Compile(Box<burn_fsdp_spmd::Error>),
+    /// The name of a device that this build or this machine does not have.
+    #[error(transparent)]
+    Device(#[from] DeviceNameError),
     /// A launch whose ranks could not be started, or of which one failed.
     #[error(transparent)]
     Launch(Box<LaunchError>),

@@ -62,6 +62,7 @@
 mod blocking;
 mod checkpointer;
 mod compiled;
+mod device_name;
 mod dtype;
 mod error;
 mod file_backed;
@@ -79,6 +80,7 @@ pub use burn_fsdp_shard::{
     cast_input, catch, clip_grad_norm, fully_shard, no_sync, recompute, replicate,
 };
 pub use checkpointer::Checkpointer;
+pub use device_name::{DeviceName, DeviceNameError};
 pub use error::Error;
 
 /// The smaller parts of a [`ShardPolicy`], and the error of the eager engine.
@@ -89,9 +91,10 @@ pub mod sharding {
 /// Reports on what was cut, what it costs and what is communicated.
 pub mod inspect {
     pub use burn_fsdp_shard::{
-        LiveBytes, Memory, Order, Pinned, UnitHandle, UnitPlan, UnitState, Unsharding, WrapPlan,
-        auto_units, check_names, dummy_forward, memory, num_params, order, param_id,
-        parameter_paths, reset_peak, stand_in_bytes, trim, units, unused_units, wrap_plan,
+        LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitPlan, UnitState,
+        Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory, num_params, order,
+        param_id, parameter_paths, reset_peak, stand_in_bytes, trim, units, unused_units,
+        wrap_plan,
     };
 }
 

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
@@ -244,6 +245,10 @@ pub(crate) struct TrainingArgs {
     /// Compute each block's activations again in backward, instead of keeping them
     #[arg(long)]
     pub(crate) activation_checkpointing: bool,
+    /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda
+    /// or rocm, by itself for that of the rank's number on its machine, or with a number, as wgpu:0
+    #[arg(long, value_name = "DEVICE", default_value_t)]
+    pub(crate) device: DeviceName,
     /// Trace the whole step into one graph, and run that instead of the eager engine: less memory,
     /// the same losses. Saved steps are for both
     #[arg(long)]
@@ -260,9 +265,10 @@ pub(crate) struct ShardingArgs {
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units gathered ahead of their use; with --compile, 0 and 1 gather none ahead
-    #[arg(long, value_name = "UNITS", default_value_t = 1)]
-    pub(crate) prefetch: usize,
+    /// Units gathered ahead of their use; with --compile, 1 at most [default: 1 of processes, 0 of threads,
+    /// which move bytes when they wait and gain nothing]
+    #[arg(long, value_name = "UNITS")]
+    pub(crate) prefetch: Option<usize>,
     /// With --strategy hybrid-shard: copies of the shards, which divide the ranks; `host` for one on each
     /// machine
     #[arg(long, value_name = "REPLICAS", default_value = "2")]

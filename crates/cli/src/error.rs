@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use burn_fsdp::DeviceNameError;
 use burn_fsdp::collectives::{LaunchError, processes};
 use burn_fsdp_models::ModelError;
 
@@ -104,6 +105,9 @@ pub(crate) enum InputError {
         value: f64,
         expected: &'static str,
     },
+
+    #[error(transparent)]
+    Device(#[from] DeviceNameError),
 
     #[error(
         "{ranks} ranks do not divide a batch of {batch} sequences; \

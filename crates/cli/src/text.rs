@@ -17,6 +17,8 @@ pub(crate) struct Sample {
     pub(crate) seq: usize,
     pub(crate) num_bytes: usize,
     pub(crate) seed: u64,
+    /// The device of the model.
+    pub(crate) device: Device,
 }
 
 impl Sample {
@@ -32,7 +34,7 @@ impl Sample {
         let mut random = Random(self.seed);
         for _ in 0..self.num_bytes {
             let window = &bytes[bytes.len().saturating_sub(self.seq)..];
-            let logits = catch(|| last_logits(model, window))?;
+            let logits = catch(|| last_logits(model, window, &self.device))?;
             let choice = choose(&logits, random.next_unit());
             match next_byte(world, choice, is_stopped())? {
                 NextByte::Is(byte) => bytes.push(byte),
@@ -46,11 +48,11 @@ impl Sample {
 
 /// Returns the logits of the byte after `window`. The vocabulary may be larger than there are
 /// bytes.
-fn last_logits(model: &Gpt, window: &[u8]) -> Vec<f32> {
+fn last_logits(model: &Gpt, window: &[u8], device: &Device) -> Vec<f32> {
     let tokens: Vec<i64> = window.iter().map(|&byte| byte.into()).collect();
     let num_tokens = tokens.len();
     let input = TensorData::new(tokens, [1, num_tokens]);
-    let logits = model.forward(Tensor::<2, Int>::from_data(input, &Device::flex()));
+    let logits = model.forward(Tensor::<2, Int>::from_data(input, device));
     let last = logits.slice([0..1, num_tokens - 1..num_tokens, 0..BYTE_VOCAB]);
     last.into_data().iter::<f32>().collect()
 }

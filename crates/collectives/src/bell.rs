@@ -25,6 +25,8 @@ const YIELD_FOR: Duration = Duration::from_millis(1);
 /// the lock, so it cannot ring between the sleeper's look and its sleep.
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
+    /// Those who look or sleep.
+    num_waiters: AtomicUsize,
     num_sleepers: AtomicUsize,
     lock: Mutex<()>,
     rung: Condvar,
@@ -40,13 +42,32 @@ impl Bell {
         }
     }
 
+    /// Returns true if somebody waits.
+    #[cfg_attr(
+        not(feature = "mpi"),
+        allow(
+            dead_code,
+            reason = "asked by a thread that moves bytes for the one that waits"
+        )
+    )]
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.num_waiters.load(Ordering::Relaxed) > 0
+    }
+
     /// Waits until `look` gives something; `None` if it still gives nothing when the deadline has
     /// passed, as [`Patience`] counts it.
     pub(crate) fn wait_for<T>(
         &self,
         deadline: Duration,
-        mut look: impl FnMut() -> Option<T>,
+        look: impl FnMut() -> Option<T>,
     ) -> Option<T> {
+        self.num_waiters.fetch_add(1, Ordering::Relaxed);
+        let found = self.look_until(deadline, look);
+        self.num_waiters.fetch_sub(1, Ordering::Relaxed);
+        found
+    }
+
+    fn look_until<T>(&self, deadline: Duration, mut look: impl FnMut() -> Option<T>) -> Option<T> {
         for _ in 0..SPINS {
             if let Some(found) = look() {
                 return Some(found);

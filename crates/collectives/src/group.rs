@@ -74,6 +74,13 @@ impl ProcessGroup {
         self.0.engine.name()
     }
 
+    /// Returns true if the group's engine moves bytes while its ranks compute, so that an operation
+    /// which is started early is hidden behind arithmetic. Ranks that are threads of one process move
+    /// bytes when they wait: there, starting early costs memory and saves nothing.
+    pub fn overlaps(&self) -> bool {
+        self.0.engine.overlaps()
+    }
+
     /// Returns this rank's number in the group, from 0 on.
     pub fn rank(&self) -> usize {
         self.0.rank

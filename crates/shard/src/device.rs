@@ -6,38 +6,50 @@ use burn::tensor::{Device, GradientCheckpointingStrategy, Tensor};
 use crate::error::Error;
 
 /// The backends beside Flex that can have the operations, and the features that add them.
-const OPTIONAL_BACKENDS: [(&str, &str); 1] = [("NdArray", "ndarray")];
+const OPTIONAL_BACKENDS: [(&str, &[&str]); 2] = [
+    (
+        "Cube",
+        &["wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"],
+    ),
+    ("LibTorch", &["tch"]),
+];
 
 /// Refuses a device without the operations.
 pub(crate) fn check_backend(path: &str, device: &Device) -> Result<(), Error> {
     let plain = device.clone().without_autodiff();
     let backend = match plain.as_dispatch() {
         DispatchDevice::Flex(_) => return Ok(()),
-        #[cfg(feature = "ndarray")]
-        DispatchDevice::NdArray(_) => return Ok(()),
+        #[cfg(feature = "cube")]
+        DispatchDevice::Cube(_) => return Ok(()),
+        #[cfg(feature = "tch")]
+        DispatchDevice::LibTorch(_) => return Ok(()),
         // Without any other backend compiled in, the arms above are all there are.
         #[allow(unreachable_patterns)]
         other => format!("{other:?}"),
     };
     let letters = backend.chars().take_while(|c| c.is_alphanumeric());
     let backend: String = letters.collect();
-    let optional = OPTIONAL_BACKENDS.iter();
-    let feature = optional.clone().find(|(name, _)| *name == backend);
+    let known = OPTIONAL_BACKENDS.iter().find(|(name, _)| *name == backend);
     Err(Error::Backend {
         path: path.to_owned(),
-        advice: match feature {
-            Some((_, feature)) => format!("switch on the feature `{feature}` of `burn-fsdp`"),
+        advice: match known {
+            Some((_, features)) => format!(
+                "switch on the feature of `burn-fsdp` for this device, one of {}",
+                quoted(features.iter())
+            ),
             None => format!(
-                "build the module on `Device::flex()`, or on the backend of one of the features {} \
-                 of `burn-fsdp`",
-                optional
-                    .map(|(_, feature)| format!("`{feature}`"))
-                    .collect::<Vec<_>>()
-                    .join(", ")
+                "build the module on `Device::flex()`, or on a device of one of the features {} of \
+                 `burn-fsdp`",
+                quoted(OPTIONAL_BACKENDS.iter().flat_map(|(_, features)| *features))
             ),
         },
         backend,
     })
+}
+
+fn quoted<'a>(names: impl Iterator<Item = &'a &'a str>) -> String {
+    let quoted: Vec<_> = names.map(|name| format!("`{name}`")).collect();
+    quoted.join(", ")
 }
 
 /// Returns true if values on the two devices can be in one graph.

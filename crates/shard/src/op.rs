@@ -23,8 +23,10 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-#[cfg(feature = "ndarray")]
-use burn::backend::NdArray;
+#[cfg(feature = "cube")]
+use burn::backend::Cube;
+#[cfg(feature = "tch")]
+use burn::backend::LibTorch;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
@@ -87,7 +89,7 @@ pub(crate) trait Region: fmt::Debug + Send + Sync {
 }
 
 /// The engine's operations. `full` has no autodiff; `value` is what the optimizer sees.
-#[backend_extension(Flex, NdArray: cfg(feature = "ndarray"), Autodiff)]
+#[backend_extension(Flex, Cube: cfg(feature = "cube"), LibTorch: cfg(feature = "tch"), Autodiff)]
 pub(crate) trait ShardOps: Backend {
     /// Returns `full` in its final shape, as a function of `value`, hung on `token`.
     fn unshard(
@@ -185,8 +187,10 @@ macro_rules! plain_backend {
 }
 
 plain_backend!(Flex);
-#[cfg(feature = "ndarray")]
-plain_backend!(NdArray);
+#[cfg(feature = "cube")]
+plain_backend!(Cube);
+#[cfg(feature = "tch")]
+plain_backend!(LibTorch);
 
 /// A retro-forward that gathers the unit again when backward first asks for one of its parameters.
 #[derive(Debug)]

@@ -21,7 +21,7 @@ pub struct ShardPolicy {
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
     pub(crate) whole_below: usize,
-    pub(crate) prefetch: usize,
+    pub(crate) prefetch: Option<usize>,
     pub(crate) keep_root: bool,
     pub(crate) axis: String,
     pub(crate) replicate_axis: Option<String>,
@@ -76,14 +76,15 @@ impl Default for ShardPolicy {
 }
 
 impl ShardPolicy {
-    /// Returns the default policy: one unit (the root), full sharding, one unit prefetched.
+    /// Returns the default policy: one unit (the root), full sharding, prefetching where it
+    /// hides something.
     pub fn new() -> Self {
         Self {
             patterns: Vec::new(),
             strategy: Strategy::FullShard,
             cut: Cut::Elements,
             whole_below: 0,
-            prefetch: 1,
+            prefetch: None,
             keep_root: true,
             axis: "shard".to_owned(),
             replicate_axis: None,
@@ -126,9 +127,11 @@ impl ShardPolicy {
     }
 
     /// Sets the number of units that are gathered ahead of their use. 0 gathers each unit when it
-    /// is touched and waits for each reduction; every step up costs one unit of memory. Default 1.
+    /// is touched and waits for each reduction; every step up costs one unit of memory. Default: 1
+    /// where the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and 0 where ranks
+    /// are threads, which gain nothing by it.
     pub fn prefetch(mut self, units: usize) -> Self {
-        self.prefetch = units;
+        self.prefetch = Some(units);
         self
     }
 

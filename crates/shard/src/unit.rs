@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use parking_lot::Mutex;
 
 use crate::spec::UnitSpec;
+use crate::staging::Staging;
 
 /// The depth of a unit's gathers beyond the use before it, at first: more than the depth of a
 /// transformer block.
@@ -46,6 +47,7 @@ pub(crate) struct Unit {
     /// Position in the root's list.
     index: AtomicUsize,
     stride: AtomicUsize,
+    pub(crate) staging: Staging,
     /// True for each slot with which a module begins whose optimizer has been tried.
     tried: Vec<AtomicBool>,
 }
@@ -81,6 +83,7 @@ impl Unit {
             },
             index: AtomicUsize::new(0),
             stride: AtomicUsize::new(FIRST_STRIDE),
+            staging: Staging::default(),
             tried: spec.slots.iter().map(|_| AtomicBool::new(false)).collect(),
             spec,
         }

@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let body = move |world: ProcessGroup| -> Result<_, Box<dyn Error + Send + Sync>> {
         let device = Device::flex();
         let mut options = Options::default();
-        options.prefetch = prefetch;
+        options.prefetch = Some(prefetch);
         if std::env::var("KEEP").is_ok() {
             options.recompute = None;
         }

@@ -216,9 +216,11 @@ impl Mode {
     /// Returns the passes of the mode.
     fn pipeline(&self) -> Result<Pipeline, Error> {
         let num_ranks = self.ranks.size();
+        let prefetch = self.options.prefetch.unwrap_or(self.ranks.overlaps());
+        let options = self.options.clone().prefetch(prefetch);
         let pipeline = match &self.division {
             Division::DataParallel(style) => {
-                schedule::pipeline(num_ranks, *style, &self.options, &self.transforms)
+                schedule::pipeline(num_ranks, *style, &options, &self.transforms)
             }
             Division::Least(None) => {
                 return Err(Error::Internal("placements are not decided".to_owned()));
@@ -228,7 +230,7 @@ impl Mode {
                     expand: expand.clone(),
                     mesh: self.ranks.mesh()?,
                 };
-                schedule::pipeline_with(insert, &self.options, &self.transforms)
+                schedule::pipeline_with(insert, &options, &self.transforms)
             }
         };
         Ok(match self.verify {

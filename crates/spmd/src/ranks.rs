@@ -47,6 +47,11 @@ impl Ranks {
         self.group.size()
     }
 
+    /// Returns true if bytes move while the ranks compute.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.group.overlaps()
+    }
+
     /// Returns the mesh of the ranks.
     pub(crate) fn mesh(&self) -> Result<Mesh, Error> {
         match &self.mesh {

@@ -110,8 +110,7 @@ fn traced_blocks(
     job: &Job,
     machine: &Machine,
 ) -> Result<(Plan, u64), InputError> {
-    let mut options = Options::default();
-    options.prefetch = args.prefetch > 0;
+    let options = Options::default().prefetch(args.prefetch > 0);
     let graph = traced_graph(preset, job)?;
     let mut keeping = options.clone();
     keeping.recompute = None;

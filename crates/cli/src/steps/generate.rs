@@ -92,6 +92,7 @@ fn generate(
         seq: config.seq,
         num_bytes: args.bytes,
         seed: args.seed,
+        device: Device::flex(),
     };
     let prompt = args.prompt.clone().into_bytes();
     sample.go_on(&model.valid(), prompt, world, || false)

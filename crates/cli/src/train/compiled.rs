@@ -42,10 +42,8 @@ pub(crate) struct Compiled<'a> {
 
 /// Returns the mode, with passes that divide a step as the configuration says.
 pub(crate) fn mode(sharding: &Sharding, world: &ProcessGroup) -> Mode {
-    let mut options = Options::default();
-    // A default of the eager engine. Ranks that are threads move the bytes when they wait, so that
-    // nothing is gained by starting early.
-    options.prefetch = sharding.prefetch > 1;
+    let prefetch = sharding.prefetch.map(|units| units > 0);
+    let options = Options::default().prefetch(prefetch);
     Mode::data_parallel(world.clone(), sharding.strategy).options(options)
 }
 
@@ -121,7 +119,8 @@ impl<'a> Compiled<'a> {
         let model = match self.model.take() {
             Some(model) => model,
             None => {
-                let model = self.config.model.init(&model::device(), self.config.seed)?;
+                let device = model::device(self.config, self.world);
+                let model = self.config.model.init(&device, self.config.seed)?;
                 model::shard(self.config, self.mesh, model)?
             }
         };

@@ -4,9 +4,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use burn::optim::AdamWConfig;
-use burn::tensor::FloatDType;
+use burn::tensor::{Device, FloatDType};
 use burn_fsdp::testing::Fault;
-use burn_fsdp::{Clip, Precision, Strategy};
+use burn_fsdp::{Clip, DeviceName, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{
@@ -45,6 +45,8 @@ pub(crate) struct TrainConfig {
     pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: AdamWConfig,
     pub(crate) ranks: Ranks,
+    /// The device of each rank of this process, without autodiff.
+    pub(crate) devices: Vec<Device>,
     pub(crate) sharding: Sharding,
     pub(crate) step: StepConfig,
     /// True if a compiled step trains, and not the eager engine.
@@ -69,7 +71,7 @@ pub(crate) struct Sharding {
     pub(crate) replicas: usize,
     /// True if each machine is to have one of the copies.
     pub(crate) is_by_host: bool,
-    pub(crate) prefetch: usize,
+    pub(crate) prefetch: Option<usize>,
     /// Minimum number of parameters of a unit; if `None`, the blocks are the units.
     pub(crate) unit_size: Option<usize>,
     pub(crate) precision: Precision,
@@ -144,6 +146,7 @@ impl TrainConfig {
             settings,
             not_finite: args.training.nan,
             optimizer,
+            devices: devices(&args.training.device, &all_ranks)?,
             ranks: all_ranks,
             sharding,
             step,
@@ -185,6 +188,14 @@ impl TrainConfig {
     /// Returns the tokens of a step, over all ranks.
     pub(crate) fn tokens_per_step(&self) -> usize {
         self.batch * self.model.seq
+    }
+
+    /// Returns the device that a rank of this process computes on, without autodiff.
+    pub(crate) fn device(&self, world: &ProcessGroup) -> Device {
+        match self.devices.as_slice() {
+            [device] => device.clone(),
+            devices => devices[world.rank()].clone(),
+        }
     }
 
     /// Returns the rows of each global batch that a rank takes.
@@ -275,6 +286,16 @@ fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), Inpu
             rows: batch / ranks,
         }),
     }
+}
+
+/// Finds the device of each rank of this process.
+fn devices(name: &DeviceName, ranks: &Ranks) -> Result<Vec<Device>, InputError> {
+    let here = match ranks {
+        Ranks::Threads(number) => 0..*number,
+        Ranks::Processes(processes) => processes.rank_here..processes.rank_here + 1,
+    };
+    let devices = here.map(|rank_here| name.device(rank_here));
+    Ok(devices.collect::<Result<_, _>>()?)
 }
 
 fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
@@ -379,6 +400,11 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             sharding.unit_size.is_some(),
             "--unit-size",
             "their units are the blocks",
+        ),
+        (
+            !training.device.is_host(),
+            "--device",
+            "their graphs run on the CPU",
         ),
         (
             training.accumulate > 1,

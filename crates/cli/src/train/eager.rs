@@ -45,7 +45,7 @@ impl<'a> Eager<'a> {
         world: &'a ProcessGroup,
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
-        let device = model::device();
+        let device = model::device(config, world);
         let model = model::initial(config, &device, world.rank())?;
         let model = model::shard(config, mesh, model)?;
         let plan = wrap_plan(&model)?;
@@ -181,6 +181,11 @@ impl Trainer for Eager<'_> {
 
     fn unsharded_peak(&self) -> Result<usize, RankError> {
         Ok(memory(self.model()?)?.unsharded_peak)
+    }
+
+    fn staged(&self) -> Result<[usize; 2], RankError> {
+        let staged = memory(self.model()?)?.staged;
+        Ok([staged.to_host.bytes, staged.to_device.bytes])
     }
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {

@@ -1,7 +1,6 @@
 //! The evaluation: the loss on text that was held out.
 
 use burn::module::Module;
-use burn::tensor::Device;
 use burn_fsdp::{ProcessGroup, catch};
 use burn_fsdp_models::Gpt;
 
@@ -23,7 +22,7 @@ pub(crate) fn evaluate(
     };
     let distinct = batches.num_distinct().unwrap_or(usize::MAX);
     let num_batches = config.eval_batches.min(distinct);
-    let device = Device::flex();
+    let device = config.device(world);
     let model = model.valid();
     let mut sum = 0.0;
     for index in 0..num_batches {

@@ -24,10 +24,10 @@ pub(crate) fn initial(
     }
 }
 
-/// Returns a device that can recompute, so that the eager engine may drop full parameters after
-/// forward.
-pub(crate) fn device() -> Device {
-    Device::flex().autodiff().gradient_checkpointing()
+/// Returns the rank's device as one that can recompute, so that the eager engine may drop full
+/// parameters after forward.
+pub(crate) fn device(config: &TrainConfig, world: &ProcessGroup) -> Device {
+    config.device(world).autodiff().gradient_checkpointing()
 }
 
 /// Divides a model as the configuration says.
@@ -44,8 +44,11 @@ pub(crate) fn shard(
     let policy = ShardPolicy::new()
         .units(units)
         .strategy(sharding.strategy)
-        .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
+    let policy = match sharding.prefetch {
+        Some(units) => policy.prefetch(units),
+        None => policy,
+    };
     let policy = match sharding.replicas {
         1 => policy,
         _ => policy.replicate_axis("replicate"),

@@ -19,6 +19,8 @@ pub(crate) struct RankOutcome {
     pub(crate) state_bytes: usize,
     /// Maximum of the bytes of full tensors at once, in the measured steps.
     pub(crate) unsharded_peak: usize,
+    /// Bytes that collectives copied from a device to the host in the last step, and to a device.
+    pub(crate) staged: [usize; 2],
     /// Collectives of the last step.
     pub(crate) collectives: Collectives,
     /// Number of steps done before this run.
@@ -71,6 +73,7 @@ impl RankOutcome {
             eval_losses: Vec::new(),
             state_bytes: 0,
             unsharded_peak: 0,
+            staged: [0, 0],
             collectives: Collectives::default(),
             warnings: Vec::new(),
             trace: Vec::new(),

@@ -200,7 +200,7 @@ impl Run<'_> {
         let traced_step = self.traced_step(result.first_step);
         let mut start = Instant::now();
         for step in result.first_step..config.num_steps() {
-            let before = self.world.counts();
+            let (before, staged) = (self.world.counts(), trainer.staged()?);
             let own_loss = match traced_step == Some(step) {
                 false => trainer.step(step)?,
                 true => {
@@ -210,6 +210,8 @@ impl Run<'_> {
                 }
             };
             result.collectives = Collectives::of(&self.world.counts().since(&before));
+            let [to_host, to_device] = trainer.staged()?;
+            result.staged = [to_host - staged[0], to_device - staged[1]];
             if step >= config.warmup {
                 let peak = trainer.unsharded_peak()?;
                 result.unsharded_peak = result.unsharded_peak.max(peak);

@@ -43,6 +43,8 @@ pub(crate) struct Report {
     pub(crate) state_bytes: Vec<usize>,
     /// Maximum of the bytes of full tensors at once, of each rank.
     pub(crate) unsharded_peak_bytes: Vec<usize>,
+    /// Bytes that collectives copied in the last step from a device to the host, and to a device, of each rank.
+    pub(crate) staged_bytes: Vec<[usize; 2]>,
     /// Maximum of the resident bytes of each process.
     pub(crate) peak_rss_bytes: Vec<u64>,
     /// Collectives of the last training step.
@@ -121,6 +123,7 @@ impl Report {
             eval_losses,
             state_bytes,
             unsharded_peak_bytes,
+            staged_bytes: results.iter().map(|result| result.staged).collect(),
             peak_rss_bytes,
             collectives: collectives.unwrap_or_default(),
             curve: config.curve.display().to_string(),

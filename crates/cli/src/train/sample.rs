@@ -37,6 +37,7 @@ pub(crate) fn generate(
         seq: config.model.seq,
         num_bytes: config.sample_bytes,
         seed: config.seed,
+        device: config.device(world),
     };
     let is_stopped = || config.is_stopped();
     match sample.go_on(&model.valid(), prompt, world, is_stopped) {

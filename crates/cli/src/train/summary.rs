@@ -66,6 +66,18 @@ impl Report {
             list(&self.state_bytes),
             list(&self.unsharded_peak_bytes)
         )?;
+        let staged = |direction: usize| -> Vec<usize> {
+            let of = |staged: &[usize; 2]| staged[direction];
+            self.staged_bytes.iter().map(of).collect()
+        };
+        if self.staged_bytes.iter().flatten().any(|bytes| *bytes > 0) {
+            writeln!(
+                f,
+                "copies     {} MiB a step from the device to be sent, {} MiB to the device",
+                list(&staged(0)),
+                list(&staged(1))
+            )?;
+        }
         for bytes in &self.peak_rss_bytes {
             writeln!(f, "process    {:.1} MiB at most", *bytes as f64 / MIB)?;
         }

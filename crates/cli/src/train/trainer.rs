@@ -21,6 +21,12 @@ pub(crate) trait Trainer {
     /// Returns the maximum of the bytes of full tensors at once in the last step.
     fn unsharded_peak(&self) -> Result<usize, RankError>;
 
+    /// Returns the bytes that collectives have copied from a device to the host so far, and to a device. None where
+    /// the host computes.
+    fn staged(&self) -> Result<[usize; 2], RankError> {
+        Ok([0, 0])
+    }
+
     /// Computes the mean loss on the held-out text, or `None` without any.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 

@@ -137,7 +137,7 @@ fn nested(row: &[Span], flags: &str) {
 fn a_step_of_the_eager_engine_is_traced() {
     for (flags, ranks) in [
         ("--ranks 2", 2),
-        ("--ranks 3 --prefetch 0", 3),
+        ("--ranks 3 --prefetch 1", 3),
         ("--accumulate 2", 2),
     ] {
         let spans = checked(flags, ranks, "unsharded bytes");

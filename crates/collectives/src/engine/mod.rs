@@ -34,6 +34,11 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
     /// Makes the smaller group described; called by all its members and no one else.
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine>;
 
+    /// Returns true if bytes move while the rank computes, and not in the time that it waits.
+    fn overlaps(&self) -> bool {
+        false
+    }
+
     /// Returns true if the other ranks exist.
     fn has_peers(&self) -> bool {
         true

@@ -4,16 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use super::addends::combine;
 use super::header::signature_bytes;
 use super::progress::Command;
 use super::round::{Shared, Start};
-use crate::arithmetic::copy;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
-use crate::operation::{OperationKind, Signature};
 use crate::rank_state::RankState;
-use crate::{Buffer, Reduction, Source};
+use crate::{Buffer, Source};
 
 pub(super) struct MpiEnd {
     control: Arc<Control>,
@@ -62,6 +59,10 @@ impl Engine for MpiEnd {
         &self.control
     }
 
+    fn overlaps(&self) -> bool {
+        true
+    }
+
     fn start(&self, request: Request) -> Box<dyn Flight> {
         let Request {
             operation,
@@ -83,11 +84,7 @@ impl Engine for MpiEnd {
         };
         // The thread is gone only when the world is over; then the control says so.
         let _ = self.commands.send(Command::Start(Box::new(start)));
-        Box::new(MpiFlight {
-            shared,
-            sources,
-            receives,
-        })
+        Box::new(MpiFlight { shared, sources })
     }
 
     fn split(&self, subgroup: Subgroup) -> Box<dyn Engine> {
@@ -115,7 +112,6 @@ impl Engine for MpiEnd {
 struct MpiFlight {
     shared: Arc<Shared>,
     sources: Vec<Source>,
-    receives: bool,
 }
 
 impl Flight for MpiFlight {
@@ -135,51 +131,12 @@ impl Flight for MpiFlight {
         self.shared.claim(rank)
     }
 
+    fn begin(&mut self) -> Result<(), Withdrawn> {
+        self.shared.give_itself(&std::mem::take(&mut self.sources));
+        Ok(())
+    }
+
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {
-        let sources = std::mem::take(&mut self.sources);
-        let mut buffers = self.shared.landing.take();
-        if self.receives {
-            let signature = &self.shared.claim(self.shared.rank).signature;
-            match (signature.kind, &signature.reduction) {
-                (OperationKind::AllReduce, Some(reduction)) => {
-                    self.put_own_slice(signature, reduction, &mut buffers);
-                }
-                (_, Some(reduction)) => {
-                    let addends = self.shared.take_addends();
-                    combine(
-                        signature,
-                        reduction,
-                        self.shared.rank,
-                        &sources,
-                        &addends,
-                        &mut buffers,
-                    );
-                }
-                (_, None) => self.give_itself(signature, &sources, &mut buffers),
-            }
-        }
-        Ok(buffers)
-    }
-}
-
-impl MpiFlight {
-    /// Copies what this rank gives itself.
-    fn give_itself(&self, signature: &Signature, sources: &[Source], buffers: &mut [Buffer]) {
-        let routes = signature.routes(self.shared.rank, self.shared.rank);
-        for ((route, source), buffer) in routes.into_iter().zip(sources).zip(buffers) {
-            let place = &mut buffer.as_mut()[route.placed];
-            copy(&source.as_bytes()[route.given], place);
-        }
-    }
-
-    /// Copies this rank's slice of an all-reduce, which MPI's thread has combined.
-    fn put_own_slice(&self, signature: &Signature, reduction: &Reduction, buffers: &mut [Buffer]) {
-        let slice = self.shared.take_slice();
-        for ((extent, source), buffer) in signature.extents.iter().zip(&slice).zip(buffers) {
-            let size = reduction.output_of(extent.element).size();
-            let range = extent.partition.range(self.shared.rank);
-            let place = &mut buffer.as_mut()[range.start * size..range.end * size];
-            copy(source.as_bytes(), place);
-        }
+        Ok(self.shared.landing.take())
     }
 }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use crate::Buffer;
+use crate::arithmetic::copy;
 use crate::lock::lock;
 
 /// Buffers that belong to the transfers into them until they are taken.
@@ -19,8 +20,8 @@ pub(super) struct Landing {
     places: Vec<(*mut u8, usize)>,
 }
 
-// SAFETY: the pointers are used by `Wire` alone, on MPI's thread, and by nobody once the buffers were
-// taken; the buffers themselves are behind a lock.
+// SAFETY: the pointers are used by `Wire`, on MPI's thread, and by `put`, and by nobody once the
+// buffers were taken; the buffers themselves are behind a lock.
 unsafe impl Send for Landing {}
 // SAFETY: as above; `place` hands out a pointer and reads or writes nothing.
 unsafe impl Sync for Landing {}
@@ -49,6 +50,31 @@ impl Landing {
         );
         // SAFETY: in bounds of one allocation, as just checked.
         unsafe { start.add(range.start) }
+    }
+
+    /// Copies bytes to a range of a buffer, while transfers go on into others.
+    ///
+    /// # Panics
+    ///
+    /// As [`place`](Self::place), or if the range has another length.
+    pub(super) fn put(&self, buffer: usize, range: Range<usize>, bytes: &[u8]) {
+        assert_eq!(range.len(), bytes.len(), "bytes for a range of a buffer");
+        let guard = lock(&self.buffers);
+        if guard.is_some() {
+            // SAFETY: in bounds, and not taken, as the lock says. The ranges of an operation's ranks do
+            // not overlap: no transfer writes this one, and nobody else but in turn, under the lock.
+            let place = unsafe {
+                std::slice::from_raw_parts_mut(self.place(buffer, range.clone()), range.len())
+            };
+            copy(bytes, place);
+        }
+    }
+
+    /// Lets `fill` write the buffers, once all transfers into them are complete.
+    pub(super) fn fill(&self, fill: impl FnOnce(&mut [Buffer])) {
+        if let Some(buffers) = lock(&self.buffers).as_mut() {
+            fill(buffers);
+        }
     }
 
     /// Returns the buffers, once all transfers into them are complete.

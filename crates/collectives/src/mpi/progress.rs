@@ -13,8 +13,13 @@ use crate::Source;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::world::News;
 
-/// The time of looks without a pause while nothing moves, before sleeping between two looks.
+/// The time of looks without a pause while nothing moves and the rank waits for it, before sleeping
+/// between two looks.
 const LOOK_FOR: Duration = Duration::from_millis(1);
+
+/// The same while the rank computes, whose core the looks may take: for a rank that has started an
+/// operation and is about to wait.
+const LOOK_UNAWAITED_FOR: Duration = Duration::from_micros(20);
 
 /// The sleep between two looks while operations are under way.
 const SHORT_SLEEP: Duration = Duration::from_micros(50);
@@ -102,7 +107,11 @@ impl Progress {
             Err(TryRecvError::Empty) => {}
         }
         let is_busy = !self.rounds.is_empty() || !self.outbox.is_empty();
-        if is_busy && moved_at.elapsed() < LOOK_FOR {
+        let look_for = match self.domains.get(&WORLD_DOMAIN) {
+            Some(control) if !control.world.bell.is_awaited() => LOOK_UNAWAITED_FOR,
+            _ => LOOK_FOR,
+        };
+        if is_busy && moved_at.elapsed() < look_for {
             thread::yield_now();
             return None;
         }

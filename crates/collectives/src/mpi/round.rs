@@ -21,20 +21,24 @@ pub(super) struct Shared {
     num_claims: AtomicUsize,
     /// Ranks all of whose bytes have come.
     arrived: Vec<AtomicBool>,
+    /// True once what the other ranks give is there, and combined.
     result: AtomicBool,
+    /// True once somebody has set out to copy what this rank gives itself.
+    is_giving_itself: AtomicBool,
+    has_given_itself: AtomicBool,
     /// Ranks that have all of this one's bytes.
     given: Vec<AtomicBool>,
     released: AtomicBool,
     pub(super) landing: Arc<Landing>,
     /// The addends of the other ranks in a reduce-scatter.
     addends: Mutex<Vec<Option<Arc<Landing>>>>,
-    /// The slice of an all-reduce that falls to this rank.
-    slice: Mutex<Vec<Source>>,
 }
 
 impl Shared {
     pub(super) fn new(size: usize, rank: usize, claim: Claim, into: Vec<Buffer>) -> Self {
         let claims: Vec<_> = (0..size).map(|_| OnceLock::new()).collect();
+        // What is combined has this rank's addends in it.
+        let gives_itself = claim.signature.reduction.is_none() && !into.is_empty();
         let _ = claims[rank].set(claim);
         Self {
             rank,
@@ -44,13 +48,14 @@ impl Shared {
                 .map(|other| AtomicBool::new(other == rank))
                 .collect(),
             result: AtomicBool::new(false),
+            is_giving_itself: AtomicBool::new(!gives_itself),
+            has_given_itself: AtomicBool::new(!gives_itself),
             given: (0..size)
                 .map(|other| AtomicBool::new(other == rank))
                 .collect(),
             released: AtomicBool::new(false),
             landing: Arc::new(Landing::new(into)),
             addends: Mutex::new((0..size).map(|_| None).collect()),
-            slice: Mutex::default(),
         }
     }
 
@@ -64,7 +69,25 @@ impl Shared {
     }
 
     pub(super) fn has_result(&self) -> bool {
+        self.has_all() && self.has_given_itself.load(Ordering::Acquire)
+    }
+
+    fn has_all(&self) -> bool {
         self.result.load(Ordering::Acquire)
+    }
+
+    /// Copies what this rank gives itself, unless somebody does already: the thread that waits, while
+    /// the transfers go on, or MPI's after them.
+    pub(super) fn give_itself(&self, sources: &[Source]) {
+        if self.is_giving_itself.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let routes = self.claim(self.rank).signature.routes(self.rank, self.rank);
+        for (part, (route, source)) in routes.into_iter().zip(sources).enumerate() {
+            let bytes = &source.as_bytes()[route.given];
+            self.landing.put(part, route.placed, bytes);
+        }
+        self.has_given_itself.store(true, Ordering::Release);
     }
 
     pub(super) fn is_released(&self) -> bool {
@@ -83,14 +106,10 @@ impl Shared {
     }
 
     /// Returns the addends of the other ranks; `None` in the place of this one.
-    pub(super) fn take_addends(&self) -> Vec<Option<Vec<Buffer>>> {
+    fn take_addends(&self) -> Vec<Option<Vec<Buffer>>> {
         let addends = std::mem::take(&mut *lock(&self.addends));
         let taken = |landing: Option<Arc<Landing>>| landing.map(|landing| landing.take());
         addends.into_iter().map(taken).collect()
-    }
-
-    pub(super) fn take_slice(&self) -> Vec<Source> {
-        std::mem::take(&mut *lock(&self.slice))
     }
 }
 
@@ -252,10 +271,12 @@ impl Round {
         drop_complete(&mut self.slices)?;
         let mut has_moved = before != (self.sends.len(), self.receives.len(), self.slices.len());
         let size = self.start.members.len();
+        // The rank has one reference, as long as it has not discarded the operation.
+        let is_wanted = self.start.receives && Arc::strong_count(&self.start.shared) > 1;
         let (shared, is_all) = (self.start.shared.clone(), self.num_agreeing == size);
         let is_reduced = self.signature().kind == OperationKind::AllReduce;
         if is_all && is_reduced && !self.has_combined && self.receives.is_empty() {
-            self.combine_slice(wire)?;
+            self.combine_slice(wire, is_wanted)?;
             self.has_combined = true;
             has_moved = true;
         }
@@ -263,18 +284,44 @@ impl Round {
             self.note_progress();
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
-        if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
+        if is_there && !shared.has_all() && (self.has_combined || !is_reduced) {
+            if !is_reduced && is_wanted {
+                self.complete();
+            }
             shared.result.store(true, Ordering::Release);
             shared_bell(&self.start).ring();
             has_moved = true;
         }
-        let is_over = shared.has_result() && self.sends.is_empty();
+        let is_over = shared.has_all() && self.sends.is_empty();
         if is_over {
             self.start.sources.clear();
             shared.released.store(true, Ordering::Release);
             shared_bell(&self.start).ring();
         }
         Ok((has_moved, is_over))
+    }
+
+    /// Does what is left when all transfers are complete: behind whatever the rank computes, if it does
+    /// not wait yet.
+    fn complete(&self) {
+        let (shared, sources) = (&self.start.shared, &self.start.sources);
+        let signature = self.signature();
+        match &signature.reduction {
+            None => shared.give_itself(sources),
+            Some(reduction) => {
+                let addends = shared.take_addends();
+                shared.landing.fill(|buffers| {
+                    combine(
+                        signature,
+                        reduction,
+                        shared.rank,
+                        sources,
+                        &addends,
+                        buffers,
+                    );
+                });
+            }
+        }
     }
 
     /// Notes which ranks have given this one all, and which have got all of it.
@@ -294,7 +341,7 @@ impl Round {
     }
 
     /// Combines this rank's slice of an all-reduce, and sends it to all others.
-    fn combine_slice(&mut self, wire: &Wire) -> Result<(), WireError> {
+    fn combine_slice(&mut self, wire: &Wire, is_wanted: bool) -> Result<(), WireError> {
         let signature = self.signature().clone();
         let Some(reduction) = &signature.reduction else {
             return Ok(());
@@ -320,7 +367,15 @@ impl Round {
                 self.sends.extend(sent.into_iter().map(|one| (to, one)));
             }
         }
-        *lock(&self.start.shared.slice) = slice;
+        if is_wanted {
+            for (part, (extent, source)) in signature.extents.iter().zip(&slice).enumerate() {
+                let size = reduction.output_of(extent.element).size();
+                let range = extent.partition.range(rank);
+                let place = range.start * size..range.end * size;
+                let landing = &self.start.shared.landing;
+                landing.put(part, place, source.as_bytes());
+            }
+        }
         Ok(())
     }
 }

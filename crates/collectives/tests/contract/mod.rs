@@ -17,7 +17,7 @@ type Outcome = Result<(), Error>;
 pub(crate) type Case = fn(&ProcessGroup) -> Outcome;
 
 /// All cases, by name. They leave the group as they found it.
-pub(crate) const CASES: [(&str, Case); 18] = [
+pub(crate) const CASES: [(&str, Case); 19] = [
     ("exchange", exchange),
     ("barrier", barrier),
     ("all_gather", all_gather),
@@ -31,6 +31,7 @@ pub(crate) const CASES: [(&str, Case); 18] = [
     ("reductions", reductions),
     ("scaled reductions", scaled),
     ("large tensors", large),
+    ("more bytes than an int counts", huge),
     ("any order of waits", any_order),
     ("discarded operations", discarded),
     ("released memory", released),
@@ -334,6 +335,30 @@ fn large(group: &ProcessGroup) -> Outcome {
     const LEN: usize = 700_001;
     assert_eq!(gathered(group, "x", LEN)?, counted(LEN));
     reduce::<f32, f32>(group, LEN / 8, Reduction::sum())
+}
+
+/// Only in the long form, on two ranks: it takes 13 GB.
+fn huge(group: &ProcessGroup) -> Outcome {
+    if group.size() != 2 || std::env::var_os("BURN_FSDP_LONG").is_none() {
+        return Ok(());
+    }
+    // Each rank gives and gets more than 2 GiB.
+    const LEN: usize = 2 * (1 << 29) + 2 * 7;
+    let partition = flat(group, LEN);
+    let value = |i: usize| (i % 1_000_003) as f32;
+    let shard: Vec<f32> = partition.range(group.rank()).map(value).collect();
+    assert!(size_of_val(&shard[..]) > i32::MAX as usize);
+    let part = Part::new(source(&shard), partition, ElementType::F32);
+    drop(shard);
+    let into = vec![group.pool().take(4 * LEN)];
+    let received = group.all_gather("x", vec![], vec![part], into)?;
+    let (whole, rest) = received.buffers[0].as_ref().as_chunks::<4>();
+    assert_eq!((whole.len(), rest.len()), (LEN, 0));
+    for (i, bytes) in whole.iter().enumerate() {
+        assert_eq!(f32::from_le_bytes(*bytes), value(i), "element {i}");
+    }
+    group.pool().trim();
+    Ok(())
 }
 
 fn any_order(group: &ProcessGroup) -> Outcome {

@@ -99,7 +99,7 @@ fn what_is_recomputed_and_reused_is_saved() {
 #[test]
 fn collectives_that_are_started_early_are_waited_for_less() {
     let mut early = Options::default();
-    early.prefetch = true;
+    early.prefetch = Some(true);
     let machine = Machine::cpu();
     let exposed = |options: &Options| plan(options).time.exposed;
     assert!(exposed(&early) < exposed(&Options::default()));

@@ -30,7 +30,7 @@ fn same<M: Module + 'static, B: Batch>(
     batch: fn(usize, &Device) -> B,
 ) {
     let mut split = Options::default();
-    split.prefetch = true;
+    split.prefetch = Some(true);
     for (style, options) in [
         (Strategy::FullShard, Options::default()),
         (Strategy::FullShard, split),

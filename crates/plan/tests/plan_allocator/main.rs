@@ -187,7 +187,7 @@ fn an_lstm_takes_what_was_planned_of_the_process() {
 #[test]
 fn other_schedules_and_styles_take_what_was_planned_of_the_process() {
     let mut prefetching = Options::default();
-    prefetching.prefetch = true;
+    prefetching.prefetch = Some(true);
     for (name, style, options) in [
         ("prefetching", Strategy::FullShard, prefetching),
         ("plain", Strategy::FullShard, Options::none()),

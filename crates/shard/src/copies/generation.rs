@@ -22,7 +22,7 @@ use super::lifecycle::LifeCycle;
 use super::values::{Value, Values};
 use crate::device;
 use crate::slot::{Holding, Slots};
-use crate::transport::{self, cast};
+use crate::transport::cast;
 use crate::unit::Unit;
 
 /// A kind of pass over a module that replaces its parameters.
@@ -345,7 +345,7 @@ impl Generation {
             .map(|index| {
                 let slot = &self.unit.slots[index];
                 let value = self.computing(index);
-                slot.part(transport::source(value, None), slot.elements.compute)
+                slot.part(self.unit.staging.source(value, None), slot.elements.compute)
             })
             .collect()
     }

@@ -14,6 +14,7 @@ use crate::path::{self, Location};
 use crate::pins::Pinned;
 use crate::report;
 use crate::root::Root;
+use crate::staging::Staged;
 use crate::survey::survey;
 
 /// Memory of one rank, in bytes.
@@ -22,7 +23,8 @@ use crate::survey::survey;
 pub struct Memory {
     /// Parameters that this rank holds between steps: its shards and what is kept whole.
     pub parameters: usize,
-    /// Full parameters, full gradients and transport buffers alive now.
+    /// Full parameters, full gradients and transport buffers alive now. Of a device with memory of its
+    /// own only what is on the host for the time of a collective.
     pub unsharded_live: usize,
     /// The most of them alive at once since the start or the last [`reset_peak`].
     pub unsharded_peak: usize,
@@ -32,6 +34,8 @@ pub struct Memory {
     /// Memory that is not in use and kept for the next operations, so that they need not ask the
     /// system for it: [`trim`] gives it back. It was part of the peak once.
     pub pooled: usize,
+    /// Copies between the host and the device that computes, since the module was sharded.
+    pub staged: Staged,
     /// Units whose full weights outlived their forward though the policy drops them.
     pub pinned: Vec<Pinned>,
 }
@@ -43,6 +47,10 @@ impl fmt::Display for Memory {
         writeln!(f, "unsharded, peak    {:>12} B", self.unsharded_peak)?;
         writeln!(f, "gradients unreduced{:>12} B", self.unreduced)?;
         writeln!(f, "kept for later use {:>12} B", self.pooled)?;
+        if self.staged != Staged::default() {
+            writeln!(f, "read back to send  {}", self.staged.to_host)?;
+            writeln!(f, "brought to devices {}", self.staged.to_device)?;
+        }
         self.pinned
             .iter()
             .try_for_each(|pinned| writeln!(f, "{pinned}"))
@@ -68,6 +76,7 @@ pub fn memory<M: Module>(module: &M) -> Result<Memory, Error> {
         unreduced: roots.iter().map(|root| root.held_bytes()).sum(),
         pooled: pools(&roots).map(BufferPool::kept_bytes).sum::<usize>()
             + roots.iter().map(|root| root.pooled_bytes()).sum::<usize>(),
+        staged: roots.iter().map(|root| root.staged()).sum(),
         pinned: roots.iter().flat_map(|root| root.watch().pinned).collect(),
     })
 }

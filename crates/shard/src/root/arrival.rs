@@ -10,7 +10,7 @@ use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::Reduced;
 use crate::slot::{Element, Slot};
-use crate::transport::{self, cast};
+use crate::transport::cast;
 use crate::unit::Unit;
 
 /// The element type in which reduced gradients arrive.
@@ -52,9 +52,15 @@ impl Arrival {
 
     /// Returns what has arrived in `buffer`, as it is held, in memory of its own: an optimizer may
     /// write over a gradient, and what it makes of it outlives the step.
-    fn tensor(self, slot: &Slot, buffer: impl AsRef<[u8]>, device: &Device) -> Tensor<1> {
+    fn tensor(
+        self,
+        unit: &Unit,
+        slot: &Slot,
+        buffer: impl AsRef<[u8]>,
+        device: &Device,
+    ) -> Tensor<1> {
         let dtype = self.element(slot).dtype;
-        let arrived = transport::owned(buffer.as_ref().to_vec(), dtype, device);
+        let arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
         cast(arrived, slot.elements.stored.dtype)
     }
 }
@@ -75,7 +81,7 @@ pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
             let device = generation.home(index);
             Some(Reduced {
                 node: generation.node(index)?,
-                gradient: arrival.tensor(slot, buffer, &device),
+                gradient: arrival.tensor(&generation.unit, slot, buffer, &device),
             })
         })
         .collect()
@@ -95,7 +101,8 @@ pub(super) fn tensors<B: AsRef<[u8]>>(
 ) -> Vec<Tensor<1>> {
     let tensor = |(&index, buffer): (&usize, B)| {
         let device = generation.home(index);
-        arrival.tensor(&generation.unit.slots[index], buffer, &device)
+        let unit = &generation.unit;
+        arrival.tensor(unit, &unit.slots[index], buffer, &device)
     };
     slots.iter().zip(buffers).map(tensor).collect()
 }
@@ -125,8 +132,7 @@ pub(super) fn source_of(
             },
         });
     }
-    Ok(transport::source(
-        cast(tensor, slot.elements.reduce.dtype),
-        Some(account),
-    ))
+    Ok(unit
+        .staging
+        .source(cast(tensor, slot.elements.reduce.dtype), Some(account)))
 }

@@ -9,7 +9,6 @@ use crate::copies::{Generation, UnitState};
 use crate::error::Error;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
-use crate::transport;
 
 impl Root {
     /// Starts a gather that the program asks for itself, outside of the order.
@@ -96,12 +95,14 @@ impl Root {
                 return Ok((full, marks));
             };
             let received = pending.wait()?;
+            unit.staging
+                .make_room(&generation.device(unit.gathered_slots().next().unwrap_or(0)));
             for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
                 let (marked, mark) = Marked::new(buffer);
                 marks.push(mark);
                 let device = generation.device(slot).without_autodiff();
                 let dtype = unit.slots[slot].elements.compute.dtype;
-                full[slot] = Some(transport::tensor(marked, dtype, &device));
+                full[slot] = Some(unit.staging.tensor(marked, dtype, &device));
             }
             Ok((full, marks))
         })?;
@@ -157,7 +158,7 @@ fn sources(
                 let slot = &unit.slots[index];
                 let piece = pieces[index].clone().expect("gathered slots have pieces");
                 Ok(Part {
-                    source: transport::source(piece, None),
+                    source: unit.staging.source(piece, None),
                     partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
                     element: slot.elements.compute.wire,
                 })

@@ -15,7 +15,6 @@ use crate::error::Error;
 use crate::schedule::{Note, Operation};
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
-use crate::transport;
 
 impl Progress {
     /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
@@ -151,7 +150,7 @@ impl Progress {
             let bytes = slot.held_elements(own) * slot.elements.stored.size();
             parts.push(FullPart {
                 source: match waiting[index].take() {
-                    Some(sum) => transport::source(sum, None),
+                    Some(sum) => unit.staging.source(sum, None),
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),

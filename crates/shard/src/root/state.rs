@@ -19,6 +19,7 @@ use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
 use crate::probes::Trial;
 use crate::schedule::Operation;
+use crate::staging::Staged;
 use crate::unit::Unit;
 
 /// The outermost unit's state on one rank.
@@ -97,11 +98,11 @@ impl Root {
         // Roots are made by collective calls, before which all ranks have done the same.
         let number = group.counts().total().operations;
         Arc::new(Self {
+            prefetch: policy.prefetch.unwrap_or(usize::from(group.overlaps())),
             group,
             number,
             pool: BufferPool::new(),
             reduced: BufferPool::new(),
-            prefetch: policy.prefetch,
             factors: policy.factors,
             units: Mutex::default(),
             rulers: Mutex::default(),
@@ -195,6 +196,12 @@ impl Root {
     /// Returns the operations that any rank asked for in the last step.
     pub(crate) fn used(&self) -> Vec<Operation> {
         self.progress().order.schedules.last().used().collect()
+    }
+
+    /// Returns the copies between the host and devices that this root's units have made.
+    pub(crate) fn staged(&self) -> Staged {
+        let units = self.units();
+        units.iter().map(|unit| unit.staging.staged()).sum()
     }
 
     /// Returns the bytes of memory kept for the next operations.

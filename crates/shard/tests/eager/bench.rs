@@ -1,5 +1,7 @@
 //! The test bench: trains a module sharded over threads, and the same module plainly.
 
+use std::sync::OnceLock;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
@@ -35,8 +37,42 @@ pub(crate) struct Outcome {
 
 pub(crate) const SEED: u64 = 7;
 
+/// The device that modules under test are on: the CPU, or in a build with its feature the one that
+/// `BURN_FSDP_TEST_DEVICE` names.
+pub(crate) fn plain_device() -> Device {
+    static FOUND: OnceLock<Device> = OnceLock::new();
+    let found = FOUND.get_or_init(|| match std::env::var("BURN_FSDP_TEST_DEVICE") {
+        Ok(name) => named_device(&name),
+        Err(_) => Device::flex(),
+    });
+    found.clone()
+}
+
+/// Returns true if modules under test are on the CPU.
+pub(crate) fn is_host() -> bool {
+    plain_device() == Device::flex()
+}
+
+/// The best device of a backend.
+pub(crate) fn named_device(name: &str) -> Device {
+    match name {
+        "flex" => Device::flex(),
+        #[cfg(feature = "wgpu")]
+        "wgpu" => Device::wgpu(burn::tensor::DeviceKind::DefaultDevice),
+        #[cfg(feature = "vulkan")]
+        "vulkan" => Device::vulkan(burn::tensor::DeviceKind::DefaultDevice),
+        #[cfg(feature = "metal")]
+        "metal" => Device::metal(burn::tensor::DeviceKind::DefaultDevice),
+        #[cfg(feature = "cuda")]
+        "cuda" => Device::cuda(0),
+        #[cfg(feature = "rocm")]
+        "rocm" => Device::rocm(0),
+        _ => panic!("BURN_FSDP_TEST_DEVICE is {name}, for which this build has no feature"),
+    }
+}
+
 pub(crate) fn device() -> Device {
-    Device::flex().autodiff().gradient_checkpointing()
+    plain_device().autodiff().gradient_checkpointing()
 }
 
 pub(crate) fn optimizer() -> ModuleOptimizer {
@@ -49,7 +85,7 @@ pub(crate) fn optimizer() -> ModuleOptimizer {
 
 /// Trains without sharding on the joined batch of `ranks` ranks.
 pub(crate) fn plainly<M: Module + 'static>(case: Case<M>, ranks: usize, steps: usize) -> Outcome {
-    let device = Device::flex().autodiff();
+    let device = plain_device().autodiff();
     let mut model = seeded((case.build)(&device), SEED);
     let mut optim = optimizer();
     let mut losses = Vec::new();

@@ -28,5 +28,6 @@ mod refused;
 mod restores;
 mod running;
 mod scaler;
+mod staging;
 mod unmanaged;
 mod wrapper;

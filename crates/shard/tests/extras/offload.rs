@@ -36,8 +36,8 @@ fn a_host_that_is_none_is_refused() {
     });
 }
 
-/// NdArray computes, as a GPU would.
-#[cfg(feature = "ndarray")]
+/// A GPU computes, or what stands for one.
+#[cfg(feature = "wgpu")]
 mod elsewhere {
     use std::sync::{Arc, Mutex};
 
@@ -54,14 +54,14 @@ mod elsewhere {
     };
 
     use super::super::bench::{
-        Case, Outcome, assert_close, build, optimizer, params, seeded_by_rank, train, whole_params,
+        Case, Outcome, assert_close, build, named_device, optimizer, params, seeded_by_rank, train,
+        whole_params,
     };
     use super::super::nets::{Block, CONV_NET, RECURRENT, tokens};
     use super::*;
 
-    #[allow(deprecated, reason = "a second backend that needs no GPU")]
     fn compute() -> Device {
-        Device::ndarray().autodiff().gradient_checkpointing()
+        named_device("wgpu").autodiff().gradient_checkpointing()
     }
 
     fn offloaded(policy: ShardPolicy) -> ShardPolicy {
@@ -76,13 +76,13 @@ mod elsewhere {
         let outcomes = on_ranks(ranks, move |world| {
             let device = compute();
             let model = build(case, &world, &device, policy.clone())?;
-            train(model, case, world.rank(), 10, &device)
+            train(model, case, world.rank(), 3, &device)
         });
         outcomes[0].clone()
     }
 
     fn agrees<M: Module + 'static>(case: Case<M>, policy: &ShardPolicy) {
-        for ranks in 1..=3 {
+        for ranks in 1..=2 {
             let want = trained(case, ranks, policy.clone());
             let got = trained(case, ranks, offloaded(policy.clone()));
             assert_close(&got, &want, 1e-5);
@@ -189,7 +189,7 @@ mod elsewhere {
             let message = message.unwrap_or_default();
             assert!(message.contains("`embed.weight` is on"), "{message}");
             assert!(message.contains("but `head.weight` on"), "{message}");
-            assert!(message.contains("NdArray"), "{message}");
+            assert!(message.contains("Wgpu"), "{message}");
             Ok(())
         });
     }
@@ -206,7 +206,7 @@ mod elsewhere {
 
     #[test]
     fn norms_and_whole_state_are_those_of_a_module_not_offloaded() {
-        for ranks in 1..=3 {
+        for ranks in 1..=2 {
             on_ranks(ranks, |world| {
                 let mut outcomes = Vec::new();
                 for policy in [blocks(), offloaded(blocks())] {

@@ -27,9 +27,10 @@ pub struct Options {
     pub reshard_after_forward: bool,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
-    /// True to start the next unit's gather before this unit computes: off by default, because ranks that are threads
-    /// move the bytes when they wait.
-    pub prefetch: bool,
+    /// True to start the next unit's gather before this unit computes. `None`, the default, is true where the group
+    /// [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and false where ranks are
+    /// threads, which gain nothing by it.
+    pub prefetch: Option<bool>,
     /// Place of the optimizer in the step: in backward by default.
     pub optimizer: OptimizerPlace,
 }
@@ -52,7 +53,7 @@ impl Default for Options {
             recompute: Some(Recompute::default()),
             reshard_after_forward: true,
             bucket: Some(Bucket::default()),
-            prefetch: false,
+            prefetch: None,
             optimizer: OptimizerPlace::InBackward,
         }
     }
@@ -87,10 +88,10 @@ impl Options {
         self
     }
 
-    /// Sets whether the next unit's gather starts before a unit computes.
+    /// Sets whether the next unit's gather starts before a unit computes; `None` for where that hides something.
     #[must_use]
-    pub fn prefetch(mut self, prefetch: bool) -> Self {
-        self.prefetch = prefetch;
+    pub fn prefetch(mut self, prefetch: impl Into<Option<bool>>) -> Self {
+        self.prefetch = prefetch.into();
         self
     }
 
@@ -108,7 +109,7 @@ impl Options {
             recompute: None,
             reshard_after_forward: false,
             bucket: None,
-            prefetch: false,
+            prefetch: Some(false),
             optimizer: OptimizerPlace::AtEnd,
         }
     }
@@ -161,7 +162,7 @@ pub(crate) fn pipeline_with(
     if let Some(bucket) = options.bucket {
         pipeline = pipeline.then(bucket);
     }
-    if options.prefetch {
+    if options.prefetch == Some(true) {
         pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
     }
     match options.optimizer {

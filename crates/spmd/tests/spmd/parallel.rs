@@ -249,7 +249,7 @@ fn passes_do_not_change_a_bit() {
     for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
         let mut prefetch = Options::default();
-        prefetch.prefetch = true;
+        prefetch.prefetch = Some(true);
         let mut deferred = Options::default();
         deferred.optimizer = OptimizerPlace::InNextForward;
         let mut both = prefetch.clone();

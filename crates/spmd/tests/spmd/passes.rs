@@ -477,7 +477,7 @@ impl GraphTransform for Break {
 
 fn fault(faulty: fn(&mut Vec<Node>)) -> (&'static str, String) {
     let mut options = Options::default();
-    options.prefetch = true;
+    options.prefetch = Some(true);
     let graph = schedule::pipeline(2, Strategy::FullShard, &options, &[])
         .verified()
         .run(gpt());

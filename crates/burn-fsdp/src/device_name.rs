@@ -1,0 +1,214 @@
+//! Devices by name, as on a command line.
+
+use std::fmt;
+use std::str::FromStr;
+
+use burn::tensor::Device;
+#[cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "webgpu",
+    feature = "cuda",
+    feature = "rocm"
+))]
+use burn::tensor::DeviceType;
+use thiserror::Error as ThisError;
+
+/// The name of a device: a backend of Burn that this build has, and perhaps a number.
+///
+/// ```
+/// use burn_fsdp::DeviceName;
+///
+/// let name: DeviceName = "flex".parse()?;
+/// let device = name.device(0)?;
+/// # assert_eq!(device, burn::tensor::Device::flex());
+/// # Ok::<(), burn_fsdp::DeviceNameError>(())
+/// ```
+///
+/// `flex` is the CPU. `wgpu`, `vulkan`, `metal`, `webgpu`, `cuda` and `rocm` are there in builds with the
+/// feature of that name; `wgpu:1` is the second such device of the machine, and `wgpu` that of the rank's
+/// number on its machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceName {
+    backend: &'static str,
+    number: Option<usize>,
+}
+
+/// The error of a device's name.
+#[derive(Debug, Clone, PartialEq, Eq, ThisError)]
+#[non_exhaustive]
+pub enum DeviceNameError {
+    /// A name of no backend.
+    #[error(
+        "{name:?} names no device: it is a backend ({}), and perhaps a colon and a number, as `wgpu:0`",
+        BACKENDS.join(", ")
+    )]
+    Unknown {
+        /// The name.
+        name: String,
+    },
+    /// A backend that this build does not have.
+    #[error("this build has no {backend}: build with the feature `{backend}`; it has {}", built().join(", "))]
+    Feature {
+        /// The backend.
+        backend: &'static str,
+    },
+    /// A number that no device has.
+    #[error(
+        "there is no device {number} of {backend} for rank {rank_here} of this machine: it has {found} \
+         (counted from 0); give a number that several ranks share, as `{backend}:0`, or start fewer ranks"
+    )]
+    Missing {
+        /// The backend.
+        backend: &'static str,
+        /// The number wanted.
+        number: usize,
+        /// The rank's number on its machine.
+        rank_here: usize,
+        /// The number of devices found.
+        found: usize,
+    },
+}
+
+const BACKENDS: [&str; 7] = ["flex", "wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"];
+
+/// Returns the backends of this build.
+fn built() -> Vec<&'static str> {
+    let is_built = |backend: &&str| match *backend {
+        "flex" => true,
+        "wgpu" => cfg!(feature = "wgpu"),
+        "vulkan" => cfg!(feature = "vulkan"),
+        "metal" => cfg!(feature = "metal"),
+        "webgpu" => cfg!(feature = "webgpu"),
+        "cuda" => cfg!(feature = "cuda"),
+        "rocm" => cfg!(feature = "rocm"),
+        _ => false,
+    };
+    BACKENDS.into_iter().filter(is_built).collect()
+}
+
+impl Default for DeviceName {
+    fn default() -> Self {
+        Self {
+            backend: "flex",
+            number: None,
+        }
+    }
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.backend)?;
+        self.number.map_or(Ok(()), |number| write!(f, ":{number}"))
+    }
+}
+
+impl FromStr for DeviceName {
+    type Err = DeviceNameError;
+
+    fn from_str(name: &str) -> Result<Self, DeviceNameError> {
+        let unknown = || DeviceNameError::Unknown {
+            name: name.to_owned(),
+        };
+        let (backend, number) = match name.split_once(':') {
+            Some((backend, number)) => (backend, Some(number)),
+            None => (name, None),
+        };
+        let known = BACKENDS.into_iter().find(|known| *known == backend);
+        let backend = known.ok_or_else(unknown)?;
+        let number = number.map(|number| number.parse::<usize>().map_err(|_| unknown()));
+        if !built().contains(&backend) {
+            return Err(DeviceNameError::Feature { backend });
+        }
+        Ok(Self {
+            backend,
+            number: number.transpose()?,
+        })
+    }
+}
+
+impl DeviceName {
+    /// Returns true if this is the CPU backend, whose memory collectives read in place.
+    pub fn is_host(&self) -> bool {
+        self.backend == "flex"
+    }
+
+    /// Returns the device, without autodiff, for the rank of that number among those of its machine.
+    /// Looks which devices there are, and starts none.
+    ///
+    /// # Errors
+    ///
+    /// [`DeviceNameError::Missing`] if the machine has no device of that number.
+    pub fn device(&self, rank_here: usize) -> Result<Device, DeviceNameError> {
+        let found = self.devices();
+        let number = match self.is_host() {
+            // There is one CPU, whatever its number.
+            true => 0,
+            false => self.number.unwrap_or(rank_here),
+        };
+        found.get(number).cloned().ok_or(DeviceNameError::Missing {
+            backend: self.backend,
+            number,
+            rank_here,
+            found: found.len(),
+        })
+    }
+
+    /// Returns the devices of the backend on this machine.
+    fn devices(&self) -> Vec<Device> {
+        match self.backend {
+            #[cfg(feature = "wgpu")]
+            "wgpu" => Device::enumerate(DeviceType::Wgpu).into_iter().collect(),
+            #[cfg(feature = "vulkan")]
+            "vulkan" => Device::enumerate(DeviceType::Vulkan).into_iter().collect(),
+            #[cfg(feature = "metal")]
+            "metal" => Device::enumerate(DeviceType::Metal).into_iter().collect(),
+            #[cfg(feature = "webgpu")]
+            "webgpu" => Device::enumerate(DeviceType::WebGpu).into_iter().collect(),
+            #[cfg(feature = "cuda")]
+            "cuda" => Device::enumerate(DeviceType::Cuda).into_iter().collect(),
+            #[cfg(feature = "rocm")]
+            "rocm" => Device::enumerate(DeviceType::Rocm).into_iter().collect(),
+            _ => vec![Device::flex()],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_and_written() {
+        for name in ["flex", "flex:0"] {
+            let read: DeviceName = name.parse().expect("a name");
+            assert_eq!(read.to_string(), name);
+            assert_eq!(read.device(3), Ok(Device::flex()));
+        }
+        for name in ["", "gpu", "wgpu:", "wgpu:x", "flex:-1", "flex:0:0", "Flex"] {
+            let error = name.parse::<DeviceName>().expect_err(name).to_string();
+            assert!(error.contains("names no device"), "{error}");
+        }
+    }
+
+    #[test]
+    #[cfg(not(feature = "cuda"))]
+    fn a_backend_that_is_not_built_names_its_feature() {
+        let error = "cuda:1".parse::<DeviceName>().expect_err("not built");
+        assert_eq!(error, DeviceNameError::Feature { backend: "cuda" });
+        assert!(error.to_string().contains("feature `cuda`"), "{error}");
+    }
+
+    #[test]
+    #[cfg(feature = "wgpu")]
+    fn a_device_that_is_missing_is_told_apart() {
+        let name: DeviceName = "wgpu:999".parse().expect("a name");
+        let error = name.device(1).expect_err("nobody has so many").to_string();
+        assert!(
+            error.contains("no device 999 of wgpu for rank 1"),
+            "{error}"
+        );
+        assert!(error.contains("`wgpu:0`"), "{error}");
+    }
+}

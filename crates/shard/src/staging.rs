@@ -1,0 +1,129 @@
+//! Transfers between a device's memory and the host's, from where collectives move bytes.
+
+use std::fmt;
+use std::iter::Sum;
+use std::ops::AddAssign;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_collectives::{Account, Source};
+
+use crate::device::is_host;
+use crate::transport;
+
+/// Transfers that gathers and reductions have made between the host and devices with memory of their own.
+/// None are made on the CPU backend, whose memory is the host's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Staged {
+    /// Shards and gradients that were read back, to be sent.
+    pub to_host: Transfers,
+    /// Full parameters and reduced gradients that were brought to the device.
+    pub to_device: Transfers,
+}
+
+/// A number of copies, and their bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Transfers {
+    /// The number of copies.
+    pub number: usize,
+    /// Their bytes, all together.
+    pub bytes: usize,
+}
+
+impl fmt::Display for Transfers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} B in {} copies", self.bytes, self.number)
+    }
+}
+
+impl AddAssign for Transfers {
+    fn add_assign(&mut self, other: Self) {
+        self.number += other.number;
+        self.bytes += other.bytes;
+    }
+}
+
+impl Sum for Staged {
+    fn sum<I: Iterator<Item = Self>>(all: I) -> Self {
+        all.fold(Self::default(), |mut sum, one| {
+            sum.to_host += one.to_host;
+            sum.to_device += one.to_device;
+            sum
+        })
+    }
+}
+
+/// The copies of one unit.
+#[derive(Debug, Default)]
+pub(crate) struct Staging {
+    to_host: Counter,
+    to_device: Counter,
+}
+
+#[derive(Debug, Default)]
+struct Counter {
+    number: AtomicUsize,
+    bytes: AtomicUsize,
+}
+
+impl Counter {
+    fn add(&self, bytes: usize) {
+        self.number.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> Transfers {
+        Transfers {
+            number: self.number.load(Ordering::Relaxed),
+            bytes: self.bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl Staging {
+    pub(crate) fn staged(&self) -> Staged {
+        Staged {
+            to_host: self.to_host.get(),
+            to_device: self.to_device.get(),
+        }
+    }
+
+    /// Returns a flat tensor's elements, as [`transport::source`] does.
+    pub(crate) fn source(&self, tensor: Tensor<1>, account: Option<Account>) -> Source {
+        let is_copied = !is_host(&tensor.device());
+        let source = transport::source(tensor, account);
+        if is_copied {
+            self.to_host.add(source.len());
+        }
+        source
+    }
+
+    /// Returns a flat tensor over a buffer, as [`transport::tensor`] does.
+    pub(crate) fn tensor<B>(&self, buffer: B, dtype: DType, device: &Device) -> Tensor<1>
+    where
+        B: AsRef<[u8]> + Send + Sync + 'static,
+    {
+        self.arrives(buffer.as_ref().len(), device);
+        transport::tensor(buffer, dtype, device)
+    }
+
+    /// Returns a flat tensor with memory of its own, as [`transport::owned`] does.
+    pub(crate) fn owned(&self, bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
+        self.arrives(bytes.len(), device);
+        transport::owned(bytes, dtype, device)
+    }
+
+    /// Lets a device do what it has put off, so that the full weights which are to go are gone before others
+    /// come. An error of the device comes up where its results are read.
+    pub(crate) fn make_room(&self, device: &Device) {
+        if !is_host(device) {
+            let _ = device.clone().without_autodiff().flush();
+        }
+    }
+
+    fn arrives(&self, bytes: usize, device: &Device) {
+        if !is_host(device) {
+            self.to_device.add(bytes);
+        }
+    }
+}

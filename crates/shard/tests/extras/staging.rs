@@ -1,0 +1,67 @@
+//! Copies between the host and a device with memory of its own.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{OperationKind, ProcessMesh};
+use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::{ShardPolicy, Transfers, backward, fully_shard, memory};
+
+use super::bench::{device, is_host, on_ranks, ready};
+use super::nets::input;
+
+#[derive(Module, Debug)]
+struct Chain {
+    layers: Vec<Linear>,
+}
+
+const NUM_LAYERS: usize = 3;
+const FULL: usize = 6 * 6 * 4;
+
+impl Chain {
+    fn new(device: &Device) -> Self {
+        let layer = || LinearConfig::new(6, 6).with_bias(false).init(device);
+        Self {
+            layers: (0..NUM_LAYERS).map(|_| layer()).collect(),
+        }
+    }
+}
+
+/// Each gather reads this rank's shard and brings the full parameter; each reduction reads a full
+/// gradient and brings the shard's. Nothing else is copied, and nothing at all on the CPU.
+#[test]
+fn every_copy_of_a_step_is_counted() {
+    on_ranks(2, |world| {
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let policy = ShardPolicy::new().units(["layers.*"]);
+        let model = fully_shard(ready(|| Chain::new(&device())), &mesh, policy)?;
+        let start = memory(&model)?.staged;
+        let before = world.counts();
+        let x: Tensor<2> = input([2, 6], world.rank(), 0, &device());
+        let y = model.layers.iter().fold(x, |x, layer| layer.forward(x));
+        backward(y.sum(), &model)?;
+        let gathers = world.counts().since(&before);
+        let gathers = gathers.of(OperationKind::AllGather).operations as usize;
+        let end = memory(&model)?.staged;
+        let since = |end: Transfers, start: Transfers| Transfers {
+            number: end.number - start.number,
+            bytes: end.bytes - start.bytes,
+        };
+        let expected = |number, bytes| match is_host() {
+            true => Transfers::default(),
+            false => Transfers { number, bytes },
+        };
+        let number = gathers + NUM_LAYERS;
+        assert_eq!(
+            since(end.to_host, start.to_host),
+            expected(number, gathers * FULL / 2 + NUM_LAYERS * FULL)
+        );
+        assert_eq!(
+            since(end.to_device, start.to_device),
+            expected(number, gathers * FULL + NUM_LAYERS * FULL / 2)
+        );
+        let text = memory(&model)?.to_string();
+        assert_eq!(text.contains("read back to send"), end.to_host.number > 0);
+        Ok(())
+    });
+}
