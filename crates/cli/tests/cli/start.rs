@@ -64,8 +64,12 @@ fn saving_loaded_weights_copies_them() {
 #[test]
 fn prefetching_changes_no_bit() {
     let folder = Folder::new();
-    let with = |prefetch: usize| losses(&folder.report(&format!("{STEPS} --prefetch {prefetch}")));
-    let want = with(1);
-    assert_eq!(with(0), want);
-    assert_eq!(with(3), want);
+    let with = |flags: &str| folder.report(&format!("{STEPS} {flags}"));
+    let want = losses(&with("--prefetch 1"));
+    let none = with("--prefetch 0");
+    assert_eq!(losses(&none), want);
+    assert_eq!(losses(&with("--prefetch 3")), want);
+    // Threads gain nothing by it: none is what they do by default.
+    let peak = "unsharded_peak_bytes";
+    assert_eq!(with("")[peak], none[peak]);
 }
