@@ -5,6 +5,7 @@ mod checkpoints;
 mod command;
 mod compiled;
 mod corruption;
+mod devices;
 mod faults;
 mod features;
 mod files;

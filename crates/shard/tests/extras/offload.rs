@@ -64,6 +64,11 @@ mod elsewhere {
         named_device("wgpu").autodiff().gradient_checkpointing()
     }
 
+    /// The host's, whatever the other tests are on.
+    fn device() -> Device {
+        Device::flex().autodiff().gradient_checkpointing()
+    }
+
     fn offloaded(policy: ShardPolicy) -> ShardPolicy {
         policy.offload_to(Device::flex())
     }
@@ -265,7 +270,7 @@ mod elsewhere {
             let evaluated = model.valid().loss(0, 0, &plain).into_scalar::<f32>();
             assert!((evaluated - before).abs() <= 1e-6 * before.abs());
             // Where it computes changes, where the shards are does not.
-            let moved = model.fork(&super::device());
+            let moved = model.fork(&self::device());
             assert!(is_host(&moved.head.weight.val().device()));
             burn_fsdp_shard::reset(&moved)?;
             let back = moved.fork(&device);

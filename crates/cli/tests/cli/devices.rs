@@ -1,0 +1,72 @@
+//! `train --device`: where a rank computes.
+
+use crate::command::Folder;
+
+#[test]
+fn devices_that_are_not_there_are_refused_by_name() {
+    let folder = Folder::new();
+    for (device, words) in [
+        ("gpu", ["names no device", "wgpu"]),
+        ("wgpu:", ["names no device", "wgpu:0"]),
+        #[cfg(not(feature = "cuda"))]
+        ("cuda:0", ["no cuda", "feature `cuda`"]),
+        #[cfg(feature = "wgpu")]
+        ("wgpu:999", ["no device 999 of wgpu", "`wgpu:0`"]),
+    ] {
+        let run = folder.train(&format!("--synthetic --device {device}"));
+        assert_eq!(run.code, 2, "{device}: {}", run.stderr);
+        for word in words {
+            assert!(run.stderr.contains(word), "{device}: {}", run.stderr);
+        }
+    }
+    let run = folder.train("--synthetic --steps 1 --device flex:1");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+}
+
+/// With a device of the backend: CI brings one of software.
+#[cfg(feature = "wgpu")]
+mod wgpu {
+    use serde_json::Value;
+
+    use crate::command::{Folder, losses, relative_difference};
+
+    #[test]
+    fn a_device_trains_like_the_cpu_and_its_copies_are_shown() {
+        let folder = Folder::new();
+        for flags in [
+            "--ranks 2",
+            "--ranks 2 --strategy shard-grad-op --prefetch 1",
+        ] {
+            let steps = format!("{flags} --synthetic --warmup 0 --steps 3");
+            let host = folder.report(&steps);
+            let device = folder.report(&format!("{steps} --device wgpu:0"));
+            let difference = relative_difference(&losses(&host), &losses(&device));
+            assert!(difference < 1e-4, "{flags}: {difference:e}");
+            assert_eq!(device["collectives"], host["collectives"]);
+            assert_eq!(device["state_bytes"], host["state_bytes"]);
+            let copies = |report: &Value| report["staged_bytes"][0][0].as_u64();
+            assert_eq!(copies(&host), Some(0));
+            assert!(copies(&device) > Some(0), "{device}");
+        }
+    }
+
+    #[test]
+    fn text_is_evaluated_sampled_saved_and_resumed_elsewhere() {
+        let folder = Folder::new();
+        let text = "to be or not to be, that is the question. ".repeat(100);
+        folder.write("text", text.as_bytes());
+        let rest = "--data text --warmup 0 --sample 5 --checkpoint-dir steps --resume";
+        let first = folder.report(&format!("{rest} --device wgpu:0 --steps 2"));
+        assert!(first["eval_loss"].as_f64().is_some(), "{first}");
+        let second = folder.report(&format!("{rest} --steps 3"));
+        assert_eq!(second["first_step"], 2);
+    }
+
+    #[test]
+    fn compiled_steps_say_that_they_run_on_the_cpu() {
+        let run = Folder::new().train("--synthetic --compile --device wgpu:0");
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(run.stderr.contains("--device"), "{}", run.stderr);
+        assert!(run.stderr.contains("on the CPU"), "{}", run.stderr);
+    }
+}
