@@ -4,7 +4,7 @@
 # their links are made slow and lossy. Leaves nothing behind, also on failure.
 #
 # It needs root, iproute2, Open MPI and a `burn-fsdp` with the feature `mpi`:
-#     ci/hosts.sh target/release/burn-fsdp [HOSTS..]
+#     ci/hosts.sh target/release/burn-fsdp [HOSTS..]          CUTS: how many times a host is cut off
 set -euo pipefail
 
 program=$(realpath "${1:?the burn-fsdp program, built with the feature mpi}")
@@ -88,6 +88,35 @@ larger=(--layers 4 --dim 256 --heads 4 --seq 128 --batch 12 --synthetic --warmup
 losses() { tail -n 1 "$1" | grep -o '"losses":[^]]*]' || echo "no losses in $1"; }
 field() { tail -n 1 "$1" | grep -o "\"$2\":[0-9.]*" | head -1; }
 
+# Cuts the last of some hosts off in the middle of a run: all ranks end, and say what was missing.
+cut_off() {
+    local hosts=$1 run began
+    rm -f "$work/lines"
+    across "$hosts" 1 "${model[@]}" --steps 1000000 --deadline 3 --metrics "$work/lines" --json \
+        >"$work/cut.json" 2>"$work/cut.err" &
+    run=$!
+    for _ in $(seq 600); do
+        [ -s "$work/lines" ] && [ "$(wc -l <"$work/lines")" -ge 3 ] && break
+        sleep 0.1
+    done
+    began=$SECONDS
+    ip -n bf-switch link set "port$((hosts - 1))" down
+    # The ranks end by themselves; what the launcher waits for after that is its own.
+    while pgrep -f "^$program train .*--metrics $work/lines" >/dev/null; do
+        sleep 0.2
+        if [ $((SECONDS - began)) -gt 60 ]; then
+            echo "failed: ranks are alive 60 s after the cut"
+            exit 1
+        fi
+    done
+    echo "all ranks have ended $((SECONDS - began)) s after the cut"
+    for _ in $(seq 100); do kill -0 "$run" 2>/dev/null || break; sleep 0.1; done
+    kill -KILL "$run" 2>/dev/null || true
+    wait "$run" 2>/dev/null || true
+    grep -m 1 -o "error: rank [0-9]* failed.*(operation [0-9]* of group" "$work/cut.err" ||
+        { echo "failed: nobody says what was missing"; cat "$work/cut.err"; exit 1; }
+}
+
 for hosts in "${sizes[@]}"; do
     echo "== $hosts hosts"
     down
@@ -115,33 +144,12 @@ for hosts in "${sizes[@]}"; do
     echo "shards inside of each host, copies across: losses equal those of threads"
 
     echo "-- a link goes down in the middle of a run, deadline 3 s"
-    rm -f "$work/lines"
-    across "$hosts" 1 "${model[@]}" --steps 1000000 --deadline 3 --metrics "$work/lines" --json \
-        >"$work/cut.json" 2>"$work/cut.err" &
-    run=$!
-    for _ in $(seq 600); do
-        [ -s "$work/lines" ] && [ "$(wc -l <"$work/lines")" -ge 3 ] && break
-        sleep 0.1
+    for _ in $(seq "${CUTS:-1}"); do
+        cut_off "$hosts"
+        down
+        up "$hosts"
     done
-    began=$SECONDS
-    ip -n bf-switch link set "port$((hosts - 1))" down
-    # The ranks end by themselves; what the launcher waits for after that is its own.
-    while pgrep -f "^$program train .*--metrics $work/lines" >/dev/null; do
-        sleep 0.2
-        if [ $((SECONDS - began)) -gt 60 ]; then
-            echo "failed: ranks are alive 60 s after the cut"
-            exit 1
-        fi
-    done
-    echo "all ranks have ended $((SECONDS - began)) s after the cut"
-    for _ in $(seq 100); do kill -0 "$run" 2>/dev/null || break; sleep 0.1; done
-    kill -KILL "$run" 2>/dev/null || true
-    wait "$run" 2>/dev/null || true
-    grep -m 1 -o "error: rank [0-9]* failed.*(operation [0-9]* of group" "$work/cut.err" ||
-        { echo "failed: nobody says what was missing"; cat "$work/cut.err"; exit 1; }
 
-    down
-    up "$hosts"
     for link in "1 Gbit/s" "1 Gbit/s with 1 % loss"; do
         if ! make_slow "$hosts" "$link"; then
             echo "skipped: links of $link cannot be made here"
