@@ -3,6 +3,13 @@
 use std::fmt;
 use std::str::FromStr;
 
+#[cfg(any(
+    feature = "wgpu",
+    feature = "vulkan",
+    feature = "metal",
+    feature = "webgpu"
+))]
+use burn::backend::{CubeDevice, DispatchDevice, WgpuDeviceKind};
 use burn::tensor::Device;
 #[cfg(any(
     feature = "wgpu",
@@ -155,8 +162,21 @@ impl DeviceName {
         })
     }
 
-    /// Returns the devices of the backend on this machine.
+    /// Returns the devices of the backend on this machine, those of software only where there are no others.
     fn devices(&self) -> Vec<Device> {
+        let mut devices: Vec<Device> = Vec::new();
+        for device in self.enumerated() {
+            if !devices.contains(&device) {
+                devices.push(device);
+            }
+        }
+        if devices.iter().any(|device| !is_software(device)) {
+            devices.retain(|device| !is_software(device));
+        }
+        devices
+    }
+
+    fn enumerated(&self) -> Vec<Device> {
         match self.backend {
             #[cfg(feature = "wgpu")]
             "wgpu" => Device::enumerate(DeviceType::Wgpu).into_iter().collect(),
@@ -173,6 +193,21 @@ impl DeviceName {
             _ => vec![Device::flex()],
         }
     }
+}
+
+/// Returns true if this is a driver of graphics that computes on the CPU.
+fn is_software(device: &Device) -> bool {
+    #[cfg(any(
+        feature = "wgpu",
+        feature = "vulkan",
+        feature = "metal",
+        feature = "webgpu"
+    ))]
+    if let DispatchDevice::Cube(CubeDevice::Wgpu(device)) = device.as_dispatch() {
+        return device.kind == WgpuDeviceKind::Cpu;
+    }
+    let _ = device;
+    false
 }
 
 #[cfg(test)]

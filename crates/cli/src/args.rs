@@ -6,6 +6,8 @@ use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
+use crate::launch::LaunchArgs;
+
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
 #[derive(Debug, Parser)]
 #[command(name = "burn-fsdp", version, after_help = EXIT_CODES)]
@@ -29,30 +31,6 @@ pub(crate) enum Command {
     /// Run a command, such as `mpirun -n 4 burn-fsdp train ..`, again when it fails
     Launch(LaunchArgs),
 }
-
-#[derive(Debug, Args)]
-#[command(after_help = LAUNCH_AFTER_HELP)]
-pub(crate) struct LaunchArgs {
-    /// How many times the command is started again; not after exit code 2, which is for errors in its input
-    #[arg(long, value_name = "TIMES", default_value_t = 3)]
-    pub(crate) max_restarts: usize,
-    /// Ranks of the first start, of the second, and so on, the last for all others: what stands for {ranks} in
-    /// the command
-    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
-    pub(crate) ranks: Vec<usize>,
-    /// The command, after --
-    #[arg(last = true, required = true, value_name = "COMMAND")]
-    pub(crate) command: Vec<String>,
-}
-
-const LAUNCH_AFTER_HELP: &str = "\
-Examples:
-  burn-fsdp launch --max-restarts 10 -- mpirun -n 4 burn-fsdp train --checkpoint-dir run \\
-      --save-every 50 --resume=newest-good
-  burn-fsdp launch --ranks 4,3,2 -- mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
-
-The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT
-and SIGHUP are passed on, and nothing is started after one. The exit code is the command's.";
 
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
@@ -428,7 +406,7 @@ pub(crate) struct PlanArgs {
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units gathered ahead of their use
+    /// Units gathered ahead of their use: 1 is what processes do by default, 0 what threads do
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
     /// What the ranks run on: a100-80g, a100-40g, h100, cpu

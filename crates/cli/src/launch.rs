@@ -7,13 +7,37 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use clap::Args;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
-use crate::args::LaunchArgs;
 use crate::console;
 use crate::error::{Failure, InputError};
 use crate::host;
+
+#[derive(Debug, Args)]
+#[command(after_help = LAUNCH_AFTER_HELP)]
+pub(crate) struct LaunchArgs {
+    /// How many times the command is started again; not after exit code 2, which is for errors in its input
+    #[arg(long, value_name = "TIMES", default_value_t = 3)]
+    pub(crate) max_restarts: usize,
+    /// Ranks of the first start, of the second, and so on, the last for all others: what stands for {ranks} in
+    /// the command
+    #[arg(long, value_name = "RANKS", value_delimiter = ',')]
+    pub(crate) ranks: Vec<usize>,
+    /// The command, after --
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<String>,
+}
+
+const LAUNCH_AFTER_HELP: &str = "\
+Examples:
+  burn-fsdp launch --max-restarts 10 -- mpirun -n 4 burn-fsdp train --checkpoint-dir run \\
+      --save-every 50 --resume=newest-good
+  burn-fsdp launch --ranks 4,3,2 -- mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
+
+The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT
+and SIGHUP are passed on, and nothing is started after one. The exit code is the command's.";
 
 /// Exit code of a command that could not understand its input: it would not the next time either.
 const INPUT: i32 = 2;

@@ -64,8 +64,12 @@ pub(crate) fn reduce(reduction: &Reduction, input: ElementType, addends: &[&[u8]
     }
 }
 
+/// Returns true if the threads of the rank's pool share the work. The thread that owns MPI is in no pool, and works
+/// alone: the pool may be busy for as long as it likes, and rayon's global one is not the rank's.
 fn is_shared(num_bytes: usize) -> bool {
-    num_bytes > SHARED_WORK && rayon::current_num_threads() > 1
+    num_bytes > SHARED_WORK
+        && rayon::current_thread_index().is_some()
+        && rayon::current_num_threads() > 1
 }
 
 /// A reduction over a known number of ranks.

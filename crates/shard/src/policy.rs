@@ -126,12 +126,12 @@ impl ShardPolicy {
         self
     }
 
-    /// Sets the number of units that are gathered ahead of their use. 0 gathers each unit when it
+    /// Sets the number of units that are gathered ahead of their use; `None` for the default. 0 gathers each unit when it
     /// is touched and waits for each reduction; every step up costs one unit of memory. Default: 1
     /// where the group [overlaps](burn_fsdp_collectives::ProcessGroup::overlaps), as groups of processes do, and 0 where ranks
     /// are threads, which gain nothing by it.
-    pub fn prefetch(mut self, units: usize) -> Self {
-        self.prefetch = Some(units);
+    pub fn prefetch(mut self, units: impl Into<Option<usize>>) -> Self {
+        self.prefetch = units.into();
         self
     }
 

@@ -1,4 +1,4 @@
-//! Transfers between a device's memory and the host's, from where collectives move bytes.
+//! Copies between a device's memory and the host's, from where collectives move bytes.
 
 use std::fmt;
 use std::iter::Sum;
@@ -11,8 +11,9 @@ use burn_fsdp_collectives::{Account, Source};
 use crate::device::is_host;
 use crate::transport;
 
-/// Transfers that gathers and reductions have made between the host and devices with memory of their own.
-/// None are made on the CPU backend, whose memory is the host's.
+/// Copies that forwards and backwards have made between the host and devices with memory of their own: for gathers and
+/// reductions, and of offloaded values. None are made on the CPU backend, whose memory is the host's; those of sharding
+/// itself, of checkpoints, records and whole states are not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Staged {
     /// Shards and gradients that were read back, to be sent.
@@ -111,6 +112,17 @@ impl Staging {
     pub(crate) fn owned(&self, bytes: Vec<u8>, dtype: DType, device: &Device) -> Tensor<1> {
         self.arrives(bytes.len(), device);
         transport::owned(bytes, dtype, device)
+    }
+
+    /// Returns a tensor on `device`, to which it may have to be brought.
+    pub(crate) fn moved(&self, tensor: Tensor<1>, device: &Device) -> Tensor<1> {
+        if is_host(&tensor.device()) {
+            self.arrives(
+                tensor.shape().num_elements() * tensor.dtype().size(),
+                device,
+            );
+        }
+        tensor.to_device(device)
     }
 
     /// Lets a device do what it has put off, so that the full weights which are to go are gone before others

@@ -110,7 +110,9 @@ impl TrainConfig {
         }
         let is_compiled = args.training.compile;
         let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
-        check_memory(&model, batch, &all_ranks, &sharding)?;
+        if args.training.device.is_host() {
+            check_memory(&model, batch, &all_ranks, &sharding)?;
+        }
         let data = Data::read(&args.data, &model, batch)?;
         let init = args.model.init.as_ref();
         let init_file = init

@@ -44,11 +44,8 @@ pub(crate) fn shard(
     let policy = ShardPolicy::new()
         .units(units)
         .strategy(sharding.strategy)
+        .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
-    let policy = match sharding.prefetch {
-        Some(units) => policy.prefetch(units),
-        None => policy,
-    };
     let policy = match sharding.replicas {
         1 => policy,
         _ => policy.replicate_axis("replicate"),

@@ -65,11 +65,13 @@ fn saving_loaded_weights_copies_them() {
 fn prefetching_changes_no_bit() {
     let folder = Folder::new();
     let with = |flags: &str| folder.report(&format!("{STEPS} {flags}"));
-    let want = losses(&with("--prefetch 1"));
+    let one = with("--prefetch 1");
+    let want = losses(&one);
     let none = with("--prefetch 0");
     assert_eq!(losses(&none), want);
     assert_eq!(losses(&with("--prefetch 3")), want);
     // Threads gain nothing by it: none is what they do by default.
     let peak = "unsharded_peak_bytes";
     assert_eq!(with("")[peak], none[peak]);
+    assert_ne!(one[peak], none[peak]);
 }

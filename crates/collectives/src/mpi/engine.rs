@@ -132,11 +132,14 @@ impl Flight for MpiFlight {
     }
 
     fn begin(&mut self) -> Result<(), Withdrawn> {
-        self.shared.give_itself(&std::mem::take(&mut self.sources));
+        if self.shared.is_moved() {
+            self.shared.complete(&std::mem::take(&mut self.sources));
+        }
         Ok(())
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {
+        self.shared.complete(&std::mem::take(&mut self.sources));
         Ok(self.shared.landing.take())
     }
 }

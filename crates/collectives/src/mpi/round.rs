@@ -21,11 +21,11 @@ pub(super) struct Shared {
     num_claims: AtomicUsize,
     /// Ranks all of whose bytes have come.
     arrived: Vec<AtomicBool>,
-    /// True once what the other ranks give is there, and combined.
+    /// True once what the other ranks give is there.
     result: AtomicBool,
-    /// True once somebody has set out to copy what this rank gives itself.
-    is_giving_itself: AtomicBool,
-    has_given_itself: AtomicBool,
+    /// True once somebody has set out to add this rank's own share: to copy it beside what the others give, or to combine
+    /// it with that. MPI's thread does so before `result`, and has done it then; the rank's at any time.
+    is_completed: AtomicBool,
     /// Ranks that have all of this one's bytes.
     given: Vec<AtomicBool>,
     released: AtomicBool,
@@ -37,8 +37,9 @@ pub(super) struct Shared {
 impl Shared {
     pub(super) fn new(size: usize, rank: usize, claim: Claim, into: Vec<Buffer>) -> Self {
         let claims: Vec<_> = (0..size).map(|_| OnceLock::new()).collect();
-        // What is combined has this rank's addends in it.
-        let gives_itself = claim.signature.reduction.is_none() && !into.is_empty();
+        // An all-reduce is combined slice by slice, and its own slice put in place with the others.
+        let is_by_slices = claim.signature.kind == OperationKind::AllReduce;
+        let is_completed = into.is_empty() || is_by_slices;
         let _ = claims[rank].set(claim);
         Self {
             rank,
@@ -48,8 +49,7 @@ impl Shared {
                 .map(|other| AtomicBool::new(other == rank))
                 .collect(),
             result: AtomicBool::new(false),
-            is_giving_itself: AtomicBool::new(!gives_itself),
-            has_given_itself: AtomicBool::new(!gives_itself),
+            is_completed: AtomicBool::new(is_completed),
             given: (0..size)
                 .map(|other| AtomicBool::new(other == rank))
                 .collect(),
@@ -69,25 +69,32 @@ impl Shared {
     }
 
     pub(super) fn has_result(&self) -> bool {
-        self.has_all() && self.has_given_itself.load(Ordering::Acquire)
-    }
-
-    fn has_all(&self) -> bool {
         self.result.load(Ordering::Acquire)
     }
 
-    /// Copies what this rank gives itself, unless somebody does already: the thread that waits, while
-    /// the transfers go on, or MPI's after them.
-    pub(super) fn give_itself(&self, sources: &[Source]) {
-        if self.is_giving_itself.swap(true, Ordering::AcqRel) {
+    /// Returns true if what the others give can be completed before it is there.
+    pub(super) fn is_moved(&self) -> bool {
+        self.claim(self.rank).signature.reduction.is_none()
+    }
+
+    /// Adds this rank's own share, unless somebody has set out to. What is combined must be there.
+    pub(super) fn complete(&self, sources: &[Source]) {
+        if self.is_completed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let routes = self.claim(self.rank).signature.routes(self.rank, self.rank);
-        for (part, (route, source)) in routes.into_iter().zip(sources).enumerate() {
-            let bytes = &source.as_bytes()[route.given];
-            self.landing.put(part, route.placed, bytes);
-        }
-        self.has_given_itself.store(true, Ordering::Release);
+        let signature = &self.claim(self.rank).signature;
+        let Some(reduction) = &signature.reduction else {
+            let routes = signature.routes(self.rank, self.rank);
+            for (part, (route, source)) in routes.into_iter().zip(sources).enumerate() {
+                let bytes = &source.as_bytes()[route.given];
+                self.landing.put(part, route.placed, bytes);
+            }
+            return;
+        };
+        let addends = self.take_addends();
+        self.landing.fill(|buffers| {
+            combine(signature, reduction, self.rank, sources, &addends, buffers);
+        });
     }
 
     pub(super) fn is_released(&self) -> bool {
@@ -284,44 +291,22 @@ impl Round {
             self.note_progress();
         }
         let is_there = is_all && self.receives.is_empty() && self.slices.is_empty();
-        if is_there && !shared.has_all() && (self.has_combined || !is_reduced) {
-            if !is_reduced && is_wanted {
-                self.complete();
+        if is_there && !shared.has_result() && (self.has_combined || !is_reduced) {
+            // Behind what the rank computes. One that waits has nothing else to do, and more threads.
+            if is_wanted && !shared_bell(&self.start).is_awaited() {
+                shared.complete(&self.start.sources);
             }
             shared.result.store(true, Ordering::Release);
             shared_bell(&self.start).ring();
             has_moved = true;
         }
-        let is_over = shared.has_all() && self.sends.is_empty();
+        let is_over = shared.has_result() && self.sends.is_empty();
         if is_over {
             self.start.sources.clear();
             shared.released.store(true, Ordering::Release);
             shared_bell(&self.start).ring();
         }
         Ok((has_moved, is_over))
-    }
-
-    /// Does what is left when all transfers are complete: behind whatever the rank computes, if it does
-    /// not wait yet.
-    fn complete(&self) {
-        let (shared, sources) = (&self.start.shared, &self.start.sources);
-        let signature = self.signature();
-        match &signature.reduction {
-            None => shared.give_itself(sources),
-            Some(reduction) => {
-                let addends = shared.take_addends();
-                shared.landing.fill(|buffers| {
-                    combine(
-                        signature,
-                        reduction,
-                        shared.rank,
-                        sources,
-                        &addends,
-                        buffers,
-                    );
-                });
-            }
-        }
     }
 
     /// Notes which ranks have given this one all, and which have got all of it.

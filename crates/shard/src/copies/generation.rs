@@ -254,7 +254,10 @@ impl Generation {
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);
         match self.unit.offload.is_some() {
-            true => held.to_device(&self.device(slot).without_autodiff()),
+            true => {
+                let device = self.device(slot).without_autodiff();
+                self.unit.staging.moved(held, &device)
+            }
             false => held,
         }
     }

@@ -34,7 +34,7 @@ pub struct Memory {
     /// Memory that is not in use and kept for the next operations, so that they need not ask the
     /// system for it: [`trim`] gives it back. It was part of the peak once.
     pub pooled: usize,
-    /// Copies between the host and the device that computes, since the module was sharded.
+    /// Copies of forwards and backwards between the host and the device that computes, since the module was sharded.
     pub staged: Staged,
     /// Units whose full weights outlived their forward though the policy drops them.
     pub pinned: Vec<Pinned>,

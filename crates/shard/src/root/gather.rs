@@ -88,6 +88,9 @@ impl Root {
         let marks = generation.life.fill(|pending| {
             let mut marks = Vec::new();
             let mut full = unit.empty_slots();
+            if let Some(slot) = unit.gathered_slots().next() {
+                unit.staging.make_room(&generation.device(slot));
+            }
             let Some(pending) = pending else {
                 for slot in unit.gathered_slots() {
                     full[slot] = Some(generation.held_there(slot));
@@ -95,8 +98,6 @@ impl Root {
                 return Ok((full, marks));
             };
             let received = pending.wait()?;
-            unit.staging
-                .make_room(&generation.device(unit.gathered_slots().next().unwrap_or(0)));
             for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
                 let (marked, mark) = Marked::new(buffer);
                 marks.push(mark);

@@ -196,7 +196,6 @@ pub(crate) fn plainly_stepped<M: Module + 'static>(case: Case<M>, ranks: usize) 
     }
 }
 
-/// Burn's seed belongs to the device, which all threads share: one initialization at a time.
 /// The module with values of its own seed, as lazy as they were.
 ///
 /// Burn's generator is one for all threads of a process: what a module draws from it depends on the

@@ -86,7 +86,7 @@ fn every_strategy_and_layout(ranks: &impl Ranks) {
     ranks.agree(MLP, &policy.clone().cut(Cut::Dims));
     // The embedding alone is large enough to be cut.
     ranks.agree(MLP, &policy.clone().whole_below(106));
-    ranks.agree(MLP, &policy.clone().prefetch(0));
+    ranks.agree(MLP, &policy.clone().prefetch(1));
     ranks.agree(MLP, &policy.clone().prefetch(3));
     ranks.agree(MLP, &policy.reshard_root(true));
 }

@@ -105,7 +105,7 @@ fn it_prints_its_configuration() {
         "rank 1 of 2 on axis \"shard\"",
         "FullShard",
         "flat shards of f32",
-        "1 units prefetched",
+        "0 units prefetched",
         "blocks.2",
         "kept",
         "dropped",
