@@ -56,7 +56,11 @@ pub enum DeviceNameError {
         name: String,
     },
     /// A backend that this build does not have.
-    #[error("this build has no {backend}: build with the feature `{backend}`; it has {}", built().join(", "))]
+    #[error(
+        "this build has no {backend}: build with the feature `{backend}` of `burn-fsdp`, or the command with \
+         `--features burn-fsdp-cli/{backend}`; it has {}",
+        built().join(", ")
+    )]
     Feature {
         /// The backend.
         backend: &'static str,
@@ -125,13 +129,11 @@ impl FromStr for DeviceName {
         let known = BACKENDS.into_iter().find(|known| *known == backend);
         let backend = known.ok_or_else(unknown)?;
         let number = number.map(|number| number.parse::<usize>().map_err(|_| unknown()));
+        let number = number.transpose()?;
         if !built().contains(&backend) {
             return Err(DeviceNameError::Feature { backend });
         }
-        Ok(Self {
-            backend,
-            number: number.transpose()?,
-        })
+        Ok(Self { backend, number })
     }
 }
 
@@ -149,11 +151,9 @@ impl DeviceName {
     /// [`DeviceNameError::Missing`] if the machine has no device of that number.
     pub fn device(&self, rank_here: usize) -> Result<Device, DeviceNameError> {
         let found = self.devices();
-        let number = match self.is_host() {
-            // There is one CPU, whatever its number.
-            true => 0,
-            false => self.number.unwrap_or(rank_here),
-        };
+        // All ranks compute on the one CPU.
+        let own = if self.is_host() { 0 } else { rank_here };
+        let number = self.number.unwrap_or(own);
         found.get(number).cloned().ok_or(DeviceNameError::Missing {
             backend: self.backend,
             number,
@@ -221,6 +221,8 @@ mod tests {
             assert_eq!(read.to_string(), name);
             assert_eq!(read.device(3), Ok(Device::flex()));
         }
+        let second: DeviceName = "flex:1".parse().expect("a name");
+        assert!(second.device(0).is_err(), "there is one CPU");
         for name in ["", "gpu", "wgpu:", "wgpu:x", "flex:-1", "flex:0:0", "Flex"] {
             let error = name.parse::<DeviceName>().expect_err(name).to_string();
             assert!(error.contains("names no device"), "{error}");

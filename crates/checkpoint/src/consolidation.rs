@@ -47,7 +47,15 @@ pub fn consolidate_to_file(
                 path: out.to_owned(),
             });
         }
-        _ => {}
+        Some(EntryKind::File) | None => {}
+        // A link, a pipe, a device: a file in its place would do harm to what is not the step's.
+        Some(_) => {
+            return Err(Error::Argument {
+                argument: "out",
+                expected: "the name of a plain file, or of none".to_owned(),
+                got: format!("{}, which is no plain file", out.display()),
+            });
+        }
     }
     let tensors = wanted(step, write_as)?;
     let parent = parent(out);

@@ -196,6 +196,11 @@ fn a_step_is_consolidated_inspected_and_sampled() {
         header.contains("\"blocks.0.fc.weight\"") && !header.contains("moment"),
         "{header}"
     );
+    // What is no plain file is not replaced by one.
+    std::os::unix::fs::symlink("elsewhere", folder.path("link")).expect("a link");
+    let onto = folder.run("consolidate steps link --overwrite");
+    assert_eq!(onto.code, 2, "{}", onto.stderr);
+    assert!(onto.stderr.contains("no plain file"), "{}", onto.stderr);
     let again = folder.run("consolidate steps model.safetensors");
     assert_eq!(again.code, 2);
     assert!(

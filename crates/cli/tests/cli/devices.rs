@@ -8,8 +8,10 @@ fn devices_that_are_not_there_are_refused_by_name() {
     for (device, words) in [
         ("gpu", ["names no device", "wgpu"]),
         ("wgpu:", ["names no device", "wgpu:0"]),
+        ("cuda:-1", ["names no device", "wgpu:0"]),
+        ("flex:1", ["no device 1 of flex", "it has 1"]),
         #[cfg(not(feature = "cuda"))]
-        ("cuda:0", ["no cuda", "feature `cuda`"]),
+        ("cuda:0", ["no cuda", "burn-fsdp-cli/cuda"]),
         #[cfg(feature = "wgpu")]
         ("wgpu:999", ["no device 999 of wgpu", "`wgpu:0`"]),
     ] {
@@ -19,7 +21,7 @@ fn devices_that_are_not_there_are_refused_by_name() {
             assert!(run.stderr.contains(word), "{device}: {}", run.stderr);
         }
     }
-    let run = folder.train("--synthetic --steps 1 --device flex:1");
+    let run = folder.train("--synthetic --steps 1 --device flex:0");
     assert_eq!(run.code, 0, "{}", run.stderr);
 }
 
