@@ -6,7 +6,7 @@ use std::time::Duration;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::testing::Fault;
-use burn_fsdp::{Clip, DeviceName, Precision, ProcessGroup, Strategy};
+use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{
@@ -148,7 +148,7 @@ impl TrainConfig {
             settings,
             not_finite: args.training.nan,
             optimizer,
-            devices: devices(&args.training.device, &all_ranks)?,
+            devices: all_ranks.devices(&args.training.device)?,
             ranks: all_ranks,
             sharding,
             step,
@@ -288,16 +288,6 @@ fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), Inpu
             rows: batch / ranks,
         }),
     }
-}
-
-/// Finds the device of each rank of this process.
-fn devices(name: &DeviceName, ranks: &Ranks) -> Result<Vec<Device>, InputError> {
-    let here = match ranks {
-        Ranks::Threads(number) => 0..*number,
-        Ranks::Processes(processes) => processes.rank_here..processes.rank_here + 1,
-    };
-    let devices = here.map(|rank_here| name.device(rank_here));
-    Ok(devices.collect::<Result<_, _>>()?)
 }
 
 fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {

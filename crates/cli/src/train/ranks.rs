@@ -6,8 +6,10 @@ use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 
-use burn_fsdp::ProcessGroup;
+use burn::tensor::Device;
 use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
+
+use burn_fsdp::{DeviceName, ProcessGroup};
 
 use crate::error::{InputError, RankError};
 use crate::host;
@@ -71,6 +73,16 @@ impl Ranks {
             Self::Threads(_) => 1,
             Self::Processes(processes) => processes.here,
         }
+    }
+
+    /// Finds the device of each rank of this process.
+    pub(crate) fn devices(&self, name: &DeviceName) -> Result<Vec<Device>, InputError> {
+        let here = match self {
+            Self::Threads(number) => 0..*number,
+            Self::Processes(processes) => processes.rank_here..processes.rank_here + 1,
+        };
+        let devices = here.map(|rank_here| name.device(rank_here));
+        Ok(devices.collect::<Result<_, _>>()?)
     }
 
     /// Returns true if each rank is a process.
