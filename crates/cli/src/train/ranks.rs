@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
-
 use burn_fsdp::{DeviceName, ProcessGroup};
 
 use crate::error::{InputError, RankError};
