@@ -10,16 +10,7 @@ use std::str::FromStr;
     feature = "webgpu"
 ))]
 use burn::backend::{CubeDevice, DispatchDevice, WgpuDeviceKind};
-use burn::tensor::Device;
-#[cfg(any(
-    feature = "wgpu",
-    feature = "vulkan",
-    feature = "metal",
-    feature = "webgpu",
-    feature = "cuda",
-    feature = "rocm"
-))]
-use burn::tensor::DeviceType;
+use burn::tensor::{Device, DeviceType};
 use thiserror::Error as ThisError;
 
 /// The name of a device: a backend of Burn that this build has, and perhaps a number.
@@ -84,18 +75,29 @@ pub enum DeviceNameError {
 
 const BACKENDS: [&str; 7] = ["flex", "wgpu", "vulkan", "metal", "webgpu", "cuda", "rocm"];
 
+/// Returns what Burn lists a backend's devices by; `None` if this build does not have the backend.
+fn device_type(backend: &str) -> Option<DeviceType> {
+    match backend {
+        "flex" => Some(DeviceType::Flex),
+        #[cfg(feature = "wgpu")]
+        "wgpu" => Some(DeviceType::Wgpu),
+        #[cfg(feature = "vulkan")]
+        "vulkan" => Some(DeviceType::Vulkan),
+        #[cfg(feature = "metal")]
+        "metal" => Some(DeviceType::Metal),
+        #[cfg(feature = "webgpu")]
+        "webgpu" => Some(DeviceType::WebGpu),
+        #[cfg(feature = "cuda")]
+        "cuda" => Some(DeviceType::Cuda),
+        #[cfg(feature = "rocm")]
+        "rocm" => Some(DeviceType::Rocm),
+        _ => None,
+    }
+}
+
 /// Returns the backends of this build.
 fn built() -> Vec<&'static str> {
-    let is_built = |backend: &&str| match *backend {
-        "flex" => true,
-        "wgpu" => cfg!(feature = "wgpu"),
-        "vulkan" => cfg!(feature = "vulkan"),
-        "metal" => cfg!(feature = "metal"),
-        "webgpu" => cfg!(feature = "webgpu"),
-        "cuda" => cfg!(feature = "cuda"),
-        "rocm" => cfg!(feature = "rocm"),
-        _ => false,
-    };
+    let is_built = |backend: &&str| device_type(backend).is_some();
     BACKENDS.into_iter().filter(is_built).collect()
 }
 
@@ -130,7 +132,7 @@ impl FromStr for DeviceName {
         let backend = known.ok_or_else(unknown)?;
         let number = number.map(|number| number.parse::<usize>().map_err(|_| unknown()));
         let number = number.transpose()?;
-        if !built().contains(&backend) {
+        if device_type(backend).is_none() {
             return Err(DeviceNameError::Feature { backend });
         }
         Ok(Self { backend, number })
@@ -164,34 +166,12 @@ impl DeviceName {
 
     /// Returns the devices of the backend on this machine, those of software only where there are no others.
     fn devices(&self) -> Vec<Device> {
-        let mut devices: Vec<Device> = Vec::new();
-        for device in self.enumerated() {
-            if !devices.contains(&device) {
-                devices.push(device);
-            }
-        }
+        let found = device_type(self.backend).map(Device::enumerate);
+        let mut devices: Vec<Device> = found.into_iter().flatten().collect();
         if devices.iter().any(|device| !is_software(device)) {
             devices.retain(|device| !is_software(device));
         }
         devices
-    }
-
-    fn enumerated(&self) -> Vec<Device> {
-        match self.backend {
-            #[cfg(feature = "wgpu")]
-            "wgpu" => Device::enumerate(DeviceType::Wgpu).into_iter().collect(),
-            #[cfg(feature = "vulkan")]
-            "vulkan" => Device::enumerate(DeviceType::Vulkan).into_iter().collect(),
-            #[cfg(feature = "metal")]
-            "metal" => Device::enumerate(DeviceType::Metal).into_iter().collect(),
-            #[cfg(feature = "webgpu")]
-            "webgpu" => Device::enumerate(DeviceType::WebGpu).into_iter().collect(),
-            #[cfg(feature = "cuda")]
-            "cuda" => Device::enumerate(DeviceType::Cuda).into_iter().collect(),
-            #[cfg(feature = "rocm")]
-            "rocm" => Device::enumerate(DeviceType::Rocm).into_iter().collect(),
-            _ => vec![Device::flex()],
-        }
     }
 }
 

@@ -86,6 +86,8 @@ fn every_strategy_and_layout(ranks: &impl Ranks) {
     ranks.agree(MLP, &policy.clone().cut(Cut::Dims));
     // The embedding alone is large enough to be cut.
     ranks.agree(MLP, &policy.clone().whole_below(106));
+    // One of the first two is the default, of threads or of processes.
+    ranks.agree(MLP, &policy.clone().prefetch(0));
     ranks.agree(MLP, &policy.clone().prefetch(1));
     ranks.agree(MLP, &policy.clone().prefetch(3));
     ranks.agree(MLP, &policy.reshard_root(true));
