@@ -6,6 +6,7 @@
 //!   elements that one rank holds of it.
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
 //! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
+//! - [`Clip`]: the greatest norm that gradients may have; [`Measure`]: what each element adds to a norm.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is cut anew.
 //!
@@ -31,6 +32,7 @@
 mod error;
 mod layout;
 mod mesh;
+mod norm;
 mod partition;
 mod pattern;
 mod placement;
@@ -41,6 +43,7 @@ mod transfer;
 pub use error::Error;
 pub use layout::{AxisPlacement, Cut, Layout, local_shape};
 pub use mesh::{Axis, Mesh};
+pub use norm::{Clip, Measure, NonFinite, Norm};
 pub use partition::Partition;
 pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};

@@ -77,7 +77,7 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
-pub use burn_fsdp_mesh::{Cut, Strategy};
+pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
 pub use error::{Error, catch};
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
@@ -96,7 +96,7 @@ pub use wrap::{fully_shard, replicate};
 pub use inspect::auto::auto_units;
 pub use inspect::names::{check_names, parameter_paths};
 pub use inspect::settle_ids;
-pub use optim::clip::{Clip, Clipped, NonFinite, Norm, clip_grad_norm, grad_norm};
+pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
 pub use optim::elementwise::{check_elementwise, check_elementwise_once};
 pub use optim::gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
 pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};

@@ -10,12 +10,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::AsMesh;
+use burn_fsdp_mesh::Clip;
 
 use crate::error::Error;
 use crate::inspect;
 use crate::inspect::names::{check_names, parameter_paths};
 use crate::inspect::plan::{self, wrap_plan};
-use crate::optim::clip::{self, Clip, Clipped};
+use crate::optim::clip::{self, Clipped};
 use crate::optim::elementwise;
 use crate::policy::ShardPolicy;
 use crate::state::agreement::{self, Agreement};

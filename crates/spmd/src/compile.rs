@@ -2,6 +2,7 @@
 
 mod agree;
 mod cache;
+mod micro;
 mod repeat;
 mod restored;
 mod state;

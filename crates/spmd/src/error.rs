@@ -231,6 +231,42 @@ pub enum Error {
         operation: String,
     },
 
+    /// Hybrid sharding on a mesh, or with a strategy, that has it not.
+    #[error(
+        "hybrid sharding takes a mesh of two axes and a strategy with shards, not {axes} and {strategy}; give a mesh such \
+         as [(\"replicate\", 2), (\"shard\", 4)] and Strategy::FullShard, or use Mode::data_parallel"
+    )]
+    Hybrid {
+        /// The strategy.
+        strategy: burn_fsdp_mesh::Strategy,
+        /// Number of axes of the mesh.
+        axes: usize,
+    },
+
+    /// A step over micro-batches without any.
+    #[error("a step needs at least one micro-batch; call it with the batches of the step")]
+    NoBatch,
+
+    /// Micro-batches of one step that give gradients to different parameters.
+    #[error(
+        "some micro-batches of a step give parameter \"{path}\" a gradient, and others none; let every micro-batch use \
+         it, multiplied by zero where it does not count, or train this model with the eager engine (fully_shard)"
+    )]
+    MicroBatches {
+        /// The first parameter that differs.
+        path: String,
+    },
+
+    /// A limit that no norm of gradients can have.
+    #[error(
+        "gradients cannot be clipped as {clip:?} says; give a greatest norm that is not negative, and an order of at \
+         least 1 or Norm::Infinity"
+    )]
+    Clip {
+        /// What was asked for.
+        clip: burn_fsdp_mesh::Clip,
+    },
+
     /// An optimizer whose step, or whose state, cannot be followed.
     #[error(
         "the optimizer {optimizer} cannot be followed for parameter \"{path}\": {reason}; use another \

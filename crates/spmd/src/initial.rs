@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use burn_fsdp_collectives::{Part, Source};
-use burn_fsdp_mesh::Layout;
+use burn_fsdp_collectives::{Part, ProcessGroup, Source};
+use burn_fsdp_mesh::{Layout, Partition};
 use burn_ir::TensorId;
 
 use crate::error::Error;
@@ -217,25 +217,50 @@ impl Receiver<'_> {
                 layout,
             });
         };
-        let element = element_of(&spec.path, spec.dtype)?;
-        let size = spec.dtype.size();
-        let part = match data {
-            Some(data) => Part::new(Source::new(data.as_bytes().to_vec()), partition, element),
-            None => Part::absent(partition, element),
+        let copies = divided.copies()?;
+        let mut data = match copies.iter().all(|group| group.rank() == 0) {
+            true => Some(shard(spec, data, partition, divided.flat_group()?)?),
+            false => None,
         };
-        let into = group.pool().take(partition.len(group.rank()) * size);
-        let label = format!("initial {}", spec.path);
-        let received = group
-            .scatter(label, Vec::new(), 0, vec![part], vec![into])
-            .map_err(Error::among_ranks)?;
-        let mut bytes = received.buffers[0].as_ref().to_vec();
-        bytes.resize(partition.chunk_len() * size, 0);
+        // The ranks that have divided the values hand them to those that hold the same parts.
+        for copies in copies {
+            let known = (&[partition.chunk_len()][..], spec.dtype);
+            let own = (copies.rank() == 0).then_some(data).flatten();
+            data = Some(broadcast(copies, &spec.path, own, known)?);
+        }
+        let data = data.ok_or_else(|| {
+            Error::Internal(format!("parameter {} has come to no rank", spec.path))
+        })?;
         Ok(Held {
             spec: spec.clone(),
             layout,
-            data: TensorData::from_bytes_vec(bytes, [partition.chunk_len()], spec.dtype),
+            data,
         })
     }
+}
+
+/// Returns this rank's flat shard, padded, of the values that the first rank of the group has.
+fn shard(
+    spec: &ParameterSpec,
+    data: Option<TensorData>,
+    partition: Partition,
+    group: &ProcessGroup,
+) -> Result<TensorData, Error> {
+    let element = element_of(&spec.path, spec.dtype)?;
+    let size = spec.dtype.size();
+    let part = match data {
+        Some(data) => Part::new(Source::new(data.as_bytes().to_vec()), partition, element),
+        None => Part::absent(partition, element),
+    };
+    let into = group.pool().take(partition.len(group.rank()) * size);
+    let label = format!("initial {}", spec.path);
+    let received = group
+        .scatter(label, Vec::new(), 0, vec![part], vec![into])
+        .map_err(Error::among_ranks)?;
+    let mut bytes = received.buffers[0].as_ref().to_vec();
+    bytes.resize(partition.chunk_len() * size, 0);
+    let shape = [partition.chunk_len()];
+    Ok(TensorData::from_bytes_vec(bytes, shape, spec.dtype))
 }
 
 impl ModuleMapper for Receiver<'_> {

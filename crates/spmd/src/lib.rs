@@ -56,6 +56,7 @@ mod error;
 pub mod graph;
 mod initial;
 mod mode;
+mod norm;
 mod panics;
 mod parts;
 mod pass_id;
@@ -71,6 +72,7 @@ pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, c
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use mode::{Mode, lower};
+pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper};
 

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Cut, Layout, Mesh, Pattern, Strategy};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
 
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::passes::schedule::{self, OptimizerPlace};
-use crate::passes::{DeferOptimizer, Iteration, Pipeline, verify};
+use crate::passes::{
+    Accumulate, ClipGradients, DeferOptimizer, InsertCollectives, Iteration, MicroSteps, Pipeline,
+    Replicate, verify,
+};
 use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{InputSpec, ParameterSpec};
@@ -32,6 +35,12 @@ pub struct Mode {
 enum Division {
     /// Division of the batch: each rank runs the step on its part.
     DataParallel(DataParallel),
+    /// Hybrid sharding: division of the batch among all ranks, of the parameters along the axis of the shards.
+    Hybrid {
+        strategy: Strategy,
+        shard: Axis,
+        replicate: Replicate,
+    },
     /// Division of every value by its placements on a mesh.
     Expand(Mesh, Expand),
     /// Division of every value on one axis, by the placements that move the fewest bytes; `None` until the first graph.
@@ -51,6 +60,35 @@ impl Mode {
             style => Division::DataParallel(style),
         };
         Self::new(Ranks::line(group), division)
+    }
+
+    /// Creates a mode of hybrid sharding: the ranks of a mesh of two axes divide the batch among them, shards lie along
+    /// one axis, and the ranks along `replicate` hold copies of them. Gradients are reduced to shards along the one,
+    /// and then averaged along the other.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Mesh`] for an axis that the mesh has not, [`Error::Hybrid`] if it has not two, or for
+    /// [`Strategy::NoShard`], which has no shards to copy.
+    pub fn hybrid(mesh: ProcessMesh, replicate: &str, strategy: Strategy) -> Result<Self, Error> {
+        let axes = mesh.mesh().axes();
+        let copies = mesh.mesh().axis(replicate)?.clone();
+        let shard = axes.iter().find(|axis| axis.name != replicate);
+        let (Some(shard), 2, true) = (shard, axes.len(), strategy != Strategy::NoShard) else {
+            return Err(Error::Hybrid {
+                strategy,
+                axes: axes.len(),
+            });
+        };
+        let division = Division::Hybrid {
+            strategy,
+            shard: shard.clone(),
+            replicate: Replicate {
+                axis: copies,
+                is_first: axes[0].name == replicate,
+            },
+        };
+        Ok(Self::new(Ranks::of_mesh(mesh), division))
     }
 
     /// Creates a mode in which the ranks of a mesh divide values by the user's placements. The loss is that of the
@@ -134,7 +172,7 @@ impl Mode {
     /// over the joined batch.
     pub(crate) fn joined_shape(&self, name: &str, shape: &[usize]) -> Vec<usize> {
         match &self.division {
-            Division::DataParallel(_) => shape.to_vec(),
+            Division::DataParallel(_) | Division::Hybrid { .. } => shape.to_vec(),
             Division::Expand(mesh, expand) => expand.joined_shape(mesh, name, shape),
             Division::Least(_) => {
                 let mut shape = shape.to_vec();
@@ -153,6 +191,9 @@ impl Mode {
         match &self.division {
             Division::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
                 Ok(Layout::flat(&mesh, DATA_AXIS)?)
+            }
+            Division::Hybrid { shard, .. } if !spec.is_buffer => {
+                Ok(Layout::flat(&mesh, &shard.name)?)
             }
             Division::Expand(mesh, expand) if !spec.is_buffer => {
                 let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
@@ -203,7 +244,10 @@ impl Mode {
     /// Decides the placements that are left open, by the first graph of the joined batch.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
         match &self.division {
-            Division::DataParallel(_) | Division::Expand(..) | Division::Least(Some(_)) => Ok(()),
+            Division::DataParallel(_)
+            | Division::Hybrid { .. }
+            | Division::Expand(..)
+            | Division::Least(Some(_)) => Ok(()),
             Division::Least(None) => {
                 let mesh = self.ranks.mesh()?;
                 let found = least_communication_with(graph, &mesh, DATA_AXIS, &self.shared)?;
@@ -213,24 +257,40 @@ impl Mode {
         }
     }
 
-    /// Returns the passes of the mode.
-    fn pipeline(&self) -> Result<Pipeline, Error> {
+    /// Returns the passes of the mode, with these options.
+    fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
         let num_ranks = self.ranks.size();
-        let prefetch = self.options.prefetch.unwrap_or(self.ranks.overlaps());
-        let options = self.options.clone().prefetch(prefetch);
+        let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
+        let options = options.clone().prefetch(prefetch);
         let pipeline = match &self.division {
             Division::DataParallel(style) => {
                 schedule::pipeline(num_ranks, *style, &options, &self.transforms)
+            }
+            Division::Hybrid {
+                strategy,
+                shard,
+                replicate,
+            } => {
+                let insert = InsertCollectives {
+                    num_ranks: shard.size,
+                    style: (*strategy).into(),
+                    axis: shard.name.as_str().into(),
+                    replicate: Some(replicate.clone()),
+                };
+                let axes = self.ranks.mesh()?.axes().to_vec();
+                schedule::divided(insert, &options, axes, &self.transforms)
             }
             Division::Least(None) => {
                 return Err(Error::Internal("placements are not decided".to_owned()));
             }
             Division::Expand(_, expand) | Division::Least(Some(expand)) => {
+                let mesh = self.ranks.mesh()?;
+                let axes = mesh.axes().to_vec();
                 let insert = ExpandPlacements {
                     expand: expand.clone(),
-                    mesh: self.ranks.mesh()?,
+                    mesh,
                 };
-                schedule::pipeline_with(insert, &options, &self.transforms)
+                schedule::pipeline_with(insert, &options, axes, &self.transforms)
             }
         };
         Ok(match self.verify {
@@ -247,6 +307,17 @@ pub(crate) enum Lowered {
     Whole(Box<Graph>),
     /// The graphs of a mode whose optimizer runs in the next forward.
     Iteration(Box<Iteration>),
+    /// The graphs of a step over several micro-batches.
+    Micro(Box<MicroSteps>),
+}
+
+/// What a graph is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Purpose {
+    /// A step of one batch.
+    Step,
+    /// A step of that many micro-batches.
+    Micro(usize),
 }
 
 /// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
@@ -258,15 +329,19 @@ pub(crate) enum Lowered {
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone();
     mode.decide(&graph)?;
-    Ok(match lower_all(graph, &mode)? {
+    Ok(match lower_all(graph, &mode, Purpose::Step)? {
         Lowered::Whole(graph) => *graph,
         Lowered::Iteration(iteration) => iteration.main,
+        Lowered::Micro(steps) => steps.next,
     })
 }
 
 /// Applies the passes of a mode, and returns all graphs that result.
-pub(crate) fn lower_all(graph: Graph, mode: &Mode) -> Result<Lowered, Error> {
-    let graph = mode.pipeline()?.run(graph)?;
+pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<Lowered, Error> {
+    if let Purpose::Micro(num_batches) = purpose {
+        return lower_micro(graph, mode, num_batches);
+    }
+    let graph = mode.pipeline(&mode.options)?.run(graph)?;
     if mode.options.optimizer != OptimizerPlace::InNextForward {
         return Ok(Lowered::Whole(Box::new(graph)));
     }
@@ -277,4 +352,20 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode) -> Result<Lowered, Error> {
         }
     }
     Ok(Lowered::Iteration(Box::new(iteration)))
+}
+
+fn lower_micro(graph: Graph, mode: &Mode, num_batches: usize) -> Result<Lowered, Error> {
+    // The norm is that of all micro-batches, and the optimizer comes after them, wherever it is otherwise.
+    let options = mode.options.clone().clip_grad_norm(None);
+    let options = options.optimizer(OptimizerPlace::InNextForward);
+    let graph = mode.pipeline(&options)?.run(graph)?;
+    let axes = mode.ranks.mesh()?.axes().to_vec();
+    let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
+    let steps = Accumulate { num_batches, clip }.split(graph)?;
+    if mode.verify {
+        for graph in [&steps.first, &steps.next, &steps.update] {
+            verify(graph)?;
+        }
+    }
+    Ok(Lowered::Micro(Box::new(steps)))
 }

@@ -25,7 +25,24 @@ impl Divided<'_> {
             return Ok(None);
         }
         let num_elements = self.shape.iter().product();
-        Ok(Some(Partition::flat(num_elements, self.ranks.size())?))
+        let num_parts = self.flat_group()?.size();
+        Ok(Some(Partition::flat(num_elements, num_parts)?))
+    }
+
+    /// Returns the ranks that divide the elements, one flat shard each.
+    pub(crate) fn flat_group(&self) -> Result<&ProcessGroup, Error> {
+        let cut = self.cuts()?.into_iter().next();
+        Ok(cut.map_or(self.ranks.group(), |(_, group)| group))
+    }
+
+    /// Returns the groups of ranks that hold the same part, one for each axis that does not cut.
+    pub(crate) fn copies(&self) -> Result<Vec<&ProcessGroup>, Error> {
+        let mesh = self.ranks.mesh()?;
+        let axes = self.layout.placements.iter().zip(mesh.axes());
+        let whole = axes.filter(|(placement, _)| !matches!(placement, Placement::Shard(_)));
+        whole
+            .map(|(_, axis)| self.ranks.along(&axis.name))
+            .collect()
     }
 
     /// Returns the dims that are cut, with the group that each is cut over, slowest axis first.
@@ -42,7 +59,7 @@ impl Divided<'_> {
     /// Returns this rank's part of the whole, padded.
     pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
-            let part = slice(data, partition.range(self.ranks.rank()));
+            let part = slice(data, partition.range(self.flat_group()?.rank()));
             return self.padded(part);
         }
         let mut part = data.clone();
@@ -55,7 +72,7 @@ impl Divided<'_> {
     /// Gathers the whole of which this rank has a part. All ranks must call it.
     pub(crate) fn whole(&self, path: &str, local: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
-            return gather(self.ranks.group(), path, local, partition, self.shape);
+            return gather(self.flat_group()?, path, local, partition, self.shape);
         }
         let mut joined = local.clone();
         for (dim, group) in self.cuts()? {
@@ -82,7 +99,7 @@ impl Divided<'_> {
     /// Returns a part without its padding.
     pub(crate) fn unpadded(&self, data: TensorData) -> Result<TensorData, Error> {
         Ok(match self.partition()? {
-            Some(partition) => slice(&data, 0..partition.len(self.ranks.rank())),
+            Some(partition) => slice(&data, 0..partition.len(self.flat_group()?.rank())),
             None => data,
         })
     }

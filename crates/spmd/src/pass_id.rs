@@ -24,6 +24,8 @@ pub enum PassId {
     Deduplicate,
     /// [`Regather`](crate::passes::Regather).
     Regather,
+    /// [`ClipGradients`](crate::passes::ClipGradients).
+    ClipGradients,
     /// [`Bucket`](crate::passes::Bucket).
     Bucket,
     /// [`Split`](crate::passes::Split).
@@ -36,6 +38,8 @@ pub enum PassId {
     EarlyOptimizer,
     /// [`DeferOptimizer`](crate::passes::DeferOptimizer).
     DeferOptimizer,
+    /// [`Accumulate`](crate::passes::Accumulate).
+    Accumulate,
     /// [`Liveness`](crate::passes::Liveness).
     Liveness,
     /// A pass of the user, by its name.
@@ -54,12 +58,14 @@ impl fmt::Display for PassId {
             Self::InsertCollectives => "insert collectives",
             Self::Deduplicate => "deduplicate collectives",
             Self::Regather => "regather",
+            Self::ClipGradients => "clip gradients",
             Self::Bucket => "bucket collectives",
             Self::Split => "split collectives",
             Self::Prefetch => "prefetch",
             Self::SinkWaits => "sink waits",
             Self::EarlyOptimizer => "early optimizer",
             Self::DeferOptimizer => "deferred optimizer",
+            Self::Accumulate => "accumulate",
             Self::Liveness => "liveness",
             Self::User(name) => name,
         })

@@ -439,7 +439,7 @@ impl<'a> Heap<'a> {
             }
         }
         let ends = graph.updates().iter().map(|update| update.from);
-        for id in ends.chain(graph.loss()) {
+        for id in ends.chain(graph.results()) {
             if !graph.is_given(id) {
                 self.remove(id);
             }

@@ -76,7 +76,7 @@ fn finish(interpreter: &mut TensorInterpreter<Flex>, graph: &Graph) {
         interpreter.register_alias(fresh(index), update.from);
     }
     let ends = graph.updates().iter().map(|update| update.from);
-    for id in ends.chain(graph.loss()) {
+    for id in ends.chain(graph.results()) {
         if !graph.is_given(id) {
             free(interpreter, id);
         }

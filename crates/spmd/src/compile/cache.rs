@@ -3,13 +3,14 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
+use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
-use crate::mode::{Lowered, Mode, lower_all};
+use crate::mode::{Lowered, Mode, Purpose, lower_all};
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
@@ -17,6 +18,7 @@ pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph,
 /// The inputs and the optimizer operations that a graph was made for.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
+    purpose: Purpose,
     inputs: Vec<InputSpec>,
     /// Names and hashes of the batch's values that are no tensors.
     fixed: Vec<(String, u64)>,
@@ -41,6 +43,11 @@ pub(super) enum Compiled {
         setup: Arc<Graph>,
         main: Arc<Graph>,
         cleanup: Arc<Graph>,
+    },
+    Micro {
+        first: Arc<Graph>,
+        next: Arc<Graph>,
+        update: Arc<Graph>,
     },
 }
 
@@ -86,15 +93,17 @@ impl<B: Batch> Graphs<B> {
         self.kept.clear();
     }
 
-    /// Returns the graphs for such a batch and step of the optimizer; makes them if they are not kept.
+    /// Returns the graphs for such a batch, or micro-batch, and step of the optimizer; makes them if they are not kept.
     pub(super) fn of<Be: BackendIr>(
         &mut self,
+        purpose: Purpose,
         batch: &B,
         step: &StepScalars,
         setting: Setting<'_, Be>,
     ) -> Result<Made, Error> {
         let cache = setting.mode.cache;
         let key = Key {
+            purpose,
             inputs: specs_of(batch)?,
             fixed: fixed_of(batch),
             structure: step.structure(),
@@ -106,7 +115,7 @@ impl<B: Batch> Graphs<B> {
                 let entry = self.kept.remove(index);
                 entry.ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
             }
-            None => (key, self.make(batch, step, setting)?),
+            None => (key, self.make(purpose, batch, step, setting)?),
         };
         let made = entry.1.made.clone();
         self.kept.push_back(entry);
@@ -142,6 +151,7 @@ impl<B: Batch> Graphs<B> {
 
     fn make<Be: BackendIr>(
         &mut self,
+        purpose: Purpose,
         batch: &B,
         step: &StepScalars,
         setting: Setting<'_, Be>,
@@ -155,7 +165,7 @@ impl<B: Batch> Graphs<B> {
         mode.decide(&graph)?;
         let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
         let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
-        let (compiled, fingerprint) = match lower_all(graph, mode)? {
+        let (compiled, fingerprint) = match lower_all(graph, mode, purpose)? {
             Lowered::Whole(graph) => {
                 let fingerprint = graph.fingerprint();
                 (Compiled::Whole(Arc::from(graph)), fingerprint)
@@ -166,6 +176,16 @@ impl<B: Batch> Graphs<B> {
                     setup: Arc::new(iteration.setup),
                     main: Arc::new(iteration.main),
                     cleanup: Arc::new(iteration.cleanup),
+                };
+                (compiled, fingerprint)
+            }
+            Lowered::Micro(steps) => {
+                let graphs = [&steps.first, &steps.next, &steps.update];
+                let fingerprint = Fingerprint::of(&graphs.map(Graph::fingerprint));
+                let compiled = Compiled::Micro {
+                    first: Arc::new(steps.first),
+                    next: Arc::new(steps.next),
+                    update: Arc::new(steps.update),
                 };
                 (compiled, fingerprint)
             }

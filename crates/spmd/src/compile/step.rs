@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::backend::Flex;
+use burn::tensor::TensorData;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
@@ -14,7 +15,8 @@ use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Role};
 use crate::initial::InitialValues;
-use crate::mode::Mode;
+use crate::mode::{Mode, Purpose};
+use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Timeline};
 use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of};
 
@@ -59,6 +61,8 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     pub(super) current: Option<Arc<Graph>>,
     pub(super) steps: u64,
     pub(super) poisoned: Option<String>,
+    /// What came out of the last step beside the loss.
+    pub(super) outputs: BTreeMap<Arc<str>, TensorData>,
 }
 
 impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
@@ -84,6 +88,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             current: None,
             steps: 0,
             poisoned: None,
+            outputs: BTreeMap::new(),
         }
     }
 
@@ -127,7 +132,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         Ok((loss, timeline))
     }
 
-    fn run(
+    pub(super) fn run(
         &mut self,
         learning_rate: f64,
         batch: &B,
@@ -144,14 +149,15 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
             self.executor.set(*id, data);
         }
-        let loss = self.executor.run(&graph, &scalars, timeline);
-        let loss = loss.inspect_err(|error| self.poison(error))?;
+        let results = self.executor.run(&graph, &scalars, timeline);
+        let results = results.inspect_err(|error| self.poison(error))?;
         self.scalars.advance(&own, |path| stepped.contains(path));
         self.steps += 1;
         self.current = Some(graph);
         self.pending = pending;
-        loss.iter::<f64>()
-            .next()
+        self.outputs = results.outputs;
+        let loss = results.loss.as_ref();
+        loss.and_then(|loss| loss.iter::<f64>().next())
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
     }
 
@@ -181,8 +187,14 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         };
         let graph = pending.cleanup;
         self.load(&graph);
-        let done = self.executor.update(&graph, &pending.scalars);
+        let done = self.executor.run(&graph, &pending.scalars, None);
         done.inspect_err(|error| self.poison(error))?;
+        self.forget_pending(&graph);
+        Ok(())
+    }
+
+    /// Frees the pending gradients that the optimizer has taken.
+    pub(super) fn forget_pending(&mut self, graph: &Graph) {
         let gradients = graph.values().filter_map(|value| match value.role {
             Role::Pending(_) => Some(value.id),
             _ => None,
@@ -190,18 +202,17 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         for id in gradients {
             self.executor.remove(id);
         }
-        Ok(())
     }
 
     /// Notes that values are in no defined state, unless the error was found before anything changed.
-    fn poison(&mut self, error: &Error) {
+    pub(super) fn poison(&mut self, error: &Error) {
         if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
             self.poisoned = Some(error.to_string());
             self.pending = None;
         }
     }
 
-    fn expect_defined(&self) -> Result<(), Error> {
+    pub(super) fn expect_defined(&self) -> Result<(), Error> {
         match &self.poisoned {
             Some(reason) => Err(Error::Poisoned {
                 reason: reason.clone(),
@@ -215,26 +226,45 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
-        let said = prepared.as_ref().ok().map(|prepared| prepared.fingerprint);
+        let prepared = self.agreed(prepared, |own| own.fingerprint, learning_rate, batch);
+        let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
+        self.begin(&prepared.graph)?;
+        self.load(&prepared.graph);
+        Ok(prepared)
+    }
+
+    /// Agrees with the other ranks on what this one would run, if it has something to run.
+    pub(super) fn agreed<T>(
+        &self,
+        prepared: Result<T, Error>,
+        fingerprint: impl Fn(&T) -> u64,
+        learning_rate: f64,
+        batch: &B,
+    ) -> Result<T, Error> {
+        let said = prepared.as_ref().ok().map(fingerprint);
         let agreed = agree(self.mode.ranks().group(), said, learning_rate, batch);
-        let prepared = prepared.and_then(|prepared| agreed.map(|()| prepared));
-        let prepared = prepared.inspect_err(|_| {
-            // Ranks may have decided by different graphs.
-            if was_open && self.initial.is_some() {
-                self.mode.reopen();
-                self.graphs.clear();
-            }
-        })?;
-        let graph = &prepared.graph;
+        prepared.and_then(|prepared| agreed.map(|()| prepared))
+    }
+
+    /// Leaves the placements open again that a failed agreement had decided: ranks may have decided by different
+    /// graphs.
+    pub(super) fn reopen(&mut self, was_open: bool) {
+        if was_open && self.initial.is_some() {
+            self.mode.reopen();
+            self.graphs.clear();
+        }
+    }
+
+    /// Gives the executor the values that it has not yet, before a graph runs.
+    pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         if let Some(initial) = self.initial.take() {
             for (id, data) in initial.into_values(graph, self.mode.ranks())? {
                 self.executor.set(id, data);
             }
         }
         self.restore(graph)?;
-        self.load(graph);
         self.current = Some(graph.clone());
-        Ok(prepared)
+        Ok(())
     }
 
     /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and the parameters and
@@ -246,7 +276,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             compiled,
             fingerprint,
             stepped,
-        } = self.compiled(batch, &own)?;
+        } = self.compiled(Purpose::Step, batch, &own)?;
         // A graph does the optimizer's step before for the parameters that it has gradients of.
         if let Some(pending) = &self.pending
             && pending.stepped != stepped
@@ -262,17 +292,19 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
                 stepped,
                 pending: None,
             },
+            (Compiled::Micro { .. }, _) => return Err(not_whole()),
             (Compiled::Iteration { setup, cleanup, .. }, before) => {
                 let before = before.as_ref().map(|before| before.scalars.clone());
                 let (graph, fingerprint, scalars) = match before {
                     None => (setup, fingerprint, own.clone()),
                     // The optimizer's part of this graph is the step before's.
                     Some(with) => {
-                        let made = self.compiled(batch, &with)?;
+                        let made = self.compiled(Purpose::Step, batch, &with)?;
                         match made.compiled {
                             // Another graph of the same key than the one without a step before.
                             Compiled::Iteration { main, .. } => (main, !made.fingerprint, with),
                             Compiled::Whole(graph) => (graph, made.fingerprint, with),
+                            Compiled::Micro { .. } => return Err(not_whole()),
                         }
                     }
                 };
@@ -293,18 +325,23 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     }
 
     /// Returns the graphs for such a batch and step of the optimizer.
-    fn compiled(&mut self, batch: &B, step: &StepScalars) -> Result<Made, Error> {
+    pub(super) fn compiled(
+        &mut self,
+        purpose: Purpose,
+        batch: &B,
+        step: &StepScalars,
+    ) -> Result<Made, Error> {
         let setting = Setting {
             mode: &mut self.mode,
             specs: &self.specs,
             scalars: &self.scalars,
             operations: self.executor.operations(),
         };
-        self.graphs.of(batch, step, setting)
+        self.graphs.of(purpose, batch, step, setting)
     }
 
     /// Loads a graph's constants into the executor.
-    fn load(&mut self, graph: &Arc<Graph>) {
+    pub(super) fn load(&mut self, graph: &Arc<Graph>) {
         let loaded = self.loaded.as_ref();
         if !loaded.is_some_and(|loaded| Arc::ptr_eq(loaded, graph)) {
             self.executor.load_constants(graph);
@@ -329,6 +366,12 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// Returns the number of graphs traced so far.
     pub fn num_traces(&self) -> usize {
         self.graphs.num_traces()
+    }
+
+    /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks; `None`
+    /// before a step, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
+    pub fn grad_norm(&self) -> Option<f64> {
+        self.outputs.get(GRAD_NORM)?.iter::<f64>().next()
     }
 
     /// Returns the number of steps done.
@@ -360,4 +403,8 @@ impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }
+}
+
+fn not_whole() -> Error {
+    Error::Internal("a step of one batch has the graphs of micro-batches".to_owned())
 }

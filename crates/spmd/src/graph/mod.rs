@@ -76,6 +76,8 @@ pub struct Graph {
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
     loss: Option<TensorId>,
+    /// Values beside the loss that come out of a step, by name.
+    outputs: BTreeMap<Arc<str>, TensorId>,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     num_ranks: usize,
@@ -266,10 +268,26 @@ impl Graph {
         self.loss = Some(id);
     }
 
-    /// Forgets batch and loss: the graph that is left needs no input.
+    /// Returns the values beside the loss that come out of a step, by name.
+    pub fn outputs(&self) -> &BTreeMap<Arc<str>, TensorId> {
+        &self.outputs
+    }
+
+    /// Declares that a value comes out of a step under a name.
+    pub fn set_output(&mut self, name: Arc<str>, id: TensorId) {
+        self.outputs.insert(name, id);
+    }
+
+    /// Returns the values that come out of a step and are gone afterwards: the loss, and those beside it.
+    pub fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
+        self.loss.into_iter().chain(self.outputs.values().copied())
+    }
+
+    /// Forgets batch, loss and outputs: the graph that is left needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
         self.loss = None;
+        self.outputs.clear();
     }
 
     /// Returns the unit of a parameter, once units are assigned.
@@ -301,17 +319,31 @@ impl Graph {
         self.applied.push(pass);
     }
 
-    /// Returns the values that must outlive the last node: the loss, the sources of all updates, and given values that
+    /// Returns the pending gradients that nodes read and no update replaces: the optimizer has taken them, and nothing
+    /// reads them again.
+    pub fn used_up(&self) -> Vec<TensorId> {
+        let is_pending = |id: &TensorId| {
+            let value = self.values.get(id);
+            value.is_some_and(|value| matches!(value.role, Role::Pending(_)))
+        };
+        let read: BTreeSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
+        let replaced: BTreeSet<TensorId> = self.updates.iter().map(|u| u.into).collect();
+        let read = read.into_iter().filter(is_pending);
+        read.filter(|id| !replaced.contains(id)).collect()
+    }
+
+    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values that
     /// no update replaces (the next step reads them again).
     pub fn kept(&self) -> BTreeSet<TensorId> {
         let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
+        let used: BTreeSet<_> = self.used_up().into_iter().collect();
         let given = self.values.values().filter(|v| match v.role {
             Role::Input(_) => false,
-            _ => v.role.is_given() && !replaced.contains(&v.id),
+            _ => v.role.is_given() && !replaced.contains(&v.id) && !used.contains(&v.id),
         });
         given
             .map(|v| v.id)
-            .chain(self.loss)
+            .chain(self.results())
             .chain(self.updates.iter().map(|u| u.from))
             .collect()
     }

@@ -63,17 +63,23 @@ impl GraphTransform for Bucket {
         let buckets = self.assign(&graph, &nodes);
         // A bucket of gathers runs where its first member is, one of reductions where its last is.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();
+        // What a bucket reads may be written by another: the mean over shards by that of the shards, say.
+        let mut written_at: BTreeMap<TensorId, usize> = BTreeMap::new();
         for bucket in &buckets {
             let ends = (bucket.nodes.first(), bucket.nodes.last());
             let (Some(first), Some(last)) = ends else {
                 continue;
             };
-            let at = if bucket.key.kind == CollectiveKind::AllGather {
-                first
-            } else {
-                last
+            let own = match bucket.key.kind {
+                CollectiveKind::AllGather => *first,
+                _ => *last,
             };
-            runs_at.entry(*at).or_default().push(bucket);
+            let members = bucket.nodes.iter().map(|index| &nodes[*index]);
+            let inputs = members.clone().flat_map(Node::inputs);
+            let at = inputs.filter_map(|id| written_at.get(&id)).copied();
+            let at = at.max().map_or(own, |written| written.max(own));
+            written_at.extend(members.flat_map(Node::outputs).map(|id| (id, at)));
+            runs_at.entry(at).or_default().push(bucket);
         }
         let mut scheduled = Vec::with_capacity(nodes.len());
         for (index, node) in nodes.iter().enumerate() {
@@ -152,6 +158,8 @@ impl Bucket {
             members.num_bytes += num_bytes;
         }
         closed.extend(open.into_values());
+        // Reductions to shards come before those of shards.
+        closed.sort_by_key(|members| members.key.kind);
         closed
     }
 }

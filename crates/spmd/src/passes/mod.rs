@@ -8,12 +8,15 @@
 pub mod schedule;
 pub mod verify;
 
+mod accumulate;
 mod bucket;
+mod clip;
 mod cse;
 mod dead_code;
 mod dedup;
 mod deferred_optimizer;
 mod early_optimizer;
+mod halves;
 mod liveness;
 mod pipeline;
 mod recompute;
@@ -24,7 +27,9 @@ mod split;
 mod stand_ins;
 mod unit;
 
+pub use accumulate::{Accumulate, MicroSteps};
 pub use bucket::Bucket;
+pub use clip::ClipGradients;
 pub use cse::CommonSubexpressions;
 pub use dead_code::DeadCode;
 pub use dedup::Deduplicate;
@@ -34,7 +39,7 @@ pub use liveness::Liveness;
 pub use pipeline::{Pipeline, apply};
 pub use recompute::Recompute;
 pub use regather::Regather;
-pub use shard::InsertCollectives;
+pub use shard::{InsertCollectives, Replicate};
 pub use split::{Prefetch, SinkWaits, Split};
 pub use stand_ins::StandIns;
 pub use unit::{AssignUnits, Units, unit_of};

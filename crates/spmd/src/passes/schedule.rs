@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::{
-    AssignUnits, Bucket, CommonSubexpressions, DeadCode, Deduplicate, EarlyOptimizer,
-    InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather, SinkWaits, Split,
-    StandIns, Units,
+    AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
+    EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
+    SinkWaits, Split, StandIns, Units,
 };
 use crate::error::Error;
 use crate::graph::Graph;
@@ -13,7 +13,7 @@ use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
-use burn_fsdp_mesh::Strategy;
+use burn_fsdp_mesh::{Axis, Clip, Strategy};
 
 /// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,6 +25,8 @@ pub struct Options {
     pub recompute: Option<Recompute>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
+    /// Scaling of the gradients so that their norm stays below a limit; `None`, the default, for none.
+    pub clip: Option<Clip>,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
     /// True to start the next unit's gather before this unit computes. `None`, the default, is true where the group
@@ -52,6 +54,7 @@ impl Default for Options {
             units: Units::by_path(),
             recompute: Some(Recompute::default()),
             reshard_after_forward: true,
+            clip: None,
             bucket: Some(Bucket::default()),
             prefetch: None,
             optimizer: OptimizerPlace::InBackward,
@@ -78,6 +81,14 @@ impl Options {
     #[must_use]
     pub fn reshard_after_forward(mut self, reshard: bool) -> Self {
         self.reshard_after_forward = reshard;
+        self
+    }
+
+    /// Sets the greatest norm that the gradients of a step may have, taken as one vector; `None` for any. No parameter
+    /// is updated then before all gradients are there.
+    #[must_use]
+    pub fn clip_grad_norm(mut self, clip: impl Into<Option<Clip>>) -> Self {
+        self.clip = clip.into();
         self
     }
 
@@ -108,6 +119,7 @@ impl Options {
             units: Units::by_path(),
             recompute: None,
             reshard_after_forward: false,
+            clip: None,
             bucket: None,
             prefetch: Some(false),
             optimizer: OptimizerPlace::AtEnd,
@@ -130,18 +142,35 @@ pub fn pipeline(
         num_ranks,
         style,
         axis: DATA_AXIS.into(),
+        replicate: None,
     };
-    let options = Options {
-        reshard_after_forward: options.reshard_after_forward && style == Strategy::FullShard.into(),
-        ..options.clone()
+    let axis = Axis {
+        name: DATA_AXIS.to_owned(),
+        size: num_ranks,
     };
-    pipeline_with(insert, &options, transforms)
+    divided(insert, options, vec![axis], transforms)
 }
 
-/// Returns the pipeline around a pass that inserts collectives.
+/// Returns the pipeline of data parallelism, on a mesh of these axes.
+pub(crate) fn divided(
+    insert: InsertCollectives,
+    options: &Options,
+    axes: Vec<Axis>,
+    transforms: &[Arc<dyn GraphTransform>],
+) -> Pipeline {
+    let is_full = insert.style == Strategy::FullShard.into();
+    let options = Options {
+        reshard_after_forward: options.reshard_after_forward && is_full,
+        ..options.clone()
+    };
+    pipeline_with(insert, &options, axes, transforms)
+}
+
+/// Returns the pipeline around a pass that inserts collectives, on a mesh of these axes.
 pub(crate) fn pipeline_with(
     insert: impl GraphTransform + 'static,
     options: &Options,
+    axes: Vec<Axis>,
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
     let mut pipeline = Pipeline::new()
@@ -158,6 +187,9 @@ pub(crate) fn pipeline_with(
     }
     for transform in transforms {
         pipeline = pipeline.then(Shared(transform.clone()));
+    }
+    if let Some(clip) = options.clip {
+        pipeline = pipeline.then(ClipGradients { clip, axes });
     }
     if let Some(bucket) = options.bucket {
         pipeline = pipeline.then(bucket);

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
 use burn_ir::TensorId;
 
 use crate::elements::element_type;
@@ -37,18 +37,30 @@ use crate::transform::GraphTransform;
 /// %11 = NumericFloat.Sub(%0, %7)        %11 = NumericFloat.Sub(%0, %10)
 /// ```
 ///
-/// The loss is averaged, too, so that every rank returns that of the whole batch.
+/// The loss is averaged, too, so that every rank returns that of the whole batch. With copies of the shards
+/// ([`Replicate`]) gradients and loss are then averaged over the copies, by an all-reduce.
 ///
 /// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {
-    /// Number of ranks that divide the batch.
+    /// Number of ranks along the axis: those that divide parameters, where parameters are divided.
     pub num_ranks: usize,
     /// Division of the parameters among them.
     pub style: DataParallel,
     /// Name of the mesh axis.
     pub axis: Arc<str>,
+    /// Another axis of the mesh, along which ranks hold copies of the shards and divide the batch, too.
+    pub replicate: Option<Replicate>,
+}
+
+/// The axis of copies in hybrid sharding.
+#[derive(Debug, Clone)]
+pub struct Replicate {
+    /// The axis, with the number of copies.
+    pub axis: Axis,
+    /// True if it comes before the axis of the shards in the mesh.
+    pub is_first: bool,
 }
 
 impl GraphTransform for InsertCollectives {
@@ -71,7 +83,8 @@ impl GraphTransform for InsertCollectives {
             graph,
             averaged: BTreeMap::new(),
         };
-        insertion.graph.set_num_ranks(self.num_ranks);
+        let copies = self.replicate.as_ref().map_or(1, |other| other.axis.size);
+        insertion.graph.set_num_ranks(self.num_ranks * copies);
         let nodes = insertion.graph.take_nodes();
         let nodes = match self.style {
             DataParallel::Automatic | DataParallel::Strategy(Strategy::NoShard) => nodes,
@@ -113,8 +126,12 @@ impl Insertion<'_> {
             let states = parameter.states.clone();
             let shape = parameter.shape.clone();
             self.check_states(&path, &states, &shape)?;
+            let mut placements = vec![Placement::Shard(0)];
+            if let Some(other) = &self.pass.replicate {
+                placements.insert(usize::from(!other.is_first), Placement::Replicate);
+            }
             self.graph.parameters_mut()[index].layout = Layout {
-                placements: vec![Placement::Shard(0)],
+                placements,
                 cut: Cut::Elements,
             };
             for id in states.into_iter().chain([value]) {
@@ -184,7 +201,13 @@ impl Insertion<'_> {
     ) -> Result<TensorId, Error> {
         let dtype = self.graph.read(shard)?.dtype;
         let full = self.graph.add_value(shape.to_vec(), dtype, Role::Temporary);
-        let collective = self.collective(CollectiveKind::AllGather, path, partition, dtype);
+        let collective = self.collective(
+            CollectiveKind::AllGather,
+            &self.pass.axis,
+            path,
+            partition,
+            dtype,
+        );
         let node = self
             .graph
             .collective_node(collective, &[shard], &[full], phase)?;
@@ -195,6 +218,7 @@ impl Insertion<'_> {
     fn collective(
         &self,
         kind: CollectiveKind,
+        axis: &Arc<str>,
         path: &Arc<str>,
         partition: Partition,
         dtype: burn::tensor::DType,
@@ -202,7 +226,7 @@ impl Insertion<'_> {
         let reduces = kind.contract().reduces;
         Collective {
             kind,
-            axis: self.pass.axis.clone(),
+            axis: axis.clone(),
             label: path.clone(),
             parts: vec![CollectivePart {
                 path: path.clone(),
@@ -344,10 +368,42 @@ impl Insertion<'_> {
                 (CollectiveKind::AllReduce, whole)
             }
         };
-        let collective = self.collective(kind, path, partition, tensor.dtype);
+        let axis = &self.pass.axis;
+        let collective = self.collective(kind, axis, path, partition, tensor.dtype);
         let node = self
             .graph
             .collective_node(collective, &[local], &[mean], phase)?;
+        scheduled.push(node);
+        match self.pass.replicate.clone() {
+            Some(other) => self.over_copies(scheduled, mean, path, &other.axis, phase),
+            None => Ok(mean),
+        }
+    }
+
+    /// Averages what each copy of the shards has over the copies.
+    fn over_copies(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        own: TensorId,
+        path: &Arc<str>,
+        axis: &Axis,
+        phase: Phase,
+    ) -> Result<TensorId, Error> {
+        let tensor = self.graph.read(own)?;
+        let role = self.graph.value(own).map(|value| value.role.clone());
+        let role = role.unwrap_or(Role::Temporary);
+        let mean = self
+            .graph
+            .add_value(tensor.shape.to_vec(), tensor.dtype, role);
+        if let Some(value) = self.graph.value_mut(own) {
+            value.role = Role::Temporary;
+        }
+        let partition = Partition::flat(tensor.shape.num_elements(), axis.size)?;
+        let (kind, name) = (CollectiveKind::AllReduce, Arc::from(axis.name.as_str()));
+        let collective = self.collective(kind, &name, path, partition, tensor.dtype);
+        let node = self
+            .graph
+            .collective_node(collective, &[own], &[mean], phase)?;
         scheduled.push(node);
         Ok(mean)
     }

@@ -191,7 +191,7 @@ fn written_before_read(graph: &Graph) -> Option<Fault> {
         .updates()
         .iter()
         .map(|update| update.from)
-        .chain(graph.loss());
+        .chain(graph.results());
     let missing = sources
         .into_iter()
         .find(|id| !graph.is_given(*id) && !written.contains(id))?;

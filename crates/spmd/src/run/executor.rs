@@ -21,9 +21,19 @@ use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{AxisShift, Graph, Node, Stage};
+use crate::norm::with_norms;
 use crate::panics::message;
 use crate::ranks::DATA_AXIS;
 use crate::trace::StepScalars;
+
+/// What comes out of a run of a graph.
+#[derive(Debug, Clone)]
+pub struct Results {
+    /// The loss, one number; `None` of a graph that has none.
+    pub loss: Option<TensorData>,
+    /// The values beside it, by name.
+    pub outputs: BTreeMap<Arc<str>, TensorData>,
+}
 
 /// The executor of one rank: holds its tensors and runs graphs over them.
 ///
@@ -54,7 +64,7 @@ impl<B: BackendIr> Executor<B> {
             started: BTreeMap::new(),
             present: BTreeMap::new(),
             constants: Vec::new(),
-            operations: CustomOperations::new(),
+            operations: with_norms(CustomOperations::new()),
         }
     }
 
@@ -67,7 +77,7 @@ impl<B: BackendIr> Executor<B> {
 
     /// Sets the operations beside Burn's that graphs may use, in place of those set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
-        self.operations = operations;
+        self.operations = with_norms(operations);
     }
 
     /// Returns the operations beside Burn's that graphs may use.
@@ -164,7 +174,7 @@ impl<B: BackendIr> Executor<B> {
         }
     }
 
-    /// Runs a graph once and returns the loss. Every given value that its nodes read must be there;
+    /// Runs a graph once and returns what comes out of it. Every given value that its nodes read must be there;
     /// inputs are gone afterwards. All ranks of the group must call it, with equal graphs.
     ///
     /// # Errors
@@ -176,29 +186,20 @@ impl<B: BackendIr> Executor<B> {
         graph: &Graph,
         scalars: &StepScalars,
         mut timeline: Option<&mut Timeline>,
-    ) -> Result<TensorData, Error> {
+    ) -> Result<Results, Error> {
         self.execute(graph, scalars, &mut timeline)?;
-        let loss = graph
-            .loss()
-            .ok_or_else(|| Error::Internal("the graph has no loss".to_owned()))?;
-        let (shape, dtype) = match graph.value(loss) {
-            Some(value) => (value.shape.clone(), value.dtype),
-            None => (vec![1], DType::F32),
-        };
-        let value = self.read(loss, shape, dtype)?;
+        let loss = graph.loss().map(|id| self.result(graph, id)).transpose()?;
+        let mut outputs = BTreeMap::new();
+        for (name, id) in graph.outputs() {
+            outputs.insert(name.clone(), self.result(graph, *id)?);
+        }
         self.finish(graph);
-        Ok(value)
+        Ok(Results { loss, outputs })
     }
 
-    /// Runs a graph without a loss once, as [`run`](Self::run) does.
-    ///
-    /// # Errors
-    ///
-    /// As [`run`](Self::run).
-    pub fn update(&mut self, graph: &Graph, scalars: &StepScalars) -> Result<(), Error> {
-        self.execute(graph, scalars, &mut None)?;
-        self.finish(graph);
-        Ok(())
+    fn result(&mut self, graph: &Graph, id: TensorId) -> Result<TensorData, Error> {
+        let TensorIr { shape, dtype, .. } = graph.read(id)?;
+        self.read(id, shape.to_vec(), dtype)
     }
 
     fn execute(
@@ -370,7 +371,7 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Makes the graph's updates, and frees the loss and the inputs.
+    /// Makes the graph's updates, and frees the results and the inputs.
     fn finish(&mut self, graph: &Graph) {
         // All at once: an update may read what another replaces.
         let fresh = |index: usize| TensorId::new(u64::MAX - index as u64);
@@ -379,7 +380,7 @@ impl<B: BackendIr> Executor<B> {
             self.table.rename(update.from, fresh(index));
         }
         let sources = graph.updates().iter().map(|update| update.from);
-        for source in sources.chain(graph.loss()) {
+        for source in sources.chain(graph.results()) {
             if !graph.is_given(source) {
                 self.free(source);
             }
@@ -395,6 +396,10 @@ impl<B: BackendIr> Executor<B> {
         }
         for input in graph.inputs() {
             self.remove(*input);
+        }
+        // Nodes have taken their memory.
+        for id in graph.used_up() {
+            self.present.remove(&id);
         }
     }
 

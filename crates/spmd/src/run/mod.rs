@@ -10,6 +10,6 @@ mod executor;
 mod memory;
 mod timeline;
 
-pub use executor::Executor;
+pub use executor::{Executor, Results};
 pub use memory::MemoryTable;
 pub use timeline::{Span, Timeline};

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData};
 
 /// All floats of a module by path, as they are stored: without what a reparameterization makes of them.
@@ -67,4 +67,74 @@ pub(crate) fn train<M: Module, B>(
         losses,
         parameters: floats(&model),
     }
+}
+
+/// Trains with Burn's loop over the micro-batches of each step, with gradients scaled so that the norm `of` all of them
+/// is at most `max_norm`. Returns the norms before, too.
+pub(crate) fn train_clipped<M: Module, B>(
+    init: impl Fn(&Device) -> M,
+    loss: impl Fn(&M, B) -> Tensor<1>,
+    batches: impl Fn(usize, &Device) -> Vec<B>,
+    steps: usize,
+    mut optimizer: ModuleOptimizer,
+    (max_norm, of): (f64, impl Fn(&[f64]) -> f64),
+) -> (Trained, Vec<f64>) {
+    let device = Device::flex().autodiff();
+    device.seed(1);
+    let mut model = init(&device);
+    let _ = floats(&model);
+    device.seed(2);
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for step in 0..steps {
+        let batches = batches(step, &device);
+        let num_batches = batches.len() as f32;
+        let mut accumulator = GradientsAccumulator::new();
+        let mut mean = 0.0;
+        for batch in batches {
+            let value = loss(&model, batch).div_scalar(num_batches);
+            let gradients = GradientsParams::from_grads(value.backward(), &model);
+            mean += value.into_scalar::<f32>();
+            accumulator.accumulate(&model, gradients);
+        }
+        let mut gradients = accumulator.grads();
+        let norm = of(&elements(&model, &gradients));
+        let coefficient = (max_norm / (norm + 1e-6)).min(1.0);
+        scale(&model, &mut gradients, coefficient);
+        losses.push(mean);
+        norms.push(norm);
+        model = optimizer.step(1e-2, model, gradients);
+    }
+    let model = model.train();
+    let trained = Trained {
+        losses,
+        parameters: floats(&model),
+    };
+    (trained, norms)
+}
+
+/// All elements of all gradients.
+fn elements<M: Module>(model: &M, gradients: &GradientsParams) -> Vec<f64> {
+    struct Elements<'a>(&'a GradientsParams, Vec<f64>);
+    impl ModuleVisitor for Elements<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.0.get::<D>(param.id) {
+                self.1.extend(gradient.into_data().iter::<f64>());
+            }
+        }
+    }
+    let mut visitor = Elements(gradients, Vec::new());
+    model.visit(&mut visitor);
+    visitor.1
+}
+
+fn scale<M: Module>(model: &M, gradients: &mut GradientsParams, by: f64) {
+    struct Scale<'a>(&'a mut GradientsParams, f64);
+    impl ModuleVisitor for Scale<'_> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if let Some(gradient) = self.0.remove::<D>(param.id) {
+                self.0.register(param.id, gradient.mul_scalar(self.1));
+            }
+        }
+    }
+    model.visit(&mut Scale(gradients, by));
 }

@@ -1,6 +1,7 @@
 //! Compiled train steps against Burn's eager ones.
 
 mod agreement;
+mod clipping;
 mod compiled;
 mod custom;
 mod eager;
@@ -11,6 +12,7 @@ mod frozen;
 #[path = "../common/fused.rs"]
 mod fused;
 mod host_values;
+mod hybrid;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod limits;

@@ -33,6 +33,7 @@ fn sharded() -> InsertCollectives {
         num_ranks: 2,
         style: Strategy::FullShard.into(),
         axis: "data".into(),
+        replicate: None,
     }
 }
 

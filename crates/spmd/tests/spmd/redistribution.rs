@@ -114,7 +114,7 @@ fn started(shape: [usize; 3], axes: &[Axis], is_split: bool) -> Vec<[u64; 3]> {
         executor.set(input, part(whole(shape, 13), &cuts(|axis| axis.input)));
         let counts = || -> Vec<_> { axes.iter().map(|axis| along(axis).counts()).collect() };
         let before = counts();
-        executor.update(&graph, &StepScalars::default())?;
+        executor.run(&graph, &StepScalars::default(), None)?;
         let after = counts();
         let expected = whole(shape, 7) + whole(shape, 13);
         let expected = part(expected, &cuts(|axis| axis.state));

@@ -1,0 +1,153 @@
+//! A step over several micro-batches.
+
+use std::sync::Arc;
+
+use burn_ir::BackendIr;
+
+use super::cache::{Compiled, Made};
+use super::step::CompiledStep;
+use crate::error::Error;
+use crate::graph::Graph;
+use crate::mode::Purpose;
+use crate::run::{Results, Timeline};
+use crate::trace::{Batch, StepScalars, data_of};
+
+/// The graphs that a step over micro-batches runs.
+struct Prepared {
+    /// The graph of each micro-batch.
+    graphs: Vec<Arc<Graph>>,
+    update: Arc<Graph>,
+    made: Made,
+    scalars: StepScalars,
+}
+
+impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+    /// Runs one train step over several micro-batches, whose gradients are averaged before they are clipped and the
+    /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with as many micro-batches of
+    /// equal shapes; among themselves micro-batches may have different ones.
+    ///
+    /// Gradients are added up as they lie: each rank keeps the sum of its part. A micro-batch has the collectives of a
+    /// step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoBatch`] without any; [`Error::MicroBatches`] if they give gradients to different parameters; as
+    /// [`step`](Self::step).
+    pub fn step_accumulated(&mut self, learning_rate: f64, batches: &[B]) -> Result<f64, Error> {
+        self.run_micro(learning_rate, batches, None)
+    }
+
+    /// Runs [`step_accumulated`](Self::step_accumulated) and records its timeline.
+    ///
+    /// # Errors
+    ///
+    /// As [`step_accumulated`](Self::step_accumulated).
+    pub fn step_accumulated_with_timeline(
+        &mut self,
+        learning_rate: f64,
+        batches: &[B],
+    ) -> Result<(f64, Timeline), Error> {
+        let mut timeline = Timeline::new();
+        let loss = self.run_micro(learning_rate, batches, Some(&mut timeline))?;
+        Ok((loss, timeline))
+    }
+
+    fn run_micro(
+        &mut self,
+        learning_rate: f64,
+        batches: &[B],
+        mut timeline: Option<&mut Timeline>,
+    ) -> Result<f64, Error> {
+        if let [batch] = batches {
+            return self.run(learning_rate, batch, timeline);
+        }
+        let prepared = self.prepare_micro(learning_rate, batches)?;
+        let scalars = &prepared.scalars;
+        let mut total = 0.0;
+        for (graph, batch) in prepared.graphs.iter().zip(batches) {
+            for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
+                self.executor.set(*id, data);
+            }
+            let results = self.run_graph(graph, scalars, timeline.as_deref_mut())?;
+            let loss = results.loss.as_ref();
+            let loss = loss.and_then(|loss| loss.iter::<f64>().next());
+            total += loss.ok_or_else(|| Error::Internal("the loss is empty".to_owned()))?;
+        }
+        let results = self.run_graph(&prepared.update, scalars, timeline)?;
+        self.forget_pending(&prepared.update);
+        let stepped = &prepared.made.stepped;
+        self.scalars.advance(scalars, |path| stepped.contains(path));
+        self.steps += 1;
+        self.outputs = results.outputs;
+        Ok(total / batches.len() as f64)
+    }
+
+    fn run_graph(
+        &mut self,
+        graph: &Arc<Graph>,
+        scalars: &StepScalars,
+        timeline: Option<&mut Timeline>,
+    ) -> Result<Results, Error> {
+        self.load(graph);
+        let results = self.executor.run(graph, scalars, timeline);
+        results.inspect_err(|error| self.poison(error))
+    }
+
+    /// Returns the graphs for such micro-batches. All ranks must call it; they agree on all of them before anything
+    /// changes, which takes one exchange of 8 bytes for each.
+    fn prepare_micro(&mut self, learning_rate: f64, batches: &[B]) -> Result<Prepared, Error> {
+        let purpose = Purpose::Micro(batches.len());
+        let was_open = self.mode.is_open();
+        // The step before, if it has been put off: its gradients are pending under the same numbers.
+        let flushed = self.flush();
+        let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
+        let mut made: Vec<Made> = Vec::new();
+        for batch in batches {
+            let own = scalars.clone().and_then(|scalars| {
+                let own = self.compiled(purpose, batch, &scalars)?;
+                check_alike(made.first(), &own)?;
+                Ok(own)
+            });
+            let own = self.agreed(own, |own| own.fingerprint, learning_rate, batch);
+            made.push(own.inspect_err(|_| self.reopen(was_open))?);
+        }
+        let mut graphs = Vec::new();
+        let mut last = None;
+        for (index, made) in made.iter().enumerate() {
+            let Compiled::Micro {
+                first,
+                next,
+                update,
+            } = &made.compiled
+            else {
+                return Err(Error::Internal("a micro-batch has a whole step".to_owned()));
+            };
+            graphs.push(match index {
+                0 => first.clone(),
+                _ => next.clone(),
+            });
+            last = Some((update.clone(), made.clone()));
+        }
+        let (update, made) = last.ok_or(Error::NoBatch)?;
+        for graph in &graphs {
+            self.begin(graph)?;
+        }
+        Ok(Prepared {
+            graphs,
+            update,
+            made,
+            scalars: scalars?,
+        })
+    }
+}
+
+/// Refuses a micro-batch that gives gradients to other parameters than the first one: their sum would be of some only.
+fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
+    let Some(first) = first.filter(|first| first.stepped != own.stepped) else {
+        return Ok(());
+    };
+    let differs = first.stepped.symmetric_difference(&own.stepped).next();
+    Err(Error::MicroBatches {
+        path: differs.map_or_else(String::new, ToString::to_string),
+    })
+}

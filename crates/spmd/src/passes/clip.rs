@@ -1,0 +1,243 @@
+//! The pass that scales gradients so that their norm stays below a limit.
+//!
+//! It takes gradients as collectives leave them, each rank's part of them, and puts the norm of all between them and
+//! the optimizer.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn::tensor::DType;
+use burn_fsdp_mesh::{Axis, Clip, Partition, Placement};
+use burn_ir::{BinaryOpIr, CustomOpIr, NumericOperationIr, OperationIr, TensorId};
+
+use super::rewrite::of_optimizer;
+use crate::error::Error;
+use crate::graph::{
+    Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
+};
+use crate::norm::{self, GRAD_NORM};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
+
+/// The pass that multiplies all gradients by one factor, so that their norm, taken as one vector, is at most the
+/// [`Clip`]'s. Every parameter counts once: of one that is cut the elements of all ranks along the axes that cut it, of
+/// one that is whole those that every rank holds alike.
+///
+/// ```text
+/// before                                after
+/// %10 = reduce_scatter(%7)   backward   %10 = reduce_scatter(%7)                     backward
+/// ...                                   ...
+///                                       %20 = burn_fsdp.local_norm(%10, ..)          optimizer
+///                                       %21 = all_gather(%20)                        optimizer
+///                                       %22, %23 = burn_fsdp.clip_coefficients(%21)  optimizer
+///                                       %24 = NumericFloat.Mul(%10, %23)             optimizer
+/// %12 = NumericFloat.Sub(%0, %10)       %12 = NumericFloat.Sub(%0, %24)
+/// ```
+///
+/// The norm comes out of the step under the name [`GRAD_NORM`].
+#[derive(Debug, Clone)]
+pub struct ClipGradients {
+    /// The greatest norm, and which.
+    pub clip: Clip,
+    /// The axes of the mesh, in the order in which layouts have their placements.
+    pub axes: Vec<Axis>,
+}
+
+/// The gradients that are cut along the same axes.
+struct Group {
+    axes: Vec<usize>,
+    gradients: Vec<TensorId>,
+}
+
+impl GraphTransform for ClipGradients {
+    fn id(&self) -> PassId {
+        PassId::ClipGradients
+    }
+
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
+    }
+
+    fn before(&self) -> &'static [PassId] {
+        &[
+            PassId::Bucket,
+            PassId::Split,
+            PassId::EarlyOptimizer,
+            PassId::DeferOptimizer,
+            PassId::Liveness,
+        ]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        if !self.clip.is_valid() {
+            return Err(Error::Clip { clip: self.clip });
+        }
+        let is_step = |node: &Node| node.phase == Phase::Optimizer && node.path.is_some();
+        let nodes = graph.take_nodes();
+        let (optimizer, mut scheduled): (Vec<Node>, Vec<Node>) =
+            nodes.into_iter().partition(is_step);
+        let groups = self.groups(&graph);
+        let mut norms = Vec::new();
+        for group in &groups {
+            norms.push(self.measure(&mut graph, &mut scheduled, group)?);
+        }
+        let scaled = self.scale(&mut graph, &mut scheduled, norms, &groups)?;
+        for parameter in graph.parameters_mut() {
+            parameter.gradient = parameter.gradient.map(|gradient| scaled[&gradient]);
+        }
+        // Some optimizers keep the first gradient as it is.
+        let mut updates = graph.updates().to_vec();
+        for update in updates
+            .iter_mut()
+            .filter(|update| of_optimizer(&graph, update))
+        {
+            update.from = scaled.get(&update.from).copied().unwrap_or(update.from);
+        }
+        *graph.updates_mut() = updates;
+        scheduled.extend(optimizer.into_iter().map(|mut node| {
+            rename(&mut node.operation, &scaled);
+            node
+        }));
+        graph.set_nodes(scheduled);
+        Ok(graph)
+    }
+}
+
+impl ClipGradients {
+    /// Returns the gradients by the axes that cut their parameters, in the order of the module.
+    fn groups(&self, graph: &Graph) -> Vec<Group> {
+        let mut groups: Vec<Group> = Vec::new();
+        for parameter in graph.parameters() {
+            let Some(gradient) = parameter.gradient else {
+                continue;
+            };
+            let placements = parameter.layout.placements.iter().enumerate();
+            let axes: Vec<usize> = placements
+                .filter(|(_, placement)| matches!(placement, Placement::Shard(_)))
+                .map(|(axis, _)| axis)
+                .collect();
+            match groups.iter_mut().find(|group| group.axes == axes) {
+                // Parameters that are added to each other share a gradient, and each counts.
+                Some(group) => group.gradients.push(gradient),
+                None => groups.push(Group {
+                    axes,
+                    gradients: vec![gradient],
+                }),
+            }
+        }
+        groups
+    }
+
+    /// Measures the gradients of a group, and returns the norms of its parts on all ranks that have one.
+    fn measure(
+        &self,
+        graph: &mut Graph,
+        scheduled: &mut Vec<Node>,
+        group: &Group,
+    ) -> Result<TensorId, Error> {
+        let own = graph.add_value([1], DType::F32, Role::Temporary);
+        let inputs = group.gradients.iter().map(|id| graph.read(*id));
+        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+        scheduled.push(custom(norm::local_norm(
+            &self.clip,
+            inputs,
+            graph.write(own)?,
+        )));
+        let mut norms = own;
+        let mut len = 1;
+        for axis in &group.axes {
+            let axis = &self.axes[*axis];
+            len *= axis.size;
+            let gathered = graph.add_value([len], DType::F32, Role::Temporary);
+            let label: Arc<str> = GRAD_NORM.into();
+            let collective = Collective {
+                kind: CollectiveKind::AllGather,
+                axis: axis.name.as_str().into(),
+                label: label.clone(),
+                parts: vec![CollectivePart {
+                    path: label,
+                    partition: Partition::flat(len, axis.size)?,
+                    across: None,
+                    dtype: DType::F32,
+                }],
+                reduction: None,
+                payload: Payload::Activation,
+                stage: Stage::Whole,
+            };
+            let gather = graph.collective_node(collective, &[norms], &[gathered], Phase::Optimizer);
+            scheduled.push(gather?);
+            norms = gathered;
+        }
+        Ok(norms)
+    }
+
+    /// Scales every gradient, and returns the scaled ones by the others.
+    fn scale(
+        &self,
+        graph: &mut Graph,
+        scheduled: &mut Vec<Node>,
+        norms: Vec<TensorId>,
+        groups: &[Group],
+    ) -> Result<BTreeMap<TensorId, TensorId>, Error> {
+        let gradients = groups.iter().flat_map(|group| &group.gradients).copied();
+        let gradients: BTreeSet<TensorId> = gradients.collect();
+        // A factor for each number of dims and type: Burn broadcasts dims of one element only.
+        let mut factors: Vec<(usize, DType, TensorId)> = Vec::new();
+        let mut scaling = Vec::new();
+        for gradient in gradients {
+            let value = graph.read(gradient)?;
+            let (rank, dtype) = (value.shape.rank(), value.dtype);
+            let alike = |(of, with, _): &&(usize, DType, TensorId)| *of == rank && *with == dtype;
+            let factor = match factors.iter().find(alike) {
+                Some((.., known)) => *known,
+                None => {
+                    let new = graph.add_value(vec![1; rank], dtype, Role::Temporary);
+                    factors.push((rank, dtype, new));
+                    new
+                }
+            };
+            scaling.push((gradient, factor));
+        }
+        let total = graph.add_value([1], DType::F32, Role::Temporary);
+        graph.set_output(GRAD_NORM.into(), total);
+        let norms = norms.into_iter().map(|id| graph.read(id));
+        let outputs = factors.iter().map(|(.., id)| graph.write(*id));
+        scheduled.push(custom(norm::coefficients(
+            &self.clip,
+            norms.collect::<Result<_, _>>()?,
+            graph.write(total)?,
+            outputs.collect::<Result<_, _>>()?,
+        )));
+        let mut scaled = BTreeMap::new();
+        for (gradient, factor) in scaling {
+            let like = graph.read(gradient)?;
+            let role = graph.value(gradient).map(|value| value.role.clone());
+            let new = graph.add_value(
+                like.shape.to_vec(),
+                like.dtype,
+                role.unwrap_or(Role::Temporary),
+            );
+            if let Some(value) = graph.value_mut(gradient)
+                && !value.role.is_given()
+            {
+                value.role = Role::Temporary;
+            }
+            let dtype = like.dtype;
+            let operation = NumericOperationIr::Mul(BinaryOpIr {
+                lhs: like,
+                rhs: graph.read(factor)?,
+                out: graph.write(new)?,
+            });
+            let operation = OperationIr::NumericFloat(dtype, operation);
+            scheduled.push(Node::new(operation, Phase::Optimizer));
+            scaled.insert(gradient, new);
+        }
+        Ok(scaled)
+    }
+}
+
+fn custom(call: CustomOpIr) -> Node {
+    let mut node = Node::new(OperationIr::Custom(call), Phase::Optimizer);
+    node.custom = Some(norm::profile());
+    node
+}

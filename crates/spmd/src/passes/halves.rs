@@ -1,0 +1,139 @@
+//! A step in two halves that run apart: forward and backward, which leave gradients pending, and the optimizer, which
+//! takes them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn_ir::TensorId;
+
+use super::rewrite::of_optimizer;
+use crate::error::Error;
+use crate::graph::{Graph, Node, Phase, Role, Update, rename};
+
+/// First id of pending gradients: graphs of one step agree on their ids, whatever the batch.
+const FIRST_PENDING: u64 = 1 << 40;
+
+/// The halves of a step whose optimizer is at its end.
+pub(super) struct Halves {
+    /// The graph of the step without its nodes: values, parameters and updates.
+    pub(super) graph: Graph,
+    /// The nodes of forward and backward.
+    pub(super) rest: Vec<Node>,
+    /// The optimizer's nodes of each parameter, on pending gradients.
+    pub(super) optimizer: BTreeMap<Arc<str>, Vec<Node>>,
+    /// The pending value of each gradient.
+    pub(super) pending: BTreeMap<TensorId, TensorId>,
+    /// The new value of each parameter.
+    pub(super) new_values: BTreeMap<TensorId, TensorId>,
+}
+
+impl Halves {
+    /// Divides a graph whose collectives are inserted.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks.
+    pub(super) fn of(mut graph: Graph) -> Result<Self, Error> {
+        let mut pending = BTreeMap::new();
+        for parameter in graph.parameters().to_vec() {
+            let Some(gradient) = parameter.gradient else {
+                continue;
+            };
+            // Parameters that are added to each other share a gradient.
+            if pending.contains_key(&gradient) {
+                continue;
+            }
+            let given = TensorId::new(FIRST_PENDING + parameter.value.value());
+            let mut value = graph
+                .value(gradient)
+                .cloned()
+                .ok_or_else(|| Error::Internal(format!("{} has no gradient", parameter.path)))?;
+            value.id = given;
+            value.role = Role::Pending(parameter.path.clone());
+            graph.insert_value(value);
+            pending.insert(gradient, given);
+        }
+        let mut rest = Vec::new();
+        let mut optimizer: BTreeMap<Arc<str>, Vec<Node>> = BTreeMap::new();
+        for mut node in graph.take_nodes() {
+            match (node.phase, node.path.clone()) {
+                (Phase::Optimizer, Some(path)) if node.collective.is_some() => {
+                    return Err(Error::OptimizerNotElementwise {
+                        path: path.to_string(),
+                        operation: format!("{} among the ranks", node.name()),
+                    });
+                }
+                (Phase::Optimizer, Some(path)) => {
+                    rename(&mut node.operation, &pending);
+                    optimizer.entry(path).or_default().push(node);
+                }
+                _ => rest.push(node),
+            }
+        }
+        // Some optimizers keep the first gradient as it is.
+        let mut updates = graph.updates().to_vec();
+        for update in updates
+            .iter_mut()
+            .filter(|update| of_optimizer(&graph, update))
+        {
+            update.from = pending.get(&update.from).copied().unwrap_or(update.from);
+        }
+        let trained = graph.parameters().iter().filter(|p| !p.is_buffer);
+        let values: Vec<TensorId> = trained.map(|p| p.value).collect();
+        let new_values = updates
+            .iter()
+            .filter(|update| values.contains(&update.into))
+            .map(|update| (update.into, update.from))
+            .collect();
+        *graph.updates_mut() = updates;
+        Ok(Self {
+            graph,
+            rest,
+            optimizer,
+            pending,
+            new_values,
+        })
+    }
+
+    /// Lets the gradients of a graph become pending, or those that `instead` has for them.
+    pub(super) fn feed_pending(&self, graph: &mut Graph, instead: &BTreeMap<TensorId, TensorId>) {
+        let updates = self.pending.iter();
+        let updates = updates.map(|(from, into)| Update {
+            into: *into,
+            from: instead.get(from).copied().unwrap_or(*from),
+        });
+        graph.updates_mut().extend(updates);
+    }
+
+    /// Returns the graph of forward and backward. Gradients become pending.
+    pub(super) fn gradients(&self) -> Graph {
+        let mut graph = self.without_optimizer(self.rest.clone());
+        self.feed_pending(&mut graph, &BTreeMap::new());
+        graph
+    }
+
+    /// Returns the graph of these nodes, with no updates but those of buffers.
+    pub(super) fn without_optimizer(&self, nodes: Vec<Node>) -> Graph {
+        let mut graph = self.graph.clone();
+        graph.set_nodes(nodes);
+        let mut updates = graph.updates().to_vec();
+        updates.retain(|update| !of_optimizer(&graph, update));
+        *graph.updates_mut() = updates;
+        graph
+    }
+
+    /// Returns the graph of the optimizer alone, on pending gradients.
+    pub(super) fn update(&self) -> Graph {
+        let mut graph = self.graph.clone();
+        graph.detach_batch();
+        graph.set_nodes(self.optimizer.values().flatten().cloned().collect());
+        let mut updates = graph.updates().to_vec();
+        updates.retain(|update| of_optimizer(&graph, update));
+        *graph.updates_mut() = updates;
+        for parameter in graph.parameters_mut() {
+            let pending = parameter.gradient.and_then(|id| self.pending.get(&id));
+            parameter.gradient = pending.copied();
+        }
+        graph
+    }
+}
