@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use burn::backend::Flex;
 use burn::module::Module;
 use burn::tensor::TensorData;
 use burn_fsdp_checkpoint::{
@@ -36,8 +37,8 @@ const RANK_KEY: &str = "__rank";
 /// # Errors
 ///
 /// A tensor of another type than checkpoints hold.
-pub fn snapshot_compiled<B: Batch>(
-    step: &mut CompiledStep<B>,
+pub fn snapshot_compiled<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
     mesh: &Mesh,
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
@@ -105,8 +106,8 @@ pub fn snapshot_compiled<B: Batch>(
 
 /// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
 /// whatever the step calls it.
-fn layout_of<B: Batch>(
-    step: &CompiledStep<B>,
+fn layout_of<B: Batch, O>(
+    step: &CompiledStep<B, Flex, O>,
     held: &Layout,
     (mesh, axis): (&Mesh, &str),
 ) -> Result<Layout, CheckpointError> {
@@ -156,8 +157,8 @@ fn regions_of(
 ///
 /// Tensors of the model that the saved step lacks or has in another shape, tensors of the saved step that the
 /// model lacks, damage, states that are not those of the optimizer, or not all of them: nothing is changed then.
-pub fn restore_compiled<B: Batch>(
-    step: &mut CompiledStep<B>,
+pub fn restore_compiled<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
 ) -> Result<(), CheckpointError> {
     let specs = step.parameters().to_vec();
@@ -188,8 +189,8 @@ pub fn restore_compiled<B: Batch>(
 }
 
 /// Returns the optimizer's states of a step on disk, in the parts that this rank holds.
-fn states_of<B: Batch>(
-    step: &CompiledStep<B>,
+fn states_of<B: Batch, O>(
+    step: &CompiledStep<B, Flex, O>,
     saved: &Step,
 ) -> Result<Vec<OptimizerState>, CheckpointError> {
     let specs = step.parameters();
@@ -255,7 +256,10 @@ impl Place {
         }
     }
 
-    fn of<B: Batch>(step: &CompiledStep<B>, spec: &ParameterSpec) -> Result<Self, CheckpointError> {
+    fn of<B: Batch, O>(
+        step: &CompiledStep<B, Flex, O>,
+        spec: &ParameterSpec,
+    ) -> Result<Self, CheckpointError> {
         let layout = step.layout(&spec.path)?;
         if layout.is_whole() {
             return Ok(Self::whole(&spec.shape));
@@ -279,9 +283,9 @@ impl Place {
 /// # Errors
 ///
 /// A path that the step has not; a failed collective.
-pub fn load_compiled<M: Module, B: Batch>(
+pub fn load_compiled<M: Module, B: Batch, O>(
     model: M,
-    step: &mut CompiledStep<B>,
+    step: &mut CompiledStep<B, Flex, O>,
 ) -> Result<M, CheckpointError> {
     load_local_state(model, |tensor| {
         if !tensor.dtype.is_float() {

@@ -8,10 +8,12 @@ mod restored;
 mod state;
 mod step;
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use burn::backend::Flex;
 use burn::module::Module;
 use burn::optim::Optimizer;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Device;
 use burn_ir::BackendIr;
 
 use crate::error::Error;
@@ -20,14 +22,15 @@ use crate::initial::InitialValues;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
-    Batch, Defaults, HostScalars, ParameterSpec, StepScalars, parameters_with, trace_joined,
+    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, parameters_with, trace_joined,
 };
 
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 
 /// Compiles a train step: `loss` of the module that `init` makes and a batch, its gradients, and a
-/// step of `optimizer` for every parameter. All ranks of the mode's group must call it, with the same
+/// step of `optimizer` for every parameter. The closure returns the loss alone, or a pair of it and of tensors that
+/// come out of the step beside it, see [`Loss`]. All ranks of the mode's group must call it, with the same
 /// arguments.
 ///
 /// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
@@ -37,12 +40,13 @@ pub use step::CompiledStep;
 /// The optimizer is followed step by step: what it computes on the host may depend on the learning rate, its
 /// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
 /// that one a gradient, as Burn does. Gradient clipping is not part of Burn's `Optimizer`:
-/// `with_grad_clipping(..).build()` leaves it out, and a compiled step does not clip.
+/// `with_grad_clipping(..).build()` leaves it out. A compiled step clips by the norm of all gradients, where
+/// [`Options::clip_grad_norm`](crate::passes::schedule::Options::clip_grad_norm) says so.
 ///
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
-/// use burn::tensor::{Device, Tensor};
+/// use burn::tensor::Device;
 /// use burn_fsdp_spmd::{Mode, compile};
 ///
 /// let mut step = compile(
@@ -86,15 +90,16 @@ pub use step::CompiledStep;
 /// [`Error::Uncapturable`] if `init` reads the value of a tensor; [`Error::UntraceableOptimizer`] if the
 /// optimizer refuses a parameter, or reads tensors; [`Error::Tied`]; [`Error::ElementType`];
 /// [`Error::Initialization`]; [`Error::Collective`].
-pub fn compile<M, B, O>(
+pub fn compile<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    loss: impl Fn(&M, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
-) -> Result<CompiledStep<B>, Error>
+) -> Result<CompiledStep<B, Flex, L::Outputs>, Error>
 where
     M: Module + 'static,
     B: Batch,
+    L: Loss,
     O: Optimizer,
 {
     compile_with(init, loss, optimizer, mode, Vec::new())
@@ -105,20 +110,21 @@ where
 /// # Errors
 ///
 /// As [`compile`]; [`Error::OverrideChangedParameters`] if an override does.
-pub fn compile_with<M, B, O>(
+pub fn compile_with<M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    loss: impl Fn(&M, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
     overrides: Vec<Box<dyn Override<M>>>,
-) -> Result<CompiledStep<B>, Error>
+) -> Result<CompiledStep<B, Flex, L::Outputs>, Error>
 where
     M: Module + 'static,
     B: Batch,
+    L: Loss,
     O: Optimizer,
 {
     let on = Default::default();
-    compile_on::<Flex, M, B, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
+    compile_on::<Flex, M, B, L, O>(init, loss, optimizer, mode, overrides, &Device::flex(), on)
 }
 
 /// A replacement of parts of a module while it is traced, and a rewrite of the graph that was traced.
@@ -145,19 +151,20 @@ pub trait Override<M>: Send {
 /// # Errors
 ///
 /// As [`compile`].
-pub fn compile_on<Be, M, B, O>(
+pub fn compile_on<Be, M, B, L, O>(
     init: impl Fn(&Device) -> M + Send + 'static,
-    loss: impl Fn(&M, B) -> Tensor<1> + Send + 'static,
+    loss: impl Fn(&M, B) -> L + Send + 'static,
     optimizer: O,
     mode: Mode,
     overrides: Vec<Box<dyn Override<M>>>,
     device: &Device,
     backend_device: Be::Device,
-) -> Result<CompiledStep<B, Be>, Error>
+) -> Result<CompiledStep<B, Be, L::Outputs>, Error>
 where
     Be: BackendIr,
     M: Module + 'static,
     B: Batch,
+    L: Loss,
     O: Optimizer,
 {
     let defaults = Some(Defaults::of(device));
@@ -182,6 +189,8 @@ where
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
+    let template = Arc::new(Mutex::new(None));
+    let kept = template.clone();
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();
@@ -189,19 +198,26 @@ where
         };
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-        let graph = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()))?;
+        let traced = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()));
+        let (graph, outputs) = traced?;
+        // Their names and types are those of every trace; values come from the step.
+        *lock(&kept) = Some(outputs);
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))
     };
     Ok(CompiledStep::new(
-        Box::new(tracer),
+        (Box::new(tracer), template),
         mode,
         specs,
         scalars,
         executor,
         initial,
     ))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the first path at which two modules differ.

@@ -231,6 +231,17 @@ pub enum Error {
         operation: String,
     },
 
+    /// A tensor beside the loss that cannot come out of a step.
+    #[error(
+        "the loss closure returns \"{name}\" beside the loss, which cannot come out of a step: {reason}"
+    )]
+    Output {
+        /// Its name.
+        name: String,
+        /// The reason.
+        reason: &'static str,
+    },
+
     /// Hybrid sharding on a mesh, or with a strategy, that has it not.
     #[error(
         "hybrid sharding takes a mesh of two axes and a strategy with shards, not {axes} and {strategy}; give a mesh such \

@@ -41,6 +41,11 @@
 //! and one of [`Strategy::NoShard`] as many all-reduces as buckets of gradients and loss, or P + 1
 //! without buckets; all of it whatever the number of ranks, one included.
 //!
+//! Clipping takes one all-gather of a number more for each set of axes that parameters are cut along, none of
+//! [`Strategy::NoShard`]; a step of several micro-batches takes the collectives of as many steps, and clips once. With
+//! copies of the shards ([`Mode::hybrid`]) there are as many all-reduces over the copies as buckets of shards, with the
+//! loss among them.
+//!
 //! A step by placements ([`Expand`], [`DataParallel::Automatic`]) takes what redistributions its operations
 //! need, see [`place`], and none on axes of one rank. Of a transformer of B blocks whose layers are cut by
 //! columns and then by rows, that is 4 B all-reduces: two a block in forward, two in backward, and one more
@@ -74,7 +79,7 @@ pub use error::Error;
 pub use mode::{Mode, lower};
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
-pub use trace::{Batch, BatchMapper};
+pub use trace::{Batch, BatchMapper, Loss};
 
 /// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};

@@ -16,10 +16,11 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Batches, Gpt};
 use serde_json::Value;
 
+use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::fused;
-use crate::train::config::{Sharding, TrainConfig};
+use crate::train::config::TrainConfig;
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
@@ -36,15 +37,23 @@ pub(crate) struct Compiled<'a> {
     /// Number of traces so far, and maximum of the bytes of full parameters and gradients at once
     /// in the graph that was traced last.
     unsharded: Option<(usize, usize)>,
+    /// The norm of the last step's gradients, if it is not finite and the run is to stop at that.
+    norm_not_finite: Option<f64>,
     /// A sharded model to evaluate with, made when it is first needed.
     model: Option<Gpt>,
 }
 
 /// Returns the mode, with passes that divide a step as the configuration says.
-pub(crate) fn mode(sharding: &Sharding, world: &ProcessGroup) -> Mode {
+fn mode(config: &TrainConfig, world: &ProcessGroup, mesh: &ProcessMesh) -> Result<Mode, RankError> {
+    let sharding = &config.sharding;
     let prefetch = sharding.prefetch.map(|units| units > 0);
     let options = Options::default().prefetch(prefetch);
-    Mode::data_parallel(world.clone(), sharding.strategy).options(options)
+    let options = options.clip_grad_norm(config.step.clip);
+    let mode = match sharding.replicas {
+        1 => Mode::data_parallel(world.clone(), sharding.strategy),
+        _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,
+    };
+    Ok(mode.options(options))
 }
 
 impl<'a> Compiled<'a> {
@@ -72,7 +81,7 @@ impl<'a> Compiled<'a> {
         };
         let loss =
             |model: &Gpt, (inputs, targets): Tokens| recorded(|| model.loss(inputs, targets));
-        let mode = mode(&config.sharding, world);
+        let mode = mode(config, world, mesh)?;
         let step = compile(init, loss, config.optimizer.build(), mode)?;
         Ok(Self {
             config,
@@ -81,15 +90,28 @@ impl<'a> Compiled<'a> {
             batches: config.data.training(&config.model, config.batch),
             step: step.operations(fused::operations()),
             unsharded: None,
+            norm_not_finite: None,
             model: None,
         })
     }
 
-    fn begin(&self, step: usize) -> Result<Tokens, RankError> {
+    /// Returns the micro-batches of a step.
+    fn begin(&self, step: usize) -> Result<Vec<Tokens>, RankError> {
         self.world.begin_step(step as u64);
         self.world.fault_point(At::Forward)?;
-        let rows = self.config.rows_of(self.world.rank());
-        Ok(self.batches.rows(step, rows).to_tensors(&Device::flex()))
+        let micro = (0..self.config.step.accumulate).map(|micro| {
+            let rows = self.config.micro_rows_of(self.world.rank(), micro);
+            self.batches.rows(step, rows).to_tensors(&Device::flex())
+        });
+        Ok(micro.collect())
+    }
+
+    /// Looks at what a step has left behind.
+    fn end(&mut self) -> Result<(), RankError> {
+        let norm = self.step.grad_norm();
+        let stops = self.config.not_finite == NotFinite::Stop;
+        self.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
+        self.look_at_graph()
     }
 
     /// Plans the memory of a graph that is new, and prints the size of the first one.
@@ -131,10 +153,10 @@ impl<'a> Compiled<'a> {
 
 impl Trainer for Compiled<'_> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
-        let batch = self.begin(step)?;
+        let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);
-        let loss = self.step.step(rate, &batch)?;
-        self.look_at_graph()?;
+        let loss = self.step.step_accumulated(rate, &batches)?;
+        self.end()?;
         Ok(loss as f32)
     }
 
@@ -143,10 +165,11 @@ impl Trainer for Compiled<'_> {
         step: usize,
         origin: Instant,
     ) -> Result<(f32, Vec<Value>), RankError> {
-        let batch = self.begin(step)?;
+        let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);
-        let (loss, timeline) = self.step.step_with_timeline(rate, &batch)?;
-        self.look_at_graph()?;
+        let traced = self.step.step_accumulated_with_timeline(rate, &batches);
+        let (loss, timeline) = traced?;
+        self.end()?;
         let events = timeline.chrome_events(self.world.rank());
         let offset = timeline.began().saturating_duration_since(origin);
         Ok((loss as f32, shifted(events, offset)))
@@ -162,6 +185,10 @@ impl Trainer for Compiled<'_> {
             return Ok(None);
         }
         evaluation::evaluate(self.sharded()?, config, world)
+    }
+
+    fn norm_not_finite(&self) -> Option<f64> {
+        self.norm_not_finite
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {

@@ -376,13 +376,7 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
 fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let is_f32 = |float: Option<Float>| matches!(float, None | Some(Float::F32));
-    let is_hybrid = sharding.strategy == StrategyArg::HybridShard;
     let refusals = [
-        (
-            is_hybrid,
-            "--strategy hybrid-shard",
-            "they divide parameters over all ranks or over none",
-        ),
         (
             sharding.offload.is_some(),
             "--offload",
@@ -399,19 +393,9 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "their graphs run on the CPU",
         ),
         (
-            training.accumulate > 1,
-            "--accumulate",
-            "a graph is of one batch and its update",
-        ),
-        (
             training.no_sync,
             "--no-sync",
-            "a graph is of one batch and its update",
-        ),
-        (
-            training.clip_grad_norm.is_some(),
-            "--clip-grad-norm",
-            "gradients are used as soon as they come, before their norm is known",
+            "micro-batches are added up in shards, and never whole",
         ),
         (
             !is_f32(Some(training.precision)),

@@ -181,7 +181,7 @@ impl Run<'_> {
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
-                "the norm of the gradients of step {step} is {norm}, and the step was not taken; \
+                "the norm of the gradients of step {step} is {norm}, and nothing of that step is saved; \
                  {NOT_FINITE_ADVICE}"
             ));
         }

@@ -30,8 +30,8 @@ pub(crate) trait Trainer {
     /// Computes the mean loss on the held-out text, or `None` without any.
     fn evaluate(&mut self) -> Result<Option<f64>, RankError>;
 
-    /// Returns the norm of the last step's gradients, if it is not finite and the step was not
-    /// taken for that.
+    /// Returns the norm of the last step's gradients, if it is not finite and the run is to stop at that. The step was
+    /// not taken, or has left values that are not finite.
     fn norm_not_finite(&self) -> Option<f64> {
         None
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use burn_ir::BackendIr;
 
 use super::cache::{Compiled, Made};
-use super::step::CompiledStep;
+use super::step::{CompiledStep, grad_norm};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::Purpose;
@@ -21,7 +21,7 @@ struct Prepared {
     scalars: StepScalars,
 }
 
-impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Runs one train step over several micro-batches, whose gradients are averaged before they are clipped and the
     /// optimizer steps once. Returns the mean of their losses. All ranks must call it, with as many micro-batches of
     /// equal shapes; among themselves micro-batches may have different ones.
@@ -64,6 +64,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         let prepared = self.prepare_micro(learning_rate, batches)?;
         let scalars = &prepared.scalars;
         let mut total = 0.0;
+        let mut outputs = Vec::new();
         for (graph, batch) in prepared.graphs.iter().zip(batches) {
             for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
                 self.executor.set(*id, data);
@@ -72,13 +73,15 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             let loss = results.loss.as_ref();
             let loss = loss.and_then(|loss| loss.iter::<f64>().next());
             total += loss.ok_or_else(|| Error::Internal("the loss is empty".to_owned()))?;
+            outputs.push(results.outputs);
         }
         let results = self.run_graph(&prepared.update, scalars, timeline)?;
         self.forget_pending(&prepared.update);
         let stepped = &prepared.made.stepped;
         self.scalars.advance(scalars, |path| stepped.contains(path));
         self.steps += 1;
-        self.outputs = results.outputs;
+        self.grad_norm = grad_norm(&results);
+        self.outputs = outputs;
         Ok(total / batches.len() as f64)
     }
 

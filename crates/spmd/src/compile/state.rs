@@ -25,7 +25,7 @@ pub struct OptimizerState {
     pub tensors: Vec<(String, TensorData)>,
 }
 
-impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it.
     ///
     /// # Errors

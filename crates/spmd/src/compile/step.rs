@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use burn::backend::Flex;
 use burn::tensor::TensorData;
@@ -10,6 +10,7 @@ use burn_ir::BackendIr;
 
 use super::agree::agree;
 use super::cache::{Compiled, Graphs, Made, Setting, Tracer};
+use super::lock;
 use super::restored::Restored;
 use crate::custom::CustomOperations;
 use crate::error::Error;
@@ -17,8 +18,8 @@ use crate::graph::{Graph, Role};
 use crate::initial::InitialValues;
 use crate::mode::{Mode, Purpose};
 use crate::norm::GRAD_NORM;
-use crate::run::{Executor, MemoryTable, Timeline};
-use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of};
+use crate::run::{Executor, MemoryTable, Results, Timeline};
+use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of, fill};
 
 /// An optimizer's step that has been put off, with gradients that wait for it.
 pub(super) struct Pending {
@@ -43,7 +44,7 @@ struct Prepared {
 }
 
 /// A compiled train step with its parameters and optimizer states, of one rank.
-pub struct CompiledStep<B, Be: BackendIr = Flex> {
+pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     pub(super) graphs: Graphs<B>,
     pub(super) mode: Mode,
     pub(super) specs: Vec<ParameterSpec>,
@@ -61,14 +62,20 @@ pub struct CompiledStep<B, Be: BackendIr = Flex> {
     pub(super) current: Option<Arc<Graph>>,
     pub(super) steps: u64,
     pub(super) poisoned: Option<String>,
-    /// What came out of the last step beside the loss.
-    pub(super) outputs: BTreeMap<Arc<str>, TensorData>,
+    /// What came out of the last step beside the loss, of each of its micro-batches.
+    pub(super) outputs: Vec<BTreeMap<Arc<str>, TensorData>>,
+    /// The norm of the gradients of the last step, if they were clipped.
+    pub(super) grad_norm: Option<f64>,
+    template: Template<O>,
 }
 
-impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
+/// The tensors beside the loss as the last trace had them, with small ones in their places; `None` before a trace.
+pub(super) type Template<O> = Arc<Mutex<Option<O>>>;
+
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Creates a step that has not run.
     pub(super) fn new(
-        tracer: Tracer<B>,
+        (tracer, template): (Tracer<B>, Template<O>),
         mode: Mode,
         specs: Vec<ParameterSpec>,
         scalars: HostScalars,
@@ -88,7 +95,9 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
             current: None,
             steps: 0,
             poisoned: None,
-            outputs: BTreeMap::new(),
+            outputs: Vec::new(),
+            grad_norm: None,
+            template,
         }
     }
 
@@ -155,7 +164,8 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
         self.steps += 1;
         self.current = Some(graph);
         self.pending = pending;
-        self.outputs = results.outputs;
+        self.grad_norm = grad_norm(&results);
+        self.outputs = vec![results.outputs];
         let loss = results.loss.as_ref();
         loss.and_then(|loss| loss.iter::<f64>().next())
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
@@ -371,7 +381,26 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks; `None`
     /// before a step, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
     pub fn grad_norm(&self) -> Option<f64> {
-        self.outputs.get(GRAD_NORM)?.iter::<f64>().next()
+        self.grad_norm
+    }
+
+    /// Returns what the loss closure returned beside the loss in the last step, on Burn's CPU device: one for each of
+    /// its micro-batches, none before a step. In data parallelism it is of this rank's part of the batch, by placements
+    /// of the joined batch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Internal`] if the closure returns tensors of other names than in the last trace.
+    pub fn outputs(&self) -> Result<Vec<O>, Error>
+    where
+        O: Batch,
+    {
+        let template = lock(&self.template);
+        let Some(template) = template.as_ref() else {
+            return Ok(Vec::new());
+        };
+        let outputs = self.outputs.iter();
+        outputs.map(|values| fill(template, values)).collect()
     }
 
     /// Returns the number of steps done.
@@ -395,7 +424,7 @@ impl<B: Batch, Be: BackendIr> CompiledStep<B, Be> {
     }
 }
 
-impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
+impl<B, Be: BackendIr, O> fmt::Debug for CompiledStep<B, Be, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompiledStep")
             .field("mode", &self.mode)
@@ -403,6 +432,11 @@ impl<B, Be: BackendIr> fmt::Debug for CompiledStep<B, Be> {
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }
+}
+
+/// Returns the norm of the gradients, if the graph has measured it.
+pub(super) fn grad_norm(results: &Results) -> Option<f64> {
+    results.outputs.get(GRAD_NORM)?.iter::<f64>().next()
 }
 
 fn not_whole() -> Error {

@@ -396,7 +396,9 @@ impl Graph {
         let mut mentioned = read.clone();
         mentioned.extend(self.kept());
         mentioned.extend(self.nodes.iter().flat_map(Node::outputs));
-        self.constants.retain(|id, _| read.contains(id));
+        let results: HashSet<TensorId> = self.results().collect();
+        self.constants
+            .retain(|id, _| read.contains(id) || results.contains(id));
         let constants = &self.constants;
         self.values.retain(|id, value| match value.role {
             Role::Constant => constants.contains_key(id),

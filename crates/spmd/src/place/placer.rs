@@ -20,6 +20,8 @@ pub(super) struct Destination {
     /// Indices of the parameters whose gradient the value is: those that are added to each other share one.
     pub(super) gradients: Vec<usize>,
     pub(super) is_loss: bool,
+    /// Names under which it comes out of the step.
+    pub(super) outputs: Vec<Arc<str>>,
     /// Indices of the updates that the value is the source of.
     pub(super) updates: Vec<usize>,
 }
@@ -215,6 +217,10 @@ impl Placer {
         if destination.is_loss {
             let new = self.fetch(id, &replicated, writer)?;
             self.values.graph.set_loss(new);
+        }
+        for name in destination.outputs {
+            let new = self.fetch(id, &replicated, writer)?;
+            self.values.graph.set_output(name, new);
         }
         for index in destination.updates {
             let into = self.values.graph.updates()[index].into;

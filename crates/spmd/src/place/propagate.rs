@@ -110,6 +110,10 @@ impl ExpandPlacements {
         if let Some(loss) = graph.loss() {
             destinations.entry(loss).or_default().is_loss = true;
         }
+        for (name, id) in graph.outputs() {
+            let destination = destinations.entry(*id).or_default();
+            destination.outputs.push(name.clone());
+        }
         let located = locate(&mut graph, &whole, |id| given.get(id).unwrap_or(&axes));
         let values = Values {
             axes,

@@ -1,6 +1,6 @@
 //! The executor: one rank's tensors, and the run of a graph's nodes over them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -380,7 +380,8 @@ impl<B: BackendIr> Executor<B> {
             self.table.rename(update.from, fresh(index));
         }
         let sources = graph.updates().iter().map(|update| update.from);
-        for source in sources.chain(graph.results()) {
+        let ended: BTreeSet<TensorId> = sources.chain(graph.results()).collect();
+        for source in ended {
             if !graph.is_given(source) {
                 self.free(source);
             }

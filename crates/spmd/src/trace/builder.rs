@@ -11,6 +11,7 @@ use super::batch::InputSpec;
 use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
+use super::outputs::Taken;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{operation_name, rename, set_status};
@@ -25,6 +26,8 @@ pub(super) struct Captures {
     pub(super) updates: Vec<Option<Captured>>,
     pub(super) inputs: Vec<Option<Captured>>,
     pub(super) loss: Captured,
+    /// The tensors beside the loss that come out of a step.
+    pub(super) outputs: Taken,
 }
 
 /// A graph in the making.
@@ -38,6 +41,7 @@ pub(super) struct Builder {
     /// The buffers that change, with their new values.
     changed: Vec<(TensorId, TensorId)>,
     loss: TensorId,
+    outputs: Taken,
 }
 
 impl Builder {
@@ -53,6 +57,7 @@ impl Builder {
             updates,
             inputs,
             loss,
+            outputs,
         } = recording.result;
         let mut graph = Graph::new();
         let mut ids = BTreeMap::new();
@@ -117,6 +122,7 @@ impl Builder {
             leaves,
             changed,
             loss: loss.id,
+            outputs,
         })
     }
 
@@ -126,6 +132,7 @@ impl Builder {
         }
         self.add_states(step);
         self.add_forward_and_backward()?;
+        self.add_outputs()?;
         for index in 0..self.leaves.len() {
             self.add_optimizer(index, step)?;
         }
@@ -160,15 +167,12 @@ impl Builder {
         let wanted = gradients.keys().copied();
         let wanted = wanted
             .chain(self.changed.iter().map(|(_, after)| *after))
-            .chain([self.loss]);
-        let operations = needed(
-            std::mem::take(&mut self.operations),
-            &self.ids,
-            wanted.collect(),
-        )?;
+            .chain(self.results());
+        let wanted = wanted.collect();
+        let operations = needed(std::mem::take(&mut self.operations), &self.ids, wanted)?;
         let last_forward = operations
             .iter()
-            .rposition(|op| op.outputs().any(|o| o.id == self.loss));
+            .rposition(|op| op.outputs().any(|o| self.results().any(|id| id == o.id)));
         for (index, operation) in operations.into_iter().enumerate() {
             let phase = match last_forward {
                 Some(last) if index > last => Phase::Backward,
@@ -198,6 +202,45 @@ impl Builder {
         for (into, after) in std::mem::take(&mut self.changed) {
             let from = id_of(&self.ids, after)?;
             self.graph.updates_mut().push(Update { into, from });
+        }
+        Ok(())
+    }
+
+    /// Returns the loss and the tensors beside it on the capture device.
+    fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
+        let outputs = self
+            .outputs
+            .iter()
+            .filter_map(|(_, captured)| captured.as_ref());
+        [self.loss]
+            .into_iter()
+            .chain(outputs.map(|captured| captured.id))
+    }
+
+    /// Declares the tensors beside the loss.
+    fn add_outputs(&mut self) -> Result<(), Error> {
+        for (name, captured) in std::mem::take(&mut self.outputs) {
+            let refused = |reason| Error::Output {
+                name: name.to_string(),
+                reason,
+            };
+            let captured = captured.ok_or_else(|| refused("it is on another device"))?;
+            self.declare_constant(captured.id);
+            let id = self.ids.get(&captured.id).copied();
+            let id = id.ok_or_else(|| refused("no operation of the loss makes it"))?;
+            let role = self.graph.value(id).map(|value| &value.role);
+            if let Some(Role::Parameter(_)) = role {
+                return Err(refused(
+                    "it is a parameter, which CompiledStep::parameter reads",
+                ));
+            }
+            if self.graph.outputs().contains_key(&name) {
+                return Err(Error::DuplicateName {
+                    what: "output",
+                    name: name.to_string(),
+                });
+            }
+            self.graph.set_output(name, id);
         }
         Ok(())
     }
@@ -251,15 +294,19 @@ impl Builder {
 
     fn declare_constants(&mut self, operation: &OperationIr) {
         for input in operation.inputs() {
-            if self.ids.contains_key(&input.id) {
-                continue;
-            }
-            if let Some(data) = self.constants.get(&input.id) {
-                let shape = data.shape().to_vec();
-                let id = self.graph.add_value(shape, data.dtype(), Role::Constant);
-                self.graph.insert_constant(id, data.clone());
-                self.ids.insert(input.id, id);
-            }
+            self.declare_constant(input.id);
+        }
+    }
+
+    fn declare_constant(&mut self, captured: TensorId) {
+        if self.ids.contains_key(&captured) {
+            return;
+        }
+        if let Some(data) = self.constants.get(&captured) {
+            let shape = data.shape().to_vec();
+            let id = self.graph.add_value(shape, data.dtype(), Role::Constant);
+            self.graph.insert_constant(id, data.clone());
+            self.ids.insert(captured, id);
         }
     }
 

@@ -10,6 +10,7 @@ mod builder;
 mod capture;
 mod module;
 mod optimizer;
+mod outputs;
 mod parameters;
 
 use burn::module::Module;
@@ -18,10 +19,12 @@ use burn::tensor::{Device, Tensor};
 
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
+pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};
 
 pub(crate) use batch::fixed_of;
 pub(crate) use capture::Defaults;
+pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;
 
 use crate::error::Error;
@@ -29,7 +32,7 @@ use crate::graph::Graph;
 use crate::panics::caught;
 use batch::JoinedShape;
 use builder::{Builder, Captures};
-use capture::{Tape, float_id, record_with};
+use capture::{Recording, Tape, float_id, record_with};
 use module::{Leaf, leaves, updates, with_fakes};
 
 /// The optimizer's step that is traced.
@@ -93,20 +96,23 @@ where
         }
         scalars.peek(config.learning_rate)
     })
+    .map(|(graph, ())| graph)
 }
 
 /// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with the default types of a device, and
-/// with the step that `optimizer` gives for the tensors of the module.
-pub(crate) fn trace_joined<M, B>(
+/// with the step that `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
+/// small ones in their places.
+pub(crate) fn trace_joined<M, B, L>(
     init: impl FnOnce(&Device) -> M,
-    loss: impl FnOnce(&M, B) -> Tensor<1>,
+    loss: impl FnOnce(&M, B) -> L,
     (batch, joined): (&B, JoinedShape<'_>),
     defaults: Option<Defaults>,
     optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
-) -> Result<Graph, Error>
+) -> Result<(Graph, L::Outputs), Error>
 where
     M: Module,
     B: Batch,
+    L: Loss,
 {
     let specs = specs_of(batch)?;
     let recording = record_with("the module", defaults, |device, progress| {
@@ -121,7 +127,7 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let value = match caught(|| loss(&model, fake)) {
+        let (value, outputs) = match caught(|| loss(&model, fake).into_parts()) {
             Ok(value) => value,
             Err(panic) => match running_twice(&model, &before) {
                 Some(path) => return Err(Error::StatisticsTwice { path }),
@@ -135,6 +141,7 @@ where
             });
         }
         let captured = float_id(&value);
+        let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
         let (Some(loss), Ok(value)) = (captured, tracked_value) else {
             return Err(Error::NoGradient);
@@ -144,18 +151,30 @@ where
         let with_gradients = leaves(&model, Some(&mut gradients));
         progress.enter("the running statistics of the module");
         let (running, updates) = updates(model, &tracked);
-        Ok(Captures {
+        let captures = Captures {
             before,
             with_gradients,
             running,
             updates,
             inputs,
             loss,
-        })
+            outputs,
+        };
+        Ok((captures, template))
     })?;
+    let Recording {
+        operations,
+        values,
+        result: (result, template),
+    } = recording;
+    let recording = Recording {
+        operations,
+        values,
+        result,
+    };
     let builder = Builder::new(recording, specs)?;
     let step = optimizer(&builder.leaves)?;
-    builder.build(&step)
+    Ok((builder.build(&step)?, template))
 }
 
 /// Returns the module whose running statistics have taken an update inside the loss: it ran a second time, for which

@@ -19,6 +19,7 @@ mod limits;
 mod models;
 mod modules;
 mod optimizers;
+mod outputs;
 mod parallel;
 mod passes;
 mod placement;

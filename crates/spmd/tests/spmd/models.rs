@@ -62,6 +62,21 @@ impl Gpt {
     }
 
     pub(crate) fn loss(&self, (tokens, targets): TokenBatch) -> Tensor<1> {
+        let logits = self.logits(tokens);
+        let elements = logits.dims().iter().product::<usize>() / VOCAB;
+        CrossEntropyLossConfig::new()
+            .init(&logits.device())
+            .forward(
+                logits.reshape([elements, VOCAB]),
+                targets.reshape([elements]),
+            )
+    }
+
+    pub(crate) fn head_weight(&self) -> Tensor<2> {
+        self.head.weight.val()
+    }
+
+    pub(crate) fn logits(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
         let device = tokens.device();
         let positions = Tensor::<1, Int>::arange(0..time as i64, &device).unsqueeze();
@@ -73,11 +88,7 @@ impl Gpt {
             let wide = gelu(block.fc.forward(block.ln2.forward(x.clone())));
             x = x + block.out.forward(wide);
         }
-        let logits = self.head.forward(self.lnf.forward(x));
-        CrossEntropyLossConfig::new().init(&device).forward(
-            logits.reshape([batch * time, VOCAB]),
-            targets.reshape([batch * time]),
-        )
+        self.head.forward(self.lnf.forward(x))
     }
 }
 

@@ -1,0 +1,240 @@
+//! Training steps of a language model of Burn's own layers (`TransformerEncoder`), nothing of it written for this
+//! project: the counterpart of a program of PyTorch's own layers.
+//!
+//! ```text
+//! cargo bench -p burn-fsdp --bench encoder -- [--engine compiled|eager] [--ranks N] [--steps N] [--warmup N]
+//!     [--layers N] [--composed] [--print] [--profile]
+//! ```
+//!
+//! Six layers, dim 384, six heads, hidden 1536, vocabulary 4096, 256 tokens, batch 8, norms first, GELU, a causal mask,
+//! learned positions averaged with tokens, no dropout, AdamW. One rank uses all threads of rayon's pool. It prints one
+//! line of JSON. `--print` prints the graph of a rank, and `--profile` what its operations take; `--composed` leaves
+//! operations as the layers compose them.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::transformer::{
+    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
+};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
+use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, backward, fully_shard, launch};
+
+const VOCAB: usize = 4096;
+const DIM: usize = 384;
+const TIME: usize = 256;
+const BATCH: usize = 8;
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+#[derive(Module, Debug)]
+struct Model {
+    tokens: Embedding,
+    positions: Embedding,
+    encoder: TransformerEncoder,
+    output: Linear,
+}
+
+impl Model {
+    fn new(layers: usize, device: &Device) -> Self {
+        let encoder = TransformerEncoderConfig::new(DIM, 4 * DIM, 6, layers);
+        Self {
+            tokens: EmbeddingConfig::new(VOCAB, DIM).init(device),
+            positions: EmbeddingConfig::new(TIME, DIM).init(device),
+            encoder: encoder.with_norm_first(true).with_dropout(0.0).init(device),
+            output: LinearConfig::new(DIM, VOCAB).init(device),
+        }
+    }
+
+    fn loss(&self, (tokens, targets): Tokens) -> Tensor<1> {
+        let [batch, time] = tokens.dims();
+        let device = tokens.device();
+        let positions = Tensor::<1, Int>::arange(0..time as i64, &device).unsqueeze();
+        let x = (self.positions.forward(positions) + self.tokens.forward(tokens)) / 2;
+        let mask = generate_autoregressive_mask(batch, time, &device);
+        let input = TransformerEncoderInput::new(x).mask_attn(mask);
+        let logits = self.output.forward(self.encoder.forward(input));
+        CrossEntropyLossConfig::new().init(&device).forward(
+            logits.reshape([batch * time, VOCAB]),
+            targets.reshape([batch * time]),
+        )
+    }
+}
+
+/// The rows of a rank in a step: numbers that look random.
+fn batch(step: usize, rank: usize, ranks: usize) -> Tokens {
+    let device = Device::flex();
+    let rows = BATCH / ranks;
+    let at = |row: usize, column: usize| {
+        let mixed =
+            (step * 1_000_003 + row * 7919 + column + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        ((mixed >> 33) % VOCAB) as i64
+    };
+    let make = |shift: usize| {
+        let values: Vec<i64> = (rank * rows..(rank + 1) * rows)
+            .flat_map(|row| (0..TIME).map(move |column| at(row, column + shift)))
+            .collect();
+        Tensor::from_data(TensorData::new(values, [rows, TIME]), &device)
+    };
+    (make(0), make(1))
+}
+
+#[derive(Debug, Clone)]
+struct Arguments {
+    engine: String,
+    ranks: usize,
+    steps: usize,
+    warmup: usize,
+    layers: usize,
+    prints: bool,
+    profiles: bool,
+}
+
+impl Arguments {
+    fn read() -> Self {
+        let mut arguments = Self {
+            engine: "compiled".to_owned(),
+            ranks: 2,
+            steps: 8,
+            warmup: 2,
+            layers: 6,
+            prints: false,
+            profiles: false,
+        };
+        let mut words = std::env::args().skip(1);
+        while let Some(word) = words.next() {
+            let mut value = || {
+                words
+                    .next()
+                    .unwrap_or_else(|| panic!("{word} takes a value"))
+            };
+            let number = |value: String| -> usize {
+                value
+                    .parse()
+                    .unwrap_or_else(|_| panic!("{value} is no number"))
+            };
+            match word.as_str() {
+                "--engine" => arguments.engine = value(),
+                "--ranks" => arguments.ranks = number(value()),
+                "--steps" => arguments.steps = number(value()),
+                "--warmup" => arguments.warmup = number(value()),
+                "--layers" => arguments.layers = number(value()),
+                "--print" => arguments.prints = true,
+                "--profile" => arguments.profiles = true,
+                _ => {}
+            }
+        }
+        arguments
+    }
+}
+
+enum Side {
+    Eager(Option<Model>, ModuleOptimizer),
+    Compiled(Box<CompiledStep<Tokens>>),
+}
+
+impl Side {
+    fn new(arguments: &Arguments, world: &ProcessGroup) -> Result<Self, Failure> {
+        let layers = arguments.layers;
+        if arguments.engine == "eager" {
+            let device = Device::flex().autodiff().gradient_checkpointing();
+            let policy = ShardPolicy::new().units(["encoder.layers.*"]);
+            let model = fully_shard(Model::new(layers, &device), world, policy)?;
+            return Ok(Self::Eager(Some(model), AdamWConfig::new().init()));
+        }
+        let strategy = match arguments.ranks {
+            1 => Strategy::NoShard,
+            _ => Strategy::FullShard,
+        };
+        let mode = Mode::data_parallel(world.clone(), strategy);
+        let init = move |device: &Device| Model::new(layers, device);
+        let step = compile(init, Model::loss, AdamWConfig::new().build(), mode)?;
+        Ok(Self::Compiled(Box::new(step)))
+    }
+
+    fn train(&mut self, batch: &Tokens) -> Result<f64, Failure> {
+        match self {
+            Self::Eager(model, optimizer) => {
+                let own = model.take().ok_or("the model is kept")?;
+                let loss = own.loss(batch.clone());
+                let value = loss.clone().into_scalar::<f32>();
+                let gradients = backward(loss, &own)?;
+                *model = Some(optimizer.step(1e-4, own, gradients));
+                Ok(value.into())
+            }
+            Self::Compiled(step) => Ok(step.step(1e-4, batch)?),
+        }
+    }
+}
+
+/// Prints what operations of one name take in a step, most first.
+fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<(), Failure> {
+    let (_, timeline) = step.step_with_timeline(1e-4, batch)?;
+    let mut by_name: BTreeMap<String, (usize, f64)> = BTreeMap::new();
+    for span in timeline.spans() {
+        let name = format!("{} {}", span.phase, span.name);
+        let entry = by_name.entry(name).or_default();
+        *entry = (entry.0 + 1, entry.1 + span.duration.as_secs_f64());
+    }
+    let mut rows: Vec<_> = by_name.into_iter().collect();
+    rows.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
+    for (name, (calls, seconds)) in rows.iter().take(40) {
+        println!("{:9.2} ms {calls:5} {name}", 1e3 * seconds);
+    }
+    Ok(())
+}
+
+fn main() -> Result<(), Failure> {
+    let arguments = Arguments::read();
+    let of = arguments.clone();
+    let ranks = launch(LaunchConfig::new(arguments.ranks), move |world| {
+        run(&of, &world)
+    });
+    let mut ranks = ranks.unwrap_or_else(|error| panic!("{error}"));
+    let (mut times, losses) = ranks.swap_remove(0);
+    times.sort_by(f64::total_cmp);
+    let median = times[times.len() / 2];
+    let report = serde_json::json!({
+        "engine": arguments.engine,
+        "ranks": arguments.ranks,
+        "step_ms": 1e3 * median,
+        "tokens_per_s": (BATCH * TIME) as f64 / median,
+        "losses": losses,
+    });
+    println!("{report}");
+    Ok(())
+}
+
+fn run(arguments: &Arguments, world: &ProcessGroup) -> Result<(Vec<f64>, Vec<f64>), Failure> {
+    Device::flex().seed(0);
+    let mut side = Side::new(arguments, world)?;
+    let (mut times, mut losses) = (Vec::new(), Vec::new());
+    for step in 0..arguments.warmup + arguments.steps {
+        let batch = batch(step, world.rank(), world.size());
+        let start = Instant::now();
+        losses.push(side.train(&batch)?);
+        if step >= arguments.warmup {
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    if let Side::Compiled(step) = &mut side {
+        let batch = batch(0, world.rank(), world.size());
+        if arguments.prints && world.rank() == 0 {
+            println!("{}", step.graph().ok_or("it has run")?);
+        }
+        if arguments.profiles {
+            match world.rank() {
+                0 => profile(step, &batch)?,
+                _ => drop(step.step(1e-4, &batch)?),
+            }
+        }
+    }
+    Ok((times, losses))
+}

@@ -1,0 +1,185 @@
+//! What a loss closure returns: the loss, and tensors beside it.
+
+use std::collections::BTreeMap;
+use std::hash::Hash;
+use std::sync::Arc;
+
+use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
+
+use super::batch::{Batch, BatchMapper, Path};
+use super::capture::{Captured, bool_id, float_id, int_id};
+use crate::error::Error;
+
+/// Begins the names of outputs in a graph.
+const PREFIX: &str = "output ";
+
+/// What a loss closure returns: the loss, or the loss and tensors beside it, such as logits for a metric. These come out
+/// of a step as [`CompiledStep::outputs`](crate::CompiledStep::outputs).
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn_fsdp_spmd::{Mode, compile};
+///
+/// let mut step = compile(
+///     |device: &Device| LinearConfig::new(3, 1).init(device),
+///     |model: &Linear, (x, y): (Tensor<2>, Tensor<2>)| {
+///         let prediction = model.forward(x);
+///         ((prediction.clone() - y).square().mean(), prediction)
+///     },
+///     SgdConfig::new().build(),
+///     Mode::single(),
+/// )?;
+/// let device = Device::flex();
+/// step.step(1e-2, &(Tensor::ones([8, 3], &device), Tensor::ones([8, 1], &device)))?;
+/// let prediction: Tensor<2> = step.outputs()?.remove(0);
+/// assert_eq!(prediction.dims(), [8, 1]);
+/// # Ok::<(), burn_fsdp_spmd::Error>(())
+/// ```
+pub trait Loss {
+    /// The tensors beside the loss.
+    type Outputs: Batch + Send;
+
+    /// Returns the loss, one number, and the tensors beside it.
+    fn into_parts(self) -> (Tensor<1>, Self::Outputs);
+}
+
+impl Loss for Tensor<1> {
+    type Outputs = ();
+
+    fn into_parts(self) -> (Tensor<1>, ()) {
+        (self, ())
+    }
+}
+
+impl<O: Batch + Send> Loss for (Tensor<1>, O) {
+    type Outputs = O;
+
+    fn into_parts(self) -> (Tensor<1>, O) {
+        self
+    }
+}
+
+/// The tensors beside a loss on the capture device, by name.
+pub(super) type Taken = Vec<(Arc<str>, Option<Captured>)>;
+
+/// Takes the tensors out of the outputs of a trace, and returns the outputs with small ones in their places.
+pub(super) fn take<O: Batch>(outputs: O) -> (O, Taken) {
+    let mut mapper = Take {
+        path: Path::default(),
+        taken: Vec::new(),
+        device: Device::flex(),
+    };
+    let template = outputs.map(&mut mapper);
+    (template, mapper.taken)
+}
+
+/// Returns the outputs with the values that came out of a step.
+pub(crate) fn fill<O: Batch>(
+    template: &O,
+    values: &BTreeMap<Arc<str>, TensorData>,
+) -> Result<O, Error> {
+    let mut mapper = Fill {
+        path: Path::default(),
+        values,
+        device: Device::flex(),
+        missing: None,
+    };
+    let outputs = template.clone().map(&mut mapper);
+    match mapper.missing {
+        None => Ok(outputs),
+        Some(name) => Err(Error::Internal(format!("the step has no {name}"))),
+    }
+}
+
+struct Take {
+    path: Path,
+    taken: Taken,
+    device: Device,
+}
+
+impl Take {
+    fn add(&mut self, name: &str, captured: Option<Captured>) {
+        let name = format!("{PREFIX}{}", self.path.of(name));
+        self.taken.push((name.into(), captured));
+    }
+}
+
+impl BatchMapper for Take {
+    fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
+        self.add(name, float_id(&tensor));
+        Tensor::empty([1; D], &self.device)
+    }
+
+    fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+        self.add(name, int_id(&tensor));
+        Tensor::empty([1; D], &self.device)
+    }
+
+    fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+        self.add(name, bool_id(&tensor));
+        Tensor::empty([1; D], &self.device)
+    }
+
+    fn fixed(&mut self, _: &str, _: &impl Hash) {}
+
+    fn enter(&mut self, name: &str) {
+        self.path.0.push(name.to_owned());
+    }
+
+    fn exit(&mut self) {
+        self.path.0.pop();
+    }
+}
+
+struct Fill<'a> {
+    path: Path,
+    values: &'a BTreeMap<Arc<str>, TensorData>,
+    device: Device,
+    missing: Option<String>,
+}
+
+impl Fill<'_> {
+    fn get(&mut self, name: &str) -> Option<TensorData> {
+        let name = format!("{PREFIX}{}", self.path.of(name));
+        let found = self.values.get(name.as_str()).cloned();
+        if found.is_none() {
+            self.missing.get_or_insert(name);
+        }
+        found
+    }
+}
+
+impl BatchMapper for Fill<'_> {
+    fn float<const D: usize>(&mut self, name: &str, tensor: Tensor<D>) -> Tensor<D> {
+        let data = self.get(name);
+        data.map_or(tensor, |data| {
+            let dtype = data.dtype();
+            Tensor::from_data(data, (&self.device, dtype))
+        })
+    }
+
+    fn int<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Int>) -> Tensor<D, Int> {
+        let data = self.get(name);
+        data.map_or(tensor, |data| {
+            let dtype = data.dtype();
+            Tensor::from_data(data, (&self.device, dtype))
+        })
+    }
+
+    fn bool<const D: usize>(&mut self, name: &str, tensor: Tensor<D, Bool>) -> Tensor<D, Bool> {
+        let data = self.get(name);
+        data.map_or(tensor, |data| Tensor::from_data(data, &self.device))
+    }
+
+    fn fixed(&mut self, _: &str, _: &impl Hash) {}
+
+    fn enter(&mut self, name: &str) {
+        self.path.0.push(name.to_owned());
+    }
+
+    fn exit(&mut self) {
+        self.path.0.pop();
+    }
+}
