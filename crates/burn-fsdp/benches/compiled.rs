@@ -30,8 +30,6 @@ use run::Run;
 
 #[path = "../../../benches/limits.rs"]
 mod limits;
-#[path = "../../spmd/tests/common/fused.rs"]
-mod operations;
 #[path = "../../../benches/run.rs"]
 mod run;
 
@@ -144,7 +142,7 @@ impl Compiled {
             AdamWConfig::new().build(),
             mode.options(options),
         )?;
-        Ok(Self(step.operations(operations::operations())))
+        Ok(Self(step))
     }
 }
 

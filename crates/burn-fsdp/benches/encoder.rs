@@ -23,6 +23,7 @@ use burn::nn::transformer::{
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
 use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, backward, fully_shard, launch};
 
@@ -93,6 +94,7 @@ struct Arguments {
     steps: usize,
     warmup: usize,
     layers: usize,
+    composed: bool,
     prints: bool,
     profiles: bool,
 }
@@ -105,6 +107,7 @@ impl Arguments {
             steps: 8,
             warmup: 2,
             layers: 6,
+            composed: false,
             prints: false,
             profiles: false,
         };
@@ -126,6 +129,7 @@ impl Arguments {
                 "--steps" => arguments.steps = number(value()),
                 "--warmup" => arguments.warmup = number(value()),
                 "--layers" => arguments.layers = number(value()),
+                "--composed" => arguments.composed = true,
                 "--print" => arguments.prints = true,
                 "--profile" => arguments.profiles = true,
                 _ => {}
@@ -136,7 +140,7 @@ impl Arguments {
 }
 
 enum Side {
-    Eager(Option<Model>, ModuleOptimizer),
+    Eager(Box<Option<Model>>, ModuleOptimizer),
     Compiled(Box<CompiledStep<Tokens>>),
 }
 
@@ -147,13 +151,17 @@ impl Side {
             let device = Device::flex().autodiff().gradient_checkpointing();
             let policy = ShardPolicy::new().units(["encoder.layers.*"]);
             let model = fully_shard(Model::new(layers, &device), world, policy)?;
-            return Ok(Self::Eager(Some(model), AdamWConfig::new().init()));
+            return Ok(Self::Eager(
+                Box::new(Some(model)),
+                AdamWConfig::new().init(),
+            ));
         }
         let strategy = match arguments.ranks {
             1 => Strategy::NoShard,
             _ => Strategy::FullShard,
         };
-        let mode = Mode::data_parallel(world.clone(), strategy);
+        let options = Options::default().kernels(!arguments.composed);
+        let mode = Mode::data_parallel(world.clone(), strategy).options(options);
         let init = move |device: &Device| Model::new(layers, device);
         let step = compile(init, Model::loss, AdamWConfig::new().build(), mode)?;
         Ok(Self::Compiled(Box::new(step)))
@@ -166,7 +174,7 @@ impl Side {
                 let loss = own.loss(batch.clone());
                 let value = loss.clone().into_scalar::<f32>();
                 let gradients = backward(loss, &own)?;
-                *model = Some(optimizer.step(1e-4, own, gradients));
+                **model = Some(optimizer.step(1e-4, own, gradients));
                 Ok(value.into())
             }
             Self::Compiled(step) => Ok(step.step(1e-4, batch)?),
@@ -175,7 +183,7 @@ impl Side {
 }
 
 /// Prints what operations of one name take in a step, most first.
-fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<(), Failure> {
+fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens, prints: bool) -> Result<(), Failure> {
     let (_, timeline) = step.step_with_timeline(1e-4, batch)?;
     let mut by_name: BTreeMap<String, (usize, f64)> = BTreeMap::new();
     for span in timeline.spans() {
@@ -185,7 +193,7 @@ fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<(), Failur
     }
     let mut rows: Vec<_> = by_name.into_iter().collect();
     rows.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
-    for (name, (calls, seconds)) in rows.iter().take(40) {
+    for (name, (calls, seconds)) in rows.iter().take(if prints { 40 } else { 0 }) {
         println!("{:9.2} ms {calls:5} {name}", 1e3 * seconds);
     }
     Ok(())
@@ -230,10 +238,7 @@ fn run(arguments: &Arguments, world: &ProcessGroup) -> Result<(Vec<f64>, Vec<f64
             println!("{}", step.graph().ok_or("it has run")?);
         }
         if arguments.profiles {
-            match world.rank() {
-                0 => profile(step, &batch)?,
-                _ => drop(step.step(1e-4, &batch)?),
-            }
+            profile(step, &batch, world.rank() == 0)?;
         }
     }
     Ok((times, losses))

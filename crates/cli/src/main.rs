@@ -13,7 +13,6 @@ mod args;
 mod bytes;
 mod console;
 mod error;
-mod fused;
 mod host;
 mod launch;
 mod output;

@@ -42,6 +42,7 @@ mod operation;
 mod ops;
 mod route;
 mod rows;
+mod softmax;
 #[cfg(test)]
 mod tests;
 

@@ -4,12 +4,13 @@ use burn_flex::FlexTensor;
 use burn_ir::CustomOpIr;
 
 use crate::attention::scores_bytes;
+use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, layer_norm};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are those of the kernels, matrices of 32-bit floats:
+/// Inputs and outputs are those of the kernels, of 32-bit floats:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -21,6 +22,12 @@ use crate::{attention, cross_entropy, gelu, layer_norm};
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
 /// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
+/// | `models.softmax` | x | y | |
+/// | `models.softmax_backward` | y, gradient of y | gradient of x | |
+/// | `models.log_softmax` | x | y | |
+/// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
+///
+/// GELU, layer norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
     /// `x` times the probability that a normal variable is smaller.
@@ -39,6 +46,14 @@ pub enum FusedOperation {
     CrossEntropy,
     /// The gradient of the logits times that of the loss.
     CrossEntropyBackward,
+    /// Rows of probabilities.
+    Softmax,
+    /// The gradient of [`Softmax`](Self::Softmax).
+    SoftmaxBackward,
+    /// Rows of logarithms of probabilities.
+    LogSoftmax,
+    /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
+    LogSoftmaxBackward,
 }
 
 /// The work of a fused operation, and its memory beside operands and results.
@@ -54,7 +69,7 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 12] = [
         Self::Gelu,
         Self::GeluBackward,
         Self::LayerNorm,
@@ -63,6 +78,10 @@ impl FusedOperation {
         Self::CausalAttentionBackward,
         Self::CrossEntropy,
         Self::CrossEntropyBackward,
+        Self::Softmax,
+        Self::SoftmaxBackward,
+        Self::LogSoftmax,
+        Self::LogSoftmaxBackward,
     ];
 
     /// Returns its name in captured graphs.
@@ -76,6 +95,10 @@ impl FusedOperation {
             Self::CausalAttentionBackward => "models.causal_attention_backward",
             Self::CrossEntropy => "models.cross_entropy",
             Self::CrossEntropyBackward => "models.cross_entropy_backward",
+            Self::Softmax => "models.softmax",
+            Self::SoftmaxBackward => "models.softmax_backward",
+            Self::LogSoftmax => "models.log_softmax",
+            Self::LogSoftmaxBackward => "models.log_softmax_backward",
         }
     }
 
@@ -105,6 +128,10 @@ impl FusedOperation {
                 cross_entropy::forward(logits, &next()).into()
             }
             Self::CrossEntropyBackward => vec![cross_entropy::backward(next(), next())],
+            Self::Softmax => vec![softmax::forward(next(), Form::Plain)],
+            Self::SoftmaxBackward => vec![softmax::backward(next(), next(), Form::Plain)],
+            Self::LogSoftmax => vec![softmax::forward(next(), Form::Log)],
+            Self::LogSoftmaxBackward => vec![softmax::backward(next(), next(), Form::Log)],
         }
     }
 
@@ -113,10 +140,13 @@ impl FusedOperation {
     pub fn written_over(self) -> Option<usize> {
         match self {
             Self::CausalAttention | Self::CausalAttentionBackward => None,
-            Self::Gelu | Self::LayerNorm | Self::CrossEntropy | Self::CrossEntropyBackward => {
-                Some(0)
-            }
-            Self::GeluBackward => Some(1),
+            Self::Gelu
+            | Self::LayerNorm
+            | Self::CrossEntropy
+            | Self::CrossEntropyBackward
+            | Self::Softmax
+            | Self::LogSoftmax => Some(0),
+            Self::GeluBackward | Self::SoftmaxBackward | Self::LogSoftmaxBackward => Some(1),
             Self::LayerNormBackward => Some(2),
         }
     }

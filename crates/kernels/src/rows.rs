@@ -24,10 +24,13 @@ pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     }
 }
 
-/// Returns the number of rows and of columns of a matrix.
+/// Returns the number of rows and their width: all dims but the last count rows.
 pub(crate) fn matrix_dims(tensor: &FlexTensor) -> [usize; 2] {
     let shape = tensor.layout().shape();
-    [shape[0], shape[1]]
+    let (width, rows) = shape
+        .split_last()
+        .map_or((1, &[][..]), |(width, rows)| (*width, rows));
+    [rows.iter().product(), width]
 }
 
 /// A loop over floats, compiled once for every set of vector instructions.
@@ -73,7 +76,7 @@ pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
     kernel: impl Fn(usize, &'a mut [f32]) -> K + Sync,
 ) -> Vec<K::Output> {
     matrix
-        .par_chunks_mut(CHUNK_ROWS * width)
+        .par_chunks_mut(CHUNK_ROWS * width.max(1))
         .enumerate()
         .map(|(chunk, rows)| vectorized(kernel(chunk * CHUNK_ROWS, rows)))
         .collect()

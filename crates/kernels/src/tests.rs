@@ -2,9 +2,11 @@
 
 use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::activation;
-use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn_flex::FlexTensor;
+use burn_ir::{CustomOpIr, ScalarIr, TensorId, TensorIr};
 
-use crate::{composed, layer_norm, route, supports};
+use crate::{FusedOperation, composed, layer_norm, route, supports};
 
 const EPSILON: f64 = 1e-5;
 
@@ -186,4 +188,111 @@ fn results_do_not_depend_on_the_number_of_threads() {
         })
     };
     assert_eq!(run(1), run(3));
+}
+
+/// Rows of a tensor of three dims, some with what is masked or overflows.
+fn rows_of(shape: [usize; 3], special: Option<f32>) -> Vec<f32> {
+    let len = shape.iter().product::<usize>();
+    let mut values: Vec<f32> = (0..len)
+        .map(|index| ((index * 7919 % 1013) as f32 - 506.0) / 97.0)
+        .collect();
+    if let (Some(special), Some(value)) = (special, values.get_mut(len / 2)) {
+        *value = special;
+    }
+    values
+}
+
+fn call(operation: FusedOperation, inputs: &[FlexTensor], scalars: Vec<ScalarIr>) -> CustomOpIr {
+    let shape = inputs[0].layout().shape().clone();
+    let tensor = TensorIr::uninit(TensorId::new(0), shape, DType::F32);
+    CustomOpIr::with_scalars(
+        operation.name(),
+        std::slice::from_ref(&tensor),
+        std::slice::from_ref(&tensor),
+        scalars,
+    )
+}
+
+fn run(operation: FusedOperation, inputs: Vec<FlexTensor>) -> Vec<f32> {
+    let call = call(operation, &inputs, Vec::new());
+    let outputs = operation.run(&call, inputs);
+    outputs[0]
+        .clone()
+        .into_data()
+        .try_to_vec()
+        .expect("f32 values")
+}
+
+#[track_caller]
+fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        let is_same = found == expected || found.is_nan() && expected.is_nan();
+        let is_close = (found - expected).abs() <= 1e-6 + 1e-6 * expected.abs();
+        assert!(is_same || is_close, "{what}: {found} is not {expected}");
+    }
+}
+
+#[test]
+fn softmax_of_any_rows_is_burns() {
+    let device = Device::flex().autodiff();
+    for shape in [
+        [2, 3, 5],
+        [1, 1, 1],
+        [4, 7, 33],
+        [2, 40, 64],
+        [3, 1, 1000],
+        [0, 4, 3],
+        [2, 3, 0],
+    ] {
+        let specials = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, -1e4, 1e30];
+        for special in specials.map(Some).into_iter().chain([None]) {
+            let data = TensorData::new(rows_of(shape, special), shape);
+            let x = Tensor::<3>::from_data(data.clone(), &device).require_grad();
+            let weights = TensorData::new(rows_of(shape, None), shape);
+            for is_log in [false, true] {
+                let y = match is_log {
+                    true => activation::log_softmax(x.clone(), 2),
+                    false => activation::softmax(x.clone(), 2),
+                };
+                let (of, gradient_of) = match is_log {
+                    true => (
+                        FusedOperation::LogSoftmax,
+                        FusedOperation::LogSoftmaxBackward,
+                    ),
+                    false => (FusedOperation::Softmax, FusedOperation::SoftmaxBackward),
+                };
+                let what = format!("{of:?} of {shape:?} with {special:?}");
+                if shape.contains(&0) {
+                    // Burn has no maximum of nothing.
+                    let fused = run(of, vec![FlexTensor::from_data(data.clone())]);
+                    assert!(fused.is_empty(), "{what}");
+                    continue;
+                }
+                let expected = values(y.clone().inner());
+                let fused = run(of, vec![FlexTensor::from_data(data.clone())]);
+                assert_near(&what, &fused, &expected);
+                let grad = Tensor::<3>::from_data(weights.clone(), &device);
+                let gradients = (y * grad).sum().backward();
+                let expected = values(x.grad(&gradients).expect("x has a gradient"));
+                let y = FlexTensor::from_data(TensorData::new(fused, shape));
+                let grad = FlexTensor::from_data(weights.clone());
+                assert_near(&what, &run(gradient_of, vec![y, grad]), &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn gelu_of_any_rows_is_burns() {
+    let device = Device::flex().autodiff();
+    for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33]] {
+        for special in [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 0.0] {
+            let data = TensorData::new(rows_of(shape, Some(special)), shape);
+            let x = Tensor::<3>::from_data(data.clone(), &device);
+            let expected = values(activation::gelu(x).inner());
+            let fused = run(FusedOperation::Gelu, vec![FlexTensor::from_data(data)]);
+            assert_near(&format!("{shape:?} with {special}"), &fused, &expected);
+        }
+    }
 }

@@ -19,6 +19,7 @@ use burn_ir::BackendIr;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::initial::InitialValues;
+use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
@@ -167,6 +168,10 @@ where
     L: Loss,
     O: Optimizer,
 {
+    let mode = match has_kernels::<Be>() {
+        true => mode,
+        false => mode.without_kernels(),
+    };
     let defaults = Some(Defaults::of(device));
     let specs = parameters_with(defaults, &init)?;
     let replaced = |device: &Device| {

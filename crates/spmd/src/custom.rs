@@ -70,6 +70,12 @@ impl<B: BackendIr> CustomOperations<B> {
         self
     }
 
+    /// Adds operations, each in place of another of its name.
+    pub(crate) fn and(mut self, operations: Self) -> Self {
+        self.by_name.extend(operations.by_name);
+        self
+    }
+
     /// Returns the names of the operations, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)

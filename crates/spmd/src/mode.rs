@@ -163,6 +163,12 @@ impl Mode {
         self
     }
 
+    /// Leaves operations as Burn composes them: the backend has no kernels.
+    pub(crate) fn without_kernels(mut self) -> Self {
+        self.options.kernels = false;
+        self
+    }
+
     /// Returns the ranks, with their mesh.
     pub(crate) fn ranks(&self) -> &Ranks {
         &self.ranks
@@ -286,6 +292,8 @@ impl Mode {
             Division::Expand(_, expand) | Division::Least(Some(expand)) => {
                 let mesh = self.ranks.mesh()?;
                 let axes = mesh.axes().to_vec();
+                // What places values knows Burn's operations.
+                let options = options.kernels(false);
                 let insert = ExpandPlacements {
                     expand: expand.clone(),
                     mesh,

@@ -15,6 +15,8 @@ pub enum PassId {
     CommonSubexpressions,
     /// [`StandIns`](crate::passes::StandIns).
     StandIns,
+    /// [`UseKernels`](crate::passes::UseKernels).
+    UseKernels,
     /// [`Recompute`](crate::passes::Recompute).
     Recompute,
     /// [`InsertCollectives`](crate::passes::InsertCollectives), or
@@ -54,6 +56,7 @@ impl fmt::Display for PassId {
             Self::DeadCode => "dead code",
             Self::CommonSubexpressions => "common subexpressions",
             Self::StandIns => "stand-ins",
+            Self::UseKernels => "use kernels",
             Self::Recompute => "recompute",
             Self::InsertCollectives => "insert collectives",
             Self::Deduplicate => "deduplicate collectives",

@@ -27,7 +27,11 @@ const ALLOWED: [(&str, &[&str]); 10] = [
     ("burn-fsdp-checkpoint", &["burn-fsdp-mesh"]),
     (
         "burn-fsdp-spmd",
-        &["burn-fsdp-mesh", "burn-fsdp-collectives"],
+        &[
+            "burn-fsdp-mesh",
+            "burn-fsdp-collectives",
+            "burn-fsdp-kernels",
+        ],
     ),
     (
         "burn-fsdp-plan",

@@ -6,10 +6,10 @@ use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::Strategy;
-use burn_fsdp::compile::Error;
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::schedule::{Options, pipeline};
 use burn_fsdp::compile::trace::{TraceConfig, trace};
+use burn_fsdp::compile::{Error, kernels};
 use burn_fsdp::plan::{
     Checkpointing, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size, TracedEstimate,
 };
@@ -18,7 +18,7 @@ use burn_fsdp_models::{Gpt, Llama};
 
 use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PrecisionArg, StrategyArg};
 use crate::error::InputError;
-use crate::fused;
+
 use crate::output;
 use crate::plan::preset::Preset;
 use crate::plan::published;
@@ -150,7 +150,7 @@ fn step<M: Module>(
     let optimizer = AdamWConfig::new().build();
     let batch = (tokens(), tokens());
     let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
-    Ok(fused::operations().describe(graph)?)
+    Ok(kernels().describe(graph)?)
 }
 
 fn machine(name: &str) -> Result<Machine, InputError> {

@@ -19,7 +19,6 @@ use serde_json::Value;
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
-use crate::fused;
 use crate::train::config::TrainConfig;
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
@@ -88,7 +87,7 @@ impl<'a> Compiled<'a> {
             world,
             mesh,
             batches: config.data.training(&config.model, config.batch),
-            step: step.operations(fused::operations()),
+            step,
             unsharded: None,
             norm_not_finite: None,
             model: None,

@@ -5,9 +5,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_models::fused::{FusedOperation, recorded};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use burn_fsdp_plan::{Flops, MemoryPlan};
-use burn_fsdp_spmd::{CustomOperations, Mode, compile};
-
-use crate::fused;
+use burn_fsdp_spmd::{CustomOperations, Mode, compile, kernels};
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
@@ -54,7 +52,7 @@ fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
         step.compile_for(1e-2, &batch).unwrap()
     };
     let gelu = |is_pure, is_cheap| {
-        let known = fused::operations();
+        let known = kernels();
         let kernel = |call: &_, tensors| FusedOperation::Gelu.run(call, tensors);
         known.kernel("models.gelu", kernel, move |_| {
             burn_fsdp_spmd::graph::CustomProfile {
@@ -87,11 +85,11 @@ fn what_is_said_of_an_operation_reaches_the_passes_and_the_plan() {
         let graph = graph_with(operations);
         MemoryPlan::new(&graph, 0).unwrap().reused_in_place
     };
-    let elsewhere = fused::operations().kernel(
+    let elsewhere = kernels().kernel(
         "models.gelu_backward",
         |call, tensors| FusedOperation::GeluBackward.run(call, tensors),
         |_| Default::default(),
     );
     let bytes = (2 * ROWS * CONFIG.seq * 4 * CONFIG.dim * 4) as u64;
-    assert!(reused(fused::operations()) >= reused(elsewhere) + bytes);
+    assert!(reused(kernels()) >= reused(elsewhere) + bytes);
 }

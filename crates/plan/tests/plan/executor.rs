@@ -13,7 +13,6 @@ use burn_fsdp_plan::MemoryPlan;
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::{Batch, Error, Expand, Mode, Strategy, compile};
 
-use crate::fused;
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
 /// What both say: peak, node of the peak, bytes after each node.
@@ -60,7 +59,7 @@ fn compare<M: Module + 'static, B: Batch>(
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
         let step = compile(init, loss, AdamWConfig::new().build(), mode(&world))?;
-        let mut step = step.operations(fused::operations());
+        let mut step = step;
         for index in 0..4 {
             step.step(1e-3, &batch(index, &device))?;
         }

@@ -3,7 +3,5 @@
 mod analytic;
 mod custom;
 mod executor;
-#[path = "../../../spmd/tests/common/fused.rs"]
-mod fused;
 #[path = "../../../spmd/tests/spmd/models.rs"]
 mod models;

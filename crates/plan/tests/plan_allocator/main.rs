@@ -27,8 +27,6 @@ use crate::counting::{Counting, count_for};
 use crate::models::{Cnn, GPT, Recurrent, Tokens, WideHead, images, sequences, tokens};
 
 mod counting;
-#[path = "../../../spmd/tests/common/fused.rs"]
-mod fused;
 mod models;
 mod replay;
 
@@ -69,7 +67,7 @@ fn measure<M: Module + 'static, B: Batch>(
         let device = Device::flex();
         let mode = Mode::data_parallel(world.clone(), style).options(options.clone());
         let step = compile(init, loss, AdamWConfig::new().build(), mode)?;
-        let mut step = step.operations(fused::operations());
+        let mut step = step;
         let batch = batch(&device);
         for _ in 0..4 {
             step.step(1e-3, &batch)?;

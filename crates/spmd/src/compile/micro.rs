@@ -62,6 +62,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             return self.run(learning_rate, batch, timeline);
         }
         let prepared = self.prepare_micro(learning_rate, batches)?;
+        if let Some(timeline) = timeline.as_deref_mut() {
+            *timeline = Timeline::new();
+        }
         let scalars = &prepared.scalars;
         let mut total = 0.0;
         let mut outputs = Vec::new();
@@ -79,9 +82,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.forget_pending(&prepared.update);
         let stepped = &prepared.made.stepped;
         self.scalars.advance(scalars, |path| stepped.contains(path));
-        self.steps += 1;
-        self.grad_norm = grad_norm(&results);
-        self.outputs = outputs;
+        self.done.steps += 1;
+        self.done.grad_norm = grad_norm(&results);
+        self.done.outputs = outputs;
         Ok(total / batches.len() as f64)
     }
 

@@ -118,11 +118,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::UntraceableOptimizer`].
     pub fn resume(&mut self, steps: u64, learning_rate: f64) -> Result<(), Error> {
-        for _ in self.steps..steps {
+        for _ in self.done.steps..steps {
             let step = self.scalars.peek(learning_rate)?;
             self.scalars.advance(&step, |_| true);
         }
-        self.steps = self.steps.max(steps);
+        self.done.steps = self.done.steps.max(steps);
         Ok(())
     }
 
@@ -390,7 +390,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
         self.scalars.set(host);
         self.restored = restored;
-        self.steps = steps;
+        self.done.steps = steps;
         Ok(())
     }
 

@@ -60,8 +60,14 @@ pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     pub(super) loaded: Option<Arc<Graph>>,
     /// The graph of the last step, or of the batch prepared last: it knows parameters, layouts and ids.
     pub(super) current: Option<Arc<Graph>>,
-    pub(super) steps: u64,
     pub(super) poisoned: Option<String>,
+    pub(super) done: Done<O>,
+}
+
+/// What the steps so far have left beside parameters and states.
+pub(super) struct Done<O> {
+    /// Number of steps.
+    pub(super) steps: u64,
     /// What came out of the last step beside the loss, of each of its micro-batches.
     pub(super) outputs: Vec<BTreeMap<Arc<str>, TensorData>>,
     /// The norm of the gradients of the last step, if they were clipped.
@@ -93,11 +99,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             pending: None,
             loaded: None,
             current: None,
-            steps: 0,
             poisoned: None,
-            outputs: Vec::new(),
-            grad_norm: None,
-            template,
+            done: Done {
+                steps: 0,
+                outputs: Vec::new(),
+                grad_norm: None,
+                template,
+            },
         }
     }
 
@@ -135,7 +143,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         learning_rate: f64,
         batch: &B,
     ) -> Result<(f64, Timeline), Error> {
-        self.prepare(learning_rate, batch)?;
         let mut timeline = Timeline::new();
         let loss = self.run(learning_rate, batch, Some(&mut timeline))?;
         Ok((loss, timeline))
@@ -145,7 +152,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         &mut self,
         learning_rate: f64,
         batch: &B,
-        timeline: Option<&mut Timeline>,
+        mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
         let Prepared {
             graph,
@@ -155,17 +162,21 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             pending,
             ..
         } = self.prepare(learning_rate, batch)?;
+        // Tracing, and the agreement of the ranks, are not of the step.
+        if let Some(timeline) = timeline.as_deref_mut() {
+            *timeline = Timeline::new();
+        }
         for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
             self.executor.set(*id, data);
         }
         let results = self.executor.run(&graph, &scalars, timeline);
         let results = results.inspect_err(|error| self.poison(error))?;
         self.scalars.advance(&own, |path| stepped.contains(path));
-        self.steps += 1;
+        self.done.steps += 1;
         self.current = Some(graph);
         self.pending = pending;
-        self.grad_norm = grad_norm(&results);
-        self.outputs = vec![results.outputs];
+        self.done.grad_norm = grad_norm(&results);
+        self.done.outputs = vec![results.outputs];
         let loss = results.loss.as_ref();
         loss.and_then(|loss| loss.iter::<f64>().next())
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
@@ -381,7 +392,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks; `None`
     /// before a step, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
     pub fn grad_norm(&self) -> Option<f64> {
-        self.grad_norm
+        self.done.grad_norm
     }
 
     /// Returns what the loss closure returned beside the loss in the last step, on Burn's CPU device: one for each of
@@ -395,17 +406,17 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     where
         O: Batch,
     {
-        let template = lock(&self.template);
+        let template = lock(&self.done.template);
         let Some(template) = template.as_ref() else {
             return Ok(Vec::new());
         };
-        let outputs = self.outputs.iter();
+        let outputs = self.done.outputs.iter();
         outputs.map(|values| fill(template, values)).collect()
     }
 
     /// Returns the number of steps done.
     pub fn num_steps(&self) -> u64 {
-        self.steps
+        self.done.steps
     }
 
     /// Returns the table of the memory of this rank's tensors.
@@ -428,7 +439,7 @@ impl<B, Be: BackendIr, O> fmt::Debug for CompiledStep<B, Be, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompiledStep")
             .field("mode", &self.mode)
-            .field("steps", &self.steps)
+            .field("steps", &self.done.steps)
             .field("graphs", &self.graphs.len())
             .finish_non_exhaustive()
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
     EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
-    SinkWaits, Split, StandIns, Units,
+    SinkWaits, Split, StandIns, Units, UseKernels,
 };
 use crate::error::Error;
 use crate::graph::Graph;
@@ -21,6 +21,9 @@ use burn_fsdp_mesh::{Axis, Clip, Strategy};
 pub struct Options {
     /// The modules whose parameters travel together: by the paths, unless patterns are given.
     pub units: Units,
+    /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`]: the default, in data
+    /// parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
+    pub kernels: bool,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
@@ -52,6 +55,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             units: Units::by_path(),
+            kernels: true,
             recompute: Some(Recompute::default()),
             reshard_after_forward: true,
             clip: None,
@@ -67,6 +71,13 @@ impl Options {
     #[must_use]
     pub fn units(mut self, units: Units) -> Self {
         self.units = units;
+        self
+    }
+
+    /// Sets whether kernels take the place of what Burn composes of many operations.
+    #[must_use]
+    pub fn kernels(mut self, uses: bool) -> Self {
+        self.kernels = uses;
         self
     }
 
@@ -117,6 +128,7 @@ impl Options {
     pub fn none() -> Self {
         Self {
             units: Units::by_path(),
+            kernels: false,
             recompute: None,
             reshard_after_forward: false,
             clip: None,
@@ -161,6 +173,8 @@ pub(crate) fn divided(
     let is_full = insert.style == Strategy::FullShard.into();
     let options = Options {
         reshard_after_forward: options.reshard_after_forward && is_full,
+        // What places values knows Burn's operations.
+        kernels: options.kernels && insert.style != DataParallel::Automatic,
         ..options.clone()
     };
     pipeline_with(insert, &options, axes, transforms)
@@ -178,6 +192,9 @@ pub(crate) fn pipeline_with(
         .then(DeadCode)
         .then(CommonSubexpressions)
         .then(StandIns);
+    if options.kernels {
+        pipeline = pipeline.then(UseKernels);
+    }
     if let Some(recompute) = options.recompute {
         pipeline = pipeline.then(recompute);
     }

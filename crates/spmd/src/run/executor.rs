@@ -21,6 +21,7 @@ use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{AxisShift, Graph, Node, Stage};
+use crate::kernels::kernels_of;
 use crate::norm::with_norms;
 use crate::panics::message;
 use crate::ranks::DATA_AXIS;
@@ -64,7 +65,7 @@ impl<B: BackendIr> Executor<B> {
             started: BTreeMap::new(),
             present: BTreeMap::new(),
             constants: Vec::new(),
-            operations: with_norms(CustomOperations::new()),
+            operations: with_norms(kernels_of()),
         }
     }
 
@@ -77,7 +78,7 @@ impl<B: BackendIr> Executor<B> {
 
     /// Sets the operations beside Burn's that graphs may use, in place of those set before.
     pub fn set_operations(&mut self, operations: CustomOperations<B>) {
-        self.operations = with_norms(operations);
+        self.operations = with_norms(kernels_of().and(operations));
     }
 
     /// Returns the operations beside Burn's that graphs may use.

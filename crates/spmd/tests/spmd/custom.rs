@@ -2,16 +2,18 @@
 
 use std::collections::BTreeMap;
 
+use burn::backend::Flex;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_models::fused::{FusedOperation, recorded};
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use burn_fsdp_spmd::graph::Phase;
-use burn_fsdp_spmd::{CompiledStep, Error, Mode, Strategy, compile};
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::trace::{TraceConfig, trace};
+use burn_fsdp_spmd::{CompiledStep, CustomOperations, Error, Mode, Strategy, compile, kernels};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
-use crate::fused;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
@@ -46,7 +48,7 @@ fn batch(step: usize, rows: std::ops::Range<usize>, device: &Device) -> Tokens {
 
 fn step(mode: Mode) -> Result<CompiledStep<Tokens>, Error> {
     let step = compile(init, loss, adamw().build(), mode)?;
-    Ok(step.operations(fused::operations()))
+    Ok(step)
 }
 
 /// How often each operation that is not Burn's occurs, by name and phase.
@@ -136,25 +138,29 @@ fn ranks_train_a_gpt_of_fused_operations_like_one_on_the_joined_batch() {
 
 #[test]
 fn operations_that_nobody_knows_are_named() {
-    let mut step = compile(init, loss, adamw().build(), Mode::single()).unwrap();
-    let error = step.step(1e-2, &batch(0, 0..ROWS, &Device::flex()));
-    let message = error.unwrap_err().to_string();
+    let batch = |step| batch(step, 0..ROWS, &Device::flex());
+    let optimizer = adamw().build();
+    let graph = trace(init, loss, &optimizer, &batch(0), TraceConfig::default()).unwrap();
+    let message = CustomOperations::<Flex>::new()
+        .describe(graph)
+        .unwrap_err()
+        .to_string();
     assert!(
         message.contains("models.layer_norm") && message.contains("operations"),
         "{message}"
     );
-    // Nothing has changed: without `recorded`, the model is composed of Burn's.
+    // Without `recorded`, the model is composed of Burn's.
     let composed = |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets);
-    let mut step = compile(init, composed, adamw().build(), Mode::single()).unwrap();
-    step.step(1e-2, &batch(0, 0..ROWS, &Device::flex()))
-        .unwrap();
+    let mode = Mode::single().options(Options::default().kernels(false));
+    let mut step = compile(init, composed, optimizer, mode).unwrap();
+    step.step(1e-2, &batch(0)).unwrap();
     assert_eq!(calls(&step).len(), 0);
 }
 
 #[test]
 fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
     let broken = |run: fn() -> usize| {
-        let operations = fused::operations().kernel(
+        let operations = kernels().kernel(
             "models.gelu",
             move |_, tensors| tensors.into_iter().cycle().take(run()).collect(),
             |_| Default::default(),

@@ -9,10 +9,9 @@ mod eager;
 #[path = "../common/optimizers.rs"]
 mod every;
 mod frozen;
-#[path = "../common/fused.rs"]
-mod fused;
 mod host_values;
 mod hybrid;
+mod kernels;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod limits;

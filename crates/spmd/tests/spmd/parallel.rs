@@ -136,7 +136,8 @@ fn ranks_together_train_like_one_on_the_joined_batch() {
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
     for style in [Strategy::NoShard, Strategy::FullShard] {
         for num_ranks in [1, 2, 3, 4] {
-            let got = trained(num_ranks, style, Options::default());
+            let options = Options::default().kernels(num_ranks > 1);
+            let got = trained(num_ranks, style, options);
             assert_close(&format!("{style:?} on {num_ranks} ranks"), &got, &expected);
             if num_ranks == 1 {
                 let losses: Vec<_> = expected
@@ -248,13 +249,15 @@ fn passes_do_not_change_a_bit() {
     let _guard = seeded();
     for style in [Strategy::NoShard, Strategy::FullShard] {
         let expected = trained(2, style, Options::none());
-        let mut prefetch = Options::default();
+        // Kernels add in another order.
+        let plain = Options::default().kernels(false);
+        let mut prefetch = plain.clone();
         prefetch.prefetch = Some(true);
-        let mut deferred = Options::default();
+        let mut deferred = plain.clone();
         deferred.optimizer = OptimizerPlace::InNextForward;
         let mut both = prefetch.clone();
         both.optimizer = OptimizerPlace::InNextForward;
-        for options in [Options::default(), prefetch, deferred, both] {
+        for options in [plain, prefetch, deferred, both] {
             assert_eq!(trained(2, style, options), expected, "{style:?}");
         }
     }

@@ -558,7 +558,7 @@ fn a_deferred_optimizer_and_placements_go_together() {
     let got = trained(
         1,
         |world| {
-            let mut options = Options::default();
+            let mut options = Options::default().kernels(false);
             options.optimizer = OptimizerPlace::InNextForward;
             let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
             Ok(mode.options(options))

@@ -1,0 +1,115 @@
+//! Softmax and its logarithm over rows, with their gradients.
+
+use burn_flex::FlexTensor;
+
+use crate::exp::exp_nonpositive;
+use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, max, scale, sum_by, sum_pairs_by};
+
+/// The function of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// Probabilities.
+    Plain,
+    /// Logarithms of probabilities.
+    Log,
+}
+
+/// Returns the function of each row, in its memory.
+pub(crate) fn forward(x: FlexTensor, form: Form) -> FlexTensor {
+    let mut x = contiguous(x);
+    let [_, width] = matrix_dims(&x);
+    map_chunks(x.storage_mut(), width, |_, rows| Forward {
+        rows,
+        width,
+        form,
+    });
+    x
+}
+
+struct Forward<'a> {
+    rows: &'a mut [f32],
+    width: usize,
+    form: Form,
+}
+
+impl Kernel for Forward<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for row in self.rows.chunks_exact_mut(self.width) {
+            let max = max(row);
+            match self.form {
+                Form::Plain => {
+                    for x in &mut *row {
+                        *x = exp_or_zero(*x - max);
+                    }
+                    let sum = sum_by(row, |x| x);
+                    scale(row, 1.0 / sum);
+                }
+                Form::Log => {
+                    let sum = sum_by(row, |x| exp_or_zero(x - max));
+                    let log = sum.ln();
+                    for x in row {
+                        *x = (*x - max) - log;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Returns `e^x` for `x <= 0`, and zero where that is less than a normal number: what is masked counts nothing.
+#[inline(always)]
+fn exp_or_zero(x: f32) -> f32 {
+    let exp = exp_nonpositive(x);
+    if x < -87.0 { 0.0 } else { exp }
+}
+
+/// Returns the gradient of the input, in the memory of that of the output `y`.
+pub(crate) fn backward(y: FlexTensor, grad: FlexTensor, form: Form) -> FlexTensor {
+    let y = contiguous(y);
+    let mut grad = contiguous(grad);
+    let [_, width] = matrix_dims(&grad);
+    let y = y.storage::<f32>();
+    map_chunks(grad.storage_mut(), width, |first_row, rows| Gradient {
+        rows,
+        y: &y[first_row * width..],
+        width,
+        form,
+    });
+    grad
+}
+
+struct Gradient<'a> {
+    /// Gradient of the output, which becomes that of the input.
+    rows: &'a mut [f32],
+    y: &'a [f32],
+    width: usize,
+    form: Form,
+}
+
+impl Kernel for Gradient<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let y = self.y.chunks_exact(self.width);
+        for (grad, y) in self.rows.chunks_exact_mut(self.width).zip(y) {
+            match self.form {
+                Form::Plain => {
+                    let mean = sum_pairs_by(grad, y, |grad, y| grad * y);
+                    for (grad, &y) in grad.iter_mut().zip(y) {
+                        *grad = (*grad - mean) * y;
+                    }
+                }
+                Form::Log => {
+                    let sum = sum_by(grad, |grad| grad);
+                    for (grad, &y) in grad.iter_mut().zip(y) {
+                        *grad -= exp_or_zero(y) * sum;
+                    }
+                }
+            }
+        }
+    }
+}

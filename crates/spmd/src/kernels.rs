@@ -1,0 +1,76 @@
+//! The crate `kernels`, as operations of a graph.
+
+use std::any::Any;
+
+use burn::backend::Flex;
+use burn_fsdp_kernels::{FusedCost, FusedOperation};
+use burn_ir::{BackendIr, CustomOpIr, OperationIr, ScalarIr, TensorIr};
+
+use crate::custom::CustomOperations;
+use crate::graph::{CustomProfile, Flops, Node, Phase};
+
+/// Returns all operations of the crate `kernels`. Every step on Burn's CPU backend knows them: they are in the graphs of
+/// losses that `burn_fsdp_kernels::recorded` records, and [`UseKernels`](crate::passes::UseKernels) puts them in place
+/// of what Burn composes.
+pub fn kernels() -> CustomOperations {
+    let add = |known: CustomOperations, operation: FusedOperation| {
+        known.kernel(
+            operation.name(),
+            move |call, tensors| operation.run(call, tensors),
+            move |call| profile(operation, call),
+        )
+    };
+    let all = FusedOperation::ALL.into_iter();
+    all.fold(CustomOperations::new(), add)
+}
+
+/// Returns the kernels if a backend has them, and else no operations.
+pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
+    let all = kernels();
+    let own = (&all as &dyn Any).downcast_ref::<CustomOperations<B>>();
+    own.cloned().unwrap_or_default()
+}
+
+/// Returns true if a backend has the kernels.
+pub(crate) fn has_kernels<B: BackendIr>() -> bool {
+    std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
+}
+
+/// Creates the node of a kernel, from inputs to outputs.
+pub(crate) fn fused_node(
+    operation: FusedOperation,
+    (inputs, outputs): (Vec<TensorIr>, Vec<TensorIr>),
+    scalars: Vec<ScalarIr>,
+    phase: Phase,
+) -> Node {
+    let call = CustomOpIr {
+        id: operation.name().to_owned(),
+        inputs,
+        outputs,
+        scalars,
+    };
+    let custom = profile(operation, &call);
+    let mut node = Node::new(OperationIr::Custom(call), phase);
+    node.custom = Some(custom);
+    node
+}
+
+/// Returns what passes and plans need to know of a call.
+fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
+    let FusedCost {
+        matmul,
+        pointwise,
+        scratch_bytes,
+    } = operation.cost(call);
+    CustomProfile {
+        is_pure: true,
+        is_cheap: operation.is_cheap(),
+        written_over: operation.written_over(),
+        flops: Flops {
+            matmul,
+            convolution: 0,
+            pointwise,
+        },
+        scratch_bytes,
+    }
+}

@@ -1,0 +1,91 @@
+//! The pass that puts kernels in place of what Burn composes of many operations.
+//!
+//! It takes the graph of one rank, forward and backward, and leaves nodes that read less memory.
+
+mod layer_norm;
+mod pattern;
+mod product;
+mod softmax;
+mod walk;
+
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::{ActivationOperationIr, OperationIr};
+
+use super::dead_code::DeadCode;
+use crate::error::Error;
+use crate::graph::{Graph, Node};
+use crate::kernels::fused_node;
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
+use pattern::Patterns;
+
+/// The pass that recognises softmax, its logarithm, layer norms and GELU in any graph, forward and backward, and
+/// replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
+/// become one product each.
+///
+/// ```text
+/// before                                      after
+/// %111 = NumericFloat.MaxDim(%110)            %115 = models.softmax(%110)
+/// %112 = NumericFloat.Sub(%110, %111)
+/// %113 = Float.Exp(%112)
+/// %114 = NumericFloat.SumDim(%113)
+/// %115 = NumericFloat.Div(%113, %114)
+/// ```
+///
+/// A function is replaced with its gradient or not at all: the operations of both must be those that Burn composes,
+/// and no other may read what is between them. Values are those of the operations that are replaced, to a few units in
+/// the last place of 32-bit floats, of which it takes no others: sums are taken in another order.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct UseKernels;
+
+impl GraphTransform for UseKernels {
+    fn id(&self) -> PassId {
+        PassId::UseKernels
+    }
+
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::CommonSubexpressions]
+    }
+
+    fn before(&self) -> &'static [PassId] {
+        &[
+            PassId::Recompute,
+            PassId::InsertCollectives,
+            PassId::Liveness,
+        ]
+    }
+
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        let mut graph = graph;
+        for replace in [softmax::replace, layer_norm::replace, product::replace] {
+            let mut patterns = Patterns::new(graph);
+            replace(&mut patterns)?;
+            // What was replaced is read by nothing.
+            graph = DeadCode.transform(patterns.finish())?;
+        }
+        let mut nodes = graph.take_nodes();
+        nodes.iter_mut().for_each(use_gelu);
+        graph.set_nodes(nodes);
+        Ok(graph)
+    }
+}
+
+/// Replaces Burn's GELU, and its gradient, by a kernel.
+fn use_gelu(node: &mut Node) {
+    let (operation, inputs, out) = match &node.operation {
+        OperationIr::Activation(ActivationOperationIr::Gelu(op)) => {
+            (FusedOperation::Gelu, vec![op.input.clone()], &op.out)
+        }
+        OperationIr::Activation(ActivationOperationIr::GeluBackward(op)) => {
+            let inputs = vec![op.lhs.clone(), op.rhs.clone()];
+            (FusedOperation::GeluBackward, inputs, &op.out)
+        }
+        _ => return,
+    };
+    if !pattern::is_f32(out) {
+        return;
+    }
+    let (outputs, phase, path) = (vec![out.clone()], node.phase, node.path.take());
+    *node = fused_node(operation, (inputs, outputs), Vec::new(), phase);
+    node.path = path;
+}

@@ -1,0 +1,265 @@
+//! Finding operations by what they read, and replacing them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::tensor::DType;
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::{
+    BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, ShapeOpIr,
+    TensorId, TensorIr,
+};
+
+use crate::error::Error;
+use crate::graph::{Graph, Node, Phase, Role};
+use crate::kernels::fused_node;
+
+/// An operation on 32-bit floats that patterns are made of, without its operands.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Kind {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Neg,
+    Exp,
+    Log,
+    Sqrt,
+    Recip,
+    Ones,
+    Matmul,
+    Reshape,
+    SwapDims(usize, usize),
+    SumDim(usize),
+    MeanDim(usize),
+    MaxDim(usize),
+    SumDims,
+    AddScalar(f64),
+    MulScalar(f64),
+    DivScalar(f64),
+    PowfScalar(f64),
+}
+
+/// A graph in which operations are looked for and replaced.
+pub(super) struct Patterns {
+    pub(super) graph: Graph,
+    nodes: Vec<Node>,
+    kinds: Vec<Option<Kind>>,
+    writers: BTreeMap<TensorId, usize>,
+    readers: BTreeMap<TensorId, Vec<usize>>,
+    /// Values that outlive the step, or are gradients: something beside nodes reads them.
+    kept: BTreeSet<TensorId>,
+    /// Nodes to put before each node.
+    before: BTreeMap<usize, Vec<Node>>,
+    /// Nodes that are gone.
+    gone: BTreeSet<usize>,
+}
+
+impl Patterns {
+    pub(super) fn new(mut graph: Graph) -> Self {
+        let (writers, readers) = (graph.writers(), graph.readers());
+        let gradients = graph.parameters().iter().filter_map(|p| p.gradient);
+        let kept = graph.kept().into_iter().chain(gradients).collect();
+        let nodes = graph.take_nodes();
+        Self {
+            graph,
+            kinds: nodes.iter().map(kind_of).collect(),
+            nodes,
+            writers,
+            readers,
+            kept,
+            before: BTreeMap::new(),
+            gone: BTreeSet::new(),
+        }
+    }
+
+    /// Returns the graph with what has been replaced. What nothing reads any more is still in it.
+    pub(super) fn finish(mut self) -> Graph {
+        let mut scheduled = Vec::with_capacity(self.nodes.len());
+        for (index, node) in self.nodes.into_iter().enumerate() {
+            scheduled.extend(self.before.remove(&index).unwrap_or_default());
+            if !self.gone.contains(&index) {
+                scheduled.push(node);
+            }
+        }
+        self.graph.set_nodes(scheduled);
+        self.graph.sync_nodes();
+        self.graph
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Returns the kind of a node that is still there.
+    pub(super) fn kind(&self, index: usize) -> Option<Kind> {
+        self.kinds[index].filter(|_| !self.gone.contains(&index))
+    }
+
+    pub(super) fn phase(&self, index: usize) -> Phase {
+        self.nodes[index].phase
+    }
+
+    /// Returns the operands of a node.
+    pub(super) fn inputs(&self, index: usize) -> Vec<TensorId> {
+        self.nodes[index].inputs().collect()
+    }
+
+    /// Returns the only result of a node.
+    pub(super) fn output(&self, index: usize) -> TensorId {
+        self.nodes[index]
+            .outputs()
+            .next()
+            .unwrap_or(TensorId::new(u64::MAX))
+    }
+
+    pub(super) fn shape(&self, id: TensorId) -> Vec<usize> {
+        let value = self.graph.value(id);
+        value.map_or_else(Vec::new, |value| value.shape.clone())
+    }
+
+    /// Returns the node that makes a value, if it is of that kind.
+    pub(super) fn made_by(&self, id: TensorId, kind: Kind) -> Option<usize> {
+        let index = *self.writers.get(&id)?;
+        (self.kind(index) == Some(kind)).then_some(index)
+    }
+
+    /// Returns the node that makes a value, with its kind.
+    pub(super) fn maker(&self, id: TensorId) -> Option<(usize, Kind)> {
+        let index = *self.writers.get(&id)?;
+        Some((index, self.kind(index)?))
+    }
+
+    /// Returns the nodes that read a value and are still there.
+    pub(super) fn readers(&self, id: TensorId) -> impl Iterator<Item = usize> + '_ {
+        let readers = self.readers.get(&id).into_iter().flatten().copied();
+        readers.filter(|index| !self.gone.contains(index))
+    }
+
+    /// Returns the operation of that kind on these operands in this phase.
+    pub(super) fn find_node(&self, kind: Kind, inputs: &[TensorId], phase: Phase) -> Option<usize> {
+        let is = |index: &usize| {
+            self.kind(*index) == Some(kind)
+                && self.phase(*index) == phase
+                && self.nodes[*index].inputs().eq(inputs.iter().copied())
+        };
+        self.readers(*inputs.first()?).find(is)
+    }
+
+    /// Returns true if nothing reads a value but these nodes.
+    pub(super) fn is_read_by(&self, id: TensorId, nodes: &BTreeSet<usize>) -> bool {
+        !self.kept.contains(&id) && self.readers(id).all(|reader| nodes.contains(&reader))
+    }
+
+    /// Returns true if something beside nodes reads a value.
+    pub(super) fn is_kept(&self, id: TensorId) -> bool {
+        self.kept.contains(&id)
+    }
+
+    /// Returns the first node that reads a value.
+    pub(super) fn first_reader(&self, id: TensorId) -> usize {
+        self.readers(id).min().unwrap_or(self.nodes.len())
+    }
+
+    /// Takes nodes out.
+    pub(super) fn remove(&mut self, nodes: &BTreeSet<usize>) {
+        self.gone.extend(nodes.iter().copied());
+    }
+
+    /// Puts a node where another is, before it.
+    pub(super) fn insert(&mut self, at: usize, node: Node) {
+        self.before.entry(at).or_default().push(node);
+    }
+
+    /// Puts a kernel from these inputs to these outputs where a node is.
+    pub(super) fn insert_kernel(
+        &mut self,
+        at: usize,
+        operation: FusedOperation,
+        (inputs, outputs): (&[TensorId], &[TensorId]),
+        scalars: Vec<ScalarIr>,
+    ) -> Result<(), Error> {
+        let inputs = inputs.iter().map(|id| self.graph.read(*id));
+        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+        let outputs = outputs.iter().map(|id| self.graph.write(*id));
+        let outputs = outputs.collect::<Result<Vec<_>, _>>()?;
+        let phase = self.phase(at);
+        let node = fused_node(operation, (inputs, outputs), scalars, phase);
+        self.insert(at, node);
+        Ok(())
+    }
+
+    /// Declares a value.
+    pub(super) fn value(&mut self, shape: Vec<usize>) -> TensorId {
+        self.graph.add_value(shape, DType::F32, Role::Temporary)
+    }
+
+    /// Puts a reshape of a value to another where a node is.
+    pub(super) fn insert_reshape(
+        &mut self,
+        at: usize,
+        from: TensorId,
+        to: TensorId,
+    ) -> Result<(), Error> {
+        let operation = BaseOperationIr::Reshape(ShapeOpIr {
+            input: self.graph.read(from)?,
+            out: self.graph.write(to)?,
+        });
+        let phase = self.phase(at);
+        self.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
+        Ok(())
+    }
+}
+
+pub(super) fn is_f32(tensor: &TensorIr) -> bool {
+    tensor.dtype == DType::F32
+}
+
+fn kind_of(node: &Node) -> Option<Kind> {
+    if !node.operation.nodes().into_iter().all(is_f32) || node.scalars.is_some() {
+        return None;
+    }
+    let number = |scalar: &ScalarIr| scalar.elem::<f64>();
+    Some(match &node.operation {
+        OperationIr::NumericFloat(_, operation) => match operation {
+            NumericOperationIr::Add(_) => Kind::Add,
+            NumericOperationIr::Sub(_) => Kind::Sub,
+            NumericOperationIr::Mul(_) => Kind::Mul,
+            NumericOperationIr::Div(_) => Kind::Div,
+            NumericOperationIr::Neg(_) => Kind::Neg,
+            NumericOperationIr::SumDim(op) => Kind::SumDim(op.axis),
+            NumericOperationIr::MeanDim(op) => Kind::MeanDim(op.axis),
+            NumericOperationIr::MaxDim(op) => Kind::MaxDim(op.axis),
+            NumericOperationIr::SumDims(op) if sums_all_but_last(&op.axes, &op.input) => {
+                Kind::SumDims
+            }
+            NumericOperationIr::AddScalar(op) => Kind::AddScalar(number(&op.rhs)),
+            NumericOperationIr::MulScalar(op) => Kind::MulScalar(number(&op.rhs)),
+            NumericOperationIr::DivScalar(op) => Kind::DivScalar(number(&op.rhs)),
+            _ => return None,
+        },
+        OperationIr::Float(_, operation) => match operation {
+            FloatOperationIr::Exp(_) => Kind::Exp,
+            FloatOperationIr::Log(_) => Kind::Log,
+            FloatOperationIr::Sqrt(_) => Kind::Sqrt,
+            FloatOperationIr::Recip(_) => Kind::Recip,
+            FloatOperationIr::Matmul(_) => Kind::Matmul,
+            FloatOperationIr::PowfScalar(op) => Kind::PowfScalar(number(&op.rhs)),
+            _ => return None,
+        },
+        OperationIr::BaseFloat(operation) => match operation {
+            BaseOperationIr::Ones(_) => Kind::Ones,
+            BaseOperationIr::Reshape(_) => Kind::Reshape,
+            BaseOperationIr::SwapDims(op) => {
+                Kind::SwapDims(op.dim1.min(op.dim2), op.dim1.max(op.dim2))
+            }
+            _ => return None,
+        },
+        _ => return None,
+    })
+}
+
+fn sums_all_but_last(axes: &[usize], input: &TensorIr) -> bool {
+    let mut axes = axes.to_vec();
+    axes.sort_unstable();
+    axes.into_iter().eq(0..input.shape.rank().saturating_sub(1))
+}

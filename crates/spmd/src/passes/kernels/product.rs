@@ -1,0 +1,138 @@
+//! Products of batches of matrices with one matrix.
+
+use burn_ir::{BaseOperationIr, FloatOperationIr, MatmulOpIr, OperationIr, SwapDimsOpIr, TensorId};
+use std::collections::BTreeSet;
+
+use super::pattern::{Kind, Patterns};
+use crate::error::Error;
+use crate::graph::Node;
+
+/// Replaces products that Burn makes for each matrix of a batch.
+pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+    for index in 0..patterns.len() {
+        match patterns.kind(index) {
+            Some(Kind::SumDim(0)) => weight_gradient(patterns, index)?,
+            Some(Kind::Matmul) => one_product(patterns, index)?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Returns the product of all but the last dim, and the last.
+fn matrix(shape: &[usize]) -> Option<[usize; 2]> {
+    let (width, rows) = shape.split_last()?;
+    Some([rows.iter().product(), *width])
+}
+
+/// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells.
+fn is_in_order(patterns: &Patterns, id: TensorId) -> bool {
+    !matches!(patterns.maker(id), Some((_, Kind::SwapDims(..))) | None)
+        || patterns.graph.is_given(id)
+}
+
+/// `a [.., m, k]` times `w [1, .., k, n]` is the product of `[.. * m, k]` and `[k, n]`.
+fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
+    let [a, w] = patterns.inputs(at)[..] else {
+        return Ok(());
+    };
+    let out = patterns.output(at);
+    let (of_a, of_w) = (patterns.shape(a), patterns.shape(w));
+    let is_one = of_w.len() > 2 && of_w[..of_w.len() - 2].iter().all(|dim| *dim == 1);
+    let is_batch = of_a.len() > 2 && of_a[..of_a.len() - 2].iter().any(|dim| *dim > 1);
+    if !is_one || !is_batch || !is_in_order(patterns, a) {
+        return Ok(());
+    }
+    let rank = of_w.len();
+    // A weight that is turned is turned after it has lost its dims of one element: that moves nothing.
+    let turned = patterns.made_by(w, Kind::SwapDims(rank - 2, rank - 1));
+    let source = turned.map_or(w, |node| patterns.inputs(node)[0]);
+    if turned.is_none() && !is_in_order(patterns, w) || !is_in_order(patterns, source) {
+        return Ok(());
+    }
+    let Some(rows) = matrix(&of_a) else {
+        return Ok(());
+    };
+    let of_source = patterns.shape(source);
+    let flat = patterns.value(of_source[rank - 2..].to_vec());
+    patterns.insert_reshape(at, source, flat)?;
+    let weight = match turned {
+        None => flat,
+        Some(_) => insert_turned(patterns, at, flat)?,
+    };
+    let left = patterns.value(rows.to_vec());
+    patterns.insert_reshape(at, a, left)?;
+    let product = insert_product(patterns, at, left, weight)?;
+    patterns.insert_reshape(at, product, out)?;
+    patterns.remove(&BTreeSet::from([at]));
+    Ok(())
+}
+
+/// The sum over a batch of `x [b, t, k]` turned times `g [b, t, n]` is the product of `[b * t, k]` turned and
+/// `[b * t, n]`.
+fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
+    let summed = patterns.inputs(at)[0];
+    let out = patterns.output(at);
+    let Some(product) = patterns.made_by(summed, Kind::Matmul) else {
+        return Ok(());
+    };
+    let [turned, grad] = patterns.inputs(product)[..] else {
+        return Ok(());
+    };
+    let Some(turn) = patterns.made_by(turned, Kind::SwapDims(1, 2)) else {
+        return Ok(());
+    };
+    let x = patterns.inputs(turn)[0];
+    let (of_x, of_grad) = (patterns.shape(x), patterns.shape(grad));
+    let is_one_batch = of_x.len() == 3 && of_grad.len() == 3 && of_x[..2] == of_grad[..2];
+    let is_alone = patterns.is_read_by(summed, &BTreeSet::from([at]));
+    if !is_one_batch || !is_alone || !is_in_order(patterns, x) || !is_in_order(patterns, grad) {
+        return Ok(());
+    }
+    let (Some(rows), Some(columns)) = (matrix(&of_x), matrix(&of_grad)) else {
+        return Ok(());
+    };
+    let left = patterns.value(rows.to_vec());
+    patterns.insert_reshape(at, x, left)?;
+    let left = insert_turned(patterns, at, left)?;
+    let right = patterns.value(columns.to_vec());
+    patterns.insert_reshape(at, grad, right)?;
+    let result = insert_product(patterns, at, left, right)?;
+    patterns.insert_reshape(at, result, out)?;
+    patterns.remove(&BTreeSet::from([at, product]));
+    Ok(())
+}
+
+fn insert_turned(patterns: &mut Patterns, at: usize, of: TensorId) -> Result<TensorId, Error> {
+    let shape = patterns.shape(of);
+    let turned = patterns.value(vec![shape[1], shape[0]]);
+    let operation = BaseOperationIr::SwapDims(SwapDimsOpIr {
+        input: patterns.graph.read(of)?,
+        out: patterns.graph.write(turned)?,
+        dim1: 0,
+        dim2: 1,
+    });
+    let phase = patterns.phase(at);
+    patterns.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
+    Ok(turned)
+}
+
+fn insert_product(
+    patterns: &mut Patterns,
+    at: usize,
+    lhs: TensorId,
+    rhs: TensorId,
+) -> Result<TensorId, Error> {
+    let shape = vec![patterns.shape(lhs)[0], patterns.shape(rhs)[1]];
+    let product = patterns.value(shape);
+    let lhs = patterns.graph.read(lhs)?;
+    let dtype = lhs.dtype;
+    let operation = FloatOperationIr::Matmul(MatmulOpIr {
+        lhs,
+        rhs: patterns.graph.read(rhs)?,
+        out: patterns.graph.write(product)?,
+    });
+    let phase = patterns.phase(at);
+    patterns.insert(at, Node::new(OperationIr::Float(dtype, operation), phase));
+    Ok(product)
+}

@@ -1,0 +1,71 @@
+//! Walks along the operations of a gradient.
+
+use std::collections::BTreeSet;
+
+use burn_ir::TensorId;
+
+use super::pattern::{Kind, Patterns};
+use crate::graph::Phase;
+
+/// A walk along operations of backward, which notes them.
+pub(super) struct Walk<'a> {
+    pub(super) patterns: &'a Patterns,
+    pub(super) nodes: BTreeSet<usize>,
+}
+
+impl<'a> Walk<'a> {
+    pub(super) fn new(patterns: &'a Patterns) -> Self {
+        Self {
+            patterns,
+            nodes: BTreeSet::new(),
+        }
+    }
+
+    /// Goes to the result of the operation of that kind on these operands.
+    pub(super) fn step(&mut self, kind: Kind, inputs: &[TensorId]) -> Option<TensorId> {
+        let node = self.patterns.find_node(kind, inputs, Phase::Backward)?;
+        self.nodes.insert(node);
+        Some(self.patterns.output(node))
+    }
+
+    /// Goes to the result of a sum over the last dim. Burn sums once more what has one element there, which changes
+    /// nothing.
+    pub(super) fn sum(&mut self, of: TensorId, last: usize) -> Option<TensorId> {
+        let sum = self.step(Kind::SumDim(last), &[of])?;
+        Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
+    }
+
+    /// Goes to the first product that a value is the second factor of, and returns the first factor and the product.
+    pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
+        let is_product = |node: &usize| {
+            let is_second = self.patterns.inputs(*node).get(1) == Some(&factor);
+            self.patterns.kind(*node) == Some(Kind::Mul) && is_second
+        };
+        let node = self.patterns.readers(factor).find(is_product)?;
+        self.nodes.insert(node);
+        Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
+    }
+
+    /// Goes to a value that has a number for each row in all elements of the row, `times` the number.
+    pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
+        let patterns = self.patterns;
+        let spread = patterns.readers(number).find_map(|node| {
+            let inputs = patterns.inputs(node);
+            if patterns.kind(node) != Some(Kind::Mul) || inputs.get(1) != Some(&number) {
+                return None;
+            }
+            let (maker, kind) = patterns.maker(inputs[0])?;
+            match kind {
+                Kind::Ones => (times == 1.0).then_some([node, maker, maker]),
+                Kind::MulScalar(by) if (by - times).abs() <= 1e-6 * times => {
+                    let ones = patterns.made_by(patterns.inputs(maker)[0], Kind::Ones)?;
+                    Some([node, maker, ones])
+                }
+                _ => None,
+            }
+        });
+        let nodes = spread?;
+        self.nodes.extend(nodes);
+        Some(patterns.output(nodes[0]))
+    }
+}
