@@ -187,7 +187,22 @@ fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens, prints: bool) -> Res
     let (_, timeline) = step.step_with_timeline(1e-4, batch)?;
     let mut by_name: BTreeMap<String, (usize, f64)> = BTreeMap::new();
     for span in timeline.spans() {
-        let name = format!("{} {}", span.phase, span.name);
+        // Products by the shapes of their operands: their rates differ.
+        let node = step.graph().and_then(|graph| graph.nodes().get(span.node));
+        let operands = node.filter(|node| node.name().ends_with("Matmul"));
+        let shapes = operands.map(|node| {
+            let shapes = node
+                .operation
+                .inputs()
+                .map(|input| format!("{:?}", input.shape.to_vec()));
+            shapes.collect::<Vec<_>>().join(" ")
+        });
+        let name = format!(
+            "{} {} {}",
+            span.phase,
+            span.name,
+            shapes.unwrap_or_default()
+        );
         let entry = by_name.entry(name).or_default();
         *entry = (entry.0 + 1, entry.1 + span.duration.as_secs_f64());
     }

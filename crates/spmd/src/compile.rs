@@ -8,7 +8,7 @@ mod restored;
 mod state;
 mod step;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::module::Module;
@@ -206,7 +206,7 @@ where
         let traced = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()));
         let (graph, outputs) = traced?;
         // Their names and types are those of every trace; values come from the step.
-        *lock(&kept) = Some(outputs);
+        *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(outputs);
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))
@@ -219,10 +219,6 @@ where
         executor,
         initial,
     ))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the first path at which two modules differ.

@@ -4,7 +4,7 @@
 //! [`CompiledStep`] that runs on every rank of a process group:
 //!
 //! ```text
-//! trace  ->  dead code, common subexpressions  ->  recompute  ->  place, insert collectives  ->
+//! trace  ->  dead code, common subexpressions  ->  kernels  ->  recompute  ->  place, insert collectives  ->
 //! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  liveness  ->  run
 //! ```
 //!
@@ -17,7 +17,8 @@
 //! | [`CustomOperations`] | operations that are not Burn's |
 //! | [`run`] | the executor, its table of memory, and timelines |
 //!
-//! On one rank a compiled step gives the bits of Burn's own loop. What it does not do is hide its order:
+//! On one rank a compiled step gives the bits of Burn's own loop, once
+//! [`Options::kernels`](passes::schedule::Options::kernels) are off. What it does not do is hide its order:
 //! the list of nodes is the schedule, with every gather, wait and drop in it.
 //!
 //! # How many collectives

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::tensor::TensorData;
@@ -10,7 +10,6 @@ use burn_ir::BackendIr;
 
 use super::agree::agree;
 use super::cache::{Compiled, Graphs, Made, Setting, Tracer};
-use super::lock;
 use super::restored::Restored;
 use crate::custom::CustomOperations;
 use crate::error::Error;
@@ -406,7 +405,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     where
         O: Batch,
     {
-        let template = lock(&self.done.template);
+        let template = self.done.template.lock();
+        let template = template.unwrap_or_else(PoisonError::into_inner);
         let Some(template) = template.as_ref() else {
             return Ok(Vec::new());
         };

@@ -148,8 +148,13 @@ fn ranks_clip_by_the_norm_of_all_gradients() {
         assert!(one.1.iter().any(|norm| *norm < max_norm), "{:?}", one.1);
         assert!(one.1.iter().any(|norm| *norm > max_norm), "{:?}", one.1);
         let options = Options::default().clip_grad_norm(Clip::to(max_norm).norm(norm));
-        for style in styles {
-            for num_ranks in [1, 2, 3, 4] {
+        // What is measured has little to do with who divides it.
+        let (of_norm, ranks) = match norm {
+            Norm::P(2.0) => (&styles[..], &[1, 2, 3, 4][..]),
+            _ => (&styles[..1], &[3][..]),
+        };
+        for style in of_norm.iter().copied() {
+            for num_ranks in ranks.iter().copied() {
                 let got = trained(num_ranks, 1, data_parallel(style, options.clone()));
                 assert!(got.1.iter().all(Option::is_some));
                 assert_close(&format!("{norm:?}, {style:?} on {num_ranks}"), &got, &one);

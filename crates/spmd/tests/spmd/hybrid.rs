@@ -50,10 +50,13 @@ fn copies_of_shards_train_like_one_rank() {
         ),
         (3, 0.5, clipped.bucket(small)),
     ];
-    for (num_batches, max_norm, options) in settings {
+    for (index, (num_batches, max_norm, options)) in settings.into_iter().enumerate() {
         let one = expected(num_batches, max_norm, Norm::default());
         for axes in AXES {
             for strategy in [Strategy::FullShard, Strategy::ShardGradOp] {
+                if index > 0 && strategy == Strategy::ShardGradOp {
+                    continue;
+                }
                 let with = options.clone();
                 let mode = move |world: ProcessGroup| {
                     let (size, rank) = (world.size(), world.rank());

@@ -60,15 +60,7 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         let inner = nodes.iter().map(|node| patterns.output(*node));
         let inner: Vec<TensorId> = inner.filter(|id| !results.contains(id)).collect();
         // Rows of gamma and beta may be read by others, and are left to them.
-        let rows = [
-            Kind::Reshape,
-            Kind::MulScalar(scale(patterns, forward.x)),
-            Kind::Ones,
-        ];
-        let is_shared = |id: &TensorId| {
-            let maker = patterns.maker(*id);
-            maker.is_some_and(|(_, kind)| rows.contains(&kind)) && !patterns.is_kept(*id)
-        };
+        let is_shared = |id: &TensorId| patterns.made_by(*id, Kind::Reshape).is_some();
         if !inner
             .iter()
             .all(|id| patterns.is_read_by(*id, &nodes) || is_shared(id))

@@ -10,7 +10,7 @@ use burn_ir::{
 };
 
 use crate::error::Error;
-use crate::graph::{Graph, Node, Phase, Role};
+use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::kernels::fused_node;
 
 /// An operation on 32-bit floats that patterns are made of, without its operands.
@@ -150,9 +150,20 @@ impl Patterns {
         !self.kept.contains(&id) && self.readers(id).all(|reader| nodes.contains(&reader))
     }
 
-    /// Returns true if something beside nodes reads a value.
-    pub(super) fn is_kept(&self, id: TensorId) -> bool {
-        self.kept.contains(&id)
+    /// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells: a
+    /// reshape moves none then.
+    pub(super) fn is_in_order(&self, id: TensorId) -> bool {
+        let operation = self
+            .writers
+            .get(&id)
+            .map(|index| &self.nodes[*index].operation);
+        operation.is_none_or(|operation| {
+            let is_reshape = matches!(
+                operation,
+                OperationIr::BaseFloat(BaseOperationIr::Reshape(_))
+            );
+            is_reshape || !is(operation, Trait::View)
+        })
     }
 
     /// Returns the first node that reads a value.

@@ -25,12 +25,6 @@ fn matrix(shape: &[usize]) -> Option<[usize; 2]> {
     Some([rows.iter().product(), *width])
 }
 
-/// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells.
-fn is_in_order(patterns: &Patterns, id: TensorId) -> bool {
-    !matches!(patterns.maker(id), Some((_, Kind::SwapDims(..))) | None)
-        || patterns.graph.is_given(id)
-}
-
 /// `a [.., m, k]` times `w [1, .., k, n]` is the product of `[.. * m, k]` and `[k, n]`.
 fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     let [a, w] = patterns.inputs(at)[..] else {
@@ -40,14 +34,14 @@ fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     let (of_a, of_w) = (patterns.shape(a), patterns.shape(w));
     let is_one = of_w.len() > 2 && of_w[..of_w.len() - 2].iter().all(|dim| *dim == 1);
     let is_batch = of_a.len() > 2 && of_a[..of_a.len() - 2].iter().any(|dim| *dim > 1);
-    if !is_one || !is_batch || !is_in_order(patterns, a) {
+    if !is_one || !is_batch || !patterns.is_in_order(a) {
         return Ok(());
     }
     let rank = of_w.len();
     // A weight that is turned is turned after it has lost its dims of one element: that moves nothing.
     let turned = patterns.made_by(w, Kind::SwapDims(rank - 2, rank - 1));
     let source = turned.map_or(w, |node| patterns.inputs(node)[0]);
-    if turned.is_none() && !is_in_order(patterns, w) || !is_in_order(patterns, source) {
+    if turned.is_none() && !patterns.is_in_order(w) || !patterns.is_in_order(source) {
         return Ok(());
     }
     let Some(rows) = matrix(&of_a) else {
@@ -86,7 +80,7 @@ fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     let (of_x, of_grad) = (patterns.shape(x), patterns.shape(grad));
     let is_one_batch = of_x.len() == 3 && of_grad.len() == 3 && of_x[..2] == of_grad[..2];
     let is_alone = patterns.is_read_by(summed, &BTreeSet::from([at]));
-    if !is_one_batch || !is_alone || !is_in_order(patterns, x) || !is_in_order(patterns, grad) {
+    if !is_one_batch || !is_alone || !patterns.is_in_order(x) || !patterns.is_in_order(grad) {
         return Ok(());
     }
     let (Some(rows), Some(columns)) = (matrix(&of_x), matrix(&of_grad)) else {

@@ -55,17 +55,19 @@ impl<'a> Walk<'a> {
                 return None;
             }
             let (maker, kind) = patterns.maker(inputs[0])?;
-            match kind {
-                Kind::Ones => (times == 1.0).then_some([node, maker, maker]),
+            let is_spread = match kind {
+                Kind::Ones => times == 1.0,
                 Kind::MulScalar(by) if (by - times).abs() <= 1e-6 * times => {
-                    let ones = patterns.made_by(patterns.inputs(maker)[0], Kind::Ones)?;
-                    Some([node, maker, ones])
+                    let ones = patterns.inputs(maker)[0];
+                    patterns.made_by(ones, Kind::Ones).is_some()
                 }
-                _ => None,
-            }
+                _ => false,
+            };
+            is_spread.then_some(node)
         });
-        let nodes = spread?;
-        self.nodes.extend(nodes);
-        Some(patterns.output(nodes[0]))
+        // The ones are of a shape, and others of that shape read them, too.
+        let node = spread?;
+        self.nodes.insert(node);
+        Some(patterns.output(node))
     }
 }
