@@ -33,7 +33,8 @@ pub enum NonFinite {
     /// zero, one that is not a number turns all to NaN.
     #[default]
     Scale,
-    /// An error, on all ranks.
+    /// An error, on all ranks. The eager engine has changed nothing then; a compiled step has moved running statistics,
+    /// and goes on from a checkpoint alone.
     Refuse,
 }
 

@@ -194,8 +194,8 @@ where
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
-    let template = Arc::new(Mutex::new(None));
-    let kept = template.clone();
+    let templates = Arc::new(Mutex::new(Vec::new()));
+    let kept = templates.clone();
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
         let init = |device: &Device| {
             let parts = overrides.iter();
@@ -204,15 +204,17 @@ where
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
         let traced = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()));
-        let (graph, outputs) = traced?;
-        // Their names and types are those of every trace; values come from the step.
-        *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(outputs);
+        let (mut graph, outputs) = traced?;
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        graph.set_template(kept.len());
+        kept.push(outputs);
+        drop(kept);
         overrides
             .iter()
             .try_fold(graph, |graph, part| part.rewrite(graph))
     };
     Ok(CompiledStep::new(
-        (Box::new(tracer), template),
+        (Box::new(tracer), templates),
         mode,
         specs,
         scalars,

@@ -233,7 +233,8 @@ pub enum Error {
 
     /// A tensor beside the loss that cannot come out of a step.
     #[error(
-        "the loss closure returns \"{name}\" beside the loss, which cannot come out of a step: {reason}"
+        "the loss closure returns \"{name}\" beside the loss, which cannot come out of a step: {reason}; return what is \
+         computed of the model and the batch, on their device"
     )]
     Output {
         /// Its name.
@@ -260,8 +261,9 @@ pub enum Error {
 
     /// Micro-batches of one step that give gradients to different parameters.
     #[error(
-        "some micro-batches of a step give parameter \"{path}\" a gradient, and others none; let every micro-batch use \
-         it, multiplied by zero where it does not count, or train this model with the eager engine (fully_shard)"
+        "some micro-batches of a step give parameter \"{path}\" a gradient, and others none, or one that it shares with \
+         another parameter; give micro-batches equal shapes and let each use it, multiplied by zero where it does not \
+         count, or train this model with the eager engine (fully_shard)"
     )]
     MicroBatches {
         /// The first parameter that differs.

@@ -43,8 +43,14 @@ pub(crate) fn coefficients(
 }
 
 /// Returns what passes and plans need to know of either call: results are numbers in memory of their own.
-pub(crate) fn profile() -> CustomProfile {
-    CustomProfile::default()
+pub(crate) fn profile(call: &CustomOpIr) -> CustomProfile {
+    let sizes = call.inputs.iter();
+    let sizes = sizes.map(|input| input.shape.num_elements() * input.dtype.size());
+    CustomProfile {
+        // One operand at a time is copied to be read.
+        scratch_bytes: sizes.max().unwrap_or(0) as u64,
+        ..CustomProfile::default()
+    }
 }
 
 /// Adds the operations of clipping.
@@ -88,8 +94,8 @@ impl<B: BackendIr> CustomOperation<B> for LocalNorm {
         )])
     }
 
-    fn profile(&self, _: &CustomOpIr) -> CustomProfile {
-        profile()
+    fn profile(&self, call: &CustomOpIr) -> CustomProfile {
+        profile(call)
     }
 }
 
@@ -115,8 +121,8 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
         let total = measure.root(total);
         if clip.refuses_nonfinite() && !total.is_finite() {
             return Err(format!(
-                "the norm of the gradients is {total}; lower the learning rate, look for a division by zero in the \
-                 loss, or clip all the same with `NonFinite::Scale`"
+                "the norm of the gradients is {total}; go on from a checkpoint with a lower learning rate, look for a \
+                 division by zero in the loss, or clip all the same with `NonFinite::Scale`"
             ));
         }
         let coefficient = clip.coefficient(total);
@@ -127,8 +133,8 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
             .collect())
     }
 
-    fn profile(&self, _: &CustomOpIr) -> CustomProfile {
-        profile()
+    fn profile(&self, call: &CustomOpIr) -> CustomProfile {
+        profile(call)
     }
 }
 

@@ -277,6 +277,8 @@ impl<'a> Heap<'a> {
             let strides = Strides::contiguous(&output.shape);
             let mut written = self.fresh(output.id, strides, None, output.dtype.size());
             let (gives, gets) = (contract.gives.share, contract.gets.share);
+            // On a mesh of several axes a group is smaller than all ranks; the last axis is the fastest.
+            let rank = rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
             let bytes = |share| (part.share_len(share, rank) * part.dtype.size()) as u64;
             // Between start and wait, the buffer is that of the reserved memory.

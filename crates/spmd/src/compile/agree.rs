@@ -18,7 +18,7 @@ pub(super) fn agree<B: Batch>(
     group: &ProcessGroup,
     fingerprint: Option<u64>,
     learning_rate: f64,
-    batch: &B,
+    batch: Option<&B>,
 ) -> Result<(), Error> {
     let said = fingerprint.map_or(NOT_READY, |fingerprint| {
         let said = Fingerprint::of(&(fingerprint, learning_rate.to_bits()));
@@ -33,7 +33,8 @@ pub(super) fn agree<B: Batch>(
         return Ok(());
     };
     // All ranks are here: they tell each other why.
-    let text = format!("{} at learning rate {learning_rate}", described(batch)?);
+    let described = batch.map_or_else(|| Ok("no batch".to_owned()), described)?;
+    let text = format!("{described} at learning rate {learning_rate}");
     let texts = group.exchange("batches of a step", text.into_bytes());
     let texts = texts.map_err(Error::among_ranks)?;
     let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();

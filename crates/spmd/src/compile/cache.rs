@@ -1,6 +1,6 @@
 //! The graphs that a step has, one for each set of shapes and operations of the optimizer.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use burn_fsdp_collectives::Fingerprint;
@@ -26,14 +26,17 @@ struct Key {
     structure: Vec<(usize, usize)>,
 }
 
+/// The parameters that get a gradient, and with it a step of the optimizer: each by path, with the path of the first that
+/// has the same gradient. Gradients are pending under the numbers of those.
+pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
+
 /// The graphs that were made for a key.
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) compiled: Compiled,
     /// Fingerprint of the graphs: that of the whole or main graph.
     pub(super) fingerprint: u64,
-    /// Paths of the parameters that get a gradient, and with it a step of the optimizer.
-    pub(super) stepped: Arc<BTreeSet<Arc<str>>>,
+    pub(super) stepped: Arc<Stepped>,
 }
 
 #[derive(Debug, Clone)]
@@ -163,8 +166,7 @@ impl<B: Batch> Graphs<B> {
         let graph = setting.operations.describe(traced.clone())?;
         check_optimizer(&graph, mode, setting.scalars)?;
         mode.decide(&graph)?;
-        let stepped = graph.parameters().iter().filter(|p| p.gradient.is_some());
-        let stepped = Arc::new(stepped.map(|p| p.path.clone()).collect());
+        let stepped = Arc::new(stepped(&graph));
         let (compiled, fingerprint) = match lower_all(graph, mode, purpose)? {
             Lowered::Whole(graph) => {
                 let fingerprint = graph.fingerprint();
@@ -206,6 +208,17 @@ impl<B> Graphs<B> {
     pub(super) fn len(&self) -> usize {
         self.kept.len()
     }
+}
+
+fn stepped(graph: &Graph) -> Stepped {
+    let mut owners = BTreeMap::new();
+    let parameters = graph.parameters().iter();
+    let stepped = parameters.filter_map(|parameter| {
+        let owner = owners.entry(parameter.gradient?);
+        let owner: &Arc<str> = owner.or_insert_with(|| parameter.path.clone());
+        Some((parameter.path.clone(), owner.clone()))
+    });
+    stepped.collect()
 }
 
 /// Refuses an optimizer that would give each rank other parameters.

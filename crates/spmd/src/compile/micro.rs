@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use burn_ir::BackendIr;
 
+use super::agree::agree;
 use super::cache::{Compiled, Made};
-use super::step::{CompiledStep, grad_norm};
+use super::step::{CompiledStep, Outputs, grad_norm};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::Purpose;
@@ -58,8 +59,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         batches: &[B],
         mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
-        if let [batch] = batches {
-            return self.run(learning_rate, batch, timeline);
+        match batches {
+            [] => {
+                // The others are told, and do not wait.
+                let group = self.mode.ranks().group();
+                let _ = agree::<B>(group, None, learning_rate, None);
+                return Err(Error::NoBatch);
+            }
+            [batch] => return self.run(learning_rate, batch, timeline),
+            _ => {}
         }
         let prepared = self.prepare_micro(learning_rate, batches)?;
         if let Some(timeline) = timeline.as_deref_mut() {
@@ -67,21 +75,24 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
         let scalars = &prepared.scalars;
         let mut total = 0.0;
-        let mut outputs = Vec::new();
+        let mut outputs: Vec<Outputs> = Vec::new();
         for (graph, batch) in prepared.graphs.iter().zip(batches) {
             for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
                 self.executor.set(*id, data);
             }
-            let results = self.run_graph(graph, scalars, timeline.as_deref_mut())?;
+            let ran = self.run_graph(graph, scalars, timeline.as_deref_mut());
+            let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
             let loss = results.loss.as_ref();
             let loss = loss.and_then(|loss| loss.iter::<f64>().next());
             total += loss.ok_or_else(|| Error::Internal("the loss is empty".to_owned()))?;
-            outputs.push(results.outputs);
+            outputs.push((graph.template(), results.outputs));
         }
-        let results = self.run_graph(&prepared.update, scalars, timeline)?;
+        let ran = self.run_graph(&prepared.update, scalars, timeline);
+        let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
         self.forget_pending(&prepared.update);
         let stepped = &prepared.made.stepped;
-        self.scalars.advance(scalars, |path| stepped.contains(path));
+        self.scalars
+            .advance(scalars, |path| stepped.contains_key(path));
         self.done.steps += 1;
         self.done.grad_norm = grad_norm(&results);
         self.done.outputs = outputs;
@@ -95,8 +106,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         timeline: Option<&mut Timeline>,
     ) -> Result<Results, Error> {
         self.load(graph);
-        let results = self.executor.run(graph, scalars, timeline);
-        results.inspect_err(|error| self.poison(error))
+        self.executor.run(graph, scalars, timeline)
+    }
+
+    /// Notes that values are in no defined state, after that many micro-batches: they have moved running statistics.
+    fn poison_after(&mut self, num_batches: usize, error: &Error) {
+        match num_batches {
+            0 => self.poison(error),
+            _ => self.poisoned = Some(error.to_string()),
+        }
     }
 
     /// Returns the graphs for such micro-batches. All ranks must call it; they agree on all of them before anything
@@ -152,7 +170,9 @@ fn check_alike(first: Option<&Made>, own: &Made) -> Result<(), Error> {
     let Some(first) = first.filter(|first| first.stepped != own.stepped) else {
         return Ok(());
     };
-    let differs = first.stepped.symmetric_difference(&own.stepped).next();
+    let (first, own) = (&first.stepped, &own.stepped);
+    let mut paths = first.keys().chain(own.keys());
+    let differs = paths.find(|path| first.get(*path) != own.get(*path));
     Err(Error::MicroBatches {
         path: differs.map_or_else(String::new, ToString::to_string),
     })

@@ -1,6 +1,6 @@
 //! The compiled step: its graphs, its tensors, and the optimizer's step that is pending.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,7 +9,7 @@ use burn::tensor::TensorData;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
-use super::cache::{Compiled, Graphs, Made, Setting, Tracer};
+use super::cache::{Compiled, Graphs, Made, Setting, Stepped, Tracer};
 use super::restored::Restored;
 use crate::custom::CustomOperations;
 use crate::error::Error;
@@ -23,7 +23,7 @@ use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of, fill
 /// An optimizer's step that has been put off, with gradients that wait for it.
 pub(super) struct Pending {
     scalars: StepScalars,
-    stepped: Arc<BTreeSet<Arc<str>>>,
+    stepped: Arc<Stepped>,
     /// The graph that does the pending optimizer's step alone.
     cleanup: Arc<Graph>,
 }
@@ -37,7 +37,7 @@ struct Prepared {
     scalars: StepScalars,
     /// Scalars of this step.
     own: StepScalars,
-    stepped: Arc<BTreeSet<Arc<str>>>,
+    stepped: Arc<Stepped>,
     /// The optimizer's step that the graph puts off.
     pending: Option<Pending>,
 }
@@ -68,19 +68,22 @@ pub(super) struct Done<O> {
     /// Number of steps.
     pub(super) steps: u64,
     /// What came out of the last step beside the loss, of each of its micro-batches.
-    pub(super) outputs: Vec<BTreeMap<Arc<str>, TensorData>>,
+    pub(super) outputs: Vec<Outputs>,
     /// The norm of the gradients of the last step, if they were clipped.
     pub(super) grad_norm: Option<f64>,
-    template: Template<O>,
+    templates: Templates<O>,
 }
 
-/// The tensors beside the loss as the last trace had them, with small ones in their places; `None` before a trace.
-pub(super) type Template<O> = Arc<Mutex<Option<O>>>;
+/// What came out of a run beside the loss: the number of its template, and values by name.
+pub(super) type Outputs = (usize, BTreeMap<Arc<str>, TensorData>);
+
+/// The tensors beside the loss as each trace had them, with small ones in their places.
+pub(super) type Templates<O> = Arc<Mutex<Vec<O>>>;
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Creates a step that has not run.
     pub(super) fn new(
-        (tracer, template): (Tracer<B>, Template<O>),
+        (tracer, templates): (Tracer<B>, Templates<O>),
         mode: Mode,
         specs: Vec<ParameterSpec>,
         scalars: HostScalars,
@@ -103,7 +106,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 steps: 0,
                 outputs: Vec::new(),
                 grad_norm: None,
-                template,
+                templates,
             },
         }
     }
@@ -170,12 +173,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
         let results = self.executor.run(&graph, &scalars, timeline);
         let results = results.inspect_err(|error| self.poison(error))?;
-        self.scalars.advance(&own, |path| stepped.contains(path));
+        self.scalars
+            .advance(&own, |path| stepped.contains_key(path));
         self.done.steps += 1;
+        let template = graph.template();
         self.current = Some(graph);
         self.pending = pending;
         self.done.grad_norm = grad_norm(&results);
-        self.done.outputs = vec![results.outputs];
+        self.done.outputs = vec![(template, results.outputs)];
         let loss = results.loss.as_ref();
         loss.and_then(|loss| loss.iter::<f64>().next())
             .ok_or_else(|| Error::Internal("the loss is empty".to_owned()))
@@ -205,10 +210,15 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let Some(pending) = self.pending.take() else {
             return Ok(());
         };
-        let graph = pending.cleanup;
+        let graph = pending.cleanup.clone();
         self.load(&graph);
         let done = self.executor.run(&graph, &pending.scalars, None);
-        done.inspect_err(|error| self.poison(error))?;
+        if let Err(error) = done {
+            self.poison(&error);
+            // Nothing has run: the step is still to do.
+            self.pending = self.poisoned.is_none().then_some(pending);
+            return Err(error);
+        }
         self.forget_pending(&graph);
         Ok(())
     }
@@ -262,7 +272,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         batch: &B,
     ) -> Result<T, Error> {
         let said = prepared.as_ref().ok().map(fingerprint);
-        let agreed = agree(self.mode.ranks().group(), said, learning_rate, batch);
+        let agreed = agree(self.mode.ranks().group(), said, learning_rate, Some(batch));
         prepared.and_then(|prepared| agreed.map(|()| prepared))
     }
 
@@ -400,18 +410,19 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::Internal`] if the closure returns tensors of other names than in the last trace.
+    /// [`Error::Internal`] if a template is not that of its step, which does not happen.
     pub fn outputs(&self) -> Result<Vec<O>, Error>
     where
         O: Batch,
     {
-        let template = self.done.template.lock();
-        let template = template.unwrap_or_else(PoisonError::into_inner);
-        let Some(template) = template.as_ref() else {
-            return Ok(Vec::new());
-        };
-        let outputs = self.done.outputs.iter();
-        outputs.map(|values| fill(template, values)).collect()
+        let templates = self.done.templates.lock();
+        let templates = templates.unwrap_or_else(PoisonError::into_inner);
+        let outputs = self.done.outputs.iter().map(|(template, values)| {
+            let template = templates.get(*template);
+            let template = template.ok_or_else(|| Error::Internal("a trace was lost".to_owned()));
+            fill(template?, values)
+        });
+        outputs.collect()
     }
 
     /// Returns the number of steps done.

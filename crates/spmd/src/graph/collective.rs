@@ -56,7 +56,8 @@ pub enum CollectiveKind {
 pub enum Payload {
     /// Parts of parameters, which are given and may be gathered at any time before their use.
     Parameter,
-    /// Gradients and the loss, whose results nothing but the optimizer reads.
+    /// Gradients and the loss, whose results are read after backward: by the optimizer, by what clips them, or by a mean
+    /// over copies.
     Gradient,
     /// Values that the next operations read, or that do not exist before this node runs.
     Activation,

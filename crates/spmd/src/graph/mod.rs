@@ -78,6 +78,8 @@ pub struct Graph {
     loss: Option<TensorId>,
     /// Values beside the loss that come out of a step, by name.
     outputs: BTreeMap<Arc<str>, TensorId>,
+    /// Number of the trace, by which what comes out of it is put together again.
+    template: usize,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     num_ranks: usize,
@@ -276,6 +278,16 @@ impl Graph {
     /// Declares that a value comes out of a step under a name.
     pub fn set_output(&mut self, name: Arc<str>, id: TensorId) {
         self.outputs.insert(name, id);
+    }
+
+    /// Returns the number of the trace.
+    pub(crate) fn template(&self) -> usize {
+        self.template
+    }
+
+    /// Numbers the trace.
+    pub(crate) fn set_template(&mut self, number: usize) {
+        self.template = number;
     }
 
     /// Returns the values that come out of a step and are gone afterwards: the loss, and those beside it.

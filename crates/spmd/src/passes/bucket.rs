@@ -70,8 +70,10 @@ impl GraphTransform for Bucket {
             let (Some(first), Some(last)) = ends else {
                 continue;
             };
+            // Parameters are given; what else is gathered has to be written first.
+            let is_given = bucket.key.payload == Payload::Parameter;
             let own = match bucket.key.kind {
-                CollectiveKind::AllGather => *first,
+                CollectiveKind::AllGather if is_given => *first,
                 _ => *last,
             };
             let members = bucket.nodes.iter().map(|index| &nodes[*index]);
@@ -99,6 +101,7 @@ impl GraphTransform for Bucket {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 struct Key {
     kind: CollectiveKind,
+    payload: Payload,
     axis: Arc<str>,
     reduction: Option<String>,
     unit: Option<Arc<str>>,
@@ -164,7 +167,7 @@ impl Bucket {
     }
 }
 
-/// Returns true if the collective may be joined with others: it is whole, and no next operation reads its result.
+/// Returns true if the collective may be joined with others: it is whole, and what reads its result comes later.
 fn can_join(collective: &Collective) -> bool {
     collective.stage == Stage::Whole && collective.payload != Payload::Activation
 }
@@ -176,6 +179,7 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         .map(|part| unit_in(graph, &part.path).into());
     Key {
         kind: collective.kind,
+        payload: collective.payload,
         axis: collective.axis.clone(),
         reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
         // Whole gradients cross units: none of them is freed by the reduction.

@@ -237,7 +237,8 @@ impl ClipGradients {
 }
 
 fn custom(call: CustomOpIr) -> Node {
+    let profile = norm::profile(&call);
     let mut node = Node::new(OperationIr::Custom(call), Phase::Optimizer);
-    node.custom = Some(norm::profile());
+    node.custom = Some(profile);
     node
 }

@@ -11,10 +11,10 @@ use super::batch::InputSpec;
 use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
-use super::outputs::Taken;
+use super::outputs::{PREFIX, Taken};
 use crate::error::Error;
 use crate::graph::{Graph, Node, Parameter, Phase, Role, ScalarSlot, Update};
-use crate::graph::{operation_name, rename, set_status};
+use crate::graph::{Trait, is, operation_name, rename, set_status};
 
 /// The tensors of the module, the batch and the loss on the capture device.
 pub(super) struct Captures {
@@ -217,21 +217,32 @@ impl Builder {
             .chain(outputs.map(|captured| captured.id))
     }
 
+    /// Returns true if a value is a parameter, or a view or a cast of one: it is there around its uses alone.
+    fn is_of_parameter(&self, mut id: TensorId) -> bool {
+        for node in self.graph.nodes().iter().rev() {
+            let is_view = is(&node.operation, Trait::View) || is(&node.operation, Trait::Cast);
+            if is_view && node.outputs().any(|output| output == id) {
+                id = node.inputs().next().unwrap_or(id);
+            }
+        }
+        let role = self.graph.value(id).map(|value| &value.role);
+        matches!(role, Some(Role::Parameter(_)))
+    }
+
     /// Declares the tensors beside the loss.
     fn add_outputs(&mut self) -> Result<(), Error> {
         for (name, captured) in std::mem::take(&mut self.outputs) {
             let refused = |reason| Error::Output {
-                name: name.to_string(),
+                name: name.strip_prefix(PREFIX).unwrap_or(&name).to_owned(),
                 reason,
             };
             let captured = captured.ok_or_else(|| refused("it is on another device"))?;
             self.declare_constant(captured.id);
             let id = self.ids.get(&captured.id).copied();
             let id = id.ok_or_else(|| refused("no operation of the loss makes it"))?;
-            let role = self.graph.value(id).map(|value| &value.role);
-            if let Some(Role::Parameter(_)) = role {
+            if self.is_of_parameter(id) {
                 return Err(refused(
-                    "it is a parameter, which CompiledStep::parameter reads",
+                    "it is a parameter or a view of one, which CompiledStep::parameter reads",
                 ));
             }
             if self.graph.outputs().contains_key(&name) {

@@ -11,7 +11,7 @@ use super::capture::{Captured, bool_id, float_id, int_id};
 use crate::error::Error;
 
 /// Begins the names of outputs in a graph.
-const PREFIX: &str = "output ";
+pub(super) const PREFIX: &str = "output ";
 
 /// What a loss closure returns: the loss, or the loss and tensors beside it, such as logits for a metric. These come out
 /// of a step as [`CompiledStep::outputs`](crate::CompiledStep::outputs).

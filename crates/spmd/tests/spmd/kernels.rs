@@ -210,7 +210,17 @@ impl Lookalikes {
         let centered = x - mean.clone();
         let variance = (centered.clone() * centered.clone()).mean_dim(2);
         let by_hand = centered / (variance + 1e-5).sqrt();
-        let normal = self.norm.forward(twice + across);
+        // A norm with a shift for each position, of which there are as many as the rows are wide.
+        let square = twice.clone().transpose().matmul(twice.clone());
+        let ends = square.clone() - square.mean_dim(2);
+        let spread = (ends.clone() * ends.clone())
+            .mean_dim(2)
+            .add_scalar(1e-5)
+            .sqrt();
+        let gain = self.norm.gamma.val().reshape([1, 1, DIM]);
+        let shift = self.norm.gamma.val().reshape([1, DIM, 1]);
+        let by_position = (ends / spread * gain + shift).mean_dim(1).mean_dim(2);
+        let normal = self.norm.forward(twice + across) + by_position;
         let all = normal.clone() * normal.clone() + self.plain.forward(normal) + by_hand + mean;
         let logits = self.last.forward(all);
         // Two have their insides for themselves, and two share them.

@@ -224,6 +224,11 @@ fn inputs_and_constants_come_out_and_parameters_are_refused() {
     let mut step = compile(Gpt::new, weight, sgd().build(), Mode::single()).unwrap();
     let told = step.step(1e-2, &batch).expect_err("refused").to_string();
     assert!(told.contains("CompiledStep::parameter"), "{told}");
+    let view =
+        |model: &Gpt, batch: TokenBatch| (model.loss(batch), model.head_weight().transpose());
+    let mut step = compile(Gpt::new, view, sgd().build(), Mode::single()).unwrap();
+    let told = step.step(1e-2, &batch).expect_err("refused").to_string();
+    assert!(told.contains("CompiledStep::parameter"), "{told}");
     let elsewhere = |model: &Gpt, batch: TokenBatch| {
         (
             model.loss(batch),

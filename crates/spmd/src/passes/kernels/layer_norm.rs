@@ -135,7 +135,10 @@ fn scale(patterns: &Patterns, x: TensorId) -> f64 {
 fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
     let (node, kind) = patterns.maker(row)?;
     let of = *patterns.inputs(node).first()?;
-    (kind == Kind::Reshape && patterns.shape(of).len() == 1).then_some((of, node))
+    let (shape, vector) = (patterns.shape(row), patterns.shape(of));
+    let (width, others) = shape.split_last()?;
+    let is_row = vector == [*width] && others.iter().all(|dim| *dim == 1);
+    (kind == Kind::Reshape && is_row).then_some((of, node))
 }
 
 /// Returns the layer norm that ends with a node.

@@ -52,6 +52,8 @@ pub(super) struct Patterns {
     before: BTreeMap<usize, Vec<Node>>,
     /// Nodes that are gone.
     gone: BTreeSet<usize>,
+    /// Values that nodes read which were put in.
+    read_anew: BTreeSet<TensorId>,
 }
 
 impl Patterns {
@@ -69,6 +71,7 @@ impl Patterns {
             kept,
             before: BTreeMap::new(),
             gone: BTreeSet::new(),
+            read_anew: BTreeSet::new(),
         }
     }
 
@@ -147,7 +150,8 @@ impl Patterns {
 
     /// Returns true if nothing reads a value but these nodes.
     pub(super) fn is_read_by(&self, id: TensorId, nodes: &BTreeSet<usize>) -> bool {
-        !self.kept.contains(&id) && self.readers(id).all(|reader| nodes.contains(&reader))
+        let is_inner = !self.kept.contains(&id) && !self.read_anew.contains(&id);
+        is_inner && self.readers(id).all(|reader| nodes.contains(&reader))
     }
 
     /// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells: a
@@ -178,6 +182,7 @@ impl Patterns {
 
     /// Puts a node where another is, before it.
     pub(super) fn insert(&mut self, at: usize, node: Node) {
+        self.read_anew.extend(node.inputs());
         self.before.entry(at).or_default().push(node);
     }
 
