@@ -331,17 +331,18 @@ impl Graph {
         self.applied.push(pass);
     }
 
-    /// Returns the pending gradients that nodes read and no update replaces: the optimizer has taken them, and nothing
-    /// reads them again.
+    /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken
+    /// them, and nothing reads them again.
     pub fn used_up(&self) -> Vec<TensorId> {
         let is_pending = |id: &TensorId| {
             let value = self.values.get(id);
             value.is_some_and(|value| matches!(value.role, Role::Pending(_)))
         };
         let read: BTreeSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
-        let replaced: BTreeSet<TensorId> = self.updates.iter().map(|u| u.into).collect();
+        let updates = self.updates.iter();
+        let updated: BTreeSet<TensorId> = updates.flat_map(|u| [u.into, u.from]).collect();
         let read = read.into_iter().filter(is_pending);
-        read.filter(|id| !replaced.contains(id)).collect()
+        read.filter(|id| !updated.contains(id)).collect()
     }
 
     /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values that
