@@ -75,16 +75,22 @@ pub struct Graph {
     /// Every parameter and buffer, in the order in which the module is visited.
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
-    loss: Option<TensorId>,
-    /// Values beside the loss that come out of a step, by name.
-    outputs: BTreeMap<Arc<str>, TensorId>,
-    /// Number of the trace, by which what comes out of it is put together again.
-    template: usize,
+    results: Results,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     num_ranks: usize,
     applied: Vec<PassId>,
     next_id: u64,
+}
+
+/// What comes out of a step and is gone afterwards.
+#[derive(Debug, Clone, Default)]
+struct Results {
+    loss: Option<TensorId>,
+    /// Values beside the loss, by name.
+    outputs: BTreeMap<Arc<str>, TensorId>,
+    /// Number of the trace, by which the outputs are put together again.
+    template: usize,
 }
 
 impl Graph {
@@ -262,44 +268,47 @@ impl Graph {
 
     /// Returns the loss, a value of one element.
     pub fn loss(&self) -> Option<TensorId> {
-        self.loss
+        self.results.loss
     }
 
     /// Declares which value is the loss.
     pub fn set_loss(&mut self, id: TensorId) {
-        self.loss = Some(id);
+        self.results.loss = Some(id);
     }
 
     /// Returns the values beside the loss that come out of a step, by name.
     pub fn outputs(&self) -> &BTreeMap<Arc<str>, TensorId> {
-        &self.outputs
+        &self.results.outputs
     }
 
     /// Declares that a value comes out of a step under a name.
     pub fn set_output(&mut self, name: Arc<str>, id: TensorId) {
-        self.outputs.insert(name, id);
+        self.results.outputs.insert(name, id);
     }
 
     /// Returns the number of the trace.
     pub(crate) fn template(&self) -> usize {
-        self.template
+        self.results.template
     }
 
     /// Numbers the trace.
     pub(crate) fn set_template(&mut self, number: usize) {
-        self.template = number;
+        self.results.template = number;
     }
 
     /// Returns the values that come out of a step and are gone afterwards: the loss, and those beside it.
     pub fn results(&self) -> impl Iterator<Item = TensorId> + '_ {
-        self.loss.into_iter().chain(self.outputs.values().copied())
+        self.results
+            .loss
+            .into_iter()
+            .chain(self.results.outputs.values().copied())
     }
 
     /// Forgets batch, loss and outputs: the graph that is left needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
-        self.loss = None;
-        self.outputs.clear();
+        self.results.loss = None;
+        self.results.outputs.clear();
     }
 
     /// Returns the unit of a parameter, once units are assigned.

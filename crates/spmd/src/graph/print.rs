@@ -19,7 +19,7 @@ impl fmt::Display for Graph {
         for node in &self.nodes {
             writeln!(f, "{}", Line(self, node))?;
         }
-        if let Some(loss) = self.loss {
+        if let Some(loss) = self.results.loss {
             writeln!(f, "loss %{}", loss.value())?;
         }
         for update in &self.updates {
