@@ -7,6 +7,7 @@
 //! - [`Partition`]: the ranges of one tensor's elements that the ranks own.
 //! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
 //! - [`Clip`]: the greatest norm that gradients may have; [`Measure`]: what each element adds to a norm.
+//! - [`Precision`]: the types in which parameters compute and gradients travel.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is cut anew.
 //!
@@ -36,6 +37,7 @@ mod norm;
 mod partition;
 mod pattern;
 mod placement;
+mod precision;
 mod region;
 mod strategy;
 mod transfer;
@@ -47,6 +49,10 @@ pub use norm::{Clip, Measure, NonFinite, Norm};
 pub use partition::Partition;
 pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};
+pub use precision::Precision;
 pub use region::{Region, num_elements};
 pub use strategy::Strategy;
 pub use transfer::{Transfer, transfers};
+
+/// The types of float elements, as Burn names them.
+pub use burn_std::FloatDType;

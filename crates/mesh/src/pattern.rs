@@ -54,6 +54,17 @@ impl Pattern {
         let mut prefixes = ends.chain([path.len()]).map(|end| &path[..end]);
         prefixes.rfind(|prefix| self.matches(prefix))
     }
+
+    /// Returns the innermost module that the pattern stands for and that contains the parameter at `path`.
+    pub fn module_of<'a>(&self, path: &'a str) -> Option<&'a str> {
+        let (module, _) = path.rsplit_once('.')?;
+        self.prefix_of(module)
+    }
+
+    /// Returns true if the pattern stands for a module that contains the parameter at `path`.
+    pub fn is_around(&self, path: &str) -> bool {
+        self.module_of(path).is_some()
+    }
 }
 
 impl From<&str> for Pattern {
@@ -144,6 +155,23 @@ mod tests {
         assert!(!matches("*", "a.b"));
         assert!(!matches("blocks.*", "blocks"));
         assert!(matches("", ""));
+    }
+
+    #[test]
+    fn a_module_is_around_its_parameters() {
+        let module_of =
+            |pattern: &str, path| Pattern::new(pattern).module_of(path).map(str::to_owned);
+        assert_eq!(
+            module_of("**.norm", "blocks.3.norm.gamma").as_deref(),
+            Some("blocks.3.norm")
+        );
+        assert_eq!(
+            module_of("blocks.*", "blocks.3.fc.weight").as_deref(),
+            Some("blocks.3")
+        );
+        assert_eq!(module_of("**.gamma", "blocks.3.norm.gamma"), None);
+        assert!(Pattern::new("**").is_around("norm.gamma"));
+        assert!(!Pattern::new("**").is_around("gamma"));
     }
 
     #[test]

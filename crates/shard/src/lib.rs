@@ -8,7 +8,7 @@
 //!
 //! The foundation, which knows nothing of units:
 //!
-//! - `policy`, `precision`, `gradient_hook`: what the user asks for. `pattern`: modules by path.
+//! - `policy`, `gradient_hook`: what the user asks for.
 //! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
@@ -55,10 +55,8 @@ mod op;
 mod optim;
 mod parameter;
 mod path;
-mod pattern;
 mod pins;
 mod policy;
-mod precision;
 mod probes;
 mod recompute;
 mod region;
@@ -77,6 +75,7 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
+pub use burn_fsdp_mesh::Precision;
 pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
 pub use error::{Error, catch};
@@ -86,7 +85,6 @@ pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use inspect::units::{UnitHandle, Unsharding, no_sync, units, unused_units};
 pub use pins::Pinned;
 pub use policy::{DivideFactors, ReduceGroup, ShardPolicy};
-pub use precision::Precision;
 pub use probes::is_probe;
 pub use recompute::recompute;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};

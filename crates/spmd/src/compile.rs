@@ -23,7 +23,8 @@ use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
-    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, parameters_with, trace_joined,
+    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, Types, parameters_with,
+    trace_joined,
 };
 
 pub use state::OptimizerState;
@@ -194,6 +195,11 @@ where
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
+    mode.check_precision(&specs)?;
+    let types = Types {
+        defaults,
+        precision: mode.options.precision.clone(),
+    };
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {
@@ -203,7 +209,7 @@ where
         };
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-        let traced = trace_joined(init, loss, (batch, &joined), defaults, |_| Ok(step.clone()));
+        let traced = trace_joined(init, loss, (batch, &joined), &types, |_| Ok(step.clone()));
         let (mut graph, outputs) = traced?;
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         graph.set_template(kept.len());

@@ -255,6 +255,15 @@ pub enum Error {
         axes: usize,
     },
 
+    /// Mixed precision that a compiled step has not.
+    #[error("compiled steps have no mixed precision {what}; {way_out}")]
+    Precision {
+        /// What was asked for.
+        what: &'static str,
+        /// What to do instead.
+        way_out: &'static str,
+    },
+
     /// A step over micro-batches without any.
     #[error("a step needs at least one micro-batch; call it with the batches of the step")]
     NoBatch,

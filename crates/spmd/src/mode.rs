@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Precision, Strategy};
 
 use crate::error::Error;
 use crate::graph::Graph;
@@ -237,6 +238,39 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
+    /// Refuses types that the mode cannot compute in.
+    pub(crate) fn check_precision(&self, specs: &[ParameterSpec]) -> Result<(), Error> {
+        let precision = &self.options.precision;
+        if *precision == Precision::default() {
+            return Ok(());
+        }
+        let parameters = specs.iter().filter(|spec| !spec.is_buffer);
+        let paths = parameters.clone().map(|spec| spec.path.as_ref());
+        let paths: Vec<&str> = paths.collect();
+        if let Some(pattern) = precision.unmatched(&paths) {
+            return Err(Error::UnknownName {
+                what: "module that computes in full",
+                name: pattern.to_owned(),
+                known: paths.join(", "),
+            });
+        }
+        let is_scaled = parameters.clone().any(|spec| {
+            let compute = precision.compute_of(&spec.path, spec.dtype);
+            compute == DType::F16 && spec.dtype != DType::F16
+        });
+        match &self.division {
+            Division::Expand(..) | Division::Least(_) => Err(Error::Precision {
+                what: "by placements",
+                way_out: "cast in the model, or use Mode::data_parallel or Mode::hybrid",
+            }),
+            _ if is_scaled => Err(Error::Precision {
+                what: "in f16, as they do not scale the loss",
+                way_out: "use bf16, or the eager engine with LossScaler",
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Returns true if the placements are left to decide by the first graph.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.division, Division::Least(None))
@@ -282,6 +316,7 @@ impl Mode {
                     style: (*strategy).into(),
                     axis: shard.name.as_str().into(),
                     replicate: Some(replicate.clone()),
+                    precision: options.precision.clone(),
                 };
                 let axes = self.ranks.mesh()?.axes().to_vec();
                 schedule::divided(insert, &options, axes, &self.transforms)

@@ -224,7 +224,7 @@ fn precision(args: &PlanArgs) -> Result<Precision, InputError> {
     match (args.precision, args.compile) {
         (Some(PrecisionArg::Bf16), true) => Err(InputError::NotCompiled {
             flag: "--precision bf16",
-            reason: "they compute in the 32 bits of the model",
+            reason: "they are planned in the 32 bits of the model",
         }),
         (Some(PrecisionArg::F32), _) | (None, true) => Ok(Precision::F32),
         (Some(PrecisionArg::Bf16), false) | (None, false) => Ok(Precision::Bf16),

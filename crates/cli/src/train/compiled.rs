@@ -48,6 +48,7 @@ fn mode(config: &TrainConfig, world: &ProcessGroup, mesh: &ProcessMesh) -> Resul
     let prefetch = sharding.prefetch.map(|units| units > 0);
     let options = Options::default().prefetch(prefetch);
     let options = options.clip_grad_norm(config.step.clip);
+    let options = options.precision(sharding.precision.clone());
     let mode = match sharding.replicas {
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
         _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,

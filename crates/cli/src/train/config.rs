@@ -375,7 +375,6 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
 /// Refuses flags that a compiled step does not support.
 fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
-    let is_f32 = |float: Option<Float>| matches!(float, None | Some(Float::F32));
     let refusals = [
         (
             sharding.offload.is_some(),
@@ -398,14 +397,9 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "micro-batches are added up in shards, and never whole",
         ),
         (
-            !is_f32(Some(training.precision)),
-            "--precision",
-            "they compute in the 32 bits of the model",
-        ),
-        (
-            !is_f32(training.reduce_dtype),
-            "--reduce-dtype",
-            "gradients travel in the 32 bits of the model",
+            training.precision == Float::F16,
+            "--precision f16",
+            "they do not scale the loss; bf16 needs no scaling",
         ),
         (
             training.activation_checkpointing,

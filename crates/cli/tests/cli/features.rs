@@ -38,6 +38,12 @@ fn ways_to_make_a_step_agree() {
         ("--ranks 2 --precision bf16 --reduce-dtype f32", 0.02),
         ("--ranks 2 --precision f16", 0.02),
         ("--ranks 2 --reduce-dtype bf16", 0.02),
+        ("--ranks 2 --precision bf16 --compile", 0.02),
+        (
+            "--ranks 3 --precision bf16 --reduce-dtype f32 --compile",
+            0.02,
+        ),
+        ("--ranks 2 --reduce-dtype bf16 --compile", 0.02),
     ] {
         assert_close(&losses_of(arguments), &want, tolerance, arguments);
     }

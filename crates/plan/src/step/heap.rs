@@ -280,7 +280,7 @@ impl<'a> Heap<'a> {
             // On a mesh of several axes a group is smaller than all ranks; the last axis is the fastest.
             let rank = rank % part.partition.num_shards();
             let is_padded = part.share_len(gets, rank) != part.padded_len(gets);
-            let bytes = |share| (part.share_len(share, rank) * part.dtype.size()) as u64;
+            let bytes = |share| (part.share_len(share, rank) * part.result.size()) as u64;
             // Between start and wait, the buffer is that of the reserved memory.
             let reserved = inputs.get(index).filter(|_| stage == Stage::Wait);
             let buffer = match reserved.and_then(|input| self.detach(input.id)) {

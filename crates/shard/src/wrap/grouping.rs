@@ -7,7 +7,6 @@ use burn_fsdp_mesh::Partition;
 
 use crate::error::Error;
 use crate::offload::Offload;
-use crate::pattern::{ancestors, is_around, module_of};
 use crate::policy::ShardPolicy;
 use crate::slot::{Element, Elements, Holding, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
@@ -15,6 +14,11 @@ use crate::survey::{Found, Survey};
 use crate::transport;
 use crate::unit::{Keep, Unit};
 use burn_fsdp_mesh::{Cut, Strategy};
+
+/// Returns the modules that contain the parameter at `path`, outermost first.
+fn ancestors(path: &str) -> impl Iterator<Item = &str> {
+    path.match_indices('.').map(|(end, _)| &path[..end])
+}
 
 /// Paths of parameters that the policy leaves alone.
 pub(crate) struct Ignored(HashSet<String>);
@@ -28,7 +32,7 @@ impl Ignored {
     pub(crate) fn new(survey: &Survey, policy: &ShardPolicy) -> Result<Self, Error> {
         let pattern_of = |path: &str| {
             let mut patterns = policy.ignored.iter();
-            patterns.find(|pattern| is_around(pattern, path))
+            patterns.find(|pattern| pattern.is_around(path))
         };
         if let Some(path) = survey
             .sharded
@@ -43,7 +47,7 @@ impl Ignored {
             .cloned()
             .collect();
         for pattern in &policy.ignored {
-            if !ignored.iter().any(|path| is_around(pattern, path)) {
+            if !ignored.iter().any(|path| pattern.is_around(path)) {
                 return Err(unmatched(
                     pattern.as_str(),
                     survey.parameters.iter().map(|found| found.path.as_str()),
@@ -95,7 +99,7 @@ impl Grouping {
         for found in parameters {
             let mut unit = "";
             for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
-                if let Some(module) = module_of(pattern, &found.path) {
+                if let Some(module) = pattern.module_of(&found.path) {
                     *matched = true;
                     // All of them contain the parameter, so the longest path is the innermost.
                     if module.len() > unit.len() {

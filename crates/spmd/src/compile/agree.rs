@@ -8,8 +8,8 @@ use crate::trace::{Batch, fixed_of, specs_of};
 /// Message of a rank that has no graph to run.
 const NOT_READY: [u8; 8] = [0; 8];
 
-/// Checks that all ranks are about to run the graph of this fingerprint. `None` says that this rank has no graph. All
-/// ranks must call it.
+/// Checks that all ranks are about to run the graph of this fingerprint, on a batch that is one of so many micro-batches.
+/// `None` says that this rank has no graph. All ranks must call it.
 ///
 /// # Errors
 ///
@@ -18,7 +18,7 @@ pub(super) fn agree<B: Batch>(
     group: &ProcessGroup,
     fingerprint: Option<u64>,
     learning_rate: f64,
-    batch: Option<&B>,
+    batch: Option<(&B, usize)>,
 ) -> Result<(), Error> {
     let said = fingerprint.map_or(NOT_READY, |fingerprint| {
         let said = Fingerprint::of(&(fingerprint, learning_rate.to_bits()));
@@ -33,8 +33,12 @@ pub(super) fn agree<B: Batch>(
         return Ok(());
     };
     // All ranks are here: they tell each other why.
-    let described = batch.map_or_else(|| Ok("no batch".to_owned()), described)?;
-    let text = format!("{described} at learning rate {learning_rate}");
+    let text = match batch {
+        None => "no batch".to_owned(),
+        Some((batch, 1)) => described(batch)?,
+        Some((batch, of)) => format!("{}, one of {of} micro-batches,", described(batch)?),
+    };
+    let text = format!("{text} at learning rate {learning_rate}");
     let texts = group.exchange("batches of a step", text.into_bytes());
     let texts = texts.map_err(Error::among_ranks)?;
     let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();

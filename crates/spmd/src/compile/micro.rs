@@ -132,7 +132,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 check_alike(made.first(), &own)?;
                 Ok(own)
             });
-            let own = self.agreed(own, |own| own.fingerprint, learning_rate, batch);
+            let one_of = (batch, batches.len());
+            let own = self.agreed(own, |own| own.fingerprint, learning_rate, one_of);
             made.push(own.inspect_err(|_| self.reopen(was_open))?);
         }
         let mut graphs = Vec::new();

@@ -256,20 +256,21 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
-        let prepared = self.agreed(prepared, |own| own.fingerprint, learning_rate, batch);
+        let prepared = self.agreed(prepared, |own| own.fingerprint, learning_rate, (batch, 1));
         let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
         self.begin(&prepared.graph)?;
         self.load(&prepared.graph);
         Ok(prepared)
     }
 
-    /// Agrees with the other ranks on what this one would run, if it has something to run.
+    /// Agrees with the other ranks on what this one would run, if it has something to run, on one of so many
+    /// micro-batches.
     pub(super) fn agreed<T>(
         &self,
         prepared: Result<T, Error>,
         fingerprint: impl Fn(&T) -> u64,
         learning_rate: f64,
-        batch: &B,
+        batch: (&B, usize),
     ) -> Result<T, Error> {
         let said = prepared.as_ref().ok().map(fingerprint);
         let agreed = agree(self.mode.ranks().group(), said, learning_rate, Some(batch));
@@ -379,7 +380,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Returns the graph of the last step, or of the batch prepared last; `None` before.
+    /// Returns the graph of the last step, or of the batch prepared last; `None` before. Of a step over micro-batches it
+    /// is that of the last of them, without the optimizer.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()
     }

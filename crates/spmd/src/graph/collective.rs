@@ -73,8 +73,10 @@ pub struct CollectivePart {
     /// Partition after an all-to-all, along another dim. The tensor has one element for each pair of an element of
     /// `partition` and one of this.
     pub across: Option<Partition>,
-    /// Type of the elements.
+    /// Type of the elements as they travel.
     pub dtype: DType,
+    /// Type of the elements of the result: another than `dtype` for a reduction, of which it may be a wider one.
+    pub result: DType,
 }
 
 impl CollectivePart {
@@ -132,9 +134,17 @@ impl Collective {
         format!("{stage}{}", self.kind)
     }
 
-    /// Returns the bytes of the whole tensors.
+    /// Returns the bytes of the whole tensors as they travel.
     pub fn num_bytes(&self) -> usize {
         self.parts.iter().map(CollectivePart::num_bytes).sum()
+    }
+
+    /// Returns the type of the results, where it is not that in which the addends of a reduction travel. It is one for
+    /// all parts.
+    pub fn widened(&self) -> Option<DType> {
+        let mut parts = self.parts.iter();
+        let widened = parts.find(|part| part.result != part.dtype);
+        widened.map(|part| part.result)
     }
 }
 

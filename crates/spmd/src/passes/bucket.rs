@@ -105,6 +105,8 @@ struct Key {
     axis: Arc<str>,
     reduction: Option<String>,
     unit: Option<Arc<str>>,
+    /// Type of a reduction's results, which is one for all of them.
+    reduced: Option<String>,
 }
 
 /// The collectives that become one node.
@@ -177,6 +179,8 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         .parts
         .first()
         .map(|part| unit_in(graph, &part.path).into());
+    let reduced = collective.parts.first();
+    let reduced = reduced.filter(|_| collective.kind.contract().reduces);
     Key {
         kind: collective.kind,
         payload: collective.payload,
@@ -184,6 +188,7 @@ fn key_of(graph: &Graph, collective: &Collective) -> Key {
         reduction: collective.reduction.map(|op: ReduceOp| op.to_string()),
         // Whole gradients cross units: none of them is freed by the reduction.
         unit: unit.filter(|_| collective.kind != CollectiveKind::AllReduce),
+        reduced: reduced.map(|part| format!("{:?}", part.result)),
     }
 }
 

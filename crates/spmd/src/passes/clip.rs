@@ -159,6 +159,7 @@ impl ClipGradients {
                     partition: Partition::flat(len, axis.size)?,
                     across: None,
                     dtype: DType::F32,
+                    result: DType::F32,
                 }],
                 reduction: None,
                 payload: Payload::Activation,

@@ -13,7 +13,7 @@ use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
-use burn_fsdp_mesh::{Axis, Clip, Strategy};
+use burn_fsdp_mesh::{Axis, Clip, Precision, Strategy};
 
 /// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,6 +24,9 @@ pub struct Options {
     /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`]: the default, in data
     /// parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
     pub kernels: bool,
+    /// Types in which parameters compute and gradients travel: by default that of the module. Masters, states of the
+    /// optimizer and its arithmetic keep the module's.
+    pub precision: Precision,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
@@ -56,6 +59,7 @@ impl Default for Options {
         Self {
             units: Units::by_path(),
             kernels: true,
+            precision: Precision::default(),
             recompute: Some(Recompute::default()),
             reshard_after_forward: true,
             clip: None,
@@ -78,6 +82,15 @@ impl Options {
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;
+        self
+    }
+
+    /// Sets mixed precision: parameters are cast before they are gathered, their gradients arrive at the shards as wide
+    /// as these, and the loss that comes out is one of 32 bits. Tensors of the batch keep their types: the loss closure
+    /// casts those that meet parameters. Not by placements, and not in `f16`, which needs its loss scaled.
+    #[must_use]
+    pub fn precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
         self
     }
 
@@ -129,6 +142,7 @@ impl Options {
         Self {
             units: Units::by_path(),
             kernels: false,
+            precision: Precision::default(),
             recompute: None,
             reshard_after_forward: false,
             clip: None,
@@ -155,6 +169,7 @@ pub fn pipeline(
         style,
         axis: DATA_AXIS.into(),
         replicate: None,
+        precision: options.precision.clone(),
     };
     let axis = Axis {
         name: DATA_AXIS.to_owned(),

@@ -5,8 +5,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
-use burn_ir::TensorId;
+use burn::tensor::DType;
+use burn_fsdp_mesh::{
+    Axis, Cut, Layout, Mesh, Partition, Placement, Precision, ReduceOp, Strategy,
+};
+use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
 use crate::elements::element_type;
 use crate::error::Error;
@@ -52,6 +55,8 @@ pub struct InsertCollectives {
     pub axis: Arc<str>,
     /// Another axis of the mesh, along which ranks hold copies of the shards and divide the batch, too.
     pub replicate: Option<Replicate>,
+    /// Types in which parameters compute and gradients travel. The casts of parameters are in the graph already.
+    pub precision: Precision,
 }
 
 /// The axis of copies in hybrid sharding.
@@ -96,6 +101,14 @@ impl GraphTransform for InsertCollectives {
         let Insertion { mut graph, .. } = insertion;
         graph.sync_nodes();
         Ok(graph)
+    }
+}
+
+/// Returns the operation of a node that casts.
+fn cast_of(node: &Node) -> Option<&CastOpIr> {
+    match &node.operation {
+        OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => Some(cast),
+        _ => None,
     }
 }
 
@@ -147,7 +160,7 @@ impl Insertion<'_> {
                 },
             )
             .collect();
-        let mut scheduled = Vec::with_capacity(nodes.len() * 2);
+        let (mut scheduled, nodes) = self.cast_shards(nodes, &mut sharded);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
                 self.flatten(&node, &by_path)?;
@@ -168,6 +181,42 @@ impl Insertion<'_> {
             scheduled.push(node);
         }
         Ok(scheduled)
+    }
+
+    /// Returns casts of the shards, for parameters that compute in another type, and the nodes without the casts of
+    /// whole parameters that they replace: what is gathered is what computes.
+    fn cast_shards(
+        &mut self,
+        nodes: Vec<Node>,
+        sharded: &mut BTreeMap<TensorId, (Arc<str>, Partition, Vec<usize>)>,
+    ) -> (Vec<Node>, Vec<Node>) {
+        let mut casts: Vec<Node> = Vec::new();
+        let mut rest = Vec::with_capacity(nodes.len());
+        let mut same: BTreeMap<TensorId, TensorId> = BTreeMap::new();
+        for mut node in nodes {
+            rename(&mut node.operation, &same);
+            let found = cast_of(&node).and_then(|cast| Some((cast, sharded.get(&cast.input.id)?)));
+            let Some((cast, of)) = found.filter(|(cast, (path, ..))| {
+                let compute = self.pass.precision.compute_of(path, cast.input.dtype);
+                compute == cast.out.dtype && compute != cast.input.dtype
+            }) else {
+                rest.push(node);
+                continue;
+            };
+            // Backward may cast once more.
+            let before = casts.iter().filter_map(cast_of);
+            let before = before.filter(|other| other.input.id == cast.input.id);
+            if let Some(before) = before.map(|other| other.out.id).next() {
+                same.insert(cast.out.id, before);
+                continue;
+            }
+            let (out, of) = (cast.out.id, of.clone());
+            self.set_shape(out, vec![of.1.chunk_len()]);
+            sharded.insert(out, of);
+            node.phase = Phase::Forward;
+            casts.push(node);
+        }
+        (casts, rest)
     }
 
     fn check_states(&self, path: &str, states: &[TensorId], shape: &[usize]) -> Result<(), Error> {
@@ -206,7 +255,7 @@ impl Insertion<'_> {
             &self.pass.axis,
             path,
             partition,
-            dtype,
+            (dtype, dtype),
         );
         let node = self
             .graph
@@ -221,7 +270,7 @@ impl Insertion<'_> {
         axis: &Arc<str>,
         path: &Arc<str>,
         partition: Partition,
-        dtype: burn::tensor::DType,
+        (dtype, result): (DType, DType),
     ) -> Collective {
         let reduces = kind.contract().reduces;
         Collective {
@@ -233,6 +282,7 @@ impl Insertion<'_> {
                 partition,
                 across: None,
                 dtype,
+                result,
             }],
             reduction: reduces.then_some(ReduceOp::Mean),
             payload: match reduces {
@@ -284,6 +334,8 @@ impl Insertion<'_> {
                 owners.entry(gradient).or_default().push(index);
             }
         }
+        let others = nodes.iter().filter(|node| node.phase != Phase::Optimizer);
+        let read: BTreeSet<TensorId> = others.flat_map(Node::inputs).collect();
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);
         for mut node in nodes {
             if node.phase == Phase::Optimizer {
@@ -296,7 +348,8 @@ impl Insertion<'_> {
             scheduled.push(node);
             for output in outputs {
                 if Some(output) == loss {
-                    let mean = self.reduce(&mut scheduled, output, &"loss".into(), None, phase)?;
+                    let both = (output, output);
+                    let mean = self.reduce(&mut scheduled, both, &"loss".into(), None, phase)?;
                     self.graph.set_loss(mean);
                 }
                 if let Some(owners) = owners.get(&output) {
@@ -307,7 +360,9 @@ impl Insertion<'_> {
                         true => None,
                         false => Some(Partition::flat(num_elements, self.pass.num_ranks)?),
                     };
-                    let mean = self.reduce(&mut scheduled, output, &path, partition, phase)?;
+                    let local = self.travelling(&mut scheduled, output, &read)?;
+                    let both = (output, local);
+                    let mean = self.reduce(&mut scheduled, both, &path, partition, phase)?;
                     self.averaged.insert(output, mean);
                     for owner in owners {
                         self.graph.parameters_mut()[*owner].gradient = Some(mean);
@@ -325,15 +380,48 @@ impl Insertion<'_> {
         Ok(())
     }
 
+    /// Returns the gradient in the type in which it travels, of one that the last node has written.
+    fn travelling(
+        &mut self,
+        scheduled: &mut Vec<Node>,
+        gradient: TensorId,
+        read: &BTreeSet<TensorId>,
+    ) -> Result<TensorId, Error> {
+        let widened = self.graph.read(gradient)?;
+        let cast = scheduled.last().and_then(cast_of);
+        let computed = cast.map_or_else(|| widened.clone(), |cast| cast.input.clone());
+        let travels = self.pass.precision.reduce_of(computed.dtype);
+        if travels == widened.dtype || self.pass.precision == Precision::default() {
+            return Ok(gradient);
+        }
+        let mut phase = Phase::Backward;
+        if cast.is_some() && !read.contains(&gradient) {
+            // The reduction widens what it combines.
+            phase = scheduled.pop().map_or(phase, |node| node.phase);
+        }
+        if travels == computed.dtype {
+            return Ok(computed.id);
+        }
+        let shape = computed.shape.to_vec();
+        let rounded = self.graph.add_value(shape, travels, Role::Temporary);
+        let cast = BaseOperationIr::Cast(CastOpIr {
+            input: self.graph.read(computed.id)?,
+            out: self.graph.write(rounded)?,
+        });
+        scheduled.push(Node::new(OperationIr::BaseFloat(cast), phase));
+        Ok(rounded)
+    }
+
+    /// Reduces `local`, which is a gradient or the loss as it travels. The mean takes the role of what it is of.
     fn reduce(
         &mut self,
         scheduled: &mut Vec<Node>,
-        local: TensorId,
+        (of, local): (TensorId, TensorId),
         path: &Arc<str>,
         partition: Option<Partition>,
         phase: Phase,
     ) -> Result<TensorId, Error> {
-        let (shape, dtype) = match self.graph.value_mut(local) {
+        let (shape, dtype) = match self.graph.value_mut(of) {
             Some(value) => {
                 let role = std::mem::replace(&mut value.role, Role::Temporary);
                 let known = (value.shape.clone(), value.dtype);
@@ -369,7 +457,8 @@ impl Insertion<'_> {
             }
         };
         let axis = &self.pass.axis;
-        let collective = self.collective(kind, axis, path, partition, tensor.dtype);
+        let result = self.graph.read(mean)?.dtype;
+        let collective = self.collective(kind, axis, path, partition, (tensor.dtype, result));
         let node = self
             .graph
             .collective_node(collective, &[local], &[mean], phase)?;
@@ -400,7 +489,8 @@ impl Insertion<'_> {
         }
         let partition = Partition::flat(tensor.shape.num_elements(), axis.size)?;
         let (kind, name) = (CollectiveKind::AllReduce, Arc::from(axis.name.as_str()));
-        let collective = self.collective(kind, &name, path, partition, tensor.dtype);
+        let types = (tensor.dtype, tensor.dtype);
+        let collective = self.collective(kind, &name, path, partition, types);
         let node = self
             .graph
             .collective_node(collective, &[own], &[mean], phase)?;

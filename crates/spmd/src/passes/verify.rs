@@ -279,6 +279,19 @@ fn parts_match(graph: &Graph) -> Option<Fault> {
                 Stage::Wait => expected_out,
                 Stage::Whole | Stage::Start => part.padded_len(contract.gives.share),
             };
+            let types = match collective.stage {
+                Stage::Wait => (part.result, part.result),
+                Stage::Whole | Stage::Start => (part.dtype, part.result),
+            };
+            if (input.dtype, output.dtype) != types {
+                return Fault::new(
+                    index,
+                    format!(
+                        "part {} goes from {:?} to {:?} instead of {types:?}",
+                        part.path, input.dtype, output.dtype
+                    ),
+                );
+            }
             let (got_in, got_out) = (input.shape.num_elements(), output.shape.num_elements());
             if (got_in, got_out) != (expected_in, expected_out) {
                 return Fault::new(

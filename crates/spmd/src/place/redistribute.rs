@@ -404,6 +404,7 @@ impl Redistribution<'_> {
             partition: cut.partition,
             across: cut.across,
             dtype,
+            result: dtype,
         };
         let num_bytes = kind.circulating_bytes(part.num_bytes() as u64, axis.num_ranks);
         let share = (axis.num_ranks as f64 - 1.0) / axis.num_ranks as f64;

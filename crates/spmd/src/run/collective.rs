@@ -60,17 +60,18 @@ pub(super) fn start<B: BackendIr>(
         };
         let element =
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
-        let bytes = |share| part.share_len(share, group.rank()) * dtype.size();
+        let len = |share| part.share_len(share, group.rank());
         given.push((
-            source::<B>(tensor, bytes(contract.gives.share))?,
+            source::<B>(tensor, len(contract.gives.share) * dtype.size())?,
             part,
             element,
         ));
-        into.push(group.pool().take(bytes(contract.gets.share)));
-        results.push((part.padded_len(contract.gets.share), dtype));
+        let result = part.result;
+        into.push(group.pool().take(len(contract.gets.share) * result.size()));
+        results.push((part.padded_len(contract.gets.share), result));
     }
     let label = collective.label.to_string();
-    let reduction = reduction(collective.reduction);
+    let reduction = reduction(collective);
     let given = given.into_iter();
     let part = |(source, part, element): Given<'_>| Part::new(source, part.partition, element);
     let note = Vec::new();
@@ -105,11 +106,11 @@ impl Started {
     }
 }
 
-fn reduction(op: Option<ReduceOp>) -> Reduction {
-    let sum = Reduction::sum();
-    match op {
-        Some(op) => Reduction { op, ..sum },
-        None => sum,
+fn reduction(collective: &Collective) -> Reduction {
+    Reduction {
+        op: collective.reduction.unwrap_or(ReduceOp::Sum),
+        output: collective.widened().and_then(element_type),
+        ..Reduction::sum()
     }
 }
 

@@ -15,7 +15,8 @@ mod parameters;
 
 use burn::module::Module;
 use burn::optim::Optimizer;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_mesh::Precision;
 
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
@@ -33,7 +34,7 @@ use crate::panics::caught;
 use batch::JoinedShape;
 use builder::{Builder, Captures};
 use capture::{Recording, Tape, float_id, record_with};
-use module::{Leaf, leaves, updates, with_fakes};
+use module::{Leaf, computing, leaves, updates, with_fakes};
 
 /// The optimizer's step that is traced.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -82,7 +83,7 @@ where
     O: Optimizer,
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
-    trace_joined(init, loss, (batch, &joined), None, |leaves| {
+    trace_joined(init, loss, (batch, &joined), &Types::default(), |leaves| {
         let trained = leaves.iter().filter(|leaf| leaf.is_trained);
         let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
         let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;
@@ -99,14 +100,23 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with the default types of a device, and
-/// with the step that `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
+/// The types of a trace.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Types {
+    /// The default types of the device.
+    pub(crate) defaults: Option<Defaults>,
+    /// The types in which parameters compute.
+    pub(crate) precision: Precision,
+}
+
+/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these types, and with the step that
+/// `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
 /// small ones in their places.
 pub(crate) fn trace_joined<M, B, L>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> L,
     (batch, joined): (&B, JoinedShape<'_>),
-    defaults: Option<Defaults>,
+    types: &Types,
     optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
 ) -> Result<(Graph, L::Outputs), Error>
 where
@@ -115,7 +125,7 @@ where
     L: Loss,
 {
     let specs = specs_of(batch)?;
-    let recording = record_with("the module", defaults, |device, progress| {
+    let recording = record_with("the module", types.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
         let before = leaves(&model, None);
@@ -127,9 +137,11 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let (value, outputs) = match caught(|| loss(&model, fake).into_parts()) {
+        let computing = computing(model.clone(), &types.precision, &tracked);
+        let begun = leaves(&computing, None);
+        let (value, outputs) = match caught(|| loss(&computing, fake).into_parts()) {
             Ok(value) => value,
-            Err(panic) => match running_twice(&model, &before) {
+            Err(panic) => match running_twice(&computing, &begun) {
                 Some(path) => return Err(Error::StatisticsTwice { path }),
                 None => std::panic::resume_unwind(Box::new(panic.text())),
             },
@@ -140,6 +152,11 @@ where
                 shape: shape.to_vec(),
             });
         }
+        // A mean over the ranks is one of 32 bits at least.
+        let value = match value.dtype() {
+            DType::F16 | DType::BF16 => value.cast(DType::F32),
+            _ => value,
+        };
         let captured = float_id(&value);
         let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
@@ -150,7 +167,7 @@ where
         let mut gradients = value.backward();
         let with_gradients = leaves(&model, Some(&mut gradients));
         progress.enter("the running statistics of the module");
-        let (running, updates) = updates(model, &tracked);
+        let (running, updates) = updates(computing, &tracked);
         let captures = Captures {
             before,
             with_gradients,

@@ -6,6 +6,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
+use burn_fsdp_mesh::Precision;
 
 use super::capture::{Captured, Tape, bool_id, float_id, int_id};
 
@@ -207,6 +208,60 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .zip(leaves(marked, None))
         .map(|(is_marked, leaf)| leaf.is_float && !is_marked)
         .collect()
+}
+
+/// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs.
+pub(super) fn computing<M: Module>(module: M, precision: &Precision, tracked: &Device) -> M {
+    if *precision == Precision::default() {
+        return module;
+    }
+    let running = running(&with_marks(module.clone(), tracked));
+    module.map(&mut Casts {
+        precision,
+        path: Vec::new(),
+        running: running.into_iter(),
+    })
+}
+
+struct Casts<'a> {
+    precision: &'a Precision,
+    path: Vec<String>,
+    /// True for each tensor to come that is a running statistic.
+    running: std::vec::IntoIter<bool>,
+}
+
+impl ModuleMapper for Casts<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let tensor = param.base();
+        let compute = self
+            .precision
+            .compute_of(&self.path.join("."), tensor.dtype());
+        match self.running.next() == Some(true) || compute == tensor.dtype() {
+            true => param,
+            false => Param::initialized(param.id, tensor.cast(compute)),
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        self.running.next();
+        param
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        self.running.next();
+        param
+    }
+
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
 }
 
 /// Returns which tensors of a module are running statistics, and the new values of those that its run has updated;

@@ -22,6 +22,7 @@ mod outputs;
 mod parallel;
 mod passes;
 mod placement;
+mod precision;
 mod redistribution;
 mod scale;
 mod units;

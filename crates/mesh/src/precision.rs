@@ -1,20 +1,17 @@
 //! Mixed precision: in which types parameters compute and gradients travel.
 
-use burn::tensor::{DType, FloatDType};
-use burn_fsdp_mesh::Pattern;
+use burn_std::{DType, FloatDType};
 
-use crate::pattern::is_around;
+use crate::pattern::Pattern;
 
 /// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
 /// the module was built: the master copy.
 ///
 /// ```
-/// use burn::tensor::FloatDType;
-/// use burn_fsdp_shard::{Precision, ShardPolicy};
+/// use burn_fsdp_mesh::{FloatDType, Precision};
 ///
 /// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
-/// let policy = ShardPolicy::new().units(["blocks.*"]).precision(precision.full_in(["**.norm"]));
-/// # let _ = policy;
+/// let precision = precision.full_in(["**.norm"]);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[must_use]
@@ -43,22 +40,14 @@ impl Precision {
     }
 
     /// Makes parameters in modules that match one of `patterns` compute in the shards' type: those
-    /// of normalization layers, say. Patterns are those of
-    /// [`ShardPolicy::units`](crate::ShardPolicy::units); each must match a module.
+    /// of normalization layers, say. Each pattern must match a module.
     ///
     /// Burn has no hooks before a module's forward, so the model itself casts what goes in and comes
     /// out. Written so, it computes the same in any type, also without sharding:
     ///
-    /// ```
-    /// # use burn::{nn::LayerNorm, tensor::{DType, Tensor}};
-    /// # struct Block { norm: LayerNorm }
-    /// # impl Block {
-    /// # fn normed(&self, x: Tensor<3>) -> Tensor<3> {
+    /// ```text
     /// let dtype = x.dtype();
     /// let x = self.norm.forward(x.cast(DType::F32)).cast(dtype);
-    /// # x
-    /// # }
-    /// # }
     /// ```
     ///
     /// A model that does not cast may do the following:
@@ -75,26 +64,26 @@ impl Precision {
     }
 
     /// Returns the first pattern of [`full_in`](Self::full_in) that matches no module around `paths`.
-    pub(crate) fn unmatched(&self, paths: &[&str]) -> Option<&str> {
+    pub fn unmatched(&self, paths: &[&str]) -> Option<&str> {
         let mut patterns = self.full_in.iter();
         let unmatched = patterns.find(|pattern| {
             let mut paths = paths.iter();
-            !paths.any(|path| is_around(pattern, path))
+            !paths.any(|path| pattern.is_around(path))
         });
         unmatched.map(Pattern::as_str)
     }
 
     /// Returns the type in which the parameter at `path`, stored as `stored`, computes.
-    pub(crate) fn compute_of(&self, path: &str, stored: DType) -> DType {
+    pub fn compute_of(&self, path: &str, stored: DType) -> DType {
         let mut patterns = self.full_in.iter();
         match self.compute {
-            Some(compute) if !patterns.any(|pattern| is_around(pattern, path)) => compute.into(),
+            Some(compute) if !patterns.any(|pattern| pattern.is_around(path)) => compute.into(),
             _ => stored,
         }
     }
 
     /// Returns the type in which gradients computed in `compute` are reduced.
-    pub(crate) fn reduce_of(&self, compute: DType) -> DType {
+    pub fn reduce_of(&self, compute: DType) -> DType {
         self.reduce.map_or(compute, Into::into)
     }
 }
