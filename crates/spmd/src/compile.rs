@@ -48,7 +48,7 @@ pub use step::CompiledStep;
 /// ```
 /// use burn::nn::{Linear, LinearConfig};
 /// use burn::optim::AdamWConfig;
-/// use burn::tensor::Device;
+/// use burn::tensor::{Device, Tensor};
 /// use burn_fsdp_spmd::{Mode, compile};
 ///
 /// let mut step = compile(
