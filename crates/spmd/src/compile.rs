@@ -2,6 +2,7 @@
 
 mod agree;
 mod cache;
+mod evaluation;
 mod micro;
 mod repeat;
 mod restored;
@@ -27,6 +28,7 @@ use crate::trace::{
     trace_joined,
 };
 
+pub use evaluation::Evaluation;
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 

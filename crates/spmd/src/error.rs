@@ -1,10 +1,13 @@
 //! Errors of tracing, transforming and running a step.
 
+mod text;
+
 use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
 
 use crate::pass_id::PassId;
+use text::{After, Produced, advice};
 
 /// The reason why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -264,6 +267,13 @@ pub enum Error {
         way_out: &'static str,
     },
 
+    /// An evaluation that cannot run on the parameters of a step.
+    #[error("an evaluation cannot run on the parameters of this step: {reason}")]
+    Evaluation {
+        /// The reason, with what to do.
+        reason: String,
+    },
+
     /// A step over micro-batches without any.
     #[error("a step needs at least one micro-batch; call it with the batches of the step")]
     NoBatch,
@@ -428,48 +438,6 @@ pub enum Error {
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
-}
-
-/// Advises what to do about something that cannot be captured.
-fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
-    // Burn panics with these words, and has no types for them.
-    if reason.contains("seeding is not supported") {
-        "seed before `compile`: what `init` makes on rank 0 is drawn there, from the seed of that time"
-    } else if reason.contains("do not support autodiff") {
-        "inner(), valid() and from_inner() cannot be captured: use detach() for what gets no gradient, or \
-         train this model with the eager engine (fully_shard)"
-    } else if reason.contains("to a capture device with autodiff") {
-        "do not move tensors that the loss computes between devices, or train this model with the eager \
-         engine (fully_shard)"
-    } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
-        "the loss asks whether any element holds, as one_hot does of its indices: compare with \
-         Tensor::arange instead of one_hot, keep values on the device inside the loss, or train this \
-         model with the eager engine (fully_shard)"
-    } else {
-        "keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
-    }
-}
-
-struct Produced<'a>(&'a Option<String>);
-
-impl std::fmt::Display for Produced<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            Some(operation) => write!(f, " (the value is computed by {operation})"),
-            None => Ok(()),
-        }
-    }
-}
-
-struct After<'a>(&'a Option<PassId>);
-
-impl std::fmt::Display for After<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            Some(pass) => write!(f, " after pass {pass}"),
-            None => Ok(()),
-        }
-    }
 }
 
 impl Error {

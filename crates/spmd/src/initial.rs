@@ -20,7 +20,7 @@ use crate::trace::ParameterSpec;
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
 /// Values of a module's tensors before there is a graph, each divided as its layout says.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
 }

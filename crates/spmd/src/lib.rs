@@ -75,7 +75,9 @@ pub mod trace;
 mod transform;
 
 pub use burn_fsdp_mesh::Strategy;
-pub use compile::{CompiledStep, OptimizerState, Override, compile, compile_on, compile_with};
+pub use compile::{
+    CompiledStep, Evaluation, OptimizerState, Override, compile, compile_on, compile_with,
+};
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use kernels::kernels;

@@ -13,7 +13,7 @@ use crate::passes::{
     Accumulate, ClipGradients, DeferOptimizer, InsertCollectives, Iteration, MicroSteps, Pipeline,
     Replicate, verify,
 };
-use crate::place::{DataParallel, Expand, ExpandPlacements, least_communication_with};
+use crate::place::{DataParallel, Expand, ExpandPlacements, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{InputSpec, ParameterSpec};
 use crate::transform::GraphTransform;
@@ -281,13 +281,15 @@ impl Mode {
         self.division = Division::Least(None);
     }
 
-    /// Decides the placements that are left open, by the first graph of the joined batch.
+    /// Decides the placements that are left open, by the first graph of the joined batch; those of inputs that come
+    /// later are decided by their graph.
     pub(crate) fn decide(&mut self, graph: &Graph) -> Result<(), Error> {
-        match &self.division {
-            Division::DataParallel(_)
-            | Division::Hybrid { .. }
-            | Division::Expand(..)
-            | Division::Least(Some(_)) => Ok(()),
+        match &mut self.division {
+            Division::DataParallel(_) | Division::Hybrid { .. } | Division::Expand(..) => Ok(()),
+            Division::Least(Some(found)) => {
+                found.add_inputs(cut_inputs(graph, DATA_AXIS, &self.shared));
+                Ok(())
+            }
             Division::Least(None) => {
                 let mesh = self.ranks.mesh()?;
                 let found = least_communication_with(graph, &mesh, DATA_AXIS, &self.shared)?;
@@ -395,6 +397,13 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
         }
     }
     Ok(Lowered::Iteration(Box::new(iteration)))
+}
+
+/// Applies the passes of a mode to the graph of an evaluation, which has no gradients.
+pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
+    let options = mode.options.clone().clip_grad_norm(None).recompute(None);
+    let options = options.optimizer(OptimizerPlace::AtEnd);
+    mode.pipeline(&options)?.run(graph)
 }
 
 fn lower_micro(graph: Graph, mode: &Mode, num_batches: usize) -> Result<Lowered, Error> {

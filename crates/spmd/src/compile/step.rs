@@ -236,7 +236,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Notes that values are in no defined state, unless the error was found before anything changed.
     pub(super) fn poison(&mut self, error: &Error) {
-        if !matches!(error, Error::Missing { .. } | Error::GroupSize { .. }) {
+        if !matches!(
+            error,
+            Error::Missing { .. } | Error::GroupSize { .. } | Error::TensorMismatch { .. }
+        ) {
             self.poisoned = Some(error.to_string());
             self.pending = None;
         }
@@ -265,12 +268,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Agrees with the other ranks on what this one would run, if it has something to run, on one of so many
     /// micro-batches.
-    pub(super) fn agreed<T>(
+    pub(super) fn agreed<T, E: Batch>(
         &self,
         prepared: Result<T, Error>,
         fingerprint: impl Fn(&T) -> u64,
         learning_rate: f64,
-        batch: (&B, usize),
+        batch: (&E, usize),
     ) -> Result<T, Error> {
         let said = prepared.as_ref().ok().map(fingerprint);
         let agreed = agree(self.mode.ranks().group(), said, learning_rate, Some(batch));

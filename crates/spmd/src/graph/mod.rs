@@ -139,6 +139,12 @@ impl Graph {
         self.values.get_mut(&id)
     }
 
+    /// Numbers all values from here on beyond those of any step, so that a graph without an optimizer can run beside the
+    /// states of one.
+    pub(crate) fn number_apart(&mut self) {
+        self.next_id = self.next_id.max(1 << 32);
+    }
+
     /// Declares a value of a new id.
     pub fn add_value(
         &mut self,

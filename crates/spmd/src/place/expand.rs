@@ -66,6 +66,15 @@ impl Expand {
         self
     }
 
+    /// Adds the placements of inputs that `other` has and this has not.
+    pub(crate) fn add_inputs(&mut self, other: Self) {
+        for wish in other.inputs {
+            if !self.inputs.contains(&wish) {
+                self.inputs.push(wish);
+            }
+        }
+    }
+
     /// Returns the placements of a parameter, one per axis of the mesh.
     ///
     /// # Errors

@@ -87,7 +87,7 @@ fn pattern_of(path: &str) -> String {
 }
 
 /// Returns placements that cut the batch along its first dim.
-fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expand {
+pub(crate) fn cut_inputs(graph: &Graph, axis: &str, shared: &[Pattern]) -> Expand {
     let mut expand = Expand::new();
     for input in graph.inputs() {
         if let Some(value) = graph.value(*input)

@@ -231,10 +231,20 @@ impl<B: BackendIr> Executor<B> {
         }
         for node in graph.nodes() {
             for input in node.inputs() {
-                if graph.is_given(input) && !self.present.contains_key(&input) {
-                    let role = graph.value(input).map(|value| value.role.to_string());
+                let Some(value) = graph.value(input).filter(|value| value.role.is_given()) else {
+                    continue;
+                };
+                let Some((shape, dtype)) = self.present.get(&input) else {
                     return Err(Error::Missing {
-                        what: role.unwrap_or_default(),
+                        what: value.role.to_string(),
+                    });
+                };
+                if (shape, *dtype) != (&value.shape, value.dtype) {
+                    return Err(Error::TensorMismatch {
+                        what: "value",
+                        name: value.role.to_string(),
+                        expected: format!("{:?} {:?}", value.dtype, value.shape),
+                        got: format!("{dtype:?} {shape:?}"),
                     });
                 }
             }

@@ -25,7 +25,8 @@ pub(super) struct Captures {
     /// The new value of each running statistic that has one, in the order of the leaves.
     pub(super) updates: Vec<Option<Captured>>,
     pub(super) inputs: Vec<Option<Captured>>,
-    pub(super) loss: Captured,
+    /// `None` of an evaluation.
+    pub(super) loss: Option<Captured>,
     /// The tensors beside the loss that come out of a step.
     pub(super) outputs: Taken,
 }
@@ -40,7 +41,7 @@ pub(super) struct Builder {
     pub(super) leaves: Vec<Leaf>,
     /// The buffers that change, with their new values.
     changed: Vec<(TensorId, TensorId)>,
-    loss: TensorId,
+    loss: Option<TensorId>,
     outputs: Taken,
 }
 
@@ -101,6 +102,9 @@ impl Builder {
                 ..leaf
             });
         }
+        if loss.is_none() {
+            graph.number_apart();
+        }
         for (spec, captured) in specs.into_iter().zip(inputs) {
             let captured = captured.ok_or_else(|| {
                 Error::Internal("an input is not on the capture device".to_owned())
@@ -121,7 +125,7 @@ impl Builder {
                 .collect(),
             leaves,
             changed,
-            loss: loss.id,
+            loss: loss.map(|loss| loss.id),
             outputs,
         })
     }
@@ -136,6 +140,15 @@ impl Builder {
         for index in 0..self.leaves.len() {
             self.add_optimizer(index, step)?;
         }
+        let mut graph = self.graph;
+        graph.prune();
+        Ok(graph)
+    }
+
+    /// Returns the graph of an evaluation: the parameters, and what the outputs need.
+    pub(super) fn build_forward(mut self) -> Result<Graph, Error> {
+        self.add_forward_and_backward()?;
+        self.add_outputs()?;
         let mut graph = self.graph;
         graph.prune();
         Ok(graph)
@@ -197,8 +210,10 @@ impl Builder {
                 .copied()
                 .ok_or_else(|| Error::Internal(format!("{id} was not recorded")))
         };
-        let loss = id_of(&self.ids, self.loss)?;
-        self.graph.set_loss(loss);
+        if let Some(loss) = self.loss {
+            let loss = id_of(&self.ids, loss)?;
+            self.graph.set_loss(loss);
+        }
         for (into, after) in std::mem::take(&mut self.changed) {
             let from = id_of(&self.ids, after)?;
             self.graph.updates_mut().push(Update { into, from });
@@ -212,7 +227,7 @@ impl Builder {
             .outputs
             .iter()
             .filter_map(|(_, captured)| captured.as_ref());
-        [self.loss]
+        self.loss
             .into_iter()
             .chain(outputs.map(|captured| captured.id))
     }

@@ -8,6 +8,7 @@
 mod batch;
 mod builder;
 mod capture;
+mod forward;
 mod module;
 mod optimizer;
 mod outputs;
@@ -23,18 +24,18 @@ pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
 pub use outputs::Loss;
 pub use parameters::{ParameterSpec, parameters};
 
-pub(crate) use batch::fixed_of;
+pub(crate) use batch::{JoinedShape, fixed_of};
 pub(crate) use capture::Defaults;
+pub(crate) use forward::trace_forward;
 pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;
 
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::panics::caught;
-use batch::JoinedShape;
 use builder::{Builder, Captures};
 use capture::{Recording, Tape, float_id, record_with};
-use module::{Leaf, computing, leaves, updates, with_fakes};
+use module::{Leaf, computing, leaves, running, updates, with_fakes, with_marks};
 
 /// The optimizer's step that is traced.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -137,7 +138,11 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let computing = computing(model.clone(), &types.precision, &tracked);
+        let running = match types.precision == Precision::default() {
+            true => Vec::new(),
+            false => running(&with_marks(model.clone(), &tracked)),
+        };
+        let computing = computing(model.clone(), &types.precision, &running);
         let begun = leaves(&computing, None);
         let (value, outputs) = match caught(|| loss(&computing, fake).into_parts()) {
             Ok(value) => value,
@@ -174,7 +179,7 @@ where
             running,
             updates,
             inputs,
-            loss,
+            loss: Some(loss),
             outputs,
         };
         Ok((captures, template))

@@ -211,23 +211,36 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
 }
 
 /// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs.
-pub(super) fn computing<M: Module>(module: M, precision: &Precision, tracked: &Device) -> M {
+pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[bool]) -> M {
     if *precision == Precision::default() {
         return module;
     }
-    let running = running(&with_marks(module.clone(), tracked));
     module.map(&mut Casts {
         precision,
         path: Vec::new(),
-        running: running.into_iter(),
+        running: running.iter(),
     })
+}
+
+/// Replaces every tensor of a module by one off the tape: what computes with it is inference. Burn takes no tensor of a
+/// capture device off its tape.
+pub(super) fn off_tape<M: Module>(module: M, device: &Device) -> M {
+    struct OffTape<'a>(&'a Device);
+    impl ModuleMapper for OffTape<'_> {
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let tensor = param.base();
+            let fake = Tensor::<D>::empty(tensor.shape(), (self.0, tensor.dtype()));
+            Param::initialized(param.id, fake)
+        }
+    }
+    module.map(&mut OffTape(device))
 }
 
 struct Casts<'a> {
     precision: &'a Precision,
     path: Vec<String>,
     /// True for each tensor to come that is a running statistic.
-    running: std::vec::IntoIter<bool>,
+    running: std::slice::Iter<'a, bool>,
 }
 
 impl ModuleMapper for Casts<'_> {
@@ -236,7 +249,7 @@ impl ModuleMapper for Casts<'_> {
         let compute = self
             .precision
             .compute_of(&self.path.join("."), tensor.dtype());
-        match self.running.next() == Some(true) || compute == tensor.dtype() {
+        match self.running.next() == Some(&true) || compute == tensor.dtype() {
             true => param,
             false => Param::initialized(param.id, tensor.cast(compute)),
         }

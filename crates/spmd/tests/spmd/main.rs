@@ -8,6 +8,7 @@ mod eager;
 #[macro_use]
 #[path = "../common/optimizers.rs"]
 mod every;
+mod evaluation;
 mod frozen;
 mod host_values;
 mod hybrid;

@@ -1,0 +1,264 @@
+//! Evaluation: a forward of the model on the parameters that a step trains.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::module::Module;
+use burn::tensor::Device;
+use burn_ir::{BackendIr, TensorId};
+
+use super::repeat::difference;
+use super::step::CompiledStep;
+use crate::custom::CustomOperations;
+use crate::error::Error;
+use crate::graph::Graph;
+use crate::mode::{Mode, lower_forward};
+use crate::trace::{
+    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, Types, data_of, fill, fixed_of,
+    specs_of, trace_forward,
+};
+
+type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
+
+/// The shapes of a batch, and its values that are no tensors.
+type Key = (Vec<InputSpec>, Vec<(String, u64)>);
+
+/// A forward of a model, to be run by [`CompiledStep::evaluate`] on the parameters that a step trains: to measure, or to
+/// infer.
+///
+/// It has nothing but graphs, one for each set of shapes: parameters stay in the step, divided as they are there.
+pub struct Evaluation<B, O> {
+    tracer: Tracer<B, O>,
+    /// The kept graphs, the one used last at the back.
+    kept: VecDeque<(Key, Entry<O>)>,
+}
+
+/// A graph that was made, with what it returns.
+struct Entry<O> {
+    graph: Arc<Graph>,
+    /// What the closure has returned, with small tensors in their places.
+    template: O,
+    /// The graph as traced, until the forward has been traced once more and compared.
+    traced: Option<Box<Graph>>,
+}
+
+impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
+    /// Creates an evaluation of the module that `init` makes, which must be that of the step: `forward` returns tensors,
+    /// or names and tuples of them as a [`Batch`] has them. It is traced when the first batch of its shapes comes.
+    ///
+    /// The module is as Burn has it for inference: no gradients, no dropout, running statistics as they are.
+    /// What is said of [what is frozen](crate::compile()) in a train step holds here, too.
+    ///
+    /// ```
+    /// use burn::nn::{Linear, LinearConfig};
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fsdp_spmd::{Evaluation, Mode, compile};
+    ///
+    /// let init = |device: &Device| LinearConfig::new(3, 1).init(device);
+    /// let loss = |model: &Linear, (x, y): (Tensor<2>, Tensor<2>)| (model.forward(x) - y).square().mean();
+    /// let mut step = compile(init, loss, SgdConfig::new().build(), Mode::single())?;
+    /// let mut predictions = Evaluation::new(init, |model: &Linear, x: Tensor<2>| model.forward(x));
+    ///
+    /// let device = Device::flex();
+    /// let x = Tensor::<2>::ones([8, 3], &device);
+    /// step.step(1e-2, &(x.clone(), Tensor::ones([8, 1], &device)))?;
+    /// let predicted: Tensor<2> = step.evaluate(&mut predictions, &x)?;
+    /// assert_eq!(predicted.dims(), [8, 1]);
+    /// # Ok::<(), burn_fsdp_spmd::Error>(())
+    /// ```
+    pub fn new<M: Module + 'static>(
+        init: impl Fn(&Device) -> M + Send + 'static,
+        forward: impl Fn(&M, B) -> O + Send + 'static,
+    ) -> Self {
+        Self::on(&Device::flex(), init, forward)
+    }
+
+    /// Creates an evaluation as [`new`](Self::new) does, for a step that runs on a device with other types.
+    pub fn on<M: Module + 'static>(
+        device: &Device,
+        init: impl Fn(&Device) -> M + Send + 'static,
+        forward: impl Fn(&M, B) -> O + Send + 'static,
+    ) -> Self {
+        let defaults = Some(Defaults::of(device));
+        let tracer = move |batch: &B, mode: &Mode| {
+            let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
+            let types = Types {
+                defaults,
+                precision: mode.options.precision.clone(),
+            };
+            trace_forward(&init, &forward, (batch, &joined), &types)
+        };
+        Self {
+            tracer: Box::new(tracer),
+            kept: VecDeque::new(),
+        }
+    }
+
+    /// Returns the graph of the batch that was evaluated last; `None` before.
+    pub fn graph(&self) -> Option<&Graph> {
+        self.kept.back().map(|(_, entry)| entry.graph.as_ref())
+    }
+
+    /// Returns the graph for such a batch, with what it returns; makes it if it is not kept.
+    fn of<Be: BackendIr>(
+        &mut self,
+        batch: &B,
+        mode: &mut Mode,
+        specs: &[ParameterSpec],
+        operations: &CustomOperations<Be>,
+    ) -> Result<(Arc<Graph>, O), Error> {
+        let key = (specs_of(batch)?, fixed_of(batch));
+        let found = self.kept.iter().position(|(other, _)| *other == key);
+        let mut entry = match found.and_then(|index| self.kept.remove(index)) {
+            Some((_, entry)) => entry,
+            None => {
+                let (traced, template) = (self.tracer)(batch, mode)?;
+                check_module(&traced, specs)?;
+                let graph = operations.describe(traced.clone())?;
+                mode.decide(&graph)?;
+                let entry = Entry {
+                    graph: Arc::new(lower_forward(graph, mode)?),
+                    template,
+                    traced: Some(Box::new(traced)),
+                };
+                return Ok(self.keep(key, entry, mode.cache));
+            }
+        };
+        if let Some(first) = entry.traced.take() {
+            let (again, _) = (self.tracer)(batch, mode)?;
+            if let Some(difference) = difference(&first, &again) {
+                return Err(Error::NotRepeatable { difference });
+            }
+        }
+        Ok(self.keep(key, entry, mode.cache))
+    }
+
+    fn keep(&mut self, key: Key, entry: Entry<O>, most: usize) -> (Arc<Graph>, O) {
+        let made = (entry.graph.clone(), entry.template.clone());
+        self.kept.push_back((key, entry));
+        while self.kept.len() > most {
+            self.kept.pop_front();
+        }
+        made
+    }
+}
+
+impl<B, O> fmt::Debug for Evaluation<B, O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Evaluation")
+            .field("graphs", &self.kept.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Refuses a module that is not the one of the step.
+fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
+    let parameters = graph.parameters();
+    let is_alike = |(index, spec): (usize, &ParameterSpec)| {
+        parameters.get(index).is_some_and(|parameter| {
+            (&parameter.path, &parameter.shape) == (&spec.path, &spec.shape)
+                && (parameter.dtype, parameter.is_buffer) == (spec.dtype, spec.is_buffer)
+        })
+    };
+    let other = specs.iter().enumerate().find(|spec| !is_alike(*spec));
+    let path = other.map(|(_, spec)| spec.path.clone());
+    let extra = parameters.get(specs.len()).map(|extra| extra.path.clone());
+    match path.or(extra) {
+        None => Ok(()),
+        Some(path) => Err(Error::Evaluation {
+            reason: format!("its module differs at \"{path}\"; make it by the `init` of the step"),
+        }),
+    }
+}
+
+/// Checks that both graphs find a parameter under the same id, divided in the same way.
+fn check_layouts(graph: &Graph, of_step: &Graph) -> Result<(), Error> {
+    let pairs = graph.parameters().iter().zip(of_step.parameters());
+    let other = pairs.into_iter().find(|(own, other)| {
+        (&own.path, own.value) != (&other.path, other.value) || own.layout != other.layout
+    });
+    match other {
+        None => Ok(()),
+        Some((own, other)) => Err(Error::Internal(format!(
+            "{} lies as {:?} in an evaluation and as {:?} in the step",
+            own.path, own.layout, other.layout
+        ))),
+    }
+}
+
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
+    /// Runs an evaluation on the parameters as they are, and changes nothing. Returns what its closure returns, on Burn's
+    /// CPU device: in data parallelism of this rank's batch, by placements of the joined batch. All ranks must call it,
+    /// each with its batch, all of the same shapes.
+    ///
+    /// By placements, a tensor of the batch lies as one of its name does in training.
+    ///
+    /// Units are gathered one after the other, as in a step's forward, and an optimizer's step that has been put off is
+    /// done.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Evaluation`] for another module than the step's, and before the first step of
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic), which decides by it; [`Error::Output`];
+    /// [`Error::NotRepeatable`]; as [`step`](Self::step).
+    pub fn evaluate<E: Batch, P: Batch + Send>(
+        &mut self,
+        evaluation: &mut Evaluation<E, P>,
+        batch: &E,
+    ) -> Result<P, Error> {
+        let prepared = self.prepare_evaluation(evaluation, batch);
+        let fingerprint = |(graph, ..): &(Arc<Graph>, P)| graph.fingerprint();
+        let (graph, template) = self.agreed(prepared, fingerprint, 0.0, (batch, 1))?;
+        let lent = self.lend_initial(&graph)?;
+        self.load(&graph);
+        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
+            self.executor.set(*id, data);
+        }
+        let ran = self.executor.run(&graph, &StepScalars::default(), None);
+        let results = ran.inspect_err(|error| self.poison(error))?;
+        for id in lent {
+            self.executor.remove(id);
+        }
+        fill(&template, &results.outputs)
+    }
+
+    fn prepare_evaluation<E: Batch, P: Batch + Send>(
+        &mut self,
+        evaluation: &mut Evaluation<E, P>,
+        batch: &E,
+    ) -> Result<(Arc<Graph>, P), Error> {
+        self.expect_defined()?;
+        self.flush()?;
+        if self.mode.is_open() {
+            return Err(Error::Evaluation {
+                reason: "its placements are decided by the first train step; do that first"
+                    .to_owned(),
+            });
+        }
+        let made = evaluation.of(
+            batch,
+            &mut self.mode,
+            &self.specs,
+            self.executor.operations(),
+        )?;
+        if let Some(current) = &self.current {
+            check_layouts(&made.0, current)?;
+        }
+        Ok(made)
+    }
+
+    /// Gives the executor the initial values while no step has taken them. Returns what it was given, to be taken back.
+    fn lend_initial(&mut self, graph: &Graph) -> Result<Vec<TensorId>, Error> {
+        let Some(initial) = self.initial.clone() else {
+            return Ok(Vec::new());
+        };
+        let values = initial.into_values(graph, self.mode.ranks())?;
+        let lent = values.iter().map(|(id, _)| *id).collect();
+        for (id, data) in values {
+            self.executor.set(id, data);
+        }
+        Ok(lent)
+    }
+}

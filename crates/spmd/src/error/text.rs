@@ -1,0 +1,47 @@
+//! Words of errors.
+
+use crate::pass_id::PassId;
+
+/// Advises what to do about something that cannot be captured.
+pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
+    // Burn panics with these words, and has no types for them.
+    if reason.contains("seeding is not supported") {
+        "seed before `compile`: what `init` makes on rank 0 is drawn there, from the seed of that time"
+    } else if reason.contains("do not support autodiff") {
+        "inner(), valid() and from_inner() cannot be captured: use detach() for what gets no gradient, or \
+         train this model with the eager engine (fully_shard)"
+    } else if reason.contains("to a capture device with autodiff") {
+        "do not move tensors that the loss computes between devices, or train this model with the eager \
+         engine (fully_shard)"
+    } else if produced_by.is_some_and(|operation| operation.contains("Any")) {
+        "the loss asks whether any element holds, as one_hot does of its indices: compare with \
+         Tensor::arange instead of one_hot, keep values on the device inside the loss, or train this \
+         model with the eager engine (fully_shard)"
+    } else {
+        "keep values on the device inside the loss, or train this model with the eager engine (fully_shard)"
+    }
+}
+
+/// Names the operation that has produced a value.
+pub(super) struct Produced<'a>(pub(super) &'a Option<String>);
+
+impl std::fmt::Display for Produced<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(operation) => write!(f, " (the value is computed by {operation})"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Names the pass after which a graph is wrong.
+pub(super) struct After<'a>(pub(super) &'a Option<PassId>);
+
+impl std::fmt::Display for After<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(pass) => write!(f, " after pass {pass}"),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! The trace of an evaluation: a module's forward, off the tape.
+
+use burn::module::Module;
+use burn::tensor::Device;
+
+use super::batch::{self, Batch, JoinedShape, specs_of};
+use super::builder::{Builder, Captures};
+use super::capture::{Recording, record_with};
+use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};
+use super::{Types, outputs};
+use crate::error::Error;
+use crate::graph::Graph;
+
+/// Traces `forward` of the module that `init` makes, as Burn runs it for inference: no gradients, no dropout, running
+/// statistics as they are. Returns what it returns, too, with small tensors in their places.
+///
+/// Parameters and buffers have the ids that they have in every graph of the model, and all other values ids that
+/// no step has.
+pub(crate) fn trace_forward<M, B, O>(
+    init: impl FnOnce(&Device) -> M,
+    forward: impl FnOnce(&M, B) -> O,
+    (batch, joined): (&B, JoinedShape<'_>),
+    types: &Types,
+) -> Result<(Graph, O), Error>
+where
+    M: Module,
+    B: Batch,
+    O: Batch,
+{
+    let specs = specs_of(batch)?;
+    let recording = record_with("the module", types.defaults, |device, progress| {
+        let tracked = device.clone().autodiff();
+        let model = with_fakes(init(&tracked), device, &tracked);
+        let running = running(&with_marks(model.clone(), &tracked));
+        let model = off_tape(model, device);
+        let before = leaves(&model, None);
+        let mut inputs = Vec::new();
+        let fake = batch.clone().map(&mut batch::Fake {
+            device,
+            path: batch::Path::default(),
+            joined,
+            found: |_, captured| inputs.push(captured),
+        });
+        progress.enter("the evaluation");
+        let computing = computing(model, &types.precision, &running);
+        let (template, outputs) = outputs::take(forward(&computing, fake));
+        let captures = Captures {
+            with_gradients: before.clone(),
+            updates: vec![None; running.len()],
+            before,
+            running,
+            inputs,
+            loss: None,
+            outputs,
+        };
+        Ok((captures, template))
+    })?;
+    let Recording {
+        operations,
+        values,
+        result: (result, template),
+    } = recording;
+    let recording = Recording {
+        operations,
+        values,
+        result,
+    };
+    Ok((Builder::new(recording, specs)?.build_forward()?, template))
+}
