@@ -7,7 +7,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::{
-    CompiledStep, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
+    CompiledStep, Evaluation, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
 };
 use burn_fsdp::plan::{MemoryPlan, Size};
 use burn_fsdp::testing::At;
@@ -38,7 +38,9 @@ pub(crate) struct Compiled<'a> {
     unsharded: Option<(usize, usize)>,
     /// The norm of the last step's gradients, if it is not finite and the run is to stop at that.
     norm_not_finite: Option<f64>,
-    /// A sharded model to evaluate with, made when it is first needed.
+    /// The loss alone, for text that was held out.
+    loss: Evaluation<Tokens, Tensor<1>>,
+    /// A sharded model to generate with, made when it is first needed.
     model: Option<Gpt>,
 }
 
@@ -81,6 +83,10 @@ impl<'a> Compiled<'a> {
         };
         let loss =
             |model: &Gpt, (inputs, targets): Tokens| recorded(|| model.loss(inputs, targets));
+        let held_out = Evaluation::new(
+            move |device: &Device| model.init(device, seed).expect("the sizes were validated"),
+            loss,
+        );
         let mode = mode(config, world, mesh)?;
         let step = compile(init, loss, config.optimizer.build(), mode)?;
         Ok(Self {
@@ -91,6 +97,7 @@ impl<'a> Compiled<'a> {
             step,
             unsharded: None,
             norm_not_finite: None,
+            loss: held_out,
             model: None,
         })
     }
@@ -181,10 +188,10 @@ impl Trainer for Compiled<'_> {
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
         let (config, world) = (self.config, self.world);
-        if config.data.held_out(&config.model, config.batch).is_none() {
-            return Ok(None);
-        }
-        evaluation::evaluate(self.sharded()?, config, world)
+        evaluation::evaluate(config, world, |inputs, targets| {
+            let loss = self.step.evaluate(&mut self.loss, &(inputs, targets))?;
+            Ok(loss.into_scalar::<f32>())
+        })
     }
 
     fn norm_not_finite(&self) -> Option<f64> {

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore, restore_scaler, snapshot};
@@ -193,7 +194,10 @@ impl Trainer for Eager<'_> {
     }
 
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
-        evaluation::evaluate(self.model()?, self.config, self.world)
+        let model = self.model()?.valid();
+        evaluation::evaluate(self.config, self.world, |inputs, targets| {
+            Ok(catch(|| model.loss(inputs, targets).into_scalar::<f32>())?)
+        })
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
