@@ -346,6 +346,7 @@ fn interval(sorted: &[f64]) -> (f64, f64) {
 }
 
 fn main() {
+    burn_fsdp::allocator::keep_freed_memory();
     let arguments = Arguments::read();
     let on_ranks = arguments.clone();
     let results = launch(LaunchConfig::new(arguments.ranks), move |world| {

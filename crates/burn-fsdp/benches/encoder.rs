@@ -215,6 +215,7 @@ fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens, prints: bool) -> Res
 }
 
 fn main() -> Result<(), Failure> {
+    burn_fsdp::allocator::keep_freed_memory();
     let arguments = Arguments::read();
     let of = arguments.clone();
     let ranks = launch(LaunchConfig::new(arguments.ranks), move |world| {

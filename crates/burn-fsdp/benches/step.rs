@@ -173,6 +173,7 @@ fn interval(sorted: &[f64]) -> (f64, f64) {
 }
 
 fn main() {
+    burn_fsdp::allocator::keep_freed_memory();
     let arguments = Arguments::read();
     let pairs = arguments.pairs.max(1);
     let results = launch(LaunchConfig::new(arguments.ranks), move |world| {

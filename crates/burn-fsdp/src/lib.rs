@@ -57,8 +57,10 @@
 //! - [`compile`]: a whole train step as one graph; it goes on from the same checkpoints.
 //! - [`plan`]: the memory, traffic and time of a step, before it runs.
 //! - [`collectives`], [`mesh`]: the operations between ranks, and how ranks and tensors are laid out.
+//! - [`allocator`]: whether the host keeps the memory that tensors free.
 //! - [`testing`]: faults, and counters of operations.
 
+pub mod allocator;
 mod blocking;
 mod checkpointer;
 mod compiled;

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     log_to_stderr();
     take_file_size_limits_as_errors();
+    burn_fsdp::allocator::keep_freed_memory();
     let result = match command {
         Command::Train(args) => TrainConfig::from_args(*args)
             .map_err(Failure::from)

@@ -1,0 +1,47 @@
+//! The memory that a process keeps. One test in a program of its own: the setting is for the whole process.
+#![cfg(all(target_os = "linux", target_env = "gnu"))]
+
+use std::hint::black_box;
+
+const BYTES: usize = 48 << 20;
+const PAGES: u64 = (BYTES / 4096) as u64;
+
+/// Page faults of the process so far that took no disk.
+fn faults() -> u64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    // After the name, which is in parentheses and may hold spaces.
+    let (_, fields) = stat.rsplit_once(')').unwrap();
+    fields.split_whitespace().nth(7).unwrap().parse().unwrap()
+}
+
+/// Faults of a tensor's life.
+fn of_a_tensor() -> u64 {
+    let before = faults();
+    let mut tensor = vec![1u8; BYTES];
+    tensor[BYTES / 2] = 2;
+    drop(black_box(tensor));
+    faults() - before
+}
+
+#[test]
+fn what_is_freed_is_used_again_without_faults() {
+    // The largest tensor that glibc's own setting may come to keep is smaller.
+    of_a_tensor();
+    if of_a_tensor() < PAGES / 2 {
+        println!("skipped: the system's pages are so large that there is nothing to save");
+        return;
+    }
+    assert!(burn_fsdp::allocator::keep_freed_memory());
+    of_a_tensor();
+    let again = of_a_tensor();
+    assert!(again < PAGES / 100, "{again} faults of {PAGES} pages");
+    let elsewhere = std::thread::spawn(|| {
+        of_a_tensor();
+        of_a_tensor()
+    });
+    let again = elsewhere.join().unwrap();
+    assert!(
+        again < PAGES / 100,
+        "on another thread: {again} faults of {PAGES} pages"
+    );
+}
