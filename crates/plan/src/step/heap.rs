@@ -186,6 +186,12 @@ impl<'a> Heap<'a> {
 
     /// Replays one step, from the batch to the new parameters.
     pub(super) fn step(&mut self, graph: &Graph, rank: usize) -> Result<MemoryPlan, Error> {
+        // What waits for an optimizer that takes it, and leaves none, is of the step before.
+        for value in graph.values() {
+            if matches!(value.role, Role::Pending(_)) && !self.tensors.contains_key(&value.id) {
+                self.give(value.id, &value.shape, value.dtype.size());
+            }
+        }
         let at_rest = self.live;
         for input in graph.inputs() {
             if let Some(value) = graph.value(*input) {

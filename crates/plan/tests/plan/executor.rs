@@ -10,7 +10,9 @@ use burn_fsdp_mesh::Placement::Shard;
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{self as models, GptConfig};
 use burn_fsdp_plan::MemoryPlan;
-use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::passes::DeferOptimizer;
+use burn_fsdp_spmd::passes::schedule::{self, OptimizerPlace, Options};
+use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{Batch, Error, Expand, Mode, Strategy, compile};
 
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
@@ -181,4 +183,30 @@ fn a_gpt_of_fused_operations_takes_what_was_planned() {
             (batch(), batch())
         },
     );
+}
+
+/// The graphs of a training whose optimizer is put off begin with the same parameters, states and gradients, and each
+/// can be planned by itself.
+#[test]
+fn an_optimizer_that_is_put_off_is_planned_by_itself() {
+    let device = Device::flex();
+    let optimizer = AdamWConfig::new().build();
+    let batch = tokens(0, 0, 2, &device);
+    let config = TraceConfig::default();
+    let graph = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config).unwrap();
+    let options = Options::default().optimizer(OptimizerPlace::InNextForward);
+    let pipeline = schedule::pipeline(2, Strategy::FullShard, &options, &[]);
+    let iteration = DeferOptimizer.split(pipeline.run(graph).unwrap()).unwrap();
+    let main = MemoryPlan::new(&iteration.main, 0).unwrap();
+    let alone = MemoryPlan::new(&iteration.cleanup, 0).unwrap();
+    for (main, alone) in [
+        (main.at_rest.parameters, alone.at_rest.parameters),
+        (main.at_rest.optimizer_state, alone.at_rest.optimizer_state),
+        (main.at_rest.gradients, alone.at_rest.gradients),
+    ] {
+        assert_eq!(main, alone);
+    }
+    assert_eq!(alone.at_rest.gradients, alone.at_rest.parameters);
+    assert!(alone.peak_bytes() > alone.at_rest.total());
+    assert_eq!(alone.peak.full_parameters, 0);
 }
