@@ -7,16 +7,23 @@
 /// so from now on; false where it has no such setting, as everywhere but with glibc on Linux. Programs that bring an
 /// allocator of their own (`#[global_allocator]`) do not need it.
 ///
+/// Blocks above 64 MiB go back all the same where a thread other than the main one allocates them.
+///
 /// It is for programs that train on the CPU, before they allocate much; the command does it. The process then holds
 /// what its largest moment took, and somewhat more: the gaps between tensors.
 ///
-/// What the user has set by the variables `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` is left alone.
+/// What the user has set by the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_` or `GLIBC_TUNABLES` is left
+/// alone.
 ///
 /// ```
 /// burn_fsdp::allocator::keep_freed_memory();
 /// ```
 pub fn keep_freed_memory() -> bool {
-    let names = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"];
+    let names = [
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "GLIBC_TUNABLES",
+    ];
     match names.iter().any(|name| std::env::var_os(name).is_some()) {
         true => false,
         false => keep(),
@@ -29,19 +36,19 @@ pub fn keep_freed_memory() -> bool {
     reason = "the C library's settings are set by a call of it"
 )]
 fn keep() -> bool {
-    /// More than any tensor of a step on a host, and what fits the C library's int.
+    /// More than most tensors of a step on a host, and what fits the C library's int.
     const MOST: i32 = 1 << 30;
+    /// The most that every version of glibc takes as the size from which a tensor is mapped by itself.
+    const MOST_OF_OLD: i32 = 32 << 20;
     /// Bytes by which the heap grows at once.
     const GROWTH: i32 = 64 << 20;
-    let settings = [
-        (libc::M_MMAP_THRESHOLD, MOST),
-        (libc::M_TRIM_THRESHOLD, MOST),
-        (libc::M_TOP_PAD, GROWTH),
-    ];
-    settings.into_iter().all(|(name, value)| {
+    let set = |name, value| {
         // SAFETY: mallopt takes two numbers, and may be called at any time from any thread.
         unsafe { libc::mallopt(name, value) == 1 }
-    })
+    };
+    let on_heap = set(libc::M_MMAP_THRESHOLD, MOST) || set(libc::M_MMAP_THRESHOLD, MOST_OF_OLD);
+    let grows = set(libc::M_TOP_PAD, GROWTH);
+    set(libc::M_TRIM_THRESHOLD, MOST) && on_heap && grows
 }
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]

@@ -238,6 +238,22 @@ impl Mode {
         expand.check_names(mesh, paths, names)
     }
 
+    /// Refuses inputs of an evaluation of which it is not said how they lie, where it matters.
+    pub(crate) fn check_evaluation(&self, inputs: &[InputSpec]) -> Result<(), Error> {
+        let Division::Expand(_, expand) = &self.division else {
+            return Ok(());
+        };
+        match expand.unplaced(inputs.iter().map(|input| input.name.as_str())) {
+            None => Ok(()),
+            Some(name) => Err(Error::Evaluation {
+                reason: format!(
+                    "the step cuts its batch, and no placement is for the evaluation's \"{name}\"; give the batch the \
+                     names that it has in training, or evaluate with a tuple of the same form"
+                ),
+            }),
+        }
+    }
+
     /// Refuses types that the mode cannot compute in.
     pub(crate) fn check_precision(&self, specs: &[ParameterSpec]) -> Result<(), Error> {
         let precision = &self.options.precision;
@@ -254,16 +270,23 @@ impl Mode {
                 known: paths.join(", "),
             });
         }
-        let is_scaled = parameters.clone().any(|spec| {
+        let types = parameters.map(|spec| {
             let compute = precision.compute_of(&spec.path, spec.dtype);
-            compute == DType::F16 && spec.dtype != DType::F16
+            [spec.dtype, compute, precision.reduce_of(compute)]
         });
+        let types: Vec<[DType; 3]> = types.collect();
+        let has_halves = |of: &[DType; 3]| of[0] != DType::F16 && of[1..].contains(&DType::F16);
+        let is_double = |of: &[DType; 3]| of.contains(&DType::F64) && *of != [DType::F64; 3];
         match &self.division {
             Division::Expand(..) | Division::Least(_) => Err(Error::Precision {
                 what: "by placements",
                 way_out: "cast in the model, or use Mode::data_parallel or Mode::hybrid",
             }),
-            _ if is_scaled => Err(Error::Precision {
+            _ if types.iter().any(is_double) => Err(Error::Precision {
+                what: "from or to f64, which is not reduced to other types",
+                way_out: "build the model in f32",
+            }),
+            _ if types.iter().any(has_halves) => Err(Error::Precision {
                 what: "in f16, as they do not scale the loss",
                 way_out: "use bf16, or the eager engine with LossScaler",
             }),

@@ -402,6 +402,11 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "they do not scale the loss; bf16 needs no scaling",
         ),
         (
+            training.reduce_dtype == Some(Float::F16),
+            "--reduce-dtype f16",
+            "they do not scale the loss; bf16 needs no scaling",
+        ),
+        (
             training.activation_checkpointing,
             "--activation-checkpointing",
             "what they compute again is chosen by a pass",

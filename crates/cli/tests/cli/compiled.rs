@@ -174,6 +174,7 @@ fn what_a_compiled_step_has_not_is_refused() {
         ("--unit-size 100", "--unit-size"),
         ("--no-sync", "--no-sync"),
         ("--precision f16", "--precision f16"),
+        ("--reduce-dtype f16", "--reduce-dtype f16"),
         ("--activation-checkpointing", "--activation-checkpointing"),
     ] {
         let folder = Folder::new();

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
@@ -75,7 +76,12 @@ pub(super) struct Graphs<B> {
     /// The kept graphs, the one used last at the back.
     kept: VecDeque<(Key, Entry)>,
     num_traces: usize,
+    /// Number of the step among those of the process.
+    number: u64,
 }
+
+/// Number of compiled steps that the process has made.
+static STEPS: AtomicU64 = AtomicU64::new(0);
 
 impl<B: Batch> Graphs<B> {
     pub(super) fn new(tracer: Tracer<B>) -> Self {
@@ -83,7 +89,13 @@ impl<B: Batch> Graphs<B> {
             tracer,
             kept: VecDeque::new(),
             num_traces: 0,
+            number: STEPS.fetch_add(1, Relaxed),
         }
+    }
+
+    /// Returns the number of the step among those of the process.
+    pub(super) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Returns the number of graphs traced so far.

@@ -30,6 +30,8 @@ type Key = (Vec<InputSpec>, Vec<(String, u64)>);
 /// It has nothing but graphs, one for each set of shapes: parameters stay in the step, divided as they are there.
 pub struct Evaluation<B, O> {
     tracer: Tracer<B, O>,
+    /// Number of the step that the graphs are for.
+    of_step: Option<u64>,
     /// The kept graphs, the one used last at the back.
     kept: VecDeque<(Key, Entry<O>)>,
 }
@@ -92,6 +94,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         };
         Self {
             tracer: Box::new(tracer),
+            of_step: None,
             kept: VecDeque::new(),
         }
     }
@@ -111,28 +114,42 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
     ) -> Result<(Arc<Graph>, O), Error> {
         let key = (specs_of(batch)?, fixed_of(batch));
         let found = self.kept.iter().position(|(other, _)| *other == key);
-        let mut entry = match found.and_then(|index| self.kept.remove(index)) {
-            Some((_, entry)) => entry,
+        let entry = match found {
+            Some(index) => {
+                self.check_again(index, batch, mode)?;
+                let entry = self.kept.remove(index);
+                entry
+                    .ok_or_else(|| Error::Internal("a graph was lost".to_owned()))?
+                    .1
+            }
             None => {
+                mode.check_evaluation(&key.0)?;
                 let (traced, template) = (self.tracer)(batch, mode)?;
                 check_module(&traced, specs)?;
                 let graph = operations.describe(traced.clone())?;
                 mode.decide(&graph)?;
-                let entry = Entry {
+                Entry {
                     graph: Arc::new(lower_forward(graph, mode)?),
                     template,
                     traced: Some(Box::new(traced)),
-                };
-                return Ok(self.keep(key, entry, mode.cache));
+                }
             }
         };
-        if let Some(first) = entry.traced.take() {
-            let (again, _) = (self.tracer)(batch, mode)?;
-            if let Some(difference) = difference(&first, &again) {
-                return Err(Error::NotRepeatable { difference });
-            }
-        }
         Ok(self.keep(key, entry, mode.cache))
+    }
+
+    /// Traces a graph that is used for the second time again, and refuses it if the two differ.
+    fn check_again(&mut self, index: usize, batch: &B, mode: &Mode) -> Result<(), Error> {
+        let entry = &mut self.kept[index].1;
+        let Some(first) = &entry.traced else {
+            return Ok(());
+        };
+        let (again, _) = (self.tracer)(batch, mode)?;
+        if let Some(difference) = difference(first, &again) {
+            return Err(Error::NotRepeatable { difference });
+        }
+        entry.traced = None;
+        Ok(())
     }
 
     fn keep(&mut self, key: Key, entry: Entry<O>, most: usize) -> (Arc<Graph>, O) {
@@ -168,7 +185,10 @@ fn check_module(graph: &Graph, specs: &[ParameterSpec]) -> Result<(), Error> {
     match path.or(extra) {
         None => Ok(()),
         Some(path) => Err(Error::Evaluation {
-            reason: format!("its module differs at \"{path}\"; make it by the `init` of the step"),
+            reason: format!(
+                "its module differs at \"{path}\" in path, shape or type; make it by the `init` of the step, and for a \
+                 device of other types by Evaluation::on"
+            ),
         }),
     }
 }
@@ -236,6 +256,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 reason: "its placements are decided by the first train step; do that first"
                     .to_owned(),
             });
+        }
+        let number = self.graphs.number();
+        if evaluation.of_step.replace(number) != Some(number) {
+            evaluation.kept.clear();
         }
         let made = evaluation.of(
             batch,

@@ -7,11 +7,12 @@ use std::collections::{BTreeMap, HashMap};
 use burn_ir::TensorId;
 
 use crate::error::Error;
-use crate::graph::{Collective, CollectiveKind, Graph, Stage, rename};
+use crate::graph::{Collective, CollectiveKind, Graph, Role, Stage, rename};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value.
+/// The pass that merges equal collectives: all-gathers of one shard, and all-reduces and reduce-scatters of one value,
+/// but for those that make the gradients of different parameters.
 ///
 /// A weight is gathered at its first use then, and stays until its last, in backward. To free it in between,
 /// [`Regather`](super::Regather) comes next.
@@ -58,17 +59,26 @@ impl GraphTransform for Deduplicate {
                 axis,
                 stage: Stage::Whole,
                 reduction,
+                parts,
                 ..
             }) = &node.collective
             {
+                let results = parts.iter().map(|part| part.result);
+                let results: Vec<_> = results.collect();
                 let key = (
                     *kind,
-                    format!("{axis} {reduction:?}"),
+                    format!("{axis} {reduction:?} {results:?}"),
                     node.inputs().collect(),
                 );
                 let outputs: Vec<_> = node.outputs().collect();
+                // Which parameters have one gradient was decided by the trace, and steps rely on it.
+                let is_gradient = |id: &TensorId| {
+                    let role = graph.value(*id).map(|value| &value.role);
+                    matches!(role, Some(Role::Gradient(_)))
+                };
+                let stays = |id: &TensorId| kept.contains(id) || is_gradient(id);
                 match seen.get(&key) {
-                    Some(first) if !outputs.iter().any(|id| kept.contains(id)) => {
+                    Some(first) if !outputs.iter().any(stays) => {
                         same.extend(outputs.into_iter().zip(first.iter().copied()));
                         continue;
                     }

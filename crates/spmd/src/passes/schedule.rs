@@ -88,6 +88,9 @@ impl Options {
     /// Sets mixed precision: parameters are cast before they are gathered, their gradients arrive at the shards as wide
     /// as these, and the loss that comes out is one of 32 bits. Tensors of the batch keep their types: the loss closure
     /// casts those that meet parameters. Not by placements, and not in `f16`, which needs its loss scaled.
+    ///
+    /// All shards are cast when the step begins, and the copies stay until their last gather. With
+    /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
     #[must_use]
     pub fn precision(mut self, precision: Precision) -> Self {
         self.precision = precision;

@@ -66,6 +66,14 @@ impl Expand {
         self
     }
 
+    /// Returns the first of these inputs that no pattern matches, if some inputs are cut: the others of the step say how
+    /// they lie.
+    pub(crate) fn unplaced<'a>(&self, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+        let cuts = |wish: &Wish| matches!(wish.placement, Placement::Shard(_));
+        let mut names = names.filter(|_| self.inputs.iter().any(cuts));
+        names.find(|name| !self.inputs.iter().any(|wish| wish.pattern.matches(name)))
+    }
+
     /// Adds the placements of inputs that `other` has and this has not.
     pub(crate) fn add_inputs(&mut self, other: Self) {
         for wish in other.inputs {

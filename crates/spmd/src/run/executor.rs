@@ -180,7 +180,7 @@ impl<B: BackendIr> Executor<B> {
     ///
     /// # Errors
     ///
-    /// [`Error::GroupSize`], [`Error::Missing`] for a value, before anything runs;
+    /// [`Error::GroupSize`], [`Error::Missing`] and [`Error::TensorMismatch`] for a value, before anything runs;
     /// [`Error::Execution`] or [`Error::Collective`] from a node.
     pub fn run(
         &mut self,

@@ -254,7 +254,7 @@ impl Builder {
             let captured = captured.ok_or_else(|| refused("it is on another device"))?;
             self.declare_constant(captured.id);
             let id = self.ids.get(&captured.id).copied();
-            let id = id.ok_or_else(|| refused("no operation of the loss makes it"))?;
+            let id = id.ok_or_else(|| refused("no recorded operation makes it"))?;
             if self.is_of_parameter(id) {
                 return Err(refused(
                     "it is a parameter or a view of one, which CompiledStep::parameter reads",

@@ -17,7 +17,7 @@ use crate::graph::Graph;
 /// Parameters and buffers have the ids that they have in every graph of the model, and all other values ids that
 /// no step has.
 pub(crate) fn trace_forward<M, B, O>(
-    init: impl FnOnce(&Device) -> M,
+    init: impl Fn(&Device) -> M,
     forward: impl FnOnce(&M, B) -> O,
     (batch, joined): (&B, JoinedShape<'_>),
     types: &Types,
@@ -30,9 +30,11 @@ where
     let specs = specs_of(batch)?;
     let recording = record_with("the module", types.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
-        let model = with_fakes(init(&tracked), device, &tracked);
-        let running = running(&with_marks(model.clone(), &tracked));
-        let model = off_tape(model, device);
+        let known = with_fakes(init(&tracked), device, &tracked);
+        let shapes = leaves(&known, None);
+        let running = running(&with_marks(known, &tracked));
+        // Made off the tape, with whatever tensors it has beside its parameters.
+        let model = off_tape(init(device), device, &shapes);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {

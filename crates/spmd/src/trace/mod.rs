@@ -129,6 +129,14 @@ where
     let recording = record_with("the module", types.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
+        let (model, running) = match types.precision == Precision::default() {
+            true => (model, Vec::new()),
+            false => {
+                let running = running(&with_marks(model.clone(), &tracked));
+                // Copies of a module share running statistics, which are marks now.
+                (with_fakes(model, device, &tracked), running)
+            }
+        };
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {
@@ -138,10 +146,6 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let running = match types.precision == Precision::default() {
-            true => Vec::new(),
-            false => running(&with_marks(model.clone(), &tracked)),
-        };
         let computing = computing(model.clone(), &types.precision, &running);
         let begun = leaves(&computing, None);
         let (value, outputs) = match caught(|| loss(&computing, fake).into_parts()) {

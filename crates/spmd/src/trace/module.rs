@@ -222,18 +222,40 @@ pub(super) fn computing<M: Module>(module: M, precision: &Precision, running: &[
     })
 }
 
-/// Replaces every tensor of a module by one off the tape: what computes with it is inference. Burn takes no tensor of a
-/// capture device off its tape.
-pub(super) fn off_tape<M: Module>(module: M, device: &Device) -> M {
-    struct OffTape<'a>(&'a Device);
+/// Replaces every tensor of a module that was made off the tape by a fake one off the tape, of the shapes and types of
+/// the same module on the tape: lazy parameters do not know theirs.
+pub(super) fn off_tape<M: Module>(module: M, device: &Device, shapes: &[Leaf]) -> M {
+    struct OffTape<'a>(&'a Device, std::slice::Iter<'a, Leaf>);
     impl ModuleMapper for OffTape<'_> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+            let Some(leaf) = self.1.next() else {
+                return param;
+            };
+            let (shape, dtype) = (Shape::from(leaf.shape.clone()), leaf.dtype);
+            Param::initialized(param.id, Tensor::<D>::empty(shape, (self.0, dtype)))
+        }
+
+        fn map_int<const D: usize>(
+            &mut self,
+            param: Param<Tensor<D, Int>>,
+        ) -> Param<Tensor<D, Int>> {
+            self.1.next();
             let tensor = param.base();
-            let fake = Tensor::<D>::empty(tensor.shape(), (self.0, tensor.dtype()));
+            let fake = Tensor::empty(tensor.shape(), (self.0, tensor.dtype()));
+            Param::initialized(param.id, fake)
+        }
+
+        fn map_bool<const D: usize>(
+            &mut self,
+            param: Param<Tensor<D, Bool>>,
+        ) -> Param<Tensor<D, Bool>> {
+            self.1.next();
+            let tensor = param.base();
+            let fake = Tensor::empty(tensor.shape(), (self.0, tensor.dtype()));
             Param::initialized(param.id, fake)
         }
     }
-    module.map(&mut OffTape(device))
+    module.map(&mut OffTape(device, shapes.iter()))
 }
 
 struct Casts<'a> {

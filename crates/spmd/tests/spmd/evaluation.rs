@@ -1,7 +1,10 @@
 //! Evaluation on the parameters of a compiled step, against Burn's inference with the same values.
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig, PositionalEncoding,
+    PositionalEncodingConfig,
+};
 use burn::tensor::{Device, FloatDType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Placement::Shard;
@@ -149,6 +152,8 @@ fn an_evaluation_changes_nothing() {
 #[derive(Module, Debug)]
 struct Noisy {
     inner: Linear,
+    /// It has a tensor that is no parameter.
+    positions: PositionalEncoding,
     norm: BatchNorm,
     dropout: Dropout,
 }
@@ -156,17 +161,17 @@ struct Noisy {
 impl Noisy {
     fn new(device: &Device) -> Self {
         Self {
-            inner: LinearConfig::new(5, 7).init(device),
-            norm: BatchNormConfig::new(7).init(device),
+            inner: LinearConfig::new(5, 8).init(device),
+            positions: PositionalEncodingConfig::new(8).init(device),
+            norm: BatchNormConfig::new(8).init(device),
             dropout: DropoutConfig::new(0.5).init(),
         }
     }
 
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
-        let x = self
-            .norm
-            .forward(self.inner.forward(x).unsqueeze_dim::<3>(2));
-        self.dropout.forward(x.squeeze_dim::<2>(2))
+        let x = self.positions.forward(self.inner.forward(x).unsqueeze());
+        let x = self.norm.forward(x.swap_dims(1, 2)).swap_dims(1, 2);
+        self.dropout.forward(x).squeeze_dim(0)
     }
 }
 
@@ -337,4 +342,84 @@ fn what_is_not_the_model_of_the_step_is_refused() {
     assert!(said.contains("first train step"), "{said}");
     step.step(1e-2, &x).unwrap();
     step.evaluate(&mut evaluation, &x).unwrap();
+}
+
+#[test]
+fn an_evaluation_knows_the_step_that_it_runs_on() {
+    let _guard = seeded();
+    let init = |device: &Device| LinearConfig::new(5, 7).init(device);
+    let loss = |model: &Linear, x: Tensor<2>| {
+        let x = x.cast(model.weight.val().dtype());
+        model.forward(x).mean()
+    };
+    let step = |precision: Precision| {
+        let options = Options::default().precision(precision);
+        compile(init, loss, sgd().build(), Mode::single().options(options)).unwrap()
+    };
+    let mut full = step(Precision::default());
+    let mut half = step(Precision::new(FloatDType::BF16));
+    let mut evaluation = Evaluation::new(init, |model: &Linear, x: Tensor<2>| {
+        model.forward(x.cast(model.weight.val().dtype()))
+    });
+    let x = Tensor::<2>::ones([3, 5], &Device::flex());
+    for _ in 0..3 {
+        let of_full = full.evaluate(&mut evaluation, &x).unwrap();
+        let of_half = half.evaluate(&mut evaluation, &x).unwrap();
+        assert_eq!(of_full.dtype(), burn::tensor::DType::F32);
+        assert_eq!(of_half.dtype(), burn::tensor::DType::BF16);
+    }
+}
+
+#[test]
+fn what_changes_on_the_host_is_refused_every_time() {
+    let _guard = seeded();
+    let init = |device: &Device| LinearConfig::new(5, 7).init(device);
+    let loss = |model: &Linear, x: Tensor<2>| model.forward(x).mean();
+    let mut step = compile(init, loss, sgd().build(), Mode::single()).unwrap();
+    let calls = std::sync::atomic::AtomicUsize::new(0);
+    let mut evaluation = Evaluation::new(init, move |model: &Linear, x: Tensor<2>| {
+        let call = calls.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        model.forward(x) * (call as f32 + 1.5)
+    });
+    let x = Tensor::<2>::ones([3, 5], &Device::flex());
+    step.evaluate(&mut evaluation, &x).unwrap();
+    for _ in 0..3 {
+        let refused = step.evaluate(&mut evaluation, &x);
+        assert!(
+            matches!(refused, Err(Error::NotRepeatable { .. })),
+            "{refused:?}"
+        );
+    }
+}
+
+#[test]
+fn rows_that_are_not_said_to_be_cut_are_refused() {
+    let _guard = seeded();
+    let init = |device: &Device| LinearConfig::new(5, 7).init(device);
+    let loss = |model: &Linear, (x, y): (Tensor<2>, Tensor<2>)| (model.forward(x) - y).mean();
+    let mesh = Mesh::new([("data", 1)]).unwrap();
+    let mesh = ProcessMesh::new(&ProcessGroup::solo(), mesh).unwrap();
+    let expand = Expand::new().input("*", "data", Shard(0));
+    let mut step = compile(
+        init,
+        loss,
+        sgd().build(),
+        Mode::expand(mesh.clone(), expand),
+    )
+    .unwrap();
+    let x = Tensor::<2>::ones([3, 5], &Device::flex());
+    let mut evaluation = Evaluation::new(init, |model: &Linear, x: Tensor<2>| model.forward(x));
+    step.evaluate(&mut evaluation, &x).unwrap();
+    let expand = Expand::new()
+        .input("0", "data", Shard(0))
+        .input("1", "data", Shard(0));
+    let mut step = compile(init, loss, sgd().build(), Mode::expand(mesh, expand)).unwrap();
+    let said = step.evaluate(&mut evaluation, &x).unwrap_err().to_string();
+    assert!(
+        said.contains("\"batch\"") && said.contains("tuple"),
+        "{said}"
+    );
+    let mut evaluation =
+        Evaluation::new(init, |model: &Linear, (x,): (Tensor<2>,)| model.forward(x));
+    step.evaluate(&mut evaluation, &(x,)).unwrap();
 }

@@ -3,10 +3,13 @@
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::nn::{
+    BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear,
+    LinearConfig,
+};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::gelu;
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Mesh, Precision};
 use burn_fsdp_spmd::graph::CollectiveKind;
@@ -94,7 +97,7 @@ const CASES: [Case; 5] = [
     },
     Case {
         compute: Some(FloatDType::BF16),
-        reduce: Some(FloatDType::F16),
+        reduce: Some(FloatDType::BF16),
         wide_norms: true,
     },
     Case {
@@ -154,6 +157,9 @@ struct Mean<'a> {
 
 impl ModuleVisitor for Mean<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if !param.val().is_require_grad() {
+            return;
+        }
         let travels = self.case.reduce;
         let travels = travels.unwrap_or(self.case.computes(&self.path.join(".")));
         let parts = self.parts.iter().map(|part| {
@@ -369,6 +375,10 @@ fn what_cannot_be_computed_in_halves_is_refused() {
         said.contains("f16") && said.contains("LossScaler"),
         "{said}"
     );
+    let said = compiled(solo(Precision::default().reduce(FloatDType::F16), full));
+    assert!(said.contains("f16"), "{said}");
+    let said = compiled(solo(Precision::new(FloatDType::F64), full));
+    assert!(said.contains("f64"), "{said}");
     let bf16 = Precision::new(FloatDType::BF16);
     let said = compiled(solo(bf16.clone(), DataParallel::Automatic));
     assert!(said.contains("by placements"), "{said}");
@@ -379,4 +389,80 @@ fn what_cannot_be_computed_in_halves_is_refused() {
     assert!(said.contains("by placements"), "{said}");
     let said = compiled(solo(bf16.full_in(["nrom"]), full));
     assert!(said.contains("nrom") && said.contains("norm"), "{said}");
+}
+
+/// Statistics of a batch, kept from step to step.
+#[derive(Module, Debug)]
+struct Normed {
+    inner: Linear,
+    other: Linear,
+    norm: BatchNorm,
+}
+
+impl Normed {
+    fn new(device: &Device) -> Self {
+        Self {
+            inner: LinearConfig::new(5, 7).init(device),
+            other: LinearConfig::new(5, 7).init(device),
+            norm: BatchNormConfig::new(7).init(device),
+        }
+    }
+
+    fn loss(&self, x: Tensor<2>) -> Tensor<1> {
+        let x = x.cast(self.inner.weight.val().dtype());
+        let x = self.inner.forward(x.clone()) + self.other.forward(x * 2);
+        let wide = x.cast(DType::F32).unsqueeze_dim::<3>(2);
+        self.norm.forward(wide).powf_scalar(4.0).mean()
+    }
+}
+
+fn rows(step: usize, device: &Device) -> Tensor<2> {
+    let values = (0..20).map(|i| ((i * 37 + step * 11) % 17) as f32 / 5.0 - 1.0);
+    Tensor::from_data(TensorData::new(values.collect::<Vec<_>>(), [4, 5]), device)
+}
+
+#[test]
+fn running_statistics_are_those_of_burn() {
+    let _guard = seeded();
+    for case in [CASES[1], CASES[4]] {
+        let device = Device::flex().autodiff();
+        device.seed(1);
+        let mut model = Normed::new(&device);
+        let _ = floats(&model);
+        let mut optimizer = sgd().init();
+        for index in 0..4 {
+            let cast = model.clone().map(&mut Cast(case, Vec::new()));
+            let value = cast.loss(rows(index, &device));
+            let parts = [GradientsParams::from_grads(value.backward(), &model)];
+            let mut mean = Mean {
+                case,
+                path: Vec::new(),
+                parts: &parts,
+                mean: GradientsParams::new(),
+            };
+            model.visit(&mut mean);
+            let mean = mean.mean;
+            // What the copy has seen is the model's, once its mode changes.
+            model = optimizer.step(1e-2, model, mean).train();
+        }
+        let want = floats(&model);
+        Device::flex().seed(1);
+        let mode = Mode::single().options(options(case)).verified();
+        let mut step = compile(Normed::new, Normed::loss, sgd().build(), mode).unwrap();
+        for index in 0..4 {
+            step.step(1e-2, &rows(index, &Device::flex())).unwrap();
+        }
+        for (path, want) in want {
+            assert_eq!(step.parameter(&path).unwrap(), want, "{case:?}: {path}");
+        }
+        let graph = step.graph().unwrap();
+        let gradients = graph.parameters().iter().filter_map(|p| p.gradient);
+        let gradients: Vec<_> = gradients.collect();
+        let distinct: std::collections::BTreeSet<_> = gradients.iter().collect();
+        assert_eq!(
+            distinct.len(),
+            gradients.len(),
+            "each parameter has its own"
+        );
+    }
 }
