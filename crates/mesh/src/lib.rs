@@ -53,6 +53,3 @@ pub use precision::Precision;
 pub use region::{Region, num_elements};
 pub use strategy::Strategy;
 pub use transfer::{Transfer, transfers};
-
-/// The types of float elements, as Burn names them.
-pub use burn_std::FloatDType;

@@ -1,30 +1,40 @@
 //! Mixed precision: in which types parameters compute and gradients travel.
 
-use burn_std::{DType, FloatDType};
-
 use crate::pattern::Pattern;
 
-/// Element types of a sharded module. Shards, and with them the optimizer, keep the type in which
+/// Element types of a sharded module, as `T` names them. Shards, and with them the optimizer, keep the type in which
 /// the module was built: the master copy.
 ///
 /// ```
-/// use burn_fsdp_mesh::{FloatDType, Precision};
+/// use burn_fsdp_mesh::Precision;
 ///
-/// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
-/// let precision = precision.full_in(["**.norm"]);
+/// let precision = Precision::new("bf16").reduce("f32").full_in(["**.norm"]);
+/// assert_eq!(precision.compute_of("blocks.0.fc.weight", "f32"), "bf16");
+/// assert_eq!(precision.compute_of("blocks.0.norm.gamma", "f32"), "f32");
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
-pub struct Precision {
-    compute: Option<FloatDType>,
-    reduce: Option<FloatDType>,
+pub struct Precision<T> {
+    compute: Option<T>,
+    reduce: Option<T>,
     full_in: Vec<Pattern>,
 }
 
-impl Precision {
+/// Everything stays in the type in which the module was built.
+impl<T> Default for Precision<T> {
+    fn default() -> Self {
+        Self {
+            compute: None,
+            reduce: None,
+            full_in: Vec::new(),
+        }
+    }
+}
+
+impl<T: Copy> Precision<T> {
     /// Returns the precision with full parameters, and so activations and gradients, of type
     /// `compute`. Shards are cast before they are gathered, which for 16 bits halves the traffic.
-    pub fn new(compute: FloatDType) -> Self {
+    pub fn new(compute: T) -> Self {
         Self {
             compute: Some(compute),
             ..Self::default()
@@ -34,7 +44,7 @@ impl Precision {
     /// Casts gradients to `dtype` before they are reduced. Default: they travel in the type in
     /// which they were computed. Sums are made in 32 bits at least in any case, and arrive at the
     /// shards in the shards' type without having been rounded.
-    pub fn reduce(mut self, dtype: FloatDType) -> Self {
+    pub fn reduce(mut self, dtype: T) -> Self {
         self.reduce = Some(dtype);
         self
     }
@@ -74,7 +84,7 @@ impl Precision {
     }
 
     /// Returns the type in which the parameter at `path`, stored as `stored`, computes.
-    pub fn compute_of(&self, path: &str, stored: DType) -> DType {
+    pub fn compute_of<D: From<T>>(&self, path: &str, stored: D) -> D {
         let mut patterns = self.full_in.iter();
         match self.compute {
             Some(compute) if !patterns.any(|pattern| pattern.is_around(path)) => compute.into(),
@@ -83,7 +93,7 @@ impl Precision {
     }
 
     /// Returns the type in which gradients computed in `compute` are reduced.
-    pub fn reduce_of(&self, compute: DType) -> DType {
+    pub fn reduce_of<D: From<T>>(&self, compute: D) -> D {
         self.reduce.map_or(compute, Into::into)
     }
 }

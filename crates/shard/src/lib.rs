@@ -75,7 +75,6 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
-pub use burn_fsdp_mesh::Precision;
 pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
 pub use error::{Error, catch};
@@ -110,3 +109,13 @@ pub use wrapper::FullyShardedDataParallel;
 #[doc = include_str!("README.md")]
 #[cfg(doc)]
 pub mod protocol {}
+
+/// The types in which parameters compute and gradients travel, as Burn names them.
+///
+/// ```
+/// use burn::tensor::FloatDType;
+/// use burn_fsdp_shard::Precision;
+///
+/// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
+/// ```
+pub type Precision = burn_fsdp_mesh::Precision<burn::tensor::FloatDType>;

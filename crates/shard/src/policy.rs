@@ -1,8 +1,9 @@
 //! The sharding policy: what is gathered together, and when full weights are dropped.
 
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_mesh::{Cut, Pattern, Precision, Strategy};
+use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
+use crate::Precision;
 use crate::gradient_hook::GradientHook;
 
 /// The policy by which [`fully_shard`](crate::fully_shard) shards a module.

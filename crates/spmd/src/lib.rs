@@ -88,3 +88,13 @@ pub use trace::{Batch, BatchMapper, Loss};
 
 /// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};
+
+/// The types in which parameters compute and gradients travel, as Burn names them.
+///
+/// ```
+/// use burn::tensor::FloatDType;
+/// use burn_fsdp_spmd::Precision;
+///
+/// let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
+/// ```
+pub type Precision = burn_fsdp_mesh::Precision<burn::tensor::FloatDType>;

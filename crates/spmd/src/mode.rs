@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Precision, Strategy};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
 
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::passes::schedule::{self, OptimizerPlace};

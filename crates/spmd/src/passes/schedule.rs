@@ -7,13 +7,14 @@ use super::{
     EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
     SinkWaits, Split, StandIns, Units, UseKernels,
 };
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
-use burn_fsdp_mesh::{Axis, Clip, Precision, Strategy};
+use burn_fsdp_mesh::{Axis, Clip, Strategy};
 
 /// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]

@@ -6,11 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use burn::tensor::DType;
-use burn_fsdp_mesh::{
-    Axis, Cut, Layout, Mesh, Partition, Placement, Precision, ReduceOp, Strategy,
-};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
 use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
+use crate::Precision;
 use crate::elements::element_type;
 use crate::error::Error;
 use crate::graph::{

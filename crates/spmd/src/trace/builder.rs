@@ -72,12 +72,7 @@ impl Builder {
                 true => Role::Buffer(leaf.path.clone()),
                 false => Role::Parameter(leaf.path.clone()),
             };
-            if graph.parameter(&leaf.path).is_some() {
-                return Err(Error::DuplicateName {
-                    what: "parameter",
-                    name: leaf.path.to_string(),
-                });
-            }
+            check_new(&graph, &leaf.path)?;
             // Modules may share statistics: then the second path is an alias of the first.
             if ids.contains_key(&captured.id) {
                 continue;
@@ -340,6 +335,16 @@ impl Builder {
         rename(&mut operation, &self.ids);
         read_only(&mut operation);
         Node::new(operation, phase)
+    }
+}
+
+fn check_new(graph: &Graph, path: &str) -> Result<(), Error> {
+    match graph.parameter(path) {
+        None => Ok(()),
+        Some(_) => Err(Error::DuplicateName {
+            what: "parameter",
+            name: path.to_owned(),
+        }),
     }
 }
 

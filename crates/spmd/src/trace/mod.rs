@@ -17,7 +17,6 @@ mod parameters;
 use burn::module::Module;
 use burn::optim::Optimizer;
 use burn::tensor::{DType, Device, Tensor};
-use burn_fsdp_mesh::Precision;
 
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
@@ -30,12 +29,13 @@ pub(crate) use forward::trace_forward;
 pub(crate) use outputs::fill;
 pub(crate) use parameters::parameters_with;
 
+use crate::Precision;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::panics::caught;
 use builder::{Builder, Captures};
 use capture::{Recording, Tape, float_id, record_with};
-use module::{Leaf, computing, leaves, running, updates, with_fakes, with_marks};
+use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 
 /// The optimizer's step that is traced.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -131,11 +131,7 @@ where
         let model = with_fakes(init(&tracked), device, &tracked);
         let (model, running) = match types.precision == Precision::default() {
             true => (model, Vec::new()),
-            false => {
-                let running = running(&with_marks(model.clone(), &tracked));
-                // Copies of a module share running statistics, which are marks now.
-                (with_fakes(model, device, &tracked), running)
-            }
+            false => with_running(model, device, &tracked),
         };
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
@@ -161,11 +157,7 @@ where
                 shape: shape.to_vec(),
             });
         }
-        // A mean over the ranks is one of 32 bits at least.
-        let value = match value.dtype() {
-            DType::F16 | DType::BF16 => value.cast(DType::F32),
-            _ => value,
-        };
+        let value = wide(value);
         let captured = float_id(&value);
         let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
@@ -201,6 +193,14 @@ where
     let builder = Builder::new(recording, specs)?;
     let step = optimizer(&builder.leaves)?;
     Ok((builder.build(&step)?, template))
+}
+
+/// Returns the loss in 32 bits at least, as its mean over the ranks is.
+fn wide(loss: Tensor<1>) -> Tensor<1> {
+    match loss.dtype() {
+        DType::F16 | DType::BF16 => loss.cast(DType::F32),
+        _ => loss,
+    }
 }
 
 /// Returns the module whose running statistics have taken an update inside the loss: it ran a second time, for which

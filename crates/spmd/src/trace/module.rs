@@ -6,7 +6,8 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor};
 use burn_capture::CaptureBackend;
-use burn_fsdp_mesh::Precision;
+
+use crate::Precision;
 
 use super::capture::{Captured, Tape, bool_id, float_id, int_id};
 
@@ -208,6 +209,17 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .zip(leaves(marked, None))
         .map(|(is_marked, leaf)| leaf.is_float && !is_marked)
         .collect()
+}
+
+/// Returns a module of fakes, with true for each tensor that is a running statistic.
+pub(super) fn with_running<M: Module>(
+    module: M,
+    device: &Device,
+    tracked: &Device,
+) -> (M, Vec<bool>) {
+    let running = running(&with_marks(module.clone(), tracked));
+    // Copies of a module share running statistics, which are marks now.
+    (with_fakes(module, device, tracked), running)
 }
 
 /// Returns the module whose parameters are cast to the types in which they compute. Running statistics keep theirs.

@@ -3,7 +3,7 @@
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_mesh::Precision;
+use burn_fsdp_spmd::Precision;
 use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Phase, Role, Stage};
 use burn_fsdp_spmd::passes::schedule::{self, Options};
 use burn_fsdp_spmd::passes::{
