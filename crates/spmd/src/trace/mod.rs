@@ -129,10 +129,7 @@ where
     let recording = record_with("the module", types.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
-        let (model, running) = match types.precision == Precision::default() {
-            true => (model, Vec::new()),
-            false => with_running(model, device, &tracked),
-        };
+        let (model, running) = with_running(model, &types.precision, device, &tracked);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {

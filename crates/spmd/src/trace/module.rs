@@ -211,12 +211,16 @@ pub(super) fn running<M: Module>(marked: &M) -> Vec<bool> {
         .collect()
 }
 
-/// Returns a module of fakes, with true for each tensor that is a running statistic.
+/// Returns a module of fakes, with true for each tensor that is a running statistic, if the precision asks which are.
 pub(super) fn with_running<M: Module>(
     module: M,
+    precision: &Precision,
     device: &Device,
     tracked: &Device,
 ) -> (M, Vec<bool>) {
+    if *precision == Precision::default() {
+        return (module, Vec::new());
+    }
     let running = running(&with_marks(module.clone(), tracked));
     // Copies of a module share running statistics, which are marks now.
     (with_fakes(module, device, tracked), running)
