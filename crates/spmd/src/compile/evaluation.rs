@@ -15,8 +15,8 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::{Mode, lower_forward};
 use crate::trace::{
-    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, Types, data_of, fill, fixed_of,
-    specs_of, trace_forward,
+    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, Types, fill, fixed_of, specs_of,
+    trace_forward,
 };
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
@@ -233,9 +233,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let (graph, template) = self.agreed(prepared, fingerprint, 0.0, (batch, 1))?;
         let lent = self.lend_initial(&graph)?;
         self.load(&graph);
-        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
-            self.executor.set(*id, data);
-        }
+        self.feed(&graph, batch);
         let ran = self.executor.run(&graph, &StepScalars::default(), None);
         let results = ran.inspect_err(|error| self.poison(error))?;
         for id in lent {

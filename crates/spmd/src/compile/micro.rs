@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::Purpose;
 use crate::run::{Results, Timeline};
-use crate::trace::{Batch, StepScalars, data_of};
+use crate::trace::{Batch, StepScalars};
 
 /// The graphs that a step over micro-batches runs.
 struct Prepared {
@@ -77,9 +77,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let mut total = 0.0;
         let mut outputs: Vec<Outputs> = Vec::new();
         for (graph, batch) in prepared.graphs.iter().zip(batches) {
-            for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
-                self.executor.set(*id, data);
-            }
+            self.feed(graph, batch);
             let ran = self.run_graph(graph, scalars, timeline.as_deref_mut());
             let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
             let loss = results.loss.as_ref();

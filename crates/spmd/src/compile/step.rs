@@ -168,9 +168,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         if let Some(timeline) = timeline.as_deref_mut() {
             *timeline = Timeline::new();
         }
-        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
-            self.executor.set(*id, data);
-        }
+        self.feed(&graph, batch);
         let results = self.executor.run(&graph, &scalars, timeline);
         let results = results.inspect_err(|error| self.poison(error))?;
         self.scalars
@@ -372,6 +370,13 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             operations: self.executor.operations(),
         };
         self.graphs.of(purpose, batch, step, setting)
+    }
+
+    /// Gives the executor the tensors of a batch, or micro-batch.
+    pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
+        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
+            self.executor.set(*id, data);
+        }
     }
 
     /// Loads a graph's constants into the executor.

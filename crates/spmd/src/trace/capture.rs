@@ -140,6 +140,19 @@ pub(super) struct Recording<T> {
     pub(super) result: T,
 }
 
+impl<T, R> Recording<(T, R)> {
+    /// Takes the second result out.
+    pub(super) fn split(self) -> (Recording<T>, R) {
+        let (result, other) = self.result;
+        let recording = Recording {
+            operations: self.operations,
+            values: self.values,
+            result,
+        };
+        (recording, other)
+    }
+}
+
 /// The part of a recording that is running, for errors.
 pub(super) struct Progress(Cell<&'static str>);
 

@@ -5,7 +5,7 @@ use burn::tensor::Device;
 
 use super::batch::{self, Batch, JoinedShape, specs_of};
 use super::builder::{Builder, Captures};
-use super::capture::{Recording, record_with};
+use super::capture::record_with;
 use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};
 use super::{Types, outputs};
 use crate::error::Error;
@@ -57,15 +57,6 @@ where
         };
         Ok((captures, template))
     })?;
-    let Recording {
-        operations,
-        values,
-        result: (result, template),
-    } = recording;
-    let recording = Recording {
-        operations,
-        values,
-        result,
-    };
+    let (recording, template) = recording.split();
     Ok((Builder::new(recording, specs)?.build_forward()?, template))
 }

@@ -34,7 +34,7 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::panics::caught;
 use builder::{Builder, Captures};
-use capture::{Recording, Tape, float_id, record_with};
+use capture::{Tape, float_id, record_with};
 use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 
 /// The optimizer's step that is traced.
@@ -177,16 +177,7 @@ where
         };
         Ok((captures, template))
     })?;
-    let Recording {
-        operations,
-        values,
-        result: (result, template),
-    } = recording;
-    let recording = Recording {
-        operations,
-        values,
-        result,
-    };
+    let (recording, template) = recording.split();
     let builder = Builder::new(recording, specs)?;
     let step = optimizer(&builder.leaves)?;
     Ok((builder.build(&step)?, template))
