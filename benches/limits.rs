@@ -1,81 +1,27 @@
-//! What the machine can do at most, measured in the run whose numbers stand beside it.
+//! What the machine can do at most, beside a step that was measured in the same run.
 
-use std::hint::black_box;
-use std::time::Instant;
+#[path = "../crates/cli/src/bench/limits.rs"]
+mod measured;
 
-use burn::tensor::{Device, Distribution, Tensor};
-use burn_fsdp::ProcessGroup;
-use burn_fsdp::collectives::Error;
+pub(crate) use measured::Limits;
 
-/// Limits of all ranks together, each at work at the same time.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    /// Bytes per second of copying.
-    pub(crate) copy: f64,
-    /// Operations per second of square matrix products.
-    pub(crate) products: f64,
-}
-
-const ROUNDS: usize = 7;
-const COPIED: usize = 64 << 20;
-const WIDTH: usize = 768;
-
-impl Limits {
-    /// Collective.
-    pub(crate) fn measure(world: &ProcessGroup) -> Result<Self, Error> {
-        let ranks = world.size() as f64;
-        let (source, mut target) = (vec![1u8; COPIED], vec![0u8; COPIED]);
-        let copying = median(world, || {
-            target.copy_from_slice(black_box(&source));
-            black_box(&target);
-        })?;
-        let random = || {
-            let shape = [WIDTH, WIDTH];
-            Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::flex())
-        };
-        let (lhs, rhs) = (random(), random());
-        let multiplying = median(world, || {
-            black_box(lhs.clone().matmul(rhs.clone()));
-        })?;
-        Ok(Self {
-            copy: ranks * COPIED as f64 / copying,
-            products: ranks * 2.0 * (WIDTH as f64).powi(3) / multiplying,
-        })
-    }
-
-    /// Lines beside a step of `num_params` parameters and `tokens` tokens, all ranks together, that takes
-    /// so many milliseconds. Six operations a parameter and token are the usual estimate.
-    pub(crate) fn beside(
-        &self,
-        num_params: usize,
-        tokens: usize,
-        ranks: usize,
-        millis: f64,
-    ) -> String {
-        let copy = ranks as f64 * 4.0 * num_params as f64 / self.copy * 1e3;
-        let reached = 6.0 * num_params as f64 * tokens as f64 / (millis / 1e3);
-        format!(
-            "limits      {copy:9.1} ms for a copy of all parameters on each rank, at {:.1} GB/s together\n\
-             limits      {:9.1} GFLOP/s in matrix products; the step reaches {:.1}, {:.2} of it",
-            self.copy / 1e9,
-            self.products / 1e9,
-            reached / 1e9,
-            reached / self.products,
-        )
-    }
-}
-
-/// Seconds that the slowest rank takes, in the middle of several rounds. The first pays for fresh pages.
-fn median(world: &ProcessGroup, mut work: impl FnMut()) -> Result<f64, Error> {
-    work();
-    let mut seconds = Vec::with_capacity(ROUNDS);
-    for _ in 0..ROUNDS {
-        world.barrier("start of a measurement")?;
-        let start = Instant::now();
-        work();
-        world.barrier("end of a measurement")?;
-        seconds.push(start.elapsed().as_secs_f64());
-    }
-    seconds.sort_by(f64::total_cmp);
-    Ok(seconds[ROUNDS / 2])
+/// Lines beside a step of `num_params` parameters and `tokens` tokens, all ranks together, that takes
+/// so many milliseconds. Six operations a parameter and token are the usual estimate.
+pub(crate) fn beside(
+    limits: &Limits,
+    num_params: usize,
+    tokens: usize,
+    ranks: usize,
+    millis: f64,
+) -> String {
+    let copy = ranks as f64 * 4.0 * num_params as f64 / limits.copy * 1e3;
+    let reached = 6.0 * num_params as f64 * tokens as f64 / (millis / 1e3);
+    format!(
+        "limits      {copy:9.1} ms for a copy of all parameters on each rank, at {:.1} GB/s together\n\
+         limits      {:9.1} GFLOP/s in matrix products; the step reaches {:.1}, {:.2} of it",
+        limits.copy / 1e9,
+        limits.products / 1e9,
+        reached / 1e9,
+        reached / limits.products,
+    )
 }

@@ -30,7 +30,7 @@ use run::Run;
 
 #[path = "../../../benches/limits.rs"]
 mod limits;
-#[path = "../../../benches/run.rs"]
+#[path = "../../cli/src/bench/origin.rs"]
 mod run;
 
 #[global_allocator]
@@ -398,7 +398,7 @@ fn main() {
     let (used_low, used_high) = interval(&sorted);
     println!("processor {used:9.3} of eager's  [{used_low:.3}, {used_high:.3}]");
     let (params, tokens) = (CONFIG.num_params(), BATCH * CONFIG.seq);
-    let beside = limits.beside(params, tokens, arguments.ranks, compiled_ms);
+    let beside = limits::beside(limits, params, tokens, arguments.ranks, compiled_ms);
     println!("{beside}");
     let [planned, kept] = [planned_peak, kept_peak].map(|bytes| Size(*bytes).trimmed());
     println!("\nrecomputed: planned peak {planned}, without it {kept}\n{plan}\n{profile}");

@@ -14,78 +14,17 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use burn::module::Module;
-use burn::nn::attention::generate_autoregressive_mask;
-use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::transformer::{
-    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
-};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
 use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, backward, fully_shard, launch};
+use burn_fsdp_models::{EncoderLm, EncoderLmConfig};
 
-const VOCAB: usize = 4096;
-const DIM: usize = 384;
-const TIME: usize = 256;
 const BATCH: usize = 8;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 type Failure = Box<dyn std::error::Error + Send + Sync>;
-
-#[derive(Module, Debug)]
-struct Model {
-    tokens: Embedding,
-    positions: Embedding,
-    encoder: TransformerEncoder,
-    output: Linear,
-}
-
-impl Model {
-    fn new(layers: usize, device: &Device) -> Self {
-        let encoder = TransformerEncoderConfig::new(DIM, 4 * DIM, 6, layers);
-        Self {
-            tokens: EmbeddingConfig::new(VOCAB, DIM).init(device),
-            positions: EmbeddingConfig::new(TIME, DIM).init(device),
-            encoder: encoder.with_norm_first(true).with_dropout(0.0).init(device),
-            output: LinearConfig::new(DIM, VOCAB).init(device),
-        }
-    }
-
-    fn loss(&self, (tokens, targets): Tokens) -> Tensor<1> {
-        let [batch, time] = tokens.dims();
-        let device = tokens.device();
-        let positions = Tensor::<1, Int>::arange(0..time as i64, &device).unsqueeze();
-        let x = (self.positions.forward(positions) + self.tokens.forward(tokens)) / 2;
-        let mask = generate_autoregressive_mask(batch, time, &device);
-        let input = TransformerEncoderInput::new(x).mask_attn(mask);
-        let logits = self.output.forward(self.encoder.forward(input));
-        CrossEntropyLossConfig::new().init(&device).forward(
-            logits.reshape([batch * time, VOCAB]),
-            targets.reshape([batch * time]),
-        )
-    }
-}
-
-/// The rows of a rank in a step: numbers that look random.
-fn batch(step: usize, rank: usize, ranks: usize) -> Tokens {
-    let device = Device::flex();
-    let rows = BATCH / ranks;
-    let at = |row: usize, column: usize| {
-        let mixed =
-            (step * 1_000_003 + row * 7919 + column + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        ((mixed >> 33) % VOCAB) as i64
-    };
-    let make = |shift: usize| {
-        let values: Vec<i64> = (rank * rows..(rank + 1) * rows)
-            .flat_map(|row| (0..TIME).map(move |column| at(row, column + shift)))
-            .collect();
-        Tensor::from_data(TensorData::new(values, [rows, TIME]), &device)
-    };
-    (make(0), make(1))
-}
 
 #[derive(Debug, Clone)]
 struct Arguments {
@@ -139,8 +78,15 @@ impl Arguments {
     }
 }
 
+fn config(layers: usize) -> EncoderLmConfig {
+    EncoderLmConfig {
+        layers,
+        ..EncoderLmConfig::default()
+    }
+}
+
 enum Side {
-    Eager(Box<Option<Model>>, ModuleOptimizer),
+    Eager(Box<Option<EncoderLm>>, ModuleOptimizer),
     Compiled(Box<CompiledStep<Tokens>>),
 }
 
@@ -150,7 +96,7 @@ impl Side {
         if arguments.engine == "eager" {
             let device = Device::flex().autodiff().gradient_checkpointing();
             let policy = ShardPolicy::new().units(["encoder.layers.*"]);
-            let model = fully_shard(Model::new(layers, &device), world, policy)?;
+            let model = fully_shard(config(layers).init(&device), world, policy)?;
             return Ok(Self::Eager(
                 Box::new(Some(model)),
                 AdamWConfig::new().init(),
@@ -162,8 +108,8 @@ impl Side {
         };
         let options = Options::default().kernels(!arguments.composed);
         let mode = Mode::data_parallel(world.clone(), strategy).options(options);
-        let init = move |device: &Device| Model::new(layers, device);
-        let step = compile(init, Model::loss, AdamWConfig::new().build(), mode)?;
+        let init = move |device: &Device| config(layers).init(device);
+        let step = compile(init, EncoderLm::loss, AdamWConfig::new().build(), mode)?;
         Ok(Self::Compiled(Box::new(step)))
     }
 
@@ -229,11 +175,18 @@ fn main() -> Result<(), Failure> {
         "engine": arguments.engine,
         "ranks": arguments.ranks,
         "step_ms": 1e3 * median,
-        "tokens_per_s": (BATCH * TIME) as f64 / median,
+        "tokens_per_s": (BATCH * EncoderLmConfig::default().seq) as f64 / median,
         "losses": losses,
     });
     println!("{report}");
     Ok(())
+}
+
+/// The rows of a rank in a step.
+fn rows(world: &ProcessGroup, step: usize) -> Tokens {
+    let rows = BATCH / world.size();
+    let first = world.rank() * rows;
+    EncoderLmConfig::default().batch(step, first..first + rows, &Device::flex())
 }
 
 fn run(arguments: &Arguments, world: &ProcessGroup) -> Result<(Vec<f64>, Vec<f64>), Failure> {
@@ -241,7 +194,7 @@ fn run(arguments: &Arguments, world: &ProcessGroup) -> Result<(Vec<f64>, Vec<f64
     let mut side = Side::new(arguments, world)?;
     let (mut times, mut losses) = (Vec::new(), Vec::new());
     for step in 0..arguments.warmup + arguments.steps {
-        let batch = batch(step, world.rank(), world.size());
+        let batch = rows(world, step);
         let start = Instant::now();
         losses.push(side.train(&batch)?);
         if step >= arguments.warmup {
@@ -249,7 +202,7 @@ fn run(arguments: &Arguments, world: &ProcessGroup) -> Result<(Vec<f64>, Vec<f64
         }
     }
     if let Side::Compiled(step) = &mut side {
-        let batch = batch(0, world.rank(), world.size());
+        let batch = rows(world, 0);
         if arguments.prints && world.rank() == 0 {
             println!("{}", step.graph().ok_or("it has run")?);
         }

@@ -24,7 +24,7 @@ use run::Run;
 
 #[path = "../../../benches/limits.rs"]
 mod limits;
-#[path = "../../../benches/run.rs"]
+#[path = "../../cli/src/bench/origin.rs"]
 mod run;
 
 /// The default shape of the peer programs.
@@ -203,7 +203,7 @@ fn main() {
     let tokens = BATCH * CONFIG.seq;
     println!(
         "{}",
-        limits.beside(*params, tokens, arguments.ranks, full_shard)
+        limits::beside(limits, *params, tokens, arguments.ranks, full_shard)
     );
     if let Some(path) = arguments.json {
         let raw = pairs.iter().map(|pair| [pair.full_shard, pair.no_shard]);

@@ -30,7 +30,7 @@ use burn_fsdp_checkpoint::{
     TensorKind, TensorSpec, ThreadRendezvous, TrainingState, Verification, WritePlan, save,
 };
 
-#[path = "../../../benches/run.rs"]
+#[path = "../../cli/src/bench/origin.rs"]
 mod run;
 
 const BLOCK: usize = 16 << 20;

@@ -6,6 +6,8 @@ use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
+use crate::bench::BenchArgs;
+use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
@@ -30,6 +32,11 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Run a command, such as `mpirun -n 4 burn-fsdp train ..`, again when it fails
     Launch(LaunchArgs),
+    /// Measure training against PyTorch, both in turn on the same cores
+    Bench(BenchArgs),
+    /// Train a model of Burn's own layers on numbers that look random, for `bench`
+    #[command(hide = true)]
+    EncoderStep(EncoderArgs),
 }
 
 #[derive(Debug, Args)]

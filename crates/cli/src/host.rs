@@ -23,6 +23,11 @@ pub(crate) fn peak_rss_bytes() -> Option<u64> {
     field("/proc/self/status", "VmHWM:").map(|kib| kib.saturating_mul(1024))
 }
 
+/// Returns the bytes that this process has resident, where the system tells.
+pub(crate) fn rss_bytes() -> Option<u64> {
+    field("/proc/self/status", "VmRSS:").map(|kib| kib.saturating_mul(1024))
+}
+
 /// Returns the name of this machine.
 pub(crate) fn name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();

@@ -4,12 +4,14 @@
 //! - `train`: a training run.
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
+//! - `bench`: training measured against PyTorch.
 //! - `launch`: a command that is run again when it fails.
 //! - `text`, `fused`: generated text and fused operations, for several of them.
 //! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
 //! - `error`: errors, and the exit code for each.
 
 mod args;
+mod bench;
 mod bytes;
 mod console;
 mod error;
@@ -46,6 +48,8 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args).map_err(Failure::from),
+        Command::Bench(args) => bench::run(&args),
+        Command::EncoderStep(args) => bench::encoder::run(&args),
         Command::Launch(args) => match launch::run(&args) {
             Ok(code) => return code,
             Err(failure) => Err(failure),

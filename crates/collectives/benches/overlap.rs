@@ -22,7 +22,7 @@ use burn_fsdp_collectives::{
     processes,
 };
 
-#[path = "../../../benches/run.rs"]
+#[path = "../../cli/src/bench/origin.rs"]
 mod run;
 
 /// Bytes of the full tensors.

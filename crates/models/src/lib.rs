@@ -4,6 +4,7 @@
 //!   of the usual PyTorch program.
 //! - [`LlamaConfig`] and [`Llama`]: a decoder with root-mean-square norms, rotary positions, gated
 //!   perceptrons and grouped key and value heads.
+//! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's own layers as they are, to measure and to try.
 //! - [`GptConfig::preset`], [`LlamaConfig::preset`]: the sizes that are known by their number of
 //!   parameters.
 //! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
@@ -39,6 +40,7 @@
 
 mod architecture;
 mod config;
+mod encoder_lm;
 mod error;
 pub mod fused;
 mod gpt;
@@ -57,6 +59,7 @@ mod weights;
 
 pub use architecture::{Architecture, ModelConfig};
 pub use config::GptConfig;
+pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
 pub use llama::{Llama, LlamaBlock};

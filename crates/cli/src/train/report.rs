@@ -47,6 +47,8 @@ pub(crate) struct Report {
     pub(crate) staged_bytes: Vec<[usize; 2]>,
     /// Maximum of the resident bytes of each process.
     pub(crate) peak_rss_bytes: Vec<u64>,
+    /// Resident bytes of this process before it trained.
+    pub(crate) start_rss_bytes: Option<u64>,
     /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
     pub(crate) curve: String,
@@ -69,8 +71,13 @@ pub(crate) struct StepMillis {
 }
 
 impl Report {
-    /// Makes the report from the results of the ranks, of which there is at least one.
-    pub(crate) fn new(config: &TrainConfig, mut results: Vec<RankOutcome>) -> Self {
+    /// Makes the report from the results of the ranks, of which there is at least one, and the bytes that were resident
+    /// before they began.
+    pub(crate) fn new(
+        config: &TrainConfig,
+        start_rss_bytes: Option<u64>,
+        mut results: Vec<RankOutcome>,
+    ) -> Self {
         let seconds = slowest(&results);
         let first = results.first();
         let first_step = first.map_or(0, |first| first.first_step);
@@ -125,6 +132,7 @@ impl Report {
             unsharded_peak_bytes,
             staged_bytes: results.iter().map(|result| result.staged).collect(),
             peak_rss_bytes,
+            start_rss_bytes,
             collectives: collectives.unwrap_or_default(),
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),

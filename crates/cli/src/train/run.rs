@@ -30,6 +30,7 @@ use crate::train::trace;
 /// lost.
 pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let config = Arc::new(config);
+    let start_rss_bytes = host::rss_bytes();
     let is_first = config.ranks.have_first();
     // Processes write nothing before they have agreed.
     let metrics = match config.ranks.are_processes() {
@@ -71,7 +72,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         let written = output::write_whole("--trace", path, text.as_bytes());
         failures.extend(written.err().map(|error| error.to_string()));
     }
-    let mut report = Report::new(&config, results);
+    let mut report = Report::new(&config, start_rss_bytes, results);
     // Without a step there is no point to draw.
     if !report.losses.is_empty() {
         let svg = curve::draw(report.first_step, &report.losses, &report.eval_losses);

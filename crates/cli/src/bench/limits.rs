@@ -1,0 +1,60 @@
+//! What the machine can do at most, measured in the run whose numbers stand beside it.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use burn::tensor::{Device, Distribution, Tensor};
+use burn_fsdp::ProcessGroup;
+use burn_fsdp::collectives::Error;
+
+/// Limits of all ranks together, each at work at the same time.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Bytes per second of copying.
+    pub(crate) copy: f64,
+    /// Operations per second of square matrix products.
+    pub(crate) products: f64,
+}
+
+const ROUNDS: usize = 7;
+const COPIED: usize = 64 << 20;
+const WIDTH: usize = 768;
+
+impl Limits {
+    /// Collective.
+    pub(crate) fn measure(world: &ProcessGroup) -> Result<Self, Error> {
+        let ranks = world.size() as f64;
+        let (source, mut target) = (vec![1u8; COPIED], vec![0u8; COPIED]);
+        let copying = median(world, || {
+            target.copy_from_slice(black_box(&source));
+            black_box(&target);
+        })?;
+        let random = || {
+            let shape = [WIDTH, WIDTH];
+            Tensor::<2>::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::flex())
+        };
+        let (lhs, rhs) = (random(), random());
+        let multiplying = median(world, || {
+            black_box(lhs.clone().matmul(rhs.clone()));
+        })?;
+        Ok(Self {
+            copy: ranks * COPIED as f64 / copying,
+            products: ranks * 2.0 * (WIDTH as f64).powi(3) / multiplying,
+        })
+    }
+}
+
+/// Seconds that the slowest rank takes, in the middle of several rounds. The first pays for fresh pages.
+fn median(world: &ProcessGroup, mut work: impl FnMut()) -> Result<f64, Error> {
+    work();
+    let mut seconds = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        world.barrier("start of a measurement")?;
+        let start = Instant::now();
+        work();
+        world.barrier("end of a measurement")?;
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    seconds.sort_by(f64::total_cmp);
+    Ok(seconds[ROUNDS / 2])
+}
