@@ -1,5 +1,7 @@
 //! The command line as it was typed: commands, arguments and their help texts.
 
+mod steps;
+
 use std::path::PathBuf;
 
 use burn_fsdp::DeviceName;
@@ -9,6 +11,7 @@ use serde::Serialize;
 use crate::bench::BenchArgs;
 use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
+pub(crate) use steps::{ConsolidateArgs, GenerateArgs, InspectArgs, NamesArg};
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
 #[derive(Debug, Parser)]
@@ -37,58 +40,6 @@ pub(crate) enum Command {
     /// Train a model of Burn's own layers on numbers that look random, for `bench`
     #[command(hide = true)]
     EncoderStep(EncoderArgs),
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct ConsolidateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
-    pub(crate) step: PathBuf,
-    /// File to write; a folder with --max-shard-size
-    pub(crate) out: PathBuf,
-    /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
-    #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
-    pub(crate) max_shard_size: Option<u64>,
-    /// Names and layout of the tensors [default: torch for the models of this command, else burn]
-    #[arg(long, value_enum)]
-    pub(crate) names: Option<NamesArg>,
-    /// Replace what is there
-    #[arg(long)]
-    pub(crate) overwrite: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum NamesArg {
-    /// Those of PyTorch, by the table of the model: what `train --init` and PyTorch read
-    Torch,
-    /// Those of the Burn module, as they are in the step
-    Burn,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct InspectArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
-    pub(crate) step: PathBuf,
-    /// Read the index alone, and verify nothing
-    #[arg(long)]
-    pub(crate) no_verify: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-#[derive(Debug, Clone, Args)]
-pub(crate) struct GenerateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
-    pub(crate) step: PathBuf,
-    /// Text to go on from
-    #[arg(long)]
-    pub(crate) prompt: String,
-    /// Bytes to generate
-    #[arg(long, default_value_t = 200)]
-    pub(crate) bytes: usize,
-    /// Seed of the random choices
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
 }
 
 /// The help text about the exit codes of every command.
@@ -230,6 +181,16 @@ pub(crate) struct TrainingArgs {
     /// Compute each block's activations again in backward, instead of keeping them
     #[arg(long)]
     pub(crate) activation_checkpointing: bool,
+    /// With --compile: have at most so many bytes on a rank at once, such as 400MiB, by computing blocks again in
+    /// backward, as few as it takes. It is the memory of the plan: tensors, scratch and transport
+    #[arg(
+        long,
+        value_name = "BYTES",
+        value_parser = crate::bytes::parse,
+        requires = "compile",
+        conflicts_with_all = ["activation_checkpointing", "accumulate"]
+    )]
+    pub(crate) memory_budget: Option<u64>,
     /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda
     /// or rocm, by itself for that of the rank's number on its machine, or with a number, as wgpu:0
     #[arg(long, value_name = "DEVICE", default_value_t)]

@@ -249,6 +249,16 @@ pub(crate) enum InputError {
     #[error(transparent)]
     Plan(Box<burn_fsdp::compile::Error>),
 
+    #[error("{first} is not for a run with {second}: {reason}; leave out one of them")]
+    Excludes {
+        first: &'static str,
+        second: &'static str,
+        reason: &'static str,
+    },
+
+    #[error("--memory-budget: {0}")]
+    Budget(Box<burn_fsdp::plan::BudgetError>),
+
     #[error("{problem}")]
     Restart { problem: &'static str },
 

@@ -34,7 +34,7 @@ impl Kernels for Flex {
     }
 
     fn causal_attention_kernel(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
-        attention::forward(qkv, batch, heads)
+        attention::causal(qkv, batch, heads)
     }
 
     fn causal_attention_gradient(
@@ -43,7 +43,7 @@ impl Kernels for Flex {
         batch: usize,
         heads: usize,
     ) -> FlexTensor {
-        attention::backward(qkv, grad, batch, heads)
+        attention::causal_gradient(qkv, grad, batch, heads)
     }
 
     fn cross_entropy_kernel(logits: FlexTensor, targets: FlexTensor) -> [FlexTensor; 2] {

@@ -1,9 +1,9 @@
 //! The operations as graphs hold them.
 
 use burn_flex::FlexTensor;
-use burn_ir::CustomOpIr;
+use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::scores_bytes;
+use crate::attention::{Fill, scores_bytes};
 use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, layer_norm};
 
@@ -20,12 +20,17 @@ use crate::{attention, cross_entropy, gelu, layer_norm};
 /// | `models.layer_norm_backward` | x, gamma, gradient of y | gradients of x, gamma, beta | epsilon |
 /// | `models.causal_attention` | qkv | y | batch, heads |
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
+/// | `models.attention` | queries, keys, values, masks | values, mixed | factor on the scores, number for each mask |
+/// | `models.attention_backward` | queries, keys, values, gradient of the result, masks | gradients of queries, keys, values | as above |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
 /// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
 /// | `models.softmax` | x | y | |
 /// | `models.softmax_backward` | y, gradient of y | gradient of x | |
 /// | `models.log_softmax` | x | y | |
 /// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
+///
+/// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
+/// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number.
 ///
 /// GELU, layer norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,6 +47,10 @@ pub enum FusedOperation {
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
+    /// Attention of queries to keys, under any number of masks.
+    Attention,
+    /// The gradients of [`Attention`](Self::Attention).
+    AttentionBackward,
     /// Mean of minus the log probability of the targets, with its gradient.
     CrossEntropy,
     /// The gradient of the logits times that of the loss.
@@ -69,13 +78,15 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::Gelu,
         Self::GeluBackward,
         Self::LayerNorm,
         Self::LayerNormBackward,
         Self::CausalAttention,
         Self::CausalAttentionBackward,
+        Self::Attention,
+        Self::AttentionBackward,
         Self::CrossEntropy,
         Self::CrossEntropyBackward,
         Self::Softmax,
@@ -93,6 +104,8 @@ impl FusedOperation {
             Self::LayerNormBackward => "models.layer_norm_backward",
             Self::CausalAttention => "models.causal_attention",
             Self::CausalAttentionBackward => "models.causal_attention_backward",
+            Self::Attention => "models.attention",
+            Self::AttentionBackward => "models.attention_backward",
             Self::CrossEntropy => "models.cross_entropy",
             Self::CrossEntropyBackward => "models.cross_entropy_backward",
             Self::Softmax => "models.softmax",
@@ -109,7 +122,12 @@ impl FusedOperation {
     /// If the inputs are not those that the operation was captured with.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
         let mut inputs = inputs.into_iter();
-        let mut next = || inputs.next().expect("a captured call has all its inputs");
+        let mut next = || {
+            inputs
+                .by_ref()
+                .next()
+                .expect("a captured call has all its inputs")
+        };
         let size = |index: usize| call.scalars[index].elem::<u64>() as usize;
         let epsilon = || call.scalars[0].elem::<f32>();
         match self {
@@ -119,9 +137,18 @@ impl FusedOperation {
             Self::LayerNormBackward => {
                 layer_norm::backward(next(), next(), next(), epsilon()).into()
             }
-            Self::CausalAttention => vec![attention::forward(next(), size(0), size(1))],
+            Self::CausalAttention => vec![attention::causal(next(), size(0), size(1))],
             Self::CausalAttentionBackward => {
-                vec![attention::backward(next(), next(), size(0), size(1))]
+                vec![attention::causal_gradient(next(), next(), size(0), size(1))]
+            }
+            Self::Attention => {
+                let operands = [next(), next(), next()];
+                vec![attention::masked(operands, epsilon(), fills(call, inputs))]
+            }
+            Self::AttentionBackward => {
+                let (operands, grad) = ([next(), next(), next()], next());
+                let fills = fills(call, inputs);
+                attention::masked_gradients(operands, &grad, epsilon(), fills).into()
             }
             Self::CrossEntropy => {
                 let logits = next();
@@ -139,7 +166,10 @@ impl FusedOperation {
     /// contiguous; all other outputs are in memory of their own.
     pub fn written_over(self) -> Option<usize> {
         match self {
-            Self::CausalAttention | Self::CausalAttentionBackward => None,
+            Self::CausalAttention
+            | Self::CausalAttentionBackward
+            | Self::Attention
+            | Self::AttentionBackward => None,
             Self::Gelu
             | Self::LayerNorm
             | Self::CrossEntropy
@@ -164,8 +194,8 @@ impl FusedOperation {
         let pointwise = largest.unwrap_or(0) as u64;
         // Matrix products over the keys, and blocks of scores, in forward and in backward.
         let (products, blocks) = match self {
-            Self::CausalAttention => (2, 2),
-            Self::CausalAttentionBackward => (5, 3),
+            Self::CausalAttention | Self::Attention => (2, 2),
+            Self::CausalAttentionBackward | Self::AttentionBackward => (5, 3),
             _ => {
                 return FusedCost {
                     pointwise,
@@ -173,16 +203,38 @@ impl FusedOperation {
                 };
             }
         };
-        let [batch, heads] = [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
-        let [rows, width] = [0, 1].map(|dim: usize| call.inputs[0].shape[dim]);
-        let time = rows / batch.max(1);
-        // Of queries and keys on average half are seen.
-        let matmul = products * (rows * (time + 1) / 2 * (width / 3)) as u64 * 2;
+        let shape = &call.inputs[0].shape;
+        let (batch, heads, times, width, pairs) = match self {
+            Self::Attention | Self::AttentionBackward => {
+                let times = [shape[1], call.inputs[1].shape[1]];
+                let pairs = shape[0] * times[0] * times[1];
+                (shape[0], shape[2], times, shape[2] * shape[3], pairs)
+            }
+            _ => {
+                let [batch, heads] =
+                    [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
+                let time = shape[0] / batch.max(1);
+                // Of queries and keys on average half are seen.
+                let pairs = shape[0] * (time + 1) / 2;
+                (batch, heads, [time; 2], shape[1] / 3, pairs)
+            }
+        };
+        let matmul = products * (pairs * width) as u64 * 2;
         let parallel = batch.min(rayon::current_num_threads());
         FusedCost {
             matmul,
             pointwise,
-            scratch_bytes: (blocks * parallel * scores_bytes(time, heads)) as u64,
+            scratch_bytes: (blocks * parallel * scores_bytes(times, heads)) as u64,
         }
     }
+}
+
+/// Returns the masks that are left of the inputs of a call, with their numbers.
+fn fills(call: &CustomOpIr, masks: impl Iterator<Item = FlexTensor>) -> Vec<Fill> {
+    let values = call.scalars[1..].iter();
+    let fill = |(mask, value): (FlexTensor, &ScalarIr)| Fill {
+        mask,
+        value: value.elem::<f32>(),
+    };
+    masks.zip(values).map(fill).collect()
 }

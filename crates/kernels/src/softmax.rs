@@ -61,7 +61,7 @@ impl Kernel for Forward<'_> {
 
 /// Returns `e^x` for `x <= 0`, and zero where that is less than a normal number: what is masked counts nothing.
 #[inline(always)]
-fn exp_or_zero(x: f32) -> f32 {
+pub(crate) fn exp_or_zero(x: f32) -> f32 {
     let exp = exp_nonpositive(x);
     if x < -87.0 { 0.0 } else { exp }
 }

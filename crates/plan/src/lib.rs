@@ -14,11 +14,13 @@
 //! | module | what |
 //! |---|---|
 //! | `step` | plans of graphs |
+//! | `budget` | the choice of what to compute again, by plans |
 //! | `formula` | estimates of jobs |
 //! | `backend` | where Burn's CPU backend puts results, and what it allocates beside them |
 #![forbid(unsafe_code)]
 
 mod backend;
+mod budget;
 mod category;
 mod formula;
 mod machine;
@@ -29,6 +31,7 @@ mod step;
 mod traced;
 mod traffic;
 
+pub use budget::{BudgetError, Fitted, fit};
 pub use burn_fsdp_spmd::graph::Flops;
 pub use category::{Bytes, Category};
 pub use formula::{

@@ -426,6 +426,7 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
 /// Applies the passes of a mode to the graph of an evaluation, which has no gradients.
 pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let options = mode.options.clone().clip_grad_norm(None).recompute(None);
+    let options = options.recompute_units::<Pattern>([]);
     let options = options.optimizer(OptimizerPlace::AtEnd);
     mode.pipeline(&options)?.run(graph)
 }

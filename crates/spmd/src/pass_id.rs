@@ -17,6 +17,8 @@ pub enum PassId {
     StandIns,
     /// [`UseKernels`](crate::passes::UseKernels).
     UseKernels,
+    /// [`RecomputeUnits`](crate::passes::RecomputeUnits).
+    RecomputeUnits,
     /// [`Recompute`](crate::passes::Recompute).
     Recompute,
     /// [`InsertCollectives`](crate::passes::InsertCollectives), or
@@ -57,6 +59,7 @@ impl fmt::Display for PassId {
             Self::CommonSubexpressions => "common subexpressions",
             Self::StandIns => "stand-ins",
             Self::UseKernels => "use kernels",
+            Self::RecomputeUnits => "recompute units",
             Self::Recompute => "recompute",
             Self::InsertCollectives => "insert collectives",
             Self::Deduplicate => "deduplicate collectives",

@@ -111,9 +111,13 @@ fn traced_blocks(
     machine: &Machine,
 ) -> Result<(Plan, u64), InputError> {
     let options = Options::default().prefetch(args.prefetch > 0);
+    let options = match (args.activation_checkpointing, preset) {
+        (CheckpointingArg::Full, Preset::Gpt(_)) => options.recompute_units(["blocks.*"]),
+        (CheckpointingArg::Full, Preset::Llama(_)) => options.recompute_units(["layers.*"]),
+        _ => options,
+    };
     let graph = traced_graph(preset, job)?;
-    let mut keeping = options.clone();
-    keeping.recompute = None;
+    let keeping = options.clone().recompute(None).recompute_units([""; 0]);
     let keeping = pipeline(job.ranks, job.strategy, &keeping, &[]).run(graph.clone())?;
     let without = MemoryPlan::new(&keeping, 0)?.peak_bytes();
     drop(keeping);
@@ -238,10 +242,10 @@ fn check_compiled(args: &PlanArgs) -> Result<(), InputError> {
             reason: "all their tensors are on the device",
         });
     }
-    if args.activation_checkpointing != CheckpointingArg::None {
+    if args.activation_checkpointing == CheckpointingArg::Selective {
         return Err(InputError::NotCompiled {
-            flag: "--activation-checkpointing",
-            reason: "what they compute again is chosen by a pass",
+            flag: "--activation-checkpointing selective",
+            reason: "of a block they compute all again, or what is cheap",
         });
     }
     Ok(())

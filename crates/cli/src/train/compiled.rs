@@ -5,11 +5,14 @@ use std::time::Instant;
 
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::schedule::Options;
+use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, Mode, compile, load_compiled, restore_compiled, snapshot_compiled,
+    CompiledStep, Evaluation, Mode, compile, kernels, load_compiled, restore_compiled,
+    snapshot_compiled,
 };
-use burn_fsdp::plan::{MemoryPlan, Size};
+use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
@@ -18,7 +21,7 @@ use serde_json::Value;
 
 use crate::args::NotFinite;
 use crate::console;
-use crate::error::RankError;
+use crate::error::{InputError, RankError};
 use crate::train::config::TrainConfig;
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
@@ -40,22 +43,61 @@ pub(crate) struct Compiled<'a> {
     norm_not_finite: Option<f64>,
     /// The loss alone, for text that was held out.
     loss: Evaluation<Tokens, Tensor<1>>,
+    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    recomputed: Vec<String>,
     /// A sharded model to generate with, made when it is first needed.
     model: Option<Gpt>,
 }
 
-/// Returns the mode, with passes that divide a step as the configuration says.
-fn mode(config: &TrainConfig, world: &ProcessGroup, mesh: &ProcessMesh) -> Result<Mode, RankError> {
+/// Returns the mode, with passes that divide a step as the configuration says, and the units that are computed again so that a step stays within its budget of memory.
+fn mode(
+    config: &TrainConfig,
+    world: &ProcessGroup,
+    mesh: &ProcessMesh,
+) -> Result<(Mode, Vec<String>), RankError> {
     let sharding = &config.sharding;
     let prefetch = sharding.prefetch.map(|units| units > 0);
     let options = Options::default().prefetch(prefetch);
     let options = options.clip_grad_norm(config.step.clip);
     let options = options.precision(sharding.precision.clone());
+    let options = match config.step.activation_checkpointing {
+        true => options.recompute_units(["blocks.*"]),
+        false => options,
+    };
     let mode = match sharding.replicas {
         1 => Mode::data_parallel(world.clone(), sharding.strategy),
         _ => Mode::hybrid(mesh.clone(), "replicate", sharding.strategy)?,
     };
-    Ok(mode.options(options))
+    let Some(budget) = config.step.memory_budget else {
+        return Ok((mode.options(options), Vec::new()));
+    };
+    let graph = traced(config, world)?;
+    let fitted = fit(&graph, &mode, &options, budget).map_err(|error| match error {
+        BudgetError::Step(error) => RankError::Compiled(Box::new(error)),
+        error => RankError::Input(Box::new(InputError::Budget(Box::new(error)))),
+    })?;
+    let units = fitted.units.iter().map(ToString::to_string).collect();
+    Ok((mode.options(fitted.options), units))
+}
+
+/// Traces a step on this rank's rows, before it is divided.
+fn traced(config: &TrainConfig, world: &ProcessGroup) -> Result<Graph, RankError> {
+    let (model, seed) = (config.model, config.seed);
+    model.validate()?;
+    let rows = config.micro_rows_of(world.rank(), 0).len();
+    // One element, seen as many: only the shape is used.
+    let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
+    let tokens = || one().expand([rows, model.seq]);
+    let init = move |device: &Device| model.init(device, seed).expect("the sizes were validated");
+    let optimizer = config.optimizer.build();
+    let config = TraceConfig::default();
+    let batch = (tokens(), tokens());
+    let graph = trace(init, loss, &optimizer, &batch, config)?;
+    Ok(kernels().describe(graph)?)
+}
+
+fn loss(model: &Gpt, (inputs, targets): Tokens) -> Tensor<1> {
+    recorded(|| model.loss(inputs, targets))
 }
 
 impl<'a> Compiled<'a> {
@@ -81,13 +123,11 @@ impl<'a> Compiled<'a> {
             let loaded = loaded.and_then(|mut loaded| loaded.take());
             loaded.unwrap_or_else(|| model.init(device, seed).expect("the sizes were validated"))
         };
-        let loss =
-            |model: &Gpt, (inputs, targets): Tokens| recorded(|| model.loss(inputs, targets));
         let held_out = Evaluation::new(
             move |device: &Device| model.init(device, seed).expect("the sizes were validated"),
             loss,
         );
-        let mode = mode(config, world, mesh)?;
+        let (mode, recomputed) = mode(config, world, mesh)?;
         let step = compile(init, loss, config.optimizer.build(), mode)?;
         Ok(Self {
             config,
@@ -98,6 +138,7 @@ impl<'a> Compiled<'a> {
             unsharded: None,
             norm_not_finite: None,
             loss: held_out,
+            recomputed,
             model: None,
         })
     }
@@ -214,6 +255,10 @@ impl Trainer for Compiled<'_> {
 
     fn warnings(&self) -> Result<Vec<String>, RankError> {
         Ok(Vec::new())
+    }
+
+    fn recomputed_units(&self) -> &[String] {
+        &self.recomputed
     }
 
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError> {

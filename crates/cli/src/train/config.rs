@@ -87,6 +87,8 @@ pub(crate) struct StepConfig {
     pub(crate) clip: Option<Clip>,
     pub(crate) scales_loss: bool,
     pub(crate) activation_checkpointing: bool,
+    /// Maximum of the bytes of a rank's compiled step.
+    pub(crate) memory_budget: Option<u64>,
 }
 
 impl TrainConfig {
@@ -369,6 +371,7 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
         clip: args.clip_grad_norm.map(Clip::to),
         scales_loss: args.precision == Float::F16,
         activation_checkpointing: args.activation_checkpointing,
+        memory_budget: args.memory_budget,
     })
 }
 
@@ -406,12 +409,14 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "--reduce-dtype f16",
             "they do not scale the loss; bf16 needs no scaling",
         ),
-        (
-            training.activation_checkpointing,
-            "--activation-checkpointing",
-            "what they compute again is chosen by a pass",
-        ),
     ];
+    if training.memory_budget.is_some() && training.precision != Float::F32 {
+        return Err(InputError::Excludes {
+            first: "--memory-budget",
+            second: "--precision",
+            reason: "steps are planned in the 32 bits of the model",
+        });
+    }
     let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
     match refused {
         Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),

@@ -31,6 +31,8 @@ pub(crate) struct RankOutcome {
     pub(crate) interrupted: bool,
     /// Message of why the run is not a success, though this rank came to its end.
     pub(crate) failure: Option<String>,
+    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    pub(crate) recomputed_units: Vec<String>,
     /// Remarks on the sharding.
     pub(crate) warnings: Vec<String>,
     /// Events of the step that was traced.
@@ -75,6 +77,7 @@ impl RankOutcome {
             unsharded_peak: 0,
             staged: [0, 0],
             collectives: Collectives::default(),
+            recomputed_units: Vec::new(),
             warnings: Vec::new(),
             trace: Vec::new(),
             peak_rss_bytes: None,

@@ -81,6 +81,7 @@ pub(crate) fn train(
 
     result.state_bytes = trainer.state_bytes()?;
     result.warnings.extend(trainer.warnings()?);
+    result.recomputed_units = trainer.recomputed_units().to_vec();
     if !result.interrupted && result.failure.is_none() {
         result.sample = trainer.sample()?;
     }

@@ -51,6 +51,8 @@ pub(crate) struct Report {
     pub(crate) start_rss_bytes: Option<u64>,
     /// Collectives of the last training step.
     pub(crate) collectives: Collectives,
+    /// Units that are computed again in backward so that a step stays within its budget of memory.
+    pub(crate) recomputed_units: Vec<String>,
     pub(crate) curve: String,
     pub(crate) sample: Option<String>,
     /// The newest step in --checkpoint-dir that this run has saved.
@@ -98,6 +100,9 @@ impl Report {
             peak_rss_bytes.extend(host::peak_rss_bytes());
         }
         let warnings = warnings(config, &results);
+        let recomputed_units = results.first_mut();
+        let recomputed_units =
+            recomputed_units.map(|rank| std::mem::take(&mut rank.recomputed_units));
         let (losses, eval_losses, sample) = match results.first_mut() {
             Some(first) => (
                 std::mem::take(&mut first.losses),
@@ -134,6 +139,7 @@ impl Report {
             peak_rss_bytes,
             start_rss_bytes,
             collectives: collectives.unwrap_or_default(),
+            recomputed_units: recomputed_units.unwrap_or_default(),
             curve: config.curve.display().to_string(),
             sample: sample.map(|bytes| printable(&bytes)),
             saved_step,

@@ -35,6 +35,10 @@ impl fmt::Display for Report {
             )?;
         }
         self.fmt_memory(f)?;
+        if !self.recomputed_units.is_empty() {
+            let units = self.recomputed_units.join(", ");
+            writeln!(f, "recomputed {units}, to stay within the memory budget")?;
+        }
         if !self.losses.is_empty() {
             writeln!(f, "curve      {}", self.curve)?;
         }

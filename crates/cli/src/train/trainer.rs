@@ -53,6 +53,11 @@ pub(crate) trait Trainer {
     /// Returns remarks on the division of the model.
     fn warnings(&self) -> Result<Vec<String>, RankError>;
 
+    /// Returns the units that are computed again in backward so that a step stays within its budget of memory.
+    fn recomputed_units(&self) -> &[String] {
+        &[]
+    }
+
     /// Generates the sample text with the trained model; `None` if the run ends without one.
     fn sample(&mut self) -> Result<Option<Vec<u8>>, RankError>;
 }

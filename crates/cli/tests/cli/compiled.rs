@@ -175,7 +175,6 @@ fn what_a_compiled_step_has_not_is_refused() {
         ("--no-sync", "--no-sync"),
         ("--precision f16", "--precision f16"),
         ("--reduce-dtype f16", "--reduce-dtype f16"),
-        ("--activation-checkpointing", "--activation-checkpointing"),
     ] {
         let folder = Folder::new();
         let run = folder.train(&format!("{STEPS} --compile {flags}"));
@@ -190,6 +189,59 @@ fn what_a_compiled_step_has_not_is_refused() {
     let run = folder.train_with_fault(&format!("{STEPS} --compile"), fault);
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("at:collective"), "{}", run.stderr);
+}
+
+#[test]
+fn blocks_that_are_computed_again_keep_the_losses() {
+    let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 5 --warmup 0 --compile";
+    for flags in [
+        "",
+        "--ranks 1",
+        "--precision bf16",
+        "--accumulate 2",
+        "--clip-grad-norm 0.1",
+    ] {
+        let report = |more: &str| Folder::new().report(&format!("{sizes} {flags} {more}"));
+        let kept = losses(&report(""));
+        assert_eq!(
+            losses(&report("--activation-checkpointing")),
+            kept,
+            "{flags}"
+        );
+    }
+}
+
+#[test]
+fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
+    let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 3 --warmup 0 --compile";
+    let kept = Folder::new().report(sizes);
+    assert_eq!(kept["recomputed_units"].as_array().map(Vec::len), Some(0));
+    let folder = Folder::new();
+    let run = folder.train(&format!("{sizes} --memory-budget 1KiB"));
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(
+        run.stderr.starts_with("error: --memory-budget: "),
+        "{}",
+        run.stderr
+    );
+    let words: Vec<&str> = run.stderr.split_whitespace().collect();
+    let bytes = words.windows(2).find(|words| words[1] == "bytes,");
+    let least: u64 = bytes.expect("the least is told")[0].parse().unwrap();
+    let tight = Folder::new().report(&format!("{sizes} --memory-budget {least}"));
+    assert!(!tight["recomputed_units"].as_array().unwrap().is_empty());
+    assert_eq!(losses(&tight), losses(&kept));
+    for (flags, says) in [
+        (
+            "--compile --precision bf16",
+            "--memory-budget is not for a run with --precision",
+        ),
+        ("--compile --accumulate 2", "cannot be used with"),
+        ("", "--compile"),
+    ] {
+        let run = Folder::new().train(&format!("--synthetic --memory-budget 1GiB {flags}"));
+        assert_eq!(run.code, 2, "{flags}: {}", run.stderr);
+        assert!(run.stderr.contains(says), "{flags}: {}", run.stderr);
+    }
 }
 
 #[test]

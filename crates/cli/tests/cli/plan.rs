@@ -168,8 +168,8 @@ fn wrong_input_is_named() {
         ("--compile --offload", &["--offload", "--compile"]),
         ("--compile --precision bf16", &["bf16", "32 bits"]),
         (
-            "--compile --activation-checkpointing",
-            &["--activation-checkpointing"],
+            "--compile --activation-checkpointing selective",
+            &["--activation-checkpointing selective"],
         ),
         ("--svg nowhere/memory.svg", &["nowhere"]),
     ] {

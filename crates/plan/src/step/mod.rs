@@ -14,3 +14,4 @@ pub use allocated::KernelScratch;
 pub use memory::{MemoryPlan, Moment};
 pub use report::Plan;
 pub use time::TimePlan;
+pub(crate) use time::node_seconds;

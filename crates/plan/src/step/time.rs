@@ -80,7 +80,7 @@ impl Clock {
     }
 }
 
-fn node_seconds(node: &Node, machine: &Machine) -> f64 {
+pub(crate) fn node_seconds(node: &Node, machine: &Machine) -> f64 {
     let flops = Flops::of_node(node);
     let size = match &node.operation {
         OperationIr::Float(dtype, FloatOperationIr::Matmul(_)) => dtype.size(),

@@ -47,23 +47,31 @@ impl GraphTransform for Recompute {
         &[PassId::InsertCollectives, PassId::Liveness]
     }
 
-    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
         let chosen = Choice::new(&graph, self.min_bytes).choose();
-        let mut scheduled = Vec::new();
-        let mut again: BTreeMap<TensorId, TensorId> = BTreeMap::new();
-        for mut node in graph.take_nodes() {
-            if node.phase == Phase::Backward {
-                let wanted: Vec<_> = node.inputs().filter(|id| chosen.contains_key(id)).collect();
-                for id in wanted {
-                    emit(&mut graph, &chosen, id, &mut again, &mut scheduled)?;
-                }
-                rename(&mut node.operation, &again);
-            }
-            scheduled.push(node);
-        }
-        graph.set_nodes(scheduled);
-        Ok(graph)
+        repeat_in_backward(graph, &chosen)
     }
+}
+
+/// Makes values of forward again where backward first reads them, by the nodes that made them.
+pub(super) fn repeat_in_backward(
+    mut graph: Graph,
+    chosen: &BTreeMap<TensorId, Node>,
+) -> Result<Graph, Error> {
+    let mut scheduled = Vec::new();
+    let mut again: BTreeMap<TensorId, TensorId> = BTreeMap::new();
+    for mut node in graph.take_nodes() {
+        if node.phase == Phase::Backward {
+            let wanted: Vec<_> = node.inputs().filter(|id| chosen.contains_key(id)).collect();
+            for id in wanted {
+                emit(&mut graph, chosen, id, &mut again, &mut scheduled)?;
+            }
+            rename(&mut node.operation, &again);
+        }
+        scheduled.push(node);
+    }
+    graph.set_nodes(scheduled);
+    Ok(graph)
 }
 
 /// Schedules the node that makes a chosen value again, after those that make its chosen inputs again.

@@ -208,7 +208,7 @@ fn is_gather(collective: &Collective) -> bool {
 }
 
 /// Returns true if a node makes a view or a cast of its only input.
-fn follows(node: &Node) -> bool {
+pub(super) fn follows(node: &Node) -> bool {
     let is_cast = matches!(
         node.operation,
         OperationIr::BaseFloat(BaseOperationIr::Cast(_))

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{
     AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
-    EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, Regather,
-    SinkWaits, Split, StandIns, Units, UseKernels,
+    EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, RecomputeUnits,
+    Regather, SinkWaits, Split, StandIns, Units, UseKernels,
 };
 use crate::Precision;
 use crate::error::Error;
@@ -14,7 +14,7 @@ use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
-use burn_fsdp_mesh::{Axis, Clip, Strategy};
+use burn_fsdp_mesh::{Axis, Clip, Pattern, Strategy};
 
 /// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,6 +30,9 @@ pub struct Options {
     pub precision: Precision,
     /// Recomputation of cheap values in backward instead of keeping them: on by default.
     pub recompute: Option<Recompute>,
+    /// The units whose forward is computed again in backward, by which only what comes in and goes out is kept: none by
+    /// default, see [`RecomputeUnits`].
+    pub recompute_units: Vec<Pattern>,
     /// True to free gathered weights after forward and gather them again in backward: the default.
     pub reshard_after_forward: bool,
     /// Scaling of the gradients so that their norm stays below a limit; `None`, the default, for none.
@@ -62,6 +65,7 @@ impl Default for Options {
             kernels: true,
             precision: Precision::default(),
             recompute: Some(Recompute::default()),
+            recompute_units: Vec::new(),
             reshard_after_forward: true,
             clip: None,
             bucket: Some(Bucket::default()),
@@ -102,6 +106,19 @@ impl Options {
     #[must_use]
     pub fn recompute(mut self, recompute: impl Into<Option<Recompute>>) -> Self {
         self.recompute = recompute.into();
+        self
+    }
+
+    /// Sets the units whose forward is computed again in backward, as [activation checkpointing](RecomputeUnits) does.
+    ///
+    /// ```
+    /// use burn_fsdp_spmd::passes::schedule::Options;
+    ///
+    /// let options = Options::default().recompute_units(["blocks.*"]);
+    /// ```
+    #[must_use]
+    pub fn recompute_units<P: Into<Pattern>>(mut self, units: impl IntoIterator<Item = P>) -> Self {
+        self.recompute_units = units.into_iter().map(Into::into).collect();
         self
     }
 
@@ -148,6 +165,7 @@ impl Options {
             kernels: false,
             precision: Precision::default(),
             recompute: None,
+            recompute_units: Vec::new(),
             reshard_after_forward: false,
             clip: None,
             bucket: None,
@@ -213,6 +231,10 @@ pub(crate) fn pipeline_with(
         .then(StandIns);
     if options.kernels {
         pipeline = pipeline.then(UseKernels);
+    }
+    if !options.recompute_units.is_empty() {
+        let units = options.recompute_units.clone();
+        pipeline = pipeline.then(RecomputeUnits { units });
     }
     if let Some(recompute) = options.recompute {
         pipeline = pipeline.then(recompute);

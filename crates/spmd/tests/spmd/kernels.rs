@@ -162,7 +162,9 @@ fn encoders_and_decoders_of_burn_run_kernels() {
     let _guard = seeded();
     let names = check("a translator", Translator::new, Translator::loss, pairs);
     // Two layers of the encoder with one attention, one of the decoder with two, and the loss.
-    assert_count(&names, "Custom.models.softmax_backward", 4);
+    assert_count(&names, "Custom.models.attention", 4);
+    assert_count(&names, "Custom.models.attention_backward", 4);
+    assert_count(&names, "Custom.models.softmax", 0);
     assert_count(&names, "Custom.models.log_softmax_backward", 1);
     // The first norm is of the batch, which has no gradient: that one stays as it is.
     assert_count(&names, "Custom.models.layer_norm_backward", 6);
@@ -171,7 +173,7 @@ fn encoders_and_decoders_of_burn_run_kernels() {
         assert_count(&names, composed, 0);
     }
     let gpt = check("a GPT", Gpt::new, Gpt::loss, tokens);
-    assert_count(&gpt, "Custom.models.softmax_backward", 3);
+    assert_count(&gpt, "Custom.models.attention_backward", 3);
     assert_count(&gpt, "Custom.models.layer_norm_backward", 7);
     assert_count(&gpt, "Custom.models.log_softmax_backward", 1);
 }
@@ -240,6 +242,73 @@ fn what_only_looks_like_a_kernel_is_left_alone() {
     assert_count(&names, "Custom.models.softmax_backward", 1);
     assert_count(&names, "Custom.models.layer_norm_backward", 1);
     assert!(names.contains_key("backward Float.Recip"), "{names:#?}");
+}
+
+/// Attentions in forms of their own, and what only looks like one.
+#[derive(Module, Debug)]
+struct Attentions {
+    queries: Linear,
+    keys: Linear,
+    values: Linear,
+    last: Linear,
+}
+
+impl Attentions {
+    fn new(device: &Device) -> Self {
+        let linear = || LinearConfig::new(DIM, DIM).init(device);
+        Self {
+            queries: linear(),
+            keys: linear(),
+            values: linear(),
+            last: linear(),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        let [rows, time, _] = x.dims();
+        let device = x.device();
+        let heads = |x: Tensor<3>| -> Tensor<4> {
+            let time = x.dims()[1];
+            x.reshape([rows, time, 3, DIM / 3]).swap_dims(1, 2)
+        };
+        let (q, k) = (self.queries.forward(x), self.keys.forward(y.clone()));
+        let (q, k, v) = (heads(q), heads(k), heads(self.values.forward(y.clone())));
+        // Fewer queries than keys, scaled before the product; no mask.
+        let few = q.clone().slice([0..rows, 0..3, 0..3]) * 0.5;
+        let few = softmax(few.matmul(k.clone().transpose()), 3).matmul(v.clone());
+        // Keys that are no function of parameters, a mask for all sequences and one for each.
+        let fixed = heads(y.clone());
+        let mask =
+            Tensor::<2, Bool>::tril_mask([time, time], 1, &device).reshape([1, 1, time, time]);
+        let pad = y.slice([0..rows, 0..time, 0..1]).greater_elem(0.7);
+        let pad = pad.reshape([rows, 1, 1, time]);
+        let scores = q.clone().matmul(fixed.transpose()).div_scalar(2.0);
+        let scores = scores
+            .mask_fill(mask, -1e4)
+            .mask_fill(pad, f32::NEG_INFINITY);
+        let masked = softmax(scores, 3).matmul(v.clone());
+        // The weights come out, too; one head of keys is for all queries; a mask before the scale.
+        let weights = softmax(q.clone().matmul(k.clone().transpose()), 3);
+        let seen = weights.clone().matmul(v.clone()) + weights.mean_dim(3) * 0.1;
+        let one = k.clone().slice([0..rows, 0..1]);
+        let one = softmax(q.clone().matmul(one.transpose()), 3).matmul(v.clone());
+        let ahead =
+            Tensor::<2, Bool>::tril_mask([time, time], 0, &device).reshape([1, 1, time, time]);
+        let early = q.matmul(k.transpose()).mask_fill(ahead, -30.0) * 0.25;
+        let early = softmax(early, 3).matmul(v);
+        let all = masked + seen + one + early;
+        let all = all.swap_dims(1, 2).reshape([rows, time, DIM]);
+        self.last.forward(all).square().mean() + few.square().mean()
+    }
+}
+
+#[test]
+fn attention_is_one_operation_in_any_form_whose_insides_nobody_reads() {
+    let _guard = seeded();
+    let names = check("attentions", Attentions::new, Attentions::loss, pairs);
+    assert_count(&names, "Custom.models.attention", 2);
+    assert_count(&names, "Custom.models.attention_backward", 2);
+    assert_count(&names, "Custom.models.softmax_backward", 3);
 }
 
 #[test]

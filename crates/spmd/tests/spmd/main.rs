@@ -24,6 +24,7 @@ mod parallel;
 mod passes;
 mod placement;
 mod precision;
+mod recompute_units;
 mod redistribution;
 mod scale;
 mod units;

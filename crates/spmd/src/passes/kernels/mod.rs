@@ -2,6 +2,7 @@
 //!
 //! It takes the graph of one rank, forward and backward, and leaves nodes that read less memory.
 
+mod attention;
 mod layer_norm;
 mod pattern;
 mod product;
@@ -19,8 +20,8 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that recognises softmax, its logarithm, layer norms and GELU in any graph, forward and backward, and
-/// replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
+/// The pass that recognises attention, softmax, its logarithm, layer norms and GELU in any graph, forward and backward,
+/// and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
 /// become one product each.
 ///
 /// ```text
@@ -58,7 +59,14 @@ impl GraphTransform for UseKernels {
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
         let mut graph = graph;
-        for replace in [softmax::replace, layer_norm::replace, product::replace] {
+        let kinds = [
+            softmax::replace,
+            // Of those, some are attention.
+            attention::replace,
+            layer_norm::replace,
+            product::replace,
+        ];
+        for replace in kinds {
             let mut patterns = Patterns::new(graph);
             replace(&mut patterns)?;
             // What was replaced is read by nothing.

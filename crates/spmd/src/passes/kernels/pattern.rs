@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{
     BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, ShapeOpIr,
-    TensorId, TensorIr,
+    SwapDimsOpIr, TensorId, TensorIr,
 };
 
 use crate::error::Error;
@@ -37,6 +37,10 @@ pub(super) enum Kind {
     MulScalar(f64),
     DivScalar(f64),
     PowfScalar(f64),
+    /// Of a tensor, then a mask.
+    MaskFill(f64),
+    Softmax,
+    SoftmaxBackward,
 }
 
 /// A graph in which operations are looked for and replaced.
@@ -209,6 +213,24 @@ impl Patterns {
         self.graph.add_value(shape, DType::F32, Role::Temporary)
     }
 
+    /// Puts a view of a value as another, with two dims exchanged, where a node is.
+    pub(super) fn insert_swap(
+        &mut self,
+        at: usize,
+        (from, to): (TensorId, TensorId),
+        (dim1, dim2): (usize, usize),
+    ) -> Result<(), Error> {
+        let operation = BaseOperationIr::SwapDims(SwapDimsOpIr {
+            input: self.graph.read(from)?,
+            out: self.graph.write(to)?,
+            dim1,
+            dim2,
+        });
+        let phase = self.phase(at);
+        self.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
+        Ok(())
+    }
+
     /// Puts a reshape of a value to another where a node is.
     pub(super) fn insert_reshape(
         &mut self,
@@ -226,13 +248,28 @@ impl Patterns {
     }
 }
 
+/// Returns the kind of a fill, whose mask is no float.
+fn fill_of(node: &Node) -> Option<Kind> {
+    match &node.operation {
+        OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
+            if is_f32(&op.tensor) && is_f32(&op.out) && matches!(op.mask.dtype, DType::Bool(_)) =>
+        {
+            Some(Kind::MaskFill(op.value.elem::<f64>()))
+        }
+        _ => None,
+    }
+}
+
 pub(super) fn is_f32(tensor: &TensorIr) -> bool {
     tensor.dtype == DType::F32
 }
 
 fn kind_of(node: &Node) -> Option<Kind> {
-    if !node.operation.nodes().into_iter().all(is_f32) || node.scalars.is_some() {
+    if node.scalars.is_some() {
         return None;
+    }
+    if !node.operation.nodes().into_iter().all(is_f32) {
+        return fill_of(node);
     }
     let number = |scalar: &ScalarIr| scalar.elem::<f64>();
     Some(match &node.operation {
@@ -270,6 +307,10 @@ fn kind_of(node: &Node) -> Option<Kind> {
             }
             _ => return None,
         },
+        OperationIr::Custom(call) if call.id == FusedOperation::Softmax.name() => Kind::Softmax,
+        OperationIr::Custom(call) if call.id == FusedOperation::SoftmaxBackward.name() => {
+            Kind::SoftmaxBackward
+        }
         _ => return None,
     })
 }

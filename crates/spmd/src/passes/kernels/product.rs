@@ -1,6 +1,6 @@
 //! Products of batches of matrices with one matrix.
 
-use burn_ir::{BaseOperationIr, FloatOperationIr, MatmulOpIr, OperationIr, SwapDimsOpIr, TensorId};
+use burn_ir::{FloatOperationIr, MatmulOpIr, OperationIr, TensorId};
 use std::collections::BTreeSet;
 
 use super::pattern::{Kind, Patterns};
@@ -100,14 +100,7 @@ fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
 fn insert_turned(patterns: &mut Patterns, at: usize, of: TensorId) -> Result<TensorId, Error> {
     let shape = patterns.shape(of);
     let turned = patterns.value(vec![shape[1], shape[0]]);
-    let operation = BaseOperationIr::SwapDims(SwapDimsOpIr {
-        input: patterns.graph.read(of)?,
-        out: patterns.graph.write(turned)?,
-        dim1: 0,
-        dim2: 1,
-    });
-    let phase = patterns.phase(at);
-    patterns.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
+    patterns.insert_swap(at, (of, turned), (0, 1))?;
     Ok(turned)
 }
 

@@ -46,6 +46,23 @@ impl<'a> Walk<'a> {
         Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
     }
 
+    /// Goes to the gradient of a softmax, and returns that of its result and that of its input.
+    pub(super) fn softmax_gradient(&mut self, of: TensorId) -> Option<(TensorId, TensorId)> {
+        let is_gradient = |node: &usize| {
+            let is_first = self.patterns.inputs(*node).first() == Some(&of);
+            self.patterns.kind(*node) == Some(Kind::SoftmaxBackward) && is_first
+        };
+        let node = self.patterns.readers(of).find(is_gradient)?;
+        self.nodes.insert(node);
+        Some((self.patterns.inputs(node)[1], self.patterns.output(node)))
+    }
+
+    /// Returns a view of a value, which others may read, too.
+    pub(super) fn view(&self, kind: Kind, of: TensorId) -> Option<TensorId> {
+        let node = self.patterns.find_node(kind, &[of], Phase::Backward)?;
+        Some(self.patterns.output(node))
+    }
+
     /// Goes to a value that has a number for each row in all elements of the row, `times` the number.
     pub(super) fn spread(&mut self, number: TensorId, times: f64) -> Option<TensorId> {
         let patterns = self.patterns;

@@ -1,0 +1,220 @@
+//! Which keys a query sees.
+
+use std::ops::Range;
+
+use burn_flex::FlexTensor;
+
+use crate::rows::{Kernel, exp_row, max, scale, sum_by, sum_pairs_by};
+use crate::softmax::exp_or_zero;
+
+/// The keys that queries see.
+#[derive(Clone, Debug)]
+pub(super) enum Mask {
+    /// A query sees the keys at its own place and before it.
+    Causal,
+    /// The scores where a mask is set are replaced by numbers, one mask after the other.
+    Filled(Vec<Fill>),
+}
+
+/// A mask, with what scores become where it is set.
+#[derive(Clone, Debug)]
+pub(crate) struct Fill {
+    /// Bools, `[batch or 1, heads or 1, queries or 1, keys or 1]`.
+    pub(crate) mask: FlexTensor,
+    pub(crate) value: f32,
+}
+
+/// The masks of a block of queries: for each key zero, or the number of the last mask that is set, counted from one.
+pub(super) struct Codes {
+    codes: Vec<u8>, // [heads or 1, queries, keys]
+    planes: usize,
+    queries: usize,
+    keys: usize,
+    values: Vec<f32>,
+}
+
+/// What is left out of a row of scores counts nothing if it lies below the greatest by more: `exp` of that is zero.
+const NOTHING: f32 = 104.0;
+
+impl Codes {
+    /// Reads the masks for some queries of a sequence.
+    pub(super) fn of(
+        fills: &[Fill],
+        sequence: usize,
+        queries: &Range<usize>,
+        [heads, keys]: [usize; 2],
+    ) -> Self {
+        let has_planes = |fill: &Fill| fill.mask.layout().shape()[1] > 1;
+        let planes = if fills.iter().any(has_planes) {
+            heads
+        } else {
+            1
+        };
+        let mut codes = vec![0; planes * queries.len() * keys];
+        let mut rows = codes.chunks_exact_mut(keys.max(1));
+        for plane in 0..planes {
+            for query in queries.clone() {
+                let Some(row) = rows.next() else { break };
+                for (number, fill) in (1..).zip(fills) {
+                    fill.mark(row, [sequence, plane, query], number);
+                }
+            }
+        }
+        Self {
+            codes,
+            planes,
+            queries: queries.len(),
+            keys,
+            values: fills.iter().map(|fill| fill.value).collect(),
+        }
+    }
+
+    /// Returns the keys from the first to the last that a query sees, or `None` if one sees none.
+    pub(super) fn seen(&self) -> Option<Range<usize>> {
+        let mut seen = self.keys..0;
+        for row in self.codes.chunks_exact(self.keys.max(1)) {
+            let first = row.iter().position(|code| *code == 0)?;
+            let last = row.iter().rposition(|code| *code == 0)?;
+            seen = seen.start.min(first)..seen.end.max(last + 1);
+        }
+        (!seen.is_empty()).then_some(seen)
+    }
+
+    /// Returns the codes of a row of scores to some keys.
+    #[inline(always)]
+    fn row(&self, head: usize, query: usize, keys: &Range<usize>) -> &[u8] {
+        let plane = if self.planes > 1 { head } else { 0 };
+        let start = (plane * self.queries + query) * self.keys;
+        &self.codes[start + keys.start..start + keys.end]
+    }
+
+    fn highest(&self) -> f32 {
+        self.values
+            .iter()
+            .copied()
+            .fold(f32::NEG_INFINITY, f32::max)
+    }
+}
+
+impl Fill {
+    /// Writes the number where the mask of a query is set.
+    fn mark(&self, row: &mut [u8], at: [usize; 3], number: u8) {
+        let (shape, strides) = (self.mask.layout().shape(), self.mask.layout().strides());
+        let steps = (0..3).filter(|dim| shape[*dim] > 1);
+        let offset: isize = steps.map(|dim| at[dim] as isize * strides[dim]).sum();
+        let start = self.mask.layout().start_offset() as isize + offset;
+        let bytes = self.mask.bytes();
+        let step = if shape[3] > 1 { strides[3] } else { 0 };
+        if step == 1 {
+            let bytes = &bytes[start as usize..start as usize + row.len()];
+            for (code, byte) in row.iter_mut().zip(bytes) {
+                *code = if *byte != 0 { number } else { *code };
+            }
+            return;
+        }
+        for (key, code) in row.iter_mut().enumerate() {
+            if bytes[(start + key as isize * step) as usize] != 0 {
+                *code = number;
+            }
+        }
+    }
+}
+
+/// Softmax of rows of scores, each up to its query's own key.
+pub(super) struct CausalSoftmax<'a> {
+    pub(super) scores: &'a mut [f32], // [heads, queries, keys]
+    pub(super) queries: Range<usize>,
+    pub(super) scale: f32,
+}
+
+impl Kernel for CausalSoftmax<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let num_keys = self.queries.end;
+        for head in self.scores.chunks_exact_mut(self.queries.len() * num_keys) {
+            let rows = head.chunks_exact_mut(num_keys);
+            for (row, query) in rows.zip(self.queries.clone()) {
+                let (past, future) = row.split_at_mut(query + 1);
+                let sum = exp_row(past, max(past), self.scale);
+                scale(past, 1.0 / sum);
+                future.fill(0.0);
+            }
+        }
+    }
+}
+
+/// Softmax of rows of scores, under masks. Returns true if the keys that are left out count nothing.
+pub(super) struct MaskedSoftmax<'a> {
+    pub(super) scores: &'a mut [f32], // [heads, queries, keys]
+    pub(super) keys: Range<usize>,
+    pub(super) codes: &'a Codes,
+    pub(super) scale: f32,
+}
+
+impl Kernel for MaskedSoftmax<'_> {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run(self) -> bool {
+        let highest = self.codes.highest();
+        let width = self.keys.len();
+        let mut is_nothing = true;
+        let queries = self.codes.queries;
+        for (number, row) in self.scores.chunks_exact_mut(width).enumerate() {
+            let codes = self
+                .codes
+                .row(number / queries, number % queries, &self.keys);
+            for x in &mut *row {
+                *x *= self.scale;
+            }
+            for (number, value) in (1_u8..).zip(&self.codes.values) {
+                for (x, code) in row.iter_mut().zip(codes) {
+                    *x = if *code == number { *value } else { *x };
+                }
+            }
+            let max = max(row);
+            for x in &mut *row {
+                *x = exp_or_zero(*x - max);
+            }
+            let sum = sum_by(row, |x| x);
+            scale(row, 1.0 / sum);
+            is_nothing &= max.is_finite() && max - highest > NOTHING && !sum.is_nan();
+        }
+        is_nothing
+    }
+}
+
+/// Gradient of the unscaled scores, in place of that of the probabilities. What a mask has filled has none.
+pub(super) struct SoftmaxGradient<'a> {
+    pub(super) grad: &'a mut [f32],
+    pub(super) probabilities: &'a [f32],
+    pub(super) keys: Range<usize>,
+    pub(super) codes: Option<&'a Codes>,
+    pub(super) scale: f32,
+}
+
+impl Kernel for SoftmaxGradient<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let width = self.keys.len();
+        let rows = self.grad.chunks_exact_mut(width);
+        let rows = rows.zip(self.probabilities.chunks_exact(width)).enumerate();
+        for (number, (row, probabilities)) in rows {
+            let mean = sum_pairs_by(row, probabilities, |g, p| g * p);
+            for (grad, p) in row.iter_mut().zip(probabilities) {
+                *grad = (*grad - mean) * p * self.scale;
+            }
+            if let Some(codes) = self.codes {
+                let row_codes =
+                    codes.row(number / codes.queries, number % codes.queries, &self.keys);
+                for (grad, code) in row.iter_mut().zip(row_codes) {
+                    *grad = if *code == 0 { *grad } else { 0.0 };
+                }
+            }
+        }
+    }
+}

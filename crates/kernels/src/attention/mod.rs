@@ -1,0 +1,108 @@
+//! Attention: causal over one packed tensor, and with any masks over queries, keys and values.
+//!
+//! - `heads`: the operands, cut into heads and blocks of queries.
+//! - `mask`: which keys a query sees.
+
+mod heads;
+mod mask;
+#[cfg(test)]
+mod tests;
+
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
+use burn::backend::tensor::FloatTensor;
+use burn_flex::FlexTensor;
+
+use crate::backend::Kernels;
+use crate::rows::contiguous;
+use heads::Operands;
+pub(crate) use mask::Fill;
+use mask::Mask;
+
+/// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
+/// blocks waste less, and larger ones make better matrix products.
+const BLOCK: usize = 64;
+
+#[derive(Debug)]
+struct CausalAttention;
+
+/// The input and the sizes that the backward pass needs.
+#[derive(Clone, Debug)]
+struct Saved<T> {
+    qkv: T,
+    batch: usize,
+    heads: usize,
+}
+
+impl<B: Kernels> Backward<B, 1> for CausalAttention {
+    type State = Saved<FloatTensor<B>>;
+
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let Saved { qkv, batch, heads } = ops.state;
+        unary::<B, _>(ops.parents, ops.node, grads, |grad| {
+            B::causal_attention_gradient(qkv, grad, batch, heads)
+        });
+    }
+}
+
+pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
+    qkv: FloatTensor<Autodiff<B, C>>,
+    batch: usize,
+    heads: usize,
+) -> FloatTensor<Autodiff<B, C>> {
+    let prepared = Backward::<B, 1>::prepare::<C>(CausalAttention, [qkv.node()])
+        .compute_bound()
+        .stateful();
+    let qkv = qkv.into_primitive();
+    let output = B::causal_attention_kernel(qkv.clone(), batch, heads);
+    match prepared {
+        OpsKind::Tracked(prepared) => prepared.finish(Saved { qkv, batch, heads }, output),
+        OpsKind::UnTracked(prepared) => prepared.finish(output),
+    }
+}
+
+/// Causal self-attention of packed queries, keys and values, `[batch * time, 3 * dim]`: `[batch * time, dim]`.
+pub(crate) fn causal(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {
+    let rows = qkv.layout().shape()[0];
+    let output = Operands::packed(contiguous(qkv), batch, heads).forward();
+    let width = output.layout().num_elements() / rows.max(1);
+    output.reshape([rows, width].into())
+}
+
+/// The gradient of [`causal`]'s input.
+pub(crate) fn causal_gradient(
+    qkv: FlexTensor,
+    grad: FlexTensor,
+    batch: usize,
+    heads: usize,
+) -> FlexTensor {
+    let shape = qkv.layout().shape().clone();
+    let operands = Operands::packed(contiguous(qkv), batch, heads);
+    let (time, head_dim) = (operands.times()[0], operands.widths()[2]);
+    let grad = contiguous(grad).reshape([batch, time, heads, head_dim].into());
+    operands.packed_gradient(&grad).reshape(shape)
+}
+
+/// Attention of queries to keys, each `[batch, time, heads, head_dim]`: the values, mixed,
+/// `[batch, time of queries, heads, width of values]`.
+pub(crate) fn masked(qkv: [FlexTensor; 3], scale: f32, fills: Vec<Fill>) -> FlexTensor {
+    Operands::apart(qkv, scale, Mask::Filled(fills)).forward()
+}
+
+/// The gradients of queries, keys and values of [`masked`].
+pub(crate) fn masked_gradients(
+    qkv: [FlexTensor; 3],
+    grad: &FlexTensor,
+    scale: f32,
+    fills: Vec<Fill>,
+) -> [FlexTensor; 3] {
+    Operands::apart(qkv, scale, Mask::Filled(fills)).gradients(grad)
+}
+
+/// Returns the bytes of the scores that one sequence takes at once.
+pub(crate) fn scores_bytes([queries, keys]: [usize; 2], heads: usize) -> usize {
+    heads * BLOCK.min(queries) * keys * size_of::<f32>()
+}

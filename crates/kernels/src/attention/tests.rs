@@ -1,0 +1,235 @@
+//! Attention under masks against the composed one in 64 bits, values and gradients.
+
+use burn::tensor::activation::softmax;
+use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
+use burn_flex::FlexTensor;
+
+use super::{Fill, masked, masked_gradients};
+use crate::rows::contiguous;
+
+/// Batch, heads, queries, keys, width, width of values.
+type Sizes = [usize; 6];
+
+const SIZES: [Sizes; 6] = [
+    [2, 3, 5, 5, 4, 4],
+    [1, 2, 70, 130, 3, 5],
+    [2, 1, 65, 64, 8, 8],
+    [2, 2, 130, 40, 4, 2],
+    [1, 1, 1, 1, 1, 1],
+    [1, 2, 129, 129, 2, 3],
+];
+
+const SCALE: f32 = 0.37;
+
+#[derive(Clone)]
+struct Case {
+    sizes: Sizes,
+    /// Elements of queries, keys, values and the gradient of the result.
+    parts: [Vec<f32>; 4],
+    /// Elements, shape and number of each mask.
+    fills: Vec<(Vec<bool>, [usize; 4], f32)>,
+}
+
+impl Case {
+    fn new(sizes: Sizes) -> Self {
+        let [batch, heads, queries, keys, width, values] = sizes;
+        let lens = [
+            queries * width,
+            keys * width,
+            keys * values,
+            queries * values,
+        ];
+        let mut number = 0_usize;
+        let parts = lens.map(|len| {
+            let next = |_| {
+                number += 1;
+                ((number * 7919 % 1013) as f32 - 506.0) / 350.0
+            };
+            (0..batch * heads * len).map(next).collect()
+        });
+        Self {
+            sizes,
+            parts,
+            fills: Vec::new(),
+        }
+    }
+
+    fn fill(mut self, shape: [bool; 4], value: f32, is_set: impl Fn([usize; 4]) -> bool) -> Self {
+        let [batch, heads, queries, keys, ..] = self.sizes;
+        let full = [batch, heads, queries, keys];
+        let dims: [usize; 4] = std::array::from_fn(|dim| if shape[dim] { full[dim] } else { 1 });
+        let all = (0..dims.iter().product()).map(|mut index| {
+            let mut at = [0; 4];
+            for dim in (0..4).rev() {
+                at[dim] = index % dims[dim];
+                index /= dims[dim];
+            }
+            is_set(at)
+        });
+        let all = all.collect();
+        self.fills.push((all, dims, value));
+        self
+    }
+
+    /// Shapes of queries, keys, values and the result, heads before time.
+    fn shapes(&self) -> [[usize; 4]; 4] {
+        let [batch, heads, queries, keys, width, values] = self.sizes;
+        [
+            [batch, heads, queries, width],
+            [batch, heads, keys, width],
+            [batch, heads, keys, values],
+            [batch, heads, queries, values],
+        ]
+    }
+
+    /// Result and gradients as composed of Burn's operations in 64 bits, heads before time.
+    fn composed(&self) -> [Vec<f32>; 4] {
+        let device = Device::flex().autodiff();
+        let shapes = self.shapes();
+        let tensor = |index: usize| {
+            let data = TensorData::new(self.parts[index].clone(), shapes[index]);
+            Tensor::<4>::from_data(data, (&device, DType::F64))
+        };
+        let [q, k, v] = [0, 1, 2].map(|index| tensor(index).require_grad());
+        let mut scores = q.clone().matmul(k.clone().transpose()) * f64::from(SCALE);
+        for (mask, shape, value) in &self.fills {
+            let mask = TensorData::new(mask.clone(), *shape);
+            let mask = Tensor::<4, Bool>::from_data(mask, &device);
+            scores = scores.mask_fill(mask, *value);
+        }
+        let result = softmax(scores, 3).matmul(v.clone());
+        let grads = (result.clone() * tensor(3)).sum().backward();
+        let floats = |tensor: Tensor<4>| tensor.cast(DType::F32).into_data().try_to_vec().unwrap();
+        let of = |x: &Tensor<4>| floats(x.grad(&grads).unwrap());
+        [floats(result.inner()), of(&q), of(&k), of(&v)]
+    }
+
+    /// The same by the kernels. The operands are views, heads before time in memory.
+    fn fused(&self) -> [Vec<f32>; 4] {
+        let shapes = self.shapes();
+        let tensor = |index: usize| {
+            let data = TensorData::new(self.parts[index].clone(), shapes[index]);
+            FlexTensor::from_data(data).transpose(1, 2)
+        };
+        let fills = || {
+            let fill = |(mask, shape, value): &(Vec<bool>, [usize; 4], f32)| Fill {
+                mask: FlexTensor::from_data(TensorData::new(mask.clone(), *shape)),
+                value: *value,
+            };
+            self.fills.iter().map(fill).collect::<Vec<_>>()
+        };
+        let operands = || [tensor(0), tensor(1), tensor(2)];
+        let floats = |tensor: FlexTensor| {
+            let turned = tensor.transpose(1, 2).to_contiguous();
+            turned.into_data().try_to_vec().unwrap()
+        };
+        let result = masked(operands(), SCALE, fills());
+        // In the order of their dims, as they are in a step: what is masked may be left out there.
+        let again = masked(operands().map(contiguous), SCALE, fills());
+        assert_eq!(floats(result.clone()).len(), floats(again.clone()).len());
+        assert_near("in order", &floats(again), &floats(result.clone()));
+        let in_order = || operands().map(contiguous);
+        let grad = contiguous(tensor(3));
+        let [q, k, v] = masked_gradients(in_order(), &grad, SCALE, fills());
+        let of_views = masked_gradients(operands(), &tensor(3), SCALE, fills());
+        for (view, ordered) in of_views.into_iter().zip([&q, &k, &v]) {
+            assert_near("views", &floats(view), &floats(ordered.clone()));
+        }
+        [result, q, k, v].map(floats)
+    }
+
+    #[track_caller]
+    fn check(&self, what: &str) {
+        let names = ["result", "queries", "keys", "values"];
+        let both = self.fused().into_iter().zip(self.composed());
+        for (name, (found, expected)) in names.into_iter().zip(both) {
+            assert_near(
+                &format!("{what} of {:?}, {name}", self.sizes),
+                &found,
+                &expected,
+            );
+        }
+    }
+}
+
+#[track_caller]
+fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let largest = finite.fold(1.0f32, |most, x| most.max(x.abs()));
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let is_same = found == expected || found.is_nan() && expected.is_nan();
+        let is_close = (found - expected).abs() <= 5e-6 * largest;
+        assert!(
+            is_same || is_close,
+            "{what} at {index}: {found} is not {expected}"
+        );
+    }
+}
+
+#[test]
+fn it_is_the_composed_one_under_any_mask() {
+    for sizes in SIZES {
+        let [batch, heads, queries, keys, ..] = sizes;
+        let case = || Case::new(sizes);
+        case().check("no mask");
+        for value in [-1e4, f32::NEG_INFINITY, -1.0, 3.0] {
+            let all = [true; 4];
+            let causal = |[_, _, query, key]: [usize; 4]| key > query;
+            case()
+                .fill([true, false, true, true], value, causal)
+                .check(&format!("causal, {value}"));
+            let pad = |[batch, _, _, key]: [usize; 4]| key + 1 + 2 * batch >= keys && key > 0;
+            let padded = case().fill([true, false, false, true], value, pad);
+            padded.clone().check(&format!("padding, {value}"));
+            padded
+                .fill([false, false, true, true], value * 0.5, causal)
+                .check(&format!("padding and causal, {value}"));
+            let band = |[_, head, query, key]: [usize; 4]| key > query + head || key + 3 < query;
+            case()
+                .fill([false, true, true, true], value, band)
+                .check(&format!("a band for each head, {value}"));
+            let rows = |[_, _, query, _]: [usize; 4]| query % 7 == 3 || query + 1 == queries;
+            case()
+                .fill([false, false, true, false], value, rows)
+                .check(&format!("queries that see nothing, {value}"));
+            let some =
+                |[b, h, query, key]: [usize; 4]| (b + h * heads + query * 5 + key * 3) % 4 == batch;
+            case()
+                .fill(all, value, some)
+                .check(&format!("any, {value}"));
+        }
+    }
+}
+
+#[test]
+fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
+    for sizes in [[2, 1, 70, 70, 3, 3], [1, 2, 6, 9, 4, 2]] {
+        let [_, _, queries, keys, ..] = sizes;
+        for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 1e30] {
+            for part in 0..4 {
+                for value in [-1e4, f32::NEG_INFINITY] {
+                    let mut case = Case::new(sizes);
+                    // The last row of the part, which most queries do not see.
+                    let len = case.parts[part].len();
+                    case.parts[part][len - 1] = special;
+                    let causal = move |[_, _, query, key]: [usize; 4]| key * queries > query * keys;
+                    case.fill([true, false, true, true], value, causal)
+                        .check(&format!("{special} in part {part}, filled with {value}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn scores_far_below_what_fills_in_are_not_left_out_for_it() {
+    // All that a query sees lies at -3e4, and masked keys at -1e4 win.
+    let sizes = [1, 1, 3, 5, 1, 2];
+    let mut case = Case::new(sizes);
+    case.parts[0].fill(300.0);
+    case.parts[1].fill(-300.0);
+    let causal = |[_, _, query, key]: [usize; 4]| key > query;
+    case.fill([true, false, true, true], -1e4, causal)
+        .check("scores below the fill");
+}

@@ -1,0 +1,225 @@
+//! The schedule of a step that stays within a budget of memory.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use burn_fsdp_spmd::graph::Graph;
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::passes::{AssignUnits, GraphTransform, UnitVisit, unit_visits};
+use burn_fsdp_spmd::{Error, Mode, lower};
+
+use crate::machine::Machine;
+use crate::size::Size;
+use crate::step::{MemoryPlan, TimePlan, node_seconds};
+
+/// Greatest number of units of which all choices are tried.
+const FEW: usize = 6;
+
+/// A choice of the units to compute again, by which a step stays within a budget.
+#[derive(Debug, Clone)]
+pub struct Fitted {
+    /// The options of the mode, with these units.
+    pub options: Options,
+    /// Units whose forward is computed again in backward, in the order of forward.
+    pub units: Vec<Arc<str>>,
+    /// Maximum of the bytes of a rank at once, with scratch and transport.
+    pub peak_bytes: u64,
+    /// Estimate of the step's seconds.
+    pub seconds: f64,
+    /// Number of schedules that were planned to find it.
+    pub tried: usize,
+}
+
+/// Why there is no schedule within a budget.
+#[derive(Debug, thiserror::Error)]
+pub enum BudgetError {
+    /// No choice needs so little.
+    #[error(
+        "a rank's step needs at least {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
+         shard over more ranks, or make the batch smaller",
+        Size(*.least).trimmed()
+    )]
+    TooSmall {
+        /// The bytes that were allowed.
+        budget: u64,
+        /// The least that any choice needs.
+        least: u64,
+    },
+    /// The step cannot be lowered.
+    #[error(transparent)]
+    Step(#[from] Error),
+}
+
+/// Chooses which units of a step to compute again in backward, so that no rank has more than `bytes` at once and the
+/// step takes the least time.
+///
+/// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them with one
+/// thread a rank, and the transport. Of few units all choices are tried, the cheapest first. Of more, units are
+/// taken from the first one on, as many as are needed, and given back where it fits without them.
+///
+/// `graph` is one of [`trace`](burn_fsdp_spmd::trace::trace), on which nothing was done; `options` are those of the
+/// mode, of which [`recompute_units`](Options::recompute_units) is replaced. Not collective: ranks that call it with
+/// equal arguments choose the same.
+///
+/// # Errors
+///
+/// [`BudgetError::TooSmall`], with the least that is possible; errors of lowering.
+pub fn fit(
+    graph: &Graph,
+    mode: &Mode,
+    options: &Options,
+    bytes: u64,
+) -> Result<Fitted, BudgetError> {
+    let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
+    let mut units: Vec<Unit> = Vec::new();
+    // What belongs to no module is no unit to name.
+    let visits = unit_visits(&named).into_iter();
+    for visit in visits.filter(|visit| !visit.unit.is_empty()) {
+        let cost = cost(&named, &visit);
+        match units.iter_mut().find(|unit| unit.name == visit.unit) {
+            Some(unit) => unit.cost += cost,
+            None => units.push(Unit {
+                name: visit.unit,
+                cost,
+            }),
+        }
+    }
+    let mut search = Search {
+        graph,
+        mode,
+        options,
+        budget: bytes,
+        units,
+        least: u64::MAX,
+        tried: 0,
+    };
+    let found = match search.units.len() {
+        0..=FEW => search.all()?,
+        _ => search.first_ones()?,
+    };
+    found.ok_or(BudgetError::TooSmall {
+        budget: bytes,
+        least: search.least,
+    })
+}
+
+/// A unit, with the seconds that its forward takes.
+struct Unit {
+    name: Arc<str>,
+    cost: f64,
+}
+
+/// Returns the seconds that the nodes of a visit take.
+fn cost(graph: &Graph, visit: &UnitVisit) -> f64 {
+    let machine = machine();
+    let nodes = visit.nodes.iter().map(|index| &graph.nodes()[*index]);
+    nodes.map(|node| node_seconds(node, &machine)).sum()
+}
+
+fn machine() -> Machine {
+    Machine::cpu()
+}
+
+struct Search<'a> {
+    graph: &'a Graph,
+    mode: &'a Mode,
+    options: &'a Options,
+    budget: u64,
+    units: Vec<Unit>,
+    /// The least bytes of all that was tried.
+    least: u64,
+    tried: usize,
+}
+
+impl Search<'_> {
+    /// Plans the step that computes these units again; `None` if it needs too much.
+    fn plan(&mut self, chosen: &BTreeSet<usize>) -> Result<Option<Fitted>, Error> {
+        let units: Vec<_> = chosen
+            .iter()
+            .map(|index| self.units[*index].name.clone())
+            .collect();
+        let names = units.iter().map(|unit| &**unit);
+        let options = self.options.clone().recompute_units(names);
+        let lowered = lower(
+            self.graph.clone(),
+            &self.mode.clone().options(options.clone()),
+        )?;
+        self.tried += 1;
+        // The shards of the first rank are the longest, and the last one's differ most from them.
+        let last = lowered.num_ranks().saturating_sub(1);
+        let mut peak_bytes = 0;
+        for rank in BTreeSet::from([0, last]) {
+            peak_bytes = peak_bytes.max(MemoryPlan::new(&lowered, rank)?.allocated);
+        }
+        self.least = self.least.min(peak_bytes);
+        Ok((peak_bytes <= self.budget).then(|| Fitted {
+            options,
+            units,
+            peak_bytes,
+            seconds: TimePlan::of_graph(&lowered, &machine()).step,
+            tried: self.tried,
+        }))
+    }
+
+    /// Tries all choices, the cheapest first.
+    fn all(&mut self) -> Result<Option<Fitted>, Error> {
+        let number = self.units.len();
+        let of = |mask: usize| -> BTreeSet<usize> {
+            (0..number).filter(|unit| mask >> unit & 1 == 1).collect()
+        };
+        let mut choices: Vec<BTreeSet<usize>> = (0..1 << number).map(of).collect();
+        let cost = |choice: &BTreeSet<usize>| -> f64 {
+            choice.iter().map(|unit| self.units[*unit].cost).sum()
+        };
+        choices.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
+        for choice in choices {
+            if let Some(found) = self.plan(&choice)? {
+                return Ok(Some(found));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes units from the first one on, and gives back those that are not needed, the costliest first.
+    fn first_ones(&mut self) -> Result<Option<Fitted>, Error> {
+        let first = |number: usize| (0..number).collect::<BTreeSet<_>>();
+        let number = self.units.len();
+        if let Some(found) = self.plan(&first(0))? {
+            return Ok(Some(found));
+        }
+        // The head's activations are needed at once: to compute them again may need more.
+        let mut best = None;
+        for most in [number, number - 1, number - 2] {
+            best = self.plan(&first(most))?.map(|found| (most, found));
+            if best.is_some() {
+                break;
+            }
+        }
+        let Some((most, mut found)) = best else {
+            return Ok(None);
+        };
+        // `low` is too few, `high` is enough.
+        let (mut low, mut high) = (0, most);
+        while high - low > 1 {
+            let middle = usize::midpoint(low, high);
+            match self.plan(&first(middle))? {
+                Some(fewer) => (high, found) = (middle, fewer),
+                None => low = middle,
+            }
+        }
+        let mut chosen = first(high);
+        let mut by_cost: Vec<usize> = chosen.iter().copied().collect();
+        by_cost.sort_by(|a, b| self.units[*b].cost.total_cmp(&self.units[*a].cost));
+        // Equal blocks: what cannot do without one of them cannot do without another.
+        by_cost.dedup_by(|a, b| self.units[*a].cost == self.units[*b].cost);
+        for unit in by_cost {
+            let mut fewer = chosen.clone();
+            fewer.remove(&unit);
+            if let Some(without) = self.plan(&fewer)? {
+                (chosen, found) = (fewer, without);
+            }
+        }
+        found.tried = self.tried;
+        Ok(Some(found))
+    }
+}

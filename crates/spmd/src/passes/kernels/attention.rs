@@ -1,0 +1,250 @@
+//! Attention of queries to keys.
+
+use std::collections::BTreeSet;
+
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::{ScalarIr, TensorId};
+
+use super::pattern::{Kind, Patterns};
+use super::walk::Walk;
+use crate::error::Error;
+
+/// A softmax of products of queries with keys, times values: all operands `[batch, heads, time, width]`.
+struct Forward {
+    queries: TensorId,
+    keys: TensorId,
+    /// The keys as the product reads them: `[batch, heads, width, time]`.
+    turned_keys: TensorId,
+    values: TensorId,
+    scale: Option<Kind>,
+    /// Masks with the numbers that they fill in, the last one last.
+    fills: Vec<(TensorId, f64)>,
+    probabilities: TensorId,
+    nodes: BTreeSet<usize>,
+    /// The node that makes the result.
+    at: usize,
+}
+
+/// The gradients of an attention.
+struct Backward {
+    /// Gradient of the result.
+    grad: TensorId,
+    /// Gradients of queries, keys and values, where anything asks for them.
+    gradients: [Option<TensorId>; 3],
+    at: usize,
+    nodes: BTreeSet<usize>,
+}
+
+/// The exchange of the last two dims.
+const TURN: Kind = Kind::SwapDims(2, 3);
+
+/// Replaces every attention whose gradients are all known, too.
+pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+    for index in 0..patterns.len() {
+        let Some(forward) = forward(patterns, index) else {
+            continue;
+        };
+        let gradients = backward(patterns, &forward);
+        let mut nodes = forward.nodes.clone();
+        nodes.extend(gradients.iter().flat_map(|gradients| &gradients.nodes));
+        let mut results = vec![patterns.output(forward.at)];
+        results.extend(gradients.iter().flat_map(|of| of.gradients).flatten());
+        let made = nodes.iter().map(|node| patterns.output(*node));
+        let inner: Vec<TensorId> = made.filter(|id| !results.contains(id)).collect();
+        if !inner.iter().all(|id| patterns.is_read_by(*id, &nodes)) {
+            continue;
+        }
+        insert(patterns, &forward, gradients.as_ref())?;
+        patterns.remove(&nodes);
+    }
+    Ok(())
+}
+
+/// Returns the attention that ends with a node.
+fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
+    let [probabilities, values] = operands(patterns, at)?;
+    let softmax = patterns.made_by(probabilities, Kind::Softmax)?;
+    let mut nodes = BTreeSet::from([at, softmax]);
+    let mut scores = patterns.inputs(softmax)[0];
+    let (mut fills, mut scale) = (Vec::new(), None);
+    let product = loop {
+        let (node, kind) = patterns.maker(scores)?;
+        nodes.insert(node);
+        match kind {
+            Kind::MaskFill(value) if scale.is_none() => {
+                let [filled, mask] = patterns.inputs(node)[..] else {
+                    return None;
+                };
+                let (of_mask, of_scores) = (patterns.shape(mask), patterns.shape(filled));
+                let is_along = |(mask, scores): (&usize, &usize)| *mask == 1 || mask == scores;
+                if of_mask.len() != 4 || !of_mask.iter().zip(&of_scores).all(is_along) {
+                    return None;
+                }
+                fills.insert(0, (mask, value));
+                scores = filled;
+            }
+            Kind::MulScalar(_) | Kind::DivScalar(_) if scale.is_none() => {
+                scale = Some(kind);
+                scores = patterns.inputs(node)[0];
+            }
+            Kind::Matmul => break node,
+            _ => return None,
+        }
+    };
+    let [queries, turned_keys] = operands(patterns, product)?;
+    let turn = patterns.made_by(turned_keys, TURN)?;
+    let keys = patterns.inputs(turn)[0];
+    let phase = patterns.phase(at);
+    let is_whole = nodes.iter().all(|node| patterns.phase(*node) == phase)
+        && fills.len() < usize::from(u8::MAX)
+        && fits(patterns, [queries, keys, values]);
+    is_whole.then_some(Forward {
+        queries,
+        keys,
+        turned_keys,
+        values,
+        scale,
+        fills,
+        probabilities,
+        nodes,
+        at,
+    })
+}
+
+fn operands(patterns: &Patterns, product: usize) -> Option<[TensorId; 2]> {
+    patterns
+        .kind(product)
+        .filter(|kind| *kind == Kind::Matmul)?;
+    patterns.inputs(product).try_into().ok()
+}
+
+/// Returns true if there are as many heads of each, all of four dims, none of them empty, and nothing is broadcast.
+fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
+    let shapes = operands.map(|id| patterns.shape(id));
+    let [queries, keys, values] = &shapes;
+    shapes
+        .iter()
+        .all(|shape| shape.len() == 4 && !shape.contains(&0))
+        && queries[..2] == keys[..2]
+        && keys[..3] == values[..3]
+        && queries[3] == keys[3]
+}
+
+fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
+    let mut walk = Walk::new(patterns);
+    let (of_probabilities, mut scores) = walk.softmax_gradient(forward.probabilities)?;
+    // The gradient of the result is what is multiplied by the values.
+    let product = patterns.made_by(of_probabilities, Kind::Matmul)?;
+    let [grad, turned_values] = operands(patterns, product)?;
+    let turn = patterns.made_by(turned_values, TURN)?;
+    if patterns.inputs(turn) != [forward.values] {
+        return None;
+    }
+    walk.nodes.insert(product);
+    let values = walk.step(TURN, &[forward.probabilities]);
+    let values = values.and_then(|turned| walk.step(Kind::Matmul, &[turned, grad]));
+    for (mask, _) in forward.fills.iter().rev() {
+        scores = walk.step(Kind::MaskFill(0.0), &[scores, *mask])?;
+    }
+    if let Some(scale) = forward.scale {
+        scores = unscaled(&mut walk, scale, scores)?;
+    }
+    let queries = walk.view(TURN, forward.turned_keys);
+    let queries = queries.and_then(|keys| walk.step(Kind::Matmul, &[scores, keys]));
+    let keys = walk.view(TURN, forward.queries);
+    let keys = keys.and_then(|queries| walk.step(Kind::Matmul, &[queries, scores]));
+    let keys = keys.and_then(|keys| walk.step(TURN, &[keys]));
+    let gradients = [queries, keys, values];
+    // The kernel makes all of them at once, where the first of them is made.
+    let made = gradients.iter().flatten();
+    let at = made.filter_map(|id| Some(patterns.maker(*id)?.0)).min()?;
+    Some(Backward {
+        grad,
+        gradients,
+        at,
+        nodes: walk.nodes,
+    })
+}
+
+/// Goes through the gradient of a scaling, which Burn writes as a product with a number.
+fn unscaled(walk: &mut Walk<'_>, scale: Kind, scores: TensorId) -> Option<TensorId> {
+    let factor = factor(Some(scale));
+    let patterns = walk.patterns;
+    let is_scaling = |node: &usize| match patterns.kind(*node) {
+        Some(kind @ (Kind::MulScalar(_) | Kind::DivScalar(_))) => {
+            let by = self::factor(Some(kind));
+            (by - factor).abs() <= 1e-6 * factor.abs()
+        }
+        _ => false,
+    };
+    let node = patterns.readers(scores).find(is_scaling)?;
+    walk.nodes.insert(node);
+    Some(patterns.output(node))
+}
+
+/// Returns the number that a scaling multiplies by.
+fn factor(scale: Option<Kind>) -> f64 {
+    match scale {
+        Some(Kind::MulScalar(by)) => by,
+        Some(Kind::DivScalar(by)) => 1.0 / by,
+        _ => 1.0,
+    }
+}
+
+/// Puts the kernels where the result and the first gradient are made.
+fn insert(
+    patterns: &mut Patterns,
+    forward: &Forward,
+    backward: Option<&Backward>,
+) -> Result<(), Error> {
+    let mut scalars = vec![ScalarIr::Float(factor(forward.scale))];
+    let values = forward.fills.iter().map(|(_, value)| *value);
+    scalars.extend(values.map(ScalarIr::Float));
+    let masks: Vec<TensorId> = forward.fills.iter().map(|(mask, _)| *mask).collect();
+    let operands = [forward.queries, forward.keys, forward.values];
+
+    let mut inputs = by_time(patterns, forward.at, &operands)?;
+    inputs.extend(&masks);
+    let result = patterns.output(forward.at);
+    let mixed = swapped(patterns, result);
+    let operation = FusedOperation::Attention;
+    patterns.insert_kernel(forward.at, operation, (&inputs, &[mixed]), scalars.clone())?;
+    patterns.insert_swap(forward.at, (mixed, result), HEADS)?;
+
+    let Some(backward) = backward else {
+        return Ok(());
+    };
+    let at = backward.at;
+    let mut inputs = by_time(patterns, at, &operands)?;
+    inputs.extend(by_time(patterns, at, &[backward.grad])?);
+    inputs.extend(&masks);
+    let made = operands.map(|operand| swapped(patterns, operand));
+    let operation = FusedOperation::AttentionBackward;
+    patterns.insert_kernel(at, operation, (&inputs, &made), scalars)?;
+    for (made, gradient) in made.into_iter().zip(backward.gradients) {
+        if let Some(gradient) = gradient {
+            patterns.insert_swap(at, (made, gradient), HEADS)?;
+        }
+    }
+    Ok(())
+}
+
+/// The dims of heads and time, which kernels have in the other order.
+const HEADS: (usize, usize) = (1, 2);
+
+/// Puts views of `[batch, heads, time, width]` as `[batch, time, heads, width]` where a node is.
+fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<TensorId>, Error> {
+    let turn = |id: &TensorId| {
+        let view = swapped(patterns, *id);
+        patterns.insert_swap(at, (*id, view), HEADS)?;
+        Ok(view)
+    };
+    of.iter().map(turn).collect()
+}
+
+/// Declares a value of the shape of another, its second and third dim exchanged.
+fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
+    let mut shape = patterns.shape(of);
+    shape.swap(1, 2);
+    patterns.value(shape)
+}

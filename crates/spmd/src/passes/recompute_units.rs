@@ -1,0 +1,150 @@
+//! The pass that computes the forward of whole units again in backward.
+//!
+//! It takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use burn_fsdp_mesh::Pattern;
+use burn_ir::TensorId;
+
+use super::recompute::repeat_in_backward;
+use super::regather::follows;
+use super::unit::unit_in;
+use crate::error::Error;
+use crate::graph::{Graph, Node, Phase, Role};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
+
+/// The pass that keeps of a unit's forward only what comes in and goes out, and computes all between again in backward:
+/// activation checkpointing.
+///
+/// A node of forward belongs to the unit whose weights it reads, or to the unit of the nodes before it. Values that
+/// nodes outside of the unit's visit read are kept, and so is what random numbers are drawn for. The same operations
+/// on the same values give the same bits.
+///
+/// ```text
+/// before (blocks.0 from %2 to %4)         after
+/// %3 = Float.Matmul(%2, %0)   forward     %3 = Float.Matmul(%2, %0)   forward
+/// %4 = Activation.Gelu(%3)    forward     %4 = Activation.Gelu(%3)    forward
+/// ...                                     ...
+/// %9 = Activation.GeluBackward(%3, %8)    %12 = Float.Matmul(%2, %0)  backward
+///                                         %9 = Activation.GeluBackward(%12, %8)
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RecomputeUnits {
+    /// Patterns of the units that are computed again, such as `blocks.*`.
+    pub units: Vec<Pattern>,
+}
+
+impl GraphTransform for RecomputeUnits {
+    fn id(&self) -> PassId {
+        PassId::RecomputeUnits
+    }
+
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::AssignUnits]
+    }
+
+    fn before(&self) -> &'static [PassId] {
+        &[
+            PassId::Recompute,
+            PassId::InsertCollectives,
+            PassId::Liveness,
+        ]
+    }
+
+    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        let names: BTreeSet<&str> = units(&graph).collect();
+        for pattern in &self.units {
+            if !names.iter().any(|name| pattern.matches(name)) {
+                return Err(Error::UnknownName {
+                    what: "unit to compute again",
+                    name: pattern.to_string(),
+                    known: names.into_iter().collect::<Vec<_>>().join(", "),
+                });
+            }
+        }
+        let chosen = self.chosen(&graph);
+        repeat_in_backward(graph, &chosen)
+    }
+}
+
+/// Returns the unit of each trained parameter.
+fn units(graph: &Graph) -> impl Iterator<Item = &str> {
+    let parameters = graph.parameters().iter();
+    let parameters = parameters.filter(|parameter| !parameter.is_buffer);
+    parameters.map(|parameter| unit_in(graph, &parameter.path))
+}
+
+impl RecomputeUnits {
+    /// Returns the values to compute again, with the nodes that do.
+    fn chosen(&self, graph: &Graph) -> BTreeMap<TensorId, Node> {
+        let visits = unit_visits(graph);
+        let is_chosen = |visit: &UnitVisit| self.units.iter().any(|unit| unit.matches(&visit.unit));
+        let kept = graph.kept();
+        let mut chosen = BTreeMap::new();
+        for visit in visits.iter().filter(|visit| is_chosen(visit)) {
+            let inside = |index: &usize| visit.nodes.contains(index);
+            let forward = graph.nodes().iter().enumerate();
+            let forward = forward.filter(|(_, node)| node.phase == Phase::Forward);
+            let outside = forward.filter(|(index, _)| !inside(index));
+            let read: BTreeSet<TensorId> = outside.flat_map(|(_, node)| node.inputs()).collect();
+            for index in &visit.nodes {
+                let node = &graph.nodes()[*index];
+                let stays = |id: TensorId| read.contains(&id) || kept.contains(&id);
+                if !node.is_opaque() && !node.outputs().any(stays) {
+                    chosen.extend(node.outputs().map(|id| (id, node.clone())));
+                }
+            }
+        }
+        chosen
+    }
+}
+
+/// The nodes of forward from one that reads a unit's weights to the first that reads another's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnitVisit {
+    /// The unit.
+    pub unit: Arc<str>,
+    /// Indices of the nodes.
+    pub nodes: BTreeSet<usize>,
+}
+
+/// Returns the visits of units in forward, in order. Units are those that [`AssignUnits`](super::AssignUnits) has stored,
+/// or follow from the paths.
+pub fn unit_visits(graph: &Graph) -> Vec<UnitVisit> {
+    let mut unit_of: BTreeMap<TensorId, Arc<str>> = BTreeMap::new();
+    for value in graph.values() {
+        if let Role::Parameter(path) = &value.role {
+            unit_of.insert(value.id, unit_in(graph, path).into());
+        }
+    }
+    let mut visits: Vec<UnitVisit> = Vec::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if node.phase != Phase::Forward {
+            continue;
+        }
+        let unit = node.inputs().find_map(|id| unit_of.get(&id)).cloned();
+        // A view or a cast of a weight belongs to whoever reads it: weights may be turned long before.
+        if let (true, Some(unit)) = (follows(node), &unit) {
+            unit_of.extend(node.outputs().map(|id| (id, unit.clone())));
+            continue;
+        }
+        match (unit, visits.last_mut()) {
+            (None, None) => {}
+            (Some(unit), Some(last)) if last.unit != unit => visits.push(UnitVisit {
+                unit,
+                nodes: BTreeSet::from([index]),
+            }),
+            (_, Some(last)) => {
+                last.nodes.insert(index);
+            }
+            (Some(unit), None) => visits.push(UnitVisit {
+                unit,
+                nodes: BTreeSet::from([index]),
+            }),
+        }
+    }
+    visits
+}
