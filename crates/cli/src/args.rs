@@ -8,7 +8,7 @@ use burn_fsdp::DeviceName;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
-use crate::bench::BenchArgs;
+use crate::bench::args::BenchArgs;
 use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
 pub(crate) use steps::{ConsolidateArgs, GenerateArgs, InspectArgs, NamesArg};

@@ -55,7 +55,8 @@ pub enum BudgetError {
 ///
 /// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them with one
 /// thread a rank, and the transport. Of few units all choices are tried, the cheapest first. Of more, units are
-/// taken from the first one on, as many as are needed, and given back where it fits without them.
+/// taken from the first one on, as many as are needed, and given back where it fits without them. Steps of several
+/// micro-batches need more.
 ///
 /// `graph` is one of [`trace`](burn_fsdp_spmd::trace::trace), on which nothing was done; `options` are those of the
 /// mode, of which [`recompute_units`](Options::recompute_units) is replaced. Not collective: ranks that call it with
@@ -189,7 +190,7 @@ impl Search<'_> {
         }
         // The head's activations are needed at once: to compute them again may need more.
         let mut best = None;
-        for most in [number, number - 1, number - 2] {
+        for most in (1..=number).rev() {
             best = self.plan(&first(most))?.map(|found| (most, found));
             if best.is_some() {
                 break;

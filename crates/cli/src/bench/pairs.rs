@@ -6,7 +6,7 @@ use burn_fsdp::{LaunchConfig, launch};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
-use super::BenchArgs;
+use super::args::BenchArgs;
 use super::case::{Case, PeerCommand, Steps};
 use super::limits::Limits;
 use super::peers::Peers;

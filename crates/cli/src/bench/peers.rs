@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::BenchArgs;
+use super::args::BenchArgs;
 use super::case::PeerCommand;
 use super::program::json_of;
 use crate::console;

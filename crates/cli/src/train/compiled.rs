@@ -6,12 +6,14 @@ use std::time::Instant;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::graph::Graph;
+use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
     CompiledStep, Evaluation, Mode, compile, kernels, load_compiled, restore_compiled,
     snapshot_compiled,
 };
+use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
 use burn_fsdp::{ProcessGroup, ProcessMesh};
@@ -60,6 +62,13 @@ fn mode(
     let options = Options::default().prefetch(prefetch);
     let options = options.clip_grad_norm(config.step.clip);
     let options = options.precision(sharding.precision.clone());
+    let options = match sharding.unit_size {
+        Some(least) => {
+            let model = config.model.init(&Device::flex(), config.seed)?;
+            options.units(Units::matching(auto_units(&model, least)))
+        }
+        None => options,
+    };
     let options = match config.step.activation_checkpointing {
         true => options.recompute_units(["blocks.*"]),
         false => options,

@@ -385,11 +385,6 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "all their tensors are on the device",
         ),
         (
-            sharding.unit_size.is_some(),
-            "--unit-size",
-            "their units are the blocks",
-        ),
-        (
             !training.device.is_host(),
             "--device",
             "their graphs run on the CPU",
@@ -415,6 +410,13 @@ fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             first: "--memory-budget",
             second: "--precision",
             reason: "steps are planned in the 32 bits of the model",
+        });
+    }
+    if training.activation_checkpointing && sharding.unit_size.is_some() {
+        return Err(InputError::Excludes {
+            first: "--activation-checkpointing",
+            second: "--compile and --unit-size",
+            reason: "a compiled step computes whole units again, and blocks are none of these",
         });
     }
     let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);

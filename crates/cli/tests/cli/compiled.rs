@@ -171,7 +171,6 @@ fn a_compiled_run_that_is_resumed_goes_on_to_the_bit() {
 fn what_a_compiled_step_has_not_is_refused() {
     for (flags, flag) in [
         ("--offload state", "--offload"),
-        ("--unit-size 100", "--unit-size"),
         ("--no-sync", "--no-sync"),
         ("--precision f16", "--precision f16"),
         ("--reduce-dtype f16", "--reduce-dtype f16"),
@@ -189,6 +188,26 @@ fn what_a_compiled_step_has_not_is_refused() {
     let run = folder.train_with_fault(&format!("{STEPS} --compile"), fault);
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("at:collective"), "{}", run.stderr);
+}
+
+#[test]
+fn units_by_size_are_those_of_the_eager_engine() {
+    for least in [1, 300, 1000, 1_000_000] {
+        let flags = format!("--synthetic --steps 4 --warmup 0 --unit-size {least}");
+        let report = |more: &str| Folder::new().report(&format!("{flags} {more}"));
+        let (eager, compiled) = (report(""), report("--compile"));
+        let difference = relative_difference(&losses(&eager), &losses(&compiled));
+        assert!(difference <= 1e-5, "{least}: {difference}");
+        let blocks = report("--compile --unit-size 1000000");
+        let gathers = |report: &Value| report["collectives"]["all_gather"]["count"].as_u64();
+        let is_more = gathers(&compiled) > gathers(&blocks);
+        assert_eq!(
+            is_more,
+            least <= 1000,
+            "{least}: {}",
+            compiled["collectives"]
+        );
+    }
 }
 
 #[test]
@@ -236,6 +255,10 @@ fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
             "--memory-budget is not for a run with --precision",
         ),
         ("--compile --accumulate 2", "cannot be used with"),
+        (
+            "--compile --activation-checkpointing",
+            "cannot be used with",
+        ),
         ("", "--compile"),
     ] {
         let run = Folder::new().train(&format!("--synthetic --memory-budget 1GiB {flags}"));

@@ -8,9 +8,12 @@ use burn::tensor::{DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
-use super::BLOCK;
 use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
 use crate::rows::{Kernel, sum_by, vectorized};
+
+/// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
+/// blocks waste less, and larger ones make better matrix products.
+pub(super) const BLOCK: usize = 64;
 
 /// Queries, keys and values, each `[batch, time, heads, width]` with any strides.
 #[derive(Clone, Debug)]

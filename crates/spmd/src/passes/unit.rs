@@ -22,7 +22,8 @@ use crate::transform::GraphTransform;
 /// With [patterns](Self::matching) they are the modules that the user names.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Units {
-    patterns: Vec<Pattern>,
+    /// Of the modules that are units; `None` where they follow from the paths.
+    patterns: Option<Vec<Pattern>>,
 }
 
 impl Units {
@@ -32,7 +33,7 @@ impl Units {
     }
 
     /// Creates units that are the modules that match one of these patterns. A parameter belongs to the innermost of
-    /// them that contains it; all others are one unit, the root.
+    /// them that contains it; all others are one unit, the root, as is the whole model without a pattern.
     ///
     /// ```
     /// use burn_fsdp_spmd::passes::Units;
@@ -43,7 +44,7 @@ impl Units {
     /// ```
     pub fn matching<P: Into<Pattern>>(patterns: impl IntoIterator<Item = P>) -> Self {
         Self {
-            patterns: patterns.into_iter().map(Into::into).collect(),
+            patterns: Some(patterns.into_iter().map(Into::into).collect()),
         }
     }
 
@@ -57,15 +58,15 @@ impl Units {
         paths: impl IntoIterator<Item = &'a Arc<str>>,
     ) -> Result<BTreeMap<Arc<str>, Arc<str>>, Error> {
         let paths: Vec<&Arc<str>> = paths.into_iter().collect();
-        if self.patterns.is_empty() {
+        let Some(patterns) = &self.patterns else {
             let wrapper = wrapper(&paths);
             let units = paths.iter().map(|path| {
                 let unit = below(wrapper, path);
                 ((*path).clone(), Arc::from(unit))
             });
             return Ok(units.collect());
-        }
-        for pattern in &self.patterns {
+        };
+        for pattern in patterns {
             let matches = |path: &&Arc<str>| pattern.prefix_of(module(path)).is_some();
             if !paths.iter().any(matches) {
                 let mut known: Vec<_> = paths.iter().map(|path| module(path)).collect();
@@ -80,7 +81,7 @@ impl Units {
         }
         let units = paths.into_iter().map(|path| {
             let module = module(path);
-            let found = self.patterns.iter();
+            let found = patterns.iter();
             let found = found.filter_map(|pattern| pattern.prefix_of(module));
             let unit = found.max_by_key(|unit| unit.len()).unwrap_or("");
             (path.clone(), Arc::from(unit))
@@ -214,6 +215,7 @@ mod tests {
             ["", "net.blocks.0", "net.blocks.1"]
         );
         assert_eq!(of(&["e*"]), ["embed", "", ""]);
+        assert_eq!(of(&[]), ["", "", ""]);
         let none = Units::matching(["conv*"]).of(&[Arc::from("head.weight")]);
         let error = none.unwrap_err().to_string();
         assert!(error.contains("conv*") && error.contains("head"), "{error}");

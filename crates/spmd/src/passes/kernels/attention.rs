@@ -133,14 +133,14 @@ fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
 fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
     let (of_probabilities, mut scores) = walk.softmax_gradient(forward.probabilities)?;
-    // The gradient of the result is what is multiplied by the values.
+    // The gradient of the result is what is multiplied by the values. Several attentions whose results are added up
+    // have that product in common.
     let product = patterns.made_by(of_probabilities, Kind::Matmul)?;
     let [grad, turned_values] = operands(patterns, product)?;
     let turn = patterns.made_by(turned_values, TURN)?;
     if patterns.inputs(turn) != [forward.values] {
         return None;
     }
-    walk.nodes.insert(product);
     let values = walk.step(TURN, &[forward.probabilities]);
     let values = values.and_then(|turned| walk.step(Kind::Matmul, &[turned, grad]));
     for (mask, _) in forward.fills.iter().rev() {
