@@ -193,14 +193,15 @@ fn what_a_compiled_step_has_not_is_refused() {
 #[test]
 fn units_by_size_are_those_of_the_eager_engine() {
     for least in [1, 300, 1000, 1_000_000] {
-        let flags = format!("--synthetic --steps 4 --warmup 0 --unit-size {least}");
+        let flags = "--synthetic --steps 4 --warmup 0 --unit-size";
         let report = |more: &str| Folder::new().report(&format!("{flags} {more}"));
-        let (eager, compiled) = (report(""), report("--compile"));
+        let eager = report(&least.to_string());
+        let compiled = report(&format!("{least} --compile"));
         let difference = relative_difference(&losses(&eager), &losses(&compiled));
         assert!(difference <= 1e-5, "{least}: {difference}");
-        let blocks = report("--compile --unit-size 1000000");
+        let whole = report("1000000 --compile");
         let gathers = |report: &Value| report["collectives"]["all_gather"]["count"].as_u64();
-        let is_more = gathers(&compiled) > gathers(&blocks);
+        let is_more = gathers(&compiled) > gathers(&whole);
         assert_eq!(
             is_more,
             least <= 1000,
@@ -239,7 +240,7 @@ fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
     let run = folder.train(&format!("{sizes} --memory-budget 1KiB"));
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(
-        run.stderr.starts_with("error: --memory-budget: "),
+        run.stderr.contains("error: --memory-budget: "),
         "{}",
         run.stderr
     );

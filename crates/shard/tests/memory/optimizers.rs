@@ -44,9 +44,23 @@ struct Bytes {
     at_most: usize,
 }
 
+/// Returns the bytes of the heap once threads of earlier measurements have ended, which free what is theirs when they get
+/// to it.
+fn settled() -> usize {
+    let mut last = HEAP.current_usage();
+    loop {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let now = HEAP.current_usage();
+        if now == last {
+            return now;
+        }
+        last = now;
+    }
+}
+
 fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
     let device = checkpointing();
-    let before = HEAP.current_usage();
+    let before = settled();
     let mut model = Stack::new(&device);
     let mut optim = optimizer();
     let mut at_most = 0;
@@ -64,7 +78,7 @@ fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
 
 /// Of all ranks together, and what they keep for their transport.
 fn sharded(optimizer: fn() -> ModuleOptimizer) -> (Bytes, usize) {
-    let before = HEAP.current_usage();
+    let before = settled();
     let seen = on_ranks(2, move |world, mesh| {
         let device = checkpointing();
         let policy = ShardPolicy::new().units(["layers.*"]);
