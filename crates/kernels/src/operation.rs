@@ -3,7 +3,7 @@
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::{Fill, scores_bytes};
+use crate::attention::{Fill, Sizes};
 use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, layer_norm};
 
@@ -192,10 +192,9 @@ impl FusedOperation {
         let tensors = call.inputs.iter().chain(&call.outputs);
         let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();
         let pointwise = largest.unwrap_or(0) as u64;
-        // Matrix products over the keys, and blocks of scores, in forward and in backward.
-        let (products, blocks) = match self {
-            Self::CausalAttention | Self::Attention => (2, 2),
-            Self::CausalAttentionBackward | Self::AttentionBackward => (5, 3),
+        let (products, is_backward) = match self {
+            Self::CausalAttention | Self::Attention => (2, false),
+            Self::CausalAttentionBackward | Self::AttentionBackward => (5, true),
             _ => {
                 return FusedCost {
                     pointwise,
@@ -204,27 +203,37 @@ impl FusedOperation {
             }
         };
         let shape = &call.inputs[0].shape;
-        let (batch, heads, times, width, pairs) = match self {
+        let (batch, pairs, sizes) = match self {
             Self::Attention | Self::AttentionBackward => {
-                let times = [shape[1], call.inputs[1].shape[1]];
-                let pairs = shape[0] * times[0] * times[1];
-                (shape[0], shape[2], times, shape[2] * shape[3], pairs)
+                let (keys, values) = (&call.inputs[1].shape, &call.inputs[2].shape);
+                let sizes = Sizes {
+                    heads: shape[2],
+                    times: [shape[1], keys[1]],
+                    widths: [shape[3], values[3]],
+                    is_masked: call.scalars.len() > 1,
+                };
+                (shape[0], shape[0] * shape[1] * keys[1], sizes)
             }
             _ => {
                 let [batch, heads] =
                     [0, 1].map(|index: usize| call.scalars[index].elem::<u64>() as usize);
                 let time = shape[0] / batch.max(1);
+                let sizes = Sizes {
+                    heads,
+                    times: [time; 2],
+                    widths: [shape[1] / 3 / heads.max(1); 2],
+                    is_masked: false,
+                };
                 // Of queries and keys on average half are seen.
-                let pairs = shape[0] * (time + 1) / 2;
-                (batch, heads, [time; 2], shape[1] / 3, pairs)
+                (batch, shape[0] * (time + 1) / 2, sizes)
             }
         };
-        let matmul = products * (pairs * width) as u64 * 2;
+        let width = sizes.heads * sizes.widths[0];
         let parallel = batch.min(rayon::current_num_threads());
         FusedCost {
-            matmul,
+            matmul: products * (pairs * width) as u64 * 2,
             pointwise,
-            scratch_bytes: (blocks * parallel * scores_bytes(times, heads)) as u64,
+            scratch_bytes: (parallel * sizes.scratch_bytes(is_backward)) as u64,
         }
     }
 }

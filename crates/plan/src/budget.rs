@@ -33,16 +33,16 @@ pub struct Fitted {
 /// Why there is no schedule within a budget.
 #[derive(Debug, thiserror::Error)]
 pub enum BudgetError {
-    /// No choice needs so little.
+    /// No choice that was tried needs so little.
     #[error(
-        "a rank's step needs at least {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
+        "the least found for a rank's step is {} of memory, {least} bytes, where {budget} bytes are allowed; raise the budget, \
          shard over more ranks, or make the batch smaller",
         Size(*.least).trimmed()
     )]
     TooSmall {
         /// The bytes that were allowed.
         budget: u64,
-        /// The least that any choice needs.
+        /// The least that a choice needs which was tried.
         least: u64,
     },
     /// The step cannot be lowered.
@@ -50,27 +50,34 @@ pub enum BudgetError {
     Step(#[from] Error),
 }
 
-/// Chooses which units of a step to compute again in backward, so that no rank has more than `bytes` at once and the
-/// step takes the least time.
+/// Chooses which units of a step to compute again in backward, so that no rank has more than `bytes` at once, and as little
+/// as it takes is computed again.
 ///
-/// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them with one
-/// thread a rank, and the transport. Of few units all choices are tried, the cheapest first. Of more, units are
+/// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them, and the
+/// transport. Of up to six units all choices are tried, the one whose forward takes the least time first. Of more, units are
 /// taken from the first one on, as many as are needed, and given back where it fits without them. Steps of several
 /// micro-batches need more.
 ///
 /// `graph` is one of [`trace`](burn_fsdp_spmd::trace::trace), on which nothing was done; `options` are those of the
 /// mode, of which [`recompute_units`](Options::recompute_units) is replaced. Not collective: ranks that call it with
-/// equal arguments choose the same.
+/// equal arguments, and have as many threads each, choose the same; a step of ranks that do not is refused before it runs.
 ///
 /// # Errors
 ///
-/// [`BudgetError::TooSmall`], with the least that is possible; errors of lowering.
+/// [`BudgetError::TooSmall`], with the least of what was tried; [`Error::Precision`] for a mode that computes in other types
+/// than the model's, of which there is no such graph; errors of lowering.
 pub fn fit(
     graph: &Graph,
     mode: &Mode,
     options: &Options,
     bytes: u64,
 ) -> Result<Fitted, BudgetError> {
+    if options.precision != Default::default() {
+        return Err(BudgetError::Step(Error::Precision {
+            what: "within a budget of memory, as steps are planned in the types of the model",
+            way_out: "name the units with Options::recompute_units",
+        }));
+    }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
     let mut units: Vec<Unit> = Vec::new();
     // What belongs to no module is no unit to name.

@@ -12,7 +12,7 @@ Examples:
   burn-fsdp bench --out results.json --svg ratios.svg
   burn-fsdp bench --no-peers --case encoder
 
-PyTorch comes by pip, once, into the folder of --peers (700 MB); with --python nothing is installed.
+PyTorch comes by pip, once, into the folder of --peers (some GB); with --python nothing is installed. On Linux.
 
 Exit code: see `burn-fsdp --help`";
 

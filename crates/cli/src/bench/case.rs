@@ -74,6 +74,7 @@ const LARGE: Sizes = Sizes {
     ..SMALL
 };
 
+const ENCODER_FORMS: &[&[&str]] = &[&[], &["--malloc", "keep-heap"]];
 const GPT_FORMS: &[&[&str]] = &[&[], &["--malloc", "keep-heap"], &["--compile"]];
 
 impl Case {
@@ -159,12 +160,15 @@ impl Case {
         };
         let mut words = Words::default();
         words.add(["--mode", mode]);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = (cores / self.ranks()).max(1);
+        words.add(["--threads-per-rank", &threads.to_string()]);
         if self.is_encoder() {
             words.steps(steps);
             return PeerCommand {
                 script: "encoder_peer.py",
                 words: words.0,
-                forms: &[&[]],
+                forms: ENCODER_FORMS,
             };
         }
         words.add(["--ranks", &self.ranks().to_string()]);

@@ -58,11 +58,11 @@ fn draw_into(
     )])?;
     for (row, (name, ratio)) in rows.iter().enumerate() {
         let middle = height - row as f64 - 0.5;
-        let [from, to] = ratio.interval;
-        chart.draw_series([Rectangle::new(
-            [(from, middle - 0.28), (to, middle + 0.28)],
-            BLUE.mix(0.15).filled(),
-        )])?;
+        let band = ratio.interval.map(|[from, to]| {
+            let corners = [(from, middle - 0.28), (to, middle + 0.28)];
+            Rectangle::new(corners, BLUE.mix(0.15).filled())
+        });
+        chart.draw_series(band)?;
         let line = [(ratio.median, middle - 0.28), (ratio.median, middle + 0.28)];
         chart.draw_series([PathElement::new(line, BLUE.stroke_width(2))])?;
         let points = ratio.all.iter();

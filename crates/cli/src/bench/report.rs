@@ -48,8 +48,8 @@ struct Side {
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Ratio {
     pub(crate) median: f64,
-    /// The 95 % interval of the median, by order statistics.
-    pub(crate) interval: [f64; 2],
+    /// The 95 % interval of the median, by order statistics, of which fewer than six pairs have none.
+    pub(crate) interval: Option<[f64; 2]>,
     /// Of all pairs, ascending.
     pub(crate) all: Vec<f64>,
 }
@@ -67,7 +67,7 @@ impl Ratio {
         let high = ((middle + half).ceil() as usize).min(all.len().saturating_sub(1));
         Some(Self {
             median: median(&all)?,
-            interval: [all[low], all[high]],
+            interval: (all.len() >= 6).then(|| [all[low], all[high]]),
             all,
         })
     }
@@ -143,15 +143,17 @@ impl fmt::Display for Summary {
         let peer = self.peer.as_ref();
         let dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         let mebibytes = |side: &Side| Some(format!("{:.0}", side.peak_bytes? / f64::from(1 << 20)));
-        let interval =
-            |ratio: &Ratio| format!("{:.2} to {:.2}", ratio.interval[0], ratio.interval[1]);
+        let interval = |ratio: &Ratio| {
+            let [low, high] = ratio.interval?;
+            Some(format!("{low:.2} to {high:.2}"))
+        };
         let ratio = self.ratio.as_ref();
         let cells = [
             self.name.clone(),
             format!("{:.0}", self.ours.tokens_per_s),
             dash(peer.map(|peer| format!("{:.0}", peer.tokens_per_s))),
             dash(ratio.map(|ratio| format!("{:.2}", ratio.median))),
-            dash(ratio.map(interval)),
+            dash(ratio.and_then(interval)),
             self.measured.pairs.len().to_string(),
             format!("{:.2}", self.ours.share),
             dash(peer.map(|peer| format!("{:.2}", peer.share))),
@@ -214,7 +216,11 @@ mod tests {
         let ratio = Ratio::of(&pairs).unwrap();
         assert_eq!(ratio.median, 1.0);
         assert_eq!(ratio.all, [0.5, 1.0, 3.0]);
-        assert_eq!(ratio.interval, [0.5, 3.0]);
+        assert_eq!(ratio.interval, None);
+        let many: Vec<Pair> = (1..=20)
+            .map(|number| pair(f64::from(number), 1.0))
+            .collect();
+        assert_eq!(Ratio::of(&many).unwrap().interval, Some([6.0, 16.0]));
         let two = Ratio::of(&pairs[..2]).unwrap();
         assert_eq!(two.median, 1.75);
     }

@@ -248,29 +248,39 @@ impl Operands {
         target: &mut Target<'_>,
         leaves_out: bool,
     ) {
-        let seen = self.probabilities(block, leaves_out);
+        let Probabilities {
+            tensor,
+            keys,
+            codes,
+        } = self.probabilities(block, leaves_out);
         let part = |part, rows| self.part(part, block.sequence, rows);
         let widths = self.widths().map(|width| width * self.heads());
         let mut add = |gradient: &FlexTensor, part: Part, rows| {
             add_heads(gradient, target.part(part, widths), rows);
         };
 
-        let values = matmul(seen.tensor.transpose(1, 2), grad.clone());
-        add(&values, Part::Values, &seen.keys);
-
-        let mut scores = matmul(grad, part(Part::Values, &seen.keys).transpose(1, 2));
+        // Each product is freed before the next one is made: that is what the cost says.
+        add(
+            &matmul(tensor.transpose(1, 2), grad.clone()),
+            Part::Values,
+            &keys,
+        );
+        let mut scores = matmul(grad, part(Part::Values, &keys).transpose(1, 2));
         vectorized(SoftmaxGradient {
             grad: scores.storage_mut(),
-            probabilities: seen.tensor.storage(),
-            keys: seen.keys.clone(),
-            codes: seen.codes.as_ref(),
+            probabilities: tensor.storage(),
+            keys: keys.clone(),
+            codes: codes.as_ref(),
             scale: self.scale,
         });
-        let queries = matmul(scores.clone(), part(Part::Keys, &seen.keys));
-        add(&queries, Part::Queries, &block.queries);
+        drop(tensor);
+        add(
+            &matmul(scores.clone(), part(Part::Keys, &keys)),
+            Part::Queries,
+            &block.queries,
+        );
         let queries = part(Part::Queries, &block.queries);
-        let keys = matmul(scores.transpose(1, 2), queries);
-        add(&keys, Part::Keys, &seen.keys);
+        add(&matmul(scores.transpose(1, 2), queries), Part::Keys, &keys);
     }
 }
 

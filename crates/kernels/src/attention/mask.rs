@@ -88,11 +88,11 @@ impl Codes {
         &self.codes[start + keys.start..start + keys.end]
     }
 
+    /// Returns the greatest number that a mask fills in; not a number if one is none.
     fn highest(&self) -> f32 {
-        self.values
-            .iter()
-            .copied()
-            .fold(f32::NEG_INFINITY, f32::max)
+        let larger = |a: f32, b: f32| if a > b || a.is_nan() { a } else { b };
+        let values = self.values.iter().copied();
+        values.fold(f32::NEG_INFINITY, larger)
     }
 }
 

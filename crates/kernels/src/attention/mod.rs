@@ -98,7 +98,29 @@ pub(crate) fn masked_gradients(
     Operands::apart(qkv, scale, Mask::Filled(fills)).gradients(grad)
 }
 
-/// Returns the bytes of the scores that one sequence takes at once.
-pub(crate) fn scores_bytes([queries, keys]: [usize; 2], heads: usize) -> usize {
-    heads * BLOCK.min(queries) * keys * size_of::<f32>()
+/// The sizes of an attention.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) heads: usize,
+    /// Queries and keys of a sequence.
+    pub(crate) times: [usize; 2],
+    /// Widths of a head of keys and of values.
+    pub(crate) widths: [usize; 2],
+    pub(crate) is_masked: bool,
+}
+
+impl Sizes {
+    /// Returns the bytes that one sequence takes at once: the scores of a block, what is made of them, and their codes.
+    pub(crate) fn scratch_bytes(self, is_backward: bool) -> usize {
+        let [queries, keys] = self.times;
+        let queries = BLOCK.min(queries);
+        let [width, values] = self.widths;
+        let scores = queries * keys;
+        let beside = match is_backward {
+            false => queries * values,
+            true => scores.max(keys.max(queries) * width.max(values)),
+        };
+        let codes = if self.is_masked { scores } else { 0 };
+        self.heads * ((scores + beside) * size_of::<f32>() + codes)
+    }
 }

@@ -35,6 +35,7 @@ impl GraphTransform for CommonSubexpressions {
     fn before(&self) -> &'static [PassId] {
         &[
             PassId::InsertCollectives,
+            PassId::RecomputeUnits,
             PassId::Recompute,
             PassId::Liveness,
         ]

@@ -51,6 +51,7 @@ impl GraphTransform for UseKernels {
 
     fn before(&self) -> &'static [PassId] {
         &[
+            PassId::RecomputeUnits,
             PassId::Recompute,
             PassId::InsertCollectives,
             PassId::Liveness,
