@@ -40,6 +40,7 @@ mod gelu;
 mod layer_norm;
 mod operation;
 mod ops;
+mod pointwise;
 mod route;
 mod rows;
 mod softmax;
@@ -48,4 +49,5 @@ mod tests;
 
 pub use operation::{FusedCost, FusedOperation};
 pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};
+pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};
 pub use route::{recorded, supports};

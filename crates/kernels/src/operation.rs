@@ -4,6 +4,7 @@ use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
 use crate::attention::{Fill, Sizes};
+use crate::pointwise::{self, PointwiseProgram};
 use crate::softmax::{self, Form};
 use crate::{attention, cross_entropy, gelu, layer_norm};
 
@@ -28,6 +29,7 @@ use crate::{attention, cross_entropy, gelu, layer_norm};
 /// | `models.softmax_backward` | y, gradient of y | gradient of x | |
 /// | `models.log_softmax` | x | y | |
 /// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
+/// | `models.pointwise` | those of the program, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
 ///
 /// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
 /// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number.
@@ -63,6 +65,8 @@ pub enum FusedOperation {
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
+    /// A [program](PointwiseProgram) of operations on the elements of tensors.
+    Pointwise,
 }
 
 /// The work of a fused operation, and its memory beside operands and results.
@@ -78,7 +82,7 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Gelu,
         Self::GeluBackward,
         Self::LayerNorm,
@@ -93,6 +97,7 @@ impl FusedOperation {
         Self::SoftmaxBackward,
         Self::LogSoftmax,
         Self::LogSoftmaxBackward,
+        Self::Pointwise,
     ];
 
     /// Returns its name in captured graphs.
@@ -112,6 +117,7 @@ impl FusedOperation {
             Self::SoftmaxBackward => "models.softmax_backward",
             Self::LogSoftmax => "models.log_softmax",
             Self::LogSoftmaxBackward => "models.log_softmax_backward",
+            Self::Pointwise => "models.pointwise",
         }
     }
 
@@ -121,6 +127,13 @@ impl FusedOperation {
     ///
     /// If the inputs are not those that the operation was captured with.
     pub fn run(self, call: &CustomOpIr, inputs: Vec<FlexTensor>) -> Vec<FlexTensor> {
+        if self == Self::Pointwise {
+            return vec![pointwise::run(
+                &program(call),
+                inputs,
+                &call.outputs[0].shape,
+            )];
+        }
         let mut inputs = inputs.into_iter();
         let mut next = || {
             inputs
@@ -159,13 +172,15 @@ impl FusedOperation {
             Self::SoftmaxBackward => vec![softmax::backward(next(), next(), Form::Plain)],
             Self::LogSoftmax => vec![softmax::forward(next(), Form::Log)],
             Self::LogSoftmaxBackward => vec![softmax::backward(next(), next(), Form::Log)],
+            Self::Pointwise => Vec::new(),
         }
     }
 
-    /// Returns the input that the first output is written over, if nobody else holds it and it is
+    /// Returns the input that the first output of a call is written over, if nobody else holds it and it is
     /// contiguous; all other outputs are in memory of their own.
-    pub fn written_over(self) -> Option<usize> {
+    pub fn written_over(self, call: &CustomOpIr) -> Option<usize> {
         match self {
+            Self::Pointwise => program(call).written_over(),
             Self::CausalAttention
             | Self::CausalAttentionBackward
             | Self::Attention
@@ -184,7 +199,7 @@ impl FusedOperation {
     /// Returns true if it costs little more than to read and write its operands, so that it is
     /// worth to compute it again to save memory.
     pub fn is_cheap(self) -> bool {
-        matches!(self, Self::LayerNorm)
+        matches!(self, Self::LayerNorm | Self::Pointwise)
     }
 
     /// Returns the work of a call, and its memory beside operands and results.
@@ -193,6 +208,7 @@ impl FusedOperation {
         let largest = tensors.map(|tensor| tensor.shape.num_elements()).max();
         let pointwise = largest.unwrap_or(0) as u64;
         let (products, is_backward) = match self {
+            Self::Pointwise => return pointwise_cost(call, pointwise),
             Self::CausalAttention | Self::Attention => (2, false),
             Self::CausalAttentionBackward | Self::AttentionBackward => (5, true),
             _ => {
@@ -235,6 +251,23 @@ impl FusedOperation {
             pointwise,
             scratch_bytes: (parallel * sizes.scratch_bytes(is_backward)) as u64,
         }
+    }
+}
+
+/// Returns the program of a call.
+fn program(call: &CustomOpIr) -> PointwiseProgram {
+    let program = PointwiseProgram::from_scalars(&call.scalars);
+    program.expect("the scalars of a call of pointwise operations are those of a program")
+}
+
+fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
+    let program = program(call);
+    let blocks = num_elements.div_ceil(pointwise::CHUNK as u64);
+    let parallel = blocks.min(rayon::current_num_threads() as u64);
+    FusedCost {
+        matmul: 0,
+        pointwise: program.len() as u64 * num_elements,
+        scratch_bytes: parallel * program.scratch_bytes(call.inputs.len()) as u64,
     }
 }
 

@@ -65,7 +65,7 @@ fn profile(operation: FusedOperation, call: &CustomOpIr) -> CustomProfile {
     CustomProfile {
         is_pure: true,
         is_cheap: operation.is_cheap(),
-        written_over: operation.written_over(),
+        written_over: operation.written_over(call),
         flops: Flops {
             matmul,
             convolution: 0,

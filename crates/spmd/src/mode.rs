@@ -168,6 +168,7 @@ impl Mode {
     /// Leaves operations as Burn composes them: the backend has no kernels.
     pub(crate) fn without_kernels(mut self) -> Self {
         self.options.kernels = false;
+        self.options.fuse = false;
         self
     }
 
@@ -414,7 +415,7 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
     if mode.options.optimizer != OptimizerPlace::InNextForward {
         return Ok(Lowered::Whole(Box::new(graph)));
     }
-    let iteration = DeferOptimizer.split(graph)?;
+    let iteration = DeferOptimizer.split(graph, &schedule::last(&mode.options))?;
     if mode.verify {
         for graph in [&iteration.setup, &iteration.main, &iteration.cleanup] {
             verify(graph)?;
@@ -438,7 +439,8 @@ fn lower_micro(graph: Graph, mode: &Mode, num_batches: usize) -> Result<Lowered,
     let graph = mode.pipeline(&options)?.run(graph)?;
     let axes = mode.ranks.mesh()?.axes().to_vec();
     let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
-    let steps = Accumulate { num_batches, clip }.split(graph)?;
+    let last = schedule::last(&options);
+    let steps = Accumulate { num_batches, clip }.split(graph, &last)?;
     if mode.verify {
         for graph in [&steps.first, &steps.next, &steps.update] {
             verify(graph)?;

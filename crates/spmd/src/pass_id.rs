@@ -44,6 +44,8 @@ pub enum PassId {
     DeferOptimizer,
     /// [`Accumulate`](crate::passes::Accumulate).
     Accumulate,
+    /// [`FusePointwise`](crate::passes::FusePointwise).
+    FusePointwise,
     /// [`Liveness`](crate::passes::Liveness).
     Liveness,
     /// A pass of the user, by its name.
@@ -72,6 +74,7 @@ impl fmt::Display for PassId {
             Self::EarlyOptimizer => "early optimizer",
             Self::DeferOptimizer => "deferred optimizer",
             Self::Accumulate => "accumulate",
+            Self::FusePointwise => "fuse pointwise",
             Self::Liveness => "liveness",
             Self::User(name) => name,
         })

@@ -196,7 +196,10 @@ fn an_optimizer_that_is_put_off_is_planned_by_itself() {
     let graph = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config).unwrap();
     let options = Options::default().optimizer(OptimizerPlace::InNextForward);
     let pipeline = schedule::pipeline(2, Strategy::FullShard, &options, &[]);
-    let iteration = DeferOptimizer.split(pipeline.run(graph).unwrap()).unwrap();
+    let last = schedule::last(&options);
+    let iteration = DeferOptimizer
+        .split(pipeline.run(graph).unwrap(), &last)
+        .unwrap();
     let main = MemoryPlan::new(&iteration.main, 0).unwrap();
     let alone = MemoryPlan::new(&iteration.cleanup, 0).unwrap();
     for (main, alone) in [

@@ -16,7 +16,7 @@ impl Graph {
         }
         for node in &self.nodes {
             node.operation.hash(&mut hasher);
-            (node.phase, node.scalars, &node.shift).hash(&mut hasher);
+            (node.phase, &node.scalars, &node.shift).hash(&mut hasher);
             if let Some(collective) = &node.collective {
                 (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
                 let reduction = collective.reduction.map(|op| op.to_string());

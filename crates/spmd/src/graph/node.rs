@@ -20,8 +20,8 @@ pub struct Node {
     pub phase: Phase,
     /// The collective that the node runs, if it runs one.
     pub collective: Option<Collective>,
-    /// Source of the operation's scalars, if they change from step to step.
-    pub scalars: Option<ScalarSlot>,
+    /// Sources of those of the operation's scalars that change from step to step.
+    pub scalars: Vec<ScalarSlot>,
     /// Path of the parameter that the node serves: for optimizer nodes, and operations on one parameter.
     pub path: Option<Arc<str>>,
     /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are equal on all
@@ -105,6 +105,10 @@ impl fmt::Display for Phase {
 pub struct ScalarSlot {
     /// Index of the operation in the optimizer's step.
     pub position: usize,
+    /// Place of its first scalar among those of the node.
+    pub first: usize,
+    /// Number of its scalars.
+    pub len: usize,
 }
 
 impl Node {
@@ -114,7 +118,7 @@ impl Node {
             operation,
             phase,
             collective: None,
-            scalars: None,
+            scalars: Vec::new(),
             path: None,
             shift: None,
             custom: None,

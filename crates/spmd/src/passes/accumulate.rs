@@ -8,8 +8,7 @@ use burn_ir::{BinaryOpIr, NumericOperationIr, OperationIr, ScalarIr, ScalarOpIr,
 
 use super::clip::ClipGradients;
 use super::halves::Halves;
-use super::liveness::Liveness;
-use super::pipeline::apply;
+use super::pipeline::Pipeline;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, rename};
 use crate::pass_id::PassId;
@@ -46,13 +45,14 @@ pub struct Accumulate {
 }
 
 impl Accumulate {
-    /// Returns the three graphs, each with its [`Liveness`]. The given one has not had it.
+    /// Returns the three graphs, each after the passes that come last, which the given one has not had:
+    /// [`Liveness`](super::Liveness) is among them.
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
-    /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before collectives are inserted.
-    pub fn split(self, graph: Graph) -> Result<MicroSteps, Error> {
+    /// [`ClipGradients`], [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted.
+    pub fn split(self, graph: Graph, last: &Pipeline) -> Result<MicroSteps, Error> {
         let after = [PassId::InsertCollectives];
         let before = [
             PassId::ClipGradients,
@@ -66,7 +66,7 @@ impl Accumulate {
             graph.mark_applied(PassId::Accumulate);
             graph.sync_nodes();
             graph.prune();
-            apply(&Liveness, graph)
+            last.run(graph)
         };
         let mut update = mean(halves.update(), self.num_batches)?;
         if let Some(clip) = &self.clip {

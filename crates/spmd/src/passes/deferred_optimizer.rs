@@ -8,8 +8,7 @@ use std::sync::Arc;
 use burn_ir::TensorId;
 
 use super::halves::Halves;
-use super::liveness::Liveness;
-use super::pipeline::apply;
+use super::pipeline::Pipeline;
 use crate::error::Error;
 use crate::graph::{Graph, rename};
 use crate::pass_id::PassId;
@@ -47,13 +46,14 @@ pub struct Iteration {
 pub struct DeferOptimizer;
 
 impl DeferOptimizer {
-    /// Returns the three graphs, each with its [`Liveness`]. The given one has not had it.
+    /// Returns the three graphs, each after the passes that come last, which the given one has not had:
+    /// [`Liveness`](super::Liveness) is among them.
     ///
     /// # Errors
     ///
     /// [`Error::OptimizerNotElementwise`] if the optimizer needs the other ranks; [`Error::PassOrder`] after
-    /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`], or before collectives are inserted.
-    pub fn split(self, graph: Graph) -> Result<Iteration, Error> {
+    /// [`EarlyOptimizer`](super::EarlyOptimizer) or [`Liveness`](super::Liveness), or before collectives are inserted.
+    pub fn split(self, graph: Graph, last: &Pipeline) -> Result<Iteration, Error> {
         let after = [PassId::InsertCollectives];
         let before = [PassId::EarlyOptimizer, PassId::Liveness];
         check_order(&graph, PassId::DeferOptimizer, &after, &before)?;
@@ -63,7 +63,7 @@ impl DeferOptimizer {
             graph.mark_applied(PassId::DeferOptimizer);
             graph.sync_nodes();
             graph.prune();
-            apply(&Liveness, graph)
+            last.run(graph)
         };
         Ok(Iteration {
             setup: finish(halves.gradients())?,

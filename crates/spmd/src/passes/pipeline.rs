@@ -31,6 +31,13 @@ impl Pipeline {
         self
     }
 
+    /// Appends the passes of another pipeline.
+    #[must_use]
+    pub fn and(mut self, last: Self) -> Self {
+        self.passes.extend(last.passes);
+        self
+    }
+
     /// Verifies the graph after each pass, in release builds, too.
     #[must_use]
     pub fn verified(mut self) -> Self {

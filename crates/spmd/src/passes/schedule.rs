@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::{
     AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
-    EarlyOptimizer, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute, RecomputeUnits,
-    Regather, SinkWaits, Split, StandIns, Units, UseKernels,
+    EarlyOptimizer, FusePointwise, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute,
+    RecomputeUnits, Regather, SinkWaits, Split, StandIns, Units, UseKernels,
 };
 use crate::Precision;
 use crate::error::Error;
@@ -25,6 +25,9 @@ pub struct Options {
     /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`]: the default, in data
     /// parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
     pub kernels: bool,
+    /// True to make one operation of chains of pointwise ones, which changes no bit, see [`FusePointwise`]: the default,
+    /// on Burn's CPU backend.
+    pub fuse: bool,
     /// Types in which parameters compute and gradients travel: by default that of the module. Masters, states of the
     /// optimizer and its arithmetic keep the module's.
     pub precision: Precision,
@@ -63,6 +66,7 @@ impl Default for Options {
         Self {
             units: Units::by_path(),
             kernels: true,
+            fuse: true,
             precision: Precision::default(),
             recompute: Some(Recompute::default()),
             recompute_units: Vec::new(),
@@ -87,6 +91,13 @@ impl Options {
     #[must_use]
     pub fn kernels(mut self, uses: bool) -> Self {
         self.kernels = uses;
+        self
+    }
+
+    /// Sets whether chains of pointwise operations become one operation.
+    #[must_use]
+    pub fn fuse(mut self, fuses: bool) -> Self {
+        self.fuse = fuses;
         self
     }
 
@@ -163,6 +174,7 @@ impl Options {
         Self {
             units: Units::by_path(),
             kernels: false,
+            fuse: false,
             precision: Precision::default(),
             recompute: None,
             recompute_units: Vec::new(),
@@ -256,11 +268,20 @@ pub(crate) fn pipeline_with(
         pipeline = pipeline.then(Split).then(Prefetch).then(SinkWaits);
     }
     match options.optimizer {
-        OptimizerPlace::AtEnd => pipeline.then(Liveness),
-        OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer).then(Liveness),
+        OptimizerPlace::AtEnd => pipeline.and(last(options)),
+        OptimizerPlace::InBackward => pipeline.then(EarlyOptimizer).and(last(options)),
         // There are three graphs after that, see `DeferOptimizer::split`.
         OptimizerPlace::InNextForward => pipeline,
     }
+}
+
+/// Returns the passes that come last, of each graph of a step.
+pub fn last(options: &Options) -> Pipeline {
+    let fused = match options.fuse {
+        true => Pipeline::new().then(FusePointwise),
+        false => Pipeline::new(),
+    };
+    fused.then(Liveness)
 }
 
 /// A pass that is used by several pipelines.

@@ -256,25 +256,23 @@ impl<B: BackendIr> Executor<B> {
         if node.collective.is_some() {
             self.run_collective(index, node)?;
         } else if let OperationIr::Custom(call) = &node.operation {
-            self.run_custom(index, node, call)?;
+            match node.scalars.is_empty() {
+                true => self.run_custom(index, node, call)?,
+                false => {
+                    let operation = node.operation.clone();
+                    if let OperationIr::Custom(call) = patched(index, node, operation, scalars)? {
+                        self.run_custom(index, node, &call)?;
+                    }
+                }
+            }
         } else {
             let mut operation = node.operation.clone();
             if let Some(shift) = &node.shift {
                 self.shift(&mut operation, shift)
                     .map_err(|reason| failed(index, node, reason))?;
             }
-            if let Some(slot) = node.scalars {
-                let path = node.path.as_deref().unwrap_or_default();
-                let values = scalars.get(path, slot.position);
-                let mut patched = Node::new(operation, node.phase);
-                // Never as it was traced: that was another step.
-                if !values.is_some_and(|values| patched.set_scalar_values(values)) {
-                    let reason = format!(
-                        "the optimizer's step for parameter \"{path}\" has no such scalars for it"
-                    );
-                    return Err(failed(index, node, reason));
-                }
-                operation = patched.operation;
+            if !node.scalars.is_empty() {
+                operation = patched(index, node, operation, scalars)?;
             }
             let run = catch_unwind(AssertUnwindSafe(|| self.interpreter.register_op(operation)));
             run.map_err(|payload| failed(index, node, message(payload.as_ref())))?;
@@ -439,6 +437,38 @@ impl<B: BackendIr> Executor<B> {
         let place = Address::of::<B>(id, &handle);
         self.table.insert(id, place);
     }
+}
+
+/// Gives an operation of the optimizer the scalars of this step. It never runs with those that it was traced with: they
+/// were another step's.
+fn patched(
+    index: usize,
+    node: &Node,
+    operation: OperationIr,
+    scalars: &StepScalars,
+) -> Result<OperationIr, Error> {
+    let path = node.path.as_deref().unwrap_or_default();
+    let mut all = node.scalar_values();
+    let mut patched = Node::new(operation, node.phase);
+    let are_set = node.scalars.iter().all(|slot| {
+        let values = scalars.get(path, slot.position);
+        let places = all.get_mut(slot.first..slot.first + slot.len);
+        let (Some(values), Some(places)) = (values, places) else {
+            return false;
+        };
+        let fit = values.len() == places.len();
+        places
+            .iter_mut()
+            .zip(values)
+            .for_each(|(place, value)| *place = *value);
+        fit
+    });
+    if !are_set || !patched.set_scalar_values(&all) {
+        let reason =
+            format!("the optimizer's step for parameter \"{path}\" has no such scalars for it");
+        return Err(failed(index, node, reason));
+    }
+    Ok(patched.operation)
 }
 
 fn failed(index: usize, node: &Node, reason: String) -> Error {

@@ -297,7 +297,14 @@ impl Builder {
             rename(&mut operation, &ids);
             let mut node = Node::new(operation, Phase::Optimizer);
             node.path = Some(leaf.path.clone());
-            node.scalars = (!node.scalar_values().is_empty()).then_some(ScalarSlot { position });
+            let len = node.scalar_values().len();
+            let first = 0;
+            let slot = (len > 0).then_some(ScalarSlot {
+                position,
+                first,
+                len,
+            });
+            node.scalars.extend(slot);
             self.graph.push(node);
         }
         let structure = step.structure();

@@ -423,11 +423,18 @@ fn passes_are_applied_once_and_in_order() {
     );
 }
 
+fn last() -> Pipeline {
+    Pipeline::new().then(Liveness)
+}
+
 #[test]
 fn the_optimizer_is_deferred_once_and_before_it_is_moved_elsewhere() {
     let order = |pipeline: Pipeline| {
         let graph = pipeline.run(gpt()).unwrap();
-        DeferOptimizer.split(graph).unwrap_err().to_string()
+        DeferOptimizer
+            .split(graph, &last())
+            .unwrap_err()
+            .to_string()
     };
     let early = order(Pipeline::new());
     assert!(
@@ -439,10 +446,10 @@ fn the_optimizer_is_deferred_once_and_before_it_is_moved_elsewhere() {
         moved.contains("before") && moved.contains("early optimizer"),
         "{moved}"
     );
-    let parts = DeferOptimizer.split(Pipeline::new().then(sharded()).run(gpt()).unwrap());
+    let parts = DeferOptimizer.split(Pipeline::new().then(sharded()).run(gpt()).unwrap(), &last());
     let parts = parts.unwrap();
     let again = DeferOptimizer
-        .split(parts.main.clone())
+        .split(parts.main.clone(), &last())
         .unwrap_err()
         .to_string();
     assert!(again.contains("liveness"), "{again}");

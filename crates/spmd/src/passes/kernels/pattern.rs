@@ -265,7 +265,7 @@ pub(super) fn is_f32(tensor: &TensorIr) -> bool {
 }
 
 fn kind_of(node: &Node) -> Option<Kind> {
-    if node.scalars.is_some() {
+    if !node.scalars.is_empty() {
         return None;
     }
     if !node.operation.nodes().into_iter().all(is_f32) {

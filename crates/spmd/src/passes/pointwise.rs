@@ -1,0 +1,244 @@
+//! The pass that makes one operation of chains of pointwise ones.
+
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+
+use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
+use burn_ir::{TensorId, TensorIr};
+
+use crate::error::Error;
+use crate::graph::{Graph, Node, ScalarSlot, Trait, is};
+use crate::kernels::fused_node;
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
+use step::Form;
+
+mod step;
+
+/// Operations of one program, at most: their results are in the first cache at the same time.
+const MAX_STEPS: usize = 24;
+
+/// Inputs of one program, at most.
+const MAX_INPUTS: usize = 12;
+
+/// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, which reads and writes
+/// memory once: the update of an optimizer, what follows a product, a gate and its gradient.
+///
+/// ```text
+/// before                                       after
+/// %7 = NumericFloat.MulScalar(%1, 0.9)         %9 = models.pointwise(%1, %2)
+/// %8 = NumericFloat.MulScalar(%2, 0.1)
+/// %9 = NumericFloat.Add(%7, %8)
+/// ```
+///
+/// What is between the operations must be read by no other. Results have the bits of the operations one by one, see
+/// [`PointwiseProgram`], whatever the step's placements are: it comes when they are decided. Nothing is put off so that
+/// more memory is held in between: an operation joins those that read its result if nothing runs between them, or if
+/// what it reads is held anyway or is not larger than what it makes.
+///
+/// Scalars that change from step to step change in the program.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FusePointwise;
+
+impl GraphTransform for FusePointwise {
+    fn id(&self) -> PassId {
+        PassId::FusePointwise
+    }
+
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
+    }
+
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let uses = Uses::of(&graph);
+        let mut nodes: Vec<Option<Node>> = graph.take_nodes().into_iter().map(Some).collect();
+        let mut fused = BTreeMap::new();
+        let mut gone = BTreeSet::new();
+        // From the end, so that an operation is taken by what reads it, as far as that goes.
+        for root in (0..nodes.len()).rev() {
+            if gone.contains(&root) {
+                continue;
+            }
+            let Some(group) = Group::of(&nodes, &uses, root) else {
+                continue;
+            };
+            if let Some(node) = group.fuse(&nodes, &uses, root) {
+                gone.extend(group.members.into_iter().filter(|member| *member != root));
+                fused.insert(root, node);
+            }
+        }
+        for (root, node) in fused {
+            nodes[root] = Some(node);
+        }
+        for index in gone {
+            nodes[index] = None;
+        }
+        graph.set_nodes(nodes.into_iter().flatten().collect());
+        Ok(graph)
+    }
+}
+
+/// Which nodes make and read each value.
+struct Uses {
+    kept: BTreeSet<TensorId>,
+    writers: BTreeMap<TensorId, usize>,
+    readers: BTreeMap<TensorId, Vec<usize>>,
+}
+
+impl Uses {
+    fn of(graph: &Graph) -> Self {
+        Self {
+            kept: graph.kept(),
+            writers: graph.writers(),
+            readers: graph.readers(),
+        }
+    }
+
+    fn readers(&self, id: TensorId) -> &[usize] {
+        self.readers.get(&id).map_or(&[], Vec::as_slice)
+    }
+
+    /// Returns the last node that reads a value; `None` if it is held after the last, too.
+    fn last_reader(&self, id: TensorId) -> Option<usize> {
+        match self.kept.contains(&id) {
+            true => None,
+            false => self.readers(id).iter().max().copied(),
+        }
+    }
+}
+
+/// Operations that become one, the last of which makes its result.
+struct Group {
+    members: BTreeSet<usize>,
+    inputs: Vec<TensorId>,
+}
+
+impl Group {
+    /// Returns the operations that can be one with a pointwise operation.
+    fn of(nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Self> {
+        let last = nodes[root].as_ref()?;
+        let form = Form::of(last)?;
+        let shape = &form.out.shape;
+        let mut members = BTreeSet::from([root]);
+        let mut num_steps = form.num_steps();
+        let mut inputs = BTreeSet::new();
+        let mut ready: BinaryHeap<usize> = BinaryHeap::new();
+        let mut look_at = |of: &Form<'_>, ready: &mut BinaryHeap<usize>| {
+            for input in of.inputs() {
+                inputs.insert(input.id);
+                ready.extend(uses.writers.get(&input.id));
+            }
+        };
+        look_at(&form, &mut ready);
+        // The latest first: what reads its result has been taken, or is not going to be.
+        while let Some(index) = ready.pop() {
+            let Some(node) = nodes[index].as_ref().filter(|_| !members.contains(&index)) else {
+                continue;
+            };
+            let Some(form) = Form::of(node) else {
+                continue;
+            };
+            let out = form.out.id;
+            let fits = form.out.shape == *shape
+                && node.phase == last.phase
+                && num_steps + form.num_steps() <= MAX_STEPS
+                && !uses.kept.contains(&out)
+                && uses
+                    .readers(out)
+                    .iter()
+                    .all(|reader| members.contains(reader));
+            if !fits || !may_wait(nodes, uses, (&form, index), (&members, root)) {
+                continue;
+            }
+            num_steps += form.num_steps();
+            members.insert(index);
+            look_at(&form, &mut ready);
+        }
+        let made: BTreeSet<TensorId> = members
+            .iter()
+            .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
+            .collect();
+        inputs.retain(|input| !made.contains(input));
+        let is_chain = members.len() > 1 && inputs.len() <= MAX_INPUTS;
+        is_chain.then(|| Self {
+            members,
+            inputs: inputs.into_iter().collect(),
+        })
+    }
+
+    /// Returns the node of the program.
+    fn fuse(&self, nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Node> {
+        let mut program = PointwiseProgram::default();
+        let mut known: BTreeMap<TensorId, PointwiseOperand> = self
+            .inputs
+            .iter()
+            .enumerate()
+            .map(|(index, id)| (*id, PointwiseOperand::Input(index)))
+            .collect();
+        let mut tensors: BTreeMap<TensorId, TensorIr> = BTreeMap::new();
+        let mut slots = Vec::new();
+        for member in &self.members {
+            let node = nodes[*member].as_ref()?;
+            let form = Form::of(node)?;
+            for input in form.inputs() {
+                tensors.insert(input.id, input.clone());
+            }
+            let (result, number) = form.add_to(&mut program, &known)?;
+            known.insert(form.out.id, result);
+            slots.extend(node.scalars.iter().copied().zip(number));
+        }
+        let last = nodes[root].as_ref()?;
+        let out = Form::of(last)?.out;
+        let own = self.inputs.iter().position(|id| {
+            let is_whole = tensors
+                .get(id)
+                .is_some_and(|input| input.shape == out.shape);
+            let last = uses.last_reader(*id);
+            is_whole && last.is_some_and(|last| self.members.contains(&last))
+        });
+        program.write_over(own);
+        let slots = slots.into_iter().map(|(slot, number)| ScalarSlot {
+            first: program.place_of(number),
+            ..slot
+        });
+        let slots = slots.collect();
+        let inputs = self.inputs.iter().map(|id| tensors.get(id).cloned());
+        let mut node = fused_node(
+            FusedOperation::Pointwise,
+            (inputs.collect::<Option<_>>()?, vec![out.clone()]),
+            program.to_scalars(),
+            last.phase,
+        );
+        node.scalars = slots;
+        node.path = last.path.clone();
+        Some(node)
+    }
+}
+
+/// Returns true if an operation may run where the last of a group does: nothing else runs between it and the group, or no
+/// more memory is held in between.
+fn may_wait(
+    nodes: &[Option<Node>],
+    uses: &Uses,
+    (form, index): (&Form<'_>, usize),
+    (members, root): (&BTreeSet<usize>, usize),
+) -> bool {
+    let runs_between = (index + 1..root).any(|between| {
+        let is_other = |node: &Node| !is(&node.operation, Trait::View);
+        !members.contains(&between) && nodes[between].as_ref().is_some_and(is_other)
+    });
+    if !runs_between {
+        return true;
+    }
+    let held_longer = |input: &&TensorIr| {
+        // Others hold it as long, or the group does already.
+        let last = uses.last_reader(input.id);
+        last.is_some_and(|last| last < root && !members.contains(&last))
+    };
+    let bytes = |tensor: &TensorIr| tensor.shape.num_elements() * tensor.dtype.size();
+    let longer: usize = form.inputs().filter(held_longer).map(bytes).sum();
+    longer <= bytes(form.out)
+}
