@@ -24,6 +24,9 @@ pub(crate) fn run(
     shape: &Shape,
 ) -> FlexTensor {
     let num_elements = shape.num_elements();
+    if num_elements == 0 {
+        return FlexTensor::empty(shape.clone(), DType::F32);
+    }
     let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
     let over = program.written_over().and_then(|index| {
         let input = inputs.get_mut(index)?;

@@ -272,6 +272,12 @@ impl Graph {
         &mut self.updates
     }
 
+    /// Returns true if an update is the optimizer's: those of buffers are forward's.
+    pub(crate) fn is_of_optimizer(&self, update: &Update) -> bool {
+        let role = self.value(update.into).map(|value| &value.role);
+        matches!(role, Some(Role::Parameter(_) | Role::State { .. }))
+    }
+
     /// Returns the loss, a value of one element.
     pub fn loss(&self) -> Option<TensorId> {
         self.results.loss

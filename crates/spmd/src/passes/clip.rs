@@ -10,7 +10,6 @@ use burn::tensor::DType;
 use burn_fsdp_mesh::{Axis, Clip, Partition, Placement};
 use burn_ir::{BinaryOpIr, CustomOpIr, NumericOperationIr, OperationIr, TensorId};
 
-use super::rewrite::of_optimizer;
 use crate::error::Error;
 use crate::graph::{
     Collective, CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Role, Stage, rename,
@@ -89,7 +88,7 @@ impl GraphTransform for ClipGradients {
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
-            .filter(|update| of_optimizer(&graph, update))
+            .filter(|update| graph.is_of_optimizer(update))
         {
             update.from = scaled.get(&update.from).copied().unwrap_or(update.from);
         }

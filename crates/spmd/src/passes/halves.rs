@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use burn_ir::TensorId;
 
-use super::rewrite::of_optimizer;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Update, rename};
 
@@ -74,7 +73,7 @@ impl Halves {
         let mut updates = graph.updates().to_vec();
         for update in updates
             .iter_mut()
-            .filter(|update| of_optimizer(&graph, update))
+            .filter(|update| graph.is_of_optimizer(update))
         {
             update.from = pending.get(&update.from).copied().unwrap_or(update.from);
         }
@@ -117,7 +116,7 @@ impl Halves {
         let mut graph = self.graph.clone();
         graph.set_nodes(nodes);
         let mut updates = graph.updates().to_vec();
-        updates.retain(|update| !of_optimizer(&graph, update));
+        updates.retain(|update| !graph.is_of_optimizer(update));
         *graph.updates_mut() = updates;
         graph
     }
@@ -128,7 +127,7 @@ impl Halves {
         graph.detach_batch();
         graph.set_nodes(self.optimizer.values().flatten().cloned().collect());
         let mut updates = graph.updates().to_vec();
-        updates.retain(|update| of_optimizer(&graph, update));
+        updates.retain(|update| graph.is_of_optimizer(update));
         *graph.updates_mut() = updates;
         for parameter in graph.parameters_mut() {
             let pending = parameter.gradient.and_then(|id| self.pending.get(&id));

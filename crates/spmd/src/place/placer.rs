@@ -265,8 +265,17 @@ impl Placer {
         }
     }
 
-    /// Settles the values that nothing has read so far, and returns the graph with the bytes that a rank receives.
-    pub(super) fn finish(mut self) -> Result<(Graph, f64), Error> {
+    /// Settles the values that nothing has read so far, and returns the graph.
+    pub(super) fn finish(mut self) -> Result<Graph, Error> {
+        self.settle_rest()?;
+        self.values.graph.set_nodes(self.scheduled);
+        self.values.graph.sync_nodes();
+        self.values.graph.prune();
+        Ok(self.values.graph)
+    }
+
+    /// Settles the values that nothing has read so far.
+    pub(super) fn settle_rest(&mut self) -> Result<(), Error> {
         let mut left: Vec<_> = self.destinations.keys().copied().collect();
         left.sort_unstable();
         let end = Reader {
@@ -276,9 +285,6 @@ impl Placer {
         for id in left {
             self.settle(id, &end)?;
         }
-        self.values.graph.set_nodes(self.scheduled);
-        self.values.graph.sync_nodes();
-        self.values.graph.prune();
-        Ok((self.values.graph, self.moved))
+        Ok(())
     }
 }

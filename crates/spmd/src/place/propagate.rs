@@ -46,15 +46,7 @@ impl GraphTransform for ExpandPlacements {
         &[PassId::Liveness]
     }
 
-    fn transform(&self, graph: Graph) -> Result<Graph, Error> {
-        Ok(self.place(graph)?.0)
-    }
-}
-
-impl ExpandPlacements {
-    /// Returns the graph of each rank, and the bytes that a rank receives in it.
-    pub(super) fn place(&self, mut graph: Graph) -> Result<(Graph, f64), Error> {
-        graph.set_num_ranks(self.mesh.size());
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = graph.take_nodes();
         let mut placer = self.begin(graph)?;
         for node in nodes {
@@ -62,9 +54,26 @@ impl ExpandPlacements {
         }
         placer.finish()
     }
+}
+
+impl ExpandPlacements {
+    /// Returns the bytes that a rank receives in the graph of each rank; `None` if they are more than `limit`.
+    pub(super) fn received(&self, mut graph: Graph, limit: f64) -> Result<Option<f64>, Error> {
+        let nodes = graph.take_nodes();
+        let mut placer = self.begin(graph)?;
+        for node in nodes {
+            placer.place(node)?;
+            if placer.moved > limit {
+                return Ok(None);
+            }
+        }
+        placer.settle_rest()?;
+        Ok((placer.moved <= limit).then_some(placer.moved))
+    }
 
     /// Returns the placer before its first node: only given values have placements.
     fn begin(&self, mut graph: Graph) -> Result<Placer, Error> {
+        graph.set_num_ranks(self.mesh.size());
         let (expand, mesh) = (&self.expand, &self.mesh);
         let axes: Vec<_> = mesh
             .axes()
@@ -229,7 +238,8 @@ impl Placer {
             return false;
         }
         let floats = |id| matches!(self.values.located.get(&id), Some(Located::Floating(_)));
-        rules::may_wait(&node.operation) && node.inputs().all(floats)
+        // Few are, and the other answer takes longer.
+        node.inputs().all(floats) && rules::may_wait(&node.operation)
     }
 
     /// Returns true if the node is a linear layer whose weight is cut along the dim that it sums over.

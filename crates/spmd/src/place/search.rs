@@ -7,7 +7,7 @@ use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 use super::expand::Expand;
 use super::propagate::ExpandPlacements;
 use crate::error::Error;
-use crate::graph::{Graph, Role};
+use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 
 /// Greatest number of rounds in which every group of parameters is tried.
 const MAX_SWEEPS: usize = 3;
@@ -34,6 +34,7 @@ pub(crate) fn least_communication_with(
     shared: &[Pattern],
 ) -> Result<Expand, Error> {
     let inputs = cut_inputs(graph, axis, shared);
+    let graph = &without_optimizer(graph);
     let mut groups: BTreeMap<String, Vec<Vec<usize>>> = BTreeMap::new();
     for parameter in graph.parameters() {
         if !parameter.is_buffer {
@@ -43,7 +44,8 @@ pub(crate) fn least_communication_with(
     }
     let num_ranks = mesh.axis(axis)?.size;
     let mut chosen: BTreeMap<String, Placement> = BTreeMap::new();
-    let mut least = moved(graph, mesh, &placed(&inputs, axis, &chosen))?;
+    let replicated = placed(&inputs, axis, &chosen);
+    let mut least = moved(graph, mesh, &replicated, f64::INFINITY)?.unwrap_or(f64::INFINITY);
     for _ in 0..MAX_SWEEPS {
         let mut improved = false;
         for (pattern, shapes) in &groups {
@@ -59,7 +61,8 @@ pub(crate) fn least_communication_with(
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
                 // What the rules refuse is not chosen.
-                let Ok(bytes) = moved(graph, mesh, &placed(&inputs, axis, &other)) else {
+                let Ok(Some(bytes)) = moved(graph, mesh, &placed(&inputs, axis, &other), least)
+                else {
                     continue;
                 };
                 let is_replicated = !chosen.contains_key(pattern);
@@ -109,10 +112,29 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
         })
 }
 
-fn moved(graph: &Graph, mesh: &Mesh, expand: &Expand) -> Result<f64, Error> {
+/// Returns the bytes that a rank receives in a step; `None` if they are more than `limit`.
+fn moved(graph: &Graph, mesh: &Mesh, expand: &Expand, limit: f64) -> Result<Option<f64>, Error> {
     let pass = ExpandPlacements {
         expand: expand.clone(),
         mesh: mesh.clone(),
     };
-    Ok(pass.place(graph.clone())?.1)
+    pass.received(graph.clone(), limit)
+}
+
+/// Returns the graph without its optimizer, if that is elementwise: it moves nothing then, as states lie like their
+/// parameters and gradients are brought there, and it is most of the nodes.
+fn without_optimizer(graph: &Graph) -> Graph {
+    let mut graph = graph.clone();
+    let is_of_optimizer = |node: &Node| node.phase == Phase::Optimizer;
+    let mut of_optimizer = graph.nodes().iter().filter(|node| is_of_optimizer(node));
+    if !of_optimizer.all(|node| is(&node.operation, Trait::Elementwise)) {
+        return graph;
+    }
+    let mut nodes = graph.take_nodes();
+    nodes.retain(|node| !is_of_optimizer(node));
+    graph.set_nodes(nodes);
+    let mut updates = graph.updates().to_vec();
+    updates.retain(|update| !graph.is_of_optimizer(update));
+    *graph.updates_mut() = updates;
+    graph
 }

@@ -23,6 +23,7 @@ mod outputs;
 mod parallel;
 mod passes;
 mod placement;
+mod pointwise;
 mod precision;
 mod recompute_units;
 mod redistribution;
