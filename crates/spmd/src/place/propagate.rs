@@ -11,6 +11,7 @@ use super::expand::Expand;
 use super::located::{Located, Values, Version, on};
 use super::placer::{Destination, Placer};
 use super::rules;
+use super::signature::Signature;
 use crate::error::Error;
 use crate::graph::{AxisPlacement, Graph, Node, Phase, Role, local_shape};
 use crate::pass_id::PassId;
@@ -50,19 +51,38 @@ impl GraphTransform for ExpandPlacements {
         let nodes = graph.take_nodes();
         let mut placer = self.begin(graph)?;
         for node in nodes {
-            placer.place(node)?;
+            let signature = rules::signature(&node.operation);
+            placer.place(&node, &signature)?;
         }
         placer.finish()
     }
 }
 
+/// A graph whose nodes' signatures are known, to be placed many times.
+#[derive(Debug)]
+pub(super) struct Signed {
+    /// The graph without its nodes.
+    graph: Graph,
+    nodes: Vec<(Node, Signature)>,
+}
+
+impl Signed {
+    pub(super) fn new(mut graph: Graph) -> Self {
+        let sign = |node: Node| {
+            let signature = rules::signature(&node.operation);
+            (node, signature)
+        };
+        let nodes = graph.take_nodes().into_iter().map(sign).collect();
+        Self { graph, nodes }
+    }
+}
+
 impl ExpandPlacements {
     /// Returns the bytes that a rank receives in the graph of each rank; `None` if they are more than `limit`.
-    pub(super) fn received(&self, mut graph: Graph, limit: f64) -> Result<Option<f64>, Error> {
-        let nodes = graph.take_nodes();
-        let mut placer = self.begin(graph)?;
-        for node in nodes {
-            placer.place(node)?;
+    pub(super) fn received(&self, signed: &Signed, limit: f64) -> Result<Option<f64>, Error> {
+        let mut placer = self.begin(signed.graph.clone())?;
+        for (node, signature) in &signed.nodes {
+            placer.place(node, signature)?;
             if placer.moved > limit {
                 return Ok(None);
             }
@@ -186,12 +206,12 @@ fn locate<'a>(
 }
 
 impl Placer {
-    fn place(&mut self, node: Node) -> Result<(), Error> {
+    fn place(&mut self, node: &Node, signature: &Signature) -> Result<(), Error> {
         if node.phase == Phase::Optimizer && !self.is_optimizing {
             self.begin_optimizer();
         }
-        if self.is_made_of_nothing(&node) {
-            let node = Arc::new(node);
+        if self.is_made_of_nothing(node) {
+            let node = Arc::new(node.clone());
             for output in node.outputs() {
                 self.values
                     .located
@@ -199,15 +219,15 @@ impl Placer {
             }
             return Ok(());
         }
-        if self.sums_over_cut(&node)
-            && let Some(nodes) = rules::without_bias(&mut self.values.graph, &node)?
+        if self.sums_over_cut(node)
+            && let Some(nodes) = rules::without_bias(&mut self.values.graph, node)?
         {
             for node in nodes {
                 for tensor in node.operation.outputs() {
                     let known = (tensor.shape.to_vec(), tensor.dtype);
                     self.values.whole.insert(tensor.id, known);
                 }
-                self.place(node)?;
+                self.place(&node, &rules::signature(&node.operation))?;
             }
             return Ok(());
         }
@@ -225,9 +245,8 @@ impl Placer {
                 axis: axis.axis.to_string(),
             });
         }
-        let signature = rules::signature(&node.operation);
-        let strategy = self.values.choose(&node, &signature)?;
-        self.emit(&node, &signature, strategy)
+        let strategy = self.values.choose(node, signature)?;
+        self.emit(node, signature, strategy)
     }
 
     /// Returns true if a node can be deferred until a reader needs its outputs: all of its inputs, if any, are

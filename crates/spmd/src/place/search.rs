@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use burn_fsdp_mesh::{Mesh, Pattern, Placement};
 
 use super::expand::Expand;
-use super::propagate::ExpandPlacements;
+use super::propagate::{ExpandPlacements, Signed};
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 
@@ -34,7 +34,7 @@ pub(crate) fn least_communication_with(
     shared: &[Pattern],
 ) -> Result<Expand, Error> {
     let inputs = cut_inputs(graph, axis, shared);
-    let graph = &without_optimizer(graph);
+    let signed = &Signed::new(without_optimizer(graph));
     let mut groups: BTreeMap<String, Vec<Vec<usize>>> = BTreeMap::new();
     for parameter in graph.parameters() {
         if !parameter.is_buffer {
@@ -45,7 +45,7 @@ pub(crate) fn least_communication_with(
     let num_ranks = mesh.axis(axis)?.size;
     let mut chosen: BTreeMap<String, Placement> = BTreeMap::new();
     let replicated = placed(&inputs, axis, &chosen);
-    let mut least = moved(graph, mesh, &replicated, f64::INFINITY)?.unwrap_or(f64::INFINITY);
+    let mut least = moved(signed, mesh, &replicated, f64::INFINITY)?.unwrap_or(f64::INFINITY);
     for _ in 0..MAX_SWEEPS {
         let mut improved = false;
         for (pattern, shapes) in &groups {
@@ -61,7 +61,7 @@ pub(crate) fn least_communication_with(
                 let mut other = chosen.clone();
                 other.insert(pattern.clone(), placement);
                 // What the rules refuse is not chosen.
-                let Ok(Some(bytes)) = moved(graph, mesh, &placed(&inputs, axis, &other), least)
+                let Ok(Some(bytes)) = moved(signed, mesh, &placed(&inputs, axis, &other), least)
                 else {
                     continue;
                 };
@@ -113,12 +113,12 @@ fn placed(inputs: &Expand, axis: &str, chosen: &BTreeMap<String, Placement>) -> 
 }
 
 /// Returns the bytes that a rank receives in a step; `None` if they are more than `limit`.
-fn moved(graph: &Graph, mesh: &Mesh, expand: &Expand, limit: f64) -> Result<Option<f64>, Error> {
+fn moved(graph: &Signed, mesh: &Mesh, expand: &Expand, limit: f64) -> Result<Option<f64>, Error> {
     let pass = ExpandPlacements {
         expand: expand.clone(),
         mesh: mesh.clone(),
     };
-    pass.received(graph.clone(), limit)
+    pass.received(graph, limit)
 }
 
 /// Returns the graph without its optimizer, if that is elementwise: it moves nothing then, as states lie like their
