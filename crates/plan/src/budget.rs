@@ -169,23 +169,28 @@ impl Search<'_> {
         }))
     }
 
-    /// Tries all choices, the cheapest first.
+    /// Tries all choices, and takes the fastest of those that fit. Units do not simply add up: what two of them compute
+    /// again may become one operation.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
-        let of = |mask: usize| -> BTreeSet<usize> {
-            (0..number).filter(|unit| mask >> unit & 1 == 1).collect()
-        };
-        let mut choices: Vec<BTreeSet<usize>> = (0..1 << number).map(of).collect();
-        let cost = |choice: &BTreeSet<usize>| -> f64 {
-            choice.iter().map(|unit| self.units[*unit].cost).sum()
-        };
-        choices.sort_by(|a, b| cost(a).total_cmp(&cost(b)));
-        for choice in choices {
-            if let Some(found) = self.plan(&choice)? {
-                return Ok(Some(found));
+        if let Some(found) = self.plan(&BTreeSet::new())? {
+            return Ok(Some(found));
+        }
+        let mut best: Option<Fitted> = None;
+        for mask in 1..1_usize << number {
+            let choice = (0..number).filter(|unit| mask >> unit & 1 == 1).collect();
+            if let Some(found) = self.plan(&choice)?
+                && best
+                    .as_ref()
+                    .is_none_or(|best| found.seconds < best.seconds)
+            {
+                best = Some(found);
             }
         }
-        Ok(None)
+        if let Some(best) = &mut best {
+            best.tried = self.tried;
+        }
+        Ok(best)
     }
 
     /// Takes units from the first one on, and gives back those that are not needed, the costliest first.

@@ -86,11 +86,31 @@ struct Uses {
     kept: BTreeSet<TensorId>,
     writers: BTreeMap<TensorId, usize>,
     readers: BTreeMap<TensorId, Vec<usize>>,
+    /// Given values that are replaced after the step, by those that replace them.
+    replaced: BTreeMap<TensorId, TensorId>,
+    /// Values in buffers of the transport: to write there makes a copy, which is held beside the buffer.
+    received: BTreeSet<TensorId>,
 }
 
 impl Uses {
     fn of(graph: &Graph) -> Self {
+        let mut received = BTreeSet::new();
+        for node in graph.nodes() {
+            let is_received = match &node.collective {
+                Some(_) => true,
+                None => {
+                    is(&node.operation, Trait::View)
+                        && node.inputs().any(|input| received.contains(&input))
+                }
+            };
+            if is_received {
+                received.extend(node.outputs());
+            }
+        }
+        let updates = graph.updates().iter();
         Self {
+            received,
+            replaced: updates.map(|update| (update.from, update.into)).collect(),
             kept: graph.kept(),
             writers: graph.writers(),
             readers: graph.readers(),
@@ -192,13 +212,21 @@ impl Group {
         }
         let last = nodes[root].as_ref()?;
         let out = Form::of(last)?.out;
-        let own = self.inputs.iter().position(|id| {
+        let may_take = |id: &TensorId| {
             let is_whole = tensors
                 .get(id)
                 .is_some_and(|input| input.shape == out.shape);
             let last = uses.last_reader(*id);
             is_whole && last.is_some_and(|last| self.members.contains(&last))
-        });
+        };
+        let mut inputs = self.inputs.iter();
+        // A state and its successor take turns in one memory.
+        let replaced = uses.replaced.get(&out.id);
+        let own = replaced.filter(|id| may_take(id));
+        let own = match own {
+            Some(id) => inputs.position(|input| input == id),
+            None => inputs.position(|id| may_take(id) && !uses.received.contains(id)),
+        };
         program.write_over(own);
         let slots = slots.into_iter().map(|(slot, number)| ScalarSlot {
             first: program.place_of(number),
