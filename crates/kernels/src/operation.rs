@@ -267,7 +267,7 @@ fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
     FusedCost {
         matmul: 0,
         pointwise: program.len() as u64 * num_elements,
-        scratch_bytes: parallel * program.scratch_bytes(call.inputs.len()) as u64,
+        scratch_bytes: parallel * pointwise::scratch_bytes(&program, call.inputs.len()) as u64,
     }
 }
 

@@ -54,9 +54,9 @@ pub enum BudgetError {
 /// as it takes is computed again.
 ///
 /// The memory is that of the plan ([`MemoryPlan::allocated`]): tensors, what operations allocate beside them, and the
-/// transport. Of up to six units all choices are tried, the one whose forward takes the least time first. Of more, units are
-/// taken from the first one on, as many as are needed, and given back where it fits without them. Steps of several
-/// micro-batches need more.
+/// transport. Where everything fits, nothing is computed again. Otherwise, of up to six units all choices are tried, and the
+/// fastest of those that fit is taken, by the plan; of more, units are taken from the first one on, as many as are needed,
+/// and given back where it fits without them. Steps of several micro-batches need more.
 ///
 /// `graph` is one of [`trace`](burn_fsdp_spmd::trace::trace), on which nothing was done; `options` are those of the
 /// mode, of which [`recompute_units`](Options::recompute_units) is replaced. Not collective: ranks that call it with
@@ -169,8 +169,8 @@ impl Search<'_> {
         }))
     }
 
-    /// Tries all choices, and takes the fastest of those that fit. Units do not simply add up: what two of them compute
-    /// again may become one operation.
+    /// Computes nothing again where that fits, and else takes the fastest of all choices that do. Units do not simply add
+    /// up: what two of them compute again may become one operation.
     fn all(&mut self) -> Result<Option<Fitted>, Error> {
         let number = self.units.len();
         if let Some(found) = self.plan(&BTreeSet::new())? {

@@ -4,11 +4,11 @@ use burn::tensor::{Bytes, DType, Shape};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
-use super::{PointwiseOperand, PointwiseOperation, PointwiseProgram, Step};
+use super::program::{PointwiseOperand, PointwiseOperation, PointwiseProgram, Step};
 use crate::rows::{Kernel, vectorized};
 
 /// Elements that all steps go over before the next ones: a few results of them fit into the first cache.
-pub(super) const BLOCK: usize = 1024;
+const BLOCK: usize = 1024;
 
 /// Elements that a thread takes at a time.
 pub(crate) const CHUNK: usize = 16 * BLOCK;
@@ -65,6 +65,11 @@ pub(crate) fn run(
             });
         });
     result
+}
+
+/// Returns the bytes that a thread takes beside inputs and result, at most.
+pub(crate) fn scratch_bytes(program: &PointwiseProgram, num_inputs: usize) -> usize {
+    (Registers::of(program).count + num_inputs) * BLOCK * size_of::<f32>()
 }
 
 /// Returns true if a tensor may be written over and has the elements of that shape in order.
@@ -171,14 +176,14 @@ impl<'a> Source<'a> {
 }
 
 /// Which block the result of each step is in, from when it is made until it is read last.
-pub(super) struct Registers {
+struct Registers {
     of_step: Vec<usize>,
-    pub(super) count: usize,
+    count: usize,
 }
 
 impl Registers {
     /// Assigns blocks to all steps but the last, which writes the result.
-    pub(super) fn of(program: &PointwiseProgram) -> Self {
+    fn of(program: &PointwiseProgram) -> Self {
         let steps = program.steps();
         let mut last_reads = vec![0; steps.len()];
         for (index, step) in steps.iter().enumerate() {

@@ -214,6 +214,8 @@ fn on_small_graphs_nothing_that_fits_is_faster() {
         let all: Vec<(u64, f64)> = choices.collect();
         for (budget, _) in &all {
             let fits = all.iter().filter(|(bytes, _)| bytes <= budget);
+            // The first computes nothing again, which is not asked where it fits.
+            let fits = fits.take(if all[0].0 <= *budget { 1 } else { all.len() });
             let fastest = fits.map(|(_, seconds)| *seconds).fold(f64::MAX, f64::min);
             let fitted = fit(&graph, &case.fake(), &case.options, *budget).unwrap();
             assert!(fitted.peak_bytes <= *budget, "{number}, {case:?}");

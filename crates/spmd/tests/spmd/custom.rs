@@ -151,7 +151,8 @@ fn operations_that_nobody_knows_are_named() {
     );
     // Without `recorded`, the model is composed of Burn's.
     let composed = |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets);
-    let mode = Mode::single().options(Options::default().kernels(false));
+    let options = Options::default().kernels(false).fuse(false);
+    let mode = Mode::single().options(options);
     let mut step = compile(init, composed, optimizer, mode).unwrap();
     step.step(1e-2, &batch(0)).unwrap();
     assert_eq!(calls(&step).len(), 0);

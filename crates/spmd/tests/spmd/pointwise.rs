@@ -54,7 +54,7 @@ impl Gates {
             .mean_dim(1)
             .sqrt()
             .add_scalar(0.1);
-        let scaled = gated.clone() / strength * sigmoid(self.scale.val().unsqueeze::<2>());
+        let scaled = gated / strength * sigmoid(self.scale.val().unsqueeze::<2>());
         let curved = tanh(scaled.clone()) - scaled.powf_scalar(3.0).mul_scalar(1e-3);
         let y = self.down.forward(curved) + x.clone();
         let error = (y - x.abs().add_scalar(1.0).recip().log().exp()).powf_scalar(-2.0);
@@ -225,4 +225,132 @@ fn an_optimizer_is_one_operation_for_each_result() {
         assert_eq!(of_optimizer, expected);
         assert_eq!(names[&name], results * num_parameters);
     }
+}
+
+/// Numbers that look random, the same in each run.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: usize) -> usize {
+        // xorshift64*
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        ((self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16) % limit as u64) as usize
+    }
+}
+
+/// Values whose parameters are read as rows, columns and single numbers.
+#[derive(Module, Debug)]
+struct Values {
+    square: Param<Tensor<2>>,
+    row: Param<Tensor<1>>,
+    one: Param<Tensor<1>>,
+}
+
+impl Values {
+    fn new(device: &Device) -> Self {
+        let values = |len: usize, shift: usize| {
+            let values = (0..len).map(|index| ((index * 37 + shift) % 89) as f32 / 88.0 - 0.5);
+            Tensor::<1>::from_floats(values.collect::<Vec<_>>().as_slice(), device)
+        };
+        Self {
+            square: Param::from_tensor(values(DIM * DIM, 3).reshape([DIM, DIM])),
+            row: Param::from_tensor(values(DIM, 5)),
+            one: Param::from_tensor(values(1, 60)),
+        }
+    }
+
+    /// A loss of operations that a seed chooses, on values that it chooses.
+    fn loss(&self, x: Tensor<2>, seed: u64) -> Tensor<1> {
+        let mut numbers = Numbers(seed * 0x9E37_79B9_7F4A_7C15);
+        let product = x.clone().matmul(self.square.val());
+        let mut whole = vec![x, product + self.row.val().unsqueeze::<2>()];
+        let mut small = vec![self.row.val().unsqueeze(), self.one.val().unsqueeze()];
+        for _ in 0..4 + numbers.below(14) {
+            let a = whole[numbers.below(whole.len())].clone();
+            let b = match numbers.below(3) {
+                0 => small[numbers.below(small.len())].clone(),
+                _ => whole[numbers.below(whole.len())].clone(),
+            };
+            let away_from_zero = |value: Tensor<2>| value.abs() + 0.5;
+            let value = match numbers.below(18) {
+                0 => a + b,
+                1 => a - b,
+                2 => a * b,
+                3 => a / away_from_zero(b),
+                4 => sigmoid(a),
+                5 => relu(a),
+                6 => silu(a),
+                7 => away_from_zero(a).sqrt(),
+                8 => away_from_zero(a).recip(),
+                9 => tanh(a).exp(),
+                10 => away_from_zero(a).log(),
+                11 => {
+                    let exponents = [-2.0, -1.0, 0.0, 0.5, 1.0, 1.7, 2.0, 3.0];
+                    let exponent = exponents[numbers.below(exponents.len())];
+                    away_from_zero(a).powf_scalar(exponent)
+                }
+                12 => -a * 0.3 + 0.1,
+                13 => a / 3.0 - 0.2,
+                14 => a.matmul(self.square.val()),
+                15 => a.clone().mask_fill(a.greater_elem(0.2), 0.1),
+                16 => a.swap_dims(0, 1).exp().swap_dims(0, 1).tanh() * b,
+                _ => a.clone() * a.clone() - a,
+            };
+            let value = tanh(value * 0.5) * 2.0;
+            match numbers.below(6) {
+                0 => small.push(value.clone().mean_dim(1)),
+                1 => small.push(value.clone().sum_dim(0) * 0.1),
+                _ => {}
+            }
+            whole.push(value);
+        }
+        let last = whole.pop().expect("there are values");
+        let other = whole[numbers.below(whole.len())].clone();
+        let used = self.square.val().abs().mean() + self.row.val().abs().mean();
+        last.powf_scalar(2.0).mean() + other.abs().mean() * 0.1 + used * 0.01
+    }
+}
+
+#[test]
+fn random_losses_have_burns_bits() {
+    let mut num_fused = 0;
+    for seed in 1..=60 {
+        let _guard = seeded();
+        let loss = move |model: &Values, x: Tensor<2>| model.loss(x, seed);
+        let batch = |step: usize, device: &Device| part(step, 0, ROWS, device);
+        let optimizer = AdamWConfig::new().with_weight_decay(0.05);
+        let rate = |index: usize| 1e-2 / (index + 1) as f64;
+        let expected = eager::train(Values::new, loss, batch, STEPS, rate, optimizer.init());
+        let places = [
+            OptimizerPlace::AtEnd,
+            OptimizerPlace::InBackward,
+            OptimizerPlace::InNextForward,
+        ];
+        let options = Options::default().kernels(false);
+        let mut options = options.optimizer(places[seed as usize % 3]);
+        if seed % 2 == 0 {
+            options = options.recompute(None);
+        }
+        let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard);
+        let mode = mode.options(options).verified();
+        let mut step = compile(Values::new, loss, optimizer.build(), mode).unwrap();
+        for (index, expected) in expected.losses.iter().enumerate() {
+            let batch = part(index, 0, ROWS, &Device::flex());
+            let found = step.step(rate(index), &batch).unwrap() as f32;
+            assert_eq!(found, *expected, "seed {seed}, step {index}");
+        }
+        for (path, expected) in &expected.parameters {
+            let found = step.parameter(path).unwrap().try_to_vec::<f32>().unwrap();
+            let expected = expected.try_to_vec::<f32>().unwrap();
+            assert_eq!(found, expected, "seed {seed}, {path}");
+        }
+        let names = count(step.graph().expect("it has run"));
+        num_fused += names
+            .iter()
+            .filter(|(name, _)| name.ends_with(FUSED))
+            .count();
+    }
+    assert!(num_fused >= 100, "{num_fused}");
 }

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Instructions of one train step of the command, beside those of ci/instructions.txt: on machines that others use, times
+# cannot be asserted, and these can. It fails where a step takes a tenth more, and asks for a new number where it takes a
+# tenth less.
+#
+#     ci/instructions.sh BURN_FSDP [write]
+#
+# Counted by valgrind, which knows no AVX-512: the instructions are those of AVX2 on every x86-64. One core, so that no
+# thread counts while it waits.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+program=$1
+known=ci/instructions.txt
+if [ "$(uname -m)" != x86_64 ]; then
+    echo "skipped: the numbers are those of x86-64"
+    exit 0
+fi
+if ! command -v valgrind >/dev/null && [ "$(id -u)" = 0 ]; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq valgrind >/dev/null
+fi
+if ! command -v valgrind >/dev/null; then
+    echo "skipped: there is no valgrind, and installing it needs root"
+    exit 0
+fi
+
+# Instructions of a whole run of so many steps.
+run() {
+    local steps=$1
+    shift
+    local log
+    log=$(mktemp)
+    taskset -c 0 valgrind --tool=callgrind --callgrind-out-file=/dev/null "$program" train --ranks 1 --layers 2 --dim 64 \
+        --heads 2 --vocab 256 --seq 32 --batch 4 --synthetic --warmup 0 --steps "$steps" "$@" >"$log" 2>&1 ||
+        { cat "$log" >&2; exit 1; }
+    sed -n 's/.*Collected : \([0-9]*\)$/\1/p' "$log"
+    rm -f "$log"
+}
+
+failed=0
+measured=()
+while read -r name flags; do
+    # The first step traces and allocates. What is left of two runs is that of steps alone.
+    # shellcheck disable=SC2086
+    few=$(run 2 $flags)
+    # shellcheck disable=SC2086
+    many=$(run 6 $flags)
+    count=$(((many - few) / 4))
+    measured+=("$name $count")
+    expected=$(sed -n "s/^$name //p" "$known" 2>/dev/null || true)
+    if [ "${2:-}" = write ]; then
+        echo "$name: $count instructions a step"
+    elif [ -z "$expected" ]; then
+        echo "$name: $count instructions a step, and $known has none"
+        failed=1
+    else
+        echo "$name: $count instructions a step, $((100 * count / expected)) % of those known"
+        if [ $((10 * count)) -gt $((11 * expected)) ]; then
+            echo "  that is a tenth more: find out why, or run ci/instructions.sh BURN_FSDP write"
+            failed=1
+        elif [ $((10 * count)) -lt $((9 * expected)) ]; then
+            echo "  that is a tenth less: keep it by ci/instructions.sh BURN_FSDP write"
+            failed=1
+        fi
+    fi
+done <<'EOF'
+eager
+compiled --compile
+compiled-bf16 --compile --precision bf16
+EOF
+if [ "${2:-}" = write ]; then
+    printf '%s\n' "${measured[@]}" >"$known"
+fi
+exit $failed
