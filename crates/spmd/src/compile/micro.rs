@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
@@ -123,6 +124,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         // The step before, if it has been put off: its gradients are pending under the same numbers.
         let flushed = self.flush();
         let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
+        // Zero where there are none: then there is nothing to say.
+        let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
+        let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars));
         let mut made: Vec<Made> = Vec::new();
         for batch in batches {
             let own = scalars.clone().and_then(|scalars| {
@@ -131,7 +135,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 Ok(own)
             });
             let one_of = (batch, batches.len());
-            let own = self.agreed(own, |own| own.fingerprint, learning_rate, one_of);
+            let own = self.agreed(own, said, learning_rate, one_of);
             made.push(own.inspect_err(|_| self.reopen(was_open))?);
         }
         let mut graphs = Vec::new();

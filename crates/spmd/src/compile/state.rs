@@ -26,7 +26,8 @@ pub struct OptimizerState {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
-    /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it.
+    /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it; of a running statistic in data
+    /// parallelism each gets its own, as each has that of its own rows.
     ///
     /// # Errors
     ///

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
 use burn::tensor::TensorData;
+use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::agree::agree;
@@ -257,7 +258,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     fn prepare(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
-        let prepared = self.agreed(prepared, |own| own.fingerprint, learning_rate, (batch, 1));
+        // The scalars, too: the optimizers' settings may differ.
+        let said = |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint()));
+        let prepared = self.agreed(prepared, said, learning_rate, (batch, 1));
         let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
         self.begin(&prepared.graph)?;
         self.load(&prepared.graph);

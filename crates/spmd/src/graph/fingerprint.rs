@@ -4,18 +4,24 @@ use std::hash::{Hash, Hasher};
 
 use burn_fsdp_collectives::Fingerprint;
 
-use super::Graph;
+use burn_ir::{OperationIr, ScalarIr};
+
+use super::{Graph, Node};
 
 impl Graph {
     /// Returns a number that is equal for equal graphs, whatever the process or rank. It covers schedule, shapes,
-    /// roles, updates and the data of constants.
+    /// roles, updates and the data of constants, and no scalars that change from step to step: a graph that one rank has
+    /// traced earlier than another is the same.
     pub fn fingerprint(&self) -> u64 {
         let mut hasher = Fingerprint::new();
         for value in self.values.values() {
             (value.id, &value.shape, &value.role).hash(&mut hasher);
         }
         for node in &self.nodes {
-            node.operation.hash(&mut hasher);
+            match node.scalars.is_empty() {
+                true => node.operation.hash(&mut hasher),
+                false => without_slots(node).hash(&mut hasher),
+            }
             (node.phase, &node.scalars, &node.shift).hash(&mut hasher);
             if let Some(collective) = &node.collective {
                 (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
@@ -32,4 +38,17 @@ impl Graph {
         }
         hasher.finish()
     }
+}
+
+/// Returns the operation of a node with zeros for the scalars that change from step to step.
+fn without_slots(node: &Node) -> OperationIr {
+    let mut scalars = node.scalar_values();
+    for slot in &node.scalars {
+        if let Some(own) = scalars.get_mut(slot.first..slot.first + slot.len) {
+            own.fill(ScalarIr::UInt(0));
+        }
+    }
+    let mut node = Node::new(node.operation.clone(), node.phase);
+    node.set_scalar_values(&scalars);
+    node.operation
 }

@@ -27,5 +27,6 @@ mod pointwise;
 mod precision;
 mod recompute_units;
 mod redistribution;
+mod refusals;
 mod scale;
 mod units;

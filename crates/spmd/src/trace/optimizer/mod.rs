@@ -12,10 +12,12 @@ mod twin;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 use burn::optim::Optimizer;
 use burn::tensor::DType;
+use burn_fsdp_collectives::Fingerprint;
 use burn_ir::{OperationIr, ScalarIr};
 use burn_pack::Scalar;
 
@@ -129,6 +131,15 @@ impl StepScalars {
     pub fn get(&self, path: &str, position: usize) -> Option<&[ScalarIr]> {
         let scalars = self.parameters.get(path)?.scalars.get(position)?;
         Some(scalars)
+    }
+
+    /// Returns a number that is equal for equal scalars, whatever the process or rank.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let mut hasher = Fingerprint::new();
+        for (path, step) in &self.parameters {
+            (path, &step.scalars).hash(&mut hasher);
+        }
+        hasher.finish()
     }
 
     pub(crate) fn of(&self, path: &str) -> Option<&Arc<ParameterStep>> {
