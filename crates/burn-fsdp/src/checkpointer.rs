@@ -80,6 +80,10 @@ pub struct Checkpointer {
     patience: Duration,
     /// The last save, if it has to wait for the one before it.
     deferred: Option<Box<(SaveRequest, TrainingSnapshot)>>,
+    /// The last save has begun: `finish` tells of its failure, whoever notices it first.
+    last_has_begun: bool,
+    /// Why the last save failed, if that was noticed before `finish`.
+    last_failure: Option<StepError>,
     newest: Option<u64>,
     remarks: Vec<SaveRemark>,
 }
@@ -177,6 +181,8 @@ impl Checkpointer {
             saver: BackgroundSaver::new(checkpoints, rendezvous)?,
             patience: PATIENCE,
             deferred: None,
+            last_has_begun: false,
+            last_failure: None,
             newest: None,
             remarks: Vec::new(),
         })
@@ -225,9 +231,13 @@ impl Checkpointer {
         is_last: bool,
     ) -> Result<(), CheckpointError> {
         let Offered { taken, is_busy, .. } = offered;
+        // What failed was not the last one, after all.
+        let failed = self.last_failure.take().map(SaveRemark::Failed);
+        self.remarks.extend(failed);
         match (is_busy, is_last) {
             (false, _) => {
                 self.saver.start(request, taken.snapshot)?;
+                self.last_has_begun = is_last;
             }
             (true, true) => self.deferred = Some(Box::new((request, taken))),
             (true, false) => {
@@ -238,7 +248,8 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Notices what has come of the save under way.
+    /// Notices what has come of the save under way. A failure of the last save is kept for
+    /// [`finish`](Self::finish).
     pub fn poll(&mut self) {
         let saved = self.saver.poll();
         self.note(saved);
@@ -254,7 +265,8 @@ impl Checkpointer {
     pub fn finish(&mut self) -> Result<Option<StepError>, CheckpointError> {
         let last = self.saver.wait();
         let Some(deferred) = self.deferred.take() else {
-            return Ok(self.failure(last));
+            let failure = self.failure(last);
+            return Ok(failure.or_else(|| self.last_failure.take()));
         };
         self.note(last);
         let (request, taken) = *deferred;
@@ -306,8 +318,10 @@ impl Checkpointer {
     }
 
     fn note(&mut self, saved: Result<Option<Saved>, StepError>) {
-        if let Some(error) = self.failure(saved) {
-            self.remarks.push(SaveRemark::Failed(error));
+        match self.failure(saved) {
+            Some(error) if self.last_has_begun => self.last_failure = Some(error),
+            Some(error) => self.remarks.push(SaveRemark::Failed(error)),
+            None => {}
         }
     }
 

@@ -18,13 +18,9 @@ use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{Kept, Number, kept_in, owner_of, state_name};
+use crate::optimizer_record::{Kept, Number, RANK_KEY, kept_in, owner_of, state_name};
 use crate::restore::region_of;
 use crate::snapshot::{Elements, TrainingSnapshot};
-
-/// Burn's optimizers note the rank of each parameter's tensor under this name. The eager engine's shards
-/// are flat; a compiled step has no need of it.
-const RANK_KEY: &str = "__rank";
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does of a sharded model and its
 /// optimizer, in the same form: either engine goes on from it. `mesh` is that of all ranks that save,

@@ -32,6 +32,21 @@ pub enum Error {
     /// The name of a device that this build or this machine does not have.
     #[error(transparent)]
     Device(#[from] DeviceNameError),
+    /// Burn's training loop among ranks that are processes.
+    #[error(
+        "`{launcher}` has started {processes} processes, and the outputs of steps, from which Burn's loop makes its metrics, \
+         do not travel between them; start one process, whose ranks are threads, or write the loop: `launch`, `fully_shard`, \
+         `backward`, `step`"
+    )]
+    TrainingAmongProcesses {
+        /// What has started them.
+        launcher: String,
+        /// How many they are.
+        processes: usize,
+    },
+    /// A loader that did not give what it had.
+    #[error("a loader of batches: {0}")]
+    Loader(String),
     /// A launch whose ranks could not be started, or of which one failed.
     #[error(transparent)]
     Launch(Box<LaunchError>),

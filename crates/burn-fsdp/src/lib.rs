@@ -57,6 +57,7 @@
 //! - [`compile`]: a whole train step as one graph; it goes on from the same checkpoints.
 //! - [`plan`]: the memory, traffic and time of a step, before it runs.
 //! - [`collectives`], [`mesh`]: the operations between ranks, and how ranks and tensors are laid out.
+//! - [`train`]: Burn's own training loop, `SupervisedTraining`, over sharded modules (feature `train`).
 //! - [`allocator`]: whether the host keeps the memory that tensors free.
 //! - [`testing`]: faults, and counters of operations.
 
@@ -73,6 +74,8 @@ mod rendezvous;
 mod restore;
 mod scaler;
 mod snapshot;
+#[cfg(feature = "train")]
+pub mod train;
 
 pub use blocking::{resume, save};
 pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};

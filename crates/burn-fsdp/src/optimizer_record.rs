@@ -13,6 +13,16 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
+/// Burn's optimizers note the number of dims of each parameter's tensor under this name. The eager engine's shards are
+/// flat; a compiled step has no need of it.
+pub(crate) const RANK_KEY: &str = "__rank";
+
+/// Returns an optimizer as it is configured, without state.
+#[cfg(feature = "train")]
+pub(crate) fn emptied(optimizer: &ModuleOptimizer) -> ModuleOptimizer {
+    optimizer.clone().load_record(OptimizerRecord::default())
+}
+
 /// Returns the name of a piece of optimizer state.
 pub(crate) fn state_name(path: &str, field: &str) -> String {
     format!("optimizer.{path}.{field}")

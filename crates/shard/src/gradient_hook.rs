@@ -23,6 +23,11 @@ impl GradientHook {
         Self(Arc::new(change))
     }
 
+    /// Returns a hook that calls this one, and another with what it returned.
+    pub(crate) fn then(self, next: Self) -> Self {
+        Self::new(move |path, gradient| (next.0)(path, (self.0)(path, gradient)))
+    }
+
     /// Returns the gradient that the hook makes of `gradient`.
     pub(crate) fn call(&self, path: &str, gradient: Tensor<1>) -> Tensor<1> {
         within(Purpose::Hook, || (self.0)(path, gradient))

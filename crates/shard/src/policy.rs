@@ -205,12 +205,17 @@ impl ShardPolicy {
 
     /// Sets a function that changes this rank's full gradient of a parameter before it is reduced: it gets the
     /// parameter's path and the flat gradient, and returns one of the same length, both without autodiff.
-    /// Called on every rank that has a gradient, inside backward: it must not use sharded modules.
+    /// Called on every rank that has a gradient, inside backward: it must not use sharded modules. A second function gets what
+    /// the first one returned.
     pub fn gradient_hook(
         mut self,
         hook: impl Fn(&str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
     ) -> Self {
-        self.hook = Some(GradientHook::new(hook));
+        let hook = GradientHook::new(hook);
+        self.hook = Some(match self.hook.take() {
+            Some(first) => first.then(hook),
+            None => hook,
+        });
         self
     }
 }

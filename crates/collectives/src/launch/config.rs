@@ -27,6 +27,11 @@ impl LaunchConfig {
         }
     }
 
+    /// Returns the number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.ranks
+    }
+
     /// Sets how long a rank waits for its peers in one operation before it gives up, 10 minutes by default. It
     /// counts from the moment that the rank waits; a pause of the whole machine counts as a tenth of it. Groups
     /// that do work of another kind, such as checkpoints, may have their own: see

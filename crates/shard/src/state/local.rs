@@ -9,6 +9,7 @@ use burn_fsdp_collectives::{Partition, Source};
 
 use crate::error::{Error, catch};
 use crate::inspect::{self, Member};
+use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
 use crate::path::{self, Location};
 use crate::state::full::{self, Held};
@@ -100,6 +101,8 @@ pub struct LocalId {
     pub path: String,
     /// The id of the parameter before it was sharded, or in the record that was loaded since.
     pub id: ParamId,
+    /// The id of its stand-in: that of the parameter in records of the module.
+    pub recorded: ParamId,
 }
 
 /// Returns the ids of the sharded parameters of a module, in its order.
@@ -113,6 +116,7 @@ pub fn local_ids<M: Module>(module: &M) -> Result<Vec<LocalId>, Error> {
     let ids = places.map(|(path, member)| LocalId {
         path,
         id: member.id,
+        recorded: counterpart(member.id),
     });
     Ok(ids.collect())
 }

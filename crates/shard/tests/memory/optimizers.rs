@@ -48,6 +48,15 @@ struct Bytes {
 const TIMES: usize = 3;
 
 impl Bytes {
+    /// What was held over the heap `before`, or over what is left now: what others have freed meanwhile is not ours.
+    fn over(self, before: usize) -> Self {
+        let rest = before.min(settled());
+        Self {
+            at_rest: self.at_rest.saturating_sub(rest),
+            at_most: self.at_most.saturating_sub(rest),
+        }
+    }
+
     fn most(self, other: Self) -> Self {
         Self {
             at_rest: self.at_rest.max(other.at_rest),
@@ -80,12 +89,11 @@ fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
         let gradients = GradientsParams::from_grads(model.loss(&device).backward(), &model);
         HEAP.reset_peak_usage();
         model = optim.step(1e-9, model, gradients);
-        at_most = HEAP.peak_usage().saturating_sub(before);
+        at_most = HEAP.peak_usage();
     }
-    Bytes {
-        at_rest: HEAP.current_usage().saturating_sub(before),
-        at_most,
-    }
+    let at_rest = HEAP.current_usage();
+    drop((model, optim));
+    Bytes { at_rest, at_most }.over(before)
 }
 
 /// Of all ranks together, and what they keep for their transport.
@@ -112,10 +120,7 @@ fn sharded(optimizer: fn() -> ModuleOptimizer) -> (Bytes, usize) {
         Ok((bytes, memory(&model)?.pooled))
     });
     let (at_rest, at_most) = seen[0].0;
-    let bytes = Bytes {
-        at_rest: at_rest.saturating_sub(before),
-        at_most: at_most.saturating_sub(before),
-    };
+    let bytes = Bytes { at_rest, at_most }.over(before);
     (bytes, seen.iter().map(|seen| seen.1).sum())
 }
 

@@ -1,0 +1,199 @@
+//! The strategy as users call it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use burn::optim::ModuleOptimizer;
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::tensor::Device;
+use burn::train::{Learner, LearnerModel, LearningResult, SupervisedTraining, TrainingStrategy};
+use burn_fsdp_collectives::{LaunchConfig, processes};
+use burn_fsdp_shard::{Clip, ShardPolicy};
+
+use crate::error::Error;
+use crate::train::lent::Lent;
+use crate::train::settings::Settings;
+use crate::train::strategy::Strategy;
+
+/// Fully sharded training by Burn's own loop: a strategy for
+/// [`SupervisedTraining`](burn::train::SupervisedTraining), with ranks that are threads of this process.
+///
+/// One line of a program changes: where it says `training.launch(Learner::new(model, optimizer, rates))`, it says
+/// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else of
+/// [`SupervisedTraining`](burn::train::SupervisedTraining) stays: its metrics are those of the rows of all ranks, its
+/// dashboard is one, early stopping and interruption end all ranks after the same step, and its checkpoints are
+/// those of a training on one device, from which any number of ranks, or none of ours, goes on.
+///
+/// # Data
+///
+/// Each rank takes a part of the loaders' items, as Burn's distributed training does it: neighbours, so that a step
+/// is over as many items as there are ranks times a batch. Where the items do not divide, the ranks that have run out go
+/// through a batch again whose rows count for nothing, and gradients are averaged by the number of rows that they are of:
+/// a step is the mean over its items, if the loss is the mean over its batch. Validation is divided, too, and every item
+/// is counted once.
+///
+/// # What is different
+///
+/// - The optimizer has to work element by element, or the training is refused; for clipping by norm there is
+///   [`clip_grad_norm`](Self::clip_grad_norm), over the gradients of all ranks.
+/// - `gradient_checkpointing` of the training has no effect: it is always on, as full weights would stay alive for
+///   the operations that come again otherwise.
+/// - Running statistics (batch normalization) are each rank's own, of its rows; those of rank 0 are saved and returned.
+/// - The whole model is on every rank for a moment when an epoch is saved and when the training ends, and the
+///   whole state of the optimizer when it is saved: Burn's records are whole.
+/// - Ranks are threads. Outputs of a step are values of any type, which do not travel between processes: where the
+///   program was started by `mpirun`, [`launch`](Self::launch) is refused, and a loop of one's own is the way.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use burn::data::dataloader::{DataLoaderBuilder, batcher::Batcher};
+/// use burn::data::dataset::InMemDataset;
+/// use burn::module::Module;
+/// use burn::nn::loss::{MseLoss, Reduction};
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::AdamWConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use burn::train::metric::LossMetric;
+/// use burn::train::{InferenceStep, RegressionOutput, SupervisedTraining, TrainOutput, TrainStep};
+/// use burn_fsdp::train::FullySharded;
+/// use burn_fsdp::{LaunchConfig, ShardPolicy};
+///
+/// #[derive(Module, Debug)]
+/// struct Net {
+///     first: Linear,
+///     second: Linear,
+/// }
+///
+/// impl Net {
+///     fn forward(&self, batch: Tensor<2>) -> RegressionOutput {
+///         let output = self.second.forward(self.first.forward(batch.clone()).tanh());
+///         let loss = MseLoss::new().forward(output.clone(), batch.clone(), Reduction::Mean);
+///         RegressionOutput { loss, output, targets: batch }
+///     }
+/// }
+///
+/// impl TrainStep for Net {
+///     type Input = Tensor<2>;
+///     type Output = RegressionOutput;
+///
+///     fn step(&self, batch: Tensor<2>) -> TrainOutput<RegressionOutput> {
+///         let output = self.forward(batch);
+///         TrainOutput::new(self, output.loss.backward(), output)
+///     }
+/// }
+///
+/// impl InferenceStep for Net {
+///     type Input = Tensor<2>;
+///     type Output = RegressionOutput;
+///
+///     fn step(&self, batch: Tensor<2>) -> RegressionOutput {
+///         self.forward(batch)
+///     }
+/// }
+///
+/// #[derive(Clone)]
+/// struct Rows;
+///
+/// impl Batcher<[f32; 4], Tensor<2>> for Rows {
+///     fn batch(&self, rows: Vec<[f32; 4]>, device: &Device) -> Tensor<2> {
+///         let rows = rows.into_iter().map(|row| Tensor::<1>::from_floats(row, device));
+///         Tensor::stack(rows.collect(), 0)
+///     }
+/// }
+///
+/// let device = Device::flex().autodiff();
+/// let rows = (0..20).map(|i| [0, 1, 2, 3].map(|j| ((i * 7 + j * 3) % 11) as f32 / 11.0));
+/// let loader = DataLoaderBuilder::new(Rows).batch_size(4).build(InMemDataset::new(rows.collect()));
+/// let model = Net {
+///     first: LinearConfig::new(4, 8).init(&device),
+///     second: LinearConfig::new(8, 4).init(&device),
+/// };
+/// let folder = tempfile::tempdir()?;
+/// let training = SupervisedTraining::new(folder.path(), loader.clone(), loader)
+///     .metric_train_numeric(LossMetric::new())
+///     .metric_valid_numeric(LossMetric::new())
+/// #   .renderer(Box::new(burn::train::renderer::CliMetricsRenderer::new()))
+///     .num_epochs(2);
+/// // Before: let result = training.launch(Learner::new(model, AdamWConfig::new().init(), 1e-2));
+/// let result = FullySharded::new(LaunchConfig::new(2))
+///     .policy(ShardPolicy::new().units(["first", "second"]))
+///     .launch(training, model, AdamWConfig::new().init(), 1e-2)?;
+/// assert!(result.error.is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct FullySharded(Settings);
+
+impl FullySharded {
+    /// Returns the strategy with these ranks, the default policy, and no clipping. All ranks compute on the
+    /// device of the model.
+    pub fn new(ranks: LaunchConfig) -> Self {
+        Self(Settings {
+            ranks,
+            policy: ShardPolicy::new(),
+            clip: None,
+            devices: Vec::new(),
+        })
+    }
+
+    /// Sets what is a unit, and the rest of what is said of sharding. A mesh of one axis is all there is: a policy with
+    /// a replicate axis is refused.
+    #[must_use]
+    pub fn policy(mut self, policy: ShardPolicy) -> Self {
+        self.0.policy = policy;
+        self
+    }
+
+    /// Clips the gradients of each step by their norm over all ranks.
+    #[must_use]
+    pub fn clip_grad_norm(mut self, clip: Clip) -> Self {
+        self.0.clip = Some(clip);
+        self
+    }
+
+    /// Sets the devices: rank `i` computes on the `i`th one, and from the first one again where there are fewer than ranks.
+    #[must_use]
+    pub fn devices(mut self, devices: impl IntoIterator<Item = Device>) -> Self {
+        self.0.devices = devices.into_iter().collect();
+        self
+    }
+
+    /// Trains `model`, in place of `training.launch(Learner::new(model, optimizer, rates))`. All ranks start from
+    /// its values, or from the checkpoint that `training` names. Returns what Burn's loop does, with the whole model.
+    ///
+    /// Called once, by the program; the ranks are started here, and have ended when it returns.
+    ///
+    /// # Errors
+    ///
+    /// A rank that failed; an optimizer that works with whole tensors; a policy that does not fit the model; ranks
+    /// that are processes. What ends Burn's own loop (a loader, a metric, a file) is in
+    /// [`LearningResult::error`](burn::train::LearningResult), as without sharding.
+    pub fn launch<M: LearnerModel>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        model: M,
+        optimizer: ModuleOptimizer,
+        rates: impl Into<ModuleLrScheduler>,
+    ) -> Result<LearningResult<M>, Error> {
+        if let Some(found) = processes()? {
+            return Err(Error::TrainingAmongProcesses {
+                launcher: found.launcher.to_owned(),
+                processes: found.size,
+            });
+        }
+        let outcome = Arc::new(Mutex::new(Ok(())));
+        let strategy = Strategy::new(self.0.clone(), outcome.clone());
+        let result = training
+            .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
+            .launch(Learner::new(Lent::new(model), optimizer, rates));
+        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *outcome, Ok(()))?;
+        let model = result.model.into_model();
+        Ok(LearningResult {
+            model: model.expect("ranks that did not fail have returned it"),
+            renderer: result.renderer,
+            interrupted: result.interrupted,
+            error: result.error,
+        })
+    }
+}

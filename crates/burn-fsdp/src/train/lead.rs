@@ -1,0 +1,131 @@
+//! What rank 0 does for all: events, checkpoints, and the end that comes early.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::train::metric::store::EventStoreClient;
+use burn::train::{
+    CloneEarlyStoppingStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner,
+    LearnerEvent, LearnerModel, LearningCheckpointer, SupervisedTrainingEventProcessor, TrainStep,
+    TrainingItem,
+};
+
+use crate::train::lent::Lent;
+
+type Processor<M> = SupervisedTrainingEventProcessor<Lent<M>>;
+type TrainingItems<M> = Mutex<VecDeque<TrainingItem<<M as TrainStep>::Output>>>;
+type ValidationItems<M> = Mutex<VecDeque<TrainingItem<<M as InferenceStep>::Output>>>;
+
+/// The outputs of steps on their way to rank 0, by rank.
+pub(crate) struct Outputs<M: LearnerModel> {
+    training: Vec<TrainingItems<M>>,
+    validation: Vec<ValidationItems<M>>,
+}
+
+impl<M: LearnerModel> Outputs<M> {
+    pub(crate) fn of_ranks(ranks: usize) -> Self {
+        Self {
+            training: (0..ranks).map(|_| Mutex::default()).collect(),
+            validation: (0..ranks).map(|_| Mutex::default()).collect(),
+        }
+    }
+
+    pub(crate) fn trained(&self, rank: usize, item: TrainingItem<<M as TrainStep>::Output>) {
+        held(&self.training[rank]).push_back(item);
+    }
+
+    pub(crate) fn validated(&self, rank: usize, item: TrainingItem<<M as InferenceStep>::Output>) {
+        held(&self.validation[rank]).push_back(item);
+    }
+}
+
+/// Takes a lock whatever happened to the thread that had it.
+pub(crate) fn held<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
+    lock.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What rank 0 has of Burn's loop, beside its own part of the training.
+pub(crate) struct Lead<M: LearnerModel> {
+    pub(crate) processor: Arc<Mutex<Option<Processor<M>>>>,
+    pub(crate) outputs: Arc<Outputs<M>>,
+    pub(crate) interrupter: Interrupter,
+    pub(crate) checkpointer: Option<LearningCheckpointer<Lent<M>>>,
+    pub(crate) early_stopping: Option<Box<dyn CloneEarlyStoppingStrategy>>,
+    pub(crate) store: Arc<EventStoreClient>,
+    pub(crate) training_items: usize,
+    pub(crate) validation_items: usize,
+}
+
+impl<M: LearnerModel> Lead<M> {
+    fn processor(&self, event: impl FnOnce(&mut Processor<M>, &Interrupter)) {
+        if let Some(processor) = held(&self.processor).as_mut() {
+            event(processor, &self.interrupter);
+        }
+    }
+
+    pub(crate) fn begin_training(&self, epoch_number: usize) {
+        let total_items = self.training_items;
+        let event = LearnerEvent::StartSplit {
+            epoch_number,
+            total_items,
+        };
+        self.processor(|to, interrupter| interrupter.fail_on_error(to.process_train(event)));
+    }
+
+    pub(crate) fn end_training(&self, epoch: usize) {
+        self.processor(|to, interrupter| {
+            interrupter.fail_on_error(to.process_train(LearnerEvent::EndSplit(epoch)));
+        });
+    }
+
+    pub(crate) fn begin_validation(&self, epoch_number: usize) {
+        let total_items = self.validation_items;
+        let event = LearnerEvent::StartSplit {
+            epoch_number,
+            total_items,
+        };
+        self.processor(|to, interrupter| interrupter.fail_on_error(to.process_valid(event)));
+    }
+
+    pub(crate) fn end_validation(&self, epoch: usize) {
+        let has_readers = self.checkpointer.is_some() || self.early_stopping.is_some();
+        self.processor(|to, interrupter| {
+            interrupter.fail_on_error(to.process_valid(LearnerEvent::EndSplit(epoch)));
+            interrupter.fail_on_error(to.process_train(LearnerEvent::EndEpoch(epoch)));
+            if has_readers {
+                interrupter.fail_on_error(to.flush());
+            }
+        });
+    }
+
+    /// Passes on the outputs of the round before, in the order of ranks.
+    pub(crate) fn pass_on(&self) {
+        self.processor(|to, interrupter| {
+            for items in &self.outputs.training {
+                for item in held(items).drain(..) {
+                    let event = LearnerEvent::ProcessedItem(item);
+                    interrupter.fail_on_error(to.process_train(event));
+                }
+            }
+            for items in &self.outputs.validation {
+                for item in held(items).drain(..) {
+                    let event = LearnerEvent::ProcessedItem(item);
+                    interrupter.fail_on_error(to.process_valid(event));
+                }
+            }
+        });
+    }
+
+    /// Saves the epoch, if that is due, from a learner that has been given what it is to save.
+    pub(crate) fn save(&mut self, learner: &Learner<Lent<M>>, epoch: usize) {
+        if let Some(checkpointer) = &mut self.checkpointer {
+            checkpointer.checkpoint(learner, epoch, &self.store);
+        }
+    }
+
+    /// Returns true if the training is to end after this epoch.
+    pub(crate) fn ends_early(&mut self, epoch: usize) -> bool {
+        let early = self.early_stopping.as_mut();
+        early.is_some_and(|early| early.should_stop(epoch, &self.store))
+    }
+}

@@ -1,0 +1,217 @@
+//! The model of Burn's learner, while the ranks have it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor};
+use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::store::ModuleRecord;
+use burn::tensor::Device;
+use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
+
+use crate::optimizer_record::emptied;
+
+/// A model as Burn's learner holds it during a sharded training: the model itself before and after, and nothing
+/// while the ranks have it.
+///
+/// Programs need not name it: the type of the `SupervisedTraining` that
+/// [`FullySharded::launch`](crate::train::FullySharded::launch) is given follows from the model's.
+///
+/// A learner keeps its optimizer to itself. It shows it to the model alone, in [`TrainStep::optimize`], and it takes from
+/// the model what it saves, by [`Module::into_record`]: so both pass through here.
+#[derive(Clone)]
+pub struct Lent<M> {
+    /// None while the ranks have it.
+    model: Option<M>,
+    counter: Arc<Mutex<Counter<M>>>,
+}
+
+/// What is on its way between a learner and the ranks.
+struct Counter<M> {
+    /// To the ranks: the model, and the optimizer with its state.
+    out: Option<(Option<M>, ModuleOptimizer)>,
+    /// To the learner: the optimizer that its checkpoint is to have.
+    optimizer: Option<ModuleOptimizer>,
+    /// To the learner: the record of the model that its checkpoint is to have.
+    record: Option<ModuleRecord>,
+}
+
+impl<M: LearnerModel> Lent<M> {
+    pub(crate) fn new(model: M) -> Self {
+        Self::holding(Some(model))
+    }
+
+    /// Returns the model that the ranks have given back, or none if they failed.
+    pub(crate) fn returned(model: Option<M>) -> Self {
+        Self::holding(model)
+    }
+
+    fn holding(model: Option<M>) -> Self {
+        let counter = Counter {
+            out: None,
+            optimizer: None,
+            record: None,
+        };
+        Self {
+            model,
+            counter: Arc::new(Mutex::new(counter)),
+        }
+    }
+
+    pub(crate) fn into_model(self) -> Option<M> {
+        self.model
+    }
+
+    /// Takes model and optimizer out of a learner, which keeps its schedule of rates.
+    pub(crate) fn take_from(learner: &mut Learner<Self>) -> Option<(M, ModuleOptimizer)> {
+        let (model, optimizer) = Self::handed_out(learner)?;
+        Self::clear(learner);
+        Some((model?, optimizer))
+    }
+
+    /// Gives a learner what it is to save: the record of the model, and the optimizer with its whole state.
+    pub(crate) fn put_into(
+        learner: &mut Learner<Self>,
+        record: ModuleRecord,
+        optimizer: ModuleOptimizer,
+    ) {
+        let lent = learner.model();
+        let mut counter = lent.counter();
+        counter.record = Some(record);
+        counter.optimizer = Some(optimizer);
+        drop(counter);
+        learner.optimizer_step(GradientsParams::new());
+    }
+
+    /// Lets go of what a learner has saved.
+    pub(crate) fn clear(learner: &mut Learner<Self>) {
+        learner.model().counter().record = None;
+        if let Some((_, optimizer)) = Self::handed_out(learner) {
+            learner.model().counter().optimizer = Some(emptied(&optimizer));
+            learner.optimizer_step(GradientsParams::new());
+        }
+    }
+
+    /// Has a learner hand out what it holds. Its optimizer keeps its state.
+    fn handed_out(learner: &mut Learner<Self>) -> Option<(Option<M>, ModuleOptimizer)> {
+        learner.optimizer_step(GradientsParams::new());
+        learner.model().counter().out.take()
+    }
+
+    fn counter(&self) -> MutexGuard<'_, Counter<M>> {
+        self.counter.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the model, where it is here.
+    fn with(self, change: impl FnOnce(M) -> M) -> Self {
+        Self {
+            model: self.model.map(change),
+            counter: self.counter,
+        }
+    }
+
+    fn here(&self) -> &M {
+        let model = self.model.as_ref();
+        model.expect("the loop of each rank steps with the model that it has")
+    }
+}
+
+impl<M: LearnerModel> TrainStep for Lent<M> {
+    type Input = <M as TrainStep>::Input;
+    type Output = <M as TrainStep>::Output;
+
+    fn step(&self, item: Self::Input) -> TrainOutput<Self::Output> {
+        TrainStep::step(self.here(), item)
+    }
+
+    /// Hands model and optimizer out, or takes an optimizer in: a step of the learner is made by the ranks.
+    fn optimize(
+        mut self,
+        optimizer: &mut ModuleOptimizer,
+        _rates: ModuleLearningRate,
+        _gradients: GradientsParams,
+    ) -> Self {
+        let model = self.model.take();
+        let mut counter = self.counter();
+        match counter.optimizer.take() {
+            Some(put) => *optimizer = put,
+            None => counter.out = Some((model, optimizer.clone())),
+        }
+        drop(counter);
+        self
+    }
+}
+
+impl<M: LearnerModel> InferenceStep for Lent<M> {
+    type Input = <M as InferenceStep>::Input;
+    type Output = <M as InferenceStep>::Output;
+
+    fn step(&self, item: Self::Input) -> Self::Output {
+        InferenceStep::step(self.here(), item)
+    }
+}
+
+impl<M: LearnerModel> Module for Lent<M> {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        match &self.model {
+            Some(model) => model.collect_devices(devices),
+            None => devices,
+        }
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.with(|model| model.fork(device))
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        self.with(|model| model.to_device(device))
+    }
+
+    fn train(self) -> Self {
+        self.with(M::train)
+    }
+
+    fn valid(&self) -> Self {
+        Self {
+            model: self.model.as_ref().map(M::valid),
+            counter: self.counter.clone(),
+        }
+    }
+
+    fn materialize(self) -> Self {
+        self.with(M::materialize)
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        if let Some(model) = &self.model {
+            model.visit(visitor);
+        }
+    }
+
+    fn map<P: ModuleMapper>(self, mapper: &mut P) -> Self {
+        self.with(|model| model.map(mapper))
+    }
+
+    fn into_record(self) -> ModuleRecord {
+        let put = self.counter().record.take();
+        let own = || self.model.map(Module::into_record);
+        put.or_else(own)
+            .expect("a learner is saved when it has been given what it saves")
+    }
+}
+
+impl<M: fmt::Debug> fmt::Debug for Lent<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Lent").field(&self.model).finish()
+    }
+}
+
+impl<M: fmt::Display> fmt::Display for Lent<M> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.model {
+            Some(model) => model.fmt(f),
+            None => Ok(()),
+        }
+    }
+}

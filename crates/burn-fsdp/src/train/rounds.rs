@@ -1,0 +1,186 @@
+//! The batches of all ranks, round by round: in each, every rank takes one step.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use burn::data::dataloader::{DataLoader, DataLoaderIterator};
+use burn::data::dataset::DatasetError;
+use burn::tensor::Device;
+use burn_fsdp_collectives::ProcessGroup;
+
+use crate::error::Error;
+
+/// A rank's part of what a loader gives, and the whole, of which a rank that has run out takes a batch.
+pub(crate) struct Share<I> {
+    pub(crate) own: Arc<dyn DataLoader<I>>,
+    pub(crate) all: Arc<dyn DataLoader<I>>,
+}
+
+impl<I> Share<I> {
+    /// Divides a loader: neighbouring items to each rank, one more to the first ones where they do not divide.
+    pub(crate) fn of_ranks(loader: &Arc<dyn DataLoader<I>>, devices: &[Device]) -> Vec<Self> {
+        let items = loader.num_items();
+        let (each, more) = (items / devices.len(), items % devices.len());
+        let mut start = 0;
+        let shares = devices.iter().enumerate().map(|(rank, device)| {
+            let end = start + each + usize::from(rank < more);
+            let own = loader.slice(start, end).to_device(device);
+            start = end;
+            let all = loader.to_device(device);
+            Self { own, all }
+        });
+        shares.collect()
+    }
+}
+
+/// The batches of one rank in one epoch.
+pub(crate) struct Rounds<'a, I> {
+    label: &'static str,
+    own: Box<dyn DataLoaderIterator<I> + 'a>,
+    all: &'a dyn DataLoader<I>,
+    /// The items that this rank has had.
+    had: usize,
+    /// The items that all ranks have had.
+    had_by_all: usize,
+}
+
+/// What a rank does in one round.
+pub(crate) struct Round<I> {
+    pub(crate) batch: I,
+    /// True if the batch is this rank's own; false if it goes through it only so that others can.
+    pub(crate) counts: bool,
+    /// The factor of this rank's gradient, by which the mean over ranks becomes the mean over items. It is 1 where all
+    /// ranks have as many.
+    pub(crate) weight: f64,
+    /// True if no rank has a batch after this one.
+    pub(crate) is_last: bool,
+    /// The items that all ranks have had with this round.
+    pub(crate) had_by_all: usize,
+}
+
+/// What the ranks agreed on about a round.
+pub(crate) enum Next<I> {
+    Round(Round<I>),
+    /// All items are through.
+    Through,
+    /// Some rank is to stop, or its loader failed.
+    Stopped(Option<DatasetError>),
+}
+
+impl<'a, I> Rounds<'a, I> {
+    pub(crate) fn new(label: &'static str, share: &'a Share<I>) -> Self {
+        Self {
+            label,
+            own: share.own.iter(),
+            all: &*share.all,
+            had: 0,
+            had_by_all: 0,
+        }
+    }
+
+    /// Takes this rank's next batch, and agrees with the others on what is done with it. A rank that `stops` stops all.
+    ///
+    /// Collective.
+    pub(crate) fn next(&mut self, world: &ProcessGroup, stops: bool) -> Result<Next<I>, Error> {
+        let (batch, failure) = match self.own.next() {
+            Some(Ok(batch)) => (Some(batch), None),
+            Some(Err(failure)) => (None, Some(failure)),
+            None => (None, None),
+        };
+        let progress = self.own.progress();
+        let items = match batch {
+            // A loader that counts nothing has given one thing at least.
+            Some(_) => progress.items_processed.saturating_sub(self.had).max(1),
+            None => 0,
+        };
+        self.had = progress.items_processed;
+        let has_more = batch.is_some() && !progress.is_completed();
+        let note = Note {
+            items: items as u64,
+            has_more,
+            stops: stops || failure.is_some(),
+        };
+        let notes = world.exchange(self.label, note.bytes())?;
+        let notes: Vec<Note> = notes.iter().map(|bytes| Note::of(bytes)).collect();
+        if notes.iter().any(|note| note.stops) {
+            return Ok(Next::Stopped(failure));
+        }
+        let of_all: u64 = notes.iter().map(|note| note.items).sum();
+        if of_all == 0 {
+            return Ok(Next::Through);
+        }
+        self.had_by_all += of_all as usize;
+        let counts = batch.is_some();
+        let batch = match batch {
+            Some(batch) => batch,
+            // Some rank has an item, so the loader of all has one.
+            None => match self.all.iter().next() {
+                Some(Ok(batch)) => batch,
+                Some(Err(failure)) => return Err(Error::Loader(failure.to_string())),
+                None => return Err(Error::Loader("it has no items the second time".to_owned())),
+            },
+        };
+        let weight = match notes.iter().all(|note| note.items == notes[0].items) {
+            true => 1.0,
+            false => (items * notes.len()) as f64 / of_all as f64,
+        };
+        Ok(Next::Round(Round {
+            batch,
+            counts,
+            weight,
+            is_last: !notes.iter().any(|note| note.has_more),
+            had_by_all: self.had_by_all,
+        }))
+    }
+}
+
+/// What a rank tells the others of its next batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Note {
+    items: u64,
+    has_more: bool,
+    stops: bool,
+}
+
+impl Note {
+    fn bytes(self) -> Vec<u8> {
+        let mut bytes = self.items.to_le_bytes().to_vec();
+        bytes.extend([u8::from(self.has_more), u8::from(self.stops)]);
+        bytes
+    }
+
+    /// Reads what a rank has written; of less than that, which no rank writes, it stops.
+    fn of(bytes: &[u8]) -> Self {
+        let nothing = Self {
+            items: 0,
+            has_more: false,
+            stops: true,
+        };
+        let Some((items, [has_more, stops])) = bytes.split_first_chunk() else {
+            return nothing;
+        };
+        Self {
+            items: u64::from_le_bytes(*items),
+            has_more: *has_more == 1,
+            stops: *stops == 1,
+        }
+    }
+}
+
+/// The factor by which a rank's gradients are multiplied before they are reduced.
+#[derive(Debug, Clone)]
+pub(crate) struct Weight(Arc<AtomicU64>);
+
+impl Weight {
+    pub(crate) fn one() -> Self {
+        Self(Arc::new(AtomicU64::new(1f64.to_bits())))
+    }
+
+    pub(crate) fn set(&self, weight: f64) {
+        self.0.store(weight.to_bits(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> f64 {
+        f64::from_bits(self.0.load(Ordering::Relaxed))
+    }
+}

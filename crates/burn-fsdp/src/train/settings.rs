@@ -1,0 +1,14 @@
+//! What the user says of a sharded training.
+
+use burn::tensor::Device;
+use burn_fsdp_collectives::LaunchConfig;
+use burn_fsdp_shard::{Clip, ShardPolicy};
+
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) ranks: LaunchConfig,
+    pub(crate) policy: ShardPolicy,
+    pub(crate) clip: Option<Clip>,
+    /// That of each rank in turn; empty for the model's.
+    pub(crate) devices: Vec<Device>,
+}

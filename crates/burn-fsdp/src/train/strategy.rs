@@ -1,0 +1,155 @@
+//! Burn's strategy: what is divided among the ranks, and what comes back.
+
+use std::sync::{Arc, Mutex};
+
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+use burn::train::{
+    InferenceStep, Learner, LearnerModel, SupervisedLearningStrategy,
+    SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, ValidLoader,
+};
+use burn_fsdp_collectives::launch;
+
+use crate::error::Error;
+use crate::optimizer_record::{OptimizerParts, emptied};
+use crate::train::lead::{Lead, Outputs, held};
+use crate::train::lent::Lent;
+use crate::train::rank::{Course, Start, train};
+use crate::train::rounds::Share;
+use crate::train::settings::Settings;
+
+/// The strategy as Burn's loop calls it. It returns nothing but a model, so that errors are left in `outcome`.
+pub(crate) struct Strategy {
+    settings: Settings,
+    outcome: Arc<Mutex<Result<(), Error>>>,
+}
+
+impl Strategy {
+    pub(crate) fn new(settings: Settings, outcome: Arc<Mutex<Result<(), Error>>>) -> Self {
+        Self { settings, outcome }
+    }
+
+    /// Returns the device of each rank.
+    fn devices<M: LearnerModel>(&self, model: &M) -> Vec<Device> {
+        let given = self.settings.devices.iter().cloned();
+        let given: Vec<_> = match self.settings.devices.is_empty() {
+            true => model.devices().into_iter().take(1).collect(),
+            false => given.collect(),
+        };
+        let of_model = given.into_iter().map(|device| {
+            let device = match device.is_autodiff() {
+                true => device,
+                false => device.autodiff(),
+            };
+            // What is computed again in backward keeps no full weights until then.
+            device.gradient_checkpointing()
+        });
+        let devices: Vec<_> = of_model.collect();
+        let of_ranks = devices.iter().cycle().take(self.settings.ranks.ranks());
+        of_ranks.cloned().collect()
+    }
+}
+
+impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
+    fn fit(
+        &self,
+        components: TrainingComponents<Lent<M>>,
+        mut learner: Learner<Lent<M>>,
+        training: TrainLoader<Lent<M>>,
+        validation: ValidLoader<Lent<M>>,
+        starting_epoch: usize,
+    ) -> (Lent<M>, SupervisedTrainingEventProcessor<Lent<M>>) {
+        let processor = Arc::new(Mutex::new(Some(components.event_processor)));
+        let lent = Lent::take_from(&mut learner);
+        let (model, optimizer) = lent.expect("the learner has just been given them");
+        let devices = self.devices(&model);
+        let outputs = Arc::new(Outputs::of_ranks(devices.len()));
+        let course = Course {
+            settings: self.settings.clone(),
+            epochs: starting_epoch..=components.num_epochs,
+            accumulation: components.grad_accumulation,
+            saves: components.checkpointer.is_some(),
+            items: training.num_items(),
+            validated_items: validation.num_items(),
+            interrupter: components.interrupter.clone(),
+            outputs: outputs.clone(),
+        };
+        let lead = Lead {
+            processor: processor.clone(),
+            outputs,
+            interrupter: components.interrupter.clone(),
+            checkpointer: components.checkpointer,
+            early_stopping: components.early_stopping,
+            store: components.event_store,
+            training_items: course.items,
+            validation_items: course.validated_items,
+        };
+        let inner: Vec<_> = devices
+            .iter()
+            .map(|device| device.clone().inner())
+            .collect();
+        let whole = Whole {
+            model,
+            optimizer,
+            learner,
+            training: Share::of_ranks(&training, &devices),
+            validation: Share::of_ranks(&validation, &inner),
+        };
+        let ended = whole.divided(devices, &course, lead).and_then(|starts| {
+            let start = move |rank: usize| held(&starts[rank]).take().expect("a rank starts once");
+            let ranks = launch(self.settings.ranks, move |world| {
+                train(&world, start(world.rank()))
+            });
+            Ok(ranks?)
+        });
+        let model = match ended {
+            Ok(models) => models.into_iter().flatten().next(),
+            Err(error) => {
+                components.interrupter.stop(Some(&error.to_string()));
+                *held(&self.outcome) = Err(error);
+                None
+            }
+        };
+        let processor = held(&processor).take();
+        let processor = processor.expect("rank 0 has only used it");
+        (Lent::returned(model), processor)
+    }
+}
+
+/// What one learner has, before the ranks get their parts of it.
+struct Whole<M: LearnerModel> {
+    model: M,
+    optimizer: ModuleOptimizer,
+    learner: Learner<Lent<M>>,
+    training: Vec<Share<<M as TrainStep>::Input>>,
+    validation: Vec<Share<<M as InferenceStep>::Input>>,
+}
+
+impl<M: LearnerModel> Whole<M> {
+    /// Returns what each rank begins with.
+    fn divided(
+        self,
+        devices: Vec<Device>,
+        course: &Course<M>,
+        lead: Lead<M>,
+    ) -> Result<Vec<Mutex<Option<Start<M>>>>, Error> {
+        let state = Arc::new(OptimizerParts::take(&self.optimizer)?);
+        let bare = emptied(&self.optimizer);
+        let mut lead = Some(lead);
+        let shares = self.training.into_iter().zip(self.validation);
+        let starts = devices.into_iter().zip(shares).map(|(device, shares)| {
+            Mutex::new(Some(Start {
+                model: self.model.clone(),
+                optimizer: bare.clone(),
+                state: state.clone(),
+                learner: self.learner.clone(),
+                training: shares.0,
+                validation: shares.1,
+                device,
+                course: course.clone(),
+                lead: lead.take(),
+            }))
+        });
+        Ok(starts.collect())
+    }
+}

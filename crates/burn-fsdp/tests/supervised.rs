@@ -1,0 +1,577 @@
+//! Burn's own training loop, sharded: against the same loop on one device.
+#![cfg(feature = "train")]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
+use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
+use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Int, Tensor, activation};
+use burn::train::metric::store::{Aggregate, Direction, EventStoreClient, Split};
+use burn::train::metric::{AccuracyMetric, LossMetric};
+use burn::train::{
+    ClassificationOutput, EarlyStoppingStrategy, InferenceStep, Interrupter, Learner,
+    LearningResult, MetricEarlyStoppingStrategy, StoppingCondition, SupervisedTraining,
+    TrainOutput, TrainStep,
+};
+use burn_fsdp::train::{FullySharded, Lent};
+use burn_fsdp::{Clip, Error, LaunchConfig, ShardPolicy, Strategy};
+
+const SIDE: usize = 6;
+const CLASSES: usize = 3;
+/// Items of a batch of one rank.
+const BATCH: usize = 4;
+
+/// A convolutional network, as any user of Burn writes it.
+#[derive(Module, Debug)]
+struct Net {
+    conv: Conv2d,
+    hidden: Linear,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        device.seed(7);
+        let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
+        let net = Self {
+            conv: conv.init(device),
+            hidden: LinearConfig::new(3 * 4 * 4, 7).init(device),
+            head: LinearConfig::new(7, CLASSES).init(device),
+        };
+        // Every training has these values, whoever draws beside it.
+        net.map(&mut Fixed(0))
+    }
+
+    fn classify(&self, batch: Digits) -> ClassificationOutput {
+        let features = activation::relu(self.conv.forward(batch.images)).flatten(1, 3);
+        let output = self
+            .head
+            .forward(activation::gelu(self.hidden.forward(features)));
+        let loss = CrossEntropyLossConfig::new().init(&output.device());
+        let loss = loss.forward(output.clone(), batch.classes.clone());
+        ClassificationOutput::new(loss, output, batch.classes)
+    }
+}
+
+/// Gives parameters values that are no one's draw.
+struct Fixed(usize);
+
+impl burn::module::ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let shape = old.shape();
+            let values = (0..shape.num_elements()).map(|_| {
+                self.0 += 1;
+                ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
+            });
+            let values: Vec<f32> = values.collect();
+            let data = burn::tensor::TensorData::new(values, shape);
+            Tensor::from_data(data, &old.device()).require_grad()
+        })
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> TrainOutput<ClassificationOutput> {
+        let output = self.classify(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> ClassificationOutput {
+        self.classify(batch)
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Digits {
+    images: Tensor<4>,
+    classes: Tensor<1, Int>,
+}
+
+/// One image and its class.
+type Item = ([f32; SIDE * SIDE], i32);
+
+fn items(count: usize, seed: usize) -> Vec<Item> {
+    let item = |i: usize| {
+        let class = (i * 5 + seed) % CLASSES;
+        let pixel = |p: usize| {
+            let noise = ((i * 31 + p * 17 + seed) % 23) as f32 / 23.0;
+            noise + f32::from(u8::from((p + class).is_multiple_of(CLASSES)))
+        };
+        (std::array::from_fn(pixel), class as i32)
+    };
+    (0..count).map(item).collect()
+}
+
+#[derive(Clone)]
+struct Digitizer;
+
+impl Batcher<Item, Digits> for Digitizer {
+    fn batch(&self, items: Vec<Item>, device: &Device) -> Digits {
+        let images: Vec<f32> = items.iter().flat_map(|item| item.0).collect();
+        let classes: Vec<i32> = items.iter().map(|item| item.1).collect();
+        let shape = [items.len(), 1, SIDE, SIDE];
+        Digits {
+            images: Tensor::<1>::from_floats(images.as_slice(), device).reshape(shape),
+            classes: Tensor::from_ints(classes.as_slice(), device),
+        }
+    }
+}
+
+fn loader(items: Vec<Item>, batch: usize) -> Arc<dyn DataLoader<Digits>> {
+    let builder = DataLoaderBuilder::new(Digitizer).batch_size(batch);
+    builder.build(InMemDataset::new(items))
+}
+
+/// Returns the items in the order in which `ranks` go through them together: in each step a batch of each.
+fn joined(items: &[Item], ranks: usize) -> Vec<Item> {
+    let (each, more) = (items.len() / ranks, items.len() % ranks);
+    let mut rest = items;
+    let parts = (0..ranks).map(|rank| {
+        let (part, others) = rest.split_at(each + usize::from(rank < more));
+        rest = others;
+        part.chunks(BATCH)
+    });
+    let mut parts: Vec<_> = parts.collect();
+    let mut order = Vec::new();
+    loop {
+        let step: Vec<Item> = parts
+            .iter_mut()
+            .filter_map(Iterator::next)
+            .flatten()
+            .copied()
+            .collect();
+        if step.is_empty() {
+            return order;
+        }
+        order.extend(step);
+    }
+}
+
+fn device() -> Device {
+    Device::flex().autodiff()
+}
+
+fn optimizer() -> ModuleOptimizer {
+    AdamWConfig::new()
+        .with_weight_decay(0.1)
+        .with_epsilon(1e-3)
+        .init()
+}
+
+fn rates() -> impl Into<burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler> {
+    let config = LinearLrSchedulerConfig::new(3e-2, 1e-2, 12);
+    config.init().expect("a schedule")
+}
+
+/// A training of some epochs in a folder, with the metrics of classification.
+fn training<M>(
+    folder: &Path,
+    (trained, validated): (Vec<Item>, Vec<Item>),
+    batch: usize,
+) -> SupervisedTraining<M>
+where
+    M: burn::train::LearnerModel
+        + TrainStep<Input = Digits, Output = ClassificationOutput>
+        + InferenceStep<Input = Digits, Output = ClassificationOutput>,
+{
+    SupervisedTraining::new(folder, loader(trained, batch), loader(validated, batch))
+        .metrics((AccuracyMetric::new(), LossMetric::new()))
+        .with_application_logger(None)
+        .num_epochs(3)
+}
+
+/// Every value of a model, by path.
+#[derive(Default)]
+struct Values {
+    path: Vec<String>,
+    of: Vec<(String, Vec<f32>)>,
+}
+
+impl ModuleVisitor for Values {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let values = param.val().into_data().to_vec().expect("floats");
+        self.of.push((self.path.join("."), values));
+    }
+}
+
+fn values<M: Module>(model: &M) -> Vec<(String, Vec<f32>)> {
+    let mut values = Values::default();
+    model.visit(&mut values);
+    values.of
+}
+
+fn assert_close<M: Module, N: Module>(got: &M, expected: &N, most: f32) {
+    let (got, expected) = (values(got), values(expected));
+    assert_eq!(got.len(), expected.len());
+    assert_eq!(got.len(), 6);
+    for ((path, got), (_, expected)) in got.iter().zip(&expected) {
+        assert_eq!(got.len(), expected.len(), "{path}");
+        for (i, (a, b)) in got.iter().zip(expected).enumerate() {
+            assert!(
+                (a - b).abs() <= most * (1.0 + b.abs()),
+                "{path}[{i}]: {a} beside {b}"
+            );
+        }
+    }
+}
+
+/// Returns the mean that the log of a metric says for an epoch, weighted by what each entry counts.
+fn logged(folder: &Path, split: &str, epoch: usize, metric: &str) -> (f64, f64) {
+    let file = folder
+        .join(split)
+        .join(format!("epoch-{epoch}"))
+        .join(format!("{metric}.log"));
+    let text = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{file:?}: {error}"));
+    let entries = text
+        .lines()
+        .filter(|line| !line.contains("final"))
+        .map(|line| {
+            let (value, count) = line.split_once(',').unwrap_or((line, "1"));
+            let number = |text: &str| text.trim().parse::<f64>().expect("a number");
+            (number(value), number(count))
+        });
+    let entries: Vec<_> = entries.collect();
+    let counts: f64 = entries.iter().map(|entry| entry.1).sum();
+    let sum: f64 = entries.iter().map(|(value, count)| value * count).sum();
+    (sum / counts, counts)
+}
+
+fn sharded(
+    folder: &Path,
+    data: (Vec<Item>, Vec<Item>),
+    ranks: usize,
+    change: impl Fn(SupervisedTraining<Lent<Net>>) -> SupervisedTraining<Lent<Net>>,
+) -> Result<LearningResult<Net>, Error> {
+    let policy = ShardPolicy::new().units(["conv", "hidden"]);
+    FullySharded::new(LaunchConfig::new(ranks))
+        .policy(policy)
+        .launch(
+            change(training(folder, data, BATCH)),
+            Net::new(&device()),
+            optimizer(),
+            rates(),
+        )
+}
+
+/// Trains on one device by Burn's own strategy, on the items that `ranks` have together in each step.
+fn plain(
+    folder: &Path,
+    (trained, validated): (Vec<Item>, Vec<Item>),
+    ranks: usize,
+    change: impl Fn(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
+) -> LearningResult<Net> {
+    let data = (joined(&trained, ranks), joined(&validated, ranks));
+    change(training(folder, data, ranks * BATCH)).launch(Learner::new(
+        Net::new(&device()),
+        optimizer(),
+        rates(),
+    ))
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+#[test]
+fn weights_and_metrics_are_those_of_one_device() {
+    // Divisible; last batches that are smaller; a rank that runs out; ranks without any item of the validation.
+    for (ranks, trained, validated) in [
+        (1, 10, 5),
+        (2, 16, 8),
+        (2, 22, 7),
+        (2, 9, 1),
+        (3, 26, 5),
+        (4, 33, 3),
+    ] {
+        let data = (items(trained, 1), items(validated, 2));
+        let (ours, burns) = (folder(), folder());
+        let result = sharded(ours.path(), data.clone(), ranks, |training| training);
+        let result = result.unwrap_or_else(|error| panic!("{error}"));
+        assert!(result.error.is_none() && result.interrupted.is_none());
+        let expected = plain(burns.path(), data, ranks, |training| training);
+        assert_close(&result.model, &expected.model, 1e-5);
+        for epoch in 1..=3 {
+            for split in ["train", "valid"] {
+                let (got, counted) = logged(ours.path(), split, epoch, "Accuracy");
+                let (expected, all) = logged(burns.path(), split, epoch, "Accuracy");
+                assert_eq!(counted, all, "{ranks} ranks, {split}");
+                assert!(
+                    (got - expected).abs() < 1e-3,
+                    "{split} {epoch}: {got}, {expected}"
+                );
+            }
+        }
+        if (ranks, trained) == (2, 16) {
+            let (got, _) = logged(ours.path(), "train", 3, "Loss");
+            let (expected, _) = logged(burns.path(), "train", 3, "Loss");
+            assert!((got - expected).abs() < 1e-5, "{got}, {expected}");
+        }
+    }
+}
+
+#[test]
+fn accumulated_gradients_are_those_of_one_device() {
+    let data = || (items(26, 1), items(4, 2));
+    let (ours, burns) = (folder(), folder());
+    let result = sharded(ours.path(), data(), 2, |training| {
+        training.grads_accumulation(3)
+    });
+    let result = result.unwrap_or_else(|error| panic!("{error}"));
+    let expected = plain(burns.path(), data(), 2, |training| {
+        training.grads_accumulation(3)
+    });
+    assert_close(&result.model, &expected.model, 1e-5);
+}
+
+#[test]
+fn a_checkpoint_goes_on_on_any_number_of_ranks_and_on_one_device() {
+    let data = || (items(20, 1), items(6, 2));
+    let (ours, burns) = (folder(), folder());
+    let through = sharded(ours.path(), data(), 2, |training| training);
+    let through = through.unwrap_or_else(|error| panic!("{error}"));
+    let first = |folder: &Path| {
+        let result = sharded(folder, data(), 2, |training| {
+            training.with_default_checkpointers().num_epochs(2)
+        });
+        result.unwrap_or_else(|error| panic!("{error}"));
+    };
+    // On two ranks again, to the bit.
+    first(burns.path());
+    let resumed = sharded(burns.path(), data(), 2, |training| {
+        training.with_default_checkpointers().checkpoint(2)
+    });
+    let resumed = resumed.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(values(&resumed.model), values(&through.model));
+    // On one device, by Burn's own strategy.
+    let other = folder();
+    first(other.path());
+    let plain = plain(other.path(), data(), 2, |training| {
+        training.with_default_checkpointers().checkpoint(2)
+    });
+    assert_close(&plain.model, &through.model, 1e-5);
+    // From one device to three ranks.
+    let (third, fourth) = (folder(), folder());
+    let begin = |folder: &Path| {
+        self::plain(folder, data(), 3, |training| {
+            training.with_default_checkpointers().num_epochs(1)
+        });
+    };
+    begin(third.path());
+    begin(fourth.path());
+    let got = sharded(third.path(), data(), 3, |training| {
+        training.with_default_checkpointers().checkpoint(1)
+    });
+    let got = got.unwrap_or_else(|error| panic!("{error}"));
+    let expected = self::plain(fourth.path(), data(), 3, |training| {
+        training.with_default_checkpointers().checkpoint(1)
+    });
+    assert_close(&got.model, &expected.model, 1e-5);
+}
+
+/// Ends after the second epoch, and counts how often it was asked.
+#[derive(Clone)]
+struct AfterTwo(Arc<AtomicUsize>);
+
+impl EarlyStoppingStrategy for AfterTwo {
+    fn should_stop(&mut self, epoch: usize, _: &EventStoreClient) -> bool {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        epoch == 2
+    }
+}
+
+#[test]
+fn an_early_end_is_that_of_all_ranks() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let at = folder();
+    let result = sharded(at.path(), (items(12, 1), items(6, 2)), 3, |training| {
+        training.early_stopping(AfterTwo(asked.clone()))
+    });
+    result.unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(asked.load(Ordering::Relaxed), 2);
+    assert!(at.path().join("train/epoch-2").is_dir());
+    assert!(!at.path().join("train/epoch-3").exists());
+    // Burn's own, by a metric that is of all ranks.
+    let at = folder();
+    let result = sharded(at.path(), (items(12, 1), items(6, 2)), 2, |training| {
+        training
+            .num_epochs(40)
+            .early_stopping(MetricEarlyStoppingStrategy::new(
+                &LossMetric::new(),
+                Aggregate::Mean,
+                Direction::Highest,
+                Split::Train,
+                StoppingCondition::NoImprovementSince { n_epochs: 2 },
+            ))
+    });
+    result.unwrap_or_else(|error| panic!("{error}"));
+    assert!(!at.path().join("train/epoch-20").exists());
+}
+
+/// Interrupts when the tenth item is read, or fails there.
+struct Watched {
+    items: Vec<Item>,
+    read: AtomicUsize,
+    interrupter: Option<Interrupter>,
+}
+
+impl Dataset<Item> for Watched {
+    fn get(&self, index: usize) -> Result<Option<Item>, DatasetError> {
+        if self.read.fetch_add(1, Ordering::Relaxed) == 10 {
+            match &self.interrupter {
+                Some(interrupter) => interrupter.stop(Some("enough")),
+                None => return Err(DatasetError::Other("the disk is gone".into())),
+            }
+        }
+        Ok(self.items.get(index).copied())
+    }
+
+    fn len(&self) -> usize {
+        self.items.len()
+    }
+}
+
+fn watched(interrupter: Option<Interrupter>) -> LearningResult<Net> {
+    let at = folder();
+    let items = items(40, 1);
+    let own = interrupter.clone().unwrap_or_default();
+    let dataset = Watched {
+        items: items.clone(),
+        read: AtomicUsize::new(0),
+        interrupter,
+    };
+    let watched = DataLoaderBuilder::new(Digitizer)
+        .batch_size(BATCH)
+        .build(dataset);
+    let training = SupervisedTraining::new(at.path(), watched, loader(items, BATCH))
+        .metrics((LossMetric::new(),))
+        .with_application_logger(None)
+        .with_interrupter(own);
+    let result = FullySharded::new(LaunchConfig::new(2)).launch(
+        training,
+        Net::new(&device()),
+        optimizer(),
+        1e-2,
+    );
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn what_stops_one_rank_stops_all() {
+    let result = watched(Some(Interrupter::new()));
+    let reason = result
+        .interrupted
+        .and_then(|interrupted| interrupted.reason);
+    assert_eq!(reason.as_deref(), Some("enough"));
+    let result = watched(None);
+    let error = result.error.expect("the loader failed").to_string();
+    assert!(error.contains("the disk is gone"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_followed_is_refused_by_name() {
+    let launch = |sharded: FullySharded, optimizer: ModuleOptimizer| {
+        let at = folder();
+        let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH);
+        let result = sharded.launch(training, Net::new(&device()), optimizer, 1e-2);
+        result.err().map(|error| error.to_string())
+    };
+    let two = || FullySharded::new(LaunchConfig::new(2));
+    let clipped = AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+    let refused = launch(two(), clipped.init()).expect("it clips each shard by itself");
+    assert!(refused.contains("clip"), "{refused}");
+    let policy = ShardPolicy::new().units(["nowhere"]);
+    let refused = launch(two().policy(policy), optimizer()).expect("no such unit");
+    assert!(refused.contains("nowhere"), "{refused}");
+    let policy = ShardPolicy::new().replicate_axis("replicate");
+    let refused = launch(two().policy(policy), optimizer()).expect("no such axis");
+    assert!(refused.contains("replicate"), "{refused}");
+    assert_eq!(launch(two(), optimizer()), None);
+}
+
+#[test]
+fn other_policies_come_to_the_same() {
+    let data = || (items(18, 1), items(4, 2));
+    let burns = folder();
+    let expected = plain(burns.path(), data(), 2, |training| training);
+    for policy in [
+        ShardPolicy::new().strategy(Strategy::NoShard),
+        ShardPolicy::new()
+            .strategy(Strategy::ShardGradOp)
+            .units(["conv", "head"]),
+        ShardPolicy::new().gradient_hook(|_, gradient| gradient),
+        ShardPolicy::new()
+            .whole_below(30)
+            .prefetch(1)
+            .units(["hidden"]),
+    ] {
+        let ours = folder();
+        let result = FullySharded::new(LaunchConfig::new(2))
+            .policy(policy)
+            .launch(
+                training(ours.path(), data(), BATCH),
+                Net::new(&device()),
+                optimizer(),
+                rates(),
+            );
+        let result = result.unwrap_or_else(|error| panic!("{error}"));
+        assert_close(&result.model, &expected.model, 1e-5);
+    }
+}
+
+#[test]
+fn gradients_are_clipped_by_the_norm_of_all_ranks() {
+    let launch = |clip: Option<f64>| {
+        let at = folder();
+        let two = FullySharded::new(LaunchConfig::new(2));
+        let two = match clip {
+            Some(most) => two.clip_grad_norm(Clip::to(most)),
+            None => two,
+        };
+        let training = training(at.path(), (items(16, 1), items(4, 2)), BATCH).num_epochs(1);
+        // Without momentum, a step is as long as its gradient.
+        let sgd = burn::optim::SgdConfig::new().init();
+        let result = two.launch(training, Net::new(&device()), sgd, 1.0);
+        values(&result.unwrap_or_else(|error| panic!("{error}")).model)
+    };
+    let begin = values(&Net::new(&device()));
+    let moved = |end: &[(String, Vec<f32>)]| -> f64 {
+        let all = begin
+            .iter()
+            .zip(end)
+            .flat_map(|(a, b)| a.1.iter().zip(&b.1));
+        all.map(|(a, b)| f64::from(a - b).powi(2))
+            .sum::<f64>()
+            .sqrt()
+    };
+    // Two steps of at most 0.01 each.
+    let most = moved(&launch(Some(0.01)));
+    assert!(most <= 0.0201 && most > 0.01, "{most}");
+    assert!(moved(&launch(None)) > 0.05);
+}
