@@ -216,7 +216,7 @@ impl ModuleVisitor for Values {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let values = param.val().into_data().to_vec().expect("floats");
+        let values = param.val().into_data().try_to_vec().expect("floats");
         self.of.push((self.path.join("."), values));
     }
 }
@@ -442,14 +442,14 @@ struct Watched {
 }
 
 impl Dataset<Item> for Watched {
-    fn get(&self, index: usize) -> Result<Option<Item>, DatasetError> {
+    fn get(&self, index: usize) -> Result<Item, DatasetError> {
         if self.read.fetch_add(1, Ordering::Relaxed) == 10 {
             match &self.interrupter {
                 Some(interrupter) => interrupter.stop(Some("enough")),
-                None => return Err(DatasetError::Other("the disk is gone".into())),
+                None => return Err(DatasetError::new(std::io::Error::other("the disk is gone"))),
             }
         }
-        Ok(self.items.get(index).copied())
+        Ok(self.items[index])
     }
 
     fn len(&self) -> usize {

@@ -35,8 +35,8 @@ use crate::train::strategy::Strategy;
 ///
 /// - The optimizer has to work element by element, or the training is refused; for clipping by norm there is
 ///   [`clip_grad_norm`](Self::clip_grad_norm), over the gradients of all ranks.
-/// - `gradient_checkpointing` of the training has no effect: it is always on, as full weights would stay alive for
-///   the operations that come again otherwise.
+/// - `gradient_checkpointing` of the training has no effect: build the model on a device with
+///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
 /// - Running statistics (batch normalization) are each rank's own, of its rows; those of rank 0 are saved and returned.
 /// - The whole model is on every rank for a moment when an epoch is saved and when the training ends, and the
 ///   whole state of the optimizer when it is saved: Burn's records are whole.

@@ -29,22 +29,19 @@ impl Strategy {
         Self { settings, outcome }
     }
 
-    /// Returns the device of each rank.
+    /// Returns the device of each rank, with autodiff as the model has it: tensors of one operation must agree on that.
     fn devices<M: LearnerModel>(&self, model: &M) -> Vec<Device> {
-        let given = self.settings.devices.iter().cloned();
-        let given: Vec<_> = match self.settings.devices.is_empty() {
-            true => model.devices().into_iter().take(1).collect(),
-            false => given.collect(),
+        let of_model = model.devices().into_iter().next().unwrap_or_default();
+        let of_model = match of_model.is_autodiff() {
+            true => of_model,
+            false => of_model.autodiff(),
         };
-        let of_model = given.into_iter().map(|device| {
-            let device = match device.is_autodiff() {
-                true => device,
-                false => device.autodiff(),
-            };
-            // What is computed again in backward keeps no full weights until then.
-            device.gradient_checkpointing()
-        });
-        let devices: Vec<_> = of_model.collect();
+        let given = self.settings.devices.iter();
+        let given = given.map(|device| device.clone().with_autodiff_context_from(&of_model));
+        let mut devices: Vec<_> = given.collect();
+        if devices.is_empty() {
+            devices.push(of_model);
+        }
         let of_ranks = devices.iter().cycle().take(self.settings.ranks.ranks());
         of_ranks.cloned().collect()
     }
