@@ -4,8 +4,6 @@
 //! cargo run --release --example text_classification
 //! ```
 
-use std::ops::RangeInclusive;
-
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataset::InMemDataset;
@@ -28,7 +26,8 @@ use burn_fsdp::{LaunchConfig, ShardPolicy};
 /// Bytes of a line that are read.
 const LEN: usize = 48;
 const DIM: usize = 32;
-const LENGTHS: RangeInclusive<usize> = 20..=LEN;
+/// Shorter ones are left out.
+const LEAST: usize = 20;
 
 #[derive(Module, Debug)]
 struct Model {
@@ -127,14 +126,14 @@ fn lines() -> Vec<Line> {
         include_str!("../src/snapshot.rs"),
         include_str!("../src/restore.rs"),
     ];
-    let usable = |text: &'static str| text.lines().filter(|line| LENGTHS.contains(&line.len()));
+    let usable = |text: &'static str| text.lines().filter(|line| line.len() >= LEAST);
     // Comments are prose, and tables and blocks of code are neither.
     let is_prose = |line: &&str| line.starts_with(|first: char| first.is_ascii_alphabetic());
     let is_program = |line: &&str| !line.trim_start().starts_with("//");
     let prose = prose.into_iter().flat_map(usable).filter(is_prose);
     let programs = programs.into_iter().flat_map(usable).filter(is_program);
     let pairs = prose.zip(programs.map(str::trim_start));
-    let of = |line: &str, class| (line.as_bytes().to_vec(), class);
+    let of = |line: &str, class| (line.bytes().take(LEN).collect(), class);
     pairs
         .flat_map(|(prose, program)| [of(prose, 0), of(program, 1)])
         .collect()
