@@ -82,10 +82,10 @@ pub(crate) struct TrainArgs {
 #[command(next_help_heading = "Model")]
 pub(crate) struct ModelArgs {
     /// Transformer blocks
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 3)]
     pub(crate) layers: usize,
     /// Width of the residual stream
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 128)]
     pub(crate) dim: usize,
     /// Attention heads of a block; they divide the width
     #[arg(long, default_value_t = 4)]
@@ -96,7 +96,7 @@ pub(crate) struct ModelArgs {
     /// Tokens of a sequence
     #[arg(long, default_value_t = 128)]
     pub(crate) seq: usize,
-    /// Seed of the initial weights and of the sample
+    /// Seed of the initial weights, of the windows of text, and of the sample
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Start from the weights in this safetensors file, or folder of Hugging Face's form (PyTorch's
@@ -111,16 +111,16 @@ pub(crate) struct ModelArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
-    /// File or folder to train on, as bytes, its first 16 MiB; the last 5 % of them are held out
-    /// for evaluation [default: the Rust sources that cargo has downloaded]
+    /// File or folder to train on, as bytes, its first 16 MiB, in windows drawn by --seed; the last 5 % of them are
+    /// held out for evaluation [default: the sources of Burn, which cargo has downloaded; every 20th file is held out]
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
     /// Train on a computed sequence of tokens: nothing to learn, but the same everywhere
     #[arg(long)]
     pub(crate) synthetic: bool,
-    /// Evaluate every so many steps; 0: only at the end. Never with --synthetic
-    #[arg(long, value_name = "STEPS", default_value_t = 0)]
-    pub(crate) eval_every: usize,
+    /// Evaluate every so many steps; 0: only at the end. Never with --synthetic [default: 100]
+    #[arg(long, value_name = "STEPS")]
+    pub(crate) eval_every: Option<usize>,
     /// Batches of held-out text per evaluation, at most; 0: do not evaluate
     #[arg(long, value_name = "BATCHES", default_value_t = 8)]
     pub(crate) eval_batches: usize,
@@ -133,13 +133,13 @@ pub(crate) struct TrainingArgs {
     #[arg(long, default_value_t = 16)]
     pub(crate) batch: usize,
     /// Measured steps
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 500)]
     pub(crate) steps: usize,
     /// Unmeasured steps before them; their losses are reported too
     #[arg(long, value_name = "STEPS", default_value_t = 2)]
     pub(crate) warmup: usize,
     /// Learning rate, the highest of the schedule
-    #[arg(long, default_value_t = 1e-3, allow_negative_numbers = true)]
+    #[arg(long, default_value_t = 2e-3, allow_negative_numbers = true)]
     pub(crate) lr: f64,
     /// Learning rate over the steps; cosine falls to a tenth
     #[arg(long, value_enum, default_value_t = LrSchedule::Constant)]

@@ -168,8 +168,8 @@ pub enum ModelError {
         num_skipped: usize,
     },
 
-    /// A missing folder of cargo's downloaded sources.
-    #[error("{}: no downloaded crate sources here to train on; name a file or folder of text instead", path.display())]
+    /// A missing crate among cargo's downloaded sources.
+    #[error("{}: cargo has not these sources here to train on; name a file or folder of text instead", path.display())]
     NoCrateSources {
         /// The folder that was looked for.
         path: PathBuf,

@@ -12,13 +12,29 @@ use crate::{ByteRange, ModelError, TokenStream};
 /// Number of tokens of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
 
-/// The number of bytes of which one is held out for evaluation, at the end of the text.
+/// The number of bytes, or of files, of which one is held out for evaluation.
 const HELD_OUT_FRACTION: usize = 20;
+
+/// The crates whose sources are the text of [`ByteText::crate_sources`]: wherever this crate was built, cargo has these versions.
+const CRATES: [&str; 11] = [
+    "burn-autodiff-0.22.1",
+    "burn-backend-0.22.1",
+    "burn-core-0.22.1",
+    "burn-dispatch-0.22.1",
+    "burn-flex-0.22.1",
+    "burn-ir-0.22.1",
+    "burn-nn-0.22.1",
+    "burn-optim-0.22.1",
+    "burn-std-0.22.1",
+    "burn-store-0.22.1",
+    "burn-tensor-0.22.1",
+];
 
 /// An input and its target, on both sides of the split.
 const MIN_PART_BYTES: usize = 2;
 
-/// Text as bytes, the last 5 % of which are held out for evaluation.
+/// Text as bytes, a twentieth of which is held out for evaluation: the end of what was [read](Self::read), every 20th
+/// file of [crates](Self::crate_sources).
 ///
 /// Bytes need no tokenizer and no particular encoding.
 #[derive(Clone, Debug)]
@@ -26,6 +42,7 @@ pub struct ByteText {
     training: ByteRange,
     held_out: ByteRange,
     num_files: usize,
+    num_held_out: usize,
     num_skipped: usize,
 }
 
@@ -60,19 +77,27 @@ impl ByteText {
         reader.finish(path)
     }
 
-    /// Reads the Rust sources of the crates that cargo has downloaded: real text that is already
-    /// there wherever this program was built.
+    /// Reads the Rust sources of Burn's crates, in the order of their names: real text of one hand that is already there
+    /// wherever this program was built, and the same everywhere.
     ///
     /// # Errors
     ///
-    /// If there are none.
-    pub fn crate_sources(max_bytes: usize) -> Result<Self, ModelError> {
+    /// If cargo has not all of them.
+    pub fn crate_sources() -> Result<Self, ModelError> {
         let path = registry_sources();
-        let mut reader = Reader::new(max_bytes, Some(OsStr::new("rs")));
-        match reader.read_folder(&path) {
-            Ok(()) if reader.num_files > 0 => reader.finish(&path),
-            _ => Err(ModelError::NoCrateSources { path }),
+        let registries = || fs::read_dir(&path).into_iter().flatten().flatten();
+        let mut reader = Reader::new(usize::MAX, Some(OsStr::new("rs")));
+        for name in CRATES {
+            let found = registries().map(|registry| registry.path().join(name).join("src"));
+            let found = found.filter(|sources| sources.is_dir()).min();
+            let read = found.map(|sources| reader.read_folder(&sources));
+            if !matches!(read, Some(Ok(()))) || reader.num_skipped > 0 {
+                let path = path.join("*").join(name);
+                return Err(ModelError::NoCrateSources { path });
+            }
         }
+        let text = reader.with_files_apart();
+        text.ok_or(ModelError::NoCrateSources { path })
     }
 
     /// Returns the stream of the bytes to train on.
@@ -99,6 +124,12 @@ impl ByteText {
         self.num_files
     }
 
+    /// Returns the number of files that are held out as a whole.
+    #[must_use]
+    pub fn num_held_out(&self) -> usize {
+        self.num_held_out
+    }
+
     /// Returns the number of files and folders that could not be read.
     #[must_use]
     pub fn num_skipped(&self) -> usize {
@@ -121,7 +152,8 @@ struct Reader<'a> {
     bytes: Vec<u8>,
     max_bytes: usize,
     extension: Option<&'a OsStr>,
-    num_files: usize,
+    /// Where each file ends.
+    ends: Vec<usize>,
     num_skipped: usize,
 }
 
@@ -131,7 +163,7 @@ impl<'a> Reader<'a> {
             bytes: Vec::new(),
             max_bytes,
             extension,
-            num_files: 0,
+            ends: Vec::new(),
             num_skipped: 0,
         }
     }
@@ -147,7 +179,7 @@ impl<'a> Reader<'a> {
             self.bytes.truncate(old_len);
         }
         result?;
-        self.num_files += 1;
+        self.ends.push(self.bytes.len());
         Ok(())
     }
 
@@ -182,6 +214,31 @@ impl<'a> Reader<'a> {
             .is_none_or(|extension| path.extension() == Some(extension))
     }
 
+    /// Holds out every 20th file, counted from the middle of the first ones; `None` if there are too few.
+    fn with_files_apart(self) -> Option<ByteText> {
+        let mut parts = [Vec::new(), Vec::new()];
+        let mut num_held_out = 0;
+        let mut start = 0;
+        for (index, &end) in self.ends.iter().enumerate() {
+            let is_held_out = index % HELD_OUT_FRACTION == HELD_OUT_FRACTION / 2;
+            num_held_out += usize::from(is_held_out);
+            parts[usize::from(is_held_out)].extend(&self.bytes[start..end]);
+            start = end;
+        }
+        let part = |bytes: Vec<u8>| {
+            let range = 0..bytes.len();
+            ByteRange::new(bytes.into(), range)
+        };
+        let [training, held_out] = parts;
+        Some(ByteText {
+            training: part(training)?,
+            held_out: part(held_out)?,
+            num_files: self.ends.len(),
+            num_held_out,
+            num_skipped: self.num_skipped,
+        })
+    }
+
     /// Holds out the end of what was read from `path`.
     fn finish(self, path: &Path) -> Result<ByteText, ModelError> {
         let len = self.bytes.len();
@@ -194,7 +251,8 @@ impl<'a> Reader<'a> {
             (Some(training), Some(held_out)) if split >= MIN_PART_BYTES => Ok(ByteText {
                 training,
                 held_out,
-                num_files: self.num_files,
+                num_files: self.ends.len(),
+                num_held_out: 0,
                 num_skipped: self.num_skipped,
             }),
             _ => Err(ModelError::TooLittleText {

@@ -1,9 +1,11 @@
 //! Tokens, and the batches that they are cut into.
 
+use std::hash::Hasher;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use siphasher::sip::SipHasher13;
 
 /// A prime, so that the synthetic tokens visit the whole vocabulary.
 const SYNTHETIC_STRIDE: usize = 7919;
@@ -20,6 +22,14 @@ pub enum TokenStream {
     },
     /// Bytes, from the start again after the last one.
     Bytes(ByteRange),
+    /// Bytes of which each row is a window, drawn at random. Which one depends on the seed and the number of the row alone, so
+    /// that a run which goes on draws the windows that it would have drawn.
+    Windows {
+        /// The bytes.
+        bytes: ByteRange,
+        /// What the windows are drawn by.
+        seed: u64,
+    },
 }
 
 /// A part of some bytes that others may hold parts of too; it is never empty.
@@ -50,7 +60,7 @@ impl TokenStream {
     pub fn token(&self, index: usize) -> i64 {
         match self {
             Self::Synthetic { vocab } => (index % vocab * SYNTHETIC_STRIDE % vocab) as i64,
-            Self::Bytes(range) => {
+            Self::Bytes(range) | Self::Windows { bytes: range, .. } => {
                 let bytes = range.as_slice();
                 i64::from(bytes[index % bytes.len()])
             }
@@ -62,7 +72,21 @@ impl TokenStream {
     pub fn period(&self) -> Option<usize> {
         match self {
             Self::Synthetic { .. } => None,
-            Self::Bytes(range) => Some(range.as_slice().len()),
+            Self::Bytes(range) | Self::Windows { bytes: range, .. } => Some(range.as_slice().len()),
+        }
+    }
+
+    /// Returns the position of the first of the `seq` tokens of a row, counted over all steps.
+    fn start_of(&self, row: usize, seq: usize) -> usize {
+        match self {
+            Self::Synthetic { .. } | Self::Bytes(_) => row * seq,
+            Self::Windows { bytes, seed } => {
+                // Every window has a token after its last one.
+                let windows = bytes.as_slice().len().saturating_sub(seq).max(1);
+                let mut drawn = SipHasher13::new_with_keys(*seed, 0);
+                drawn.write(&(row as u64).to_le_bytes());
+                (drawn.finish() % windows as u64) as usize
+            }
         }
     }
 }
@@ -70,7 +94,8 @@ impl TokenStream {
 /// A stream cut into batches of rows.
 ///
 /// Row `r` of step `s` is the `seq` tokens from position `(s * batch + r) * seq`,
-/// so that every token is an input once before the stream starts again.
+/// so that every token is an input once before the stream starts again; or it is the
+/// window that [`TokenStream::Windows`] draws for that number `s * batch + r`.
 #[derive(Clone, Debug)]
 pub struct Batches {
     /// The stream that the tokens come from.
@@ -93,10 +118,16 @@ impl Batches {
     /// Returns the rows `rows` of the batch of a step.
     #[must_use]
     pub fn rows(&self, step: usize, rows: Range<usize>) -> Rows {
-        let start = (step * self.batch + rows.start) * self.seq;
+        let first = step * self.batch;
+        let starts = rows
+            .clone()
+            .map(|row| self.stream.start_of(first + row, self.seq));
+        let starts: Vec<usize> = starts.collect();
         let tokens = |shift: usize| -> Vec<i64> {
-            (0..rows.len() * self.seq)
-                .map(|index| self.stream.token(start + index + shift))
+            let rows = starts.iter().map(|start| start + shift);
+            let positions = rows.flat_map(|start| start..start + self.seq);
+            positions
+                .map(|position| self.stream.token(position))
                 .collect()
         };
         Rows {

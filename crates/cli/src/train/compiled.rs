@@ -142,7 +142,9 @@ impl<'a> Compiled<'a> {
             config,
             world,
             mesh,
-            batches: config.data.training(&config.model, config.batch),
+            batches: config
+                .data
+                .training(&config.model, config.batch, config.seed),
             step,
             unsharded: None,
             norm_not_finite: None,

@@ -24,6 +24,9 @@ use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
 use crate::train::settings::Settings;
 
+/// Steps between evaluations on text, where nothing else is said.
+const EVAL_EVERY: usize = 100;
+
 /// A training run.
 #[derive(Debug)]
 pub(crate) struct TrainConfig {
@@ -141,7 +144,10 @@ impl TrainConfig {
             init: init_file,
             save_init: args.model.save_init,
             data,
-            eval_every: args.data.eval_every,
+            eval_every: match args.data.synthetic {
+                true => args.data.eval_every.unwrap_or(0),
+                false => args.data.eval_every.unwrap_or(EVAL_EVERY),
+            },
             eval_batches: args.data.eval_batches,
             batch,
             steps,

@@ -5,6 +5,8 @@ use std::error::Error;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (800, 480);
+/// A point of the line is the mean of so small a part of the losses; every loss is a thin line below it.
+const MEANS: usize = 25;
 
 /// Draws an SVG of the loss over the steps from `first_step` on, and of the evaluations where there
 /// are any.
@@ -52,12 +54,19 @@ fn draw_into(
         .x_desc("step")
         .y_desc("loss (nats per token)")
         .draw()?;
+    let steps_of_mean = losses.len() / MEANS;
+    let label = match steps_of_mean {
+        0 | 1 => "training".to_owned(),
+        steps => format!("training, mean of {} steps", 2 * (steps / 2) + 1),
+    };
+    if steps_of_mean > 1 {
+        let each = BLUE.mix(0.25).stroke_width(1);
+        chart.draw_series(LineSeries::new(losses.iter().copied(), each))?;
+    }
+    let mean = LineSeries::new(smoothed(losses, steps_of_mean / 2), BLUE.stroke_width(2));
     chart
-        .draw_series(LineSeries::new(
-            losses.iter().copied(),
-            BLUE.stroke_width(2),
-        ))?
-        .label("training")
+        .draw_series(mean)?
+        .label(label)
         .legend(|(x, y)| PathElement::new([(x, y), (x + 16, y)], BLUE));
     if !eval_losses.is_empty() {
         let line = LineSeries::new(eval_losses.iter().copied(), RED.stroke_width(2).filled());
@@ -76,6 +85,17 @@ fn draw_into(
     Ok(())
 }
 
+/// Returns the mean of each loss and of as many neighbours on either side as `reach` says and as there are.
+fn smoothed(losses: &[(usize, f64)], reach: usize) -> Vec<(usize, f64)> {
+    let mean = |(index, &(step, _)): (usize, &(usize, f64))| {
+        let reach = reach.min(index).min(losses.len() - 1 - index);
+        let near = &losses[index - reach..=index + reach];
+        let sum: f64 = near.iter().map(|(_, loss)| loss).sum();
+        (step, sum / near.len() as f64)
+    };
+    losses.iter().enumerate().map(mean).collect()
+}
+
 fn finite(points: &[(usize, f64)]) -> Vec<(usize, f64)> {
     points
         .iter()
@@ -86,7 +106,17 @@ fn finite(points: &[(usize, f64)]) -> Vec<(usize, f64)> {
 
 #[cfg(test)]
 mod tests {
-    use super::draw;
+    use super::{draw, smoothed};
+
+    #[test]
+    fn a_smoothed_loss_is_the_mean_around_it() {
+        let losses = [(3, 5.0), (4, 1.0), (5, 3.0), (6, 2.0)];
+        let means = [(3, 5.0), (4, 3.0), (5, 2.0), (6, 2.0)];
+        assert_eq!(smoothed(&losses, 2), means);
+        assert_eq!(smoothed(&losses, 0), losses);
+        let svg = draw(0, &vec![2.0; 100], &[]);
+        assert!(svg.contains("mean of 5 steps"), "{svg}");
+    }
 
     #[test]
     fn steps_count_from_the_beginning_of_the_run() {

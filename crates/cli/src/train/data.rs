@@ -36,10 +36,7 @@ impl Data {
                 ByteText::read(path, MAX_TEXT_BYTES)?,
                 path.display().to_string(),
             ),
-            None => (
-                ByteText::crate_sources(MAX_TEXT_BYTES)?,
-                "cargo's folder of sources".to_owned(),
-            ),
+            None => (ByteText::crate_sources()?, "the sources of Burn".to_owned()),
         };
         let found = text.training().period().unwrap_or(usize::MAX);
         let needed = (batch * model.seq).saturating_add(1);
@@ -55,11 +52,14 @@ impl Data {
         Ok(Self::Text(text))
     }
 
-    /// Returns the batches to train on.
-    pub(crate) fn training(&self, model: &GptConfig, batch: usize) -> Batches {
+    /// Returns the batches to train on: windows of the text, drawn by the seed.
+    pub(crate) fn training(&self, model: &GptConfig, batch: usize, seed: u64) -> Batches {
         let stream = match self {
             Self::Synthetic => TokenStream::Synthetic { vocab: model.vocab },
-            Self::Text(text) => text.training(),
+            Self::Text(text) => match text.training() {
+                TokenStream::Bytes(bytes) => TokenStream::Windows { bytes, seed },
+                other => other,
+            },
         };
         Batches {
             stream,
@@ -115,18 +115,20 @@ impl Data {
     }
 }
 
-/// Prints as `16777216 bytes of text in 1200 files, the last 5 % held out`, or as `synthetic
+/// Prints as `7000000 bytes of text in 700 files, 35 of them held out`, as `.. the last 5 % held out`, or as `synthetic
 /// tokens`.
 impl std::fmt::Display for Data {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Synthetic => f.write_str("synthetic tokens"),
-            Self::Text(text) => write!(
-                f,
-                "{} bytes of text in {} files, the last 5 % held out",
-                text.num_bytes(),
-                text.num_files()
-            ),
+            Self::Text(text) => {
+                let (bytes, files) = (text.num_bytes(), text.num_files());
+                write!(f, "{bytes} bytes of text in {files} files, ")?;
+                match text.num_held_out() {
+                    0 => f.write_str("the last 5 % held out"),
+                    held_out => write!(f, "{held_out} of them held out"),
+                }
+            }
         }
     }
 }

@@ -58,7 +58,9 @@ impl<'a> Eager<'a> {
             world,
             mesh,
             device,
-            batches: config.data.training(&config.model, config.batch),
+            batches: config
+                .data
+                .training(&config.model, config.batch, config.seed),
             optimizer: Optimizer::new(config, &model, world.rank())?,
             model: Some(model),
             plan,

@@ -129,3 +129,23 @@ mod unix {
         assert!(matches!(error, ModelError::NotText { .. }), "{error}");
     }
 }
+
+#[test]
+fn the_sources_of_burn_are_the_same_everywhere() {
+    let text = ByteText::crate_sources().unwrap();
+    // Of the versions that this crate is built with; with others, this changes.
+    assert_eq!(
+        (text.num_bytes(), text.num_files(), text.num_held_out()),
+        (5_767_902, 440, 22)
+    );
+    let held_out = slice(&text.held_out());
+    assert!(held_out.len() > text.num_bytes() / 50 && held_out.len() < text.num_bytes() / 10);
+    // No file is on both sides.
+    let training = slice(&text.training());
+    let first_lines = &held_out[..2000];
+    assert!(
+        !training
+            .windows(first_lines.len())
+            .any(|window| window == first_lines)
+    );
+}

@@ -99,3 +99,58 @@ fn rows_become_tensors_of_their_shape() {
     assert_eq!(inputs.dims(), [2, 4]);
     assert_eq!(targets.dims(), [2, 4]);
 }
+
+#[test]
+fn windows_are_drawn_by_seed_and_row() {
+    let TokenStream::Bytes(range) = bytes(200) else {
+        unreachable!("they are bytes")
+    };
+    let windows = |seed| Batches {
+        stream: TokenStream::Windows {
+            bytes: range.clone(),
+            seed,
+        },
+        batch: 4,
+        seq: 16,
+    };
+    let all = windows(1).rows(7, 0..4);
+    // Each row is a window, and its targets are one token further.
+    for (inputs, targets) in all.inputs().chunks(16).zip(all.targets().chunks(16)) {
+        let window: Vec<i64> = (inputs[0]..inputs[0] + 16).collect();
+        assert_eq!(inputs, window);
+        assert_eq!(&targets[..15], &window[1..]);
+        assert_eq!(targets[15], inputs[0] + 16);
+    }
+    // Whoever takes which rows, they are the same ones; another step or seed draws others.
+    let halves = [windows(1).rows(7, 0..2), windows(1).rows(7, 2..4)];
+    let inputs: Vec<i64> = halves
+        .iter()
+        .flat_map(|rows| rows.inputs().to_vec())
+        .collect();
+    assert_eq!(inputs, all.inputs());
+    assert_ne!(windows(1).rows(8, 0..4), all);
+    assert_ne!(windows(2).rows(7, 0..4), all);
+    // They are spread over all of the text, its end included.
+    let starts: Vec<i64> = (0..100)
+        .map(|step| windows(3).rows(step, 0..1).inputs()[0])
+        .collect();
+    assert!(starts.iter().any(|start| *start < 20) && starts.iter().any(|start| *start > 160));
+    assert!(starts.iter().all(|start| *start <= 183));
+}
+
+#[test]
+fn a_window_longer_than_the_text_begins_again() {
+    let TokenStream::Bytes(range) = bytes(5) else {
+        unreachable!("they are bytes")
+    };
+    let stream = TokenStream::Windows {
+        bytes: range,
+        seed: 1,
+    };
+    let batches = Batches {
+        stream,
+        batch: 1,
+        seq: 7,
+    };
+    assert_eq!(batches.rows(3, 0..1).inputs(), [0, 1, 2, 3, 4, 0, 1]);
+}
