@@ -138,10 +138,10 @@ fn the_sources_of_burn_are_the_same_everywhere() {
         (text.num_bytes(), text.num_files(), text.num_held_out()),
         (5_767_902, 440, 22)
     );
-    let held_out = slice(&text.held_out());
+    let (training, held_out) = (text.training(), text.held_out());
+    let (training, held_out) = (slice(&training), slice(&held_out));
     assert!(held_out.len() > text.num_bytes() / 50 && held_out.len() < text.num_bytes() / 10);
     // No file is on both sides.
-    let training = slice(&text.training());
     let first_lines = &held_out[..2000];
     assert!(
         !training
