@@ -44,6 +44,21 @@ pub enum Error {
         /// How many they are.
         processes: usize,
     },
+    /// Trained parameters that the policy ignores, in Burn's training loop.
+    #[error(
+        "`{path}` is trained and belongs to no unit: each rank would have its own, and Burn's loop saves and returns one; \
+         leave it out of `ShardPolicy::ignore`, or freeze it"
+    )]
+    IgnoredInTraining {
+        /// The parameter.
+        path: String,
+    },
+    /// A model without autodiff, in Burn's training loop.
+    #[error(
+        "the model is on a device without autodiff and cannot be trained; build it on one such as \
+         `Device::flex().autodiff().gradient_checkpointing()`, or call `train()` on what was returned for inference"
+    )]
+    UntrackedInTraining,
     /// A loader that did not give what it had.
     #[error("a loader of batches: {0}")]
     Loader(String),

@@ -512,7 +512,26 @@ fn what_cannot_be_followed_is_refused_by_name() {
     let policy = ShardPolicy::new().replicate_axis("replicate");
     let refused = launch(two().policy(policy), optimizer()).expect("no such axis");
     assert!(refused.contains("replicate"), "{refused}");
+    let policy = ShardPolicy::new().ignore(["head"]);
+    let refused = launch(two().policy(policy), optimizer()).expect("each rank's own");
+    assert!(refused.contains("`head.weight`"), "{refused}");
+    let refused = launch(FullySharded::new(LaunchConfig::new(0)), optimizer());
+    assert!(refused.is_some());
     assert_eq!(launch(two(), optimizer()), None);
+    // What was returned for inference trains again after `train`.
+    let at = folder();
+    let again = |model: Net| {
+        let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH);
+        two().launch(training, model, optimizer(), 1e-2)
+    };
+    let returned = again(Net::new(&device())).unwrap_or_else(|error| panic!("{error}"));
+    let refused = again(returned.model.clone())
+        .err()
+        .expect("it has no autodiff");
+    assert!(refused.to_string().contains("autodiff"), "{refused}");
+    let trained = again(returned.model.clone().train());
+    let trained = trained.unwrap_or_else(|error| panic!("{error}"));
+    assert_ne!(values(&trained.model), values(&returned.model));
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! The strategy as users call it.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::Device;
 use burn::train::{Learner, LearnerModel, LearningResult, SupervisedTraining, TrainingStrategy};
-use burn_fsdp_collectives::{LaunchConfig, processes};
+use burn_fsdp_collectives::{LaunchConfig, LaunchError, processes};
 use burn_fsdp_shard::{Clip, ShardPolicy};
 
 use crate::error::Error;
@@ -27,9 +28,10 @@ use crate::train::strategy::Strategy;
 ///
 /// Each rank takes a part of the loaders' items, as Burn's distributed training does it: neighbours, so that a step
 /// is over as many items as there are ranks times a batch. Where the items do not divide, the ranks that have run out go
-/// through a batch again whose rows count for nothing, and gradients are averaged by the number of rows that they are of:
-/// a step is the mean over its items, if the loss is the mean over its batch. Validation is divided, too, and every item
-/// is counted once.
+/// through a batch again whose rows count for nothing, and gradients are averaged by the number of items that the loaders
+/// have read for them: a step is the mean over its items, if the loss is the mean over its batch. (A batch strategy of
+/// one's own that holds items back is counted by what it reads, not by what it gives.) Validation is divided, too, and
+/// every item is counted once. A metric that counts batches and not rows, as Burn's `LossMetric`, counts each rank's.
 ///
 /// # What is different
 ///
@@ -38,8 +40,12 @@ use crate::train::strategy::Strategy;
 /// - `gradient_checkpointing` of the training has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
 /// - Running statistics (batch normalization) are each rank's own, of its rows; those of rank 0 are saved and returned.
-/// - The whole model is on every rank for a moment when an epoch is saved and when the training ends, and the
-///   whole state of the optimizer when it is saved: Burn's records are whole.
+/// - The whole model is in the process until the ranks have divided it, and on every rank for a moment when the training
+///   ends and, with checkpointers, at the end of each epoch, then with the optimizer's whole state on rank 0: Burn's
+///   records are whole.
+/// - A policy that ignores trained modules is refused: they would be each rank's own.
+/// - A loss has to come from the model's parameters on every rank: a rank whose step skips the model lets the others wait.
+/// - Metrics that join the outputs of all steps (AUROC) want them on one device.
 /// - Ranks are threads. Outputs of a step are values of any type, which do not travel between processes: where the
 ///   program was started by `mpirun`, [`launch`](Self::launch) is refused, and a loop of one's own is the way.
 ///
@@ -175,6 +181,13 @@ impl FullySharded {
         optimizer: ModuleOptimizer,
         rates: impl Into<ModuleLrScheduler>,
     ) -> Result<LearningResult<M>, Error> {
+        if self.0.ranks.ranks() == 0 {
+            return Err(LaunchError::NoRanks.into());
+        }
+        let devices = model.devices();
+        if devices.iter().any(|device| !device.is_autodiff()) {
+            return Err(Error::UntrackedInTraining);
+        }
         if let Some(found) = processes()? {
             return Err(Error::TrainingAmongProcesses {
                 launcher: found.launcher.to_owned(),
@@ -183,11 +196,15 @@ impl FullySharded {
         }
         let outcome = Arc::new(Mutex::new(Ok(())));
         let strategy = Strategy::new(self.0.clone(), outcome.clone());
-        let result = training
-            .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
-            .launch(Learner::new(Lent::new(model), optimizer, rates));
+        // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            training
+                .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
+                .launch(Learner::new(Lent::new(model), optimizer, rates))
+        }));
         let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *outcome, Ok(()))?;
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         let model = result.model.into_model();
         Ok(LearningResult {
             model: model.expect("ranks that did not fail have returned it"),

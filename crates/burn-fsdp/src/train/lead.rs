@@ -98,17 +98,17 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Passes on the outputs of the round before, in the order of ranks.
+    /// Passes on the outputs of the round before, one of each rank, in the order of ranks. A rank may be ahead by one.
     pub(crate) fn pass_on(&self) {
         self.processor(|to, interrupter| {
             for items in &self.outputs.training {
-                for item in held(items).drain(..) {
+                if let Some(item) = held(items).pop_front() {
                     let event = LearnerEvent::ProcessedItem(item);
                     interrupter.fail_on_error(to.process_train(event));
                 }
             }
             for items in &self.outputs.validation {
-                for item in held(items).drain(..) {
+                if let Some(item) = held(items).pop_front() {
                     let event = LearnerEvent::ProcessedItem(item);
                     interrupter.fail_on_error(to.process_valid(event));
                 }

@@ -194,7 +194,7 @@ impl<M: LearnerModel> Module for Lent<M> {
     }
 
     fn into_record(self) -> ModuleRecord {
-        let put = self.counter().record.take();
+        let put = self.counter().record.clone();
         let own = || self.model.map(Module::into_record);
         put.or_else(own)
             .expect("a learner is saved when it has been given what it saves")

@@ -1,16 +1,18 @@
 //! The training of one rank.
 
+use std::collections::HashSet;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
+use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use burn::train::{InferenceStep, Interrupter, Learner, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    WriteBack, catch, check_elementwise, clip_grad_norm, fully_shard, into_record,
+    WriteBack, catch, check_elementwise, clip_grad_norm, fully_shard, into_record, local_ids,
     summon_full_params,
 };
 
@@ -77,10 +79,13 @@ pub(crate) fn train<M: LearnerModel>(
     let weighted = weight.clone();
     let by_items = move |_: &str, gradient: Tensor<1>| match weighted.get() {
         1.0 => gradient,
+        // Whatever the batch that counts for nothing came to.
+        0.0 => gradient.zeros_like(),
         weight => gradient.mul_scalar(weight),
     };
     let policy = course.settings.policy.clone().gradient_hook(by_items);
     let model = fully_shard(model.fork(&device), world, policy)?;
+    check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     let optimizer = divided(&model, optimizer, &state)?;
     drop(state);
@@ -99,6 +104,47 @@ pub(crate) fn train<M: LearnerModel>(
         }
     }
     rank.whole_model()
+}
+
+/// Refuses a model with trained parameters that no unit manages: they would be each rank's own, and only one rank's are saved
+/// and returned.
+fn check_managed<M: LearnerModel>(model: &M) -> Result<(), Error> {
+    let managed = local_ids(model)?.into_iter();
+    let managed = managed.flat_map(|ids| [ids.id, ids.recorded]).collect();
+    let mut unmanaged = Unmanaged {
+        managed,
+        path: Vec::new(),
+        found: None,
+    };
+    model.visit(&mut unmanaged);
+    match unmanaged.found {
+        Some(path) => Err(Error::IgnoredInTraining { path }),
+        None => Ok(()),
+    }
+}
+
+/// A visitor that looks for a trained parameter beside those that units manage.
+struct Unmanaged {
+    managed: HashSet<ParamId>,
+    path: Vec<String>,
+    found: Option<String>,
+}
+
+impl ModuleVisitor for Unmanaged {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let is_own = self.found.is_none() && !self.managed.contains(&param.id);
+        if is_own && param.is_require_grad() && !param.dims().contains(&0) {
+            self.found = Some(self.path.join("."));
+        }
+    }
 }
 
 /// What comes after an epoch.
@@ -138,6 +184,10 @@ impl<M: LearnerModel> Rank<'_, M> {
         let validated = self.validate(validation)?;
         self.as_lead(|lead| lead.end_validation(epoch));
         if validated == After::End {
+            return Ok(After::End);
+        }
+        // What failed at the end of the validation must not be judged by its metrics.
+        if self.agreed(self.course.interrupter.should_stop())? == After::End {
             return Ok(After::End);
         }
         self.save(epoch)?;
@@ -232,8 +282,9 @@ impl<M: LearnerModel> Rank<'_, M> {
             return Ok(());
         }
         let record = into_record(self.model().clone())?;
+        let record = self.lead.is_some().then_some(record);
         let state = joined(self.model(), &self.optimizer, self.world)?;
-        let (Some(lead), Some(state)) = (&mut self.lead, state) else {
+        let (Some(lead), Some(record), Some(state)) = (&mut self.lead, record, state) else {
             return Ok(());
         };
         Lent::put_into(&mut self.learner, record, state);

@@ -32,10 +32,6 @@ impl Strategy {
     /// Returns the device of each rank, with autodiff as the model has it: tensors of one operation must agree on that.
     fn devices<M: LearnerModel>(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
-        let of_model = match of_model.is_autodiff() {
-            true => of_model,
-            false => of_model.autodiff(),
-        };
         let given = self.settings.devices.iter();
         let given = given.map(|device| device.clone().with_autodiff_context_from(&of_model));
         let mut devices: Vec<_> = given.collect();

@@ -70,7 +70,7 @@ fn evaluation_sample_metrics_and_weights_are_those_of_the_eager_engine() {
         "to be or not to be, that is the question. ".repeat(100),
     );
     folder.report("--data text --steps 0 --warmup 0 --seed 9 --save-init init.safetensors");
-    let flags = "--data text --warmup 0 --steps 4 --eval-every 2 --sample 12 \
+    let flags = "--data text --seed 9 --warmup 0 --steps 4 --eval-every 2 --sample 12 \
                  --init init.safetensors --metrics metrics.jsonl";
     let lines = |folder: &Folder| -> Vec<Value> {
         let lines = folder.read("metrics.jsonl");
