@@ -85,11 +85,13 @@ fn draw_into(
     Ok(())
 }
 
-/// Returns the mean of each loss and of as many neighbours on either side as `reach` says and as there are.
+/// Returns the mean of each loss with as many before it as `reach` says and as there are, and no more after it: the first
+/// losses fall fast, and the last one has none after it.
 fn smoothed(losses: &[(usize, f64)], reach: usize) -> Vec<(usize, f64)> {
     let mean = |(index, &(step, _)): (usize, &(usize, f64))| {
-        let reach = reach.min(index).min(losses.len() - 1 - index);
-        let near = &losses[index - reach..=index + reach];
+        let before = reach.min(index);
+        let after = before.min(losses.len() - 1 - index);
+        let near = &losses[index - before..=index + after];
         let sum: f64 = near.iter().map(|(_, loss)| loss).sum();
         (step, sum / near.len() as f64)
     };
@@ -111,7 +113,7 @@ mod tests {
     #[test]
     fn a_smoothed_loss_is_the_mean_around_it() {
         let losses = [(3, 5.0), (4, 1.0), (5, 3.0), (6, 2.0)];
-        let means = [(3, 5.0), (4, 3.0), (5, 2.0), (6, 2.0)];
+        let means = [(3, 5.0), (4, 3.0), (5, 2.75), (6, 2.0)];
         assert_eq!(smoothed(&losses, 2), means);
         assert_eq!(smoothed(&losses, 0), losses);
         let svg = draw(0, &vec![2.0; 100], &[]);
