@@ -122,12 +122,35 @@ impl OptimizerParts {
     }
 }
 
+/// Returns the bytes of an optimizer's record: its tensors and numbers by name, and the paths of parameters by id.
+pub(crate) fn packed(
+    tensors: Vec<PackedTensor>,
+    scalars: BTreeMap<String, Scalar>,
+    paths: &BTreeMap<String, String>,
+) -> Result<Bytes, CheckpointError> {
+    let mut writer = Writer::new(tensors);
+    for (name, scalar) in scalars {
+        writer = writer.with_scalar(&name, scalar);
+    }
+    for (id, path) in paths {
+        writer = writer.with_metadata(id, path);
+    }
+    writer.into_bytes().map_err(optimizer_error)
+}
+
+/// Gives an optimizer the state of a record, all of which it must take.
+pub(crate) fn with_state(
+    optimizer: ModuleOptimizer,
+    record: Bytes,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    check_taken(&optimizer, &record)?;
+    let record = OptimizerRecord::from_bytes(record).map_err(optimizer_error)?;
+    Ok(optimizer.load_record(record))
+}
+
 /// Refuses a record of which the optimizer does not take everything: Burn leaves out the states that it cannot
 /// put together, and training would go on without them. Tried with tensors of one element.
-pub(crate) fn check_taken(
-    optimizer: &ModuleOptimizer,
-    record: &Bytes,
-) -> Result<(), CheckpointError> {
+fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), CheckpointError> {
     let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
     let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
     let mut names: BTreeSet<String> = scalars.keys().cloned().collect();
@@ -139,15 +162,8 @@ pub(crate) fn check_taken(
         let id = tensor.param_id;
         tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
     }
-    let mut writer = Writer::new(tensors);
-    for (name, scalar) in scalars {
-        writer = writer.with_scalar(&name, scalar);
-    }
-    for (name, path) in paths {
-        writer = writer.with_metadata(&name, &path);
-    }
-    let bytes = writer.into_bytes().map_err(optimizer_error)?;
-    let small = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
+    let small = OptimizerRecord::from_bytes(packed(tensors, scalars, &paths)?);
+    let small = small.map_err(optimizer_error)?;
     let taken = OptimizerParts::take(&optimizer.clone().load_record(small))?;
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();

@@ -1,19 +1,20 @@
 //! A sharded model and its optimizer as they were when a step was saved.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
 use burn::module::Module;
-use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{ExpectedTensor, Extra, Region, Step, TensorEntry, TensorKind};
 use burn_fsdp_shard::{
     LocalPart, LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
 };
-use burn_pack::{Tensor as PackedTensor, Writer};
+use burn_pack::Tensor as PackedTensor;
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{check_taken, kept_in, owner_of};
+use crate::optimizer_record::{kept_in, owner_of, packed, with_state};
 
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
 /// were that saved it. Each rank reads the bytes that it needs.
@@ -82,9 +83,14 @@ pub fn restore_matching<M: Module>(
 
 /// Returns the region of a tensor that a rank holds.
 pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
+    Region::Flat(range_of(tensor))
+}
+
+/// Returns the flat elements of a tensor that a rank holds.
+pub(crate) fn range_of(tensor: &LocalTensor) -> Range<usize> {
     match &tensor.part {
-        LocalPart::Shard { range, .. } => Region::Flat(range.clone()),
-        LocalPart::Whole | LocalPart::Own => Region::Flat(0..tensor.shape.iter().product()),
+        LocalPart::Shard { range, .. } => range.clone(),
+        LocalPart::Whole | LocalPart::Own => 0..tensor.shape.iter().product(),
     }
 }
 
@@ -117,21 +123,18 @@ fn restore_optimizer<M: Module>(
         let name = format!("{id}.{field}");
         tensors.push(PackedTensor::new(name, dtype, shape, Some(*id), bytes));
     }
-    let mut writer = Writer::new(tensors);
+    let (mut scalars, mut paths) = (BTreeMap::new(), BTreeMap::new());
     for (path, kept) in kept_in(step)? {
         let Some(id) = ids.get(&path) else {
             let reason = format!("the step has state of `{path}`, which the model has not");
             return Err(optimizer_error(reason));
         };
         for (field, number) in kept.scalars {
-            writer = writer.with_scalar(&format!("{id}.{field}"), number.into());
+            scalars.insert(format!("{id}.{field}"), number.into());
         }
         if let Some(group) = kept.group_path {
-            writer = writer.with_metadata(&id.to_string(), &group);
+            paths.insert(id.to_string(), group);
         }
     }
-    let bytes = writer.into_bytes().map_err(optimizer_error)?;
-    check_taken(&optimizer, &bytes)?;
-    let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
-    Ok(optimizer.load_record(record))
+    with_state(optimizer, packed(tensors, scalars, &paths)?)
 }

@@ -1,7 +1,7 @@
 //! The strategy as users call it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
@@ -11,6 +11,7 @@ use burn_fsdp_collectives::{LaunchConfig, LaunchError, processes};
 use burn_fsdp_shard::{Clip, ShardPolicy};
 
 use crate::error::Error;
+use crate::train::lead::held;
 use crate::train::lent::Lent;
 use crate::train::settings::Settings;
 use crate::train::strategy::Strategy;
@@ -202,8 +203,7 @@ impl FullySharded {
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
                 .launch(Learner::new(Lent::new(model), optimizer, rates))
         }));
-        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::replace(&mut *outcome, Ok(()))?;
+        std::mem::replace(&mut *held(&outcome), Ok(()))?;
         let result = result.unwrap_or_else(|panic| resume_unwind(panic));
         let model = result.model.into_model();
         Ok(LearningResult {

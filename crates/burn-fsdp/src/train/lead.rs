@@ -52,8 +52,6 @@ pub(crate) struct Lead<M: LearnerModel> {
     pub(crate) checkpointer: Option<LearningCheckpointer<Lent<M>>>,
     pub(crate) early_stopping: Option<Box<dyn CloneEarlyStoppingStrategy>>,
     pub(crate) store: Arc<EventStoreClient>,
-    pub(crate) training_items: usize,
-    pub(crate) validation_items: usize,
 }
 
 impl<M: LearnerModel> Lead<M> {
@@ -63,8 +61,7 @@ impl<M: LearnerModel> Lead<M> {
         }
     }
 
-    pub(crate) fn begin_training(&self, epoch_number: usize) {
-        let total_items = self.training_items;
+    pub(crate) fn begin_training(&self, epoch_number: usize, total_items: usize) {
         let event = LearnerEvent::StartSplit {
             epoch_number,
             total_items,
@@ -78,8 +75,7 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    pub(crate) fn begin_validation(&self, epoch_number: usize) {
-        let total_items = self.validation_items;
+    pub(crate) fn begin_validation(&self, epoch_number: usize, total_items: usize) {
         let event = LearnerEvent::StartSplit {
             epoch_number,
             total_items,

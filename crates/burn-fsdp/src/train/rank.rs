@@ -174,13 +174,13 @@ impl<M: LearnerModel> Rank<'_, M> {
         training: &Share<<M as TrainStep>::Input>,
         validation: &Share<<M as InferenceStep>::Input>,
     ) -> Result<After, Error> {
-        self.as_lead(|lead| lead.begin_training(epoch));
+        self.as_lead(|lead| lead.begin_training(epoch, self.course.items));
         let trained = self.train(training)?;
         self.as_lead(|lead| lead.end_training(epoch));
         if trained == After::End {
             return Ok(After::End);
         }
-        self.as_lead(|lead| lead.begin_validation(epoch));
+        self.as_lead(|lead| lead.begin_validation(epoch, self.course.validated_items));
         let validated = self.validate(validation)?;
         self.as_lead(|lead| lead.end_validation(epoch));
         if validated == After::End {

@@ -74,8 +74,6 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
             checkpointer: components.checkpointer,
             early_stopping: components.early_stopping,
             store: components.event_store,
-            training_items: course.items,
-            validation_items: course.validated_items,
         };
         let inner: Vec<_> = devices
             .iter()

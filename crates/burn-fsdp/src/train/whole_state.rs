@@ -7,10 +7,11 @@ use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, DType, Shape};
 use burn_fsdp_collectives::{ElementType, Part, ProcessGroup, Source};
 use burn_fsdp_shard::{LocalPart, LocalTensor, local_ids, local_state};
-use burn_pack::{Scalar, Tensor as PackedTensor, Writer};
+use burn_pack::{Scalar, Tensor as PackedTensor};
 
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{OptimizerParts, RANK_KEY, check_taken, state_name};
+use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name, with_state};
+use crate::restore::range_of;
 use crate::snapshot::Elements;
 
 /// Gives an optimizer that this rank's shards of `model` are stepped with its part of `whole`, the state of an optimizer
@@ -46,10 +47,7 @@ pub(crate) fn divided<M: Module>(
                 )));
             }
             let size = tensor.dtype.size();
-            let range = match &local.part {
-                LocalPart::Shard { range, .. } => range.clone(),
-                LocalPart::Whole | LocalPart::Own => 0..elements,
-            };
+            let range = range_of(&local);
             let bytes = tensor.to_bytes().map_err(optimizer_error)?;
             let bytes = bytes[range.start * size..range.end * size].to_vec();
             let bytes = Bytes::from_bytes_vec(bytes);
@@ -69,10 +67,7 @@ pub(crate) fn divided<M: Module>(
             whole.tensors.len() - taken
         )));
     }
-    let bytes = packed(own, scalars, &whole.paths)?;
-    check_taken(&bare, &bytes)?;
-    let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
-    Ok(bare.load_record(record))
+    with_state(bare, packed(own, scalars, &whole.paths)?)
 }
 
 /// Returns, on rank 0, an optimizer with the state of the whole model: each rank has that of its shards. It knows parameters
@@ -182,20 +177,4 @@ fn gathered(
     let received = world.gather(label, Vec::new(), 0, vec![part], into)?;
     let whole = received.buffers.into_iter().next();
     Ok(whole.map(|buffer| Bytes::from_bytes_vec(buffer.as_ref().to_vec())))
-}
-
-/// Returns the bytes of an optimizer's record.
-fn packed(
-    tensors: Vec<PackedTensor>,
-    scalars: BTreeMap<String, Scalar>,
-    paths: &BTreeMap<String, String>,
-) -> Result<Bytes, CheckpointError> {
-    let mut writer = Writer::new(tensors);
-    for (name, scalar) in scalars {
-        writer = writer.with_scalar(&name, scalar);
-    }
-    for (id, path) in paths {
-        writer = writer.with_metadata(id, path);
-    }
-    writer.into_bytes().map_err(optimizer_error)
 }

@@ -144,10 +144,10 @@ impl TrainConfig {
             init: init_file,
             save_init: args.model.save_init,
             data,
-            eval_every: match args.data.synthetic {
-                true => args.data.eval_every.unwrap_or(0),
-                false => args.data.eval_every.unwrap_or(EVAL_EVERY),
-            },
+            eval_every: args.data.eval_every.unwrap_or(match args.data.synthetic {
+                true => 0,
+                false => EVAL_EVERY,
+            }),
             eval_batches: args.data.eval_batches,
             batch,
             steps,
