@@ -8,11 +8,10 @@ use burn::optim::ModuleOptimizer;
 use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, TrainingState};
 use burn_fsdp_collectives::{AsMesh, ProcessGroup};
 use burn_fsdp_mesh::Mesh;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CheckpointError;
-use crate::rendezvous::GroupRendezvous;
+use crate::rendezvous::{GroupRendezvous, exchange};
 use crate::restore::restore;
 use crate::snapshot::snapshot;
 
@@ -229,18 +228,4 @@ fn newest_of_rank_0(
         Some(Err(reason)) => Err(CheckpointError::Peer { rank: 0, reason }),
         None => unreachable!("a group has a rank 0"),
     }
-}
-
-fn exchange<T: Serialize + DeserializeOwned>(
-    world: &ProcessGroup,
-    label: &'static str,
-    own: &T,
-) -> Result<Vec<T>, CheckpointError> {
-    let lost = |error: serde_json::Error| CheckpointError::Peer {
-        rank: world.rank(),
-        reason: error.to_string(),
-    };
-    let words = world.exchange(label, serde_json::to_vec(own).map_err(lost)?)?;
-    let words = words.iter().map(|word| serde_json::from_slice(word));
-    words.collect::<Result<_, _>>().map_err(lost)
 }

@@ -18,7 +18,7 @@ use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{Kept, Number, RANK_KEY, kept_in, owner_of, state_name};
+use crate::optimizer_record::{Kept, RANK_KEY, kept_in, owner_of, state_name};
 use crate::restore::region_of;
 use crate::snapshot::{Elements, TrainingSnapshot};
 
@@ -77,9 +77,6 @@ pub fn snapshot_compiled<B: Batch, O>(
             let scalars = counters.iter();
             let scalars = scalars.map(|(name, scalar)| (name.clone(), (*scalar).into()));
             of_parameter.scalars = scalars.collect();
-            of_parameter
-                .scalars
-                .insert(RANK_KEY.to_owned(), Number::UInt(1));
         }
         for (field, data) in states {
             let name = state_name(&path, &field);

@@ -86,8 +86,8 @@ impl FileBackedOptimizer {
 
     /// Updates `module` with `gradients`, as [`ModuleOptimizer::step`] does, unit by unit.
     ///
-    /// Not collective. Gradients of this rank alone decide what is done, and they are the same for
-    /// all ranks of a sharded module.
+    /// Not collective. Gradients of this rank alone decide what is done, and all ranks of a sharded module step the same
+    /// units.
     ///
     /// # Errors
     ///
@@ -104,6 +104,12 @@ impl FileBackedOptimizer {
         check_elementwise_once(&module, &self.optimizer)?;
         let gradients = without_empty(&module, gradients);
         for part in gradients_by_unit(&module, gradients) {
+            if part.gradients.is_empty() {
+                // Another rank owns what is trained of it. The step is a new version of the module on all ranks.
+                let mut none = self.optimizer.clone();
+                module = none.step(learning_rate.clone(), module, part.gradients);
+                continue;
+            }
             let mut optimizer = self.load(&part.unit)?;
             module = optimizer.step(learning_rate.clone(), module, part.gradients);
             self.store(part.unit, &optimizer)?;
@@ -171,8 +177,7 @@ struct NotEmpty(GradientsParams);
 
 impl ModuleVisitor for NotEmpty {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // Shards are of one dimension.
-        if D == 1 && param.base().shape().num_elements() == 0 {
+        if param.lazy_shape().num_elements() == 0 {
             self.0.remove::<D>(param.id);
         }
     }

@@ -70,6 +70,7 @@ mod dtype;
 mod error;
 mod file_backed;
 mod optimizer_record;
+mod optimizer_state;
 mod rendezvous;
 mod restore;
 mod scaler;
@@ -118,7 +119,7 @@ pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{
         Clipped, LossScalerState, LossScaling, NonFinite, Norm, UnitGradients, check_elementwise,
-        check_elementwise_once, grad_norm, gradients_by_unit, params_with_gradient,
+        check_elementwise_once, grad_norm, gradients_by_unit, owner_groups, params_with_gradient,
     };
 }
 

@@ -13,8 +13,8 @@ use serde_json::Value;
 
 use crate::error::{CheckpointError, optimizer_error};
 
-/// Burn's optimizers note the number of dims of each parameter's tensor under this name. The eager engine's shards are
-/// flat; a compiled step has no need of it.
+/// Burn's optimizers note the number of dims of each parameter's tensor under this name: the eager engine's, as it shows
+/// them; a compiled step has no need of it.
 pub(crate) const RANK_KEY: &str = "__rank";
 
 /// Returns an optimizer as it is configured, without state.
@@ -105,6 +105,12 @@ impl OptimizerParts {
         Ok(parts)
     }
 
+    /// Returns the tensor that is kept under `field` of the parameter `id`, if it is.
+    pub(crate) fn tensor(&self, id: u64, field: &str) -> Option<&PackedTensor> {
+        let name = format!("{id}.{field}");
+        self.tensors.iter().find(|tensor| tensor.name == name)
+    }
+
     pub(crate) fn scalars_of(&self, id: u64) -> impl Iterator<Item = (String, Scalar)> {
         let prefix = format!("{id}.");
         self.scalars.iter().filter_map(move |(name, scalar)| {
@@ -158,7 +164,7 @@ fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), Checkp
     for tensor in reader.into_tensors().map_err(optimizer_error)? {
         let one = Bytes::from_bytes_vec(vec![0; tensor.dtype.size()]);
         names.insert(tensor.name.clone());
-        let shape = Shape::from([1]);
+        let shape = Shape::from(vec![1; tensor.shape.num_dims()]);
         let id = tensor.param_id;
         tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
     }

@@ -1,7 +1,11 @@
-//! The meeting of the ranks of a training to save.
+//! The meetings of the ranks of a training: to save, and to tell each other what one of them knows.
 
 use burn_fsdp_checkpoint::{BoxError, Rendezvous};
 use burn_fsdp_collectives::ProcessGroup;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::CheckpointError;
 
 /// The ranks of a save, meeting over a process group of their own.
 ///
@@ -38,4 +42,19 @@ impl Rendezvous for GroupRendezvous {
             .next()
             .ok_or_else(|| "rank 0 gave nothing to broadcast".into())
     }
+}
+
+/// Returns what each rank of `group` has to say, in their order. Collective.
+pub(crate) fn exchange<T: Serialize + DeserializeOwned>(
+    group: &ProcessGroup,
+    label: &'static str,
+    own: &T,
+) -> Result<Vec<T>, CheckpointError> {
+    let lost = |error: serde_json::Error| CheckpointError::Peer {
+        rank: group.rank(),
+        reason: error.to_string(),
+    };
+    let words = group.exchange(label, serde_json::to_vec(own).map_err(lost)?)?;
+    let words = words.iter().map(|word| serde_json::from_slice(word));
+    words.collect::<Result<_, _>>().map_err(lost)
 }

@@ -3,7 +3,7 @@
 //! Parameters and their optimizer state are named by path, so that a step loads into any number of
 //! ranks, any mesh and either layout.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::module::Module;
@@ -13,11 +13,13 @@ use burn_fsdp_checkpoint::{Layout, Region, Snapshot, TensorKind, TensorSpec, Wri
 use burn_fsdp_collectives::Source;
 use burn_fsdp_mesh::{Mesh, Partition};
 use burn_fsdp_shard::{LocalPart, LocalTensor, check_elementwise_once, local_ids, local_state};
+use burn_pack::Tensor as PackedTensor;
 use serde_json::Value;
 
 use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, state_name};
+use crate::optimizer_state::{Holders, StateTensor, states};
 
 /// The part of one rank in the state of a training at one moment.
 #[derive(Debug)]
@@ -35,7 +37,9 @@ pub struct TrainingSnapshot {
 /// Takes a snapshot of a sharded model and its optimizer. `mesh` is that of all ranks that save,
 /// `axis` the one over which the model is sharded.
 ///
-/// Not collective, but all ranks must take theirs at the same point. Running states, and whatever else
+/// All ranks must take theirs at the same point: where the policy gives parameters to
+/// [one owner](burn_fsdp_shard::ShardPolicy::one_owner) the owners tell the others what their optimizers keep, and
+/// otherwise nothing is communicated. Running states, and whatever else
 /// each rank has of its own (integers, ignored parameters), are stored once: rank 0's. Call
 /// [`sync_buffers`](crate::state::sync_buffers) before, if running states are to be the mean.
 ///
@@ -53,71 +57,40 @@ pub fn snapshot<M: Module>(
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
     check_elementwise_once(model, optimizer)?;
-    let mut specs = Vec::new();
-    let mut regions = Vec::new();
-    let mut snapshot = Snapshot::new();
-    let mut held = HashMap::new();
-    let of_ranks = |spec: &TensorSpec| -> Result<Vec<Region>, CheckpointError> {
-        let of_rank = |rank| match spec.kind {
-            // The ranks' differ: a step has those of rank 0, and never some of one and some of another.
-            TensorKind::Buffer if rank > 0 => Ok(Region::Flat(0..0)),
-            _ => Ok(spec.layout.region(&spec.shape, mesh, rank)?),
-        };
-        (0..mesh.size()).map(of_rank).collect()
+    let ids = local_ids(model)?;
+    let locals = local_state(model)?;
+    let order: Vec<_> = locals.iter().map(|local| local.path.clone()).collect();
+    let locals: BTreeMap<_, _> = locals
+        .into_iter()
+        .map(|local| (local.path.clone(), local))
+        .collect();
+    let parts = OptimizerParts::take(optimizer)?;
+    let mut states = states(model, &parts, &ids, &locals)?;
+    let mut taken = Tensors {
+        place: Place { mesh, axis },
+        specs: Vec::new(),
+        regions: Vec::new(),
+        snapshot: Snapshot::new(),
     };
-    for tensor in local_state(model)? {
-        let layout = layout_of(&tensor, mesh, axis)?;
-        let kind = match tensor.part {
-            LocalPart::Own => TensorKind::Buffer,
-            _ => TensorKind::Parameter,
-        };
-        let dtype = dtype_of(&tensor.path, tensor.dtype)?;
-        let spec = TensorSpec::new(&tensor.path, tensor.shape.clone(), dtype, kind, layout);
-        regions.push(of_ranks(&spec)?);
-        specs.push(spec.clone());
-        snapshot.insert(&tensor.path, Elements(tensor.elements.clone()));
-        let elements = tensor.elements.len() / tensor.dtype.size();
-        held.insert(tensor.path, (spec, elements));
+    for path in &order {
+        taken.add_parameter(&locals[path])?;
     }
-    let state = OptimizerParts::take(optimizer)?;
     let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
-    let mut taken = 0;
-    for local in local_ids(model)? {
-        let id = local.id.val();
-        let (spec, elements) = &held[&local.path];
-        let of_parameter = kept.entry(local.path.clone()).or_default();
-        of_parameter.group_path = state.paths.get(&id.to_string()).cloned();
-        let scalars = state.scalars_of(id);
-        of_parameter.scalars = scalars
-            .map(|(field, scalar)| (field, scalar.into()))
-            .collect();
-        let mut tensors: Vec<_> = state.tensors_of(id).collect();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-        taken += tensors.len();
-        for (field, tensor) in tensors {
-            let name = state_name(&local.path, &field);
-            if tensor.shape.num_elements() != *elements {
-                return Err(optimizer_error(format!(
-                    "`{name}` has {} elements, the parameter {elements} on this rank; only \
-                     element-wise state can be resharded",
-                    tensor.shape.num_elements()
-                )));
-            }
-            let dtype = dtype_of(&name, tensor.dtype)?;
-            let kind = TensorKind::OptimizerState;
-            let spec = TensorSpec::new(&name, spec.shape.clone(), dtype, kind, spec.layout.clone());
-            regions.push(of_ranks(&spec)?);
-            specs.push(spec.with("path", local.path.clone()).with("field", field));
-            let bytes = tensor.to_bytes().map_err(optimizer_error)?;
-            snapshot.insert(name, Elements(bytes));
+    for id in ids {
+        let state = states.remove(&id.path).unwrap_or_default();
+        let local = &locals[&id.path];
+        for tensor in &state.tensors {
+            let own = parts.tensor(id.id.val(), &tensor.field);
+            taken.add_state(local, tensor, own)?;
         }
+        kept.insert(id.path, state.kept);
     }
-    if taken != state.tensors.len() {
-        return Err(optimizer_error(format!(
-            "{} tensors belong to parameters that are not sharded, and are each rank's own",
-            state.tensors.len() - taken
-        )));
-    }
+    let Tensors {
+        specs,
+        regions,
+        snapshot,
+        ..
+    } = taken;
     Ok(TrainingSnapshot {
         plan: Arc::new(WritePlan::of_regions(mesh, specs, regions)?),
         snapshot,
@@ -146,13 +119,115 @@ impl AsRef<[u8]> for Elements<TensorData> {
     }
 }
 
-fn layout_of(tensor: &LocalTensor, mesh: &Mesh, axis: &str) -> Result<Layout, CheckpointError> {
-    let LocalPart::Shard { partition, .. } = &tensor.part else {
-        return Ok(Layout::replicated(mesh));
-    };
-    let flat = Partition::flat(partition.num_elements(), partition.num_shards());
-    Ok(match flat.as_ref() == Ok(partition) {
-        true => Layout::flat(mesh, axis)?,
-        false => Layout::dim(mesh, axis, 0)?,
-    })
+/// The tensors of a snapshot, on all ranks and on this one.
+struct Tensors<'a> {
+    place: Place<'a>,
+    specs: Vec<TensorSpec>,
+    /// By tensor and rank.
+    regions: Vec<Vec<Region>>,
+    snapshot: Snapshot,
+}
+
+impl Tensors<'_> {
+    fn add_parameter(&mut self, local: &LocalTensor) -> Result<(), CheckpointError> {
+        let kind = match local.part {
+            LocalPart::Own => TensorKind::Buffer,
+            _ => TensorKind::Parameter,
+        };
+        let dtype = dtype_of(&local.path, local.dtype)?;
+        let layout = self.place.layout_of(local)?;
+        let spec = TensorSpec::new(&local.path, local.shape.clone(), dtype, kind, layout);
+        self.add(spec, Holders::of(local))?;
+        self.snapshot
+            .insert(&local.path, Elements(local.elements.clone()));
+        Ok(())
+    }
+
+    /// Adds a tensor of the optimizer's state of the parameter `local`, of which this rank has `own`.
+    fn add_state(
+        &mut self,
+        local: &LocalTensor,
+        tensor: &StateTensor,
+        own: Option<&PackedTensor>,
+    ) -> Result<(), CheckpointError> {
+        let name = state_name(&local.path, &tensor.field);
+        let holders = Holders::of(local);
+        let elements = local.elements.len() / local.dtype.size();
+        if holders == Holders::Parts && tensor.num_elements() != elements {
+            return Err(optimizer_error(format!(
+                "`{name}` has {} elements, the parameter {elements} on this rank; only \
+                 element-wise state can be resharded",
+                tensor.num_elements()
+            )));
+        }
+        let shape = match holders {
+            Holders::Parts => local.shape.clone(),
+            Holders::All | Holders::Owner(_) => tensor.shape.clone(),
+        };
+        let kind = TensorKind::OptimizerState;
+        let spec = TensorSpec::new(
+            &name,
+            shape,
+            tensor.dtype,
+            kind,
+            self.place.layout_of(local)?,
+        );
+        let spec = spec.with("path", local.path.clone());
+        self.add(spec.with("field", tensor.field.clone()), holders)?;
+        if let Some(own) = own {
+            let bytes = own.to_bytes().map_err(optimizer_error)?;
+            self.snapshot.insert(name, Elements(bytes));
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, spec: TensorSpec, holders: Holders) -> Result<(), CheckpointError> {
+        let ranks = 0..self.place.mesh.size();
+        let regions = ranks.map(|rank| self.place.region(&spec, holders, rank));
+        self.regions.push(regions.collect::<Result<_, _>>()?);
+        self.specs.push(spec);
+        Ok(())
+    }
+}
+
+/// The ranks that save, and the axis of the shards.
+struct Place<'a> {
+    mesh: &'a Mesh,
+    axis: &'a str,
+}
+
+impl Place<'_> {
+    /// Returns the elements of a tensor that `rank` holds.
+    fn region(
+        &self,
+        spec: &TensorSpec,
+        holders: Holders,
+        rank: usize,
+    ) -> Result<Region, CheckpointError> {
+        let is_holder = match (spec.kind, holders) {
+            // The ranks' differ: a step has those of rank 0, and never some of one and some of another.
+            (TensorKind::Buffer, _) => rank == 0,
+            (_, Holders::Owner(owner)) => self.mesh.index_on(self.axis, rank)? == owner,
+            (_, Holders::Parts | Holders::All) => {
+                return Ok(spec.layout.region(&spec.shape, self.mesh, rank)?);
+            }
+        };
+        Ok(match is_holder {
+            true => Region::whole(&spec.shape),
+            false => Region::Flat(0..0),
+        })
+    }
+
+    /// Returns the layout by which a tensor is listed: that of its parameter. What one rank owns is one part of it.
+    fn layout_of(&self, local: &LocalTensor) -> Result<Layout, CheckpointError> {
+        let LocalPart::Shard { partition, .. } = &local.part else {
+            return Ok(Layout::replicated(self.mesh));
+        };
+        let flat = Partition::flat(partition.num_elements(), partition.num_shards());
+        let is_flat = partition.sole_owner().is_some() || flat.as_ref() == Ok(partition);
+        Ok(match is_flat {
+            true => Layout::flat(self.mesh, self.axis)?,
+            false => Layout::dim(self.mesh, self.axis, 0)?,
+        })
+    }
 }

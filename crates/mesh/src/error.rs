@@ -49,6 +49,15 @@ pub enum Error {
         mesh: String,
     },
 
+    /// An owner that is none of the shards.
+    #[error("shard {owner} cannot own a tensor in {num_shards} shards; name one of 0 to {last}", last = num_shards - 1)]
+    NoSuchShard {
+        /// The owner asked for.
+        owner: usize,
+        /// Number of shards, at least 1.
+        num_shards: usize,
+    },
+
     /// A coordinate that has not one index per axis, or an index outside its axis.
     #[error(
         "coordinate {coordinate:?} is not in mesh {mesh}; give one index per axis, each below the axis' size"

@@ -88,6 +88,16 @@ impl Mesh {
         Ok(coordinate)
     }
 
+    /// Returns the index of `rank` on the axis of this name.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownAxis`], [`Error::RankOutOfRange`].
+    pub fn index_on(&self, axis: &str, rank: usize) -> Result<usize, Error> {
+        let axis = self.axis_index(axis)?;
+        Ok(self.coordinate(rank)?[axis])
+    }
+
     /// Returns the rank at `coordinate`, one index per axis.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
 //! The partition of one tensor into shards.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::ops::Range;
 
@@ -19,6 +20,8 @@ use crate::Error;
 /// 5 rows in 4 shards:  [0 1] [2 3] [4] []
 /// ```
 ///
+/// Of a tensor with [one owner](Self::one_owner) one shard has all elements, and the others none.
+///
 /// All lengths and ranges are in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "Rows", into = "Rows")]
@@ -35,6 +38,9 @@ struct Rows {
     num_rows: usize,
     row_len: usize,
     num_shards: usize,
+    /// The shard with all rows, if they are not divided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    owner: Option<usize>,
 }
 
 impl Partition {
@@ -48,6 +54,22 @@ impl Partition {
             num_rows: num_elements,
             row_len: 1,
             num_shards,
+            owner: None,
+        }
+        .try_into()
+    }
+
+    /// Gives all of `num_elements` elements to the shard `owner`, and none to the others.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoShards`]; [`Error::NoSuchShard`]; [`Error::TooManyElements`] if `padded_len` overflows.
+    pub fn one_owner(num_elements: usize, num_shards: usize, owner: usize) -> Result<Self, Error> {
+        Rows {
+            num_rows: num_elements,
+            row_len: 1,
+            num_shards,
+            owner: Some(owner),
         }
         .try_into()
     }
@@ -77,6 +99,7 @@ impl Partition {
             num_rows,
             row_len: row_len.ok_or_else(too_many)?,
             num_shards,
+            owner: None,
         };
         rows.try_into().map_err(|error| match error {
             Error::TooManyElements { .. } => too_many(),
@@ -104,7 +127,14 @@ impl Partition {
         self.rows.row_len
     }
 
-    /// Returns the elements of a shard. An empty shard is an empty range at the end of the tensor.
+    /// Returns the shard that has all elements by agreement, however many there are: that of
+    /// [`one_owner`](Self::one_owner). `None` for what is divided.
+    pub fn sole_owner(&self) -> Option<usize> {
+        self.rows.owner
+    }
+
+    /// Returns the elements of a shard. An empty shard is an empty range where it would lie: at the end of the tensor, or
+    /// at its beginning before a sole owner.
     ///
     /// # Panics
     ///
@@ -117,6 +147,13 @@ impl Partition {
             "shard {shard} of a partition into {num_shards}"
         );
         let end = self.num_elements();
+        if let Some(owner) = self.rows.owner {
+            return match shard.cmp(&owner) {
+                Ordering::Less => 0..0,
+                Ordering::Equal => 0..end,
+                Ordering::Greater => end..end,
+            };
+        }
         // No overflow: (shard + 1) * chunk_len <= padded_len, which the constructor checked.
         let start = (shard * self.chunk_len).min(end);
         start..(start + self.chunk_len).min(end)
@@ -137,7 +174,7 @@ impl Partition {
         self.num_elements() == 0
     }
 
-    /// Returns the number of elements of the largest shard, which is the first.
+    /// Returns the number of elements of the largest shard: the first, or the sole owner's.
     pub fn chunk_len(&self) -> usize {
         self.chunk_len
     }
@@ -169,7 +206,7 @@ impl Partition {
             element < num_elements,
             "element {element} of a tensor of {num_elements}"
         );
-        element / self.chunk_len
+        self.rows.owner.unwrap_or(element / self.chunk_len)
     }
 
     /// Returns the ranges of all shards in order, empty ones included.
@@ -182,7 +219,7 @@ impl Partition {
     pub fn non_empty(&self) -> impl Iterator<Item = (usize, Range<usize>)> + use<> {
         self.ranges()
             .enumerate()
-            .take_while(|(_, range)| !range.is_empty())
+            .filter(|(_, range)| !range.is_empty())
     }
 }
 
@@ -194,13 +231,21 @@ impl TryFrom<Rows> for Partition {
             num_rows,
             row_len,
             num_shards,
+            owner,
         } = rows;
         if num_shards == 0 {
             return Err(Error::NoShards {
                 num_elements: num_rows.saturating_mul(row_len),
             });
         }
-        let chunk_len = num_rows.div_ceil(num_shards).checked_mul(row_len);
+        if let Some(owner) = owner.filter(|owner| *owner >= num_shards) {
+            return Err(Error::NoSuchShard { owner, num_shards });
+        }
+        let largest = match owner {
+            Some(_) => num_rows,
+            None => num_rows.div_ceil(num_shards),
+        };
+        let chunk_len = largest.checked_mul(row_len);
         let padded_len = chunk_len.and_then(|chunk_len| chunk_len.checked_mul(num_shards));
         match (chunk_len, padded_len) {
             (Some(chunk_len), Some(_)) => Ok(Self { rows, chunk_len }),
@@ -218,10 +263,16 @@ impl From<Partition> for Rows {
     }
 }
 
-/// Prints as `105 elements in 4 shards of 30` (`... of 30 (rows of 15)`).
+/// Prints as `105 elements in 4 shards of 30` (`... of 30 (rows of 15)`), or `105 elements in shard 2 of 4`.
 impl fmt::Display for Partition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (num_elements, num_shards) = (self.num_elements(), self.num_shards());
+        if let Some(owner) = self.rows.owner {
+            return write!(
+                f,
+                "{num_elements} elements in shard {owner} of {num_shards}"
+            );
+        }
         write!(
             f,
             "{num_elements} elements in {num_shards} shards of {}",

@@ -111,6 +111,25 @@ fn reading_back_checks_again() {
 }
 
 #[test]
+fn an_owner_is_one_of_the_shards() {
+    let error = Partition::one_owner(5, 3, 3).expect_err("there are shards 0 to 2");
+    let message = error.to_string();
+    assert!(
+        message.contains("shard 3") && message.contains("0 to 2"),
+        "{message}"
+    );
+    assert_eq!(
+        Partition::one_owner(5, 0, 0),
+        Err(Error::NoShards { num_elements: 5 })
+    );
+    let partition = Partition::one_owner(5, 3, 1).unwrap();
+    assert_eq!(partition.to_string(), "5 elements in shard 1 of 3");
+    // What one rank owns is another partition than what happens to lie on one rank.
+    assert_ne!(Partition::one_owner(5, 1, 0), Partition::flat(5, 1));
+    assert_eq!(Partition::flat(5, 1).unwrap().sole_owner(), None);
+}
+
+#[test]
 fn placements_print_as_they_are_written() {
     assert_eq!(Placement::Replicate.to_string(), "replicate");
     assert_eq!(Placement::Shard(1).to_string(), "shard(1)");
@@ -127,9 +146,16 @@ fn partitions() -> impl Strategy<Value = Partition> {
     prop_oneof![flat, rows].prop_map(Result::unwrap)
 }
 
+fn with_one_owner() -> impl Strategy<Value = Partition> {
+    let owned = (0usize..200, 1usize..9).prop_flat_map(|(n, shards)| {
+        (0..shards).prop_map(move |owner| Partition::one_owner(n, shards, owner))
+    });
+    owned.prop_map(Result::unwrap)
+}
+
 proptest! {
     #[test]
-    fn every_element_is_in_one_shard_in_order(partition in partitions()) {
+    fn every_element_is_in_one_shard_in_order(partition in prop_oneof![partitions(), with_one_owner()]) {
         let mut next = 0;
         for range in partition.ranges() {
             prop_assert_eq!(range.start, next);
@@ -155,12 +181,24 @@ proptest! {
     }
 
     #[test]
-    fn the_owner_holds_the_element(partition in partitions()) {
+    fn the_owner_holds_the_element(partition in prop_oneof![partitions(), with_one_owner()]) {
         for element in 0..partition.num_elements() {
             prop_assert!(partition.range(partition.owner(element)).contains(&element));
         }
         let non_empty: usize = partition.non_empty().map(|(_, range)| range.len()).sum();
         prop_assert_eq!(non_empty, partition.num_elements());
+    }
+
+    #[test]
+    fn one_owner_has_all_elements(partition in with_one_owner()) {
+        let owner = partition.sole_owner().expect("it has one");
+        for shard in 0..partition.num_shards() {
+            let expected = if shard == owner { partition.num_elements() } else { 0 };
+            prop_assert_eq!(partition.len(shard), expected);
+            prop_assert_eq!(partition.padding(shard), partition.chunk_len() - expected);
+        }
+        let text = serde_json::to_string(&partition).unwrap();
+        prop_assert_eq!(serde_json::from_str::<Partition>(&text).unwrap(), partition);
     }
 
     #[test]

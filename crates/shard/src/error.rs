@@ -363,8 +363,9 @@ pub enum Error {
     #[error(
         "the optimizer updates a shard of `{path}` otherwise than the same elements of the whole \
          parameter: it computes with whole tensors, as Muon, Adafactor, LAMB and Burn's gradient \
-         clipping by norm do; use an element-wise one (SGD, Adam, AdamW, AdaGrad, RMSProp, Lion, \
-         Adan), and `clip_grad_norm` to clip"
+         clipping by norm do; give each of its parameters to one rank by \
+         `ShardPolicy::one_owner([\"**\"])`, or use an element-wise one (SGD, Adam, AdamW, AdaGrad, \
+         RMSProp, Lion, Adan), and `clip_grad_norm` to clip"
     )]
     WholeTensors {
         /// The first parameter of which it is true.

@@ -18,8 +18,8 @@
 //!
 //! The engine:
 //!
-//! - `slot`, `offload`, `spec`, `unit`: one parameter, the fixed properties of a unit, and what may
-//!   change about it.
+//! - `shown`, `slot`, `offload`, `spec`, `unit`: what optimizers see of one parameter, the parameter in its unit, the
+//!   fixed properties of a unit, and what may change about it.
 //! - `copies`: the values that belong together, as optimizers, clones and records make new ones,
 //!   and the life cycle of the full parameters made of them.
 //! - `root`: gathers a unit at its first use, makes the autodiff nodes, collects gradients,
@@ -63,6 +63,7 @@ mod region;
 mod report;
 mod root;
 mod schedule;
+mod shown;
 mod slot;
 mod spec;
 mod staging;
@@ -95,7 +96,7 @@ pub use inspect::names::{check_names, parameter_paths};
 pub use inspect::settle_ids;
 pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
 pub use optim::elementwise::{check_elementwise, check_elementwise_once};
-pub use optim::gradients::{UnitGradients, gradients_by_unit, params_with_gradient};
+pub use optim::gradients::{UnitGradients, gradients_by_unit, owner_groups, params_with_gradient};
 pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};
 pub use parameter::param_id;
 pub use staging::{Staged, Transfers};

@@ -70,6 +70,8 @@ pub(crate) struct Reduced {
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
+    /// Shape of the leaf.
+    pub(crate) shape: Shape,
 }
 
 /// A gradient that a region hands on: for which node, of what shape.
@@ -244,11 +246,15 @@ impl<B: Primitive> Backward<B, 2> for Report {
 
     fn backward(self, ops: Ops<Arc<dyn Announce>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let reduced = ops.state.reached();
-        for Reduced { node, gradient } in reduced.unwrap_or_else(|error| throw(error)) {
-            match B::try_lower(gradient.clone()) {
-                Some(primitive) => grads.register::<B>(node, primitive),
+        for reduced in reduced.unwrap_or_else(|error| throw(error)) {
+            let (node, shape) = (reduced.node, reduced.shape);
+            match B::try_lower(reduced.gradient.clone()) {
+                Some(flat) => grads.register::<B>(node, B::float_reshape(flat, shape)),
                 // That of an offloaded shard: its leaf is on the host, whatever backward runs on.
-                None => grads.register::<Flex>(node, Flex::lower(gradient)),
+                None => {
+                    let flat = Flex::lower(reduced.gradient);
+                    grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
+                }
             }
         }
     }

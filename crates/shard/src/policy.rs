@@ -21,6 +21,7 @@ pub struct ShardPolicy {
     pub(crate) strategy: Strategy,
     pub(crate) cut: Cut,
     pub(crate) whole_below: usize,
+    pub(crate) one_owner: Vec<Pattern>,
     pub(crate) prefetch: Option<usize>,
     pub(crate) keep_root: bool,
     pub(crate) axis: String,
@@ -84,6 +85,7 @@ impl ShardPolicy {
             strategy: Strategy::FullShard,
             cut: Cut::Elements,
             whole_below: 0,
+            one_owner: Vec::new(),
             prefetch: None,
             keep_root: true,
             axis: "shard".to_owned(),
@@ -123,6 +125,26 @@ impl ShardPolicy {
     /// dimension always are; their gradients share one all-reduce a step. Default 0.
     pub fn whole_below(mut self, elements: usize) -> Self {
         self.whole_below = elements;
+        self
+    }
+
+    /// Gives every parameter that matches to one rank, which holds all of it between steps and steps it, in place of a
+    /// shard to every rank. A pattern names a parameter, or a module with all that is in it: `"**"`, `"blocks.*"`,
+    /// `"**.attention.*.weight"`.
+    ///
+    /// For optimizers that compute with whole tensors (Muon, Adafactor, LAMB, Burn's clipping by the norm of each gradient,
+    /// one's own): on its owner the optimizer sees the parameter and its gradient in their own shape, so that a step
+    /// has the bits of the unsharded step; on the other ranks it has no gradient and is left alone. A gradient is reduced
+    /// to its owner by the unit's one reduction, and the next gather spreads what the optimizer made of it, so that no
+    /// more bytes travel than for shards.
+    ///
+    /// The ranks of the shard axis share the matching parameters by their number of elements, the largest first, each to
+    /// the rank that owns least. A rank holds what it owns: with fewer such parameters than ranks some own none.
+    /// What every rank holds whole anyway (parameters of one dimension, those below
+    /// [`whole_below`](Self::whole_below), all with [`Strategy::NoShard`]) stays so; optimizers see that in its own shape,
+    /// too.
+    pub fn one_owner<P: Into<String>>(mut self, patterns: impl IntoIterator<Item = P>) -> Self {
+        self.one_owner = patterns.into_iter().map(Pattern::new).collect();
         self
     }
 

@@ -10,7 +10,8 @@ use burn_fsdp_mesh::Partition;
 /// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
-    /// A shard; full gradients are reduce-scattered with the unit.
+    /// A shard, which is all or nothing where the partition has a sole owner; full gradients are reduce-scattered with
+    /// the unit.
     Shard,
     /// The whole parameter; its gradient shares one all-reduce a step with all others.
     Whole,
@@ -44,6 +45,9 @@ pub(crate) struct Elements {
     /// The type of gradients while they are reduced.
     pub(crate) reduce: Element,
 }
+
+/// The most dims of a parameter that optimizers see as it is; one of more is flat to them.
+pub(crate) const MAX_DIMS: usize = 6;
 
 /// One parameter of a unit.
 #[derive(Debug)]
@@ -103,6 +107,39 @@ impl Slot {
         match self.is_gathered() {
             true => self.partition.range(rank),
             false => 0..self.partition.num_elements(),
+        }
+    }
+
+    /// Returns true if optimizers see a part of it: a flat shard.
+    pub(crate) fn is_cut(&self) -> bool {
+        self.is_gathered() && self.partition.sole_owner().is_none()
+    }
+
+    /// Returns true if optimizers see something else than the parameter: a part of it, or all of it, flat.
+    pub(crate) fn is_flattened(&self) -> bool {
+        self.is_cut() || self.shape.len() > MAX_DIMS
+    }
+
+    /// Returns true if rank `rank` of the group holds nothing because another one holds all.
+    pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
+        let owner = self.partition.sole_owner();
+        self.is_gathered() && owner.is_some_and(|owner| owner != rank)
+    }
+
+    /// Returns the number of dims in which optimizers see it.
+    pub(crate) fn shown_dims(&self) -> usize {
+        match self.is_flattened() {
+            true => 1,
+            false => self.shape.len(),
+        }
+    }
+
+    /// Returns the shape in which optimizers on rank `rank` of the group see what it holds.
+    pub(crate) fn shown_shape(&self, rank: usize) -> Vec<usize> {
+        match (self.is_flattened(), self.is_elsewhere(rank)) {
+            (true, _) => vec![self.held_elements(rank)],
+            (false, false) => self.shape.clone(),
+            (false, true) => vec![0; self.shape.len()],
         }
     }
 

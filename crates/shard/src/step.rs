@@ -102,18 +102,17 @@ fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut G
             .iter()
             .filter(|member| root.owns(&member.generation.unit));
         let trained = own.filter(|member| member.generation.is_trainable(member.index));
-        let cut = trained.clone().find(|member| member.slot().is_gathered());
-        // What is kept whole is a flat vector to the optimizer, whatever it was.
+        let cut = trained.clone().find(|member| member.slot().is_cut());
         let subject = cut.or_else(|| {
             let mut trained = trained;
-            trained.find(|member| member.slot().shape.len() > 1)
+            trained.find(|member| member.slot().is_flattened())
         });
         let Some(member) = subject else { continue };
         let subject = Subject {
             id: member.id,
             device: member.generation.value(member.index).device(),
             dtype: member.slot().elements.stored.dtype,
-            is_cut: member.slot().is_gathered(),
+            is_cut: member.slot().is_cut(),
         };
         root.trial.register(place, subject, gradients);
     }
@@ -145,7 +144,7 @@ struct PutBack<'a> {
 impl ModuleVisitor for PutBack<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let value = param.base();
-        if D != 1 || !value.is_autodiff() || !value.is_require_grad() {
+        if !value.is_autodiff() || !value.is_require_grad() {
             return;
         }
         let node = crate::op::node_of(value.clone());

@@ -21,6 +21,13 @@ pub(crate) struct Found {
     pub(crate) device: Device,
 }
 
+impl Found {
+    /// Returns the number of its elements.
+    pub(crate) fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
 /// The float tensors of a module, by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Survey {

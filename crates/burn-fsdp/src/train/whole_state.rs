@@ -4,13 +4,17 @@ use std::collections::BTreeMap;
 
 use burn::module::Module;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, DType, Shape};
+use burn::tensor::Bytes;
+use burn_fsdp_checkpoint::Dtype;
 use burn_fsdp_collectives::{ElementType, Part, ProcessGroup, Source};
+use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{LocalPart, LocalTensor, local_ids, local_state};
 use burn_pack::{Scalar, Tensor as PackedTensor};
 
+use crate::dtype::burn_dtype;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name, with_state};
+use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, states};
 use crate::restore::range_of;
 use crate::snapshot::Elements;
 
@@ -28,26 +32,34 @@ pub(crate) fn divided<M: Module>(
     let mut scalars = BTreeMap::new();
     let mut taken = 0;
     for Sharded { id, local, .. } in sharded(model)? {
-        for (field, scalar) in whole.scalars_of(id) {
-            // Shards are of one dimension.
+        let shown = local.shown_shape();
+        let is_mine = !is_elsewhere(&local);
+        for (field, scalar) in whole.scalars_of(id).filter(|_| is_mine) {
             let scalar = match field == RANK_KEY {
-                true => Scalar::UInt(1),
+                true => Scalar::from(shown.len()),
                 false => scalar,
             };
             scalars.insert(format!("{id}.{field}"), scalar);
         }
         for (field, tensor) in whole.tensors_of(id) {
             taken += 1;
-            let elements: usize = local.shape.iter().product();
-            if tensor.shape.num_elements() != elements {
+            if !is_mine {
+                continue;
+            }
+            let is_elementwise = tensor.shape[..] == local.shape[..];
+            if !is_elementwise && Holders::of(&local) == Holders::Parts {
                 return Err(optimizer_error(format!(
-                    "`{}` has {} elements, the parameter {elements}; only element-wise state can be divided",
+                    "`{}` has the shape {:?}, the parameter {:?}; only element-wise state can be divided",
                     state_name(&local.path, &field),
-                    tensor.shape.num_elements()
+                    tensor.shape,
+                    local.shape
                 )));
             }
+            let (range, shape) = match is_elementwise {
+                true => (range_of(&local), shown.clone()),
+                false => (0..tensor.shape.num_elements(), tensor.shape.to_vec()),
+            };
             let size = tensor.dtype.size();
-            let range = range_of(&local);
             let bytes = tensor.to_bytes().map_err(optimizer_error)?;
             let bytes = bytes[range.start * size..range.end * size].to_vec();
             let bytes = Bytes::from_bytes_vec(bytes);
@@ -55,7 +67,7 @@ pub(crate) fn divided<M: Module>(
             own.push(PackedTensor::new(
                 name,
                 tensor.dtype,
-                [range.len()],
+                shape,
                 Some(id),
                 bytes,
             ));
@@ -81,43 +93,36 @@ pub(crate) fn joined<M: Module>(
 ) -> Result<Option<ModuleOptimizer>, CheckpointError> {
     let parts = OptimizerParts::take(optimizer)?;
     let (mut whole, mut scalars, mut paths) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-    let mut taken = 0;
-    for Sharded {
-        id,
-        recorded,
-        local,
-    } in sharded(model)?
-    {
-        for (field, scalar) in parts.scalars_of(id) {
-            let scalar = match field == RANK_KEY {
-                true => Scalar::UInt(local.shape.len() as u64),
-                false => scalar,
-            };
-            scalars.insert(format!("{recorded}.{field}"), scalar);
+    let ids = local_ids(model)?;
+    let locals = by_path(model)?;
+    let mut states = states(model, &parts, &ids, &locals)?;
+    for ids in ids {
+        let recorded = ids.recorded.val();
+        let local = &locals[&ids.path];
+        let state = states.remove(&ids.path).unwrap_or_default();
+        if !state.is_empty() {
+            let dims = Scalar::from(local.shape.len());
+            scalars.insert(format!("{recorded}.{RANK_KEY}"), dims);
         }
-        if let Some(path) = parts.paths.get(&id.to_string()) {
-            paths.insert(recorded.to_string(), path.clone());
+        for (field, number) in state.kept.scalars {
+            scalars.insert(format!("{recorded}.{field}"), number.into());
         }
-        let mut tensors: Vec<_> = parts.tensors_of(id).collect();
-        tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
-        taken += tensors.len();
-        for (field, tensor) in tensors {
-            let label = state_name(&local.path, &field);
-            let bytes = tensor.to_bytes().map_err(optimizer_error)?;
-            let Some(bytes) = gathered(world, label, &local, tensor.dtype, bytes)? else {
+        if let Some(path) = state.kept.group_path {
+            paths.insert(recorded.to_string(), path);
+        }
+        for tensor in state.tensors {
+            let own = parts.tensor(ids.id.val(), &tensor.field);
+            let Some(bytes) = gathered(world, local, &tensor, own)? else {
                 continue;
             };
-            let name = format!("{recorded}.{field}");
-            let shape = Shape::from(local.shape.clone());
-            let tensor = PackedTensor::new(name, tensor.dtype, shape, Some(recorded), bytes);
-            whole.push(tensor);
+            let shape = match Holders::of(local) {
+                Holders::Parts => local.shape.clone(),
+                Holders::All | Holders::Owner(_) => tensor.shape,
+            };
+            let name = format!("{recorded}.{}", tensor.field);
+            let dtype = burn_dtype(&name, tensor.dtype)?;
+            whole.push(PackedTensor::new(name, dtype, shape, Some(recorded), bytes));
         }
-    }
-    if taken != parts.tensors.len() {
-        return Err(optimizer_error(format!(
-            "{} tensors belong to parameters that are not sharded, and are each rank's own",
-            parts.tensors.len() - taken
-        )));
     }
     if world.rank() > 0 {
         return Ok(None);
@@ -131,49 +136,64 @@ pub(crate) fn joined<M: Module>(
 struct Sharded {
     /// The id by which this rank's optimizer knows it.
     id: u64,
-    /// The id that it has in records of the model.
-    recorded: u64,
     local: LocalTensor,
 }
 
 /// Returns the parameters that an optimizer steps.
 fn sharded<M: Module>(model: &M) -> Result<Vec<Sharded>, CheckpointError> {
-    let state = local_state(model)?.into_iter();
-    let mut state: BTreeMap<_, _> = state.map(|local| (local.path.clone(), local)).collect();
+    let mut state = by_path(model)?;
     let ids = local_ids(model)?.into_iter();
     let found = ids.filter_map(|ids| {
         Some(Sharded {
             id: ids.id.val(),
-            recorded: ids.recorded.val(),
             local: state.remove(&ids.path)?,
         })
     });
     Ok(found.collect())
 }
 
-/// Returns the whole of what each rank has a shard of, on rank 0.
+fn by_path<M: Module>(model: &M) -> Result<BTreeMap<String, LocalTensor>, CheckpointError> {
+    let state = local_state(model)?.into_iter();
+    Ok(state.map(|local| (local.path.clone(), local)).collect())
+}
+
+/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`, of which this rank has `own`.
 fn gathered(
     world: &ProcessGroup,
-    label: String,
     local: &LocalTensor,
-    dtype: DType,
-    bytes: Bytes,
+    tensor: &StateTensor,
+    own: Option<&PackedTensor>,
 ) -> Result<Option<Bytes>, CheckpointError> {
+    let bytes = own.map(|own| own.to_bytes().map_err(optimizer_error));
+    let bytes = bytes.transpose()?;
     let LocalPart::Shard { partition, .. } = &local.part else {
-        return Ok((world.rank() == 0).then_some(bytes));
+        return Ok(bytes.filter(|_| world.rank() == 0));
     };
-    let element = match dtype {
-        DType::F64 => ElementType::F64,
-        DType::F32 | DType::Flex32 => ElementType::F32,
-        DType::F16 => ElementType::F16,
-        DType::BF16 => ElementType::BF16,
-        other => return Err(optimizer_error(format!("`{label}` is of type {other:?}"))),
+    let label = state_name(&local.path, &tensor.field);
+    let element = match tensor.dtype {
+        Dtype::F64 => ElementType::F64,
+        Dtype::F32 => ElementType::F32,
+        Dtype::F16 => ElementType::F16,
+        Dtype::BF16 => ElementType::BF16,
+        other => return Err(optimizer_error(format!("`{label}` is of type {other}"))),
+    };
+    let partition = match partition.sole_owner() {
+        // A state of what one rank owns is of any shape.
+        Some(owner) => {
+            let num_shards = partition.num_shards();
+            Partition::one_owner(tensor.num_elements(), num_shards, owner)?
+        }
+        None => *partition,
     };
     let into = match world.rank() {
         0 => vec![world.pool().take(partition.num_elements() * element.size())],
         _ => Vec::new(),
     };
-    let part = Part::new(Source::new(Elements(bytes)), *partition, element);
+    let source = match bytes {
+        Some(bytes) => Source::new(Elements(bytes)),
+        None => Source::empty(),
+    };
+    let part = Part::new(source, partition, element);
     let received = world.gather(label, Vec::new(), 0, vec![part], into)?;
     let whole = received.buffers.into_iter().next();
     Ok(whole.map(|buffer| Bytes::from_bytes_vec(buffer.as_ref().to_vec())))

@@ -225,6 +225,8 @@ impl Writer {
         self.word(partition.num_rows() as u64);
         self.word(partition.row_len() as u64);
         self.word(partition.num_shards() as u64);
+        // One more than the sole owner, 0 for none.
+        self.word(partition.sole_owner().map_or(0, |owner| owner as u64 + 1));
     }
 }
 
@@ -260,7 +262,14 @@ impl<'a> Reader<'a> {
 
     fn partition(&mut self) -> Option<Partition> {
         let shape = [self.index()?, self.index()?];
-        Partition::rows(&shape, self.index()?).ok()
+        let num_shards = self.index()?;
+        match self.index()?.checked_sub(1) {
+            None => Partition::rows(&shape, num_shards).ok(),
+            Some(owner) => {
+                let num_elements = shape[0].checked_mul(shape[1])?;
+                Partition::one_owner(num_elements, num_shards, owner).ok()
+            }
+        }
     }
 }
 
@@ -290,6 +299,10 @@ mod tests {
                     extent(ElementType::BF16, &[7, 3], Partition::flat(5, 3).ok()),
                     extent(ElementType::U8, &[4, 0], None),
                     extent(ElementType::F64, &[0, 9], None),
+                    Extent {
+                        partition: Partition::one_owner(7, 3, 2).unwrap(),
+                        ..extent(ElementType::F32, &[7, 3], None)
+                    },
                 ],
                 ..plain.clone()
             },

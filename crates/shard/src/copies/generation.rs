@@ -21,6 +21,7 @@ use super::holders::Holders;
 use super::lifecycle::LifeCycle;
 use super::values::{Value, Values};
 use crate::device;
+use crate::shown::Shown;
 use crate::slot::{Holding, Slots};
 use crate::transport::cast;
 use crate::unit::Unit;
@@ -187,7 +188,7 @@ impl Generation {
     }
 
     /// Sets the value of `slot`.
-    pub(crate) fn set(&self, slot: usize, value: Tensor<1>) {
+    pub(crate) fn set(&self, slot: usize, value: &Shown) {
         let value = Value::of(value);
         let mut values = self.values.lock();
         values.own[slot] = Some(value);
@@ -235,12 +236,13 @@ impl Generation {
         }
     }
 
-    /// Returns the tensor that stands for `value`, that of `slot`, in a graph: itself, or for an
-    /// offloaded unit a new leaf on the device of full parameters.
-    pub(crate) fn leaf(&self, slot: usize, value: Tensor<1>) -> Tensor<1> {
-        match self.unit.offload.is_some() {
-            true => self.own_leaf(slot),
-            false => value,
+    /// Returns the parent in a graph of the full parameter of `slot`: `parent`, the flat leaf that optimizers see, or a new
+    /// leaf where that one is elsewhere (of an offloaded unit) or of another shape.
+    pub(crate) fn leaf(&self, slot: usize, parent: Tensor<1>) -> Tensor<1> {
+        let is_flat = self.unit.slots[slot].shown_dims() == 1;
+        match is_flat && self.unit.offload.is_none() {
+            true => parent,
+            false => self.own_leaf(slot),
         }
     }
 
@@ -273,7 +275,7 @@ impl Generation {
         self: &Arc<Self>,
         slot: usize,
         transition: Transition,
-        value: Tensor<1>,
+        value: &Shown,
     ) -> Arc<Self> {
         let mut children = self.children.lock();
         children.retain(|(_, child)| child.strong_count() > 0);

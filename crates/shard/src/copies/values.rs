@@ -4,6 +4,7 @@ use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
 
 use crate::op;
+use crate::shown::{Shown, of_any, plain};
 use crate::slot::Slots;
 
 /// The values of a unit, by slot.
@@ -25,19 +26,17 @@ pub(super) struct Value {
 }
 
 impl Value {
-    pub(super) fn of(value: Tensor<1>) -> Self {
-        let device = value.device();
-        if !value.is_autodiff() {
-            return Self {
-                plain: value,
-                device,
-                node: None,
-            };
-        }
+    pub(super) fn of(shown: &Shown) -> Self {
+        of_any!(shown, param => Self::of_tensor(param.base()))
+    }
+
+    fn of_tensor<const D: usize>(value: Tensor<D>) -> Self {
+        let is_trained = value.is_autodiff() && value.is_require_grad();
+        let len = value.shape().num_elements();
         Self {
-            plain: value.clone().inner(),
-            device,
-            node: value.is_require_grad().then(|| op::node_of(value)),
+            device: value.device(),
+            node: is_trained.then(|| op::node_of(value.clone())),
+            plain: plain(value).reshape([len]),
         }
     }
 }

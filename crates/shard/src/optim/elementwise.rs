@@ -27,7 +27,8 @@ fn scales(dtype: DType) -> [f32; 2] {
 /// Burn does not tell which optimizer a [`ModuleOptimizer`] holds, and it may hold several, by
 /// groups. So a copy of it, without its state, steps a small matrix whole and in two shards, under
 /// the path and id of each parameter. Optimizers that compute with whole tensors (Muon, Adafactor,
-/// LAMB, Burn's gradient clipping by norm) give other bits. Burn's `LBFGS` is not a
+/// LAMB, Burn's gradient clipping by norm) give other bits: they take parameters with
+/// [one owner](crate::ShardPolicy::one_owner), which are not tried, as nothing is that is whole. Burn's `LBFGS` is not a
 /// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
 ///
 /// The first step with gradients from [`backward`](crate::backward) tries the optimizer at one parameter
@@ -46,9 +47,8 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
     let roots = inspect::roots_of(module)?;
     for (path, member) in inspect::places(module) {
         let slot = member.slot();
-        // What is kept whole and has one dimension is to the optimizer what it was before.
-        let is_changed = slot.is_gathered() || slot.shape.len() > 1;
-        if !is_changed || !member.generation.is_trainable(member.index) {
+        // What is whole and has its own shape is to the optimizer what it was before.
+        if !slot.is_flattened() || !member.generation.is_trainable(member.index) {
             continue;
         }
         let trial = Trial {
@@ -58,7 +58,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
             device: member.generation.value(member.index).device(),
             dtype: slot.elements.stored.dtype,
         };
-        let num_shards = if slot.is_gathered() { 2 } else { 1 };
+        let num_shards = if slot.is_cut() { 2 } else { 1 };
         let passes = |scale: f32| trial.passes(num_shards, scale);
         if !scales(slot.elements.stored.dtype).into_iter().all(passes) {
             return Err(Error::WholeTensors { path });

@@ -81,6 +81,22 @@ pub(crate) fn groups<M: Module>(module: &M, root: &ProcessGroup) -> Vec<ProcessG
     groups
 }
 
+/// Returns the groups of which a rank [owns](crate::ShardPolicy::one_owner) a parameter of `module` alone, each once, in the
+/// order of the module: equal on all ranks. What such a rank's optimizer keeps, the others of the group can only be told.
+///
+/// Not collective.
+pub fn owner_groups<M: Module>(module: &M) -> Vec<ProcessGroup> {
+    let mut groups: Vec<ProcessGroup> = Vec::new();
+    for member in inspect::members(module) {
+        let group = &member.generation.unit.groups.shard;
+        let has_owner = member.slot().partition.sole_owner().is_some();
+        if has_owner && !groups.iter().any(|known| is_same(known, group)) {
+            groups.push(group.clone());
+        }
+    }
+    groups
+}
+
 /// Returns true if both are this rank's end of one group.
 pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
     one == other
@@ -90,7 +106,7 @@ pub(crate) fn is_same(one: &ProcessGroup, other: &ProcessGroup) -> bool {
 /// of the module.
 ///
 /// Not collective. A gradient of a sharded parameter is there on all ranks or on none, also on ranks
-/// whose shard is empty.
+/// whose shard is empty; that of a parameter with [one owner](crate::ShardPolicy::one_owner) on its owner alone.
 pub fn params_with_gradient<M: Module>(module: &M, gradients: &GradientsParams) -> Vec<String> {
     let entries = entries(module, gradients);
     entries.into_iter().map(|entry| entry.path).collect()
@@ -109,7 +125,8 @@ pub struct UnitGradients {
 
 /// Divides the gradients of `module` by unit, in the order in which the module first names a
 /// parameter of each: for optimizers that step unit by unit. The parameters that no unit manages
-/// come last; units without a gradient are left out.
+/// come last; units without a gradient are left out, but for those of which a rank
+/// [owns](crate::ShardPolicy::one_owner) a trained parameter: it alone has the gradient, and all ranks step alike.
 ///
 /// Not collective. Gradients that belong to no parameter of `module` are dropped.
 pub fn gradients_by_unit<M: Module>(
@@ -118,10 +135,14 @@ pub fn gradients_by_unit<M: Module>(
 ) -> Vec<UnitGradients> {
     let mut order: Vec<String> = Vec::new();
     let mut by_unit: HashMap<String, GradientsParams> = HashMap::new();
+    let mut with_owners = HashSet::new();
     for_each(module, |parameter| {
         let unit = parameter
             .member
             .map_or_else(String::new, |member| member.generation.unit.label());
+        if parameter.has_owner() {
+            with_owners.insert(unit.clone());
+        }
         let own = by_unit.entry(unit.clone()).or_insert_with(|| {
             order.push(unit);
             GradientsParams::new()
@@ -131,7 +152,8 @@ pub fn gradients_by_unit<M: Module>(
     let (managed, others): (Vec<_>, Vec<_>) = order.into_iter().partition(|unit| !unit.is_empty());
     let units = managed.into_iter().chain(others).filter_map(|unit| {
         let gradients = by_unit.remove(&unit)?;
-        (!gradients.is_empty()).then_some(UnitGradients { unit, gradients })
+        let is_stepped = !gradients.is_empty() || with_owners.contains(&unit);
+        is_stepped.then_some(UnitGradients { unit, gradients })
     });
     units.collect()
 }
@@ -188,6 +210,14 @@ impl Parameter<'_> {
         (self.by_rank.transfer)(from, to, self.id);
     }
 
+    /// Returns true if it is trained and one rank owns it, this one or another.
+    fn has_owner(&self) -> bool {
+        self.member.is_some_and(|member| {
+            let is_owned = member.slot().partition.sole_owner().is_some();
+            is_owned && member.generation.is_trainable(member.index)
+        })
+    }
+
     fn share(&self) -> Share {
         match self.member {
             Some(member) if member.slot().is_gathered() => {
@@ -215,8 +245,9 @@ fn for_each<M: Module>(module: &M, mut body: impl FnMut(&Parameter<'_>)) {
             id: member.map_or(*id, |member| member.id),
             member,
             by_rank: match member {
-                Some(_) => ByRank::of::<1>(),
-                None => *by_rank,
+                Some(member) if member.slot().is_flattened() => ByRank::of::<1>(),
+                // That of the stand-in, which has as many dims.
+                _ => *by_rank,
             },
         };
         if seen.insert(parameter.id) {

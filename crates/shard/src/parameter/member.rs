@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{self, Location};
+use crate::shown::Shown;
 use crate::slot::Slot;
 
 /// One sharded parameter of a module.
@@ -28,14 +29,14 @@ pub(crate) struct Member {
     pub(crate) id: ParamId,
     /// An uncounted hold, to read the full parameter by.
     owned: Owned,
-    /// This rank's shard, as the module has it.
-    value: Tensor<1>,
+    /// The parent of the full parameter in a graph.
+    parent: Tensor<1>,
 }
 
 impl Member {
     /// Returns the full parameter, as the model's own code gets it. Collective.
     pub(crate) fn full<const D: usize>(&self) -> Result<Tensor<D>, Error> {
-        self.owned.full(self.value.clone())
+        self.owned.full(self.parent.clone())
     }
 
     /// Returns the link to the root of its unit.
@@ -92,7 +93,7 @@ impl<V: path::Visitor> path::Visitor for Noting<'_, V> {
 }
 
 /// Adds a parameter to the members that a walk on this thread collects. Returns true if there is such a walk.
-pub(crate) fn answer(owned: &Owned, value: &Param<Tensor<1>>, identity: &Identity) -> bool {
+pub(crate) fn answer(owned: &Owned, value: &Shown, identity: &Identity) -> bool {
     if !is_within(Purpose::Inspect) {
         return false;
     }
@@ -107,7 +108,7 @@ pub(crate) fn answer(owned: &Owned, value: &Param<Tensor<1>>, identity: &Identit
             copy: owned.copy(),
             id,
             owned: within(Purpose::CopyForGraph, || owned.clone()),
-            value: value.base(),
+            parent: value.parent(),
         });
     });
     true

@@ -21,14 +21,15 @@ use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
 use crate::probes::Trial;
+use crate::shown::Shown;
 
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
-/// Optimizers and gradients see it as a parameter of one dimension, under the path and the id of the
-/// parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
+/// Optimizers and gradients see a shard as a parameter of one dimension, and what is whole as it was, under the path and the
+/// id of the parameter it stands for. The parameter itself is a stand-in of the full shape without memory.
 #[derive(Clone)]
 pub(crate) struct ShardedParam {
-    value: Param<Tensor<1>>,
+    value: Shown,
     /// The id, in place of that in `value`, which a record cannot change in time.
     identity: Identity,
     generation: Owned,
@@ -48,14 +49,14 @@ impl std::fmt::Debug for ShardedParam {
 impl ShardedParam {
     /// Returns the parameter in `slot` of a unit's first generation.
     pub(crate) fn new(
-        value: Param<Tensor<1>>,
+        value: Shown,
         slot: usize,
         generation: Arc<Generation>,
         root_link: Arc<RootLink>,
     ) -> Self {
-        generation.set(slot, value.base());
+        generation.set(slot, &value);
         Self {
-            identity: Identity::new(value.id),
+            identity: Identity::new(value.id()),
             value: guarded(value, &generation, slot),
             generation: Owned::new(generation, slot, root_link),
         }
@@ -66,13 +67,8 @@ impl ShardedParam {
         self.identity.settle(stand_in)
     }
 
-    fn descend(
-        from: &Owned,
-        transition: Transition,
-        identity: Identity,
-        value: Param<Tensor<1>>,
-    ) -> Self {
-        let generation = from.descend(from.slot, transition, value.base());
+    fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
+        let generation = from.descend(from.slot, transition, &value);
         Self {
             value,
             identity,
@@ -81,17 +77,15 @@ impl ShardedParam {
     }
 
     /// Returns the parameter with `value` in place of its own, after a move of the module to `device`.
-    fn moved(from: &Owned, identity: Identity, value: Param<Tensor<1>>, device: &Device) -> Self {
+    fn moved(from: &Owned, identity: Identity, value: Shown, device: &Device) -> Self {
         let moved = Self::descend(from, Transition::Device, identity, value);
         moved.generation.compute_on(device);
         moved
     }
 
     /// Returns the value under the id by which it is known.
-    fn shown(value: &Param<Tensor<1>>, identity: &Identity, path: &str) -> Param<Tensor<1>> {
-        let mut shown = value.clone();
-        shown.id = identity.shown(path);
-        shown
+    fn shown(value: &Shown, identity: &Identity, path: &str) -> Shown {
+        value.clone().with_id(identity.shown(path))
     }
 }
 
@@ -116,9 +110,9 @@ pub fn param_id<const D: usize>(param: &Param<Tensor<D>>) -> ParamId {
 /// Returns `value` with a mapper that refuses to record it. Burn asks a shard for what to record only if the
 /// stand-in has not answered: a mapper has dropped what the stand-in does when it is recorded, or a group has
 /// left it out. The record would hold a shard in the place of the parameter.
-fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -> Param<Tensor<1>> {
+fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     let unit = generation.unit.clone();
-    value.save_mapper(move |_| {
+    value.guarded(move || {
         throw(Error::Unrecordable {
             path: unit.slots[slot].path.clone(),
         })
@@ -129,15 +123,17 @@ fn guarded(value: Param<Tensor<1>>, generation: &Arc<Generation>, slot: usize) -
 /// is known afterwards.
 fn try_optimizer<M: ModuleMapper>(
     generation: &Owned,
-    shown: &Param<Tensor<1>>,
+    shown: &Shown,
     path: &str,
     mapper: &mut M,
 ) -> Option<Tensor<1>> {
     let root = generation.root_link().root()?;
     let slot = &generation.unit.slots[generation.slot];
-    // What is kept whole and has one dimension is to the optimizer what it was before.
-    let is_changed = slot.is_gathered() || slot.shape.len() > 1;
-    let is_pending = is_changed && root.trial.is_pending() && !ambient::is_engine();
+    // What is whole and has its own shape is to the optimizer what it was before.
+    let Shown::One(shown) = shown else {
+        return None;
+    };
+    let is_pending = slot.is_flattened() && root.trial.is_pending() && !ambient::is_engine();
     let may_step = is_pending && root.num_finished() > 0;
     may_step
         .then(|| root.trial.show(shown, path, mapper))
@@ -152,7 +148,7 @@ impl Reparameterization for ShardedParam {
             return base;
         }
         self.generation
-            .full(self.value.base())
+            .full(self.value.parent())
             .unwrap_or_else(|error| throw(error))
     }
 }
@@ -213,7 +209,7 @@ impl Module for ShardedParam {
         } = self;
         let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
             Some((loaded, keeps_id)) => {
-                let value = value.map(|old| loaded.set_require_grad(old.is_require_grad()));
+                let value = value.with_elements(loaded);
                 let identity = match keeps_id {
                     true => identity,
                     false => identity.unsettled(),
@@ -223,15 +219,17 @@ impl Module for ShardedParam {
             None => {
                 let path = &generation.unit.slots[generation.slot].path;
                 let shown = Self::shown(&value, &identity, path);
-                let before = shown.id;
+                let before = shown.id();
                 mapper.exit_module(NAME, CONTAINER);
                 let unknown = try_optimizer(&generation, &shown, path, mapper);
-                let value = shown.map_module(mapper);
-                Trial::compare(unknown, &value, path);
+                let value = shown.mapped(mapper);
+                if let Shown::One(value) = &value {
+                    Trial::compare(unknown, value, path);
+                }
                 mapper.enter_module(NAME, CONTAINER);
-                let identity = match value.id == before {
+                let identity = match value.id() == before {
                     true => identity,
-                    false => Identity::new(value.id),
+                    false => Identity::new(value.id()),
                 };
                 (guarded(value, &generation, generation.slot), identity)
             }
@@ -262,25 +260,7 @@ impl Module for ShardedParam {
             generation,
         } = self;
         let strategy = generation.unit.strategy;
-        let value = value.train().map(|leaf| match strategy {
-            Some(strategy) => {
-                let trainable = leaf.is_require_grad();
-                leaf.inner()
-                    .autodiff()
-                    .with_gradient_checkpointing_strategy(strategy)
-                    .set_require_grad(trainable)
-            }
-            None => leaf,
-        });
+        let value = value.train(strategy);
         Self::descend(&generation, Transition::Train, identity, value)
     }
 }
-
-/// `Module::map` under a name that `Param::map` does not hide.
-trait MapModule: Module {
-    fn map_module<M: ModuleMapper>(self, mapper: &mut M) -> Self {
-        Module::map(self, mapper)
-    }
-}
-
-impl MapModule for Param<Tensor<1>> {}

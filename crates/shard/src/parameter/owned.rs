@@ -109,15 +109,14 @@ impl Owned {
         &self.root_link
     }
 
-    /// Returns the full parameter, as the model's own code gets it, of which this rank holds
-    /// `value`. Collective.
-    pub(crate) fn full<const D: usize>(&self, value: Tensor<1>) -> Result<Tensor<D>, Error> {
+    /// Returns the full parameter, as the model's own code gets it, as a function of `parent`. Collective.
+    pub(crate) fn full<const D: usize>(&self, parent: Tensor<1>) -> Result<Tensor<D>, Error> {
         let root = self.root_link.root();
         root.expect("a sharded module has a root").access(
             &self.values(),
             self.slot,
             self.copy,
-            value,
+            parent,
         )
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 use burn_fsdp_collectives::{Reduction as Averaging, Source};
 
 use super::accumulate::Gradient;
@@ -65,7 +65,7 @@ impl Arrival {
     }
 }
 
-/// Returns the reduced gradients of `leaves` that any rank used.
+/// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns.
 pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
     buffers: Vec<B>,
@@ -78,9 +78,14 @@ pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
         .filter(|(index, _)| is_used(notes, *index))
         .filter_map(|(_, ((generation, index), buffer))| {
             let slot = &generation.unit.slots[index];
+            let rank = generation.unit.groups.shard.rank();
+            if slot.is_elsewhere(rank) {
+                return None;
+            }
             let device = generation.home(index);
             Some(Reduced {
                 node: generation.node(index)?,
+                shape: Shape::from(slot.shown_shape(rank)),
                 gradient: arrival.tensor(&generation.unit, slot, buffer, &device),
             })
         })

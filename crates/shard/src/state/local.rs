@@ -12,6 +12,7 @@ use crate::inspect::{self, Member};
 use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
 use crate::path::{self, Location};
+use crate::slot::MAX_DIMS;
 use crate::state::full::{self, Held};
 use crate::transport;
 
@@ -35,7 +36,8 @@ pub struct LocalTensor {
 /// The part of a tensor that a rank holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LocalPart {
-    /// A range of the flat elements of a sharded parameter.
+    /// A range of the flat elements of a sharded parameter: all or none where the partition has a
+    /// [sole owner](Partition::sole_owner).
     Shard {
         /// The elements.
         range: Range<usize>,
@@ -162,6 +164,22 @@ pub fn load_local_state<M: Module, E: From<Error>>(
 }
 
 impl LocalTensor {
+    /// Returns the shape in which optimizers see it: flat where this rank holds a part, of that many empty dims where another
+    /// rank [owns](crate::ShardPolicy::one_owner) all of it, and otherwise its own.
+    pub fn shown_shape(&self) -> Vec<usize> {
+        let too_many = self.shape.len() > MAX_DIMS;
+        match &self.part {
+            LocalPart::Own => self.shape.clone(),
+            LocalPart::Whole if too_many => vec![self.shape.iter().product()],
+            LocalPart::Whole => self.shape.clone(),
+            LocalPart::Shard { range, partition } => match partition.sole_owner() {
+                None => vec![range.len()],
+                Some(_) if range.is_empty() => vec![0; self.shape.len()],
+                Some(_) => self.shape.clone(),
+            },
+        }
+    }
+
     /// Returns the shape of its elements on this rank: flat, of a parameter that a unit manages.
     fn held_shape(&self) -> Vec<usize> {
         match self.part {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::Partition;
 
+use super::owners;
 use crate::error::Error;
 use crate::offload::Offload;
 use crate::policy::ShardPolicy;
@@ -131,10 +132,16 @@ impl Grouping {
         policy: &ShardPolicy,
         is_replica: bool,
     ) -> Result<Vec<Arc<Unit>>, Error> {
+        let num_shards = groups.shard.size();
+        let owners = owners::of(
+            self.by_unit.iter().flat_map(|(_, members)| members),
+            num_shards,
+            policy,
+        )?;
         let units = self.by_unit.iter().map(|(path, members)| {
             let slots: Result<Vec<_>, _> = members
                 .iter()
-                .map(|found| slot(found, groups.shard.size(), policy))
+                .map(|found| slot(found, num_shards, owners.get(&found.path), policy))
                 .collect();
             let keep = match policy.strategy {
                 Strategy::FullShard if path.is_empty() && policy.keep_root => Keep::AsRoot,
@@ -159,8 +166,23 @@ impl Grouping {
     }
 }
 
-fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, Error> {
-    let num_elements: usize = found.shape.iter().product();
+/// Returns how ranks hold a parameter.
+pub(super) fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
+    let stays_whole = found.shape.len() < 2 || found.num_elements() < policy.whole_below;
+    match policy.strategy {
+        Strategy::NoShard => Holding::Replica,
+        _ if stays_whole => Holding::Whole,
+        _ => Holding::Shard,
+    }
+}
+
+fn slot(
+    found: &Found,
+    num_shards: usize,
+    owner: Option<&usize>,
+    policy: &ShardPolicy,
+) -> Result<Slot, Error> {
+    let num_elements = found.num_elements();
     let compute = policy.precision.compute_of(&found.path, found.dtype);
     let reduce = policy.precision.reduce_of(compute);
     let element_of = |dtype| match transport::element_type(dtype) {
@@ -171,16 +193,15 @@ fn slot(found: &Found, num_shards: usize, policy: &ShardPolicy) -> Result<Slot, 
         }),
     };
     let stored = element_of(found.dtype)?;
-    let stays_whole = found.shape.len() < 2 || num_elements < policy.whole_below;
-    let holding = match policy.strategy {
-        Strategy::NoShard => Holding::Replica,
-        _ if stays_whole => Holding::Whole,
-        _ => Holding::Shard,
-    };
+    let holding = holding(found, policy);
     let partition = match (holding, policy.cut) {
         (Holding::Shard, Cut::Elements) => Partition::flat(num_elements, num_shards)?,
         (Holding::Shard, Cut::Dims) => Partition::rows(&found.shape, num_shards)?,
         (Holding::Whole | Holding::Replica, _) => Partition::flat(num_elements, 1)?,
+    };
+    let partition = match owner {
+        Some(&owner) => Partition::one_owner(num_elements, num_shards, owner)?,
+        None => partition,
     };
     Ok(Slot {
         path: found.path.clone(),

@@ -1,6 +1,7 @@
 //! `fully_shard`: from a plain module to a sharded one.
 //!
-//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit.
+//! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit. `owners`: the owner of
+//!   each parameter that is not divided.
 //! - `placed`: units with their paths in the module, those of earlier calls too.
 //! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values.
 //! - `own_states`: running states that ranks must not share.
@@ -8,6 +9,7 @@
 mod grouping;
 mod initial;
 mod own_states;
+mod owners;
 mod placed;
 mod ranks;
 mod sharder;

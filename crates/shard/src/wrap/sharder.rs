@@ -13,6 +13,7 @@ use crate::error::throw;
 use crate::parameter::ShardedParam;
 use crate::parameter::identity::counterpart;
 use crate::parameter::owned::RootLink;
+use crate::shown::Shown;
 use crate::state::record;
 use crate::survey::{Declared, Survey, stand_in};
 use crate::transport;
@@ -73,8 +74,8 @@ impl Reparameterizer for Sharder {
         let value = initial::value(&unit, &unit.slots[index], &param);
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
-        let leaf = Param::initialized(id, value);
-        let leaf = leaf.set_require_grad(declared.is_trainable);
+        let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
+        let shown = Shown::new(id, value, &shape, declared.is_trainable);
         let base = base(&declared, &device, counterpart(id));
         let own = declared.mapper;
         let stand_in = stand_in(declared.shape, &device);
@@ -83,7 +84,7 @@ impl Reparameterizer for Sharder {
             .save_mapper(record::save(Copies::of(&generation), index, own));
         (
             base,
-            Some(ShardedParam::new(leaf, index, generation, root_link)),
+            Some(ShardedParam::new(shown, index, generation, root_link)),
         )
     }
 }

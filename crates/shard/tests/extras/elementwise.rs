@@ -105,16 +105,17 @@ fn one_group_among_others_is_found_by_its_path() {
 }
 
 #[test]
-fn what_is_whole_and_flat_must_not_be_a_matrix_to_the_optimizer() {
-    let replicas = ShardPolicy::new().strategy(Strategy::NoShard);
-    let verdicts = verdicts(whole, replicas);
-    let refused = |name| {
-        let found = verdicts.iter().find(|(other, _)| *other == name);
-        found.is_some_and(|(_, verdict)| verdict.is_some())
-    };
-    assert!(refused("muon") && refused("adafactor"));
-    // A norm does not ask for the shape.
-    assert!(!refused("lamb") && !refused("clipping by norm"));
+fn what_is_whole_takes_any_optimizer() {
+    let policies = [
+        ShardPolicy::new().strategy(Strategy::NoShard),
+        blocks().one_owner(["**"]),
+        blocks().whole_below(1_000_000),
+    ];
+    for policy in policies {
+        for (name, verdict) in verdicts(whole, policy) {
+            assert_eq!(verdict, None, "{name}");
+        }
+    }
 }
 
 #[test]

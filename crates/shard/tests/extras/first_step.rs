@@ -111,19 +111,23 @@ fn a_learning_rate_of_zero_tells_nothing_yet() {
     }
 }
 
-/// What is whole on every rank is flat all the same.
+/// What is whole is to the optimizer what it was before.
 #[test]
-fn replicas_are_tried_for_their_shape() {
-    let refused = |make| {
-        let policy = blocks().strategy(Strategy::NoShard);
-        refusals(2, policy, make, &[1e-2, 1e-2])
-    };
-    for (name, make) in WHOLE {
-        let needs_shape = matches!(name, "muon" | "adafactor");
-        assert_eq!(refused(make), [needs_shape; 2], "{name}");
-    }
-    for (name, make) in ELEMENTWISE {
-        assert_eq!(refused(make), [false; 2], "{name}");
+fn what_is_whole_is_not_tried() {
+    let whole = [
+        ShardPolicy::new().strategy(Strategy::NoShard),
+        ShardPolicy::new().one_owner(["**"]),
+    ];
+    for policy in whole {
+        // Muon takes no vectors, whoever steps it.
+        for (name, make) in WHOLE.into_iter().filter(|(name, _)| *name != "muon") {
+            let refused = refusals(2, policy.clone().units(["blocks.*"]), make, &[1e-2, 1e-2]);
+            assert_eq!(refused, [false; 2], "{name}");
+        }
+        for (name, make) in ELEMENTWISE {
+            let refused = refusals(2, policy.clone(), make, &[1e-2, 1e-2]);
+            assert_eq!(refused, [false; 2], "{name}");
+        }
     }
 }
 

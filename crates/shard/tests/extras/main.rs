@@ -24,6 +24,7 @@ mod full;
 mod gradients;
 mod identity;
 mod offload;
+mod owners;
 mod refused;
 mod restores;
 mod running;

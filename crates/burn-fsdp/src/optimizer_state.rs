@@ -1,0 +1,151 @@
+//! The state that an optimizer keeps of each parameter of a sharded model, as all ranks know of it.
+
+use std::collections::BTreeMap;
+
+use burn::module::Module;
+use burn_fsdp_checkpoint::Dtype;
+use burn_fsdp_shard::{LocalId, LocalPart, LocalTensor, owner_groups};
+use burn_pack::Tensor as PackedTensor;
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::dtype_of;
+use crate::error::{CheckpointError, optimizer_error};
+use crate::optimizer_record::{Kept, OptimizerParts, RANK_KEY, state_name};
+use crate::rendezvous::exchange;
+
+/// The state of one parameter, without its elements.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(crate) struct ParameterState {
+    /// What is kept beside tensors.
+    pub(crate) kept: Kept,
+    /// The tensors, in the order of their fields.
+    pub(crate) tensors: Vec<StateTensor>,
+}
+
+/// A tensor of a parameter's state.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct StateTensor {
+    pub(crate) field: String,
+    /// Its shape on the rank that has it.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) dtype: Dtype,
+}
+
+impl ParameterState {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.kept.scalars.is_empty() && self.tensors.is_empty()
+    }
+}
+
+impl StateTensor {
+    pub(crate) fn num_elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// The holders of a parameter, and so of its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Holders {
+    /// All ranks, a part each: a state has an element for each of the parameter's.
+    Parts,
+    /// All ranks, all of it: a state is of any shape.
+    All,
+    /// The rank of this number on the shard axis, all of it.
+    Owner(usize),
+}
+
+impl Holders {
+    pub(crate) fn of(local: &LocalTensor) -> Self {
+        match &local.part {
+            LocalPart::Shard { partition, .. } => match partition.sole_owner() {
+                Some(owner) => Self::Owner(owner),
+                None => Self::Parts,
+            },
+            // One of too many dims is shown flat.
+            _ if local.shown_shape() != local.shape => Self::Parts,
+            _ => Self::All,
+        }
+    }
+}
+
+/// Returns true if this rank holds nothing of a parameter because another one owns it.
+pub(crate) fn is_elsewhere(local: &LocalTensor) -> bool {
+    matches!(Holders::of(local), Holders::Owner(_)) && local.elements.is_empty()
+}
+
+/// Returns the state of each parameter, by path: what this rank's optimizer keeps, and of a parameter that another rank owns
+/// what that rank's does.
+///
+/// Collective among the ranks of which one owns a parameter.
+///
+/// # Errors
+///
+/// State of parameters that are not sharded, or of a type that is not saved; a failed collective.
+pub(crate) fn states<M: Module>(
+    model: &M,
+    parts: &OptimizerParts,
+    ids: &[LocalId],
+    locals: &BTreeMap<String, LocalTensor>,
+) -> Result<BTreeMap<String, ParameterState>, CheckpointError> {
+    let mut states = BTreeMap::new();
+    let mut taken = 0;
+    for id in ids {
+        let state = state_of(parts, id)?;
+        taken += state.tensors.len();
+        states.insert(id.path.clone(), state);
+    }
+    if taken != parts.tensors.len() {
+        return Err(optimizer_error(format!(
+            "{} tensors belong to parameters that are not sharded, and are each rank's own",
+            parts.tensors.len() - taken
+        )));
+    }
+    for group in owner_groups(model) {
+        let is_own = |path: &String| {
+            let local = &locals[path];
+            matches!(Holders::of(local), Holders::Owner(_)) && !is_elsewhere(local)
+        };
+        let own = states.iter().filter(|(path, _)| is_own(path));
+        let own: BTreeMap<&String, &ParameterState> = own.collect();
+        let own = serde_json::to_value(own).map_err(optimizer_error)?;
+        for told in exchange(&group, "optimizer, states of owners", &own)? {
+            let told = BTreeMap::<String, ParameterState>::deserialize(told);
+            states.extend(told.map_err(optimizer_error)?);
+        }
+    }
+    Ok(states)
+}
+
+fn state_of(parts: &OptimizerParts, id: &LocalId) -> Result<ParameterState, CheckpointError> {
+    let number = id.id.val();
+    // The number of dims in which a tensor is shown is the reader's own.
+    let scalars = parts
+        .scalars_of(number)
+        .filter(|(field, _)| field != RANK_KEY);
+    let kept = Kept {
+        scalars: scalars
+            .map(|(field, scalar)| (field, scalar.into()))
+            .collect(),
+        group_path: parts.paths.get(&number.to_string()).cloned(),
+    };
+    let tensors = tensors_of(parts, number)
+        .into_iter()
+        .map(|(field, tensor)| {
+            Ok(StateTensor {
+                dtype: dtype_of(&state_name(&id.path, &field), tensor.dtype)?,
+                shape: tensor.shape.to_vec(),
+                field,
+            })
+        });
+    Ok(ParameterState {
+        kept,
+        tensors: tensors.collect::<Result<_, CheckpointError>>()?,
+    })
+}
+
+/// Returns the tensors that an optimizer keeps of a parameter, in the order of their fields.
+fn tensors_of(parts: &OptimizerParts, id: u64) -> Vec<(String, &PackedTensor)> {
+    let mut tensors: Vec<_> = parts.tensors_of(id).collect();
+    tensors.sort_by(|(a, _), (b, _)| a.cmp(b));
+    tensors
+}

@@ -1,0 +1,241 @@
+//! Parameters that one rank owns: their optimizer's state in checkpoints, in files and in Burn's own loop.
+
+use std::path::Path;
+use std::time::Duration;
+
+use burn::grad_clipping::GradientClipping;
+use burn::module::{Module, ParamGroup};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{
+    AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, MuonConfig, SgdConfig,
+};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_fsdp::checkpoint::{Checkpoints, Region};
+use burn_fsdp::optim::FileBackedOptimizer;
+use burn_fsdp::state::{into_record, local_state};
+use burn_fsdp::{
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
+    fully_shard, launch, replicate, resume, save,
+};
+
+type Make = fn() -> ModuleOptimizer;
+
+#[derive(Module, Debug)]
+struct Net {
+    layers: Vec<Linear>,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Self {
+            layers: (0..3)
+                .map(|_| LinearConfig::new(9, 9).init(device))
+                .collect(),
+            head: LinearConfig::new(9, 5).with_bias(false).init(device),
+        }
+    }
+
+    fn loss(&self, step: u64, device: &Device) -> Tensor<1> {
+        let value = |i: u64| ((i * 7 + step * 5) % 13) as f32 / 13.0 - 0.4;
+        let values: Vec<f32> = (0..4 * 9).map(value).collect();
+        let mut x = Tensor::<2>::from_data(TensorData::new(values, [4, 9]), device);
+        for layer in &self.layers {
+            x = layer.forward(x).tanh();
+        }
+        self.head.forward(x).square().mean()
+    }
+}
+
+fn muon() -> ModuleOptimizer {
+    let matrices = ParamGroup::from_any_predicates(vec!["weight"]);
+    let vectors = AdamWConfig::new().init();
+    vectors.with_group(matrices, MuonConfig::new().build(), None)
+}
+
+const OPTIMIZERS: [(&str, Make); 5] = [
+    ("muon", muon),
+    ("adafactor", || AdafactorConfig::new().init()),
+    ("lamb", || LambConfig::new().init()),
+    ("sgd", || SgdConfig::new().init()),
+    ("clipping by norm", || {
+        let optimizer = AdamWConfig::new().init();
+        optimizer.with_grad_clipping(GradientClipping::Norm(1e-3))
+    }),
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Placed {
+    /// Every parameter has one owner.
+    Owned,
+    /// Every rank has everything.
+    Everywhere,
+    /// Owned in each of two replicas.
+    Hybrid,
+    /// Flat shards.
+    Cut,
+}
+
+fn mesh(world: &ProcessGroup, placed: Placed) -> Result<ProcessMesh, Error> {
+    let mesh = match placed {
+        Placed::Hybrid => Mesh::new([("replicate", 2), ("shard", world.size() / 2)])?,
+        _ => Mesh::line("shard", world.size())?,
+    };
+    Ok(ProcessMesh::new(world, mesh)?)
+}
+
+fn model(mesh: &ProcessMesh, placed: Placed) -> Result<Net, Error> {
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    if mesh.world().rank() == 0 {
+        device.seed(11);
+    }
+    let policy = ShardPolicy::new().units(["layers.*"]);
+    let net = Net::new(&device);
+    Ok(match placed {
+        Placed::Owned => fully_shard(net, mesh, policy.one_owner(["**"]))?,
+        Placed::Hybrid => {
+            let policy = policy.one_owner(["**"]).replicate_axis("replicate");
+            fully_shard(net, mesh, policy)?
+        }
+        Placed::Everywhere => replicate(net, mesh, policy)?,
+        Placed::Cut => fully_shard(net, mesh, policy.strategy(Strategy::FullShard))?,
+    })
+}
+
+/// Whole parameters, by path.
+type Params = Vec<(String, Vec<f32>)>;
+
+/// Collective.
+fn whole(net: &Net) -> Result<Params, Error> {
+    let record = into_record(net.clone())?;
+    let net = Net::new(&Device::flex()).load_record(record);
+    let floats = |data: TensorData| data.try_to_vec::<f32>().expect("floats");
+    let layers = net.layers.into_iter().chain([net.head]);
+    let named = layers.enumerate().map(|(index, layer)| {
+        let mut values = floats(layer.weight.val().into_data());
+        if let Some(bias) = layer.bias {
+            values.extend(floats(bias.val().into_data()));
+        }
+        (format!("layer {index}"), values)
+    });
+    Ok(named.collect())
+}
+
+/// Trains on from what is in `folder` up to `until` steps, and saves there.
+fn train(folder: &Path, ranks: usize, placed: Placed, make: Make, until: u64) -> Vec<Params> {
+    let folder = folder.to_owned();
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(30));
+    let done = launch(config, move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = mesh(&world, placed)?;
+        let resumed = resume(&folder, model(&mesh, placed)?, make(), &mesh)?;
+        let (mut net, mut optimizer) = (resumed.model, resumed.optimizer);
+        for step in resumed.step..until {
+            // The same batch on every rank: a mean of equal gradients has their bits.
+            let gradients = backward(net.loss(step, &device), &net)?;
+            net = optimizer.step(1e-2, net, gradients);
+        }
+        save(&folder, until, &net, &optimizer, &mesh)?;
+        whole(&net)
+    });
+    done.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Stopped and gone on with, on other ranks and placed otherwise, it ends with the bits of a run that never stopped.
+#[test]
+fn a_training_goes_on_from_its_checkpoint_wherever_its_owners_are() {
+    let placements = [
+        (1, Placed::Owned),
+        (2, Placed::Owned),
+        (4, Placed::Owned),
+        (4, Placed::Hybrid),
+        (2, Placed::Everywhere),
+    ];
+    for (name, make) in OPTIMIZERS {
+        let folder = tempfile::tempdir().expect("a folder");
+        let want = train(folder.path(), 1, Placed::Everywhere, make, 6).swap_remove(0);
+        for (index, (ranks, placed)) in placements.into_iter().enumerate() {
+            let (next_ranks, next_placed) = placements[(index + 1) % placements.len()];
+            let folder = tempfile::tempdir().expect("a folder");
+            train(folder.path(), ranks, placed, make, 3);
+            let got = train(folder.path(), next_ranks, next_placed, make, 6);
+            for got in got {
+                assert_eq!(
+                    got, want,
+                    "{name}: {placed:?} on {ranks}, then {next_placed:?} on {next_ranks}"
+                );
+            }
+        }
+    }
+}
+
+/// What element-wise optimizers keep can be cut, whoever kept it.
+#[test]
+fn an_elementwise_training_may_be_cut_afterwards_and_owned_again() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let make: Make = || AdamWConfig::new().init();
+    let want = train(folder.path(), 1, Placed::Everywhere, make, 6).swap_remove(0);
+    let folder = tempfile::tempdir().expect("a folder");
+    train(folder.path(), 2, Placed::Owned, make, 2);
+    train(folder.path(), 4, Placed::Cut, make, 4);
+    for got in train(folder.path(), 2, Placed::Owned, make, 6) {
+        assert_eq!(got, want);
+    }
+}
+
+/// A state of another shape than its parameter's is one part of its owner's, and is not cut in silence.
+#[test]
+fn a_state_that_is_no_elements_is_refused_where_parameters_are_cut() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let make: Make = || AdafactorConfig::new().init();
+    train(folder.path(), 2, Placed::Owned, make, 2);
+    let step = Checkpoints::new(folder.path()).newest().expect("saved");
+    let tensors = step.index().tensors.iter();
+    let of_head: Vec<_> = tensors
+        .filter(|tensor| tensor.name.starts_with("optimizer.head.weight"))
+        .collect();
+    assert!(of_head.iter().any(|tensor| tensor.shape != [9, 5]));
+    for tensor in of_head {
+        step.read(&tensor.name, &Region::whole(&tensor.shape))
+            .expect("whole");
+    }
+    let path = folder.path().to_owned();
+    let config = LaunchConfig::new(2).deadline(Duration::from_secs(30));
+    let refused = launch(config, move |world| {
+        let mesh = mesh(&world, Placed::Cut)?;
+        // An optimizer that may work on shards, which does not take the state anyway.
+        let optimizer = AdamWConfig::new().init();
+        let resumed = resume(&path, model(&mesh, Placed::Cut)?, optimizer, &mesh);
+        Ok::<_, Error>(resumed.expect_err("Adafactor's factors").to_string())
+    });
+    for message in refused.expect("no rank failed") {
+        assert!(message.contains("one_owner"), "{message}");
+    }
+}
+
+#[test]
+fn state_in_files_is_the_owners() {
+    let config = LaunchConfig::new(2).deadline(Duration::from_secs(30));
+    let folder = tempfile::tempdir().expect("a folder");
+    let state = folder.path().to_owned();
+    let got = launch(config, move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = mesh(&world, Placed::Owned)?;
+        let mut net = model(&mesh, Placed::Owned)?;
+        let mut optimizer = FileBackedOptimizer::new(muon(), &state, world.rank())?;
+        for step in 0..6 {
+            let gradients = backward(net.loss(step, &device), &net)?;
+            net = optimizer.step(1e-2, net, gradients)?;
+        }
+        let held = local_state(&net)?;
+        let held: usize = held.iter().map(|tensor| tensor.elements.len()).sum();
+        Ok::<_, Error>((whole(&net)?, held, optimizer.file_bytes()))
+    });
+    let got = got.unwrap_or_else(|error| panic!("{error}"));
+    let plain = tempfile::tempdir().expect("a folder");
+    let want = train(plain.path(), 1, Placed::Everywhere, muon, 6).swap_remove(0);
+    for (params, held, file_bytes) in got {
+        assert_eq!(params, want);
+        assert!(held > 0 && file_bytes > 0);
+    }
+}

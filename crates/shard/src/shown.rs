@@ -1,0 +1,193 @@
+//! What a rank holds of a parameter, in the shape in which optimizers see it.
+
+use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Device, GradientCheckpointingStrategy, Shape, Tensor};
+
+use crate::device;
+
+/// What this rank holds of a parameter, as a parameter of its own: flat where it is a part, in the parameter's shape where it
+/// is all of it, and of that many empty dims where another rank owns all of it.
+#[derive(Debug, Clone)]
+pub(crate) enum Shown {
+    One(Param<Tensor<1>>),
+    Two(Param<Tensor<2>>),
+    Three(Param<Tensor<3>>),
+    Four(Param<Tensor<4>>),
+    Five(Param<Tensor<5>>),
+    Six(Param<Tensor<6>>),
+}
+
+/// Evaluates an expression of the parameter, whatever its number of dims.
+macro_rules! of_any {
+    ($shown:expr, $param:ident => $body:expr) => {
+        match $shown {
+            Shown::One($param) => $body,
+            Shown::Two($param) => $body,
+            Shown::Three($param) => $body,
+            Shown::Four($param) => $body,
+            Shown::Five($param) => $body,
+            Shown::Six($param) => $body,
+        }
+    };
+}
+
+/// Makes another parameter of as many dims.
+macro_rules! map_any {
+    ($shown:expr, $param:ident => $body:expr) => {
+        match $shown {
+            Shown::One($param) => Shown::One($body),
+            Shown::Two($param) => Shown::Two($body),
+            Shown::Three($param) => Shown::Three($body),
+            Shown::Four($param) => Shown::Four($body),
+            Shown::Five($param) => Shown::Five($body),
+            Shown::Six($param) => Shown::Six($body),
+        }
+    };
+}
+
+pub(crate) use of_any;
+
+impl Shown {
+    /// Returns the elements of `flat` as a leaf of the shape `shape`, of 1 to [`MAX_DIMS`](crate::slot::MAX_DIMS) dims.
+    pub(crate) fn new(id: ParamId, flat: Tensor<1>, shape: &[usize], is_trainable: bool) -> Self {
+        match shape.len() {
+            1 => Self::One(leaf(id, flat, shape, is_trainable)),
+            2 => Self::Two(leaf(id, flat, shape, is_trainable)),
+            3 => Self::Three(leaf(id, flat, shape, is_trainable)),
+            4 => Self::Four(leaf(id, flat, shape, is_trainable)),
+            5 => Self::Five(leaf(id, flat, shape, is_trainable)),
+            6 => Self::Six(leaf(id, flat, shape, is_trainable)),
+            dims => unreachable!("what has {dims} dims is shown flat"),
+        }
+    }
+
+    /// Returns it with the elements of `flat`.
+    pub(crate) fn with_elements(self, flat: Tensor<1>) -> Self {
+        map_any!(self, param => param.map(|old| {
+            let is_trainable = old.is_require_grad();
+            shaped(flat, old.shape()).set_require_grad(is_trainable)
+        }))
+    }
+
+    /// Returns the id by which it is shown.
+    pub(crate) fn id(&self) -> ParamId {
+        of_any!(self, param => param.id)
+    }
+
+    /// Returns it under another id.
+    pub(crate) fn with_id(self, id: ParamId) -> Self {
+        map_any!(self, param => {
+            let mut param = param;
+            param.id = id;
+            param
+        })
+    }
+
+    /// Returns its shape.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        of_any!(self, param => param.shape().to_vec())
+    }
+
+    /// Returns the tensor that is the parent of the full parameter in a graph, where the generation gives none: the leaf
+    /// itself if it is flat, or a stand-in of the same device.
+    pub(crate) fn parent(&self) -> Tensor<1> {
+        match self {
+            Self::One(param) => param.base(),
+            shaped => Tensor::zeros([1], &of_any!(shaped, param => param.base().device())),
+        }
+    }
+
+    /// Returns it with a mapper that calls `refuse` whenever it is recorded.
+    pub(crate) fn guarded(self, refuse: impl Fn() + Clone + Send + Sync + 'static) -> Self {
+        map_any!(self, param => param.save_mapper(move |tensor| {
+            refuse();
+            tensor
+        }))
+    }
+
+    /// Returns it mapped, in memory that the engine's flat view of it can share.
+    pub(crate) fn mapped<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        match self {
+            Self::One(param) => Self::One(Module::map(param, mapper)),
+            shaped => map_any!(shaped, param => in_rows(Module::map(param, mapper))),
+        }
+    }
+
+    pub(crate) fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        of_any!(self, param => param.visit(visitor));
+    }
+
+    pub(crate) fn collect_devices(&self, devices: Devices) -> Devices {
+        of_any!(self, param => param.collect_devices(devices))
+    }
+
+    pub(crate) fn fork(self, device: &Device) -> Self {
+        map_any!(self, param => param.fork(device))
+    }
+
+    pub(crate) fn to_device(self, device: &Device) -> Self {
+        map_any!(self, param => param.to_device(device))
+    }
+
+    pub(crate) fn valid(&self) -> Self {
+        map_any!(self, param => param.valid())
+    }
+
+    /// Returns it ready to be trained again after `valid`, with the autodiff strategy that the module was built with.
+    pub(crate) fn train(self, strategy: Option<GradientCheckpointingStrategy>) -> Self {
+        map_any!(self, param => param.train().map(|leaf| match strategy {
+            Some(strategy) => {
+                let is_trainable = leaf.is_require_grad();
+                leaf.inner()
+                    .autodiff()
+                    .with_gradient_checkpointing_strategy(strategy)
+                    .set_require_grad(is_trainable)
+            }
+            None => leaf,
+        }))
+    }
+}
+
+/// Returns a parameter with the elements of `flat`, on its device and with its autodiff.
+fn leaf<const D: usize>(
+    id: ParamId,
+    flat: Tensor<1>,
+    shape: &[usize],
+    is_trainable: bool,
+) -> Param<Tensor<D>> {
+    let value = shaped(flat, shape.to_vec().into());
+    Param::initialized(id, value).set_require_grad(is_trainable)
+}
+
+/// Returns the elements of `flat` in another shape: a leaf, and no view of one.
+fn shaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
+    let device = flat.device();
+    device::tracked(reshaped(plain(flat), shape), &device)
+}
+
+/// Returns the elements of a plain tensor in another shape. Burn reads a 0 in a shape as the dim that is there.
+fn reshaped<const D: usize>(flat: Tensor<1>, shape: Shape) -> Tensor<D> {
+    match shape.num_elements() {
+        0 => Tensor::zeros(shape, (&flat.device(), flat.dtype())),
+        _ => flat.reshape(shape),
+    }
+}
+
+/// Returns the parameter with its elements in order: an optimizer may hand back a transposed view, of which a flat one would
+/// be a second copy.
+fn in_rows<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    param.map(|tensor| {
+        let device = tensor.device();
+        let (shape, is_trainable) = (tensor.shape(), tensor.is_require_grad());
+        let flat: Tensor<1> = plain(tensor).reshape([shape.num_elements()]);
+        device::tracked(reshaped(flat, shape), &device).set_require_grad(is_trainable)
+    })
+}
+
+/// Returns a tensor without autodiff.
+pub(crate) fn plain<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
+    match tensor.is_autodiff() {
+        true => tensor.inner(),
+        false => tensor,
+    }
+}
