@@ -1,6 +1,6 @@
 //! The grouping of parameters into units, and those that belong to none.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use burn_fsdp_mesh::Partition;
@@ -9,7 +9,7 @@ use super::owners;
 use crate::error::Error;
 use crate::offload::Offload;
 use crate::policy::ShardPolicy;
-use crate::slot::{Element, Elements, Holding, Slot};
+use crate::slot::{Element, Elements, Holding, MAX_DIMS, Slot};
 use crate::spec::{GradientOptions, Groups, UnitSpec};
 use crate::survey::{Found, Survey};
 use crate::transport;
@@ -121,6 +121,42 @@ impl Grouping {
         Ok(Self { by_unit })
     }
 
+    /// Returns the owner of each parameter that the policy gives to one rank, by path.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnmatchedPattern`]; [`Error::Option`] for a parameter of too many dims to be shown to an optimizer.
+    fn owners(
+        &self,
+        num_ranks: usize,
+        policy: &ShardPolicy,
+    ) -> Result<HashMap<String, usize>, Error> {
+        let parameters = self.by_unit.iter().flat_map(|(_, members)| members);
+        for pattern in &policy.one_owner {
+            let mut paths = parameters.clone().map(|found| found.path.as_str());
+            if !paths.any(|path| pattern.prefix_of(path).is_some()) {
+                let paths = parameters.map(|found| found.path.as_str());
+                return Err(unmatched(pattern.as_str(), paths));
+            }
+        }
+        let is_owned = |found: &&Found| {
+            let mut patterns = policy.one_owner.iter();
+            let matches = patterns.any(|pattern| pattern.prefix_of(&found.path).is_some());
+            matches && holding(found, policy) == Holding::Shard
+        };
+        let owned: Vec<_> = parameters.filter(is_owned).collect();
+        if let Some(found) = owned.iter().find(|found| found.shape.len() > MAX_DIMS) {
+            return Err(Error::Option {
+                option: "one_owner",
+                expected: "parameters of at most 6 dims",
+                got: format!("`{}` of shape {:?}", found.path, found.shape),
+            });
+        }
+        let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();
+        let paths = owned.iter().map(|found| found.path.clone());
+        Ok(paths.zip(owners::balanced(&sizes, num_ranks)).collect())
+    }
+
     /// Returns the units, without values or a root; `is_replica` if `replicate` makes them.
     ///
     /// # Errors
@@ -133,11 +169,7 @@ impl Grouping {
         is_replica: bool,
     ) -> Result<Vec<Arc<Unit>>, Error> {
         let num_shards = groups.shard.size();
-        let owners = owners::of(
-            self.by_unit.iter().flat_map(|(_, members)| members),
-            num_shards,
-            policy,
-        )?;
+        let owners = self.owners(num_shards, policy)?;
         let units = self.by_unit.iter().map(|(path, members)| {
             let slots: Result<Vec<_>, _> = members
                 .iter()
@@ -167,7 +199,7 @@ impl Grouping {
 }
 
 /// Returns how ranks hold a parameter.
-pub(super) fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
+fn holding(found: &Found, policy: &ShardPolicy) -> Holding {
     let stays_whole = found.shape.len() < 2 || found.num_elements() < policy.whole_below;
     match policy.strategy {
         Strategy::NoShard => Holding::Replica,

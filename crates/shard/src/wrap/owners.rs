@@ -1,53 +1,10 @@
 //! The owners of parameters that are not divided among ranks.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
-
-use super::grouping::{self, holding};
-use crate::error::Error;
-use crate::policy::ShardPolicy;
-use crate::slot::{Holding, MAX_DIMS};
-use crate::survey::Found;
-
-/// Returns the owner of each parameter that the policy gives to one rank, by path.
-///
-/// # Errors
-///
-/// [`Error::UnmatchedPattern`]; [`Error::Option`] for a parameter of too many dims to be shown to an optimizer.
-pub(super) fn of<'a>(
-    parameters: impl Iterator<Item = &'a Found> + Clone,
-    num_ranks: usize,
-    policy: &ShardPolicy,
-) -> Result<HashMap<String, usize>, Error> {
-    for pattern in &policy.one_owner {
-        let mut paths = parameters.clone().map(|found| found.path.as_str());
-        if !paths.any(|path| pattern.prefix_of(path).is_some()) {
-            let paths = parameters.map(|found| found.path.as_str());
-            return Err(grouping::unmatched(pattern.as_str(), paths));
-        }
-    }
-    let is_owned = |found: &&Found| {
-        let mut patterns = policy.one_owner.iter();
-        let matches = patterns.any(|pattern| pattern.prefix_of(&found.path).is_some());
-        matches && holding(found, policy) == Holding::Shard
-    };
-    let owned: Vec<&Found> = parameters.filter(is_owned).collect();
-    if let Some(found) = owned.iter().find(|found| found.shape.len() > MAX_DIMS) {
-        return Err(Error::Option {
-            option: "one_owner",
-            expected: "parameters of at most 6 dims",
-            got: format!("`{}` of shape {:?}", found.path, found.shape),
-        });
-    }
-    let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();
-    let owners = balanced(&sizes, num_ranks);
-    let paths = owned.iter().map(|found| found.path.clone());
-    Ok(paths.zip(owners).collect())
-}
 
 /// Returns an owner for each size: the largest first, each to the rank with the least so far, the first of several. The
 /// largest sum is at most 4/3 of the least possible (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-fn balanced(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
+pub(super) fn balanced(sizes: &[usize], num_ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| Reverse(sizes[index]));
     let mut loads = vec![0usize; num_ranks];

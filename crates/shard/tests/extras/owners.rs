@@ -368,11 +368,15 @@ fn what_is_still_cut_is_refused_with_the_way_out() {
 fn records_and_other_maps_keep_the_owners() {
     let losses = on_ranks(2, |world| {
         let device = device();
-        let model: Mlp = build(MLP, &world, &device, blocks().one_owner(["**"]))?;
-        let before = whole_params(Mlp::new(&device), &model);
-        let record = model.clone().into_record();
-        let model = model.load_record(record).freeze().unfreeze();
-        let model = model.valid().train();
+        let owned = || build(MLP, &world, &device, blocks().one_owner(["**"]));
+        let (record, before) = {
+            let model: Mlp = owned()?;
+            let before = whole_params(Mlp::new(&device), &model);
+            (model.into_record(), before)
+        };
+        let loaded = owned()?.load_record(record).freeze().unfreeze();
+        let model = loaded.valid().train();
+        drop(loaded);
         assert_eq!(whole_params(Mlp::new(&device), &model), before);
         let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
         let model = muon().step(1e-2, model, gradients);

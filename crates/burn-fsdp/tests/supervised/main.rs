@@ -1,145 +1,29 @@
 //! Burn's own training loop, sharded: against the same loop on one device.
 #![cfg(feature = "train")]
 
+mod network;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::data::dataloader::batcher::Batcher;
-use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
-use burn::data::dataset::{Dataset, DatasetError, InMemDataset};
+use burn::data::dataloader::DataLoaderBuilder;
+use burn::data::dataset::{Dataset, DatasetError};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::conv::{Conv2d, Conv2dConfig};
-use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor, activation};
+use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
 use burn::train::metric::store::{Aggregate, Direction, EventStoreClient, Split};
 use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
     ClassificationOutput, EarlyStoppingStrategy, InferenceStep, Interrupter, Learner,
-    LearningResult, MetricEarlyStoppingStrategy, StoppingCondition, SupervisedTraining,
-    TrainOutput, TrainStep,
+    LearningResult, MetricEarlyStoppingStrategy, StoppingCondition, SupervisedTraining, TrainStep,
 };
 use burn_fsdp::train::{FullySharded, Lent};
 use burn_fsdp::{Clip, Error, LaunchConfig, ShardPolicy, Strategy};
 
-const SIDE: usize = 6;
-const CLASSES: usize = 3;
-/// Items of a batch of one rank.
-const BATCH: usize = 4;
-
-/// A convolutional network, as any user of Burn writes it.
-#[derive(Module, Debug)]
-struct Net {
-    conv: Conv2d,
-    hidden: Linear,
-    head: Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        device.seed(7);
-        let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
-        let net = Self {
-            conv: conv.init(device),
-            hidden: LinearConfig::new(3 * 4 * 4, 7).init(device),
-            head: LinearConfig::new(7, CLASSES).init(device),
-        };
-        // Every training has these values, whoever draws beside it.
-        net.map(&mut Fixed(0))
-    }
-
-    fn classify(&self, batch: Digits) -> ClassificationOutput {
-        let features = activation::relu(self.conv.forward(batch.images)).flatten(1, 3);
-        let output = self
-            .head
-            .forward(activation::gelu(self.hidden.forward(features)));
-        let loss = CrossEntropyLossConfig::new().init(&output.device());
-        let loss = loss.forward(output.clone(), batch.classes.clone());
-        ClassificationOutput::new(loss, output, batch.classes)
-    }
-}
-
-/// Gives parameters values that are no one's draw.
-struct Fixed(usize);
-
-impl burn::module::ModuleMapper for Fixed {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| {
-            let shape = old.shape();
-            let values = (0..shape.num_elements()).map(|_| {
-                self.0 += 1;
-                ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
-            });
-            let values: Vec<f32> = values.collect();
-            let data = burn::tensor::TensorData::new(values, shape);
-            Tensor::from_data(data, &old.device()).require_grad()
-        })
-    }
-}
-
-impl TrainStep for Net {
-    type Input = Digits;
-    type Output = ClassificationOutput;
-
-    fn step(&self, batch: Digits) -> TrainOutput<ClassificationOutput> {
-        let output = self.classify(batch);
-        TrainOutput::new(self, output.loss.backward(), output)
-    }
-}
-
-impl InferenceStep for Net {
-    type Input = Digits;
-    type Output = ClassificationOutput;
-
-    fn step(&self, batch: Digits) -> ClassificationOutput {
-        self.classify(batch)
-    }
-}
-
-#[derive(Debug, Clone)]
-struct Digits {
-    images: Tensor<4>,
-    classes: Tensor<1, Int>,
-}
-
-/// One image and its class.
-type Item = ([f32; SIDE * SIDE], i32);
-
-fn items(count: usize, seed: usize) -> Vec<Item> {
-    let item = |i: usize| {
-        let class = (i * 5 + seed) % CLASSES;
-        let pixel = |p: usize| {
-            let noise = ((i * 31 + p * 17 + seed) % 23) as f32 / 23.0;
-            noise + f32::from(u8::from((p + class).is_multiple_of(CLASSES)))
-        };
-        (std::array::from_fn(pixel), class as i32)
-    };
-    (0..count).map(item).collect()
-}
-
-#[derive(Clone)]
-struct Digitizer;
-
-impl Batcher<Item, Digits> for Digitizer {
-    fn batch(&self, items: Vec<Item>, device: &Device) -> Digits {
-        let images: Vec<f32> = items.iter().flat_map(|item| item.0).collect();
-        let classes: Vec<i32> = items.iter().map(|item| item.1).collect();
-        let shape = [items.len(), 1, SIDE, SIDE];
-        Digits {
-            images: Tensor::<1>::from_floats(images.as_slice(), device).reshape(shape),
-            classes: Tensor::from_ints(classes.as_slice(), device),
-        }
-    }
-}
-
-fn loader(items: Vec<Item>, batch: usize) -> Arc<dyn DataLoader<Digits>> {
-    let builder = DataLoaderBuilder::new(Digitizer).batch_size(batch);
-    builder.build(InMemDataset::new(items))
-}
+use network::{BATCH, Digitizer, Digits, Item, Net, items, loader};
 
 /// Returns the items in the order in which `ranks` go through them together: in each step a batch of each.
 fn joined(items: &[Item], ranks: usize) -> Vec<Item> {
@@ -593,4 +477,53 @@ fn gradients_are_clipped_by_the_norm_of_all_ranks() {
     let most = moved(&launch(Some(0.01)));
     assert!(most <= 0.0201 && most > 0.01, "{most}");
     assert!(moved(&launch(None)) > 0.05);
+}
+
+/// Burn's files of a training whose optimizer keeps whole tensors are those of one device, both ways.
+#[test]
+fn optimizers_of_whole_tensors_step_what_a_rank_owns() {
+    let optimizers: [fn() -> ModuleOptimizer; 3] = [
+        || AdafactorConfig::new().init(),
+        || LambConfig::new().init(),
+        || {
+            let clipped = AdamWConfig::new().with_epsilon(1e-3);
+            clipped
+                .with_grad_clipping(Some(GradientClippingConfig::Norm(1e-2)))
+                .init()
+        },
+    ];
+    for make in optimizers {
+        let ours = |folder: &Path, epochs: usize, from: Option<usize>| {
+            let training = training(folder, (items(16, 1), items(4, 2)), BATCH);
+            let training = training.with_default_checkpointers().num_epochs(epochs);
+            let training = match from {
+                Some(epoch) => training.checkpoint(epoch),
+                None => training,
+            };
+            let policy = ShardPolicy::new()
+                .units(["conv", "hidden"])
+                .one_owner(["**"]);
+            let sharded = FullySharded::new(LaunchConfig::new(2)).policy(policy);
+            let result = sharded.launch(training, Net::new(&device()), make(), 1e-2);
+            result.unwrap_or_else(|error| panic!("{error}")).model
+        };
+        let burns = |folder: &Path, epochs: usize, from: Option<usize>| {
+            let data = (joined(&items(16, 1), 2), joined(&items(4, 2), 2));
+            let training = training(folder, data, 2 * BATCH);
+            let training = training.with_default_checkpointers().num_epochs(epochs);
+            let training = match from {
+                Some(epoch) => training.checkpoint(epoch),
+                None => training,
+            };
+            training
+                .launch(Learner::new(Net::new(&device()), make(), 1e-2))
+                .model
+        };
+        let (at, other) = (folder(), folder());
+        let through = burns(folder().path(), 3, None);
+        ours(at.path(), 2, None);
+        assert_close(&burns(at.path(), 3, Some(2)), &through, 1e-5);
+        burns(other.path(), 1, None);
+        assert_close(&ours(other.path(), 3, Some(1)), &through, 1e-5);
+    }
 }

@@ -1,0 +1,128 @@
+//! The network that is trained, and its data, as any user of Burn writes them.
+
+use std::sync::Arc;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
+use burn::data::dataset::InMemDataset;
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
+use burn::tensor::{Device, Int, Tensor, activation};
+use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
+
+const SIDE: usize = 6;
+const CLASSES: usize = 3;
+/// Items of a batch of one rank.
+pub(crate) const BATCH: usize = 4;
+
+/// A convolutional network, as any user of Burn writes it.
+#[derive(Module, Debug)]
+pub(crate) struct Net {
+    conv: Conv2d,
+    hidden: Linear,
+    head: Linear,
+}
+
+impl Net {
+    pub(crate) fn new(device: &Device) -> Self {
+        device.seed(7);
+        let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
+        let net = Self {
+            conv: conv.init(device),
+            hidden: LinearConfig::new(3 * 4 * 4, 7).init(device),
+            head: LinearConfig::new(7, CLASSES).init(device),
+        };
+        // Every training has these values, whoever draws beside it.
+        net.map(&mut Fixed(0))
+    }
+
+    fn classify(&self, batch: Digits) -> ClassificationOutput {
+        let features = activation::relu(self.conv.forward(batch.images)).flatten(1, 3);
+        let output = self
+            .head
+            .forward(activation::gelu(self.hidden.forward(features)));
+        let loss = CrossEntropyLossConfig::new().init(&output.device());
+        let loss = loss.forward(output.clone(), batch.classes.clone());
+        ClassificationOutput::new(loss, output, batch.classes)
+    }
+}
+
+/// Gives parameters values that are no one's draw.
+struct Fixed(usize);
+
+impl burn::module::ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let shape = old.shape();
+            let values = (0..shape.num_elements()).map(|_| {
+                self.0 += 1;
+                ((self.0 * 7919) % 1009) as f32 / 1009.0 * 0.6 - 0.3
+            });
+            let values: Vec<f32> = values.collect();
+            let data = burn::tensor::TensorData::new(values, shape);
+            Tensor::from_data(data, &old.device()).require_grad()
+        })
+    }
+}
+
+impl TrainStep for Net {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> TrainOutput<ClassificationOutput> {
+        let output = self.classify(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> ClassificationOutput {
+        self.classify(batch)
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Digits {
+    images: Tensor<4>,
+    classes: Tensor<1, Int>,
+}
+
+/// One image and its class.
+pub(crate) type Item = ([f32; SIDE * SIDE], i32);
+
+pub(crate) fn items(count: usize, seed: usize) -> Vec<Item> {
+    let item = |i: usize| {
+        let class = (i * 5 + seed) % CLASSES;
+        let pixel = |p: usize| {
+            let noise = ((i * 31 + p * 17 + seed) % 23) as f32 / 23.0;
+            noise + f32::from(u8::from((p + class).is_multiple_of(CLASSES)))
+        };
+        (std::array::from_fn(pixel), class as i32)
+    };
+    (0..count).map(item).collect()
+}
+
+#[derive(Clone)]
+pub(crate) struct Digitizer;
+
+impl Batcher<Item, Digits> for Digitizer {
+    fn batch(&self, items: Vec<Item>, device: &Device) -> Digits {
+        let images: Vec<f32> = items.iter().flat_map(|item| item.0).collect();
+        let classes: Vec<i32> = items.iter().map(|item| item.1).collect();
+        let shape = [items.len(), 1, SIDE, SIDE];
+        Digits {
+            images: Tensor::<1>::from_floats(images.as_slice(), device).reshape(shape),
+            classes: Tensor::from_ints(classes.as_slice(), device),
+        }
+    }
+}
+
+pub(crate) fn loader(items: Vec<Item>, batch: usize) -> Arc<dyn DataLoader<Digits>> {
+    let builder = DataLoaderBuilder::new(Digitizer).batch_size(batch);
+    builder.build(InMemDataset::new(items))
+}
