@@ -1,14 +1,13 @@
 //! A sharded model and its optimizer as they were when a step was saved.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::ops::Range;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{ExpectedTensor, Extra, Region, Step, TensorEntry, TensorKind};
 use burn_fsdp_shard::{
-    LocalPart, LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
+    LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
 };
 use burn_pack::{Scalar, Tensor as PackedTensor};
 
@@ -84,15 +83,7 @@ pub fn restore_matching<M: Module>(
 
 /// Returns the region of a tensor that a rank holds.
 pub(crate) fn region_of(tensor: &LocalTensor) -> Region {
-    Region::Flat(range_of(tensor))
-}
-
-/// Returns the flat elements of a tensor that a rank holds.
-pub(crate) fn range_of(tensor: &LocalTensor) -> Range<usize> {
-    match &tensor.part {
-        LocalPart::Shard { range, .. } => range.clone(),
-        LocalPart::Whole | LocalPart::Own => 0..tensor.shape.iter().product(),
-    }
+    Region::Flat(tensor.range())
 }
 
 fn restore_optimizer<M: Module>(

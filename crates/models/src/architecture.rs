@@ -4,6 +4,7 @@ use burn::store::ModuleSnapshot;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
+use crate::initial::InitialValues;
 use crate::{Gpt, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec};
 
 /// The sizes of a model: what is needed to make it, and to know its files.
@@ -17,6 +18,13 @@ pub trait Architecture: Copy {
     ///
     /// If such a model cannot exist.
     fn init(&self, device: &Device, seed: u64) -> Result<Self::Model, ModelError>;
+
+    /// Builds the model on a device with zeros for matrices, where its weights are read later.
+    ///
+    /// # Errors
+    ///
+    /// If such a model cannot exist.
+    fn blank(&self, device: &Device) -> Result<Self::Model, ModelError>;
 
     /// Checks that such a model can exist.
     ///
@@ -36,6 +44,10 @@ impl Architecture for GptConfig {
         Self::init(self, device, seed)
     }
 
+    fn blank(&self, device: &Device) -> Result<Gpt, ModelError> {
+        self.built(InitialValues::zeros(device))
+    }
+
     fn validate(&self) -> Result<(), ModelError> {
         Self::validate(self)
     }
@@ -50,6 +62,10 @@ impl Architecture for LlamaConfig {
 
     fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
         Self::init(self, device, seed)
+    }
+
+    fn blank(&self, device: &Device) -> Result<Llama, ModelError> {
+        self.built(InitialValues::zeros(device))
     }
 
     fn validate(&self) -> Result<(), ModelError> {

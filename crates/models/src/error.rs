@@ -1,5 +1,6 @@
 //! The errors of this crate.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 /// The errors of a model, its weights or its data.
@@ -105,8 +106,25 @@ pub enum ModelError {
         found: Vec<usize>,
     },
 
-    /// A tensor of a file that is not made of 32-bit floats.
-    #[error("{}: tensor {name} has type {found}, only F32 can be loaded; convert the file first", path.display())]
+    /// Elements of a parameter that the model has not.
+    #[error(
+        "elements {range:?} of parameter {parameter} cannot be read: {}",
+        match num_elements {
+            Some(count) => format!("it has {count}"),
+            None => "the model has no such parameter; name it by its path in the module".to_owned(),
+        }
+    )]
+    NoParameter {
+        /// Path of the parameter in the module.
+        parameter: String,
+        /// The elements asked for.
+        range: Range<usize>,
+        /// Number of its elements, if there is such a parameter.
+        num_elements: Option<usize>,
+    },
+
+    /// A tensor of a file that is not made of floats of 32 or 16 bits.
+    #[error("{}: tensor {name} has type {found}, only F32, F16 and BF16 can be loaded; convert the file first", path.display())]
     WrongDtype {
         /// The file.
         path: PathBuf,

@@ -47,8 +47,12 @@ impl GptConfig {
     ///
     /// If the configuration is not [valid](Self::validate).
     pub fn init(&self, device: &Device, seed: u64) -> Result<Gpt, ModelError> {
+        self.built(InitialValues::new(device, seed))
+    }
+
+    pub(crate) fn built(&self, mut values: InitialValues<'_>) -> Result<Gpt, ModelError> {
         self.validate()?;
-        let mut values = InitialValues::new(device, seed);
+        let device = values.device();
         let std = self.init_std();
         Ok(Gpt {
             wte: Embedding {

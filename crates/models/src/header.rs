@@ -20,6 +20,8 @@ const LENGTH_BYTES: u64 = 8;
 /// tensor whose size is wrong.
 #[derive(Debug)]
 pub(crate) struct Header {
+    /// Position of the first byte of the tensors.
+    pub(crate) data_start: u64,
     pub(crate) tensors: BTreeMap<String, TensorEntry>,
 }
 
@@ -103,11 +105,19 @@ impl Header {
                 .map_err(|problem| format!("tensor {name} {problem}"))?;
         }
         check_tiling(&tensors, data_bytes)?;
-        Ok(Self { tensors })
+        Ok(Self {
+            data_start: LENGTH_BYTES + json.len() as u64,
+            tensors,
+        })
     }
 }
 
 impl TensorEntry {
+    /// Returns the position of its first byte after the header.
+    pub(crate) fn start(&self) -> u64 {
+        self.data_offsets.0
+    }
+
     fn check(&self, data_bytes: u64) -> Result<(), String> {
         let (start, end) = self.data_offsets;
         if end < start || end > data_bytes {

@@ -5,7 +5,7 @@ use burn::tensor::{Device, Distribution, Shape, Tensor, TensorData};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-/// The stream of random numbers that initial weights are drawn from.
+/// The stream of random numbers that initial weights are drawn from, or of zeros where others are read later.
 ///
 /// Every parameter has a generator of its own, seeded by the model's seed and the
 /// parameter's number. Its values therefore do not depend on the order in which
@@ -14,7 +14,8 @@ use rand::rngs::StdRng;
 #[derive(Debug)]
 pub(crate) struct InitialValues<'a> {
     device: &'a Device,
-    seed: u64,
+    /// `None` for zeros.
+    seed: Option<u64>,
     drawn: u64,
 }
 
@@ -22,9 +23,23 @@ impl<'a> InitialValues<'a> {
     pub(crate) fn new(device: &'a Device, seed: u64) -> Self {
         Self {
             device,
-            seed,
+            seed: Some(seed),
             drawn: 0,
         }
+    }
+
+    /// Returns zeros, which take no time.
+    pub(crate) fn zeros(device: &'a Device) -> Self {
+        Self {
+            device,
+            seed: None,
+            drawn: 0,
+        }
+    }
+
+    /// Returns the device of the parameters.
+    pub(crate) fn device(&self) -> &'a Device {
+        self.device
     }
 
     /// Returns a lazy matrix of normal values with mean zero.
@@ -33,9 +48,15 @@ impl<'a> InitialValues<'a> {
         Param::uninitialized(
             ParamId::new(),
             move |device, is_require_grad| {
-                let values = Distribution::Normal(0.0, std);
-                let data = TensorData::random::<f32, _, _>(shape, values, &mut rng);
-                Tensor::from_data(data, device).set_require_grad(is_require_grad)
+                let values = match &mut rng {
+                    Some(rng) => {
+                        let values = Distribution::Normal(0.0, std);
+                        let data = TensorData::random::<f32, _, _>(shape, values, rng);
+                        Tensor::from_data(data, device)
+                    }
+                    None => Tensor::zeros(shape, device),
+                };
+                values.set_require_grad(is_require_grad)
             },
             self.device.clone(),
             true,
@@ -43,11 +64,12 @@ impl<'a> InitialValues<'a> {
         )
     }
 
-    fn next_generator(&mut self) -> StdRng {
+    fn next_generator(&mut self) -> Option<StdRng> {
+        let own = self.seed?;
         let mut seed = [0; 32];
-        seed[..8].copy_from_slice(&self.seed.to_le_bytes());
+        seed[..8].copy_from_slice(&own.to_le_bytes());
         seed[8..16].copy_from_slice(&self.drawn.to_le_bytes());
         self.drawn += 1;
-        StdRng::from_seed(seed)
+        Some(StdRng::from_seed(seed))
     }
 }

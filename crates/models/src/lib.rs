@@ -9,7 +9,8 @@
 //!   parameters.
 //! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
 //!   files for other programs do. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] read and write
-//!   safetensors by it. Files to load are not trusted.
+//!   safetensors by it, whole or some elements at a time. [`LlamaConfig::from_hugging_face`] reads sizes. Files to load
+//!   are not trusted.
 //! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
 //!
@@ -45,12 +46,14 @@ mod error;
 pub mod fused;
 mod gpt;
 mod header;
+mod hugging_face;
 mod initial;
 mod llama;
 mod llama_config;
 mod norm;
 mod presets;
 mod rotary;
+mod stored;
 mod table;
 mod text;
 mod tokens;

@@ -12,7 +12,7 @@ use crate::rotary::Rotary;
 use crate::{LlamaConfig, ModelError};
 
 /// The number added to the mean square, so that rows of zeros do not divide by zero.
-const EPSILON: f64 = 1e-5;
+pub(crate) const EPSILON: f64 = 1e-5;
 
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
 /// gated perceptrons, no bias anywhere, and an untied head.
@@ -65,8 +65,12 @@ impl LlamaConfig {
     ///
     /// If the configuration is not [valid](Self::validate).
     pub fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
+        self.built(InitialValues::new(device, seed))
+    }
+
+    pub(crate) fn built(&self, mut values: InitialValues<'_>) -> Result<Llama, ModelError> {
         self.validate()?;
-        let mut values = InitialValues::new(device, seed);
+        let device = values.device();
         Ok(Llama {
             tok_embeddings: Embedding {
                 weight: values.normal([self.vocab, self.dim], INIT_STD),

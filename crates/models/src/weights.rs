@@ -2,15 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::store::burn_pack::Tensor as PackedTensor;
-use burn::store::{
-    ModuleAdapter, ModuleContext, ModuleSnapshot, ModuleStore, SafetensorsStore, bridge,
-};
-use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn::store::{ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore, bridge};
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
 
 use crate::header::{Header, TensorEntry};
+use crate::stored::{OpenedFile, StoredTensor, StoredType};
 use crate::table::HasTable;
 use crate::weight_folder::WeightFolder;
 use crate::{Architecture, Gpt, GptConfig, Llama, ModelError, ParameterSpec};
@@ -25,9 +26,10 @@ use crate::{Architecture, Gpt, GptConfig, Llama, ModelError, ParameterSpec};
 #[derive(Debug)]
 pub struct WeightsFile<A: Architecture = GptConfig> {
     path: PathBuf,
-    /// The path itself, or the files of the folder there.
-    files: Vec<PathBuf>,
+    /// The tensors of the model, by path in its module.
+    tensors: BTreeMap<String, StoredTensor>,
     config: A,
+    num_bytes_read: AtomicU64,
 }
 
 impl<A: Architecture> WeightsFile<A> {
@@ -53,28 +55,71 @@ impl<A: Architecture> WeightsFile<A> {
         };
         let mut found = BTreeMap::new();
         for file in &files {
-            let header = read_header(file)?;
+            let (opened, header) = read_header(file)?;
             if let Some(folder) = &folder {
                 folder.check(file, header.tensors.keys())?;
             }
-            found.extend(header.tensors);
+            let start = header.data_start;
+            let entries = header.tensors.into_iter();
+            found.extend(entries.map(|(name, entry)| (name, (opened.clone(), start, entry))));
         }
+        let mut tensors = BTreeMap::new();
         for spec in config.parameters() {
             let entry = found.remove(&spec.name);
-            check_tensor(&path, spec, entry)?;
+            let tensor = stored_tensor(&path, spec, entry)?;
+            tensors.insert(tensor.spec.path.clone(), tensor);
         }
         match found.into_iter().next() {
             None => Ok(Self {
                 path,
-                files,
+                tensors,
                 config,
+                num_bytes_read: AtomicU64::new(0),
             }),
-            Some((name, entry)) => Err(ModelError::UnexpectedTensor {
+            Some((name, (_, _, entry))) => Err(ModelError::UnexpectedTensor {
                 path,
                 name,
                 found: entry.shape,
             }),
         }
+    }
+
+    /// Returns the sizes of the model.
+    pub fn config(&self) -> A {
+        self.config
+    }
+
+    /// Reads the elements `range` of the parameter at `path` in the module, in row-major order of the module's shape, as 32-bit
+    /// floats: the shard of one rank, say. Of a matrix that files have the other way round, it reads a part of each of
+    /// its rows there, and at most two rows of the module more than asked for.
+    ///
+    /// # Errors
+    ///
+    /// [`ModelError::NoParameter`] for a path or a range that the model has not; if a file cannot be read any more, or has
+    /// changed since it was opened.
+    pub fn read(&self, path: &str, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let stored = self.tensors.get(path);
+        let is_inside =
+            |stored: &&StoredTensor| range.start <= range.end && range.end <= stored.num_elements();
+        let Some(stored) = stored.filter(is_inside) else {
+            return Err(ModelError::NoParameter {
+                parameter: path.to_owned(),
+                range,
+                num_elements: stored.map(StoredTensor::num_elements),
+            });
+        };
+        let elements = stored.read(range).map_err(|source| ModelError::File {
+            path: self.path.clone(),
+            source,
+        })?;
+        self.num_bytes_read
+            .fetch_add(elements.num_bytes, Ordering::Relaxed);
+        Ok(elements.values)
+    }
+
+    /// Returns the bytes of tensors that were read since it was opened.
+    pub fn num_bytes_read(&self) -> u64 {
+        self.num_bytes_read.load(Ordering::Relaxed)
     }
 
     /// Reads the weights into a new model.
@@ -83,27 +128,19 @@ impl<A: Architecture> WeightsFile<A> {
     ///
     /// If a file cannot be read any more, or has changed since it was opened.
     pub fn load(&self, device: &Device) -> Result<A::Model, ModelError> {
-        // Every parameter is replaced before it is first used, so that the seed
-        // does not matter and no random number is ever drawn.
-        let mut model = self.config.init(device, 0)?;
+        let mut model = self.config.blank(device)?;
         let mut tensors = Vec::new();
-        let mut stored = BTreeMap::new();
-        for file in &self.files {
-            let mut store = SafetensorsStore::from_file(file);
-            let all = store
-                .get_all_tensors()
-                .map_err(|error| store_error(file, &error))?;
-            stored.extend(
-                all.iter()
-                    .map(|(name, tensor)| (name.clone(), tensor.clone())),
-            );
-        }
-        for spec in self.config.parameters() {
-            let Some(tensor) = stored.remove(&spec.name) else {
-                let problem = format!("tensor {} is gone since the file was opened", spec.name);
-                return Err(store_error(&self.path, &problem));
-            };
-            tensors.push(adapted(tensor, spec.path, spec.is_transposed));
+        for (path, stored) in &self.tensors {
+            let values = self.read(path, 0..stored.num_elements())?;
+            let bytes = Bytes::from_elems(values);
+            let shape = Shape::from(stored.spec.module_shape());
+            tensors.push(PackedTensor::new(
+                path.clone(),
+                DType::F32,
+                shape,
+                None,
+                bytes,
+            ));
         }
         let result = model.apply(tensors, None, None, false);
         if let Some(error) = result.errors.first() {
@@ -241,7 +278,7 @@ fn transposed(data: TensorData) -> TensorData {
         .into_data()
 }
 
-fn read_header(path: &Path) -> Result<Header, ModelError> {
+fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
     let file_error = |source| ModelError::File {
         path: path.to_owned(),
         source,
@@ -255,37 +292,48 @@ fn read_header(path: &Path) -> Result<Header, ModelError> {
     if !metadata.is_file() {
         return Err(malformed("not a regular file".to_owned()));
     }
+    let opened = OpenedFile::of(path).map_err(file_error)?;
     let mut file = File::open(path).map_err(file_error)?;
-    Header::read(&mut file, metadata.len())
+    let header = Header::read(&mut file, metadata.len())
         .map_err(file_error)?
-        .map_err(malformed)
+        .map_err(malformed)?;
+    Ok((opened, header))
 }
 
-fn check_tensor(
+/// Returns a parameter's tensor in a file, if it is what the model has.
+fn stored_tensor(
     path: &Path,
     spec: ParameterSpec,
-    entry: Option<TensorEntry>,
-) -> Result<(), ModelError> {
+    entry: Option<(OpenedFile, u64, TensorEntry)>,
+) -> Result<StoredTensor, ModelError> {
     let path = path.to_owned();
-    let ParameterSpec { name, shape, .. } = spec;
-    match entry {
-        None => Err(ModelError::MissingTensor {
+    let Some((file, start, entry)) = entry else {
+        return Err(ModelError::MissingTensor {
             path,
-            name,
-            expected: shape,
-        }),
-        Some(entry) if entry.shape != shape => Err(ModelError::WrongShape {
+            name: spec.name,
+            expected: spec.shape,
+        });
+    };
+    if entry.shape != spec.shape {
+        return Err(ModelError::WrongShape {
             path,
-            name,
-            expected: shape,
+            name: spec.name,
+            expected: spec.shape,
             found: entry.shape,
+        });
+    }
+    match StoredType::named(&entry.dtype) {
+        Some(dtype) => Ok(StoredTensor {
+            file,
+            start: start + entry.start(),
+            dtype,
+            spec,
         }),
-        Some(entry) if entry.dtype != "F32" => Err(ModelError::WrongDtype {
+        None => Err(ModelError::WrongDtype {
             path,
-            name,
+            name: spec.name,
             found: entry.dtype,
         }),
-        Some(_) => Ok(()),
     }
 }
 

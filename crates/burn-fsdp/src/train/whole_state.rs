@@ -15,7 +15,6 @@ use crate::dtype::burn_dtype;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name, with_state};
 use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, states};
-use crate::restore::range_of;
 use crate::snapshot::Elements;
 
 /// Gives an optimizer that this rank's shards of `model` are stepped with its part of `whole`, the state of an optimizer
@@ -56,7 +55,7 @@ pub(crate) fn divided<M: Module>(
                 )));
             }
             let (range, shape) = match is_elementwise {
-                true => (range_of(&local), shown.clone()),
+                true => (local.range(), shown.clone()),
                 false => (0..tensor.shape.num_elements(), tensor.shape.to_vec()),
             };
             let size = tensor.dtype.size();

@@ -4,6 +4,7 @@ mod gpt;
 mod hugging_face;
 mod llama;
 mod pytorch;
+mod ranges;
 
 mod safetensors;
 mod text;

@@ -164,6 +164,14 @@ pub fn load_local_state<M: Module, E: From<Error>>(
 }
 
 impl LocalTensor {
+    /// Returns the flat elements of the whole tensor that this rank holds, in row-major order: what to read of a file for it.
+    pub fn range(&self) -> Range<usize> {
+        match &self.part {
+            LocalPart::Shard { range, .. } => range.clone(),
+            LocalPart::Whole | LocalPart::Own => 0..self.shape.iter().product(),
+        }
+    }
+
     /// Returns the shape in which optimizers see it: flat where this rank holds a part, of that many empty dims where another
     /// rank [owns](crate::ShardPolicy::one_owner) all of it, and otherwise its own.
     pub fn shown_shape(&self) -> Vec<usize> {

@@ -170,7 +170,11 @@ fn optimizers_hold_what_they_hold_without_sharding() {
             "{name}: {sharded:?}, {plain:?}, {pooled}"
         );
         // Those of one parameter's step, on the other rank: a result, or what Newton and Schulz iterate on.
-        let temporaries = if name.starts_with("Muon") { 4 * LAYER } else { LAYER };
+        let temporaries = if name.starts_with("Muon") {
+            4 * LAYER
+        } else {
+            LAYER
+        };
         let most = plain.at_most + pooled + temporaries + books;
         assert!(
             sharded.at_most <= most,

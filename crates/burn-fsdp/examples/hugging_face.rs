@@ -1,0 +1,82 @@
+//! A Llama from a folder in Hugging Face's form: each rank reads the bytes of its shards, and no weight is ever whole.
+//!
+//! ```text
+//! cargo run --release --example hugging_face                    a small one, made at random
+//! cargo run --release --example hugging_face -- FOLDER RANKS    `config.json` and safetensors, of one file or several
+//! ```
+
+use std::path::Path;
+
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp::inspect::{memory, reset_peak};
+use burn_fsdp::state::load_local_state;
+use burn_fsdp::{
+    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+};
+use burn_fsdp_models::{Architecture, Llama, LlamaConfig, WeightsFile};
+
+/// A folder with a small model.
+fn random(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
+    let config = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 32, "rms_norm_eps": 1e-5}"#;
+    std::fs::write(folder.join("config.json"), config)?;
+    let model = LlamaConfig::from_hugging_face(folder)?.init(&Device::flex(), 1)?;
+    Ok(model.save(folder.join("model.safetensors"))?)
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut arguments = std::env::args().skip(1);
+    let made = tempfile::tempdir()?;
+    let (folder, ranks) = match arguments.next() {
+        Some(folder) => (
+            folder.into(),
+            arguments.next().unwrap_or("2".to_owned()).parse()?,
+        ),
+        None => {
+            random(made.path())?;
+            (made.path().to_owned(), 2)
+        }
+    };
+    let config = LlamaConfig::from_hugging_face(&folder)?;
+    println!("{} parameters on {ranks} ranks", config.num_params());
+    // Wrong files are found here, before any rank starts.
+    WeightsFile::open(&folder, config)?;
+    let losses = launch(LaunchConfig::new(ranks), move |world| {
+        let weights = WeightsFile::open(&folder, config).expect("it was opened before");
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let model = config.blank(&device).expect("the sizes are valid");
+        let policy = ShardPolicy::new().units(["layers.*"]);
+        let model = fully_shard(model, &mesh, policy)?;
+        reset_peak(&model)?;
+        let mut model: Llama = load_local_state(model, |tensor| {
+            let values = weights.read(&tensor.path, tensor.range());
+            let values = values.unwrap_or_else(|error| panic!("{error}"));
+            let bytes = values.into_iter().flat_map(f32::to_ne_bytes);
+            Ok::<_, Error>(Some(bytes.collect()))
+        })?;
+        let memory = memory(&model)?;
+        assert_eq!(memory.unsharded_peak, 0, "nothing was whole");
+        println!(
+            "rank {} has read {} bytes of the files and holds {}",
+            world.rank(),
+            weights.num_bytes_read(),
+            memory.parameters,
+        );
+        let mut optimizer = AdamWConfig::new().init();
+        let mut losses = Vec::new();
+        for _ in 0..3 {
+            let tokens = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6, 7, 8]], &device);
+            let targets = Tensor::<2, Int>::from_data([[2, 3, 4, 5, 6, 7, 8, 9]], &device);
+            let loss = model.loss(tokens, targets);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optimizer.step(1e-3, model, gradients);
+        }
+        Ok::<_, Error>(losses)
+    })?;
+    println!("losses of further training: {:?}", losses[0]);
+    assert!(losses[0][2] < losses[0][0]);
+    Ok(())
+}

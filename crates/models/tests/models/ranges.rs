@@ -1,0 +1,251 @@
+//! Parameters that are read a part at a time, in any of the types that files have.
+
+use std::fs;
+use std::ops::Range;
+
+use burn::store::ModuleSnapshot;
+use burn::tensor::Device;
+use burn_fsdp_models::{Architecture, Llama, LlamaConfig, ModelError, WeightsFile};
+use half::{bf16, f16};
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+
+use crate::safetensors::Container;
+
+const CONFIG: LlamaConfig = LlamaConfig {
+    layers: 2,
+    dim: 16,
+    heads: 4,
+    kv_heads: 2,
+    hidden: 24,
+    vocab: 13,
+    seq: 8,
+    rope_base: 10_000,
+};
+
+/// The model with its weights in one file of this type, and what they are as 32-bit floats.
+fn folder(dtype: &str) -> (TempDir, Container) {
+    let whole = Container::of_parameters(CONFIG.parameters());
+    let mut stored = Container {
+        header: Map::new(),
+        data: Vec::new(),
+    };
+    let mut rounded = stored.clone();
+    for (name, entry) in &whole.header {
+        let offset = |index: usize| entry["data_offsets"][index].as_u64().unwrap() as usize;
+        let (bytes, _) = whole.data[offset(0)..offset(1)].as_chunks::<4>();
+        let values: Vec<f32> = bytes
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
+        let shape: Vec<usize> = serde_json::from_value(entry["shape"].clone()).unwrap();
+        let start = stored.data.len();
+        let mut kept = Vec::new();
+        for value in values {
+            let (bytes, value) = match dtype {
+                "BF16" => (
+                    bf16::from_f32(value).to_le_bytes().to_vec(),
+                    bf16::from_f32(value).to_f32(),
+                ),
+                "F16" => (
+                    f16::from_f32(value).to_le_bytes().to_vec(),
+                    f16::from_f32(value).to_f32(),
+                ),
+                _ => (value.to_le_bytes().to_vec(), value),
+            };
+            stored.data.extend(bytes);
+            kept.push(value);
+        }
+        let entry =
+            json!({"dtype": dtype, "shape": shape, "data_offsets": [start, stored.data.len()]});
+        stored.header.insert(name.clone(), entry);
+        rounded.push(name, &shape, &kept);
+    }
+    let folder = TempDir::new().expect("a temporary folder");
+    stored.write(&folder.path().join("model.safetensors"));
+    (folder, rounded)
+}
+
+/// Every parameter of a plain model, by path.
+fn parameters(model: &Llama) -> Vec<(String, Vec<f32>)> {
+    let tensors = model.collect(None, None, false).into_iter();
+    let values = tensors.map(|tensor| {
+        let bytes = tensor.to_bytes().expect("in memory");
+        let (chunks, _) = bytes.as_chunks::<4>();
+        let values = chunks
+            .iter()
+            .map(|bytes| f32::from_ne_bytes(*bytes))
+            .collect();
+        (tensor.name, values)
+    });
+    values.collect()
+}
+
+/// The ranges of each of `num` ranks' flat shares, uneven ones.
+fn shares(len: usize, num: usize) -> Vec<Range<usize>> {
+    let chunk = len.div_ceil(num);
+    (0..num)
+        .map(|rank| (rank * chunk).min(len)..((rank + 1) * chunk).min(len))
+        .collect()
+}
+
+#[test]
+fn shares_together_are_the_whole_in_every_type() {
+    for dtype in ["F32", "BF16", "F16"] {
+        let (folder, rounded) = folder(dtype);
+        let wanted = TempDir::new().expect("a temporary folder");
+        rounded.write(&wanted.path().join("model.safetensors"));
+        let wanted = WeightsFile::open(wanted.path(), CONFIG).unwrap();
+        let wanted = parameters(&wanted.load(&Device::flex()).unwrap());
+        let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
+        let loaded = parameters(&weights.load(&Device::flex()).unwrap());
+        assert_eq!(loaded, wanted, "{dtype}");
+        for (path, whole) in &wanted {
+            for num in [1, 2, 3, 4, 7] {
+                let parts = shares(whole.len(), num).into_iter();
+                let parts: Vec<f32> = parts
+                    .flat_map(|range| weights.read(path, range).unwrap())
+                    .collect();
+                assert_eq!(&parts, whole, "{path} in {num} parts of {dtype}");
+            }
+        }
+    }
+}
+
+/// Of a matrix that the file has the other way round, two rows of the module more at most.
+#[test]
+fn a_share_reads_its_own_bytes() {
+    let (folder, _) = folder("BF16");
+    for spec in CONFIG.parameters() {
+        let len: usize = spec.shape.iter().product();
+        for range in shares(len, 4) {
+            let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
+            weights.read(&spec.path, range.clone()).unwrap();
+            let own = 2 * range.len() as u64;
+            let more = match spec.is_transposed {
+                true => 2 * 2 * spec.shape[0] as u64,
+                false => 0,
+            };
+            let read = weights.num_bytes_read();
+            assert!(
+                (own..=own + more).contains(&read),
+                "{}: {read} for {own}",
+                spec.name
+            );
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_read_is_named() {
+    let (folder, _) = folder("F32");
+    let weights = WeightsFile::open(folder.path(), CONFIG).unwrap();
+    let unknown = weights.read("nowhere.weight", 0..1).unwrap_err();
+    assert!(unknown.to_string().contains("nowhere.weight"), "{unknown}");
+    let beyond = weights.read("norm.gamma", 10..17).unwrap_err();
+    assert!(beyond.to_string().contains("it has 16"), "{beyond}");
+    assert_eq!(
+        weights.read("norm.gamma", 16..16).unwrap(),
+        Vec::<f32>::new()
+    );
+    // Not what was checked when it was opened.
+    let (other, _) = self::folder("BF16");
+    fs::copy(
+        other.path().join("model.safetensors"),
+        folder.path().join("model.safetensors"),
+    )
+    .unwrap();
+    let changed = weights.read("norm.gamma", 0..4).unwrap_err();
+    assert!(matches!(changed, ModelError::File { .. }), "{changed}");
+    let container = Container::of_parameters(CONFIG.parameters());
+    let path = other.path().join("model.safetensors");
+    let mut wrong = container.clone();
+    wrong
+        .entry("model.norm.weight")
+        .insert("dtype".to_owned(), json!("I32"));
+    wrong.write(&path);
+    let error = WeightsFile::open(&path, CONFIG).unwrap_err();
+    assert!(matches!(error, ModelError::WrongDtype { .. }), "{error}");
+}
+
+#[test]
+fn a_blank_model_has_the_sizes_and_zeros() {
+    let model = CONFIG.blank(&Device::flex()).unwrap();
+    let init = CONFIG.init(&Device::flex(), 1).unwrap();
+    for ((path, blank), (other, drawn)) in parameters(&model).iter().zip(parameters(&init)) {
+        assert_eq!((path, blank.len()), (&other, drawn.len()));
+        let expected = if path.ends_with("gamma") { 1.0 } else { 0.0 };
+        assert!(blank.iter().all(|value| *value == expected), "{path}");
+    }
+}
+
+fn config_json() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "hidden_size": 16,
+        "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 13, "max_position_embeddings": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "rope_scaling": null, "tie_word_embeddings": false, "torch_dtype": "bfloat16", "use_cache": true,
+    })
+}
+
+fn read_config(json: &Value) -> Result<LlamaConfig, ModelError> {
+    let folder = TempDir::new().expect("a temporary folder");
+    fs::write(folder.path().join("config.json"), json.to_string()).expect("writable");
+    LlamaConfig::from_hugging_face(folder.path())
+}
+
+#[test]
+fn sizes_are_those_of_config_json() {
+    assert_eq!(read_config(&config_json()).unwrap(), CONFIG);
+    // As transformers 5 writes it.
+    let mut newer = config_json();
+    let fields = newer.as_object_mut().unwrap();
+    fields.remove("rope_theta");
+    fields.remove("rope_scaling");
+    fields.insert(
+        "rope_parameters".to_owned(),
+        json!({"rope_theta": 500000.0, "rope_type": "default"}),
+    );
+    fields.insert("head_dim".to_owned(), json!(4));
+    fields.remove("num_key_value_heads");
+    let config = read_config(&newer).unwrap();
+    assert_eq!((config.rope_base, config.kv_heads), (500_000, 4));
+}
+
+#[test]
+fn what_this_llama_does_not_compute_is_refused_by_name() {
+    let changes = [
+        ("model_type", json!("mistral")),
+        ("hidden_act", json!("gelu")),
+        ("tie_word_embeddings", json!(true)),
+        ("attention_bias", json!(true)),
+        ("mlp_bias", json!(true)),
+        (
+            "rope_scaling",
+            json!({"rope_type": "llama3", "factor": 8.0}),
+        ),
+        ("rope_theta", json!(1e4 + 0.5)),
+        ("rms_norm_eps", json!(1e-6)),
+        ("head_dim", json!(8)),
+        ("hidden_size", json!("16")),
+        ("num_attention_heads", json!(0)),
+    ];
+    for (setting, value) in changes {
+        let mut json = config_json();
+        json[setting] = value;
+        let message = read_config(&json).expect_err(setting).to_string();
+        let names = [setting, "string", "heads"];
+        assert!(
+            names.iter().any(|name| message.contains(name)),
+            "{setting}: {message}"
+        );
+    }
+    let mut json = config_json();
+    json.as_object_mut().unwrap().remove("rms_norm_eps");
+    let message = read_config(&json)
+        .expect_err("1e-6 is the default")
+        .to_string();
+    assert!(message.contains("rms_norm_eps"), "{message}");
+    let missing = LlamaConfig::from_hugging_face("nowhere").unwrap_err();
+    assert!(matches!(missing, ModelError::File { .. }), "{missing}");
+}
