@@ -125,7 +125,7 @@ impl Shown {
         map_any!(self, param => param.fork(device))
     }
 
-    pub(crate) fn to_device(self, device: &Device) -> Self {
+    pub(crate) fn moved_to(self, device: &Device) -> Self {
         map_any!(self, param => param.to_device(device))
     }
 

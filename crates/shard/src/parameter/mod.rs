@@ -178,7 +178,7 @@ impl Module for ShardedParam {
             identity,
             generation,
         } = self;
-        let value = value.to_device(&generation.unit.home(device));
+        let value = value.moved_to(&generation.unit.home(device));
         Self::moved(&generation, identity, value, device)
     }
 

@@ -225,50 +225,56 @@ fn each_replica_has_owners_of_its_own() {
     }
 }
 
-/// The path and owner of each matrix, the ranks' elements of it, and what a step moves.
+/// What one rank holds and moves.
+struct Seen {
+    /// Elements of each matrix, by path.
+    elements: Vec<(String, usize)>,
+    /// Bytes of a step's gathers and reductions.
+    bytes: [u64; 3],
+    held_bytes: usize,
+}
+
+fn seen(world: &ProcessGroup, policy: ShardPolicy) -> Result<Seen, Error> {
+    let device = device();
+    let model = build(MLP, world, &device, policy)?;
+    let before = world.counts();
+    drop(backward(model.loss(world.rank(), 0, &device), &model)?);
+    let counts = since(world, &before);
+    let kinds = [
+        OperationKind::AllGather,
+        OperationKind::ReduceScatter,
+        OperationKind::AllReduce,
+    ];
+    let state = local_state(&model)?;
+    let elements = state.iter().filter_map(|tensor| match &tensor.part {
+        LocalPart::Shard { range, .. } => Some((tensor.path.clone(), range.len())),
+        _ => None,
+    });
+    Ok(Seen {
+        elements: elements.collect(),
+        bytes: kinds.map(|kind| counts.of(kind).bytes),
+        held_bytes: wrap_plan(&model)?.held(),
+    })
+}
+
 #[test]
 fn an_owner_holds_everything_and_no_more_bytes_travel() {
-    fn step(
-        world: &ProcessGroup,
-        policy: ShardPolicy,
-    ) -> Result<(Vec<(String, usize)>, [u64; 3], usize), Error> {
-        let device = device();
-        let model = build(MLP, world, &device, policy)?;
-        let before = world.counts();
-        let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
-        drop(gradients);
-        let counts = since(world, &before);
-        let bytes = [
-            OperationKind::AllGather,
-            OperationKind::ReduceScatter,
-            OperationKind::AllReduce,
-        ]
-        .map(|kind| counts.of(kind).bytes);
-        let state = local_state(&model)?;
-        let held = state.iter().filter_map(|tensor| match &tensor.part {
-            LocalPart::Shard { range, .. } => Some((tensor.path.clone(), range.len())),
-            _ => None,
-        });
-        Ok((held.collect(), bytes, wrap_plan(&model)?.held()))
-    }
     for ranks in 1..=4 {
-        let run = |policy: ShardPolicy| on_ranks(ranks, move |world| step(&world, policy.clone()));
+        let run = |policy: ShardPolicy| on_ranks(ranks, move |world| seen(&world, policy.clone()));
         let owned = run(blocks().one_owner(["**"]));
         let cut = run(blocks());
-        for index in 0..owned[0].0.len() {
-            let (path, _) = &owned[0].0[index];
-            let held: Vec<_> = owned.iter().map(|(held, ..)| held[index].1).collect();
-            let whole: usize = cut.iter().map(|(held, ..)| held[index].1).sum();
+        for (index, (path, _)) in owned[0].elements.iter().enumerate() {
+            let of = |seen: &Seen| seen.elements[index].1;
+            let held: Vec<_> = owned.iter().map(of).collect();
+            let whole: usize = cut.iter().map(of).sum();
             let holders = held.iter().filter(|held| **held > 0).count();
             assert_eq!((holders, held.iter().sum()), (1, whole), "{path}: {held:?}");
         }
         for kind in 0..3 {
-            let sum = |runs: &[(Vec<_>, [u64; 3], usize)]| {
-                runs.iter().map(|(_, bytes, _)| bytes[kind]).sum::<u64>()
-            };
+            let sum = |seen: &[Seen]| seen.iter().map(|seen| seen.bytes[kind]).sum::<u64>();
             assert_eq!(sum(&owned), sum(&cut), "{ranks} ranks");
         }
-        let held: Vec<_> = owned.iter().map(|(_, _, held)| *held).collect();
+        let held: Vec<_> = owned.iter().map(|seen| seen.held_bytes).collect();
         let mean = held.iter().sum::<usize>() as f64 / ranks as f64;
         let largest = *held.iter().max().expect("a rank") as f64;
         assert!(largest <= 1.35 * mean, "{held:?}");
