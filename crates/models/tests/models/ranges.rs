@@ -159,7 +159,7 @@ fn what_cannot_be_read_is_named() {
     assert!(matches!(changed, ModelError::File { .. }), "{changed}");
     let container = Container::of_parameters(CONFIG.parameters());
     let path = other.path().join("model.safetensors");
-    let mut wrong = container.clone();
+    let mut wrong = container;
     wrong
         .entry("model.norm.weight")
         .insert("dtype".to_owned(), json!("I32"));
