@@ -68,6 +68,14 @@ impl Holders {
     }
 }
 
+/// Returns the error of a state, of this shape, that has not an element for each of the parameter's on this rank.
+pub(crate) fn not_elementwise(name: &str, shape: &[usize], elements: usize) -> CheckpointError {
+    optimizer_error(format!(
+        "`{name}` has the shape {shape:?}, and the parameter {elements} elements here; only element-wise state can be \
+         divided among ranks: give the parameter to one of them by `ShardPolicy::one_owner`"
+    ))
+}
+
 /// Returns true if this rank holds nothing of a parameter because another one owns it.
 pub(crate) fn is_elsewhere(local: &LocalTensor) -> bool {
     matches!(Holders::of(local), Holders::Owner(_)) && local.elements.is_empty()
@@ -93,6 +101,14 @@ pub(crate) fn states<M: Module>(
         let state = state_of(parts, id)?;
         taken += state.tensors.len();
         states.insert(id.path.clone(), state);
+    }
+    let of_stand_in = |id: &&LocalId| parts.tensors_of(id.recorded.val()).next().is_some();
+    if let Some(id) = ids.iter().find(of_stand_in) {
+        return Err(optimizer_error(format!(
+            "the state that it has of `{}` is of another id than the parameter's, and was not trained on: a record of a \
+             sharded model was loaded before the model was sharded; shard first, and load then",
+            id.path
+        )));
     }
     if taken != parts.tensors.len() {
         return Err(optimizer_error(format!(

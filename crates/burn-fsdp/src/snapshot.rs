@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, state_name};
-use crate::optimizer_state::{Holders, StateTensor, states};
+use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
 
 /// The part of one rank in the state of a training at one moment.
 #[derive(Debug)]
@@ -154,11 +154,7 @@ impl Tensors<'_> {
         let holders = Holders::of(local);
         let elements = local.elements.len() / local.dtype.size();
         if holders == Holders::Parts && tensor.num_elements() != elements {
-            return Err(optimizer_error(format!(
-                "`{name}` has {} elements, the parameter {elements} on this rank; only \
-                 element-wise state can be resharded",
-                tensor.num_elements()
-            )));
+            return Err(not_elementwise(&name, &tensor.shape, elements));
         }
         let shape = match holders {
             Holders::Parts => local.shape.clone(),

@@ -255,3 +255,41 @@ fn state_in_files_is_the_owners() {
         assert!(held > 0 && file_bytes > 0);
     }
 }
+
+/// Its ids are those of stand-ins, so that the optimizer's state belongs to nobody.
+#[test]
+fn a_record_that_was_loaded_too_early_is_refused_by_save() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().to_owned();
+    let refused = launch(LaunchConfig::new(1), move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = mesh(&world, Placed::Cut)?;
+        let mut net = model(&mesh, Placed::Cut)?;
+        let mut optimizer = AdamWConfig::new().init();
+        let gradients = backward(net.loss(0, &device), &net)?;
+        net = optimizer.step(1e-2, net, gradients);
+        let (record, state) = (into_record(net)?, optimizer.to_record());
+        // Loaded, and sharded then.
+        let net = Net::new(&device).load_record(record);
+        let net = fully_shard(net, &mesh, ShardPolicy::new())?;
+        let optimizer = AdamWConfig::new().init().load_record(state);
+        let refused = save(&path, 1, &net, &optimizer, &mesh).expect_err("nobody trained on it");
+        Ok::<_, Error>(refused.to_string())
+    });
+    let refused = refused.unwrap_or_else(|error| panic!("{error}"));
+    assert!(refused[0].contains("shard first"), "{}", refused[0]);
+}
+
+/// All ranks of one would be on the axis of the other.
+#[test]
+fn shards_are_not_replicated_along_their_own_axis() {
+    let refused = launch(LaunchConfig::new(2), |world| {
+        let mesh = mesh(&world, Placed::Cut)?;
+        let net = Net::new(&Device::flex().autodiff());
+        let refused = fully_shard(net, &mesh, ShardPolicy::new().replicate_axis("shard"));
+        Ok::<_, Error>(refused.expect_err("one axis for both").to_string())
+    });
+    for message in refused.expect("no rank failed") {
+        assert!(message.contains("replicate_axis"), "{message}");
+    }
+}

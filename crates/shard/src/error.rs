@@ -15,9 +15,9 @@ use crate::ambient::{Purpose, is_within, within};
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum Error {
-    /// A unit pattern of the policy that matches no module.
+    /// A pattern of the policy that matches nothing that is sharded.
     #[error(
-        "unit pattern `{pattern}` matches no module; the modules are: {modules}; \
+        "pattern `{pattern}` matches nothing that is sharded; the modules are: {modules}; \
          correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
     )]
     UnmatchedPattern {
@@ -142,7 +142,7 @@ pub enum Error {
     /// A parameter that is reachable under two paths.
     #[error(
         "parameters `{first}` and `{second}` are one parameter (same id); \
-         a tied parameter needs one owner: keep it in one module and pass its value to the other"
+         a parameter has one place in a module: keep it in one of them and pass its value to the other"
     )]
     Tied {
         /// The path seen first.

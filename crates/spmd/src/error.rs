@@ -32,7 +32,7 @@ pub enum Error {
     /// Parameters that are one: copies of a trained `Param`, which Burn does not keep equal either.
     #[error(
         "parameters `{first}` and `{second}` are one parameter (same id); \
-         a tied parameter needs one owner: keep it in one module and pass its value to the other"
+         a parameter has one place in a module: keep it in one of them and pass its value to the other"
     )]
     Tied {
         /// The path seen first.

@@ -36,7 +36,8 @@ use crate::train::strategy::Strategy;
 ///
 /// # What is different
 ///
-/// - The optimizer has to work element by element, or the training is refused; for clipping by norm there is
+/// - The optimizer has to work element by element, or the policy to give parameters to
+///   [one owner](ShardPolicy::one_owner), or the training is refused; for clipping by the norm of all gradients there is
 ///   [`clip_grad_norm`](Self::clip_grad_norm), over the gradients of all ranks.
 /// - `gradient_checkpointing` of the training has no effect: build the model on a device with
 ///   `.autodiff().gradient_checkpointing()`, without which full weights stay alive for backward.
@@ -172,7 +173,7 @@ impl FullySharded {
     ///
     /// # Errors
     ///
-    /// A rank that failed; an optimizer that works with whole tensors; a policy that does not fit the model; ranks
+    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not fit the model; ranks
     /// that are processes. What ends Burn's own loop (a loader, a metric, a file) is in
     /// [`LearningResult::error`](burn::train::LearningResult), as without sharding.
     pub fn launch<M: LearnerModel>(

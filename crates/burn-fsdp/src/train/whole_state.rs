@@ -14,7 +14,7 @@ use burn_pack::{Scalar, Tensor as PackedTensor};
 use crate::dtype::burn_dtype;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name, with_state};
-use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, states};
+use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, not_elementwise, states};
 use crate::snapshot::Elements;
 
 /// Gives an optimizer that this rank's shards of `model` are stepped with its part of `whole`, the state of an optimizer
@@ -47,12 +47,9 @@ pub(crate) fn divided<M: Module>(
             }
             let is_elementwise = tensor.shape[..] == local.shape[..];
             if !is_elementwise && Holders::of(&local) == Holders::Parts {
-                return Err(optimizer_error(format!(
-                    "`{}` has the shape {:?}, the parameter {:?}; only element-wise state can be divided",
-                    state_name(&local.path, &field),
-                    tensor.shape,
-                    local.shape
-                )));
+                let name = state_name(&local.path, &field);
+                let shape = tensor.shape.to_vec();
+                return Err(not_elementwise(&name, &shape, local.shape.iter().product()));
             }
             let (range, shape) = match is_elementwise {
                 true => (local.range(), shown.clone()),
@@ -176,6 +173,10 @@ fn gathered(
         Dtype::BF16 => ElementType::BF16,
         other => return Err(optimizer_error(format!("`{label}` is of type {other}"))),
     };
+    let elements = local.elements.len() / local.dtype.size();
+    if Holders::of(local) == Holders::Parts && tensor.num_elements() != elements {
+        return Err(not_elementwise(&label, &tensor.shape, elements));
+    }
     let partition = match partition.sole_owner() {
         // A state of what one rank owns is of any shape.
         Some(owner) => {

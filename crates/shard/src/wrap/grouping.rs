@@ -148,8 +148,8 @@ impl Grouping {
         if let Some(found) = owned.iter().find(|found| found.shape.len() > MAX_DIMS) {
             return Err(Error::Option {
                 option: "one_owner",
-                expected: "parameters of at most 6 dims",
-                got: format!("`{}` of shape {:?}", found.path, found.shape),
+                expected: "a set of patterns without parameters of more than 6 dims",
+                got: format!("around `{}` of shape {:?}", found.path, found.shape),
             });
         }
         let sizes: Vec<_> = owned.iter().map(|found| found.num_elements()).collect();

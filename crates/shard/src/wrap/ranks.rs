@@ -30,6 +30,13 @@ impl Ranks {
             }
         };
         let shard = along(&policy.axis, "axis")?;
+        if policy.replicate_axis.as_ref() == Some(&policy.axis) {
+            return Err(Error::Option {
+                option: "replicate_axis",
+                expected: "another axis than that of the shards",
+                got: format!("\"{}\"", policy.axis),
+            });
+        }
         let replicas = match &policy.replicate_axis {
             Some(axis) => Some(along(axis, "replicate_axis")?),
             None => None,
