@@ -14,7 +14,6 @@ const MAX_BYTES: u64 = 1 << 20;
 /// What `config.json` says of a Llama, as far as the mathematics depends on it.
 #[derive(Deserialize)]
 struct ConfigJson {
-    model_type: String,
     hidden_size: usize,
     intermediate_size: usize,
     num_hidden_layers: usize,
@@ -23,20 +22,35 @@ struct ConfigJson {
     head_dim: Option<usize>,
     vocab_size: usize,
     max_position_embeddings: usize,
-    #[serde(default = "default_rms_norm_eps")]
-    rms_norm_eps: f64,
-    rope_theta: Option<f64>,
-    /// From transformers 5 on in place of `rope_theta` and `rope_scaling`.
-    rope_parameters: Option<RopeParameters>,
-    rope_scaling: Option<Value>,
+    #[serde(flatten)]
+    kind: KindJson,
+    #[serde(flatten)]
+    rope: RopeJson,
+}
+
+/// The choices of the mathematics that are no sizes.
+#[derive(Deserialize)]
+struct KindJson {
+    model_type: String,
     #[serde(default = "default_hidden_act")]
     hidden_act: String,
+    #[serde(default = "default_rms_norm_eps")]
+    rms_norm_eps: f64,
     #[serde(default)]
     tie_word_embeddings: bool,
     #[serde(default)]
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
+}
+
+/// The rotary positions.
+#[derive(Deserialize)]
+struct RopeJson {
+    rope_theta: Option<f64>,
+    /// From transformers 5 on in place of the others.
+    rope_parameters: Option<RopeParameters>,
+    rope_scaling: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -89,24 +103,24 @@ impl LlamaConfig {
 
 impl ConfigJson {
     fn sizes(&self) -> Result<LlamaConfig, String> {
-        let theta = self.rope_parameters.as_ref();
-        let theta = theta.and_then(|rope| rope.rope_theta).or(self.rope_theta);
-        let theta = theta.unwrap_or(10_000.0);
-        let rope_type = self.rope_parameters.as_ref();
-        let rope_type = rope_type.and_then(|rope| rope.rope_type.as_deref());
+        let (kind, rope) = (&self.kind, &self.rope);
+        let parameters = rope.rope_parameters.as_ref();
+        let theta = parameters.and_then(|rope| rope.rope_theta);
+        let theta = theta.or(rope.rope_theta).unwrap_or(10_000.0);
+        let rope_type = parameters.and_then(|rope| rope.rope_type.as_deref());
         let heads = self.num_attention_heads;
         let head_dim = self.hidden_size.checked_div(heads).unwrap_or(0);
         let is_whole = theta.fract() == 0.0 && (1.0..1e15).contains(&theta);
-        let has_scaling = self
+        let has_scaling = rope
             .rope_scaling
             .as_ref()
             .is_some_and(|value| !value.is_null());
         let asked = [
-            ("model_type", self.model_type != "llama", "\"llama\""),
-            ("hidden_act", self.hidden_act != "silu", "\"silu\""),
-            ("tie_word_embeddings", self.tie_word_embeddings, "false"),
-            ("attention_bias", self.attention_bias, "false"),
-            ("mlp_bias", self.mlp_bias, "false"),
+            ("model_type", kind.model_type != "llama", "\"llama\""),
+            ("hidden_act", kind.hidden_act != "silu", "\"silu\""),
+            ("tie_word_embeddings", kind.tie_word_embeddings, "false"),
+            ("attention_bias", kind.attention_bias, "false"),
+            ("mlp_bias", kind.mlp_bias, "false"),
             ("rope_scaling", has_scaling, "null"),
             (
                 "rope_parameters.rope_type",
@@ -114,7 +128,7 @@ impl ConfigJson {
                 "\"default\"",
             ),
             ("rope_theta", !is_whole, "a whole number"),
-            ("rms_norm_eps", self.rms_norm_eps != EPSILON, "1e-5"),
+            ("rms_norm_eps", kind.rms_norm_eps != EPSILON, "1e-5"),
             (
                 "head_dim",
                 self.head_dim.is_some_and(|given| given != head_dim),
