@@ -173,8 +173,8 @@ impl FullySharded {
     ///
     /// # Errors
     ///
-    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not fit the model; ranks
-    /// that are processes. What ends Burn's own loop (a loader, a metric, a file) is in
+    /// A rank that failed; an optimizer that works with whole tensors where parameters are cut; a policy that does not fit
+    /// the model; ranks that are processes. What ends Burn's own loop (a loader, a metric, a file) is in
     /// [`LearningResult::error`](burn::train::LearningResult), as without sharding.
     pub fn launch<M: LearnerModel>(
         &self,

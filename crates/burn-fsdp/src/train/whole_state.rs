@@ -30,7 +30,7 @@ pub(crate) fn divided<M: Module>(
     let mut own = Vec::new();
     let mut scalars = BTreeMap::new();
     let mut taken = 0;
-    for Sharded { id, local, .. } in sharded(model)? {
+    for Sharded { id, local } in sharded(model)? {
         let shown = local.shown_shape();
         let is_mine = !is_elsewhere(&local);
         for (field, scalar) in whole.scalars_of(id).filter(|_| is_mine) {

@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::safetensors::Container;
 
-const CONFIG: LlamaConfig = LlamaConfig {
+pub(crate) const CONFIG: LlamaConfig = LlamaConfig {
     layers: 2,
     dim: 16,
     heads: 4,

@@ -10,18 +10,8 @@ use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
 
+use crate::hugging_face::CONFIG;
 use crate::safetensors::Container;
-
-const CONFIG: LlamaConfig = LlamaConfig {
-    layers: 2,
-    dim: 16,
-    heads: 4,
-    kv_heads: 2,
-    hidden: 24,
-    vocab: 13,
-    seq: 8,
-    rope_base: 10_000,
-};
 
 /// The model with its weights in one file of this type, and what they are as 32-bit floats.
 fn folder(dtype: &str) -> (TempDir, Container) {
