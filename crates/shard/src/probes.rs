@@ -1,12 +1,14 @@
 //! The trial that finds out whether the optimizer that makes a first step may work on shards.
 //!
 //! Burn tells nobody when an optimizer steps: it maps over the module, as others do, with gradients that
-//! it finds by id. So [`backward`](crate::backward) puts gradients for a small matrix, whole and in two
-//! shards, beside those of the module, under ids of their own. A map that reaches the first sharded
-//! parameter is shown matrix and shards, too. Who has no gradients for them changes nothing; who changes
-//! what has no gradient is no optimizer; and who comes to other bits for the shards than for the same
-//! elements of the whole computes with whole tensors.
+//! it finds by id. So [`backward`](crate::backward) puts gradients for small matrices, whole and in two
+//! shards, beside those of the module, under ids of their own: a matrix for each parameter of which optimizers
+//! see a part. A map that reaches such a parameter is shown its matrix and shards, too, under the parameter's
+//! path, by which groups choose. Who has no gradients for them changes nothing; who changes what has no
+//! gradient is no optimizer; and who comes to other bits for the shards than for the same elements of the whole
+//! computes with whole tensors. What remains unseen are groups by ids, as probes have other ones.
 
+use std::collections::{HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,12 +53,11 @@ pub(crate) fn tensor_of<const D: usize>(
 
 /// The first id of the probes.
 const RESERVED: u64 = 0x9b05_688c_2b3e_6c00;
-/// Number of roots, of those in one backward, that have probes of their own.
-const MOST_PLACES: usize = 128;
-/// Number of ids for the probes of one root: half for what is cut, half for what is only flat.
+/// Number of bits of a place: so few that an id drawn at random is hardly ever one of a probe, and so many
+/// that two parameters of a model hardly ever share a place.
+const PLACE_BITS: u32 = 28;
+/// Number of ids for the probes of one parameter: half for what is cut, half for what is only flat.
 const STRIDE: u64 = 16;
-/// The segment of a path under which probes are shown.
-const NAME: &str = "probe";
 /// The size of the probes' values: small, so that a small step of a 16-bit type is seen.
 const VALUE: f32 = 1.0 / 64.0;
 
@@ -76,14 +77,30 @@ fn scale(dtype: DType) -> f32 {
 /// Returns true if `id` is one that the trial of an optimizer uses, and no parameter's: the first
 /// step of an optimizer leaves states of such ids in its records, which are of no use to anybody.
 pub fn is_probe(id: ParamId) -> bool {
-    (RESERVED..RESERVED + MOST_PLACES as u64 * STRIDE).contains(&id.val())
+    (RESERVED..RESERVED + (STRIDE << PLACE_BITS)).contains(&id.val())
 }
 
-/// The trial of the optimizer that steps the parameters of a root.
+/// Returns the place of the probes of a parameter: the same in each process, so that the states of probes in
+/// a record are those of the same parameter's.
+fn place_of(id: ParamId) -> u64 {
+    // Fibonacci hashing: a program may number its parameters, and then all high bits are equal.
+    id.val().wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - PLACE_BITS)
+}
+
+/// The trial of the optimizer that steps the parameters of a root, parameter by parameter: groups may hold
+/// different optimizers.
 #[derive(Debug, Default)]
 pub(crate) struct Trial {
+    /// True if no trained parameter is known that is still to be tried.
     is_over: AtomicBool,
-    probes: Mutex<Option<Probes>>,
+    parameters: Mutex<Parameters>,
+}
+
+#[derive(Debug, Default)]
+struct Parameters {
+    /// What the last backward has registered, by place.
+    probes: HashMap<u64, Probes>,
+    tried: HashSet<ParamId>,
 }
 
 /// The parameter at which an optimizer is tried.
@@ -96,11 +113,9 @@ pub(crate) struct Subject {
     pub(crate) is_cut: bool,
 }
 
-/// The probes whose gradients the last backward has registered.
+/// The probes of a parameter.
 #[derive(Debug, Clone)]
 struct Probes {
-    /// Number of the root in its backward.
-    place: usize,
     /// The parameter with which they are shown.
     shown_with: ParamId,
     device: Device,
@@ -130,40 +145,64 @@ enum Verdict {
 }
 
 impl Trial {
-    /// Returns true if an optimizer is still to be tried.
+    /// Returns true if a parameter may still be to be tried.
     pub(crate) fn is_pending(&self) -> bool {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Ends the trial: no optimizer will be tried from now on.
-    pub(crate) fn end(&self) {
-        self.is_over.store(true, Ordering::Relaxed);
-        *self.probes.lock() = None;
+    /// Registers gradients for the probes of those of `subjects` at which no optimizer was tried yet: all trained
+    /// parameters of which optimizers see a part.
+    pub(crate) fn register(
+        &self,
+        subjects: impl Iterator<Item = Subject>,
+        gradients: &mut GradientsParams,
+    ) {
+        let mut parameters = self.parameters.lock();
+        parameters.probes.clear();
+        for subject in subjects {
+            // Of two at one place the second has its turn when the first was tried.
+            let place = place_of(subject.id);
+            if parameters.tried.contains(&subject.id) || parameters.probes.contains_key(&place) {
+                continue;
+            }
+            let probes = Probes::of(subject);
+            probes.register_all(gradients);
+            parameters.probes.insert(place, probes);
+        }
+        let is_over = parameters.probes.is_empty();
+        self.is_over.store(is_over, Ordering::Relaxed);
     }
 
-    /// Registers gradients for the probes of the root that is number `place` in this backward, to be
-    /// shown with `subject`.
-    pub(crate) fn register(&self, place: usize, subject: Subject, gradients: &mut GradientsParams) {
-        if place >= MOST_PLACES {
-            return;
+    /// Notes that the parameter `id` may be stepped by the optimizer that steps it.
+    pub(crate) fn pass(&self, id: ParamId) {
+        let mut parameters = self.parameters.lock();
+        parameters.tried.insert(id);
+        let place = place_of(id);
+        if parameters
+            .probes
+            .get(&place)
+            .is_some_and(|probes| probes.shown_with == id)
+        {
+            parameters.probes.remove(&place);
         }
-        let probes = Probes {
-            place,
-            shown_with: subject.id,
-            device: subject.device,
-            dtype: subject.dtype,
-            num_shards: if subject.is_cut { 2 } else { 1 },
-        };
-        let len = LEN / probes.num_shards;
-        probes.register(Probe::Whole, 0, [SIDE, SIDE], gradients);
-        for shard in 0..probes.num_shards {
-            if probes.num_shards > 1 {
-                let rows = [SIDE / probes.num_shards, SIDE];
-                probes.register(Probe::Rows, shard, rows, gradients);
-            }
-            probes.register(Probe::Flat, shard, [len], gradients);
+    }
+
+    /// Returns the probes of a parameter that is still to be tried.
+    fn untried(&self, param: &Param<Tensor<1>>) -> Option<Probes> {
+        let parameters = self.parameters.lock();
+        if parameters.tried.contains(&param.id) {
+            return None;
         }
-        *self.probes.lock() = Some(probes);
+        // It may be trained only since the last backward: the next one is to know of it.
+        self.is_over.store(false, Ordering::Relaxed);
+        let registered = parameters.probes.get(&place_of(param.id));
+        let registered = registered.filter(|probes| probes.shown_with == param.id);
+        if registered.is_none() && WARNED.is_completed() {
+            return None;
+        }
+        // Without gradients, in a loop that calls Burn's backward, the control alone has a meaning:
+        // whoever changes what has no gradient is not meant.
+        Some(registered.cloned().unwrap_or_else(|| Probes::lone(param)))
     }
 
     /// Shows the probes to `mapper`, which is about to map over `param` at `path`. Leaves with an error
@@ -180,19 +219,11 @@ impl Trial {
         if !param.is_require_grad() {
             return None;
         }
-        let probes = self.probes.lock().clone();
-        let verdict = match &probes {
-            Some(probes) if probes.shown_with == param.id => probes.verdict(mapper),
-            Some(_) => return None,
-            // A loop that calls Burn's backward. Whoever changes what has no gradient is not meant.
-            None if WARNED.is_completed() => return None,
-            None => Probes::unregistered(param).verdict(mapper),
-        };
-        match verdict {
+        match self.untried(param)?.verdict(mapper) {
             Verdict::Unmoved => (!WARNED.is_completed()).then(|| param.base()),
             Verdict::NoOptimizer => None,
             Verdict::Elementwise => {
-                self.end();
+                self.pass(param.id);
                 None
             }
             Verdict::WholeTensors => throw(Error::WholeTensors {
@@ -220,11 +251,19 @@ impl Trial {
 static WARNED: Once = Once::new();
 
 impl Probes {
-    /// Returns the probes of no backward, of which the control alone has a meaning.
-    fn unregistered(param: &Param<Tensor<1>>) -> Self {
+    fn of(subject: Subject) -> Self {
+        Self {
+            shown_with: subject.id,
+            device: subject.device,
+            dtype: subject.dtype,
+            num_shards: if subject.is_cut { 2 } else { 1 },
+        }
+    }
+
+    /// Returns probes without gradients.
+    fn lone(param: &Param<Tensor<1>>) -> Self {
         let value = param.base();
         Self {
-            place: MOST_PLACES - 1,
             shown_with: param.id,
             device: value.device(),
             dtype: value.dtype(),
@@ -232,11 +271,23 @@ impl Probes {
         }
     }
 
+    fn register_all(&self, gradients: &mut GradientsParams) {
+        let len = LEN / self.num_shards;
+        self.register(Probe::Whole, 0, [SIDE, SIDE], gradients);
+        for shard in 0..self.num_shards {
+            if self.num_shards > 1 {
+                let rows = [SIDE / self.num_shards, SIDE];
+                self.register(Probe::Rows, shard, rows, gradients);
+            }
+            self.register(Probe::Flat, shard, [len], gradients);
+        }
+    }
+
     fn id(&self, probe: Probe, shard: usize) -> ParamId {
         // A record's state of the one kind is none of the other.
         let kind = if self.num_shards == 1 { STRIDE / 2 } else { 0 };
         let number = (probe as usize + shard) as u64;
-        ParamId::from(RESERVED + self.place as u64 * STRIDE + kind + number)
+        ParamId::from(RESERVED + place_of(self.shown_with) * STRIDE + kind + number)
     }
 
     fn register<const D: usize>(
@@ -302,9 +353,7 @@ impl Probes {
         let value = self.tensor(shape, |i| VALUE * element(start + i, 0));
         let before = bits(value.clone());
         let param = Param::initialized(self.id(probe, shard), value.require_grad());
-        mapper.enter_module(NAME, NAME);
         let after = catch_unwind(AssertUnwindSafe(|| bits(Module::map(param, mapper).base())));
-        mapper.exit_module(NAME, NAME);
         (before, after.ok())
     }
 
@@ -323,15 +372,29 @@ fn bits<const D: usize>(tensor: Tensor<D>) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use burn::module::ParamId;
 
-    use super::{MOST_PLACES, RESERVED, STRIDE, is_probe};
+    use super::{PLACE_BITS, RESERVED, STRIDE, is_probe, place_of};
 
     #[test]
     fn the_ids_of_probes_are_known() {
-        let last = RESERVED + MOST_PLACES as u64 * STRIDE - 1;
+        let last = RESERVED + (STRIDE << PLACE_BITS) - 1;
         assert!(is_probe(ParamId::from(RESERVED)) && is_probe(ParamId::from(last)));
         assert!(!is_probe(ParamId::from(RESERVED - 1)) && !is_probe(ParamId::from(last + 1)));
         assert!(!is_probe(ParamId::new()));
+    }
+
+    #[test]
+    fn parameters_of_a_model_have_places_of_their_own() {
+        let places = |ids: &mut dyn Iterator<Item = u64>| {
+            let places: HashSet<_> = ids.map(|id| place_of(ParamId::from(id))).collect();
+            assert!(places.iter().all(|place| *place < 1 << PLACE_BITS));
+            places.len()
+        };
+        assert_eq!(places(&mut (0..10_000)), 10_000);
+        let spread = &mut (0..10_000).map(|i| i << 40);
+        assert!(places(spread) > 9_990);
     }
 }

@@ -23,12 +23,12 @@ use crate::unmanaged;
 /// that errors come back as values, and that a rank whose loss uses no unit at all still takes
 /// part in the other ranks' reductions.
 ///
-/// As long as no optimizer has stepped the module, up to five gradients more are among them, for a small
-/// matrix and its shards under ids of their own ([`is_probe`](crate::is_probe)): by them the first step
-/// notices an optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`], which
-/// [`catch`](crate::catch) makes a value. With several groups only that of the first sharded parameter is
-/// tried; Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop them, and
-/// a warning says so: [`check_elementwise`](crate::check_elementwise) tries all.
+/// Up to the first step of an optimizer, five small gradients more are among them for each sharded parameter, for
+/// a matrix and its shards under ids of their own ([`is_probe`](crate::is_probe)): by them that step notices an
+/// optimizer that computes with whole tensors, and leaves with [`Error::WholeTensors`], which
+/// [`catch`](crate::catch) makes a value. Groups by path are tried each, groups by ids are not: probes have other
+/// ids. Burn's `GradientsAccumulator` and [`gradients_by_unit`](crate::gradients_by_unit) drop the probes, and
+/// a warning says so. [`check_elementwise`](crate::check_elementwise) tries all, by ids, too.
 ///
 /// Collective.
 ///
@@ -89,32 +89,25 @@ fn reduced_gradients<M: Module, const D: usize>(
 
 /// Registers the probes by which the first step of an optimizer is tried, for each root.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
-    let untried = roots.iter().enumerate();
-    let untried: Vec<_> = untried
-        .filter(|(_, root)| root.trial.is_pending())
-        .collect();
+    let untried = roots.iter().filter(|root| root.trial.is_pending());
+    let untried: Vec<_> = untried.collect();
     if untried.is_empty() {
         return;
     }
     let members = inspect::members(module);
-    for (place, root) in untried {
-        let own = members
-            .iter()
-            .filter(|member| root.owns(&member.generation.unit));
-        let trained = own.filter(|member| member.generation.is_trainable(member.index));
-        let cut = trained.clone().find(|member| member.slot().is_cut());
-        let subject = cut.or_else(|| {
-            let mut trained = trained;
-            trained.find(|member| member.slot().is_flattened())
+    for root in untried {
+        let own = members.iter().filter(|member| {
+            root.owns(&member.generation.unit)
+                && member.slot().is_flattened()
+                && member.generation.is_trainable(member.index)
         });
-        let Some(member) = subject else { continue };
-        let subject = Subject {
+        let subjects = own.map(|member| Subject {
             id: member.id,
             device: member.generation.value(member.index).device(),
             dtype: member.slot().elements.stored.dtype,
             is_cut: member.slot().is_cut(),
-        };
-        root.trial.register(place, subject, gradients);
+        });
+        root.trial.register(subjects, gradients);
     }
 }
 

@@ -31,11 +31,10 @@ fn scales(dtype: DType) -> [f32; 2] {
 /// [one owner](crate::ShardPolicy::one_owner), which are not tried, as nothing is that is whole. Burn's `LBFGS` is not a
 /// `ModuleOptimizer`; it needs the whole model and cannot be used with shards either.
 ///
-/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at one parameter
-/// by itself. Call this for an optimizer with several groups, of which others may compute with whole
-/// tensors, for a second optimizer, and in a loop that calls Burn's own backward or accumulates gradients,
-/// where no step can be told from another map. Checkpoints and the file-backed optimizer of `burn-fsdp`
-/// do so by themselves.
+/// The first step with gradients from [`backward`](crate::backward) tries the optimizer at each parameter by
+/// itself, but cannot see groups by ids. Call this for an optimizer with groups by ids, for another optimizer of
+/// the same parameters, and in a loop that calls Burn's own backward or accumulates gradients, where no step
+/// can be told from another map. Checkpoints and the file-backed optimizer of `burn-fsdp` do so by themselves.
 ///
 /// Not collective: all ranks come to the same verdict. It costs a few small steps for each parameter;
 /// call it once, before training.
@@ -63,8 +62,12 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
         if !scales(slot.elements.stored.dtype).into_iter().all(passes) {
             return Err(Error::WholeTensors { path });
         }
+        let unit = &member.generation.unit;
+        let root = roots.iter().find(|root| root.owns(unit));
+        if let Some(root) = root {
+            root.trial.pass(member.id);
+        }
     }
-    roots.iter().for_each(|root| root.trial.end());
     Ok(())
 }
 

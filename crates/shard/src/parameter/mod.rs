@@ -133,8 +133,7 @@ fn try_optimizer<M: ModuleMapper>(
     let Shown::One(shown) = shown else {
         return None;
     };
-    let is_pending = slot.is_flattened() && root.trial.is_pending() && !ambient::is_engine();
-    let may_step = is_pending && root.num_finished() > 0;
+    let may_step = slot.is_flattened() && !ambient::is_engine() && root.num_finished() > 0;
     may_step
         .then(|| root.trial.show(shown, path, mapper))
         .flatten()

@@ -1,7 +1,7 @@
 //! Optimizers that need whole tensors, noticed by their first step.
 
 use burn::grad_clipping::GradientClipping;
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
 use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
     AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsAccumulator,
@@ -131,11 +131,63 @@ fn what_is_whole_is_not_tried() {
     }
 }
 
+/// One parameter among many, chosen by its exact path and by a pattern, and all but one.
+#[test]
+fn one_group_among_others_is_noticed() {
+    let one: fn() -> ParamGroup = || ParamGroup::from_path("blocks.1.up.weight");
+    let others = || ParamGroup::all().exclude(ParamGroup::from_path("embed.weight"));
+    let pattern = || ParamGroup::from_predicate("blocks.1.up.weight");
+    for ranks in 1..=3 {
+        for (group, found) in [
+            (one, "`blocks.1.up.weight`"),
+            (pattern, "`blocks.1.up.weight`"),
+            (others, "`blocks.0.up.weight`"),
+        ] {
+            on_ranks(ranks, move |world| {
+                let model = build(MLP, &world, &device(), blocks())?;
+                let lamb = LambConfig::new().build();
+                let mut optimizer = AdamWConfig::new().init().with_group(group(), lamb, None);
+                let refused = stepped(model, &mut optimizer, &world, &[1e-2]);
+                let error = refused.expect_err("a group of whole tensors").to_string();
+                assert!(error.contains(found), "{error}");
+                Ok(())
+            });
+        }
+    }
+}
+
+/// What was frozen in the first steps is tried when it is not any more.
+#[test]
+fn what_is_trained_later_is_tried_then() {
+    on_ranks(2, |world| {
+        let mut model = build(MLP, &world, &device(), blocks())?;
+        model.blocks[1] = model.blocks[1].clone().freeze();
+        let late = ParamGroup::from_predicate("blocks.1");
+        let lamb = LambConfig::new().build();
+        let mut optimizer = AdamWConfig::new().init().with_group(late, lamb, None);
+        let mut model = stepped(model, &mut optimizer, &world, &[1e-2, 1e-2])?;
+        model.blocks[1] = model.blocks[1].clone().unfreeze();
+        let refused = stepped(model, &mut optimizer, &world, &[1e-2, 1e-2]);
+        let error = refused.expect_err("a group of whole tensors");
+        assert!(matches!(error, Error::WholeTensors { .. }), "{error}");
+        Ok(())
+    });
+}
+
+fn groups() -> ModuleOptimizer {
+    let lion = LionConfig::new().build();
+    let adan = AdanConfig::new().build();
+    let decayed = AdamWConfig::new().with_weight_decay(0.1).init();
+    let decayed = decayed.with_group(ParamGroup::from_predicate("blocks.0"), lion, None);
+    decayed.with_group(ParamGroup::from_path("blocks.1.up.weight"), adan, None)
+}
+
 /// As many states and the same bits as after a check that was asked for.
 #[test]
 fn elementwise_optimizers_step_as_if_they_were_not_tried() {
     for ranks in 1..=3 {
-        for (name, make) in ELEMENTWISE {
+        let with_groups: (_, Make) = ("groups", groups);
+        for (name, make) in ELEMENTWISE.into_iter().chain([with_groups]) {
             for (asked, unasked) in on_ranks(ranks, move |world| {
                 let device = device();
                 let run = |asks: bool| {
@@ -155,6 +207,15 @@ fn elementwise_optimizers_step_as_if_they_were_not_tried() {
     }
 }
 
+/// Counts parameters of more than one dimension, which are those that are sharded.
+struct Matrices(usize);
+
+impl ModuleVisitor for Matrices {
+    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<D>>) {
+        self.0 += usize::from(D > 1);
+    }
+}
+
 /// Until the first step.
 #[test]
 fn gradients_of_probes_come_and_go() {
@@ -164,7 +225,9 @@ fn gradients_of_probes_come_and_go() {
         let mut optimizer = AdamWConfig::new().init();
         let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
         let own = params_with_gradient(&model, &gradients).len();
-        assert_eq!(gradients.len(), own + 5);
+        let mut matrices = Matrices(0);
+        Mlp::new(&device).visit(&mut matrices);
+        assert_eq!(gradients.len(), own + 5 * matrices.0);
         let model = optimizer.step(1e-2, model, gradients);
         let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
         assert_eq!(gradients.len(), own);
