@@ -52,8 +52,8 @@ pub enum Error {
     #[error(
         "nothing of the module gets a gradient: it was built on a device without autodiff, or is all \
          frozen, or no trained parameter took part in the loss; build it on \
-         `Device::flex().autodiff().gradient_checkpointing()`, leave a parameter unfrozen, and apply \
-         adapters such as LoRA before sharding if at all (it freezes the rest)"
+         `Device::flex().autodiff().gradient_checkpointing()`, leave a parameter unfrozen, and give \
+         LoRA adapters to the policy (`ShardPolicy::lora`) in place of `apply_lora`, which freezes what is sharded"
     )]
     NoGraph,
     /// A parameter that no unit manages and of which ranks that are threads hold clones.
@@ -131,7 +131,8 @@ pub enum Error {
     #[error(
         "parameter `{path}` already carries the reparameterization `{name}`; \
          Burn keeps only one per parameter, so sharding it would drop that one: \
-         merge it first with `Module::materialize`"
+         let sharding attach LoRA adapters (`ShardPolicy::lora`) and load a record of them afterwards, \
+         or merge what is there with `Module::materialize`"
     )]
     Reparameterized {
         /// Path of the parameter.

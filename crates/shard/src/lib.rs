@@ -43,6 +43,7 @@
 //!
 //! [`wrap_plan`], [`memory()`] and [`order`] say what was done.
 
+mod adapter;
 mod ambient;
 mod copies;
 mod device;

@@ -13,6 +13,11 @@ pub(crate) const NAME: &str = "fsdp";
 /// The name that Burn gives to the container of a reparameterization while visiting and mapping.
 pub(crate) const CONTAINER: &str = "Reparameterization";
 
+/// Path of the first factor of an adapter below the parameter that it adapts, as Burn names it.
+pub(crate) const FACTOR_A: &str = "lora.a";
+/// Path of the second factor.
+pub(crate) const FACTOR_B: &str = "lora.b";
+
 /// The position of a walk over a module.
 #[derive(Debug, Default)]
 pub(crate) struct Location {

@@ -1,5 +1,6 @@
 //! The sharding policy: what is gathered together, and when full weights are dropped.
 
+use burn::module::Lora;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
@@ -33,6 +34,7 @@ pub struct ShardPolicy {
     pub(crate) reduce_group: ReduceGroup,
     pub(crate) hook: Option<GradientHook>,
     pub(crate) offload: Option<Device>,
+    pub(crate) lora: Option<Lora>,
 }
 
 /// The divisors of gradients, in place of the number of ranks: `pre` of each rank's, `post` of the sum. Sums
@@ -97,6 +99,7 @@ impl ShardPolicy {
             reduce_group: ReduceGroup::Shared,
             hook: None,
             offload: None,
+            lora: None,
         }
     }
 
@@ -222,6 +225,32 @@ impl ShardPolicy {
     /// For a module that was built on `host` it changes nothing: its shards are there already.
     pub fn offload_to(mut self, host: Device) -> Self {
         self.offload = Some(host);
+        self
+    }
+
+    /// Attaches Burn's low-rank adapters while sharding: freezes every parameter of the module and adds two trained
+    /// factors, `a` of shape `[in, rank]` and `b` of `[rank, out]`, to each of two dims that `lora`'s group matches. In place
+    /// of `module.apply_lora(lora)`, which Burn allows before or after sharding neither.
+    ///
+    /// The factors are parameters of the unit whose weight they adapt, sharded as others are, with Burn's own paths
+    /// (`blocks.0.fc.weight.lora.a`): optimizers, clipping, records and checkpoints see them there, and a record of the module
+    /// is that of Burn's module with `apply_lora`. What the frozen weights hold is their shards alone: no gradient, no
+    /// optimizer state, nothing to reduce. The weight `base + alpha / rank * (a @ b)` exists around a unit's own forward
+    /// and backward, like the full base.
+    ///
+    /// Initial values are Burn's: `a` normal, drawn on rank 0, `b` zero. `Module::materialize` gives the plain module with its
+    /// adapters merged; `Param::adapter` knows nothing of a sharded one. A quantized base (`QLora`) is refused as its
+    /// type is.
+    ///
+    /// ```
+    /// use burn::module::Lora;
+    /// use burn_fsdp_shard::ShardPolicy;
+    ///
+    /// let policy = ShardPolicy::new().units(["blocks.*"]).lora(Lora::new(16, 32.0));
+    /// # let _ = policy;
+    /// ```
+    pub fn lora(mut self, lora: Lora) -> Self {
+        self.lora = Some(lora);
         self
     }
 

@@ -7,6 +7,8 @@ use burn::tensor::DType;
 use burn_fsdp_collectives::{ElementType, FullPart, Part, Source};
 use burn_fsdp_mesh::Partition;
 
+use crate::adapter::Adapter;
+
 /// The part of a parameter that a rank holds between steps, and the way in which its gradient is reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holding {
@@ -62,6 +64,8 @@ pub(crate) struct Slot {
     pub(crate) partition: Partition,
     /// The part that this rank holds.
     pub(crate) holding: Holding,
+    /// What adapts it.
+    pub(crate) adapter: Option<Adapter>,
 }
 
 impl Slot {

@@ -19,6 +19,8 @@ pub(crate) struct Found {
     pub(crate) shape: Vec<usize>,
     pub(crate) dtype: DType,
     pub(crate) device: Device,
+    /// Path of the parameter that it adapts, if it is a factor of an adapter that is about to be made.
+    pub(crate) factor_of: Option<String>,
 }
 
 impl Found {
@@ -237,6 +239,7 @@ impl path::Visitor for Details {
                     false => device.settings().float_dtype.into(),
                 },
                 device,
+                factor_of: None,
             }),
         }
     }

@@ -157,6 +157,14 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
+    /// Returns true if the weight of `slot`, with what its adapter adds, needs elements of other ranks.
+    pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
+        let adapter = self.slots[slot].adapter.as_ref();
+        let factors = adapter.map(|adapter| [adapter.a, adapter.b]);
+        let mut parts = factors.into_iter().flatten().chain([slot]);
+        parts.any(|part| self.slots[part].is_gathered())
+    }
+
     /// Returns true if the optimizer of the module that begins with `slot` has been tried.
     pub(crate) fn is_tried(&self, slot: usize) -> bool {
         self.tried[slot].load(Ordering::Relaxed)

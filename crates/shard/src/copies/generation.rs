@@ -252,6 +252,16 @@ impl Generation {
         leaf.set_require_grad(self.is_trainable(slot))
     }
 
+    /// Returns a new leaf for the weight that the adapter of `slot` makes, trained if any part of it is; `None` without
+    /// an adapter.
+    pub(crate) fn adapted_leaf(&self, slot: usize) -> Option<Tensor<1>> {
+        let adapter = self.unit.slots[slot].adapter?;
+        let parts = [slot, adapter.a, adapter.b];
+        let is_trained = parts.into_iter().any(|part| self.is_trainable(part));
+        let leaf = Tensor::zeros([1], &self.device(slot));
+        Some(leaf.set_require_grad(is_trained))
+    }
+
     /// Returns what this rank holds of the parameter of `slot`, in the type and on the device that compute.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);

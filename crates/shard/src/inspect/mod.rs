@@ -54,17 +54,21 @@ pub(crate) fn places<M: Module>(module: &M) -> Vec<(String, Member)> {
 #[derive(Default)]
 struct Paths {
     sharded: Vec<String>,
+    /// The path of the parameter that was shown last, until what is beside it is entered: after the factors of its adapter
+    /// that is entered once more.
+    last: Option<String>,
 }
 
 impl path::Visitor for Paths {
-    fn enter(&mut self, place: &Location, name: &str, container: &str) {
+    fn enter(&mut self, _place: &Location, name: &str, container: &str) {
         if name == NAME && container == CONTAINER {
-            // The parameter itself has just been visited, here.
-            self.sharded.push(place.path());
+            self.sharded.extend(self.last.take());
         }
     }
 
-    fn float<const D: usize>(&mut self, _place: &Location, _param: &Param<Tensor<D>>) {}
+    fn float<const D: usize>(&mut self, place: &Location, _param: &Param<Tensor<D>>) {
+        self.last = Some(place.path());
+    }
 }
 
 /// Returns the roots of a module: one, unless only children of it were sharded.

@@ -9,7 +9,7 @@ pub(crate) mod member;
 pub(crate) mod owned;
 
 use burn::module::{
-    Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
+    Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{Device, Tensor};
 use std::sync::Arc;
@@ -23,6 +23,10 @@ use crate::path::{CONTAINER, NAME};
 use crate::probes::Trial;
 use crate::shown::Shown;
 
+/// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
+/// what the engine attaches.
+const ADAPTER: &str = "LoraAdapter";
+
 /// The value of one parameter on this rank: its shard, or the whole where it is kept whole.
 ///
 /// Optimizers and gradients see a shard as a parameter of one dimension, and what is whole as it was, under the path and the
@@ -33,6 +37,9 @@ pub(crate) struct ShardedParam {
     /// The id, in place of that in `value`, which a record cannot change in time.
     identity: Identity,
     generation: Owned,
+    /// The factors of its adapter, which the engine reads from their slots: here they are shown to optimizers and
+    /// records.
+    adapter: Option<Box<LoraAdapter>>,
 }
 
 impl std::fmt::Debug for ShardedParam {
@@ -50,6 +57,7 @@ impl ShardedParam {
     /// Returns the parameter in `slot` of a unit's first generation.
     pub(crate) fn new(
         value: Shown,
+        adapter: Option<LoraAdapter>,
         slot: usize,
         generation: Arc<Generation>,
         root_link: Arc<RootLink>,
@@ -59,6 +67,7 @@ impl ShardedParam {
             identity: Identity::new(value.id()),
             value: guarded(value, &generation, slot),
             generation: Owned::new(generation, slot, root_link),
+            adapter: adapter.map(Box::new),
         }
     }
 
@@ -67,20 +76,35 @@ impl ShardedParam {
         self.identity.settle(stand_in)
     }
 
+    /// Returns the parameter without its adapter, with `value` in place of its own.
     fn descend(from: &Owned, transition: Transition, identity: Identity, value: Shown) -> Self {
         let generation = from.descend(from.slot, transition, &value);
         Self {
             value,
             identity,
             generation: from.moved_to(generation, transition),
+            adapter: None,
         }
     }
 
-    /// Returns the parameter with `value` in place of its own, after a move of the module to `device`.
+    /// Returns the parameter without its adapter, with `value` in place of its own, after a move of the module to
+    /// `device`.
     fn moved(from: &Owned, identity: Identity, value: Shown, device: &Device) -> Self {
         let moved = Self::descend(from, Transition::Device, identity, value);
         moved.generation.compute_on(device);
         moved
+    }
+
+    /// Returns it with the factors of its adapter as `change` makes them.
+    fn with_adapter(
+        self,
+        adapter: Option<Box<LoraAdapter>>,
+        change: impl FnOnce(LoraAdapter) -> LoraAdapter,
+    ) -> Self {
+        Self {
+            adapter: adapter.map(|adapter| Box::new(change(*adapter))),
+            ..self
+        }
     }
 
     /// Returns the value under the id by which it is known.
@@ -166,9 +190,11 @@ impl Module for ShardedParam {
             value,
             identity,
             generation,
+            adapter,
         } = self;
         let value = value.fork(&generation.unit.home(device));
         Self::moved(&generation, identity, value, device)
+            .with_adapter(adapter, |adapter| adapter.fork(device))
     }
 
     fn to_device(self, device: &Device) -> Self {
@@ -176,24 +202,32 @@ impl Module for ShardedParam {
             value,
             identity,
             generation,
+            adapter,
         } = self;
         let value = value.moved_to(&generation.unit.home(device));
         Self::moved(&generation, identity, value, device)
+            .with_adapter(adapter, |adapter| adapter.to_device(device))
     }
 
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         let slot = self.generation.slot;
-        if member::answer(&self.generation, &self.value, &self.identity) {
-            return;
-        }
-        // A record has just taken the whole value under the parameter's own path.
-        if mailbox::take_recorded(&self.generation.unit, slot) {
+        let is_seen = member::answer(&self.generation, &self.value, &self.identity)
+            // A record has just taken the whole value under the parameter's own path.
+            || mailbox::take_recorded(&self.generation.unit, slot);
+        if is_seen && self.adapter.is_none() {
             return;
         }
         // Under the path of the parameter it stands for, so that groups by path go on to work.
         visitor.exit_module(NAME, CONTAINER);
-        let path = &self.generation.unit.slots[slot].path;
-        Self::shown(&self.value, &self.identity, path).visit(visitor);
+        if !is_seen {
+            let path = &self.generation.unit.slots[slot].path;
+            Self::shown(&self.value, &self.identity, path).visit(visitor);
+        }
+        if let Some(adapter) = &self.adapter {
+            visitor.enter_module(LoraAdapter::NAME, ADAPTER);
+            adapter.visit(visitor);
+            visitor.exit_module(LoraAdapter::NAME, ADAPTER);
+        }
         visitor.enter_module(NAME, CONTAINER);
     }
 
@@ -205,6 +239,7 @@ impl Module for ShardedParam {
             value,
             identity,
             generation,
+            adapter,
         } = self;
         let (value, identity) = match mailbox::take_value(&generation.unit, generation.slot) {
             Some((loaded, keeps_id)) => {
@@ -233,7 +268,16 @@ impl Module for ShardedParam {
                 (guarded(value, &generation, generation.slot), identity)
             }
         };
-        Self::descend(&generation, Transition::Map, identity, value)
+        let mapped = Self::descend(&generation, Transition::Map, identity, value);
+        if adapter.is_none() {
+            return mapped;
+        }
+        mapper.exit_module(NAME, CONTAINER);
+        mapper.enter_module(LoraAdapter::NAME, ADAPTER);
+        let mapped = mapped.with_adapter(adapter, |adapter| adapter.map(mapper));
+        mapper.exit_module(LoraAdapter::NAME, ADAPTER);
+        mapper.enter_module(NAME, CONTAINER);
+        mapped
     }
 
     fn materialize(self) -> Self {
@@ -247,6 +291,7 @@ impl Module for ShardedParam {
         let value = self.value.valid();
         let identity = self.identity.clone();
         Self::descend(&self.generation, Transition::Valid, identity, value)
+            .with_adapter(self.adapter.clone(), |adapter| adapter.valid())
     }
 
     fn train(self) -> Self {
@@ -257,9 +302,11 @@ impl Module for ShardedParam {
             value,
             identity,
             generation,
+            adapter,
         } = self;
         let strategy = generation.unit.strategy;
         let value = value.train(strategy);
         Self::descend(&generation, Transition::Train, identity, value)
+            .with_adapter(adapter, Module::train)
     }
 }

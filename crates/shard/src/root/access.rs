@@ -6,7 +6,7 @@ use burn::tensor::{Shape, Tensor};
 
 use super::state::Root;
 use crate::copies::Generation;
-use crate::error::Error;
+use crate::error::{Error, throw};
 use crate::op::{Announce, Reduced, Weight};
 
 /// A request for a full parameter: one parameter in one use of its unit.
@@ -30,12 +30,37 @@ impl Weight for Access {
     }
 
     fn regather(&self) -> Result<Tensor<1>, Error> {
-        self.root.regather(&self.generation, self.slot, self.use_id)
+        let regather = |slot| self.root.regather(&self.generation, slot, self.use_id);
+        let full = regather(self.slot)?;
+        match &self.generation.unit.slots[self.slot].adapter {
+            Some(adapter) => {
+                let (a, b) = (regather(adapter.a)?, regather(adapter.b)?);
+                Ok(adapter.applied(full, a, b))
+            }
+            None => Ok(full),
+        }
     }
 
     fn receive(&self, gradient: Tensor<1>) {
         let unit = &self.generation.unit;
-        self.root.receive(unit, self.slot, self.use_id, gradient);
+        let Some(adapter) = &unit.slots[self.slot].adapter else {
+            return self.root.receive(unit, self.slot, self.use_id, gradient);
+        };
+        let factor = |slot| {
+            let factor = self.root.regather(&self.generation, slot, self.use_id);
+            factor.unwrap_or_else(|error| throw(error))
+        };
+        let of_factors = adapter.gradients(gradient.clone(), factor(adapter.a), factor(adapter.b));
+        let gradients = [
+            (self.slot, gradient),
+            (adapter.a, of_factors.a),
+            (adapter.b, of_factors.b),
+        ];
+        for (slot, gradient) in gradients {
+            if self.generation.is_trainable(slot) {
+                self.root.receive(unit, slot, self.use_id, gradient);
+            }
+        }
     }
 }
 

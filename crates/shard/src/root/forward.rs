@@ -27,7 +27,12 @@ impl Use {
             let node = node.downcast_ref::<Tensor<D>>();
             return Ok(node.expect("a slot keeps its rank").clone());
         }
-        let full = root.full(&self.generation, slot)?;
+        let full = root.weight(&self.generation, slot)?;
+        // An adapted weight is no part of what stays: it is made again from that.
+        let (value, stays) = match self.generation.adapted_leaf(slot) {
+            Some(leaf) => (leaf, false),
+            None => (value, stays),
+        };
         let access = Access {
             root: root.clone(),
             generation: self.generation.clone(),
@@ -117,14 +122,14 @@ impl Root {
                 last.life.drop_full();
             }
             progress.uses.reading = Arc::downgrade(generation);
-            if unit.slots[slot].is_gathered() {
+            if unit.is_gathered_for(slot) {
                 if generation.life.is_sharded() {
                     let operation = Operation::UnshardForward(unit.position());
                     self.start_gather(generation, operation)?;
                 }
                 self.finish_gather(generation)?;
             }
-            self.full(generation, slot)
+            self.weight(generation, slot)
         })?;
         Ok(full.reshape::<D, _>(unit.slots[slot].dims::<D>()))
     }
@@ -277,7 +282,7 @@ impl Progress {
     ) -> Result<Tensor<D>, Error> {
         let pass = self.uses.pass.as_ref().expect("a pass has begun");
         region::touch(root, &pass.token);
-        let full = root.full(generation, slot)?;
+        let full = root.weight(generation, slot)?;
         let full = full.reshape::<D, _>(generation.unit.slots[slot].dims::<D>());
         Ok(device::tracked(full, &generation.device(slot)))
     }

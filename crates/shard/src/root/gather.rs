@@ -133,6 +133,22 @@ impl Root {
         })
     }
 
+    /// Returns what the model computes with in the place of a slot's value, flat and plain: the full value, with what its
+    /// adapter adds. The unit must be unsharded.
+    pub(super) fn weight(
+        &self,
+        generation: &Generation,
+        slot: usize,
+    ) -> Result<burn::tensor::Tensor<1>, Error> {
+        let full = self.full(generation, slot)?;
+        let Some(adapter) = &generation.unit.slots[slot].adapter else {
+            return Ok(full);
+        };
+        let a = self.full(generation, adapter.a)?;
+        let b = self.full(generation, adapter.b)?;
+        Ok(adapter.applied(full, a, b))
+    }
+
     fn gather_label(&self, generation: &Generation, operation: Operation) -> Label {
         let direction = match operation {
             Operation::UnshardBackward(_) => "backward",

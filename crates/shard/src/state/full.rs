@@ -11,7 +11,7 @@ use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox;
-use crate::path::{self, Location};
+use crate::path::{self, FACTOR_A, FACTOR_B, Location};
 use crate::state::record;
 use crate::transport;
 
@@ -32,7 +32,8 @@ pub enum WriteBack {
 /// it to other code, even keep it. Its forward communicates nothing, so ranks may do different things
 /// with it; with [`WriteBack::Keep`] all must return the same values, or the shards of different
 /// modules are put together. Parameters that no unit manages and running states are copied and
-/// written back as well. With [`WriteBack::Discard`] what `body` returns is dropped.
+/// written back as well. With [`WriteBack::Discard`] what `body` returns is dropped. Low-rank adapters are merged
+/// into the weights of the copy, so that it cannot be written back.
 ///
 /// Every rank holds the whole model meanwhile: for a model that fits nowhere there is
 /// [`full_state`].
@@ -42,7 +43,7 @@ pub enum WriteBack {
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`]; [`Error::Returned`] if what `body` returns has other parameters or shapes
+/// [`Error::NotSharded`]; [`Error::Option`] for adapters that would be written back; [`Error::Returned`] if what `body` returns has other parameters or shapes
 /// than the module; a failed collective.
 pub fn summon_full_params<M: Module>(
     module: M,
@@ -51,6 +52,14 @@ pub fn summon_full_params<M: Module>(
 ) -> Result<M, Error> {
     inspect::root_of(&module)?;
     let places = inspect::places(&module);
+    let is_adapted = |(_, member): &(String, Member)| member.slot().adapter.is_some();
+    if write_back == WriteBack::Keep && places.iter().any(is_adapted) {
+        return Err(Error::Option {
+            option: "write_back",
+            expected: "`WriteBack::Discard`: the whole weights have the adapters merged into them",
+            got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
+        });
+    }
     let full = plain(&module, &places)?;
     let returned = body(full);
     match write_back {
@@ -61,7 +70,12 @@ pub fn summon_full_params<M: Module>(
 
 /// Returns the module without autodiff and without shards.
 fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
-    let members = places.iter().cloned().collect();
+    let mut members: HashMap<_, _> = places.iter().cloned().collect();
+    for (path, _) in places {
+        // Of an adapted parameter they are read with it, and no module of `materialize` has them.
+        members.remove(&format!("{path}.{FACTOR_A}"));
+        members.remove(&format!("{path}.{FACTOR_B}"));
+    }
     // `valid` also gives the copy running states of its own.
     let filled = catch(|| path::map(module.valid(), &mut Fill { members }))?;
     // Burn lets go of a reparameterization in `materialize` alone.
@@ -83,8 +97,15 @@ impl path::Mapper for Fill {
         let Some(member) = self.members.remove(&place.path()) else {
             return param;
         };
-        let whole = record::whole(&member.generation, member.index);
-        let whole = whole.unwrap_or_else(|error| throw(error));
+        let whole = |slot| {
+            let whole = record::whole(&member.generation, slot);
+            whole.unwrap_or_else(|error| throw(error))
+        };
+        let base = whole(member.index);
+        let whole = match &member.slot().adapter {
+            Some(adapter) => adapter.applied(base, whole(adapter.a), whole(adapter.b)),
+            None => base,
+        };
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
         // With the id of the stand-in, so that a record of the copy loads into the sharded module.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn_fsdp_mesh::Partition;
 
-use super::owners;
+use super::{factors, owners};
 use crate::error::Error;
 use crate::offload::Offload;
 use crate::policy::ShardPolicy;
@@ -99,8 +99,10 @@ impl Grouping {
         let mut by_unit: Vec<(String, Vec<Found>)> = vec![(String::new(), Vec::new())];
         for found in parameters {
             let mut unit = "";
+            // A factor belongs to the unit of the weight that it adapts.
+            let path = found.factor_of.as_ref().unwrap_or(&found.path);
             for (pattern, matched) in policy.patterns.iter().zip(&mut matched) {
-                if let Some(module) = pattern.module_of(&found.path) {
+                if let Some(module) = pattern.module_of(path) {
                     *matched = true;
                     // All of them contain the parameter, so the longest path is the innermost.
                     if module.len() > unit.len() {
@@ -181,8 +183,12 @@ impl Grouping {
                 Strategy::FullShard => Keep::No,
                 Strategy::ShardGradOp | Strategy::NoShard => Keep::Always,
             };
+            let mut slots = slots?;
+            if let Some(lora) = &policy.lora {
+                factors::join(&mut slots, lora);
+            }
             let spec = UnitSpec {
-                slots: slots?,
+                slots,
                 groups: groups.clone(),
                 offload: Offload::new(policy, &members[0].device)?,
                 gradients: GradientOptions {
@@ -245,5 +251,6 @@ fn slot(
         },
         partition,
         holding,
+        adapter: None,
     })
 }

@@ -1,11 +1,13 @@
 //! `fully_shard`: from a plain module to a sharded one.
 //!
+//! - `factors`: the parameters of adapters that are made on the way.
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit. `owners`: the owner of
 //!   each parameter that is not divided.
 //! - `placed`: units with their paths in the module, those of earlier calls too.
 //! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values.
 //! - `own_states`: running states that ranks must not share.
 
+mod factors;
 mod grouping;
 mod initial;
 mod own_states;
@@ -132,6 +134,10 @@ fn wrap<M: Module>(
         .filter(|found| !found.shape.contains(&0))
         .cloned()
         .collect();
+    let parameters = match &policy.lora {
+        Some(lora) => factors::with_factors(parameters, lora)?,
+        None => parameters,
+    };
     check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
@@ -141,6 +147,11 @@ fn wrap<M: Module>(
         }
     }
     let grouping = Grouping::new(&parameters, policy)?;
+    let factors: HashMap<_, _> = parameters
+        .iter()
+        .filter(|found| found.factor_of.is_some())
+        .map(|factor| (factor.path.clone(), factor.clone()))
+        .collect();
     let units = grouping.units(&ranks.groups, policy, form == Form::Replicate)?;
     let ignored = survey
         .parameters
@@ -150,7 +161,7 @@ fn wrap<M: Module>(
     let root = Root::new(ranks.all, policy, ignored.collect());
 
     let first = units.into_iter().map(Generation::first).collect();
-    let (sharder, made) = Sharder::new(first, &survey);
+    let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     for earlier in &adopted {
         earlier.copies.unit.demote(&earlier.prefix);

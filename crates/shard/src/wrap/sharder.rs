@@ -3,19 +3,23 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use burn::module::{Param, ParamId, Reparameterizer};
-use burn::tensor::{Device, Tensor};
+use burn::module::{
+    Lora, LoraAdapter, Module, Param, ParamId, Reparameterization, Reparameterizer,
+};
+use burn::tensor::{Device, Distribution, Shape, Tensor};
 
 use super::initial;
 use super::placed::Placed;
+use crate::adapter::Adapter;
 use crate::copies::{Copies, Generation};
 use crate::error::throw;
 use crate::parameter::ShardedParam;
 use crate::parameter::identity::counterpart;
 use crate::parameter::owned::RootLink;
+use crate::path::{FACTOR_A, FACTOR_B};
 use crate::shown::Shown;
 use crate::state::record;
-use crate::survey::{Declared, Survey, stand_in};
+use crate::survey::{Declared, Found, Survey, stand_in};
 use crate::transport;
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value beside it.
@@ -23,11 +27,20 @@ pub(super) struct Sharder {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
+    /// The adapters to attach; with them all else is frozen.
+    lora: Option<Lora>,
+    /// The factors of adapters, by path.
+    factors: HashMap<String, Found>,
 }
 
 impl Sharder {
     /// Returns a sharder for the parameters of these generations, and their units, which the call makes.
-    pub(super) fn new(first: Vec<Arc<Generation>>, survey: &Survey) -> (Self, Vec<Placed>) {
+    pub(super) fn new(
+        first: Vec<Arc<Generation>>,
+        survey: &Survey,
+        lora: Option<Lora>,
+        factors: HashMap<String, Found>,
+    ) -> (Self, Vec<Placed>) {
         let mut places = HashMap::new();
         let mut made = Vec::with_capacity(first.len());
         for generation in first {
@@ -47,6 +60,8 @@ impl Sharder {
         let sharder = Self {
             others: others.collect(),
             places,
+            lora,
+            factors,
         };
         (sharder, made)
     }
@@ -65,7 +80,10 @@ impl Reparameterizer for Sharder {
                 true => own_leaf(param),
                 false => param,
             };
-            return (param, None);
+            return match self.lora {
+                Some(_) => (param.set_require_grad(false), None),
+                None => (param, None),
+            };
         };
         let unit = generation.unit.clone();
         let device = param.lazy_device();
@@ -75,7 +93,10 @@ impl Reparameterizer for Sharder {
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
-        let shown = Shown::new(id, value, &shape, declared.is_trainable);
+        let is_frozen = self.lora.is_some() && !self.factors.contains_key(path);
+        let shown = Shown::new(id, value, &shape, declared.is_trainable && !is_frozen);
+        let adapter = unit.slots[index].adapter.as_ref();
+        let adapter = adapter.map(|adapter| sharded_factors(self, path, adapter));
         let base = base(&declared, &device, counterpart(id));
         let own = declared.mapper;
         let stand_in = stand_in(declared.shape, &device);
@@ -84,8 +105,68 @@ impl Reparameterizer for Sharder {
             .save_mapper(record::save(Copies::of(&generation), index, own));
         (
             base,
-            Some(ShardedParam::new(shown, index, generation, root_link)),
+            Some(ShardedParam::new(
+                shown, adapter, index, generation, root_link,
+            )),
         )
+    }
+}
+
+/// Returns the factors of the parameter at `path`, sharded, to be seen by optimizers and records.
+fn sharded_factors(sharder: &mut Sharder, path: &str, adapter: &Adapter) -> LoraAdapter {
+    let std = sharder.lora.as_ref().and_then(|lora| lora.init_std);
+    let std = std.unwrap_or(1.0 / adapter.rank as f64);
+    let factor = |name: &str, fill: Fill| {
+        let factor = &sharder.factors[&format!("{path}.{name}")];
+        lazy(factor, fill)
+    };
+    let plain = LoraAdapter {
+        a: factor(FACTOR_A, Fill::Normal { std }),
+        b: factor(FACTOR_B, Fill::Zeros),
+        scale: adapter.scale,
+    };
+    let prefix = path.to_owned();
+    plain.apply_reparameterization(Below { prefix, sharder })
+}
+
+/// The initial values of a factor: those of Burn's `Lora`, by which a new adapter adds nothing.
+#[derive(Debug, Clone, Copy)]
+enum Fill {
+    Normal { std: f64 },
+    Zeros,
+}
+
+/// Returns the parameter of a factor, which is initialized when it is asked for.
+fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
+    let shape = [factor.shape[0], factor.shape[1]];
+    let dtype = factor.dtype;
+    let make = move |device: &Device, is_trained: bool| {
+        let values: Tensor<2> = match fill {
+            Fill::Normal { std } => Tensor::random(shape, Distribution::Normal(0.0, std), device),
+            Fill::Zeros => Tensor::zeros(shape, device),
+        };
+        values.cast(dtype).set_require_grad(is_trained)
+    };
+    let device = factor.device.clone();
+    Param::uninitialized(factor.id, make, device, true, Shape::from(shape))
+}
+
+/// A sharder of what is below a path.
+struct Below<'a> {
+    prefix: String,
+    sharder: &'a mut Sharder,
+}
+
+impl Reparameterizer for Below<'_> {
+    type Reparam = ShardedParam;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<ShardedParam>) {
+        let path = format!("{}.{}.{path}", self.prefix, LoraAdapter::NAME);
+        self.sharder.reparameterize(&path, param)
     }
 }
 

@@ -23,6 +23,7 @@ mod first_step;
 mod full;
 mod gradients;
 mod identity;
+mod lora;
 mod offload;
 mod owners;
 mod refused;

@@ -1,0 +1,79 @@
+//! The parameters that a low-rank adapter adds to a module.
+
+use std::collections::HashMap;
+
+use burn::module::{Lora, ParamId};
+use burn::tensor::DType;
+
+use crate::adapter::Adapter;
+use crate::error::Error;
+use crate::path::{FACTOR_A, FACTOR_B};
+use crate::slot::Slot;
+use crate::survey::Found;
+
+/// Returns `parameters` with the factors of adapters after those that `lora` adapts.
+///
+/// # Errors
+///
+/// [`Error::Option`] if it adapts none, or makes factors of no rank.
+pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
+    let refused = |expected, got: &str| Error::Option {
+        option: "lora",
+        expected,
+        got: got.to_owned(),
+    };
+    if lora.rank == 0 {
+        return Err(refused("of rank 1 or more", "of rank 0"));
+    }
+    let mut all = Vec::with_capacity(parameters.len());
+    let num_parameters = parameters.len();
+    for found in parameters {
+        let is_matrix = found.shape.len() == 2;
+        let is_adapted = is_matrix && lora.param_group.matches(&found.id, Some(&found.path));
+        all.push(found);
+        if !is_adapted {
+            continue;
+        }
+        let base = all.last().expect("it was just put there");
+        let factor = |name: &str, shape: [usize; 2]| Found {
+            path: format!("{}.{name}", base.path),
+            id: ParamId::new(),
+            shape: shape.to_vec(),
+            dtype: lora.dtype.map_or(base.dtype, DType::from),
+            device: base.device.clone(),
+            factor_of: Some(base.path.clone()),
+        };
+        let a = factor(FACTOR_A, [base.shape[0], lora.rank]);
+        let b = factor(FACTOR_B, [lora.rank, base.shape[1]]);
+        all.extend([a, b]);
+    }
+    match all.len() == num_parameters {
+        true => Err(refused(
+            "for a group with such a parameter",
+            "for a group without a parameter of two dims among those that are sharded",
+        )),
+        false => Ok(all),
+    }
+}
+
+/// Notes in the slots of a unit which of them adapt which.
+pub(super) fn join(slots: &mut [Slot], lora: &Lora) {
+    let index_of: HashMap<_, _> = slots
+        .iter()
+        .enumerate()
+        .map(|(index, slot)| (slot.path.clone(), index))
+        .collect();
+    for slot in slots {
+        let factor = |name: &str| index_of.get(&format!("{}.{name}", slot.path)).copied();
+        if let (Some(a), Some(b)) = (factor(FACTOR_A), factor(FACTOR_B)) {
+            slot.adapter = Some(Adapter {
+                a,
+                b,
+                rows: slot.shape[0],
+                columns: slot.shape[1],
+                rank: lora.rank,
+                scale: lora.alpha / lora.rank as f64,
+            });
+        }
+    }
+}

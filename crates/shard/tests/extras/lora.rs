@@ -1,0 +1,375 @@
+//! Low-rank adapters on sharded weights, against Burn's own on one rank.
+
+use burn::module::{Lora, Module, ModuleMapper, Param, ParamGroup};
+use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_fsdp_collectives::{Mesh, OperationKind, ProcessGroup, ProcessMesh};
+use burn_fsdp_shard::{
+    Clip, Error, Precision, ShardPolicy, Strategy, WriteBack, backward, clip_grad_norm,
+    fully_shard, into_record, num_params, parameter_paths, params_with_gradient, recompute,
+    summon_full_params,
+};
+
+use super::bench::{
+    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params,
+    plain_device, seeded, since,
+};
+use super::nets::{Block, Mlp, tokens};
+
+/// With a head in rows: Burn does not load a record of its own module with a weight in columns that is there already, as
+/// `apply_lora` leaves it.
+const MLP: Case<Mlp> = Case {
+    build: in_rows,
+    loss: Mlp::loss,
+};
+
+fn in_rows(device: &Device) -> Mlp {
+    Mlp {
+        head: LinearConfig::new(15, 7).init(device),
+        ..Mlp::new(device)
+    }
+}
+
+fn blocks() -> ShardPolicy {
+    ShardPolicy::new().units(["blocks.*"])
+}
+
+/// All matrices of the blocks: 9 of 7 x 15 and the like, of 12.
+fn adapters() -> Lora {
+    Lora::new(2, 3.0).set_param_group(ParamGroup::from_predicate("blocks"))
+}
+
+/// A mapper that gives factors values that are the same in every run, none of them zero.
+#[derive(Default)]
+struct Factors {
+    path: Vec<String>,
+    number: usize,
+}
+
+impl ModuleMapper for Factors {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if !self.path.iter().any(|name| name == "lora") {
+            return param;
+        }
+        self.number += 1;
+        let number = self.number;
+        param.map(|old| {
+            let len = old.shape().num_elements();
+            let values = (0..len).map(|i| ((i * 5 + number * 3) % 11) as f32 / 20.0 - 0.23);
+            let values = TensorData::new(values.collect(), old.shape());
+            Tensor::from_data(values, (&old.device(), old.dtype())).require_grad()
+        })
+    }
+}
+
+/// Burn's module with adapters, on one rank.
+fn plain(device: &Device, lora: Lora) -> Mlp {
+    let model = seeded(in_rows(device), SEED).apply_lora(lora);
+    model.map(&mut Factors::default())
+}
+
+/// The parameters after `steps` steps of Burn alone on the joined batch.
+fn plainly(ranks: usize, steps: usize) -> Outcome {
+    let device = plain_device().autodiff();
+    let mut model = plain(&device, adapters());
+    let mut optim = optimizer();
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let parts = (0..ranks).map(|rank| model.loss(rank, step, &device));
+        let sum = parts.reduce(|sum, part| sum + part).expect("a rank");
+        let loss = sum.div_scalar(ranks as f32);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optim.step(1e-2, model, gradients);
+    }
+    Outcome {
+        losses,
+        params: params(&model),
+    }
+}
+
+/// The sharded module with the same values.
+fn sharded(world: &ProcessGroup, policy: ShardPolicy) -> Result<Mlp, Error> {
+    let model = build(MLP, world, &device(), policy.lora(adapters()))?;
+    Ok(model.load_record(plain(&device(), adapters()).into_record()))
+}
+
+/// The parameters of a sharded module, under the names of Burn's own adapted module.
+fn outcome(model: &Mlp, losses: Vec<f32>) -> Outcome {
+    let plain = plain(&device(), adapters());
+    let params = params(&plain.load_record(model.clone().into_record()));
+    Outcome { losses, params }
+}
+
+fn trained(
+    ranks: usize,
+    steps: usize,
+    policy: &ShardPolicy,
+    loss: fn(&Mlp, usize, usize, &Device) -> Tensor<1>,
+) -> Outcome {
+    let policy = policy.clone();
+    joined(&on_ranks(ranks, move |world| {
+        let mut model = sharded(&world, policy.clone())?;
+        let mut optim = optimizer();
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            let loss = loss(&model, world.rank(), step, &device());
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(outcome(&model, losses))
+    }))
+}
+
+#[test]
+fn adapters_train_as_without_sharding() {
+    for ranks in 1..=4 {
+        let want = plainly(ranks, 4);
+        let tolerance = if ranks == 1 { 0.0 } else { 1e-5 };
+        for policy in [
+            blocks(),
+            ShardPolicy::new(),
+            ShardPolicy::new().units(["**.up", "blocks.*"]),
+            blocks().reshard_root(true).prefetch(2),
+            blocks().strategy(Strategy::ShardGradOp),
+            blocks().strategy(Strategy::NoShard),
+            blocks().whole_below(40),
+            blocks().one_owner(["**"]),
+            blocks().one_owner(["**.lora"]),
+        ] {
+            let got = trained(ranks, 4, &policy, Mlp::loss);
+            assert_close(&got, &want, tolerance);
+        }
+    }
+}
+
+/// Adapted weights come into being in regions that run again, too.
+#[test]
+fn adapters_train_in_recomputed_regions() {
+    fn loss(model: &Mlp, rank: usize, step: usize, device: &Device) -> Tensor<1> {
+        let mut x = model.embed.forward(tokens([2, 4], 11, rank, step, device));
+        for block in &model.blocks {
+            x = recompute(block, x, Block::forward);
+        }
+        let x = model.head.forward(model.norm.forward(x));
+        x.powf_scalar(2.0).mean()
+    }
+    for ranks in 1..=3 {
+        assert_close(
+            &trained(ranks, 3, &blocks(), loss),
+            &plainly(ranks, 3),
+            1e-5,
+        );
+    }
+}
+
+#[test]
+fn replicas_and_hybrids_train_adapters() {
+    let want = plainly(4, 3);
+    let got = on_ranks(4, |world| {
+        let mesh = ProcessMesh::new(&world, Mesh::new([("replicate", 2), ("shard", 2)])?)?;
+        let model = seeded(in_rows(&device()), SEED);
+        let policy = blocks().replicate_axis("replicate").lora(adapters());
+        let model = fully_shard(model, &mesh, policy)?;
+        let mut model = model.load_record(plain(&device(), adapters()).into_record());
+        let mut optim = optimizer();
+        for step in 0..3 {
+            let loss = model.loss(world.rank(), step, &device());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(outcome(&model, Vec::new()))
+    });
+    let want = Outcome {
+        losses: Vec::new(),
+        ..want
+    };
+    assert_close(&joined(&got), &want, 1e-5);
+}
+
+/// Frozen weights send no gradient: what is reduced is the factors' bytes alone, and a step gathers each unit twice.
+#[test]
+fn frozen_weights_are_gathered_and_never_reduced() {
+    for ranks in 2..=4 {
+        on_ranks(ranks, move |world| {
+            let model = sharded(&world, blocks().reshard_root(true).prefetch(0))?;
+            let before = world.counts();
+            let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
+            let counts = since(&world, &before);
+            let trained = params_with_gradient(&model, &gradients);
+            assert_eq!(trained.len(), 18, "{trained:?}");
+            assert!(
+                trained.iter().all(|path| path.contains(".lora.")),
+                "{trained:?}"
+            );
+            // Three blocks have something to reduce, the root has not; it is used twice in a forward.
+            let of = |kind| counts.of(kind).operations;
+            assert_eq!(of(OperationKind::ReduceScatter), 3);
+            assert_eq!(of(OperationKind::AllReduce), 0);
+            println!("{counts:?}");
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_new_adapter_adds_nothing_and_all_else_is_frozen() {
+    on_ranks(2, |world| {
+        let policy = blocks().lora(Lora::new(3, 6.0));
+        let adapted = build(MLP, &world, &device(), policy)?;
+        let bare = build(MLP, &world, &device(), blocks())?;
+        let loss = |model: &Mlp| model.loss(0, 0, &device()).into_scalar::<f32>();
+        assert_eq!(loss(&adapted), loss(&bare));
+        let paths = parameter_paths(&adapted);
+        let factors = paths.iter().filter(|path| path.contains(".lora."));
+        // Of the embedding, the head and nine matrices.
+        assert_eq!(factors.count(), 22);
+        let added = 3 * ((11 + 15) + 9 * (7 + 15) + (15 + 7));
+        assert_eq!(num_params(&adapted), num_params(&bare) + added);
+        // Values that are drawn are those of rank 0.
+        let record =
+            params(&plain(&device(), Lora::new(3, 6.0)).load_record(into_record(adapted)?));
+        let a: Vec<_> = record
+            .iter()
+            .filter(|(path, _)| path.ends_with("lora.a"))
+            .collect();
+        let b: Vec<_> = record
+            .iter()
+            .filter(|(path, _)| path.ends_with("lora.b"))
+            .collect();
+        let of_a: Vec<f32> = a.iter().flat_map(|(_, values)| values.clone()).collect();
+        assert!(
+            b.iter()
+                .all(|(_, values)| values.iter().all(|value| *value == 0.0))
+        );
+        let mean_square = of_a.iter().map(|value| value * value).sum::<f32>() / of_a.len() as f32;
+        assert!(
+            (mean_square.sqrt() - 1.0 / 3.0).abs() < 0.05,
+            "{mean_square}"
+        );
+        Ok(of_a)
+    })
+    .windows(2)
+    .for_each(|pair| assert_eq!(pair[0], pair[1]));
+}
+
+/// Merged, whole and without autodiff; and as a module of Burn's.
+#[test]
+fn adapters_are_merged() {
+    let device = plain_device().autodiff();
+    let adapted = plain(&device, adapters());
+    let want = params(&adapted.clone().materialize());
+    let loss = adapted.loss(0, 0, &device).into_scalar::<f32>();
+    for ranks in 1..=3 {
+        for (merged, summoned, read) in on_ranks(ranks, |world| {
+            let model = sharded(&world, blocks())?;
+            let read = model
+                .valid()
+                .loss(0, 0, &plain_device())
+                .into_scalar::<f32>();
+            let mut summoned = None;
+            let model = summon_full_params(model, WriteBack::Discard, |full| {
+                summoned = Some(params(&full));
+                full
+            })?;
+            let kept = summon_full_params(model.clone(), WriteBack::Keep, |full| full);
+            let message = kept.expect_err("merged").to_string();
+            assert!(message.contains("`WriteBack::Discard`"), "{message}");
+            let merged = params(&model.materialize());
+            Ok((merged, summoned.expect("summoned"), read))
+        }) {
+            assert_eq!(merged, want);
+            assert_eq!(summoned, want);
+            assert_eq!(read, loss);
+        }
+    }
+}
+
+/// Factors have a norm, which is clipped; and other factors may be of another type than what they adapt.
+#[test]
+fn clipping_and_types_go_with_adapters() {
+    on_ranks(2, |world| {
+        let model = sharded(&world, blocks())?;
+        let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
+        let clipped = clip_grad_norm(&model, gradients, Clip::to(1e-3))?;
+        assert!(clipped.total_norm > 1e-3 && clipped.coefficient < 1.0);
+
+        let lora = adapters().set_dtype(FloatDType::BF16);
+        let model = build(MLP, &world, &device(), blocks().lora(lora))?;
+        let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
+        let adapter = params_with_gradient(&model, &gradients);
+        assert_eq!(adapter.len(), 18);
+
+        let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
+        let model = build(
+            MLP,
+            &world,
+            &device(),
+            blocks().lora(adapters()).precision(precision),
+        )?;
+        assert_eq!(model.blocks[0].up.weight.val().dtype(), DType::BF16);
+        let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
+        assert_eq!(params_with_gradient(&model, &gradients).len(), 18);
+        Ok(())
+    });
+}
+
+/// Trained with its base, if somebody thaws that.
+#[test]
+fn a_base_that_is_thawed_is_trained_with_its_adapter() {
+    let device = plain_device().autodiff();
+    let mut model = plain(&device, adapters()).unfreeze();
+    let mut optim = optimizer();
+    for step in 0..3 {
+        let loss = model.loss(0, step, &device) + model.loss(1, step, &device);
+        let gradients = GradientsParams::from_grads(loss.div_scalar(2.0).backward(), &model);
+        model = optim.step(1e-2, model, gradients);
+    }
+    let want = Outcome {
+        losses: Vec::new(),
+        params: params(&model),
+    };
+    let got = on_ranks(2, |world| {
+        let mut model = sharded(&world, blocks())?.unfreeze();
+        let mut optim = optimizer();
+        for step in 0..3 {
+            let loss = model.loss(world.rank(), step, &super::bench::device());
+            let gradients = backward(loss, &model)?;
+            model = optim.step(1e-2, model, gradients);
+        }
+        Ok(outcome(&model, Vec::new()))
+    });
+    assert_close(&joined(&got), &want, 1e-5);
+}
+
+#[test]
+fn what_no_adapter_can_be_is_refused() {
+    on_ranks(2, |world| {
+        let refused = |lora| {
+            let refused = build(MLP, &world, &device(), blocks().lora(lora));
+            refused.expect_err("refused").to_string()
+        };
+        let message = refused(Lora::new(0, 1.0));
+        assert!(message.contains("lora is of rank 0"), "{message}");
+        let nowhere = ParamGroup::from_predicate("norm.gamma");
+        let message = refused(Lora::new(2, 1.0).set_param_group(nowhere));
+        assert!(
+            message.contains("without a parameter of two dims"),
+            "{message}"
+        );
+        let adapted = seeded(in_rows(&device()), SEED).apply_lora(adapters());
+        let error = fully_shard(adapted, &world, blocks()).expect_err("attached before");
+        assert!(error.to_string().contains("`ShardPolicy::lora`"), "{error}");
+        Ok(())
+    });
+}
