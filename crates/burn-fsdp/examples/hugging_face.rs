@@ -4,15 +4,19 @@
 //! cargo run --release --example hugging_face                    a small one, made at random
 //! cargo run --release --example hugging_face -- FOLDER RANKS    `config.json` and safetensors, of one file or several
 //! ```
+//!
+//! It is trained twice: all of it, and adapters of low rank on frozen shards, which are then saved alone.
 
 use std::path::Path;
 
+use burn::module::{Lora, Module, ParamGroup};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::inspect::{memory, reset_peak};
 use burn_fsdp::state::load_local_state;
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard,
+    launch,
 };
 use burn_fsdp_models::{Architecture, Llama, LlamaConfig, WeightsFile};
 
@@ -42,41 +46,69 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("{} parameters on {ranks} ranks", config.num_params());
     // Wrong files are found here, before any rank starts.
     WeightsFile::open(&folder, config)?;
-    let losses = launch(LaunchConfig::new(ranks), move |world| {
-        let weights = WeightsFile::open(&folder, config).expect("it was opened before");
-        let device = Device::flex().autodiff().gradient_checkpointing();
-        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
-        let model = config.blank(&device).expect("the sizes are valid");
-        let policy = ShardPolicy::new().units(["layers.*"]);
-        let model = fully_shard(model, &mesh, policy)?;
-        reset_peak(&model)?;
-        let mut model: Llama = load_local_state(model, |tensor| {
-            let values = weights.read(&tensor.path, tensor.range());
-            let values = values.unwrap_or_else(|error| panic!("{error}"));
-            let bytes = values.into_iter().flat_map(f32::to_ne_bytes);
-            Ok::<_, Error>(Some(bytes.collect()))
+    let layers = ShardPolicy::new().units(["layers.*"]);
+    let matrices = ParamGroup::from_predicate("layers");
+    let adapters = Lora::new(8, 16.0).set_param_group(matrices);
+    for policy in [layers.clone(), layers.lora(adapters)] {
+        let (folder, saved) = (folder.clone(), made.path().join("adapters.bpk"));
+        let losses = launch(LaunchConfig::new(ranks), move |world| {
+            train(&world, &folder, config, policy.clone(), &saved)
         })?;
-        let memory = memory(&model)?;
-        assert_eq!(memory.unsharded_peak, 0, "nothing was whole");
-        println!(
-            "rank {} has read {} bytes of the files and holds {}",
-            world.rank(),
-            weights.num_bytes_read(),
-            memory.parameters,
-        );
-        let mut optimizer = AdamWConfig::new().init();
-        let mut losses = Vec::new();
-        for _ in 0..3 {
-            let tokens = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6, 7, 8]], &device);
-            let targets = Tensor::<2, Int>::from_data([[2, 3, 4, 5, 6, 7, 8, 9]], &device);
-            let loss = model.loss(tokens, targets);
-            losses.push(loss.clone().into_scalar::<f32>());
-            let gradients = backward(loss, &model)?;
-            model = optimizer.step(1e-3, model, gradients);
-        }
-        Ok::<_, Error>(losses)
-    })?;
-    println!("losses of further training: {:?}", losses[0]);
-    assert!(losses[0][2] < losses[0][0]);
+        println!("losses of further training: {:?}", losses[0]);
+        assert!(losses[0][2] < losses[0][0]);
+    }
+    println!(
+        "the adapters alone take {} bytes",
+        std::fs::metadata(made.path().join("adapters.bpk"))?.len()
+    );
     Ok(())
+}
+
+/// Trains a model of which every rank reads its shards, and saves the adapters that the policy makes.
+fn train(
+    world: &ProcessGroup,
+    folder: &Path,
+    config: LlamaConfig,
+    policy: ShardPolicy,
+    saved: &Path,
+) -> Result<Vec<f32>, Error> {
+    let weights = WeightsFile::open(folder, config).expect("it was opened before");
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+    let model = config.blank(&device).expect("the sizes are valid");
+    let model = fully_shard(model, &mesh, policy)?;
+    reset_peak(&model)?;
+    let mut model: Llama = load_local_state(model, |tensor| {
+        if tensor.path.contains(".lora.") {
+            return Ok(None);
+        }
+        let values = weights.read(&tensor.path, tensor.range());
+        let values = values.unwrap_or_else(|error| panic!("{error}"));
+        let bytes = values.into_iter().flat_map(f32::to_ne_bytes);
+        Ok::<_, Error>(Some(bytes.collect()))
+    })?;
+    let memory = memory(&model)?;
+    assert_eq!(memory.unsharded_peak, 0, "nothing was whole");
+    println!(
+        "rank {} has read {} bytes of the files and holds {}",
+        world.rank(),
+        weights.num_bytes_read(),
+        memory.parameters,
+    );
+    let mut optimizer = AdamWConfig::new().init();
+    let mut losses = Vec::new();
+    for _ in 0..3 {
+        let tokens = Tensor::<2, Int>::from_data([[1, 2, 3, 4, 5, 6, 7, 8]], &device);
+        let targets = Tensor::<2, Int>::from_data([[2, 3, 4, 5, 6, 7, 8, 9]], &device);
+        let loss = model.loss(tokens, targets);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = backward(loss, &model)?;
+        model = optimizer.step(1e-3, model, gradients);
+    }
+    // Collective: the record is whole on every rank, and any one of them writes it.
+    let adapters = model.into_record_group(ParamGroup::from_predicate("lora"));
+    if world.rank() == 0 && !adapters.is_empty() {
+        adapters.save(saved).expect("a writable folder");
+    }
+    Ok(losses)
 }

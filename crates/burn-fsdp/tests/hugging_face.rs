@@ -1,14 +1,21 @@
 //! Checkpoints in Hugging Face's form, of which each rank reads its shards.
 
+use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::module::{Lora, Module, ParamGroup};
+use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
 use burn_fsdp::inspect::{memory, reset_peak};
+use burn_fsdp::optim::params_with_gradient;
 use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::{into_record, load_local_state};
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, Strategy, fully_shard, launch,
+    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
+    fully_shard, launch, resume, save,
 };
 use burn_fsdp_models::{Architecture, Llama, LlamaConfig, WeightsFile};
 
@@ -29,6 +36,18 @@ fn logits(model: &Llama) -> Vec<f32> {
     logits.try_to_vec().expect("floats")
 }
 
+/// The model with its shards read from files, and the factors of its adapters as they are.
+fn with_shards_of(model: Llama, weights: &WeightsFile<LlamaConfig>) -> Result<Llama, Error> {
+    load_local_state(model, |tensor| {
+        if tensor.path.contains(".lora.") {
+            return Ok(None);
+        }
+        let values = weights.read(&tensor.path, tensor.range());
+        let values = values.expect("readable").into_iter();
+        Ok(Some(values.flat_map(f32::to_ne_bytes).collect()))
+    })
+}
+
 /// The model of these ranks, each of which has read its shards, whole again; and the bytes that each has read.
 fn loaded(
     folder: &std::path::Path,
@@ -44,21 +63,11 @@ fn loaded(
         let model = CONFIG.blank(&device).expect("valid sizes");
         let model = fully_shard(model, &mesh, policy.clone())?;
         reset_peak(&model)?;
-        let model: Llama = load_local_state(model, |tensor| {
-            let values = weights
-                .read(&tensor.path, tensor.range())
-                .expect("readable");
-            Ok::<_, Error>(Some(
-                values
-                    .iter()
-                    .flat_map(|value| value.to_ne_bytes())
-                    .collect(),
-            ))
-        })?;
+        let model = with_shards_of(model, &weights)?;
         let unsharded = memory(&model)?.unsharded_peak;
         let record = into_record(model)?;
         let whole = CONFIG.blank(&Device::flex()).expect("valid sizes");
-        let whole = burn::module::Module::load_record(whole, record);
+        let whole = whole.load_record(record);
         Ok::<_, Error>((logits(&whole), weights.num_bytes_read(), unsharded))
     });
     seen.unwrap_or_else(|error| panic!("{error}"))
@@ -97,6 +106,142 @@ fn every_rank_reads_its_shards_and_nothing_is_whole() {
                 read >= all_bytes && read <= all_bytes + ranks as u64 * twice,
                 "{read} of {all_bytes}"
             );
+        }
+    }
+}
+
+fn adapters() -> Lora {
+    Lora::new(4, 8.0).set_param_group(ParamGroup::from_predicate("layers"))
+}
+
+fn optimizer() -> ModuleOptimizer {
+    AdamWConfig::new().with_epsilon(1e-2).init()
+}
+
+const ROWS: usize = 12;
+const STEPS: usize = 6;
+
+/// The loss of some rows of a step's batch.
+fn loss(model: &Llama, rows: Range<usize>, step: usize, device: &Device) -> Tensor<1> {
+    let tokens = |shift: usize| {
+        let tokens =
+            (4 * rows.start..4 * rows.end).map(|i| ((i * 5 + shift + 7 * step) % 29) as i64);
+        let tokens = TensorData::new(tokens.collect::<Vec<_>>(), [rows.len(), 4]);
+        Tensor::<2, Int>::from_data(tokens, device)
+    };
+    model.loss(tokens(0), tokens(5))
+}
+
+/// Losses of Burn alone, and the adapters with which it began.
+fn plainly(weights: &WeightsFile<LlamaConfig>) -> (Vec<f32>, Vec<u8>) {
+    let device = Device::flex().autodiff();
+    let mut model = weights
+        .load(&device)
+        .expect("a model")
+        .apply_lora(adapters());
+    let begun = model
+        .clone()
+        .into_record_group(ParamGroup::from_predicate("lora"));
+    let begun = begun.into_bytes().expect("bytes").to_vec();
+    let mut optimizer = optimizer();
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        let loss = loss(&model, 0..ROWS, step, &device);
+        losses.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(1e-2, model, gradients);
+    }
+    (losses, begun)
+}
+
+/// Losses of `steps` on sharded weights that are read from files or, in later steps, from a checkpoint.
+fn sharded(
+    folder: &Path,
+    saved: &Path,
+    begun: &[u8],
+    ranks: usize,
+    steps: Range<usize>,
+) -> Vec<f32> {
+    let (folder, saved, begun) = (folder.to_owned(), saved.to_owned(), begun.to_vec());
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(30));
+    let body = move |world: ProcessGroup| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let policy = ShardPolicy::new().units(["layers.*"]).lora(adapters());
+        let blank = CONFIG.blank(&device).expect("valid sizes");
+        let model = fully_shard(blank, &mesh, policy)?;
+        let (mut model, mut optimizer) = match steps.start {
+            0 => {
+                let weights = WeightsFile::open(&folder, CONFIG).expect("it fits the model");
+                let begun = Bytes::from_bytes_vec(begun.clone());
+                let begun = ModuleRecord::from_bytes(begun).expect("a record");
+                let model = with_shards_of(model, &weights)?;
+                (model.load_record(begun.allow_partial(true)), optimizer())
+            }
+            step => {
+                let resumed = resume(&saved, model, optimizer(), &mesh)?;
+                assert_eq!(resumed.step, step as u64);
+                (resumed.model, resumed.optimizer)
+            }
+        };
+        let mut losses = Vec::new();
+        for step in steps.clone() {
+            let rows = ROWS / world.size();
+            let rows = world.rank() * rows..(world.rank() + 1) * rows;
+            let loss = loss(&model, rows, step, &device);
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            let trained = params_with_gradient(&model, &gradients);
+            assert_eq!(trained.len(), 2 * 7 * CONFIG.layers);
+            model = optimizer.step(1e-2, model, gradients);
+        }
+        save(&saved, steps.end as u64, &model, &optimizer, &mesh)?;
+        Ok::<_, Error>((losses, memory(&model)?.parameters))
+    };
+    let seen = launch(config, body).unwrap_or_else(|error| panic!("{error}"));
+    let vectors = 4 * (2 * CONFIG.layers + 1) * CONFIG.dim;
+    let factors: usize = [
+        (20, 20),
+        (20, 10),
+        (20, 10),
+        (20, 20),
+        (20, 36),
+        (20, 36),
+        (36, 20),
+    ]
+    .map(|(rows, columns)| 4 * 4 * CONFIG.layers * (rows + columns))
+    .iter()
+    .sum();
+    let matrices = 4 * CONFIG.num_params() - vectors;
+    for (_, held) in &seen {
+        // A shard of each of 23 matrices and 42 factors may be longer by an element.
+        let share = (matrices + factors).div_ceil(ranks) + vectors;
+        assert!(held.abs_diff(share) <= 4 * (23 + 42), "{held}, {share}");
+    }
+    let mean = |step| seen.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
+    (0..seen[0].0.len()).map(mean).collect()
+}
+
+/// A frozen Llama whose shards are read from files, with adapters, saved in the middle of a training and resumed on
+/// another number of ranks.
+#[test]
+fn adapters_of_a_frozen_llama_train_as_without_sharding() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = CONFIG.init(&Device::flex(), 5).expect("valid sizes");
+    let file = folder.path().join("model.safetensors");
+    model.save(file).expect("a writable folder");
+    let weights = WeightsFile::open(folder.path(), CONFIG).expect("it fits the model");
+    let (want, begun) = plainly(&weights);
+    assert!(want[STEPS - 1] < want[0]);
+    for ranks in 1..=4 {
+        let saved = tempfile::tempdir().expect("a folder");
+        let run = |ranks, steps| sharded(folder.path(), saved.path(), &begun, ranks, steps);
+        let mut got = run(ranks, 0..3);
+        got.extend(run(ranks % 4 + 1, 3..STEPS));
+        assert_eq!(got.len(), want.len());
+        for (got, want) in got.iter().zip(&want) {
+            let difference = (got - want).abs();
+            assert!(difference <= 1e-5 * want, "{ranks} ranks: {got}, {want}");
         }
     }
 }

@@ -190,7 +190,7 @@ impl Progress {
         pass.left_first |= place.0 != pass.first.0;
         if let Some(last) = pass.current.take() {
             if last.generation.unit.keeps() {
-                pass.kept.push(last);
+                pass.kept.push(last.set_aside());
             } else {
                 last.close();
             }

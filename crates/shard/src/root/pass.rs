@@ -85,6 +85,17 @@ impl Use {
         }
     }
 
+    /// Returns the use of a unit that stays unsharded, to be gone on with later: without the weights that adapters
+    /// made, which are no part of what stays.
+    pub(super) fn set_aside(mut self) -> Self {
+        for (node, slot) in self.nodes.iter_mut().zip(&self.generation.unit.slots) {
+            if slot.adapter.is_some() {
+                *node = None;
+            }
+        }
+        self
+    }
+
     /// Drops the full parameters, unless the unit keeps them: from here on they live as long as the
     /// operations using them.
     pub(super) fn close(self) {

@@ -3,7 +3,8 @@
 use burn::module::{Lora, Module, ModuleMapper, Param, ParamGroup};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Mesh, OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_shard::{
     Clip, Error, Precision, ShardPolicy, Strategy, WriteBack, backward, clip_grad_norm,
@@ -216,7 +217,13 @@ fn frozen_weights_are_gathered_and_never_reduced() {
             let of = |kind| counts.of(kind).operations;
             assert_eq!(of(OperationKind::ReduceScatter), 3);
             assert_eq!(of(OperationKind::AllReduce), 0);
-            println!("{counts:?}");
+            let factors = 4 * 3 * (15 * 2 + 2 * 7);
+            assert_eq!(counts.of(OperationKind::ReduceScatter).bytes, 3 * factors);
+            let block = 4 * (15 * 7 + 15 * 7 + 7 * 15);
+            let root = 4 * (11 * 15 + 15 * 7);
+            // The root is used at both ends of forward, and by the head in backward.
+            let gathered = 3 * root + 2 * 3 * (block + factors);
+            assert_eq!(counts.of(OperationKind::AllGather).bytes, gathered);
             Ok(())
         });
     }
@@ -292,6 +299,39 @@ fn adapters_are_merged() {
             assert_eq!(summoned, want);
             assert_eq!(read, loss);
         }
+    }
+}
+
+/// Of Burn's module with adapters and of one sharded over another number of ranks.
+#[test]
+fn adapters_are_recorded_alone() {
+    let of_adapters = || ParamGroup::from_predicate("lora");
+    let record = || {
+        let records = on_ranks(2, move |world| {
+            let mut model = sharded(&world, blocks())?;
+            let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
+            model = optimizer().step(1e-2, model, gradients);
+            let whole = outcome(&model, Vec::new()).params;
+            let record = model.into_record_group(of_adapters());
+            Ok((record.len(), record.into_bytes().expect("bytes"), whole))
+        });
+        records.into_iter().next().expect("a rank")
+    };
+    let (len, bytes, want) = record();
+    assert_eq!(len, 18);
+    let load = |bytes: &[u8]| {
+        let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes.to_vec()));
+        record.expect("a record").allow_partial(true)
+    };
+    let alone = plain(&plain_device().autodiff(), adapters()).load_record(load(&bytes));
+    assert_eq!(params(&alone), want);
+    let bytes = bytes.to_vec();
+    for got in on_ranks(3, move |world| {
+        let model = build(MLP, &world, &device(), blocks().lora(adapters()))?;
+        let model = model.load_record(load(&bytes));
+        Ok(outcome(&model, Vec::new()).params)
+    }) {
+        assert_eq!(got, want);
     }
 }
 

@@ -6,7 +6,7 @@ mod optimizers;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::{
     Embedding, EmbeddingConfig, Linear, LinearConfig, PaddingConfig2d, RmsNorm, RmsNormConfig,
@@ -17,7 +17,8 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, Memory, ShardPolicy, backward, fully_shard, memory, order, reset_peak, wrap_plan,
+    Error, Memory, ShardPolicy, Strategy, backward, fully_shard, memory, order, reset_peak,
+    wrap_plan,
 };
 use peak_alloc::PeakAlloc;
 
@@ -325,6 +326,21 @@ fn frozen_units_are_dropped_too() {
     });
     assert!(seen[0].unsharded_peak <= 2 * ROOT + 2 * UNIT);
     assert_eq!(seen[0].pinned, []);
+}
+
+/// The weights that adapters make live no longer than those that they adapt: they are made again in backward.
+#[test]
+fn adapted_weights_are_dropped_too() {
+    let _turn = alone();
+    let policy = || blocks().prefetch(0).lora(Lora::new(4, 8.0));
+    for strategy in [Strategy::FullShard, Strategy::ShardGradOp] {
+        let peak = heap_of_one_step(policy().strategy(strategy), checkpointing);
+        let activations = 2 * NUM_BLOCKS * 2 * 32 * 4 * DIM * 4;
+        // On both ranks, for a unit and the root: weights with what their adapters add, and gradients of those.
+        let bound = activations + 2 * (2 * ROOT + 2 * UNIT);
+        assert!(bound < 2 * NUM_BLOCKS * UNIT, "the bound can fail");
+        assert!(peak <= bound, "{strategy:?}: {peak} bytes, bound {bound}");
+    }
 }
 
 #[derive(Module, Debug)]
