@@ -9,7 +9,8 @@ use burn::module::{Lora, Module, ParamGroup};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
-use burn_fsdp::inspect::{memory, reset_peak};
+use burn_fsdp::compile::{Mode, compile};
+use burn_fsdp::inspect::{memory, num_params, reset_peak};
 use burn_fsdp::optim::params_with_gradient;
 use burn_fsdp::sharding::Cut;
 use burn_fsdp::state::{into_record, load_local_state};
@@ -17,7 +18,7 @@ use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, resume, save,
 };
-use burn_fsdp_models::{Architecture, Llama, LlamaConfig, WeightsFile};
+use burn_fsdp_models::{Architecture, Llama, LlamaConfig, LlamaVariant, WeightsFile};
 
 const CONFIG: LlamaConfig = LlamaConfig {
     layers: 3,
@@ -28,6 +29,7 @@ const CONFIG: LlamaConfig = LlamaConfig {
     vocab: 29,
     seq: 8,
     rope_base: 10_000,
+    variant: LlamaVariant::PLAIN,
 };
 
 fn logits(model: &Llama) -> Vec<f32> {
@@ -123,13 +125,19 @@ const STEPS: usize = 6;
 
 /// The loss of some rows of a step's batch.
 fn loss(model: &Llama, rows: Range<usize>, step: usize, device: &Device) -> Tensor<1> {
+    let (tokens, targets) = batch(rows, step, device);
+    model.loss(tokens, targets)
+}
+
+/// Some rows of a step's batch.
+fn batch(rows: Range<usize>, step: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
     let tokens = |shift: usize| {
-        let tokens =
-            (4 * rows.start..4 * rows.end).map(|i| ((i * 5 + shift + 7 * step) % 29) as i64);
+        let tokens = 4 * rows.start..4 * rows.end;
+        let tokens = tokens.map(|i| ((i * 5 + shift + 7 * step) % 29) as i64);
         let tokens = TensorData::new(tokens.collect::<Vec<_>>(), [rows.len(), 4]);
-        Tensor::<2, Int>::from_data(tokens, device)
+        Tensor::from_data(tokens, device)
     };
-    model.loss(tokens(0), tokens(5))
+    (tokens(0), tokens(5))
 }
 
 /// Losses of Burn alone, and the adapters with which it began.
@@ -186,9 +194,7 @@ fn sharded(
         };
         let mut losses = Vec::new();
         for step in steps.clone() {
-            let rows = ROWS / world.size();
-            let rows = world.rank() * rows..(world.rank() + 1) * rows;
-            let loss = loss(&model, rows, step, &device);
+            let loss = loss(&model, own_rows(&world), step, &device);
             losses.push(loss.clone().into_scalar::<f32>());
             let gradients = backward(loss, &model)?;
             let trained = params_with_gradient(&model, &gradients);
@@ -243,5 +249,98 @@ fn adapters_of_a_frozen_llama_train_as_without_sharding() {
             let difference = (got - want).abs();
             assert!(difference <= 1e-5 * want, "{ranks} ranks: {got}, {want}");
         }
+    }
+}
+
+const TIED: LlamaConfig = LlamaConfig {
+    variant: LlamaVariant {
+        has_tied_head: true,
+        ..LlamaVariant::PLAIN
+    },
+    ..CONFIG
+};
+
+fn tied(device: &Device) -> Llama {
+    TIED.init(device, 9).expect("valid sizes")
+}
+
+/// The rows of a rank.
+fn own_rows(world: &ProcessGroup) -> Range<usize> {
+    let rows = ROWS / world.size();
+    world.rank() * rows..(world.rank() + 1) * rows
+}
+
+/// Losses of each rank, in its steps.
+fn mean_losses(
+    ranks: usize,
+    body: impl Fn(ProcessGroup) -> Result<Vec<f32>, Error> + Send + Sync + 'static,
+) -> Vec<f32> {
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
+    let seen = launch(config, body).unwrap_or_else(|error| panic!("{error}"));
+    let mean = |step| seen.iter().map(|losses| losses[step]).sum::<f32>() / ranks as f32;
+    (0..STEPS).map(mean).collect()
+}
+
+/// The table of a tied embedding is used at both ends of a forward, and is one parameter, with one gradient.
+#[test]
+fn a_tied_llama_trains_as_without_sharding() {
+    let device = Device::flex().autodiff();
+    let mut model = tied(&device);
+    let mut whole = optimizer();
+    let mut want = Vec::new();
+    for step in 0..STEPS {
+        let loss = loss(&model, 0..ROWS, step, &device);
+        want.push(loss.clone().into_scalar::<f32>());
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        model = whole.step(1e-2, model, gradients);
+    }
+    let layers = || ShardPolicy::new().units(["layers.*"]);
+    for ranks in 1..=4 {
+        let close = |got: Vec<f32>| {
+            for (got, want) in got.iter().zip(&want) {
+                assert!(
+                    (got - want).abs() <= 1e-5 * want,
+                    "{ranks} ranks: {got}, {want}"
+                );
+            }
+        };
+        for policy in [
+            layers(),
+            layers().reshard_root(true).prefetch(2),
+            layers().strategy(Strategy::ShardGradOp),
+            layers().strategy(Strategy::NoShard),
+        ] {
+            close(mean_losses(ranks, move |world| {
+                let device = Device::flex().autodiff().gradient_checkpointing();
+                let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+                let mut model = fully_shard(tied(&device), &mesh, policy.clone())?;
+                assert_eq!(num_params(&model), TIED.num_params());
+                let mut optimizer = optimizer();
+                let mut losses = Vec::new();
+                for step in 0..STEPS {
+                    let loss = loss(&model, own_rows(&world), step, &device);
+                    losses.push(loss.clone().into_scalar());
+                    let gradients = backward(loss, &model)?;
+                    model = optimizer.step(1e-2, model, gradients);
+                }
+                Ok(losses)
+            }));
+        }
+        close(mean_losses(ranks, |world| {
+            let mut step = compile(
+                tied,
+                |model: &Llama, (tokens, targets): (Tensor<2, Int>, Tensor<2, Int>)| {
+                    model.loss(tokens, targets)
+                },
+                AdamWConfig::new().with_epsilon(1e-2).build(),
+                Mode::data_parallel(world.clone(), Strategy::FullShard),
+            )?;
+            let device = Device::flex();
+            let losses = (0..STEPS).map(|index| {
+                let loss = step.step(1e-2, &batch(own_rows(&world), index, &device))?;
+                Ok(loss as f32)
+            });
+            losses.collect()
+        }));
     }
 }

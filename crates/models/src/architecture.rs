@@ -79,7 +79,7 @@ impl Architecture for LlamaConfig {
 
 /// The sizes of any model of this crate, as a saved run has them: each kind is known by its sizes'
 /// names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 #[non_exhaustive]
 pub enum ModelConfig {

@@ -18,6 +18,17 @@ pub enum ModelError {
         name: &'static str,
     },
 
+    /// A number beside the sizes that makes no sense.
+    #[error(
+        "{name} is {found}; expected positive, finite numbers, a low factor below the high one"
+    )]
+    Nonsense {
+        /// Name of the field, such as `norm_epsilon`.
+        name: &'static str,
+        /// Its value.
+        found: String,
+    },
+
     /// A number of attention heads that does not divide the width of the model.
     #[error("{heads} heads do not divide dim {dim}; choose a dim that is a multiple of heads")]
     HeadsDoNotDivideDim {

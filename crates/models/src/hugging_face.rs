@@ -1,12 +1,15 @@
-//! Sizes of models as Hugging Face's `config.json` has them.
+//! Sizes of models as Hugging Face's `config.json` has them, read and written.
 
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::llama::EPSILON;
-use crate::{LlamaConfig, ModelError};
+use crate::{Llama, LlamaConfig, LlamaVariant, ModelError, RopeScaling};
+
+const MODEL_TYPE: &str = "llama";
+/// Hugging Face's name of the activation.
+const HIDDEN_ACT: &str = "silu";
 
 /// Largest `config.json` that is read.
 const MAX_BYTES: u64 = 1 << 20;
@@ -50,13 +53,39 @@ struct RopeJson {
     rope_theta: Option<f64>,
     /// From transformers 5 on in place of the others.
     rope_parameters: Option<RopeParameters>,
-    rope_scaling: Option<Value>,
+    rope_scaling: Option<RopeParameters>,
 }
 
 #[derive(Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
+    #[serde(alias = "type")]
     rope_type: Option<String>,
+    factor: Option<f64>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    original_max_position_embeddings: Option<usize>,
+}
+
+impl RopeParameters {
+    /// Returns the scaling, or the setting at fault and what is expected of it.
+    fn scaling(&self) -> Result<RopeScaling, (&'static str, &'static str)> {
+        let number = |value: Option<f64>, name| value.ok_or((name, "there"));
+        let factor = || number(self.factor, "factor");
+        match self.rope_type.as_deref() {
+            None | Some("default") => Ok(RopeScaling::None),
+            Some("linear") => Ok(RopeScaling::Linear { factor: factor()? }),
+            Some("llama3") => Ok(RopeScaling::Llama3 {
+                factor: factor()?,
+                low_freq_factor: number(self.low_freq_factor, "low_freq_factor")?,
+                high_freq_factor: number(self.high_freq_factor, "high_freq_factor")?,
+                original_max_position_embeddings: self
+                    .original_max_position_embeddings
+                    .ok_or(("original_max_position_embeddings", "there"))?,
+            }),
+            Some(_) => Err(("rope_type", "\"default\", \"linear\" or \"llama3\"")),
+        }
+    }
 }
 
 /// Transformers' value where a file says nothing.
@@ -66,7 +95,7 @@ fn default_rms_norm_eps() -> f64 {
 
 /// Transformers' value where a file says nothing.
 fn default_hidden_act() -> String {
-    "silu".to_owned()
+    HIDDEN_ACT.to_owned()
 }
 
 impl LlamaConfig {
@@ -75,8 +104,8 @@ impl LlamaConfig {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is of another model, or asks for what this Llama has not: tied or biased matrices, scaled
-    /// rotary positions, another activation, another epsilon of the norms than 1e-5; and if such a model cannot exist.
+    /// If the file cannot be read, is of another model, or asks for what this Llama has not: biases, another activation,
+    /// rotary positions scaled in another way than by `linear` or `llama3`; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let path = folder.as_ref().join("config.json");
         let malformed = |problem: String| ModelError::MalformedWeights {
@@ -99,36 +128,87 @@ impl LlamaConfig {
         config.validate()?;
         Ok(config)
     }
+
+    /// Returns what `config.json` says of such a model in a folder in Hugging Face's form, with weights of 32 bits.
+    #[must_use]
+    pub fn to_hugging_face(&self) -> Value {
+        let scaling = match self.variant.rope_scaling {
+            RopeScaling::None => Value::Null,
+            RopeScaling::Linear { factor } => json!({"rope_type": "linear", "factor": factor}),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings,
+            } => json!({
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low_freq_factor,
+                "high_freq_factor": high_freq_factor,
+                "original_max_position_embeddings": original_max_position_embeddings,
+            }),
+        };
+        json!({
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "hidden_act": HIDDEN_ACT,
+            "hidden_size": self.dim,
+            "intermediate_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim(),
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.seq,
+            "rms_norm_eps": self.variant.norm_epsilon,
+            "rope_theta": self.rope_base as f64,
+            "rope_scaling": scaling,
+            "tie_word_embeddings": self.variant.has_tied_head,
+            "attention_bias": false,
+            "mlp_bias": false,
+            "torch_dtype": "float32",
+        })
+    }
+}
+
+impl Llama {
+    /// Writes `config.json` and `model.safetensors` into a folder, from which transformers' `from_pretrained` and
+    /// [`WeightsFile`](crate::WeightsFile) read the model.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be written, or if the model's parameters are not those of its table.
+    pub fn save_hugging_face(&self, folder: impl AsRef<Path>) -> Result<(), ModelError> {
+        let folder = folder.as_ref();
+        let path = folder.join("config.json");
+        let json = format!("{:#}\n", self.config().to_hugging_face());
+        std::fs::write(&path, json).map_err(|source| ModelError::File { path, source })?;
+        self.save(folder.join("model.safetensors"))
+    }
 }
 
 impl ConfigJson {
     fn sizes(&self) -> Result<LlamaConfig, String> {
         let (kind, rope) = (&self.kind, &self.rope);
-        let parameters = rope.rope_parameters.as_ref();
-        let theta = parameters.and_then(|rope| rope.rope_theta);
+        let newer = rope.rope_parameters.as_ref();
+        let theta = newer.and_then(|rope| rope.rope_theta);
         let theta = theta.or(rope.rope_theta).unwrap_or(10_000.0);
-        let rope_type = parameters.and_then(|rope| rope.rope_type.as_deref());
+        let scaling = newer.or(rope.rope_scaling.as_ref());
+        let scaling = scaling.map_or(Ok(RopeScaling::None), RopeParameters::scaling);
+        let (rope_scaling, fault) = match scaling {
+            Ok(scaling) => (scaling, ("", "")),
+            Err(fault) => (RopeScaling::None, fault),
+        };
         let heads = self.num_attention_heads;
         let head_dim = self.hidden_size.checked_div(heads).unwrap_or(0);
         let is_whole = theta.fract() == 0.0 && (1.0..1e15).contains(&theta);
-        let has_scaling = rope
-            .rope_scaling
-            .as_ref()
-            .is_some_and(|value| !value.is_null());
         let asked = [
-            ("model_type", kind.model_type != "llama", "\"llama\""),
-            ("hidden_act", kind.hidden_act != "silu", "\"silu\""),
-            ("tie_word_embeddings", kind.tie_word_embeddings, "false"),
+            ("model_type", kind.model_type != MODEL_TYPE, "\"llama\""),
+            ("hidden_act", kind.hidden_act != HIDDEN_ACT, "\"silu\""),
             ("attention_bias", kind.attention_bias, "false"),
             ("mlp_bias", kind.mlp_bias, "false"),
-            ("rope_scaling", has_scaling, "null"),
-            (
-                "rope_parameters.rope_type",
-                rope_type.is_some_and(|name| name != "default"),
-                "\"default\"",
-            ),
+            (fault.0, !fault.0.is_empty(), fault.1),
             ("rope_theta", !is_whole, "a whole number"),
-            ("rms_norm_eps", kind.rms_norm_eps != EPSILON, "1e-5"),
             (
                 "head_dim",
                 self.head_dim.is_some_and(|given| given != head_dim),
@@ -151,6 +231,11 @@ impl ConfigJson {
             seq: self.max_position_embeddings,
             // Checked above to be a whole number within range.
             rope_base: theta as usize,
+            variant: LlamaVariant {
+                has_tied_head: kind.tie_word_embeddings,
+                norm_epsilon: kind.rms_norm_eps,
+                rope_scaling,
+            },
         })
     }
 }

@@ -9,13 +9,10 @@ use burn_fsdp_kernels::{causal_attention, cross_entropy};
 use crate::initial::InitialValues;
 use crate::llama_config::INIT_STD;
 use crate::rotary::Rotary;
-use crate::{LlamaConfig, ModelError};
-
-/// The number added to the mean square, so that rows of zeros do not divide by zero.
-pub(crate) const EPSILON: f64 = 1e-5;
+use crate::{LlamaConfig, LlamaVariant, ModelError};
 
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
-/// gated perceptrons, no bias anywhere, and an untied head.
+/// gated perceptrons, no bias anywhere, and a head of its own or the table of the embedding.
 ///
 /// Parameters are initialised lazily, so building even a large model costs
 /// nothing until they are used.
@@ -24,13 +21,16 @@ pub struct Llama {
     tok_embeddings: Embedding,
     layers: Vec<LlamaBlock>,
     norm: RmsNorm,
-    output: Linear,
+    /// The head, if it is no table of the embedding.
+    output: Option<Linear>,
     #[module(skip)]
     head_dim: usize,
     #[module(skip)]
     rope_base: usize,
     #[module(skip)]
     seq: usize,
+    #[module(skip)]
+    variant: LlamaVariant,
 }
 
 /// A transformer block: attention, then a gated perceptron, each behind a
@@ -78,11 +78,15 @@ impl LlamaConfig {
             layers: (0..self.layers)
                 .map(|_| LlamaBlock::new(self, &mut values, device))
                 .collect(),
-            norm: norm(self.dim, device),
-            output: linear(&mut values, self.dim, self.vocab),
+            norm: norm(self, device),
+            output: match self.variant.has_tied_head {
+                true => None,
+                false => Some(linear(&mut values, self.dim, self.vocab)),
+            },
             head_dim: self.head_dim(),
             rope_base: self.rope_base,
             seq: self.seq,
+            variant: self.variant,
         })
     }
 }
@@ -102,6 +106,7 @@ impl Llama {
             vocab,
             seq: self.seq,
             rope_base: self.rope_base,
+            variant: self.variant,
         }
     }
 
@@ -143,12 +148,18 @@ impl Llama {
     /// [`Gpt`](crate::Gpt) has.
     fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
         let [batch, time] = tokens.dims();
-        let rotary = Rotary::new(time, self.head_dim, self.rope_base, &tokens.device());
+        let scaling = self.variant.rope_scaling;
+        let device = tokens.device();
+        let rotary = Rotary::new(time, self.head_dim, self.rope_base, scaling, &device);
         let mut x = self.tok_embeddings.forward(tokens).flatten(0, 1);
         for layer in &self.layers {
             x = layer.forward(x, batch, &rotary);
         }
-        self.output.forward(self.norm.forward(x))
+        let x = self.norm.forward(x);
+        match &self.output {
+            Some(head) => head.forward(x),
+            None => x.matmul(self.tok_embeddings.weight.val().transpose()),
+        }
     }
 }
 
@@ -156,12 +167,12 @@ impl LlamaBlock {
     fn new(config: &LlamaConfig, values: &mut InitialValues<'_>, device: &Device) -> Self {
         let (dim, kv_dim, hidden) = (config.dim, config.kv_dim(), config.hidden);
         Self {
-            attention_norm: norm(dim, device),
+            attention_norm: norm(config, device),
             wq: linear(values, dim, dim),
             wk: linear(values, dim, kv_dim),
             wv: linear(values, dim, kv_dim),
             wo: linear(values, dim, dim),
-            ffn_norm: norm(dim, device),
+            ffn_norm: norm(config, device),
             w1: linear(values, dim, hidden),
             w2: linear(values, hidden, dim),
             w3: linear(values, dim, hidden),
@@ -189,8 +200,9 @@ impl LlamaBlock {
     }
 }
 
-fn norm(dim: usize, device: &Device) -> RmsNorm {
-    RmsNormConfig::new(dim).with_epsilon(EPSILON).init(device)
+fn norm(config: &LlamaConfig, device: &Device) -> RmsNorm {
+    let norm = RmsNormConfig::new(config.dim);
+    norm.with_epsilon(config.variant.norm_epsilon).init(device)
 }
 
 fn linear(values: &mut InitialValues<'_>, from: usize, into: usize) -> Linear {

@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::ModelError;
+use crate::{LlamaVariant, ModelError};
 
 /// Standard deviation of all initial weights.
 pub(crate) const INIT_STD: f64 = 0.02;
 
 /// Sizes of a [`Llama`](crate::Llama).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LlamaConfig {
     /// Number of transformer blocks.
@@ -27,6 +27,9 @@ pub struct LlamaConfig {
     pub seq: usize,
     /// The slowest rotary position turns once in about `2 pi` times as many tokens.
     pub rope_base: usize,
+    /// What tells it from others of its size.
+    #[serde(default)]
+    pub variant: LlamaVariant,
 }
 
 impl LlamaConfig {
@@ -35,7 +38,8 @@ impl LlamaConfig {
     /// # Errors
     ///
     /// If a size is zero, if `heads` does not divide `dim` into heads of an even number of elements,
-    /// if `kv_heads` does not divide `heads`, or if the number of parameters overflows.
+    /// if `kv_heads` does not divide `heads`, if a number of the [variant](LlamaVariant) makes no sense, or if the number of
+    /// parameters overflows.
     pub fn validate(&self) -> Result<(), ModelError> {
         let sizes = [
             ("layers", self.layers),
@@ -60,6 +64,19 @@ impl LlamaConfig {
         if !self.head_dim().is_multiple_of(2) {
             let head_dim = self.head_dim();
             return Err(ModelError::OddHeadDim { head_dim });
+        }
+        let epsilon = self.variant.norm_epsilon;
+        if !(epsilon.is_finite() && epsilon > 0.0) {
+            return Err(ModelError::Nonsense {
+                name: "norm_epsilon",
+                found: epsilon.to_string(),
+            });
+        }
+        if !self.variant.rope_scaling.is_valid() {
+            return Err(ModelError::Nonsense {
+                name: "rope_scaling",
+                found: format!("{:?}", self.variant.rope_scaling),
+            });
         }
         self.checked_num_params()
             .map(|_| ())
@@ -91,14 +108,15 @@ impl LlamaConfig {
 
     fn checked_num_params(&self) -> Option<usize> {
         // Queries and output dim^2, keys and values dim * kv_dim, perceptron 3 dim * hidden and two
-        // norms a block; a norm at the end, and two tables.
+        // norms a block; a norm at the end, and two tables, or one that is both.
         let dim = self.dim;
         let width = dim
             .checked_add(self.kv_dim())?
             .checked_mul(2)?
             .checked_add(self.hidden.checked_mul(3)?)?
             .checked_add(2)?;
-        let tables = self.vocab.checked_mul(2)?.checked_add(1)?;
+        let num_tables = if self.variant.has_tied_head { 1 } else { 2 };
+        let tables = self.vocab.checked_mul(num_tables)?.checked_add(1)?;
         width
             .checked_mul(self.layers)?
             .checked_add(tables)?

@@ -1,6 +1,6 @@
 //! Sizes that are known by their number of parameters.
 
-use crate::{GptConfig, LlamaConfig};
+use crate::{GptConfig, LlamaConfig, LlamaVariant};
 
 impl GptConfig {
     /// The names that [`preset`](Self::preset) knows.
@@ -140,6 +140,7 @@ fn llama(layers: usize, dim: usize, [heads, kv_heads]: [usize; 2], hidden: usize
         vocab: 32_000,
         seq: 4096,
         rope_base: 10_000,
+        variant: LlamaVariant::PLAIN,
     }
 }
 

@@ -1,6 +1,8 @@
 //! Positions as rotations.
 
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+
+use crate::RopeScaling;
 
 /// Rotary positions: the two halves of a head are the coordinates of points in planes, and a token's
 /// position turns each plane by an angle of its own.
@@ -13,8 +15,14 @@ pub(crate) struct Rotary {
 }
 
 impl Rotary {
-    /// Makes the turns of that many positions. Plane `i` of `n` turns by `base^(-i / n)` per token.
-    pub(crate) fn new(time: usize, head_dim: usize, base: usize, device: &Device) -> Self {
+    /// Makes the turns of that many positions. Plane `i` of `n` turns by `base^(-i / n)` per token, before scaling.
+    pub(crate) fn new(
+        time: usize,
+        head_dim: usize,
+        base: usize,
+        scaling: RopeScaling,
+        device: &Device,
+    ) -> Self {
         let planes = head_dim / 2;
         let index = |end: usize, shape: [usize; 4]| {
             Tensor::<1, Int>::arange(0..end as i64, device)
@@ -22,7 +30,14 @@ impl Rotary {
                 .float()
         };
         let step = -(base as f64).ln() / planes as f64;
-        let speeds = index(planes, [1, 1, 1, planes]).mul_scalar(step).exp();
+        let speeds = match scaling {
+            RopeScaling::None => index(planes, [1, 1, 1, planes]).mul_scalar(step).exp(),
+            scaling => {
+                let speed = |plane: usize| scaling.scaled((step * plane as f64).exp()) as f32;
+                let speeds: Vec<_> = (0..planes).map(speed).collect();
+                Tensor::from_data(TensorData::new(speeds, [1, 1, 1, planes]), device)
+            }
+        };
         let angles = index(time, [1, time, 1, 1]) * speeds;
         Self {
             cos: angles.clone().cos(),

@@ -66,7 +66,7 @@ impl LlamaConfig {
     /// Returns every parameter in the order in which the forward pass meets them.
     ///
     /// Names and shapes are those of Hugging Face's `LlamaForCausalLM`, which turns the halves of a
-    /// head against each other as [`Llama`] does.
+    /// head against each other as [`Llama`] does. A tied head is no parameter of its own, there as here.
     #[must_use]
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, kv_dim, hidden) = (self.dim, self.kv_dim(), self.hidden);
@@ -95,7 +95,9 @@ impl LlamaConfig {
             ]);
         }
         table.push(rms_norm("norm", "model.norm", dim));
-        table.push(linear("output", "lm_head", self.vocab, dim));
+        if !self.variant.has_tied_head {
+            table.push(linear("output", "lm_head", self.vocab, dim));
+        }
         table
     }
 }

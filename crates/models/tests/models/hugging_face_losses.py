@@ -1,18 +1,14 @@
-"""Losses of the tests' tiny Llama in Hugging Face's transformers, for hugging_face.rs.
+"""Loss and logits of the tests' tiny Llamas in Hugging Face's transformers, for hugging_face.rs.
 
-    hugging_face_losses.py           with weights that are formulas
-    hugging_face_losses.py FOLDER    with those of a folder, as `from_pretrained` reads it
+    hugging_face_losses.py FOLDER               with its weights and sizes, as `from_pretrained` reads them
+    hugging_face_losses.py --formulas FOLDER    with weights that are formulas, and the sizes of its config.json
 """
+import json
 import sys
 
 import numpy as np
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-CONFIG = LlamaConfig(
-    num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=24, vocab_size=13, max_position_embeddings=8, rms_norm_eps=1e-5,
-    rope_theta=10000.0, tie_word_embeddings=False)
 
 
 def formula(number, name, shape):
@@ -23,12 +19,12 @@ def formula(number, name, shape):
 
 
 def main():
-    if len(sys.argv) > 1:
+    folder = sys.argv[-1]
+    if sys.argv[1] != "--formulas":
         # Without a generation config of ours, some versions insist on a file of that name.
-        model = LlamaForCausalLM.from_pretrained(
-            sys.argv[1], config=CONFIG, generation_config=GenerationConfig())
+        model = LlamaForCausalLM.from_pretrained(folder, generation_config=GenerationConfig())
     else:
-        model = LlamaForCausalLM(CONFIG)
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
         with torch.no_grad():
             for number, (name, param) in enumerate(sorted(model.named_parameters())):
                 param.copy_(formula(number, name, param.shape))
@@ -37,7 +33,7 @@ def main():
     with torch.no_grad():
         logits = model.float()(tokens).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    print(f"{loss.item():.7f}")
+    print(json.dumps({"loss": loss.item(), "logits": logits.flatten().tolist()}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use burn_fsdp_models::{Llama, LlamaConfig, ModelError};
+use burn_fsdp_models::{Llama, LlamaConfig, LlamaVariant, ModelError};
 
 const CONFIG: LlamaConfig = LlamaConfig {
     layers: 2,
@@ -12,6 +12,7 @@ const CONFIG: LlamaConfig = LlamaConfig {
     vocab: 13,
     seq: 8,
     rope_base: 10_000,
+    variant: LlamaVariant::PLAIN,
 };
 
 fn tokens<const T: usize>(row: [i64; T], device: &Device) -> Tensor<2, Int> {

@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use burn::store::ModuleSnapshot;
 use burn::tensor::Device;
-use burn_fsdp_models::{Architecture, Llama, LlamaConfig, ModelError, WeightsFile};
+use burn_fsdp_models::{
+    Architecture, Llama, LlamaConfig, LlamaVariant, ModelError, RopeScaling, WeightsFile,
+};
 use half::{bf16, f16};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -207,15 +209,16 @@ fn what_this_llama_does_not_compute_is_refused_by_name() {
     let changes = [
         ("model_type", json!("mistral")),
         ("hidden_act", json!("gelu")),
-        ("tie_word_embeddings", json!(true)),
         ("attention_bias", json!(true)),
         ("mlp_bias", json!(true)),
         (
             "rope_scaling",
             json!({"rope_type": "llama3", "factor": 8.0}),
         ),
+        ("rope_scaling", json!({"type": "yarn", "factor": 8.0})),
+        ("rope_scaling", json!({"type": "linear", "factor": -8.0})),
         ("rope_theta", json!(1e4 + 0.5)),
-        ("rms_norm_eps", json!(1e-6)),
+        ("rms_norm_eps", json!(0.0)),
         ("head_dim", json!(8)),
         ("hidden_size", json!("16")),
         ("num_attention_heads", json!(0)),
@@ -224,18 +227,59 @@ fn what_this_llama_does_not_compute_is_refused_by_name() {
         let mut json = config_json();
         json[setting] = value;
         let message = read_config(&json).expect_err(setting).to_string();
-        let names = [setting, "string", "heads"];
+        let names = [
+            setting,
+            "low_freq_factor",
+            "rope_type",
+            "norm_epsilon",
+            "string",
+            "heads",
+        ];
         assert!(
             names.iter().any(|name| message.contains(name)),
             "{setting}: {message}"
         );
     }
-    let mut json = config_json();
-    json.as_object_mut().unwrap().remove("rms_norm_eps");
-    let message = read_config(&json)
-        .expect_err("1e-6 is the default")
-        .to_string();
-    assert!(message.contains("rms_norm_eps"), "{message}");
     let missing = LlamaConfig::from_hugging_face("nowhere").unwrap_err();
     assert!(matches!(missing, ModelError::File { .. }), "{missing}");
+}
+
+/// Each choice that a file may make, as it is written and read back.
+#[test]
+fn config_json_is_read_back() {
+    let llama3 = RopeScaling::Llama3 {
+        factor: 32.0,
+        low_freq_factor: 1.0,
+        high_freq_factor: 4.0,
+        original_max_position_embeddings: 8192,
+    };
+    for (has_tied_head, norm_epsilon, rope_scaling) in [
+        (false, 1e-5, RopeScaling::None),
+        (true, 1e-6, llama3),
+        (true, 1e-5, RopeScaling::Linear { factor: 2.5 }),
+    ] {
+        let variant = LlamaVariant {
+            has_tied_head,
+            norm_epsilon,
+            rope_scaling,
+        };
+        let config = LlamaConfig { variant, ..CONFIG };
+        let json = config.to_hugging_face();
+        assert_eq!(read_config(&json).unwrap(), config);
+        let saved = serde_json::to_value(config).unwrap();
+        assert_eq!(
+            serde_json::from_value::<LlamaConfig>(saved).unwrap(),
+            config
+        );
+    }
+    // Transformers' own epsilon where a file says nothing, and sizes that were saved before there was a choice.
+    let mut json = config_json();
+    json.as_object_mut().unwrap().remove("rms_norm_eps");
+    assert_eq!(read_config(&json).unwrap().variant.norm_epsilon, 1e-6);
+    let mut saved = serde_json::to_value(CONFIG).unwrap();
+    saved.as_object_mut().unwrap().remove("variant");
+    assert_eq!(
+        serde_json::from_value::<LlamaConfig>(saved).unwrap(),
+        CONFIG
+    );
 }

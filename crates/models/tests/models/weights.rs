@@ -7,7 +7,7 @@ use burn::store::ModuleSnapshot;
 use burn::store::burn_pack::Tensor as PackedTensor;
 use burn::tensor::{Device, Int, Shape, Tensor};
 use burn_fsdp_models::{
-    Gpt, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec, WeightsFile,
+    Gpt, GptConfig, Llama, LlamaConfig, LlamaVariant, ModelError, ParameterSpec, WeightsFile,
 };
 use serde_json::json;
 use tempfile::TempDir;
@@ -140,6 +140,7 @@ fn the_table_is_that_of_the_module() {
         vocab: 7,
         seq: 4,
         rope_base: 10_000,
+        variant: LlamaVariant::PLAIN,
     };
     let paths = |collected: Vec<PackedTensor>| -> BTreeSet<(String, Vec<usize>)> {
         let path = |tensor: PackedTensor| (tensor.name.clone(), tensor.shape.to_vec());

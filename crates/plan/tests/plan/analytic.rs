@@ -2,7 +2,7 @@
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_models::{Gpt, GptConfig, Llama, LlamaConfig};
+use burn_fsdp_models::{Gpt, GptConfig, Llama, LlamaConfig, LlamaVariant};
 use burn_fsdp_plan::{Checkpointing, Job, Machine, Plan, Precision, TimePlan, Transformer};
 use burn_fsdp_spmd::Strategy;
 use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
@@ -138,6 +138,7 @@ fn a_llama_is_planned_like_any_module() {
         vocab: 64,
         seq: 16,
         rope_base: 10_000,
+        variant: LlamaVariant::PLAIN,
     };
     let zeros = || Tensor::<2, Int>::zeros([1, 16], &Device::flex());
     let graph = trace(
