@@ -1,10 +1,14 @@
 //! The progress bar.
 
+use std::fmt::Write;
+
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::host::rss_bytes;
 use crate::train::config::TrainConfig;
 use crate::train::metrics::StepLine;
 
+const MIB: f64 = (1 << 20) as f64;
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
 /// A bar on stderr, on one rank, and only if that is a terminal.
@@ -29,8 +33,13 @@ impl Progress {
         let StepLine {
             loss, tokens_per_s, ..
         } = line;
-        self.0
-            .set_message(format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s"));
+        let mut message = format!("loss {loss:.4}, {tokens_per_s:.0} tokens/s");
+        if !self.0.is_hidden()
+            && let Some(bytes) = rss_bytes()
+        {
+            let _ = write!(message, ", {:.0} MiB", bytes as f64 / MIB);
+        }
+        self.0.set_message(message);
         self.0.inc(1);
     }
 }

@@ -4,6 +4,8 @@ use std::fmt;
 
 use crate::train::report::Report;
 
+/// Bytes of a parameter and of AdamW's two values for it, in 32 bits.
+const WHOLE_BYTES_PER_PARAMETER: usize = 3 * 4;
 const MIB: f64 = (1 << 20) as f64;
 
 impl fmt::Display for Report {
@@ -70,6 +72,16 @@ impl Report {
             list(&self.state_bytes),
             list(&self.unsharded_peak_bytes)
         )?;
+        let whole = WHOLE_BYTES_PER_PARAMETER * self.params;
+        let held = self.state_bytes.iter().max().copied().unwrap_or(whole);
+        if held < whole {
+            writeln!(
+                f,
+                "sharding   saves {} of {} MiB of parameters and optimizer on each rank",
+                mib(&(whole - held)),
+                mib(&whole),
+            )?;
+        }
         let staged = |direction: usize| -> Vec<usize> {
             let of = |staged: &[usize; 2]| staged[direction];
             self.staged_bytes.iter().map(of).collect()
