@@ -109,7 +109,7 @@ pub mod state {
     pub use burn_fsdp_shard::{
         Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, WriteBack,
         check_agreement, full_state, into_record, load_local_state, local_ids, local_state,
-        renew_stand_ins, reset, settle_ids, summon_full_params, sync_buffers,
+        moving_average, renew_stand_ins, reset, settle_ids, summon_full_params, sync_buffers,
     };
 }
 

@@ -103,6 +103,7 @@ pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};
 pub use parameter::param_id;
 pub use staging::{Staged, Transfers};
 pub use state::agreement::{Agreement, check_agreement};
+pub use state::average::moving_average;
 pub use state::buffers::{BufferSync, sync_buffers};
 pub use state::full::{FullTensor, WriteBack, full_state, summon_full_params};
 pub use state::record::into_record;

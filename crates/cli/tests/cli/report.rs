@@ -94,6 +94,7 @@ fn the_summary_is_for_people() {
         "tokens/s",
         "held-out",
         "loss.svg",
+        "sharding   saves",
         "sample",
     ] {
         assert!(run.stdout.contains(word), "{word}: {}", run.stdout);

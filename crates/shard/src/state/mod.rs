@@ -2,9 +2,10 @@
 //!
 //! - `full`: whole parameters, for a moment or one by one. `local`: this rank's parts, as bytes.
 //! - `record`: Burn's records. `buffers`: running states. `stand_ins`: the stand-ins in the fields.
-//! - `agreement`: the check that all ranks hold the same.
+//! - `average`: moving averages. `agreement`: the check that all ranks hold the same.
 
 pub(crate) mod agreement;
+pub(crate) mod average;
 pub(crate) mod buffers;
 pub(crate) mod full;
 pub(crate) mod local;

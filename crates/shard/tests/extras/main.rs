@@ -15,6 +15,7 @@ mod nets;
 
 mod agreement;
 mod auto;
+mod average;
 mod buffers;
 mod clip;
 mod elementwise;
