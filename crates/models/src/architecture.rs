@@ -5,7 +5,7 @@ use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::initial::InitialValues;
-use crate::{Gpt, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec};
+use crate::{Gpt, Gpt2, Gpt2Config, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec};
 
 /// The sizes of a model: what is needed to make it, and to know its files.
 pub trait Architecture: Copy {
@@ -35,6 +35,12 @@ pub trait Architecture: Copy {
 
     /// Returns the table of its parameters.
     fn parameters(&self) -> Vec<ParameterSpec>;
+
+    /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have beside the
+    /// parameters.
+    fn name_of(&self, name: String) -> Option<String> {
+        Some(name)
+    }
 }
 
 impl Architecture for GptConfig {
@@ -54,6 +60,40 @@ impl Architecture for GptConfig {
 
     fn parameters(&self) -> Vec<ParameterSpec> {
         Self::parameters(self)
+    }
+}
+
+impl Architecture for Gpt2Config {
+    type Model = Gpt2;
+
+    fn init(&self, device: &Device, seed: u64) -> Result<Gpt2, ModelError> {
+        Self::init(self, device, seed)
+    }
+
+    fn blank(&self, device: &Device) -> Result<Gpt2, ModelError> {
+        self.built(InitialValues::zeros(device))
+    }
+
+    fn validate(&self) -> Result<(), ModelError> {
+        Self::validate(self)
+    }
+
+    fn parameters(&self) -> Vec<ParameterSpec> {
+        Self::parameters(self)
+    }
+
+    /// The first published files have the names of the bare model, and the masks of the attention.
+    fn name_of(&self, name: String) -> Option<String> {
+        if name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") {
+            return None;
+        }
+        let is_bare = ["wte.", "wpe.", "h.", "ln_f."]
+            .iter()
+            .any(|start| name.starts_with(start));
+        Some(match is_bare {
+            true => format!("transformer.{name}"),
+            false => name,
+        })
     }
 }
 

@@ -3,9 +3,11 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use crate::{Llama, LlamaConfig, LlamaVariant, ModelError, RopeScaling};
+use crate::norm::EPSILON;
+use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, LlamaVariant, ModelError, RopeScaling};
 
 const MODEL_TYPE: &str = "llama";
 /// Hugging Face's name of the activation.
@@ -98,6 +100,47 @@ fn default_hidden_act() -> String {
     HIDDEN_ACT.to_owned()
 }
 
+/// Reads `config.json` of a folder, and the sizes of the model in it.
+fn read<T: DeserializeOwned, C>(
+    folder: &Path,
+    sizes: impl FnOnce(&T) -> Result<C, String>,
+) -> Result<C, ModelError> {
+    let path = folder.join("config.json");
+    let malformed = |problem: String| ModelError::MalformedWeights {
+        path: path.clone(),
+        problem,
+    };
+    let file_error = |source| ModelError::File {
+        path: path.clone(),
+        source,
+    };
+    let metadata = path.metadata().map_err(file_error)?;
+    if !metadata.is_file() || metadata.len() > MAX_BYTES {
+        let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
+        return Err(malformed(problem));
+    }
+    let text = std::fs::read(&path).map_err(file_error)?;
+    let json: T = serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
+    sizes(&json).map_err(malformed)
+}
+
+/// Returns the first setting that is not what the model computes, as a problem of the file.
+fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), String> {
+    match asked.iter().find(|(_, differs, _)| *differs) {
+        None => Ok(()),
+        Some((setting, _, expected)) => Err(format!(
+            "`{setting}` is not {expected}, which is all that this {model} computes; load a checkpoint that has it, or \
+             write the model as a Burn module of your own"
+        )),
+    }
+}
+
+/// Writes `config.json` into a folder.
+fn write(folder: &Path, json: &Value) -> Result<(), ModelError> {
+    let path = folder.join("config.json");
+    std::fs::write(&path, format!("{json:#}\n")).map_err(|source| ModelError::File { path, source })
+}
+
 impl LlamaConfig {
     /// Reads the sizes of a Llama from the `config.json` of a folder in Hugging Face's form. What the file asks for
     /// and [`Llama`](crate::Llama) does not compute is refused, by the name of the setting.
@@ -107,24 +150,7 @@ impl LlamaConfig {
     /// If the file cannot be read, is of another model, or asks for what this Llama has not: biases, another activation,
     /// rotary positions scaled in another way than by `linear` or `llama3`; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
-        let path = folder.as_ref().join("config.json");
-        let malformed = |problem: String| ModelError::MalformedWeights {
-            path: path.clone(),
-            problem,
-        };
-        let file_error = |source| ModelError::File {
-            path: path.clone(),
-            source,
-        };
-        let metadata = path.metadata().map_err(file_error)?;
-        if !metadata.is_file() || metadata.len() > MAX_BYTES {
-            let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
-            return Err(malformed(problem));
-        }
-        let text = std::fs::read(&path).map_err(file_error)?;
-        let json: ConfigJson =
-            serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
-        let config = json.sizes().map_err(malformed)?;
+        let config = read::<ConfigJson, _>(folder.as_ref(), ConfigJson::sizes)?;
         config.validate()?;
         Ok(config)
     }
@@ -180,9 +206,7 @@ impl Llama {
     /// If a file cannot be written, or if the model's parameters are not those of its table.
     pub fn save_hugging_face(&self, folder: impl AsRef<Path>) -> Result<(), ModelError> {
         let folder = folder.as_ref();
-        let path = folder.join("config.json");
-        let json = format!("{:#}\n", self.config().to_hugging_face());
-        std::fs::write(&path, json).map_err(|source| ModelError::File { path, source })?;
+        write(folder, &self.config().to_hugging_face())?;
         self.save(folder.join("model.safetensors"))
     }
 }
@@ -215,12 +239,7 @@ impl ConfigJson {
                 "hidden_size / num_attention_heads",
             ),
         ];
-        if let Some((setting, _, expected)) = asked.into_iter().find(|(_, differs, _)| *differs) {
-            return Err(format!(
-                "`{setting}` is not {expected}, which is all that this Llama computes; load a checkpoint that has it, \
-                 or write the model as a Burn module of your own"
-            ));
-        }
+        refuse("Llama", &asked)?;
         Ok(LlamaConfig {
             layers: self.num_hidden_layers,
             dim: self.hidden_size,
@@ -236,6 +255,137 @@ impl ConfigJson {
                 norm_epsilon: kind.rms_norm_eps,
                 rope_scaling,
             },
+        })
+    }
+}
+
+/// What `config.json` says of a GPT-2, as far as the mathematics depends on it.
+#[derive(Deserialize)]
+struct Gpt2Json {
+    n_embd: usize,
+    n_head: usize,
+    n_inner: Option<usize>,
+    n_layer: usize,
+    n_positions: usize,
+    vocab_size: usize,
+    #[serde(flatten)]
+    kind: Gpt2Kind,
+}
+
+/// The choices of the mathematics that are no sizes.
+#[derive(Deserialize)]
+struct Gpt2Kind {
+    model_type: String,
+    #[serde(default = "default_activation")]
+    activation_function: String,
+    #[serde(default = "default_layer_norm_epsilon")]
+    layer_norm_epsilon: f64,
+    #[serde(default = "yes")]
+    tie_word_embeddings: bool,
+    #[serde(default = "yes")]
+    scale_attn_weights: bool,
+    #[serde(default)]
+    scale_attn_by_inverse_layer_idx: bool,
+    #[serde(default)]
+    add_cross_attention: bool,
+}
+
+/// Hugging Face's name of GPT-2's activation, its value where a file says nothing.
+const GPT2_ACTIVATION: &str = "gelu_new";
+
+fn default_activation() -> String {
+    GPT2_ACTIVATION.to_owned()
+}
+
+/// Transformers' value where a file says nothing.
+fn default_layer_norm_epsilon() -> f64 {
+    EPSILON
+}
+
+/// Transformers' value where a file says nothing.
+fn yes() -> bool {
+    true
+}
+
+impl Gpt2Config {
+    /// Reads the sizes of a GPT-2 from the `config.json` of a folder in Hugging Face's form. What the file asks for and
+    /// [`Gpt2`] does not compute is refused, by the name of the setting, but for dropout, which is left out.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read, is of another model, or asks for what this GPT-2 has not; and if such a model cannot exist.
+    pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
+        let config = read(folder.as_ref(), Gpt2Json::sizes)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Returns what `config.json` says of such a model in a folder in Hugging Face's form, with weights of 32 bits.
+    #[must_use]
+    pub fn to_hugging_face(&self) -> Value {
+        json!({
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": GPT2_ACTIVATION,
+            "layer_norm_epsilon": EPSILON,
+            "n_embd": self.dim,
+            "n_head": self.heads,
+            "n_inner": self.hidden,
+            "n_layer": self.layers,
+            "n_positions": self.seq,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": true,
+            "torch_dtype": "float32",
+        })
+    }
+}
+
+impl Gpt2 {
+    /// Writes `config.json` and `model.safetensors` into a folder, from which transformers' `from_pretrained` and
+    /// [`WeightsFile`](crate::WeightsFile) read the model.
+    ///
+    /// # Errors
+    ///
+    /// If a file cannot be written, or if the model's parameters are not those of its table.
+    pub fn save_hugging_face(&self, folder: impl AsRef<Path>) -> Result<(), ModelError> {
+        let folder = folder.as_ref();
+        write(folder, &self.config().to_hugging_face())?;
+        self.save(folder.join("model.safetensors"))
+    }
+}
+
+impl Gpt2Json {
+    fn sizes(&self) -> Result<Gpt2Config, String> {
+        let kind = &self.kind;
+        let asked = [
+            ("model_type", kind.model_type != "gpt2", "\"gpt2\""),
+            (
+                "activation_function",
+                kind.activation_function != GPT2_ACTIVATION,
+                "\"gelu_new\"",
+            ),
+            (
+                "layer_norm_epsilon",
+                kind.layer_norm_epsilon != EPSILON,
+                "1e-5",
+            ),
+            ("tie_word_embeddings", !kind.tie_word_embeddings, "true"),
+            ("scale_attn_weights", !kind.scale_attn_weights, "true"),
+            (
+                "scale_attn_by_inverse_layer_idx",
+                kind.scale_attn_by_inverse_layer_idx,
+                "false",
+            ),
+            ("add_cross_attention", kind.add_cross_attention, "false"),
+        ];
+        refuse("GPT-2", &asked)?;
+        Ok(Gpt2Config {
+            layers: self.n_layer,
+            dim: self.n_embd,
+            heads: self.n_head,
+            hidden: self.n_inner.unwrap_or(4 * self.n_embd),
+            vocab: self.vocab_size,
+            seq: self.n_positions,
         })
     }
 }

@@ -4,13 +4,14 @@
 //!   of the usual PyTorch program.
 //! - [`LlamaConfig`] and [`Llama`]: a decoder with root-mean-square norms, rotary positions, gated
 //!   perceptrons and grouped key and value heads.
+//! - [`Gpt2Config`] and [`Gpt2`]: GPT-2 as it was published, by Hugging Face's names.
 //! - [`EncoderLmConfig`] and [`EncoderLm`]: a language model of Burn's own layers as they are, to measure and to try.
 //! - [`GptConfig::preset`], [`LlamaConfig::preset`]: the sizes that are known by their number of
 //!   parameters.
 //! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
 //!   files for other programs do. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] read and write
-//!   safetensors by it, whole or some elements at a time. [`LlamaConfig::from_hugging_face`] reads sizes. Files to load
-//!   are not trusted.
+//!   safetensors by it, whole or some elements at a time. [`LlamaConfig::from_hugging_face`] and
+//!   [`Gpt2Config::from_hugging_face`] read sizes. Files to load are not trusted.
 //! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
 //! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
 //!
@@ -45,6 +46,7 @@ mod encoder_lm;
 mod error;
 pub mod fused;
 mod gpt;
+mod gpt2;
 mod header;
 mod hugging_face;
 mod initial;
@@ -66,6 +68,7 @@ pub use config::GptConfig;
 pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
+pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config};
 pub use llama::{Llama, LlamaBlock};
 pub use llama_config::LlamaConfig;
 pub use llama_variant::{LlamaVariant, RopeScaling};

@@ -4,7 +4,7 @@ use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
 
 /// The number added to the variance, so that constant rows do not divide by zero.
-const EPSILON: f64 = 1e-5;
+pub(crate) const EPSILON: f64 = 1e-5;
 
 /// Returns a layer norm with scales of one and offsets of zero.
 pub(crate) fn init(dim: usize, device: &Device) -> LayerNorm {

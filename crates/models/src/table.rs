@@ -2,7 +2,7 @@
 //!
 //! The table is the one place that knows both: what reads or writes such files goes by it.
 
-use crate::{Gpt, GptConfig, Llama, LlamaConfig};
+use crate::{Gpt, Gpt2, Gpt2Config, GptConfig, Llama, LlamaConfig};
 
 /// A parameter, as the module has it and as files for other programs have it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,6 +102,48 @@ impl LlamaConfig {
     }
 }
 
+impl Gpt2Config {
+    /// Returns every parameter in the order in which the forward pass meets them.
+    ///
+    /// Names and shapes are those of Hugging Face's `GPT2LMHeadModel`, whose matrices are `[in, out]` as Burn's are. The head is
+    /// no parameter of its own, there as here.
+    #[must_use]
+    pub fn parameters(&self) -> Vec<ParameterSpec> {
+        let (dim, hidden) = (self.dim, self.hidden);
+        let top = |module: &str| format!("transformer.{module}");
+        let norm = |path: &str, name: &str| {
+            [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
+                let (path, name) = (format!("{path}.{ours}"), format!("{name}.{theirs}"));
+                spec(path, name, &[dim], false)
+            })
+        };
+        let mut table = vec![
+            embedding("wte", &top("wte"), self.vocab, dim),
+            embedding("wpe", &top("wpe"), self.seq, dim),
+        ];
+        for layer in 0..self.layers {
+            let path = |module: &str| format!("h.{layer}.{module}");
+            let matrix = |module: &str, theirs: &str, shape: [usize; 2]| {
+                let (path, name) = (path(module), top(&path(theirs)));
+                let of = |field: &str| (format!("{path}.{field}"), format!("{name}.{field}"));
+                let ((weight, weight_name), (bias, bias_name)) = (of("weight"), of("bias"));
+                [
+                    spec(weight, weight_name, &shape, false),
+                    spec(bias, bias_name, &shape[1..], false),
+                ]
+            };
+            table.extend(norm(&path("ln_1"), &top(&path("ln_1"))));
+            table.extend(matrix("c_attn", "attn.c_attn", [dim, 3 * dim]));
+            table.extend(matrix("c_proj", "attn.c_proj", [dim, dim]));
+            table.extend(norm(&path("ln_2"), &top(&path("ln_2"))));
+            table.extend(matrix("c_fc", "mlp.c_fc", [dim, hidden]));
+            table.extend(matrix("mlp_proj", "mlp.c_proj", [hidden, dim]));
+        }
+        table.extend(norm("ln_f", &top("ln_f")));
+        table
+    }
+}
+
 /// A module whose table follows from its own shapes.
 pub(crate) trait HasTable {
     /// Returns its parameters.
@@ -109,6 +151,12 @@ pub(crate) trait HasTable {
 }
 
 impl HasTable for Gpt {
+    fn table(&self) -> Vec<ParameterSpec> {
+        self.config().parameters()
+    }
+}
+
+impl HasTable for Gpt2 {
     fn table(&self) -> Vec<ParameterSpec> {
         self.config().parameters()
     }

@@ -14,7 +14,7 @@ use crate::header::{Header, TensorEntry};
 use crate::stored::{OpenedFile, StoredTensor, StoredType};
 use crate::table::HasTable;
 use crate::weight_folder::WeightFolder;
-use crate::{Architecture, Gpt, GptConfig, Llama, ModelError, ParameterSpec};
+use crate::{Architecture, Gpt, Gpt2, GptConfig, Llama, ModelError, ParameterSpec};
 
 /// The safetensors that hold the weights of one model, all of them and nothing else, by the names
 /// and the layout of its [table](Architecture::parameters): one file, or a folder in Hugging Face's
@@ -60,8 +60,20 @@ impl<A: Architecture> WeightsFile<A> {
                 folder.check(file, header.tensors.keys())?;
             }
             let start = header.data_start;
-            let entries = header.tensors.into_iter();
-            found.extend(entries.map(|(name, entry)| (name, (opened.clone(), start, entry))));
+            for (name, entry) in header.tensors {
+                let Some(known) = config.name_of(name.clone()) else {
+                    continue;
+                };
+                let shape = entry.shape.clone();
+                let earlier = found.insert(known, (opened.clone(), start, entry));
+                if earlier.is_some() {
+                    return Err(ModelError::UnexpectedTensor {
+                        path,
+                        name,
+                        found: shape,
+                    });
+                }
+            }
         }
         let mut tensors = BTreeMap::new();
         for spec in config.parameters() {
@@ -174,6 +186,20 @@ impl Llama {
     /// Writes the weights as safetensors, by the names and in the layout of the model's
     /// [table](crate::LlamaConfig::parameters), which are those of Hugging Face's
     /// `LlamaForCausalLM`.
+    ///
+    /// The file is written beside its place and renamed into it when complete.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be written, or if the model's parameters are not those of its table.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
+        save(self, path.as_ref())
+    }
+}
+
+impl Gpt2 {
+    /// Writes the weights as safetensors, by the names and in the layout of the model's
+    /// [table](crate::Gpt2Config::parameters), which are those of Hugging Face's `GPT2LMHeadModel`.
     ///
     /// The file is written beside its place and renamed into it when complete.
     ///

@@ -1,13 +1,18 @@
 //! Llama beside the one of Hugging Face's transformers.
 
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_models::{Llama, LlamaConfig, LlamaVariant, RopeScaling, WeightsFile};
+use burn_fsdp_models::{
+    Gpt2Config, Llama, LlamaConfig, LlamaVariant, ModelError, ParameterSpec, RopeScaling,
+    WeightsFile,
+};
 use serde::Deserialize;
+use serde_json::json;
 use tempfile::TempDir;
 
 use crate::safetensors::Container;
@@ -58,15 +63,17 @@ fn tokens() -> Tensor<2, Int> {
     Tensor::from_data(tokens, &Device::flex())
 }
 
-fn loss(model: &Llama) -> f32 {
+fn targets() -> Tensor<2, Int> {
     let targets = [[2, 3, 4, 5, 6, 7, 8, 9], [12, 3, 11, 3, 9, 2, 2, 0]];
-    let targets = Tensor::<2, Int>::from_data(targets, &Device::flex());
-    model.loss(tokens(), targets).into_scalar()
+    Tensor::from_data(targets, &Device::flex())
+}
+
+fn loss(model: &Llama) -> f32 {
+    model.loss(tokens(), targets()).into_scalar()
 }
 
 /// Each tensor a formula of its number by name.
-fn file_of_formulas(config: &LlamaConfig, path: &Path) {
-    let mut parameters = config.parameters();
+fn file_of_formulas(mut parameters: Vec<ParameterSpec>, path: &Path) {
     parameters.sort_by(|a, b| a.name.cmp(&b.name));
     Container::of_parameters(parameters).write(path);
 }
@@ -75,7 +82,10 @@ fn file_of_formulas(config: &LlamaConfig, path: &Path) {
 fn weights_of_hugging_face_have_its_loss() {
     for (config, theirs) in LOSSES {
         let folder = TempDir::new().expect("a temporary folder");
-        file_of_formulas(&config, &folder.path().join("model.safetensors"));
+        file_of_formulas(
+            config.parameters(),
+            &folder.path().join("model.safetensors"),
+        );
         let json = config.to_hugging_face().to_string();
         fs::write(folder.path().join("config.json"), json).expect("a writable folder");
         let read = LlamaConfig::from_hugging_face(folder.path()).expect("such a Llama");
@@ -95,43 +105,141 @@ struct Printed {
     logits: Vec<f32>,
 }
 
-/// Where transformers is not installed, it says so and does nothing. `BURN_FSDP_PYTHON` names a Python
-/// that has it.
-#[test]
-fn hugging_face_reads_what_was_saved() {
+/// A Python that has transformers: `BURN_FSDP_PYTHON`, or the one of the system. Where there is none, tests say so and do
+/// nothing.
+fn python() -> Option<OsString> {
     let python = std::env::var_os("BURN_FSDP_PYTHON").unwrap_or_else(|| "python3".into());
     let found = Command::new(&python)
         .args(["-c", "import torch, transformers"])
         .output();
-    if !found.is_ok_and(|output| output.status.success()) {
-        println!("skipped: {python:?} cannot import transformers");
-        return;
+    if found.is_ok_and(|output| output.status.success()) {
+        return Some(python);
     }
+    println!("skipped: {python:?} cannot import transformers");
+    None
+}
+
+/// Asserts that transformers reads a folder, and comes to this loss and these logits.
+fn assert_theirs(python: &OsStr, folder: &Path, ours: f32, logits: Tensor<3>) {
+    let script = "tests/models/hugging_face_losses.py";
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(script);
+    let command = Command::new(python).arg(script).arg(folder).output();
+    let output = command.expect("Python starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    let theirs: Printed = serde_json::from_slice(&output.stdout).expect("a loss and logits");
+    let difference = (ours / theirs.loss - 1.0).abs();
+    assert!(difference < 1e-5, "{ours}, there {}", theirs.loss);
+    let logits = logits.into_data().try_to_vec::<f32>().expect("floats");
+    assert_eq!(logits.len(), theirs.logits.len());
+    for (ours, theirs) in logits.iter().zip(&theirs.logits) {
+        assert!((ours - theirs).abs() < 1e-5, "{ours}, there {theirs}");
+    }
+}
+
+#[test]
+fn hugging_face_reads_what_was_saved() {
+    let Some(python) = python() else { return };
     for config in [CONFIG, TIED, LINEAR] {
         let folder = TempDir::new().expect("a temporary folder");
         let model = config.init(&Device::flex(), 3).expect("valid sizes");
         model
             .save_hugging_face(folder.path())
             .expect("a writable folder");
-        let script = "tests/models/hugging_face_losses.py";
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join(script);
-        let output = Command::new(&python)
-            .arg(script)
-            .arg(folder.path())
-            .output()
-            .expect("Python starts");
-        let error = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{error}");
-        let theirs: Printed = serde_json::from_slice(&output.stdout).expect("a loss and logits");
-        let ours = loss(&model);
-        let difference = (ours / theirs.loss - 1.0).abs();
-        assert!(difference < 1e-5, "{ours}, there {}", theirs.loss);
-        let logits = model.forward(tokens()).into_data().try_to_vec::<f32>();
-        let logits = logits.expect("floats");
-        assert_eq!(logits.len(), theirs.logits.len());
-        for (ours, theirs) in logits.iter().zip(&theirs.logits) {
-            assert!((ours - theirs).abs() < 1e-5, "{ours}, there {theirs}");
+        assert_theirs(
+            &python,
+            folder.path(),
+            loss(&model),
+            model.forward(tokens()),
+        );
+    }
+    let folder = TempDir::new().expect("a temporary folder");
+    let model = GPT2.init(&Device::flex(), 3).expect("valid sizes");
+    model
+        .save_hugging_face(folder.path())
+        .expect("a writable folder");
+    let loss = model.loss(tokens(), targets()).into_scalar();
+    assert_theirs(&python, folder.path(), loss, model.forward(tokens()));
+}
+
+const GPT2: Gpt2Config = Gpt2Config {
+    layers: 2,
+    dim: 12,
+    heads: 3,
+    hidden: 20,
+    vocab: 13,
+    seq: 8,
+};
+
+/// What `hugging_face_losses.py --formulas` prints with transformers 5.23.
+const GPT2_LOSS: f32 = 3.0404897;
+
+/// By the names that transformers saves, and by those of the first published files, which have the masks beside them.
+#[test]
+fn a_gpt2_of_hugging_face_has_its_loss() {
+    for is_bare in [false, true] {
+        let folder = TempDir::new().expect("a temporary folder");
+        let mut parameters = GPT2.parameters();
+        parameters.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut container = Container::of_parameters(parameters);
+        if is_bare {
+            let renamed = std::mem::take(&mut container.header).into_iter();
+            let renamed = renamed.map(|(name, entry)| {
+                let bare = name.strip_prefix("transformer.").expect("theirs");
+                (bare.to_owned(), entry)
+            });
+            container.header = renamed.collect();
+            container.push("h.0.attn.bias", &[1, 1, 8, 8], &[1.0; 64]);
         }
+        container.write(&folder.path().join("model.safetensors"));
+        let json = GPT2.to_hugging_face().to_string();
+        fs::write(folder.path().join("config.json"), json).expect("a writable folder");
+        let config = Gpt2Config::from_hugging_face(folder.path()).expect("a GPT-2");
+        assert_eq!(config, GPT2);
+        let weights = WeightsFile::open(folder.path(), config).expect("it fits the model");
+        let model = weights.load(&Device::flex()).expect("readable");
+        assert_eq!(model.num_params(), GPT2.num_params());
+        let found: f32 = model.loss(tokens(), targets()).into_scalar();
+        let difference = (found / GPT2_LOSS - 1.0).abs();
+        assert!(difference < 1e-5, "{found}, there {GPT2_LOSS}");
+    }
+}
+
+#[test]
+fn what_this_gpt2_does_not_compute_is_refused_by_name() {
+    for (setting, value) in [
+        ("model_type", json!("llama")),
+        ("activation_function", json!("relu")),
+        ("layer_norm_epsilon", json!(1e-6)),
+        ("tie_word_embeddings", json!(false)),
+        ("scale_attn_weights", json!(false)),
+        ("scale_attn_by_inverse_layer_idx", json!(true)),
+        ("add_cross_attention", json!(true)),
+        ("n_head", json!(5)),
+        ("n_inner", json!(0)),
+        ("n_embd", json!("12")),
+    ] {
+        let folder = TempDir::new().expect("a temporary folder");
+        let mut json = GPT2.to_hugging_face();
+        json[setting] = value;
+        fs::write(folder.path().join("config.json"), json.to_string()).expect("writable");
+        let message = Gpt2Config::from_hugging_face(folder.path());
+        let message = message.expect_err(setting).to_string();
+        let names = [setting, "heads", "hidden", "string"];
+        assert!(names.iter().any(|name| message.contains(name)), "{message}");
+    }
+    // A head of its own, and two tensors of one name.
+    for extra in ["lm_head.weight", "wte.weight"] {
+        let folder = TempDir::new().expect("a temporary folder");
+        let path = folder.path().join("model.safetensors");
+        let mut container = Container::of_parameters(GPT2.parameters());
+        container.push(extra, &[13, 12], &[0.5; 13 * 12]);
+        container.write(&path);
+        let error = WeightsFile::open(&path, GPT2).expect_err("one too many");
+        assert!(
+            matches!(error, ModelError::UnexpectedTensor { .. }),
+            "{error}"
+        );
     }
 }
 
@@ -158,7 +266,7 @@ fn a_tied_head_is_one_parameter() {
     // A file with a head beside the table is of another model.
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("model.safetensors");
-    file_of_formulas(&apart, &path);
+    file_of_formulas(apart.parameters(), &path);
     let error = WeightsFile::open(&path, TIED).expect_err("a head too many");
     assert!(error.to_string().contains("lm_head.weight"), "{error}");
 }
