@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::module::{Lora, Module, ParamGroup};
+use burn::module::{Lora, Module, ModuleVisitor, Param, ParamGroup};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, Device, Int, Tensor, TensorData};
@@ -18,7 +18,9 @@ use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, Strategy, backward,
     fully_shard, launch, resume, save,
 };
-use burn_fsdp_models::{Architecture, Llama, LlamaConfig, LlamaVariant, WeightsFile};
+use burn_fsdp_models::{
+    Architecture, Gpt2, Gpt2Config, Llama, LlamaConfig, LlamaVariant, WeightsFile,
+};
 
 const CONFIG: LlamaConfig = LlamaConfig {
     layers: 3,
@@ -130,7 +132,7 @@ fn loss(model: &Llama, rows: Range<usize>, step: usize, device: &Device) -> Tens
 }
 
 /// Some rows of a step's batch.
-fn batch(rows: Range<usize>, step: usize, device: &Device) -> (Tensor<2, Int>, Tensor<2, Int>) {
+fn batch(rows: Range<usize>, step: usize, device: &Device) -> Tokens {
     let tokens = |shift: usize| {
         let tokens = 4 * rows.start..4 * rows.end;
         let tokens = tokens.map(|i| ((i * 5 + shift + 7 * step) % 29) as i64);
@@ -260,9 +262,31 @@ const TIED: LlamaConfig = LlamaConfig {
     ..CONFIG
 };
 
-fn tied(device: &Device) -> Llama {
-    TIED.init(device, 9).expect("valid sizes")
+const GPT2: Gpt2Config = Gpt2Config {
+    layers: 3,
+    dim: 20,
+    heads: 2,
+    hidden: 36,
+    vocab: 29,
+    seq: 8,
+};
+
+type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
+
+/// A model whose head is the table of its embedding.
+struct Tied<M> {
+    init: fn(&Device) -> M,
+    loss: fn(&M, Tokens) -> Tensor<1>,
+    num_params: usize,
 }
+
+impl<M> Clone for Tied<M> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<M> Copy for Tied<M> {}
 
 /// The rows of a rank.
 fn own_rows(world: &ProcessGroup) -> Range<usize> {
@@ -270,77 +294,142 @@ fn own_rows(world: &ProcessGroup) -> Range<usize> {
     world.rank() * rows..(world.rank() + 1) * rows
 }
 
-/// Losses of each rank, in its steps.
-fn mean_losses(
-    ranks: usize,
-    body: impl Fn(ProcessGroup) -> Result<Vec<f32>, Error> + Send + Sync + 'static,
-) -> Vec<f32> {
-    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
-    let seen = launch(config, body).unwrap_or_else(|error| panic!("{error}"));
-    let mean = |step| seen.iter().map(|losses| losses[step]).sum::<f32>() / ranks as f32;
-    (0..STEPS).map(mean).collect()
-}
-
-/// The table of a tied embedding is used at both ends of a forward, and is one parameter, with one gradient.
-#[test]
-fn a_tied_llama_trains_as_without_sharding() {
+/// Losses and parameters of Burn alone.
+fn tied_plainly<M: Module>(case: Tied<M>) -> (Vec<f32>, Vec<Vec<f32>>) {
     let device = Device::flex().autodiff();
-    let mut model = tied(&device);
+    let mut model = (case.init)(&device);
     let mut whole = optimizer();
-    let mut want = Vec::new();
+    let mut losses = Vec::new();
     for step in 0..STEPS {
-        let loss = loss(&model, 0..ROWS, step, &device);
-        want.push(loss.clone().into_scalar::<f32>());
+        let loss = (case.loss)(&model, batch(0..ROWS, step, &device));
+        losses.push(loss.clone().into_scalar::<f32>());
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         model = whole.step(1e-2, model, gradients);
     }
-    let layers = || ShardPolicy::new().units(["layers.*"]);
-    for ranks in 1..=4 {
-        let close = |got: Vec<f32>| {
-            for (got, want) in got.iter().zip(&want) {
-                assert!(
-                    (got - want).abs() <= 1e-5 * want,
-                    "{ranks} ranks: {got}, {want}"
-                );
-            }
-        };
-        for policy in [
-            layers(),
-            layers().reshard_root(true).prefetch(2),
-            layers().strategy(Strategy::ShardGradOp),
-            layers().strategy(Strategy::NoShard),
-        ] {
-            close(mean_losses(ranks, move |world| {
-                let device = Device::flex().autodiff().gradient_checkpointing();
-                let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
-                let mut model = fully_shard(tied(&device), &mesh, policy.clone())?;
-                assert_eq!(num_params(&model), TIED.num_params());
-                let mut optimizer = optimizer();
-                let mut losses = Vec::new();
-                for step in 0..STEPS {
-                    let loss = loss(&model, own_rows(&world), step, &device);
-                    losses.push(loss.clone().into_scalar());
-                    let gradients = backward(loss, &model)?;
-                    model = optimizer.step(1e-2, model, gradients);
-                }
-                Ok(losses)
-            }));
+    (losses, values(&model))
+}
+
+/// The parameters of a plain module, in its order.
+fn values<M: Module>(model: &M) -> Vec<Vec<f32>> {
+    #[derive(Default)]
+    struct Values(Vec<Vec<f32>>);
+    impl ModuleVisitor for Values {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let values = param.val().into_data().try_to_vec();
+            self.0.push(values.expect("floats"));
         }
-        close(mean_losses(ranks, |world| {
-            let mut step = compile(
-                tied,
-                |model: &Llama, (tokens, targets): (Tensor<2, Int>, Tensor<2, Int>)| {
-                    model.loss(tokens, targets)
-                },
-                AdamWConfig::new().with_epsilon(1e-2).build(),
-                Mode::data_parallel(world.clone(), Strategy::FullShard),
-            )?;
-            let device = Device::flex();
-            let losses = (0..STEPS).map(|index| {
-                let loss = step.step(1e-2, &batch(own_rows(&world), index, &device))?;
-                Ok(loss as f32)
-            });
-            losses.collect()
-        }));
     }
+    let mut found = Values::default();
+    model.visit(&mut found);
+    found.0
+}
+
+/// Losses of some steps by the eager engine, which begins with what is saved and saves what it ends with.
+fn tied_eagerly<M: Module + 'static>(
+    case: Tied<M>,
+    (ranks, policy): (usize, ShardPolicy),
+    saved: &Path,
+    steps: Range<usize>,
+) -> (Vec<f32>, Vec<Vec<f32>>) {
+    let saved = saved.to_owned();
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
+    let seen = launch(config, move |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let model = fully_shard((case.init)(&device), &mesh, policy.clone())?;
+        assert_eq!(num_params(&model), case.num_params);
+        let resumed = resume(&saved, model, optimizer(), &mesh)?;
+        assert_eq!(resumed.step, steps.start as u64);
+        let (mut model, mut optimizer) = (resumed.model, resumed.optimizer);
+        let mut losses = Vec::new();
+        for step in steps.clone() {
+            let loss = (case.loss)(&model, batch(own_rows(&world), step, &device));
+            losses.push(loss.clone().into_scalar::<f32>());
+            let gradients = backward(loss, &model)?;
+            model = optimizer.step(1e-2, model, gradients);
+        }
+        save(&saved, steps.end as u64, &model, &optimizer, &mesh)?;
+        let whole = (case.init)(&Device::flex()).load_record(into_record(model)?);
+        Ok::<_, Error>((losses, values(&whole)))
+    });
+    let seen = seen.unwrap_or_else(|error| panic!("{error}"));
+    let mean = |step: usize| seen.iter().map(|(losses, _)| losses[step]).sum::<f32>();
+    let losses = (0..seen[0].0.len()).map(|step| mean(step) / ranks as f32);
+    (losses.collect(), seen[0].1.clone())
+}
+
+/// Losses by a compiled step.
+fn tied_compiled<M: Module + 'static>(case: Tied<M>, ranks: usize) -> Vec<f32> {
+    let config = LaunchConfig::new(ranks).deadline(Duration::from_secs(60));
+    let seen = launch(config, move |world| {
+        let mut step = compile(
+            case.init,
+            move |model: &M, tokens: Tokens| (case.loss)(model, tokens),
+            AdamWConfig::new().with_epsilon(1e-2).build(),
+            Mode::data_parallel(world.clone(), Strategy::FullShard),
+        )?;
+        let losses = (0..STEPS).map(|index| {
+            let batch = batch(own_rows(&world), index, &Device::flex());
+            Ok::<_, Error>(step.step(1e-2, &batch)? as f32)
+        });
+        losses.collect::<Result<Vec<_>, _>>()
+    });
+    seen.unwrap_or_else(|error| panic!("{error}"))
+        .swap_remove(0)
+}
+
+/// The table of a tied embedding is used at both ends of a forward, and is one parameter, with one gradient, saved once.
+fn assert_tied<M: Module + 'static>(case: Tied<M>, units: &str) {
+    let (want, end) = tied_plainly(case);
+    assert!(want[STEPS - 1] < want[0]);
+    let close = |got: &[f32], ranks: usize| {
+        assert_eq!(got.len(), want.len());
+        for (got, want) in got.iter().zip(&want) {
+            assert!(
+                (got - want).abs() <= 1e-5 * want,
+                "{ranks} ranks: {got}, {want}"
+            );
+        }
+    };
+    let policy = || ShardPolicy::new().units([units]);
+    for ranks in 1..=4 {
+        for policy in [
+            policy(),
+            policy().reshard_root(true).prefetch(2),
+            policy().strategy(Strategy::ShardGradOp),
+            policy().strategy(Strategy::NoShard),
+        ] {
+            let saved = tempfile::tempdir().expect("a folder");
+            let run =
+                |ranks, steps| tied_eagerly(case, (ranks, policy.clone()), saved.path(), steps);
+            let (mut losses, _) = run(ranks, 0..3);
+            let (later, got) = run(ranks % 4 + 1, 3..STEPS);
+            losses.extend(later);
+            close(&losses, ranks);
+            for (got, want) in got.iter().flatten().zip(end.iter().flatten()) {
+                assert!((got - want).abs() <= 1e-5, "{ranks} ranks: {got}, {want}");
+            }
+        }
+        close(&tied_compiled(case, ranks), ranks);
+    }
+}
+
+#[test]
+fn a_tied_llama_trains_as_without_sharding() {
+    let case = Tied {
+        init: |device| TIED.init(device, 9).expect("valid sizes"),
+        loss: |model: &Llama, (tokens, targets)| model.loss(tokens, targets),
+        num_params: TIED.num_params(),
+    };
+    assert_tied(case, "layers.*");
+}
+
+#[test]
+fn a_gpt2_trains_as_without_sharding() {
+    let case = Tied {
+        init: |device| GPT2.init(device, 9).expect("valid sizes"),
+        loss: |model: &Gpt2, (tokens, targets)| model.loss(tokens, targets),
+        num_params: GPT2.num_params(),
+    };
+    assert_tied(case, "h.*");
 }
