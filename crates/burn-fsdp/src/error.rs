@@ -53,6 +53,12 @@ pub enum Error {
         /// The parameter.
         path: String,
     },
+    /// Adapters that sharding would attach, in Burn's training loop.
+    #[error(
+        "the policy attaches LoRA adapters, and Burn's loop saves and resumes the model as it was given to it, without them; \
+         write the loop: `launch`, `fully_shard`, `backward`, `step`"
+    )]
+    AdaptersInTraining,
     /// A model without autodiff, in Burn's training loop.
     #[error(
         "the model is on a device without autodiff and cannot be trained; build it on one such as \

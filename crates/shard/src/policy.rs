@@ -238,6 +238,8 @@ impl ShardPolicy {
     /// optimizer state, nothing to reduce. The weight `base + alpha / rank * (a @ b)` exists around a unit's own forward
     /// and backward, like the full base.
     ///
+    /// [`memory`](crate::memory()) counts the gathered base and factors, and not what is made of them.
+    ///
     /// Initial values are Burn's: `a` normal, drawn on rank 0, `b` zero. `Module::materialize` gives the plain module with its
     /// adapters merged; `Param::adapter` knows nothing of a sharded one. A quantized base (`QLora`) is refused as its
     /// type is.
@@ -252,6 +254,12 @@ impl ShardPolicy {
     pub fn lora(mut self, lora: Lora) -> Self {
         self.lora = Some(lora);
         self
+    }
+
+    /// Returns true if sharding attaches [adapters](Self::lora), so that the sharded module has parameters which the module
+    /// itself has not.
+    pub fn attaches_adapters(&self) -> bool {
+        self.lora.is_some()
     }
 
     /// Sets a function that changes this rank's full gradient of a parameter before it is reduced: it gets the

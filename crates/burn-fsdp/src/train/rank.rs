@@ -83,6 +83,9 @@ pub(crate) fn train<M: LearnerModel>(
         0.0 => gradient.zeros_like(),
         weight => gradient.mul_scalar(weight),
     };
+    if course.settings.policy.attaches_adapters() {
+        return Err(Error::AdaptersInTraining);
+    }
     let policy = course.settings.policy.clone().gradient_hook(by_items);
     let model = fully_shard(model.fork(&device), world, policy)?;
     check_managed(&model)?;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataset::{Dataset, DatasetError};
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Lora, Module, ModuleVisitor, Param};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
 use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
@@ -399,6 +399,9 @@ fn what_cannot_be_followed_is_refused_by_name() {
     let policy = ShardPolicy::new().ignore(["head"]);
     let refused = launch(two().policy(policy), optimizer()).expect("each rank's own");
     assert!(refused.contains("`head.weight`"), "{refused}");
+    let policy = ShardPolicy::new().lora(Lora::new(2, 2.0));
+    let refused = launch(two().policy(policy), optimizer()).expect("nobody would save them");
+    assert!(refused.contains("LoRA"), "{refused}");
     let refused = launch(FullySharded::new(LaunchConfig::new(0)), optimizer());
     assert!(refused.is_some());
     assert_eq!(launch(two(), optimizer()), None);

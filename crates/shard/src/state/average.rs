@@ -40,7 +40,7 @@ use crate::transport;
 ///     # drop(average);
 ///     Ok::<_, Error>(())
 /// })?;
-/// # Ok::<_, burn_fsdp_collectives::LaunchError<Error>>(())
+/// # Ok::<(), burn_fsdp_collectives::LaunchError>(())
 /// ```
 pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M, Error> {
     if !(0.0..=1.0).contains(&decay) {
