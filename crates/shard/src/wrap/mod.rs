@@ -120,6 +120,13 @@ fn wrap<M: Module>(
         Form::Replicate => (earlier, Vec::new()),
         Form::Shard => split_off_replicas(earlier),
     };
+    if let (Some(_), Some(path)) = (&policy.lora, survey.sharded.first()) {
+        return Err(Error::Option {
+            option: "lora",
+            expected: "in one call for the whole module, with `units` in place of calls for its children",
+            got: format!("for a module of which `{path}` is sharded already"),
+        });
+    }
     let ignored = Ignored::new(&survey, policy)?;
     let found = survey.parameters.iter().map(|found| &found.path);
     let paths: Vec<_> = found.chain(&survey.sharded).map(String::as_str).collect();

@@ -69,6 +69,12 @@ fn whole() -> Vec<(&'static str, ModuleOptimizer)> {
         ("adafactor", AdafactorConfig::new().init()),
         ("lamb", LambConfig::new().init()),
         ("clipping by norm", clipping(1.0)),
+        (
+            "signs, clipped by norm",
+            LionConfig::new()
+                .init()
+                .with_grad_clipping(GradientClipping::Norm(0.05)),
+        ),
         ("clipping by a large norm", clipping(1e12)),
     ]
 }

@@ -407,6 +407,16 @@ fn what_no_adapter_can_be_is_refused() {
             message.contains("without a parameter of two dims"),
             "{message}"
         );
+        let mut model = in_rows(&device());
+        let child = ShardPolicy::new().lora(Lora::new(2, 1.0));
+        model.head = fully_shard(model.head, &world, child)?;
+        let error = fully_shard(model, &world, blocks().lora(adapters())).expect_err("a child");
+        assert!(
+            error
+                .to_string()
+                .contains("`head.weight` is sharded already"),
+            "{error}"
+        );
         let adapted = seeded(in_rows(&device()), SEED).apply_lora(adapters());
         let error = fully_shard(adapted, &world, blocks()).expect_err("attached before");
         assert!(error.to_string().contains("`ShardPolicy::lora`"), "{error}");
