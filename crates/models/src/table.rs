@@ -44,7 +44,10 @@ impl GptConfig {
         ];
         for layer in 0..self.layers {
             let block = format!("blocks.{layer}.");
-            let norm = |module: &str| layer_norm(&format!("{block}{module}"), dim);
+            let norm = |module: &str| {
+                let module = format!("{block}{module}");
+                layer_norm(&module, &module, dim)
+            };
             let linear = |module: &str, into: usize, from: usize| {
                 let module = format!("{block}{module}");
                 [linear(&module, &module, into, from), bias(&module, into)]
@@ -56,7 +59,7 @@ impl GptConfig {
             table.extend(linear("fc", wide, dim));
             table.extend(linear("out", dim, wide));
         }
-        table.extend(layer_norm("lnf", dim));
+        table.extend(layer_norm("lnf", "lnf", dim));
         table.push(linear("head", "head", self.vocab, dim));
         table
     }
@@ -111,12 +114,7 @@ impl Gpt2Config {
     pub fn parameters(&self) -> Vec<ParameterSpec> {
         let (dim, hidden) = (self.dim, self.hidden);
         let top = |module: &str| format!("transformer.{module}");
-        let norm = |path: &str, name: &str| {
-            [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
-                let (path, name) = (format!("{path}.{ours}"), format!("{name}.{theirs}"));
-                spec(path, name, &[dim], false)
-            })
-        };
+        let norm = |path: &str| layer_norm(path, &top(path), dim);
         let mut table = vec![
             embedding("wte", &top("wte"), self.vocab, dim),
             embedding("wpe", &top("wpe"), self.seq, dim),
@@ -132,14 +130,14 @@ impl Gpt2Config {
                     spec(bias, bias_name, &shape[1..], false),
                 ]
             };
-            table.extend(norm(&path("ln_1"), &top(&path("ln_1"))));
+            table.extend(norm(&path("ln_1")));
             table.extend(matrix("c_attn", "attn.c_attn", [dim, 3 * dim]));
             table.extend(matrix("c_proj", "attn.c_proj", [dim, dim]));
-            table.extend(norm(&path("ln_2"), &top(&path("ln_2"))));
+            table.extend(norm(&path("ln_2")));
             table.extend(matrix("c_fc", "mlp.c_fc", [dim, hidden]));
             table.extend(matrix("mlp_proj", "mlp.c_proj", [hidden, dim]));
         }
-        table.extend(norm("ln_f", &top("ln_f")));
+        table.extend(norm("ln_f"));
         table
     }
 }
@@ -206,11 +204,11 @@ fn bias(path: &str, into: usize) -> ParameterSpec {
 }
 
 /// Returns the scale and offset of a layer norm.
-fn layer_norm(path: &str, dim: usize) -> [ParameterSpec; 2] {
+fn layer_norm(path: &str, name: &str, dim: usize) -> [ParameterSpec; 2] {
     [("gamma", "weight"), ("beta", "bias")].map(|(ours, theirs)| {
         spec(
             format!("{path}.{ours}"),
-            format!("{path}.{theirs}"),
+            format!("{name}.{theirs}"),
             &[dim],
             false,
         )
