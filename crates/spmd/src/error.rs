@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{DType, TensorData};
 
 use crate::pass_id::PassId;
-use text::{After, Produced, advice};
+use text::{After, At, Pass, Produced, advice};
 
 /// The reason why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -366,6 +366,33 @@ pub enum Error {
         /// The fault, in words.
         reason: String,
     },
+
+    /// A plan that does not compute what was traced, as the [certificate](crate::Certificate) finds before it runs.
+    #[error(
+        "the plan does not compute the traced step: after the pass \"{}\", {reason}, on rank {rank}{}; leave the pass \
+         out where an option does, and report it",
+        Pass(*pass),
+        At(*node, operation.as_str())
+    )]
+    NotCertified {
+        /// The first pass after which the step computes something else; `None` if the trace itself has no meaning.
+        pass: Option<PassId>,
+        /// The first node that is known to compute something else.
+        node: Option<usize>,
+        /// That node.
+        operation: String,
+        /// The first rank that differs.
+        rank: usize,
+        /// The difference, in words.
+        reason: String,
+    },
+
+    /// A plan of a kind that is not proved: see [`Mode::certified`](crate::Mode::certified).
+    #[error(
+        "plans by placements, over several micro-batches and with the optimizer in the next forward are not proved; \
+         certify the step in data parallelism, with the optimizer elsewhere"
+    )]
+    NotProvable,
 
     /// A process group that does not fit the graph.
     #[error(

@@ -55,6 +55,7 @@
 //! each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
 
+mod certificate;
 mod compile;
 mod custom;
 mod elements;
@@ -75,13 +76,14 @@ pub mod trace;
 mod transform;
 
 pub use burn_fsdp_mesh::Strategy;
+pub use certificate::{Certificate, prove};
 pub use compile::{
     CompiledStep, Evaluation, OptimizerState, Override, compile, compile_on, compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use kernels::kernels;
-pub use mode::{Mode, lower};
+pub use mode::{Mode, certify, lower};
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss};

@@ -7,6 +7,7 @@ use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
 
 use crate::Precision;
+use crate::certificate::{Certificate, Stages, work};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::passes::schedule::{self, OptimizerPlace};
@@ -29,8 +30,21 @@ pub struct Mode {
     pub(crate) options: schedule::Options,
     pub(crate) cache: usize,
     pub(crate) verify: bool,
+    certified: Certify,
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
 }
+
+/// The plans that are proved before they run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Certify {
+    Never,
+    /// Those of little work: the default of debug builds.
+    Small,
+    Always,
+}
+
+/// Products of elements in a step on all ranks up to which a debug build proves a plan by itself.
+const SMALL_PLAN: u64 = 1 << 22;
 
 /// The division of batch and parameters among the ranks.
 #[derive(Debug, Clone)]
@@ -122,6 +136,10 @@ impl Mode {
             options: schedule::Options::default(),
             cache: 8,
             verify: cfg!(debug_assertions),
+            certified: match cfg!(debug_assertions) {
+                true => Certify::Small,
+                false => Certify::Never,
+            },
             transforms: Vec::new(),
         }
     }
@@ -155,6 +173,19 @@ impl Mode {
     #[must_use]
     pub fn verified(mut self) -> Self {
         self.verify = true;
+        self
+    }
+
+    /// Proves of each plan, before it runs, that it computes what was traced ([`Certificate`]); debug builds prove small
+    /// ones anyway. It takes about as long as some steps on one thread, for all ranks one after the other, and the same
+    /// on every rank: certify a small model with the options of the large one, as the passes are the same.
+    ///
+    /// Whole steps of data parallelism and hybrid sharding are proved. Steps by placements, several micro-batches, and
+    /// an optimizer in the next forward are not yet: for them, [`CompiledStep::certificate`](crate::CompiledStep) is
+    /// `None`.
+    #[must_use]
+    pub fn certified(mut self) -> Self {
+        self.certified = Certify::Always;
         self
     }
 
@@ -373,8 +404,8 @@ impl Mode {
 /// The graphs of a step, ready to run.
 #[derive(Debug)]
 pub(crate) enum Lowered {
-    /// The one graph of every step.
-    Whole(Box<Graph>),
+    /// The one graph of every step, with the proof of what it computes, if that was asked for.
+    Whole(Box<Graph>, Option<Arc<Certificate>>),
     /// The graphs of a mode whose optimizer runs in the next forward.
     Iteration(Box<Iteration>),
     /// The graphs of a step over several micro-batches.
@@ -400,7 +431,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone();
     mode.decide(&graph)?;
     Ok(match lower_all(graph, &mode, Purpose::Step)? {
-        Lowered::Whole(graph) => *graph,
+        Lowered::Whole(graph, _) => *graph,
         Lowered::Iteration(iteration) => iteration.main,
         Lowered::Micro(steps) => steps.next,
     })
@@ -411,10 +442,11 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
     if let Purpose::Micro(num_batches) = purpose {
         return lower_micro(graph, mode, num_batches);
     }
-    let graph = mode.pipeline(&mode.options)?.run(graph)?;
     if mode.options.optimizer != OptimizerPlace::InNextForward {
-        return Ok(Lowered::Whole(Box::new(graph)));
+        let (graph, certificate) = lower_whole(graph, mode)?;
+        return Ok(Lowered::Whole(Box::new(graph), certificate.map(Arc::new)));
     }
+    let graph = mode.pipeline(&mode.options)?.run(graph)?;
     let iteration = DeferOptimizer.split(graph, &schedule::last(&mode.options))?;
     if mode.verify {
         for graph in [&iteration.setup, &iteration.main, &iteration.cleanup] {
@@ -422,6 +454,43 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
         }
     }
     Ok(Lowered::Iteration(Box::new(iteration)))
+}
+
+/// Applies the passes of a mode to the graph of a whole step, and proves the plan where the mode wants it.
+fn lower_whole(graph: Graph, mode: &Mode) -> Result<(Graph, Option<Certificate>), Error> {
+    let pipeline = mode.pipeline(&mode.options)?;
+    let is_wanted = match mode.certified {
+        Certify::Never => false,
+        Certify::Small => work(&graph) * mode.ranks.size() as u64 <= SMALL_PLAN,
+        Certify::Always => true,
+    };
+    if !is_wanted || matches!(mode.division, Division::Expand(..) | Division::Least(_)) {
+        return Ok((pipeline.run(graph)?, None));
+    }
+    let mut stages = pipeline.stages(graph)?;
+    let plan = Stages {
+        graphs: &stages,
+        mesh: &mode.ranks.mesh()?,
+        clip: mode.options.clip,
+    };
+    let certificate = plan.certify()?;
+    tracing::info!(%certificate, "certified");
+    let plan = stages.pop();
+    let plan = plan.ok_or_else(|| Error::Internal("no pass has made a plan".to_owned()))?;
+    Ok((plan, Some(certificate)))
+}
+
+/// Applies the passes of a mode, and proves that the plan computes the graph as it is. See [`Mode::certified`].
+///
+/// # Errors
+///
+/// Those of the passes; [`Error::NotCertified`]; [`Error::NotProvable`] for a mode whose plans are not proved.
+pub fn certify(graph: Graph, mode: &Mode) -> Result<Certificate, Error> {
+    let mode = mode.clone().certified();
+    match lower_all(graph, &mode, Purpose::Step)? {
+        Lowered::Whole(_, Some(certificate)) => Ok(Certificate::clone(&certificate)),
+        _ => Err(Error::NotProvable),
+    }
 }
 
 /// Applies the passes of a mode to the graph of an evaluation, which has no gradients.

@@ -58,8 +58,10 @@ pub(crate) fn with_norms<B: BackendIr>(operations: CustomOperations<B>) -> Custo
     operations.with(LocalNorm).with(Coefficients)
 }
 
-const LOCAL_NORM: &str = "burn_fsdp.local_norm";
-const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";
+/// The name of the call that measures gradients.
+pub(crate) const LOCAL_NORM: &str = "burn_fsdp.local_norm";
+/// The name of the call that computes factors.
+pub(crate) const COEFFICIENTS: &str = "burn_fsdp.clip_coefficients";
 
 struct LocalNorm;
 
@@ -139,7 +141,7 @@ impl<B: BackendIr> CustomOperation<B> for Coefficients {
 }
 
 /// What a call of either operation carries of the choice.
-fn scalars(clip: &Clip) -> Vec<ScalarIr> {
+pub(crate) fn scalars(clip: &Clip) -> Vec<ScalarIr> {
     let order = match clip.measured() {
         Norm::P(p) => p,
         Norm::Infinity => f64::INFINITY,

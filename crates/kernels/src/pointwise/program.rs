@@ -190,6 +190,14 @@ impl PointwiseProgram {
         HEADER + 3 * self.steps.len() + number
     }
 
+    /// Returns the steps: each operation with its operands, of which the second is the first again where there is one.
+    pub fn parts(
+        &self,
+    ) -> impl Iterator<Item = (PointwiseOperation, PointwiseOperand, PointwiseOperand)> + '_ {
+        let steps = self.steps.iter();
+        steps.map(|step| (step.operation, step.first, step.second))
+    }
+
     pub(crate) fn steps(&self) -> &[Step] {
         &self.steps
     }

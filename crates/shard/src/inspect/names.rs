@@ -8,7 +8,7 @@ use crate::inspect;
 use crate::path::{self, Location};
 
 /// Returns the paths of all float tensors of a module, parameters and running states, in its order:
-/// the same before and after sharding. Initializes nothing; not collective.
+/// the same before and after sharding, also where sharding adds adapters. Initializes nothing; not collective.
 pub fn parameter_paths<M: Module>(module: &M) -> Vec<String> {
     let mut paths = Paths::default();
     inspect::visit(module, &mut paths);
@@ -22,7 +22,9 @@ struct Paths {
 
 impl path::Visitor for Paths {
     fn float<const D: usize>(&mut self, place: &Location, _param: &Param<Tensor<D>>) {
-        self.found.push(place.path());
+        if !place.is_nested() {
+            self.found.push(place.path());
+        }
     }
 }
 

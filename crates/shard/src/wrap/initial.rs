@@ -90,8 +90,14 @@ fn broadcast(
     Ok(own.unwrap_or_else(|| first_tensor(received, slot, device)))
 }
 
+/// Returns the name of the operation. It carries what an adapter adds its factors by, which is no tensor: ranks that
+/// differ in it are told at this operation.
 fn label(slot: &Slot) -> String {
-    format!("{} initial value", slot.path)
+    let adapted = slot.adapter.as_ref().map(|adapter| {
+        let (rank, scale) = (adapter.rank, adapter.scale);
+        format!(", adapted at rank {rank} with a scale of {scale}")
+    });
+    format!("{} initial value{}", slot.path, adapted.unwrap_or_default())
 }
 
 fn first_tensor(received: Received, slot: &Slot, device: &Device) -> Tensor<1> {

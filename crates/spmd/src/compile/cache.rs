@@ -8,6 +8,7 @@ use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
+use crate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
@@ -38,6 +39,8 @@ pub(super) struct Made {
     /// Fingerprint of the graphs: that of the whole or main graph.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
+    /// The proof that the plan computes what was traced, if it was asked for.
+    pub(super) certificate: Option<Arc<Certificate>>,
 }
 
 #[derive(Debug, Clone)]
@@ -179,8 +182,10 @@ impl<B: Batch> Graphs<B> {
         check_optimizer(&graph, mode, setting.scalars)?;
         mode.decide(&graph)?;
         let stepped = Arc::new(stepped(&graph));
+        let mut proof = None;
         let (compiled, fingerprint) = match lower_all(graph, mode, purpose)? {
-            Lowered::Whole(graph) => {
+            Lowered::Whole(graph, certificate) => {
+                proof = certificate;
                 let fingerprint = graph.fingerprint();
                 (Compiled::Whole(Arc::from(graph)), fingerprint)
             }
@@ -209,6 +214,7 @@ impl<B: Batch> Graphs<B> {
                 compiled,
                 fingerprint,
                 stepped,
+                certificate: proof,
             },
             traced: Some(Box::new(traced)),
         })
@@ -216,6 +222,12 @@ impl<B: Batch> Graphs<B> {
 }
 
 impl<B> Graphs<B> {
+    /// Returns the proof of the graph that was used last.
+    pub(super) fn certificate(&self) -> Option<&Certificate> {
+        let (_, last) = self.kept.back()?;
+        last.made.certificate.as_deref()
+    }
+
     /// Returns the number of keys whose graphs are kept.
     pub(super) fn len(&self) -> usize {
         self.kept.len()

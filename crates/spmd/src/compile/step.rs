@@ -12,6 +12,7 @@ use burn_ir::BackendIr;
 use super::agree::agree;
 use super::cache::{Compiled, Graphs, Made, Setting, Stepped, Tracer};
 use super::restored::Restored;
+use crate::certificate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Role};
@@ -311,6 +312,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             compiled,
             fingerprint,
             stepped,
+            ..
         } = self.compiled(Purpose::Step, batch, &own)?;
         // A graph does the optimizer's step before for the parameters that it has gradients of.
         if let Some(pending) = &self.pending
@@ -395,6 +397,12 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// is that of the last of them, without the optimizer.
     pub fn graph(&self) -> Option<&Graph> {
         self.current.as_deref()
+    }
+
+    /// Returns the proof that the graph used last computes what was traced, where the mode has it
+    /// [proved](Mode::certified).
+    pub fn certificate(&self) -> Option<&Certificate> {
+        self.graphs.certificate()
     }
 
     /// Makes the graph for a batch, as [`step`](Self::step) would, and runs nothing. All ranks must call it.

@@ -45,3 +45,27 @@ impl std::fmt::Display for After<'_> {
         }
     }
 }
+
+/// Names a pass in a sentence.
+pub(super) struct Pass(pub(super) Option<PassId>);
+
+impl std::fmt::Display for Pass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(pass) => write!(f, "{pass}"),
+            None => f.write_str("trace"),
+        }
+    }
+}
+
+/// Names the node at fault, if it is known.
+pub(super) struct At<'a>(pub(super) Option<usize>, pub(super) &'a str);
+
+impl std::fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(node) => write!(f, ", first at node {node} ({})", self.1),
+            None => Ok(()),
+        }
+    }
+}

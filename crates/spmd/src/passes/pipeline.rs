@@ -52,10 +52,29 @@ impl Pipeline {
     /// [`Error::PassTwice`], [`Error::PassOrder`], [`Error::InvalidGraph`] or an error of a pass.
     pub fn run(&self, mut graph: Graph) -> Result<Graph, Error> {
         for pass in &self.passes {
-            graph = apply(pass.as_ref(), graph)?;
-            if self.is_verified {
-                verify(&graph).map_err(|error| after(error, pass.id()))?;
-            }
+            graph = self.apply(pass.as_ref(), graph)?;
+        }
+        Ok(graph)
+    }
+
+    /// Applies the passes, and returns the graph itself and what each pass has made of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    pub fn stages(&self, graph: Graph) -> Result<Vec<Graph>, Error> {
+        let mut stages = vec![graph];
+        for pass in &self.passes {
+            let before = stages[stages.len() - 1].clone();
+            stages.push(self.apply(pass.as_ref(), before)?);
+        }
+        Ok(stages)
+    }
+
+    fn apply(&self, pass: &dyn GraphTransform, graph: Graph) -> Result<Graph, Error> {
+        let graph = apply(pass, graph)?;
+        if self.is_verified {
+            verify(&graph).map_err(|error| after(error, pass.id()))?;
         }
         Ok(graph)
     }

@@ -1,0 +1,120 @@
+//! The call of an operation on exact tensors.
+
+use std::cell::RefCell;
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash as _, Hasher};
+
+use burn::tensor::DType;
+use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
+
+use super::field::{Element, Hash};
+use super::scalar::Scalar;
+use super::tensor::{Kind, Tensor};
+use crate::graph::{Node, operation_name};
+
+/// The tensors of one rank.
+pub(super) type Values = HashMap<TensorId, Tensor>;
+
+/// What is known beside the field's arithmetic.
+#[derive(Default)]
+pub(super) struct Known {
+    /// Probabilities by their logarithms, as a logarithm of a softmax has made them.
+    pub(super) logarithms: RefCell<HashMap<Element, Element>>,
+    /// Names of the operations that were taken as functions of whole tensors.
+    pub(super) opaque: RefCell<BTreeSet<String>>,
+}
+
+/// An operation of one rank, with what it reads.
+pub(super) struct Call<'a> {
+    pub(super) node: &'a Node,
+    pub(super) values: &'a Values,
+    pub(super) scalars: Vec<Scalar>,
+    /// The rank, and the number of the run: what is drawn is drawn anew for each.
+    pub(super) place: [u64; 2],
+    pub(super) known: &'a Known,
+}
+
+impl Call<'_> {
+    /// Returns a tensor that the operation reads.
+    pub(super) fn get(&self, tensor: &TensorIr) -> Result<&Tensor, String> {
+        let id = tensor.id;
+        self.values
+            .get(&id)
+            .ok_or_else(|| format!("it reads %{}, which is not there", id.value()))
+    }
+
+    /// Returns the number of that index.
+    pub(super) fn scalar(&self, index: usize) -> Result<Scalar, String> {
+        let scalar = self.scalars.get(index).copied();
+        scalar.ok_or_else(|| format!("it has no number {index}"))
+    }
+
+    /// Returns results that depend on all that the operation reads, and on nothing else: an uninterpreted function of
+    /// whole tensors.
+    pub(super) fn opaque(&self) -> Result<Vec<Tensor>, String> {
+        let name = operation_name(&self.node.operation);
+        let mut hash = Hash::named(&name);
+        self.known.opaque.borrow_mut().insert(name);
+        hash.write(parameters_of(&self.node.operation));
+        for input in self.node.operation.inputs() {
+            hash.write(self.get(input)?.hash());
+        }
+        Ok(self.drawn_from(hash))
+    }
+
+    /// Returns results that depend on the rank and on which node draws them.
+    pub(super) fn drawn(&self) -> Vec<Tensor> {
+        let mut hash = Hash::named("random");
+        self.place.iter().for_each(|word| hash.write(*word));
+        let first = self.node.outputs().next();
+        hash.write(first.map_or(0, |id| id.value()));
+        self.drawn_from(hash)
+    }
+
+    fn drawn_from(&self, seed: Hash) -> Vec<Tensor> {
+        let outputs = self.node.operation.outputs().enumerate();
+        outputs
+            .map(|(number, output)| {
+                let mut seed = seed;
+                seed.write(number as u64);
+                filled(seed, output.shape.as_slice(), Kind::of(output.dtype))
+            })
+            .collect()
+    }
+}
+
+/// Returns a tensor of elements that follow from a seed.
+pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
+    /// Integers are small, as indices are.
+    const INTEGERS: u64 = 1 << 16;
+    Tensor::from_fn(shape, |index| {
+        let mut hash = seed;
+        hash.write(index as u64);
+        let element = hash.finish();
+        match kind {
+            Kind::Float => element,
+            Kind::Int => element % INTEGERS,
+            Kind::Bool => element & 1,
+        }
+    })
+}
+
+/// Returns a number for what an operation is beside its tensors: dims, strides, numbers, shapes.
+fn parameters_of(operation: &OperationIr) -> u64 {
+    struct Neutral;
+    impl IrVisitorMut for Neutral {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            tensor.id = TensorId::new(0);
+            tensor.status = TensorStatus::ReadOnly;
+            tensor.dtype = DType::F32;
+        }
+        fn visit_scalar_mut(&mut self, scalar: &mut ScalarIr) {
+            *scalar = ScalarIr::Float(scalar.elem());
+        }
+    }
+    let mut operation = operation.clone();
+    operation.visit_mut(&mut Neutral);
+    let mut hasher = DefaultHasher::new();
+    operation.hash(&mut hasher);
+    hasher.finish()
+}

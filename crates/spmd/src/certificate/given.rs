@@ -1,0 +1,178 @@
+//! What comes from outside of a step: random parameters, states and batches, cut as the ranks have them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use burn::tensor::TensorData;
+use burn_fsdp_mesh::{Layout, Mesh, Region};
+use burn_ir::{BaseOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr};
+
+use super::call::filled;
+use super::field::{Hash, of_number};
+use super::tensor::{Kind, Tensor, View, strides};
+use crate::graph::{Graph, Role, Trait, Value, is};
+
+/// The values that are given to a step.
+pub(super) struct Given<'a> {
+    pub(super) mesh: &'a Mesh,
+    /// The numbers of indices that inputs of integers choose from, by name.
+    pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
+    /// Number of the run: every run has a batch of its own.
+    pub(super) run: u64,
+}
+
+impl Given<'_> {
+    /// Returns a rank's part of a value that is given.
+    pub(super) fn of(&self, graph: &Graph, value: &Value, rank: usize) -> Result<Tensor, String> {
+        let kind = Kind::of(value.dtype);
+        match &value.role {
+            Role::Constant => match graph.constants().get(&value.id) {
+                Some(data) => constant(data, kind),
+                None => Err("it has no data".to_owned()),
+            },
+            Role::Input(name) => {
+                let seed = self.seed(&value.role, &[self.run, rank as u64]);
+                let drawn = filled(seed, &value.shape, kind);
+                Ok(match (kind, self.bounds.get(name)) {
+                    (Kind::Int, Some(bound)) => within(&drawn, *bound as u64),
+                    _ => drawn,
+                })
+            }
+            // Every rank has running statistics of its own rows.
+            Role::Buffer(_) => {
+                let seed = self.seed(&value.role, &[rank as u64]);
+                Ok(filled(seed, &value.shape, kind))
+            }
+            Role::Parameter(path) | Role::State { path, .. } => {
+                let seed = self.seed(&value.role, &[]);
+                let whole = |shape: &[usize]| filled(seed, shape, kind);
+                match part_of(graph, path, value) {
+                    None => Ok(whole(&value.shape)),
+                    Some((layout, shape)) => {
+                        cut(&whole(shape), layout, self.mesh, rank, &value.shape)
+                    }
+                }
+            }
+            Role::Pending(path) => Err(format!("no step has left a gradient of `{path}`")),
+            Role::Gradient(_) | Role::Temporary => Err("no node writes it".to_owned()),
+        }
+    }
+
+    fn seed(&self, role: &Role, words: &[u64]) -> Hash {
+        let mut hash = Hash::named(&role.to_string());
+        words.iter().for_each(|word| hash.write(*word));
+        hash
+    }
+}
+
+/// Returns layout and whole shape of a value that is cut as a parameter is.
+pub(super) fn part_of<'a>(
+    graph: &'a Graph,
+    path: &str,
+    value: &Value,
+) -> Option<(&'a Layout, &'a [usize])> {
+    let parameter = graph.parameter(path)?;
+    let own = graph.value(parameter.value)?;
+    let is_cut = !parameter.layout.is_whole() && own.shape == value.shape;
+    is_cut.then_some((&parameter.layout, parameter.shape.as_slice()))
+}
+
+/// Returns a rank's part of a whole tensor, padded with zeros to its shape.
+fn cut(
+    whole: &Tensor,
+    layout: &Layout,
+    mesh: &Mesh,
+    rank: usize,
+    shape: &[usize],
+) -> Result<Tensor, String> {
+    let places = places(layout, &whole.shape, mesh, rank)?;
+    let mut elements: Vec<u64> = places.iter().map(|at| whole.elements[*at]).collect();
+    elements.resize(shape.iter().product(), 0);
+    Ok(Tensor::new(shape, elements))
+}
+
+/// Returns the flat places, in a whole tensor, of the elements that a rank holds.
+pub(super) fn places(
+    layout: &Layout,
+    shape: &[usize],
+    mesh: &Mesh,
+    rank: usize,
+) -> Result<Vec<usize>, String> {
+    let region = layout.region(shape, mesh, rank);
+    Ok(match region.map_err(|error| error.to_string())? {
+        Region::Flat(range) => range.collect(),
+        Region::Box { offsets, sizes } => {
+            let mut view = View {
+                shape: shape.to_vec(),
+                strides: strides(shape),
+                start: 0,
+            };
+            for (dim, (offset, size)) in offsets.iter().zip(&sizes).enumerate() {
+                view = view.sliced(dim, *offset..offset + size, 1);
+            }
+            view.places()
+        }
+    })
+}
+
+fn within(drawn: &Tensor, bound: u64) -> Tensor {
+    Tensor::from_fn(&drawn.shape, |at| drawn.elements[at] % bound.max(1))
+}
+
+fn constant(data: &TensorData, kind: Kind) -> Result<Tensor, String> {
+    let elements: Vec<u64> = match kind {
+        Kind::Float => data.iter::<f64>().map(of_number).collect(),
+        Kind::Int => data.iter::<i64>().map(|element| element as u64).collect(),
+        Kind::Bool => data.iter::<bool>().map(u64::from).collect(),
+    };
+    let shape: Vec<usize> = data.shape().to_vec();
+    match elements.len() == shape.iter().product::<usize>() {
+        true => Ok(Tensor::new(shape, elements)),
+        false => Err(format!("its data has {} elements", elements.len())),
+    }
+}
+
+/// Returns the numbers of indices that the inputs of a graph choose from: the least of each.
+pub(super) fn bounds(graph: &Graph) -> BTreeMap<Arc<str>, usize> {
+    let mut sources: HashMap<TensorId, Arc<str>> = HashMap::new();
+    for id in graph.inputs() {
+        if let Some(Role::Input(name)) = graph.value(*id).map(|value| &value.role) {
+            sources.insert(*id, name.clone());
+        }
+    }
+    let mut bounds: BTreeMap<Arc<str>, usize> = BTreeMap::new();
+    for node in graph.nodes() {
+        let passes_on = is(&node.operation, Trait::View) || is(&node.operation, Trait::Cast);
+        let source = node.inputs().next().and_then(|id| sources.get(&id));
+        if let (true, Some(source)) = (passes_on, source.cloned()) {
+            sources.extend(node.outputs().map(|output| (output, source.clone())));
+        }
+        if let Some((indices, len)) = chosen(&node.operation)
+            && let Some(source) = sources.get(&indices.id)
+        {
+            let bound = bounds.entry(source.clone()).or_insert(len);
+            *bound = len.min(*bound);
+        }
+    }
+    bounds
+}
+
+/// Returns the indices that an operation takes, and the length of the dim that they choose from.
+fn chosen(operation: &OperationIr) -> Option<(&TensorIr, usize)> {
+    use BaseOperationIr as Base;
+    match operation {
+        OperationIr::Module(ModuleOperationIr::Embedding(op)) => {
+            Some((&op.indices, op.weights.shape[0]))
+        }
+        OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+            match op {
+                Base::Select(op) => Some((&op.indices, op.tensor.shape[op.dim])),
+                Base::Gather(op) => Some((&op.indices, op.tensor.shape[op.dim])),
+                Base::Scatter(op) => Some((&op.indices, op.tensor.shape[op.dim])),
+                Base::SelectAssign(op) => Some((&op.indices, op.tensor.shape[op.dim])),
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,294 @@
+//! Ranks that run a graph in step, on exact tensors.
+
+use std::collections::HashMap;
+
+use burn_fsdp_mesh::Mesh;
+use burn_ir::{BaseOperationIr, OperationIr, TensorId, TensorIr, TensorStatus};
+
+use super::call::{Call, Known, Values};
+use super::given::Given;
+use super::scalar::Scalar;
+use super::tensor::Tensor;
+use super::transport::exchanged;
+use crate::graph::{Collective, Graph, Node, Stage};
+
+/// What a graph does that has no meaning: it reads what is not there, say.
+#[derive(Debug, Clone)]
+pub(super) struct Fault {
+    /// The node; the number of nodes for what is wrong after the last.
+    pub(super) node: usize,
+    pub(super) rank: usize,
+    pub(super) reason: String,
+}
+
+/// The values of one rank.
+#[derive(Default)]
+struct Rank {
+    values: Values,
+    /// Results of collectives under way, by the first value that the start reserves.
+    started: HashMap<TensorId, Vec<Tensor>>,
+    /// Hashes of everything that nodes have written, if they are noted.
+    written: HashMap<TensorId, u64>,
+}
+
+/// The ranks of a mesh, which run one node after the other, each of them on all ranks.
+pub(super) struct Machine<'a> {
+    mesh: &'a Mesh,
+    ranks: Vec<Rank>,
+    known: Known,
+    run: u64,
+    notes: bool,
+}
+
+impl<'a> Machine<'a> {
+    /// Creates ranks without values.
+    pub(super) fn new(mesh: &'a Mesh) -> Self {
+        Self {
+            mesh,
+            ranks: (0..mesh.size()).map(|_| Rank::default()).collect(),
+            known: Known::default(),
+            run: 0,
+            notes: false,
+        }
+    }
+
+    /// Notes hashes of all that nodes write.
+    pub(super) fn noting(mut self) -> Self {
+        self.notes = true;
+        self
+    }
+
+    pub(super) fn mesh(&self) -> &'a Mesh {
+        self.mesh
+    }
+
+    pub(super) fn num_ranks(&self) -> usize {
+        self.ranks.len()
+    }
+
+    /// Returns the names of operations that were taken as functions of whole tensors.
+    pub(super) fn opaque(&self) -> Vec<String> {
+        self.known.opaque.borrow().iter().cloned().collect()
+    }
+
+    /// Returns the hash of what a node has written on a rank.
+    pub(super) fn written(&self, rank: usize, id: TensorId) -> Option<u64> {
+        self.ranks[rank].written.get(&id).copied()
+    }
+
+    /// Returns a value of a rank.
+    pub(super) fn get(&self, rank: usize, id: TensorId) -> Option<&Tensor> {
+        self.ranks[rank].values.get(&id)
+    }
+
+    /// Sets a value of a rank.
+    pub(super) fn set(&mut self, rank: usize, id: TensorId, tensor: Tensor) {
+        self.ranks[rank].values.insert(id, tensor);
+    }
+
+    /// Begins a run: gives all ranks what they have not got from the run before, and a new batch.
+    pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
+        self.run = given.run;
+        for input in graph.inputs() {
+            self.ranks.iter_mut().for_each(|rank| {
+                rank.values.remove(input);
+            });
+        }
+        for value in graph.values().filter(|value| value.role.is_given()) {
+            for rank in 0..self.ranks.len() {
+                if self.ranks[rank].values.contains_key(&value.id) {
+                    continue;
+                }
+                let tensor = given.of(graph, value, rank).map_err(|reason| Fault {
+                    node: 0,
+                    rank,
+                    reason: format!("{}: {reason}", value.role),
+                })?;
+                self.set(rank, value.id, tensor);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs a node on all ranks.
+    pub(super) fn run_node(&mut self, index: usize, node: &Node) -> Result<(), Fault> {
+        let fault = |rank: usize| {
+            move |reason| Fault {
+                node: index,
+                rank,
+                reason,
+            }
+        };
+        match &node.collective {
+            Some(collective) => self
+                .run_collective(node, collective)
+                .map_err(|(rank, reason)| fault(rank)(reason))?,
+            None if node.is_drop() => {}
+            None => {
+                let scalars = Scalar::all_of(node);
+                for rank in 0..self.ranks.len() {
+                    let results = self.call(rank, node, &scalars).map_err(fault(rank))?;
+                    self.write(rank, node, results).map_err(fault(rank))?;
+                }
+            }
+        }
+        let taken = |input: &&TensorIr| input.status == TensorStatus::ReadWrite;
+        for input in node.operation.inputs().filter(taken) {
+            for rank in &mut self.ranks {
+                rank.values.remove(&input.id);
+            }
+        }
+        Ok(())
+    }
+
+    fn call(&self, rank: usize, node: &Node, scalars: &[Scalar]) -> Result<Vec<Tensor>, String> {
+        let shifted = self.shifted(rank, node)?;
+        let node = shifted.as_ref().unwrap_or(node);
+        let call = Call {
+            node,
+            values: &self.ranks[rank].values,
+            scalars: scalars.to_vec(),
+            place: [rank as u64, self.run],
+            known: &self.known,
+        };
+        match &node.operation {
+            OperationIr::BaseFloat(op) | OperationIr::BaseInt(op) | OperationIr::BaseBool(op) => {
+                call.base(op)
+            }
+            OperationIr::NumericFloat(_, op) | OperationIr::NumericInt(_, op) => call.numeric(op),
+            OperationIr::Bool(op) => call.bool(op),
+            OperationIr::Int(op) => call.int(op),
+            OperationIr::Float(_, op) => call.float(op),
+            OperationIr::Module(op) => call.module(op),
+            OperationIr::Activation(op) => call.activation(op),
+            OperationIr::Custom(op) => call.custom(op),
+            OperationIr::Drop(_) => Ok(Vec::new()),
+            OperationIr::Init(_) => Err("it is given by nobody".to_owned()),
+            OperationIr::Distributed(_) => Err("it is not an operation of these ranks".to_owned()),
+        }
+    }
+
+    /// Returns the node with the slice that this rank takes.
+    fn shifted(&self, rank: usize, node: &Node) -> Result<Option<Node>, String> {
+        let Some(shift) = &node.shift else {
+            return Ok(None);
+        };
+        let index = self.mesh.index_on(&shift.axis, rank);
+        let start = index.map_err(|error| error.to_string())? * shift.len;
+        let mut node = node.clone();
+        match &mut node.operation {
+            OperationIr::BaseFloat(BaseOperationIr::Slice(op))
+            | OperationIr::BaseInt(BaseOperationIr::Slice(op))
+            | OperationIr::BaseBool(BaseOperationIr::Slice(op)) => {
+                let range = op.ranges.get_mut(shift.dim).ok_or("it has no such dim")?;
+                range.start = start as isize;
+                range.end = Some((start + shift.len) as isize);
+            }
+            _ => return Err("only slices depend on the rank".to_owned()),
+        }
+        Ok(Some(node))
+    }
+
+    fn write(&mut self, rank: usize, node: &Node, results: Vec<Tensor>) -> Result<(), String> {
+        for (output, tensor) in node.operation.outputs().zip(results) {
+            if tensor.shape != output.shape.as_slice() {
+                return Err(format!(
+                    "it makes {:?} where {:?} is declared",
+                    tensor.shape,
+                    output.shape.as_slice()
+                ));
+            }
+            if self.notes {
+                let hash = Tensor::new([tensor.len()], tensor.elements.to_vec()).hash();
+                self.ranks[rank].written.insert(output.id, hash);
+            }
+            self.ranks[rank].values.insert(output.id, tensor);
+        }
+        Ok(())
+    }
+
+    fn run_collective(
+        &mut self,
+        node: &Node,
+        collective: &Collective,
+    ) -> Result<(), (usize, String)> {
+        if collective.stage != Stage::Wait {
+            self.exchange(node, collective)?;
+        }
+        if collective.stage == Stage::Start {
+            return Ok(());
+        }
+        let key = match collective.stage {
+            Stage::Wait => node.inputs().next(),
+            _ => node.outputs().next(),
+        };
+        for rank in 0..self.ranks.len() {
+            let started = key.and_then(|key| self.ranks[rank].started.remove(&key));
+            let results = started.ok_or_else(|| (rank, "it was not started".to_owned()))?;
+            let shaped = results.iter().zip(node.operation.outputs());
+            let shaped = shaped.map(|(result, output)| result.reshaped(output.shape.as_slice()));
+            let shaped = shaped.collect::<Result<Vec<_>, _>>();
+            let shaped = shaped.map_err(|reason| (rank, reason))?;
+            self.write(rank, node, shaped)
+                .map_err(|reason| (rank, reason))?;
+        }
+        Ok(())
+    }
+
+    /// Moves the parts of a collective among the ranks of every group along its axis.
+    fn exchange(&mut self, node: &Node, collective: &Collective) -> Result<(), (usize, String)> {
+        let inputs: Vec<&TensorIr> = node.operation.inputs().collect();
+        let key = node.outputs().next();
+        let key = key.ok_or_else(|| (0, "it writes nothing".to_owned()))?;
+        let mut all: Vec<Vec<Tensor>> = vec![Vec::new(); self.ranks.len()];
+        for first in 0..self.ranks.len() {
+            let group = self.mesh.ranks_along(&collective.axis, first);
+            let group = group.map_err(|error| (first, error.to_string()))?;
+            if group.first() != Some(&first) {
+                continue;
+            }
+            for (part, input) in collective.parts.iter().zip(&inputs) {
+                let given = group.iter().map(|rank| {
+                    let own = self.ranks[*rank].values.get(&input.id);
+                    let own = own.map(|own| own.elements.as_slice());
+                    let id = input.id.value();
+                    own.ok_or_else(|| (*rank, format!("it reads %{id}, which is not there")))
+                });
+                let given = given.collect::<Result<Vec<_>, _>>()?;
+                let results = exchanged(collective, part, &given);
+                let results = results.map_err(|reason| (first, reason))?;
+                for (rank, result) in group.iter().zip(results) {
+                    all[*rank].push(Tensor::new([result.len()], result));
+                }
+            }
+        }
+        for (rank, results) in self.ranks.iter_mut().zip(all) {
+            rank.started.insert(key, results);
+        }
+        Ok(())
+    }
+
+    /// Ends a run: makes the updates, all at once, and forgets what no later run may read.
+    pub(super) fn finish(&mut self, graph: &Graph) -> Result<(), Fault> {
+        let node = graph.nodes().len();
+        for number in 0..self.ranks.len() {
+            let rank = &mut self.ranks[number];
+            let mut fresh = Vec::with_capacity(graph.updates().len());
+            for update in graph.updates() {
+                let from = rank.values.get(&update.from);
+                let from = from.ok_or_else(|| Fault {
+                    node,
+                    rank: number,
+                    reason: format!("%{} is not there for an update", update.from.value()),
+                })?;
+                fresh.push((update.into, from.clone()));
+            }
+            rank.values.retain(|id, _| graph.is_given(*id));
+            rank.values.extend(fresh);
+            for id in graph.used_up() {
+                rank.values.remove(&id);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,166 @@
+//! What comes out of a step on all ranks, in a form that does not depend on how it is cut.
+
+use std::collections::BTreeMap;
+
+use super::field::{Element, inverse, mul, of_integer};
+use super::given::{part_of, places};
+use super::machine::{Fault, Machine};
+use super::tensor::Tensor;
+use crate::graph::{Graph, Role};
+
+/// The loss, the outputs, and what replaces parameters, states and buffers: for each rank the whole tensor.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Outcome {
+    pub(super) tensors: BTreeMap<String, Vec<Tensor>>,
+}
+
+/// The first tensor in which two outcomes differ.
+#[derive(Debug, Clone)]
+pub(super) struct Difference {
+    pub(super) what: String,
+    pub(super) rank: usize,
+    pub(super) reason: String,
+}
+
+/// The name of the loss in an outcome.
+pub(super) const LOSS: &str = "the loss";
+
+impl Outcome {
+    /// Returns the outcome of a run that has come to its end, before its updates are made.
+    pub(super) fn of(machine: &Machine<'_>, graph: &Graph) -> Result<Self, Fault> {
+        let mut outcome = Self::default();
+        let ranks = 0..machine.num_ranks();
+        let all = |id| {
+            let own = ranks.clone().map(|rank| {
+                let tensor = machine.get(rank, id).cloned();
+                tensor.ok_or_else(|| Fault {
+                    node: graph.nodes().len(),
+                    rank,
+                    reason: format!("%{}, which comes out of the step, is gone", id.value()),
+                })
+            });
+            own.collect::<Result<Vec<_>, _>>()
+        };
+        if let Some(loss) = graph.loss() {
+            outcome.insert(LOSS.to_owned(), all(loss)?);
+        }
+        for (name, id) in graph.outputs() {
+            outcome.insert(format!("the output {name}"), all(*id)?);
+        }
+        for update in graph.updates() {
+            let Some(into) = graph.value(update.into) else {
+                continue;
+            };
+            let path = match &into.role {
+                Role::Parameter(path) | Role::State { path, .. } => Some(path),
+                Role::Buffer(_) => None,
+                _ => continue,
+            };
+            let parts = all(update.from)?;
+            let cut = path.and_then(|path| part_of(graph, path, into));
+            let whole = match cut {
+                None => parts,
+                Some((layout, shape)) => {
+                    let whole = joined(machine, shape, &parts, &|rank| {
+                        places(layout, shape, machine.mesh(), rank)
+                    });
+                    let whole = whole.map_err(|(rank, reason)| Fault {
+                        node: graph.nodes().len(),
+                        rank,
+                        reason: format!("{}: {reason}", into.role),
+                    })?;
+                    vec![whole; parts.len()]
+                }
+            };
+            outcome.insert(into.role.to_string(), whole);
+        }
+        Ok(outcome)
+    }
+
+    pub(super) fn insert(&mut self, what: String, tensors: Vec<Tensor>) {
+        self.tensors.insert(what, tensors);
+    }
+
+    /// Returns the first difference of `got` from this.
+    pub(super) fn difference(&self, got: &Self) -> Option<Difference> {
+        for (what, expected) in &self.tensors {
+            let difference = |rank, reason: String| {
+                Some(Difference {
+                    what: what.clone(),
+                    rank,
+                    reason,
+                })
+            };
+            let Some(got) = got.tensors.get(what) else {
+                return difference(0, "it does not come out of the step".to_owned());
+            };
+            for (rank, (expected, got)) in expected.iter().zip(got).enumerate() {
+                if expected.shape.iter().product::<usize>() != got.len() {
+                    let reason = format!("{:?} in place of {:?}", got.shape, expected.shape);
+                    return difference(rank, reason);
+                }
+                let pairs = expected.elements.iter().zip(got.elements.iter());
+                let wrong: Vec<usize> = pairs
+                    .enumerate()
+                    .filter(|(_, (a, b))| a != b)
+                    .map(|(at, _)| at)
+                    .collect();
+                if let Some(first) = wrong.first() {
+                    let (all, len) = (wrong.len(), got.len());
+                    let reason = format!("{all} of {len} elements, the first at {first}");
+                    return difference(rank, reason);
+                }
+            }
+        }
+        let added = got
+            .tensors
+            .keys()
+            .find(|what| !self.tensors.contains_key(*what))?;
+        Some(Difference {
+            what: added.clone(),
+            rank: 0,
+            reason: "nothing of that name came out of the step as traced".to_owned(),
+        })
+    }
+
+    /// Returns the number of elements that comparisons look at.
+    pub(super) fn num_elements(&self) -> usize {
+        self.tensors.values().flatten().map(Tensor::len).sum()
+    }
+}
+
+/// Returns the whole tensor of which every rank has a part. Ranks that have the same elements must agree on them.
+fn joined(
+    machine: &Machine<'_>,
+    shape: &[usize],
+    parts: &[Tensor],
+    places_of: &dyn Fn(usize) -> Result<Vec<usize>, String>,
+) -> Result<Tensor, (usize, String)> {
+    let mut whole: Vec<Option<Element>> = vec![None; shape.iter().product()];
+    for (rank, part) in parts.iter().enumerate().take(machine.num_ranks()) {
+        let places = places_of(rank).map_err(|reason| (rank, reason))?;
+        if part.len() < places.len() {
+            return Err((rank, format!("{} elements of {}", part.len(), places.len())));
+        }
+        for (place, element) in places.into_iter().zip(part.elements.iter()) {
+            match whole[place].replace(*element) {
+                Some(other) if other != *element => {
+                    return Err((rank, format!("copies differ in element {place}")));
+                }
+                _ => {}
+            }
+        }
+    }
+    let elements: Option<Vec<Element>> = whole.into_iter().collect();
+    let elements = elements.ok_or_else(|| (0, "no rank has some of its elements".to_owned()))?;
+    Ok(Tensor::new(shape, elements))
+}
+
+/// Returns the mean of a tensor over ranks.
+pub(super) fn mean(tensors: &[Tensor]) -> Tensor {
+    let share = inverse(of_integer(tensors.len() as i64));
+    Tensor::from_fn(&tensors[0].shape, |at| {
+        let all = tensors.iter().map(|tensor| tensor.elements[at]);
+        mul(all.fold(0, super::field::add), share)
+    })
+}
