@@ -1,9 +1,11 @@
 //! Plans are proved equal to what was traced, and wrong ones are refused.
 
-use burn::optim::{AdamWConfig, Optimizer, SgdConfig};
+mod mutants;
+
+use burn::optim::{AdamWConfig, Optimizer};
 use burn::tensor::{Device, FloatDType};
-use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Clip, Mesh, Norm};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_mesh::{Clip, Norm};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};

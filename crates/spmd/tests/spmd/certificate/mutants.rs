@@ -1,0 +1,434 @@
+//! Wrong plans: seeded changes of right ones.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn::optim::AdamWConfig;
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::{Clip, Mesh, Partition, ReduceOp};
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Node, Stage, Update};
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::{Error, Mode, Strategy, lower, prove};
+use burn_ir::{
+    IrVisitorMut, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus,
+};
+use rand::rngs::StdRng;
+use rand::seq::{IndexedMutRandom, IndexedRandom};
+use rand::{Rng, SeedableRng};
+
+use super::traced;
+
+/// A kind of fault that a pass, a rule or a plan may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Mutation {
+    /// A mean over ranks becomes a sum.
+    Divisor,
+    /// A reduction is left out: each rank goes on with its own addend.
+    LostReduction,
+    /// A reduction is made twice.
+    DoubledReduction,
+    /// A collective runs along another axis.
+    Axis,
+    /// Two tensors of a joined collective are exchanged.
+    SwappedParts,
+    /// The elements are cut among the ranks in another way.
+    Cut,
+    /// A node reads another value of the same shape.
+    WrongOperand,
+    /// A number of an operation is another.
+    Number,
+    /// An addend of a sum is lost.
+    LostAddend,
+    /// An update is lost: the next step begins with the old value.
+    LostUpdate,
+    /// An update takes the value of another.
+    WrongUpdate,
+    /// A value is freed before its last read.
+    FreedEarly,
+    /// A node runs before what it reads is there.
+    TooEarly,
+}
+
+impl Mutation {
+    const ALL: [Self; 13] = [
+        Self::Divisor,
+        Self::LostReduction,
+        Self::DoubledReduction,
+        Self::Axis,
+        Self::SwappedParts,
+        Self::Cut,
+        Self::WrongOperand,
+        Self::Number,
+        Self::LostAddend,
+        Self::LostUpdate,
+        Self::WrongUpdate,
+        Self::FreedEarly,
+        Self::TooEarly,
+    ];
+
+    /// Returns the plan with such a fault, and a word about it; `None` if it has no place for one.
+    fn of(self, plan: &Graph, rng: &mut StdRng) -> Option<(Graph, String)> {
+        let mut plan = plan.clone();
+        let mut nodes = plan.take_nodes();
+        let what = match self {
+            Self::LostUpdate | Self::WrongUpdate => {
+                let updates = plan.updates().to_vec();
+                let what = self.of_updates(&mut plan, updates, rng)?;
+                plan.set_nodes(nodes);
+                return Some((plan, what));
+            }
+            Self::DoubledReduction => doubled(&mut plan, &mut nodes, rng)?,
+            Self::WrongOperand => wrong_operand(&plan, &mut nodes, rng)?,
+            _ => self.of_nodes(&mut nodes, rng)?,
+        };
+        plan.set_nodes(nodes);
+        Some((plan, what))
+    }
+
+    fn of_updates(
+        self,
+        plan: &mut Graph,
+        mut updates: Vec<Update>,
+        rng: &mut StdRng,
+    ) -> Option<String> {
+        let index = rng.random_range(0..updates.len());
+        let shape = |id| plan.value(id).map(|value| value.shape.clone());
+        let own = updates[index];
+        match self {
+            Self::LostUpdate => {
+                updates.remove(index);
+            }
+            _ => {
+                let others = updates
+                    .iter()
+                    .filter(|other| other.from != own.from && shape(other.from) == shape(own.from));
+                let others: Vec<Update> = others.copied().collect();
+                updates[index].from = others.choose(rng)?.from;
+            }
+        }
+        *plan.updates_mut() = updates;
+        Some(format!("update {index}"))
+    }
+
+    fn of_nodes(self, nodes: &mut Vec<Node>, rng: &mut StdRng) -> Option<String> {
+        let found = nodes.iter().enumerate();
+        let found: Vec<usize> = found
+            .filter(|(index, _)| self.fits(nodes, *index))
+            .map(|(index, _)| index)
+            .collect();
+        let index = *found.choose(rng)?;
+        let what = format!("node {index}, {}", nodes[index].name());
+        let node = &mut nodes[index];
+        match self {
+            Self::Divisor => node.collective.as_mut()?.reduction = Some(ReduceOp::Sum),
+            Self::Axis => {
+                let axis = &mut node.collective.as_mut()?.axis;
+                *axis = if &**axis == "shard" {
+                    "replicate".into()
+                } else {
+                    "shard".into()
+                };
+            }
+            Self::Cut => {
+                let part = node.collective.as_mut()?.parts.choose_mut(rng)?;
+                let (len, shards) = (part.partition.num_elements(), part.partition.num_shards());
+                part.partition = Partition::one_owner(len, shards, shards - 1).ok()?;
+            }
+            Self::SwappedParts => {
+                let OperationIr::Custom(call) = &mut node.operation else {
+                    return None;
+                };
+                let (a, b) = alike(&call.outputs)?;
+                call.outputs.swap(a, b);
+            }
+            Self::Number => change_number(node, rng),
+            Self::LostReduction | Self::LostAddend => {
+                let removed = nodes.remove(index);
+                let from = removed.outputs().zip(removed.inputs()).collect();
+                nodes[index..]
+                    .iter_mut()
+                    .for_each(|node| rename(node, &from));
+            }
+            Self::FreedEarly => {
+                let taken = shared_input(nodes, index)?;
+                mark_taken(&mut nodes[index], taken);
+            }
+            Self::TooEarly => {
+                let writer = last_writer(nodes, index)?;
+                let moved = nodes.remove(index);
+                nodes.insert(writer, moved);
+            }
+            _ => return None,
+        }
+        Some(what)
+    }
+
+    /// Returns true if a node is a place for such a fault.
+    fn fits(self, nodes: &[Node], index: usize) -> bool {
+        let node = &nodes[index];
+        let collective = node.collective.as_ref();
+        let runs = collective.filter(|collective| collective.stage != Stage::Wait);
+        match self {
+            Self::Divisor => runs.is_some_and(|of| of.reduction == Some(ReduceOp::Mean)),
+            Self::LostReduction => collective
+                .is_some_and(|of| of.kind == CollectiveKind::AllReduce && of.stage == Stage::Whole),
+            // Along another axis, the mean of what all have alike is what it was.
+            Self::Axis => runs.is_some_and(|of| matches!(&*of.axis, "shard" | "replicate")),
+            Self::Cut => {
+                runs.is_some_and(|of| of.kind != CollectiveKind::AllReduce && of.parts.len() > 1)
+            }
+            Self::SwappedParts => match (&node.operation, collective) {
+                (OperationIr::Custom(call), Some(of)) if of.stage == Stage::Whole => {
+                    alike(&call.outputs).is_some()
+                }
+                _ => false,
+            },
+            Self::Number => {
+                let is_norm = node.name().contains("norm") && !node.name().contains("layer_norm");
+                node.collective.is_none()
+                    && node.scalars.is_empty()
+                    && !is_norm
+                    && numbers(node) > 0
+            }
+            Self::LostAddend => match &node.operation {
+                OperationIr::NumericFloat(_, NumericOperationIr::Add(op)) => {
+                    op.lhs.shape == op.out.shape && is_read(nodes, op.out.id)
+                }
+                _ => false,
+            },
+            Self::FreedEarly => !node.is_drop() && shared_input(nodes, index).is_some(),
+            Self::TooEarly => !node.is_drop() && last_writer(nodes, index).is_some(),
+            _ => false,
+        }
+    }
+}
+
+/// Returns two tensors of one shape.
+fn alike(tensors: &[TensorIr]) -> Option<(usize, usize)> {
+    let places = 0..tensors.len();
+    places
+        .clone()
+        .flat_map(|a| places.clone().map(move |b| (a, b)))
+        .find(|(a, b)| a < b && tensors[*a].shape == tensors[*b].shape)
+}
+
+fn is_read(nodes: &[Node], id: TensorId) -> bool {
+    let mut readers = nodes.iter().filter(|node| !node.is_drop());
+    readers.any(|node| node.inputs().any(|input| input == id))
+}
+
+/// Returns an input of a node that a later node reads, too.
+fn shared_input(nodes: &[Node], index: usize) -> Option<TensorId> {
+    let inputs = nodes[index].inputs();
+    let mut inputs = inputs.filter(|input| is_read(&nodes[index + 1..], *input));
+    inputs.next()
+}
+
+fn last_writer(nodes: &[Node], index: usize) -> Option<usize> {
+    let inputs: BTreeSet<TensorId> = nodes[index].inputs().collect();
+    let writes = |node: &Node| node.outputs().any(|output| inputs.contains(&output));
+    nodes[..index].iter().rposition(writes)
+}
+
+fn rename(node: &mut Node, from: &BTreeMap<TensorId, TensorId>) {
+    struct Rename<'a>(&'a BTreeMap<TensorId, TensorId>);
+    impl IrVisitorMut for Rename<'_> {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if let Some(id) = self.0.get(&tensor.id) {
+                tensor.id = *id;
+            }
+        }
+    }
+    node.operation.visit_mut(&mut Rename(from));
+}
+
+fn mark_taken(node: &mut Node, taken: TensorId) {
+    struct Mark(TensorId);
+    impl IrVisitorMut for Mark {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if tensor.id == self.0 && tensor.status != TensorStatus::NotInit {
+                tensor.status = TensorStatus::ReadWrite;
+            }
+        }
+    }
+    node.operation.visit_mut(&mut Mark(taken));
+}
+
+fn numbers(node: &Node) -> usize {
+    let scalars = node.scalar_values();
+    let is_float = |scalar: &&ScalarIr| matches!(scalar, ScalarIr::Float(_));
+    scalars.iter().filter(is_float).count()
+}
+
+fn change_number(node: &mut Node, rng: &mut StdRng) {
+    let mut scalars = node.scalar_values();
+    let floats = scalars.iter_mut().filter_map(|scalar| match scalar {
+        ScalarIr::Float(number) => Some(number),
+        _ => None,
+    });
+    let mut floats: Vec<&mut f64> = floats.collect();
+    let chosen = rng.random_range(0..floats.len());
+    *floats[chosen] = *floats[chosen] * 0.5 + 3.0;
+    assert!(node.set_scalar_values(&scalars));
+}
+
+/// Puts a second sum behind a reduction.
+fn doubled(plan: &mut Graph, nodes: &mut Vec<Node>, rng: &mut StdRng) -> Option<String> {
+    let places = nodes.iter().enumerate().filter(|(_, node)| {
+        let collective = node.collective.as_ref();
+        collective
+            .is_some_and(|of| of.kind == CollectiveKind::AllReduce && of.stage == Stage::Whole)
+    });
+    let places: Vec<usize> = places.map(|(index, _)| index).collect();
+    let index = *places.choose(rng)?;
+    let mut again = nodes[index].clone();
+    again.collective.as_mut()?.reduction = Some(ReduceOp::Sum);
+    let mut fresh = BTreeMap::new();
+    for output in nodes[index].outputs() {
+        let value = plan.value(output)?.clone();
+        let id = plan.add_value(value.shape, value.dtype, value.role);
+        fresh.insert(output, id);
+    }
+    // The first writes what the second reads, and the second what all others read.
+    let first: BTreeMap<TensorId, TensorId> = again
+        .inputs()
+        .zip(again.outputs())
+        .map(|(input, output)| (input, fresh[&output]))
+        .collect();
+    rename(&mut nodes[index], &fresh);
+    rename(&mut again, &first);
+    mark_read_only(&mut again);
+    let what = format!("node {index}, {}", again.name());
+    nodes.insert(index + 1, again);
+    Some(what)
+}
+
+fn mark_read_only(node: &mut Node) {
+    struct Mark;
+    impl IrVisitorMut for Mark {
+        fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            if tensor.status == TensorStatus::ReadWrite {
+                tensor.status = TensorStatus::ReadOnly;
+            }
+        }
+    }
+    node.operation.visit_mut(&mut Mark);
+}
+
+fn wrong_operand(plan: &Graph, nodes: &mut [Node], rng: &mut StdRng) -> Option<String> {
+    for _ in 0..100 {
+        let index = rng.random_range(0..nodes.len());
+        if nodes[index].is_drop() {
+            continue;
+        }
+        let inputs: Vec<TensorId> = nodes[index].inputs().collect();
+        let Some(input) = inputs.choose(rng).copied() else {
+            continue;
+        };
+        let value = plan.value(input)?;
+        let written = nodes[..index].iter().flat_map(Node::outputs);
+        let given = plan.values().filter(|value| value.role.is_given());
+        let others = written.chain(given.map(|value| value.id)).filter(|id| {
+            plan.value(*id).is_some_and(|other| {
+                other.shape == value.shape && other.dtype == value.dtype && *id != input
+            })
+        });
+        let others: Vec<TensorId> = others.collect();
+        let Some(other) = others.choose(rng) else {
+            continue;
+        };
+        rename(&mut nodes[index], &[(input, *other)].into());
+        let [input, other] = [input, *other].map(|id| id.value());
+        let name = nodes[index].name();
+        return Some(format!(
+            "node {index}, {name}: %{other} in place of %{input}"
+        ));
+    }
+    None
+}
+
+/// A plan, with what it was made of.
+struct Case {
+    name: String,
+    traced: Graph,
+    plan: Graph,
+    mesh: Mesh,
+}
+
+fn clip() -> Clip {
+    Clip::to(0.5)
+}
+
+fn cases() -> Vec<Case> {
+    let settings = [
+        ("none", Options::none()),
+        ("default", Options::default()),
+        ("clip", Options::default().clip_grad_norm(clip())),
+        (
+            "prefetch",
+            Options::default().prefetch(true).kernels(false).fuse(false),
+        ),
+    ];
+    let mut cases = Vec::new();
+    for (model, traced) in traced(&AdamWConfig::new().build()) {
+        if model == "cnn" {
+            continue;
+        }
+        for (setting, options) in &settings {
+            let mut add = |name: &str, mode: Mode, mesh: Mesh| {
+                let plan = lower(traced.clone(), &mode.options(options.clone())).unwrap();
+                cases.push(Case {
+                    name: format!("{model}, {setting}, {name}"),
+                    traced: traced.clone(),
+                    plan,
+                    mesh,
+                });
+            };
+            for strategy in [Strategy::FullShard, Strategy::NoShard] {
+                let world = ProcessGroup::fake(2, 0);
+                let mesh = Mesh::line("data", 2).unwrap();
+                let mode = Mode::data_parallel(world, strategy);
+                add(&format!("{strategy}"), mode, mesh);
+            }
+            let axes = Mesh::new([("replicate", 2), ("shard", 2)]).unwrap();
+            let mesh = ProcessMesh::new(&ProcessGroup::fake(4, 0), axes.clone()).unwrap();
+            let mode = Mode::hybrid(mesh, "replicate", Strategy::FullShard).unwrap();
+            add("hybrid", mode, axes);
+        }
+    }
+    cases
+}
+
+/// Returns how many of some mutants were refused, of how many, by kind. Those that were not are printed.
+fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
+    let cases = cases();
+    let mut counts: BTreeMap<Mutation, [usize; 2]> = BTreeMap::new();
+    for seed in seeds {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let (case, mutation, (mutant, what)) = loop {
+            let case = cases.choose(&mut rng).unwrap();
+            let mutation = *Mutation::ALL.choose(&mut rng).unwrap();
+            if let Some(found) = mutation.of(&case.plan, &mut rng) {
+                break (case, mutation, found);
+            }
+        };
+        let [caught, all] = counts.entry(mutation).or_default();
+        *all += 1;
+        match prove(&case.traced, &mutant, &case.mesh, Some(clip())) {
+            Err(Error::NotCertified { .. }) => *caught += 1,
+            other => println!(
+                "seed {seed}: {}, {mutation:?} at {what}: {other:?}",
+                case.name
+            ),
+        }
+    }
+    counts
+}
+
+#[test]
+fn mutants_are_refused() {
+    let counts = refused(0..150);
+    println!("{counts:?}");
+    for (mutation, [caught, all]) in counts {
+        assert_eq!(caught, all, "{mutation:?}");
+    }
+}
