@@ -191,6 +191,10 @@ pub(crate) struct TrainingArgs {
         conflicts_with_all = ["activation_checkpointing", "accumulate"]
     )]
     pub(crate) memory_budget: Option<u64>,
+    /// With --compile: prove, before the first step, that the plan computes what was traced, on all ranks: with one row
+    /// of 8 tokens for each rank, as the passes do not depend on how many they are
+    #[arg(long, requires = "compile")]
+    pub(crate) certify: bool,
     /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda
     /// or rocm, by itself for that of the rank's number on its machine, or with a number, as wgpu:0
     #[arg(long, value_name = "DEVICE", default_value_t)]

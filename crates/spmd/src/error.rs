@@ -387,12 +387,14 @@ pub enum Error {
         reason: String,
     },
 
-    /// A plan of a kind that is not proved: see [`Mode::certified`](crate::Mode::certified).
+    /// A plan that cannot be proved, right or wrong: see [`Mode::certified`](crate::Mode::certified).
     #[error(
-        "plans by placements, over several micro-batches and with the optimizer in the next forward are not proved; \
-         certify the step in data parallelism, with the optimizer elsewhere"
+        "a plan {what} cannot be proved; prove the step in data parallelism, or leave the proof out"
     )]
-    NotProvable,
+    NotProvable {
+        /// What is not followed.
+        what: String,
+    },
 
     /// A process group that does not fit the graph.
     #[error(

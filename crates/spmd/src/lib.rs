@@ -63,6 +63,7 @@ mod error;
 pub mod graph;
 mod initial;
 mod kernels;
+mod lower;
 mod mode;
 mod norm;
 mod panics;
@@ -83,7 +84,8 @@ pub use compile::{
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
 pub use kernels::kernels;
-pub use mode::{Mode, certify, lower};
+pub use lower::{certify, lower};
+pub use mode::Mode;
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
 pub use trace::{Batch, BatchMapper, Loss};

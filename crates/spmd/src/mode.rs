@@ -7,14 +7,11 @@ use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
 
 use crate::Precision;
-use crate::certificate::{Certificate, Stages, work};
+use crate::certificate::{Proof, work};
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::passes::schedule::{self, OptimizerPlace};
-use crate::passes::{
-    Accumulate, ClipGradients, DeferOptimizer, InsertCollectives, Iteration, MicroSteps, Pipeline,
-    Replicate, verify,
-};
+use crate::passes::schedule;
+use crate::passes::{InsertCollectives, Pipeline, Replicate};
 use crate::place::{DataParallel, Expand, ExpandPlacements, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{InputSpec, ParameterSpec};
@@ -176,13 +173,13 @@ impl Mode {
         self
     }
 
-    /// Proves of each plan, before it runs, that it computes what was traced ([`Certificate`]); debug builds prove small
-    /// ones anyway. It takes about as long as some steps on one thread, for all ranks one after the other, and the same
-    /// on every rank: certify a small model with the options of the large one, as the passes are the same.
+    /// Proves of each plan, before it runs, that it computes what was traced
+    /// ([`Certificate`](crate::Certificate)); debug builds prove small ones anyway. A proof takes tens of steps' time on
+    /// one thread, for all ranks one after the other and the same on every rank: prove a small batch, or a small model
+    /// with the options of the large one, as the passes are the same.
     ///
-    /// Whole steps of data parallelism and hybrid sharding are proved. Steps by placements, several micro-batches, and
-    /// an optimizer in the next forward are not yet: for them, [`CompiledStep::certificate`](crate::CompiledStep) is
-    /// `None`.
+    /// By placements, operations of which only whole tensors are known and random numbers cannot be proved, and are
+    /// refused ([`Error::NotProvable`]).
     #[must_use]
     pub fn certified(mut self) -> Self {
         self.certified = Certify::Always;
@@ -355,8 +352,41 @@ impl Mode {
         }
     }
 
+    /// Returns true if the plan of a step that was traced so is to be proved.
+    pub(crate) fn is_proved(&self, traced: &Graph) -> bool {
+        match self.certified {
+            Certify::Never => false,
+            Certify::Small => work(traced) * self.ranks.size() as u64 <= SMALL_PLAN,
+            Certify::Always => true,
+        }
+    }
+
+    /// Makes a proof of plans of this mode; `None` if they cannot be proved, and were not asked to be.
+    pub(crate) fn prove<T>(
+        &self,
+        with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        let mesh = self.ranks.mesh()?;
+        let joined = match &self.division {
+            Division::DataParallel(_) | Division::Hybrid { .. } => None,
+            Division::Expand(_, expand) | Division::Least(Some(expand)) => Some(expand),
+            Division::Least(None) => {
+                return Err(Error::Internal("placements are not decided".to_owned()));
+            }
+        };
+        let proof = Proof {
+            mesh: &mesh,
+            clip: self.options.clip,
+            joined,
+        };
+        match (with(&proof), self.certified) {
+            (Err(Error::NotProvable { .. }), Certify::Small) => Ok(None),
+            (result, _) => result.map(Some),
+        }
+    }
+
     /// Returns the passes of the mode, with these options.
-    fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
+    pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
         let num_ranks = self.ranks.size();
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
         let options = options.clone().prefetch(prefetch);
@@ -399,121 +429,4 @@ impl Mode {
             false => pipeline,
         })
     }
-}
-
-/// The graphs of a step, ready to run.
-#[derive(Debug)]
-pub(crate) enum Lowered {
-    /// The one graph of every step, with the proof of what it computes, if that was asked for.
-    Whole(Box<Graph>, Option<Arc<Certificate>>),
-    /// The graphs of a mode whose optimizer runs in the next forward.
-    Iteration(Box<Iteration>),
-    /// The graphs of a step over several micro-batches.
-    Micro(Box<MicroSteps>),
-}
-
-/// What a graph is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Purpose {
-    /// A step of one batch.
-    Step,
-    /// A step of that many micro-batches.
-    Micro(usize),
-}
-
-/// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
-/// optimizer runs in the next forward, the result is the main graph.
-///
-/// # Errors
-///
-/// Those of the passes.
-pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    let mut mode = mode.clone();
-    mode.decide(&graph)?;
-    Ok(match lower_all(graph, &mode, Purpose::Step)? {
-        Lowered::Whole(graph, _) => *graph,
-        Lowered::Iteration(iteration) => iteration.main,
-        Lowered::Micro(steps) => steps.next,
-    })
-}
-
-/// Applies the passes of a mode, and returns all graphs that result.
-pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<Lowered, Error> {
-    if let Purpose::Micro(num_batches) = purpose {
-        return lower_micro(graph, mode, num_batches);
-    }
-    if mode.options.optimizer != OptimizerPlace::InNextForward {
-        let (graph, certificate) = lower_whole(graph, mode)?;
-        return Ok(Lowered::Whole(Box::new(graph), certificate.map(Arc::new)));
-    }
-    let graph = mode.pipeline(&mode.options)?.run(graph)?;
-    let iteration = DeferOptimizer.split(graph, &schedule::last(&mode.options))?;
-    if mode.verify {
-        for graph in [&iteration.setup, &iteration.main, &iteration.cleanup] {
-            verify(graph)?;
-        }
-    }
-    Ok(Lowered::Iteration(Box::new(iteration)))
-}
-
-/// Applies the passes of a mode to the graph of a whole step, and proves the plan where the mode wants it.
-fn lower_whole(graph: Graph, mode: &Mode) -> Result<(Graph, Option<Certificate>), Error> {
-    let pipeline = mode.pipeline(&mode.options)?;
-    let is_wanted = match mode.certified {
-        Certify::Never => false,
-        Certify::Small => work(&graph) * mode.ranks.size() as u64 <= SMALL_PLAN,
-        Certify::Always => true,
-    };
-    if !is_wanted || matches!(mode.division, Division::Expand(..) | Division::Least(_)) {
-        return Ok((pipeline.run(graph)?, None));
-    }
-    let mut stages = pipeline.stages(graph)?;
-    let plan = Stages {
-        graphs: &stages,
-        mesh: &mode.ranks.mesh()?,
-        clip: mode.options.clip,
-    };
-    let certificate = plan.certify()?;
-    tracing::info!(%certificate, "certified");
-    let plan = stages.pop();
-    let plan = plan.ok_or_else(|| Error::Internal("no pass has made a plan".to_owned()))?;
-    Ok((plan, Some(certificate)))
-}
-
-/// Applies the passes of a mode, and proves that the plan computes the graph as it is. See [`Mode::certified`].
-///
-/// # Errors
-///
-/// Those of the passes; [`Error::NotCertified`]; [`Error::NotProvable`] for a mode whose plans are not proved.
-pub fn certify(graph: Graph, mode: &Mode) -> Result<Certificate, Error> {
-    let mode = mode.clone().certified();
-    match lower_all(graph, &mode, Purpose::Step)? {
-        Lowered::Whole(_, Some(certificate)) => Ok(Certificate::clone(&certificate)),
-        _ => Err(Error::NotProvable),
-    }
-}
-
-/// Applies the passes of a mode to the graph of an evaluation, which has no gradients.
-pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    let options = mode.options.clone().clip_grad_norm(None).recompute(None);
-    let options = options.recompute_units::<Pattern>([]);
-    let options = options.optimizer(OptimizerPlace::AtEnd);
-    mode.pipeline(&options)?.run(graph)
-}
-
-fn lower_micro(graph: Graph, mode: &Mode, num_batches: usize) -> Result<Lowered, Error> {
-    // The norm is that of all micro-batches, and the optimizer comes after them, wherever it is otherwise.
-    let options = mode.options.clone().clip_grad_norm(None);
-    let options = options.optimizer(OptimizerPlace::InNextForward);
-    let graph = mode.pipeline(&options)?.run(graph)?;
-    let axes = mode.ranks.mesh()?.axes().to_vec();
-    let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
-    let last = schedule::last(&options);
-    let steps = Accumulate { num_batches, clip }.split(graph, &last)?;
-    if mode.verify {
-        for graph in [&steps.first, &steps.next, &steps.update] {
-            verify(graph)?;
-        }
-    }
-    Ok(Lowered::Micro(Box::new(steps)))
 }

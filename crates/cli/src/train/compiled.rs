@@ -10,7 +10,7 @@ use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, Mode, compile, kernels, load_compiled, restore_compiled,
+    CompiledStep, Evaluation, Mode, certify, compile, kernels, load_compiled, restore_compiled,
     snapshot_compiled,
 };
 use burn_fsdp::inspect::auto_units;
@@ -18,7 +18,7 @@ use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
-use burn_fsdp_models::{Batches, Gpt};
+use burn_fsdp_models::{Batches, Gpt, GptConfig};
 use serde_json::Value;
 
 use crate::args::NotFinite;
@@ -80,7 +80,8 @@ fn mode(
     let Some(budget) = config.step.memory_budget else {
         return Ok((mode.options(options), Vec::new()));
     };
-    let graph = traced(config, world)?;
+    let rows = config.micro_rows_of(world.rank(), 0).len();
+    let graph = traced(config, config.model, rows)?;
     let fitted = fit(&graph, &mode, &options, budget).map_err(|error| match error {
         BudgetError::Step(error) => RankError::Compiled(Box::new(error)),
         error => RankError::Input(Box::new(InputError::Budget(Box::new(error)))),
@@ -89,11 +90,10 @@ fn mode(
     Ok((mode.options(fitted.options), units))
 }
 
-/// Traces a step on this rank's rows, before it is divided.
-fn traced(config: &TrainConfig, world: &ProcessGroup) -> Result<Graph, RankError> {
-    let (model, seed) = (config.model, config.seed);
+/// Traces a step of a model on `rows` rows, before it is divided.
+fn traced(config: &TrainConfig, model: GptConfig, rows: usize) -> Result<Graph, RankError> {
+    let seed = config.seed;
     model.validate()?;
-    let rows = config.micro_rows_of(world.rank(), 0).len();
     // One element, seen as many: only the shape is used.
     let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
     let tokens = || one().expand([rows, model.seq]);
@@ -103,6 +103,21 @@ fn traced(config: &TrainConfig, world: &ProcessGroup) -> Result<Graph, RankError
     let batch = (tokens(), tokens());
     let graph = trace(init, loss, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)
+}
+
+/// Proves the plan of a step on one row of few tokens, and says so.
+fn prove(config: &TrainConfig, mode: &Mode) -> Result<(), RankError> {
+    const TOKENS: usize = 8;
+    let model = GptConfig {
+        seq: config.model.seq.min(TOKENS),
+        ..config.model
+    };
+    let graph = traced(config, model, 1)?;
+    let certificate = certify(graph, config.step.accumulate, mode)?;
+    if !config.json {
+        console::tell(format_args!("proved: {certificate}"));
+    }
+    Ok(())
 }
 
 fn loss(model: &Gpt, (inputs, targets): Tokens) -> Tensor<1> {
@@ -137,6 +152,9 @@ impl<'a> Compiled<'a> {
             loss,
         );
         let (mode, recomputed) = mode(config, world, mesh)?;
+        if config.step.is_certified && world.rank() == 0 {
+            prove(config, &mode)?;
+        }
         let step = compile(init, loss, config.optimizer.build(), mode)?;
         Ok(Self {
             config,

@@ -92,6 +92,8 @@ pub(crate) struct StepConfig {
     pub(crate) activation_checkpointing: bool,
     /// Maximum of the bytes of a rank's compiled step.
     pub(crate) memory_budget: Option<u64>,
+    /// True to prove a compiled plan before the first step.
+    pub(crate) is_certified: bool,
 }
 
 impl TrainConfig {
@@ -378,6 +380,7 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
         scales_loss: args.precision == Float::F16,
         activation_checkpointing: args.activation_checkpointing,
         memory_budget: args.memory_budget,
+        is_certified: args.certify,
     })
 }
 

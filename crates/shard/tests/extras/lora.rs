@@ -7,7 +7,7 @@ use burn::store::ModuleRecord;
 use burn::tensor::{Bytes, DType, Device, FloatDType, Tensor, TensorData};
 use burn_fsdp_collectives::{Mesh, OperationKind, ProcessGroup, ProcessMesh};
 use burn_fsdp_shard::{
-    Clip, Error, Precision, ShardPolicy, Strategy, WriteBack, backward, clip_grad_norm,
+    Clip, Error, FullyShardedDataParallel, Precision, ShardPolicy, Strategy, WriteBack, backward, clip_grad_norm,
     fully_shard, into_record, num_params, parameter_paths, params_with_gradient, recompute,
     summon_full_params,
 };
@@ -420,6 +420,32 @@ fn what_no_adapter_can_be_is_refused() {
         let adapted = seeded(in_rows(&device()), SEED).apply_lora(adapters());
         let error = fully_shard(adapted, &world, blocks()).expect_err("attached before");
         assert!(error.to_string().contains("`ShardPolicy::lora`"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_scale_adapters_otherwise_are_told_when_they_shard() {
+    let errors = on_ranks(2, |world| {
+        let alpha = 3.0 + world.rank() as f64;
+        let lora = Lora::new(2, alpha).set_param_group(ParamGroup::from_predicate("blocks"));
+        let refused = build(MLP, &world, &device(), blocks().lora(lora));
+        Ok(refused.expect_err("they differ").to_string())
+    });
+    for error in errors {
+        let names = |scale| error.contains(&format!("adapted at rank 2 with a scale of {scale}"));
+        assert!(names(1.5) && names(2), "{error}");
+    }
+}
+
+#[test]
+fn the_wrapper_takes_adapters() {
+    on_ranks(2, |world| {
+        let model = in_rows(&device());
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", 2)?)?;
+        let model = FullyShardedDataParallel::new(model, &mesh, blocks().lora(adapters()))?;
+        let gradients = model.backward(model.loss(world.rank(), 0, &device()))?;
+        assert!(!gradients.is_empty());
         Ok(())
     });
 }

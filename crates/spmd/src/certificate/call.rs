@@ -62,6 +62,38 @@ impl Call<'_> {
         Ok(self.drawn_from(hash))
     }
 
+    /// Returns results of which each sample, along the first dim, depends on that sample of the operands alone.
+    pub(super) fn by_sample(&self) -> Result<Vec<Tensor>, String> {
+        let operation = &self.node.operation;
+        let name = operation_name(operation);
+        let mut seed = Hash::named(&name);
+        seed.write(parameters_with(operation, |tensor| tensor.shape[0] = 1));
+        let inputs = operation.inputs().map(|input| self.get(input));
+        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+        let num_samples = inputs.first().map_or(0, |input| input.shape[0]);
+        let outputs = operation.outputs().enumerate().map(|(number, output)| {
+            let mut shape = output.shape.as_slice().to_vec();
+            if inputs.iter().any(|input| input.shape[0] != num_samples) || shape[0] != num_samples {
+                return Err("its operands have different numbers of samples".to_owned());
+            }
+            shape[0] = 1;
+            let samples = (0..num_samples).flat_map(|sample| {
+                let mut seed = seed;
+                seed.write(number as u64);
+                for input in &inputs {
+                    let len = input.len() / num_samples;
+                    let own = &input.elements[sample * len..][..len];
+                    own.iter().for_each(|element| seed.write(*element));
+                }
+                let sample = filled(seed, &shape, Kind::of(output.dtype));
+                sample.elements.to_vec()
+            });
+            let elements = samples.collect();
+            Ok(Tensor::new(output.shape.as_slice(), elements))
+        });
+        outputs.collect()
+    }
+
     /// Returns results that depend on the rank and on which node draws them.
     pub(super) fn drawn(&self) -> Vec<Tensor> {
         let mut hash = Hash::named("random");
@@ -101,9 +133,15 @@ pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
 
 /// Returns a number for what an operation is beside its tensors: dims, strides, numbers, shapes.
 fn parameters_of(operation: &OperationIr) -> u64 {
-    struct Neutral;
-    impl IrVisitorMut for Neutral {
+    parameters_with(operation, |_| {})
+}
+
+/// Returns the number of an operation whose tensors are changed by `change`.
+fn parameters_with(operation: &OperationIr, change: impl FnMut(&mut TensorIr)) -> u64 {
+    struct Neutral<F>(F);
+    impl<F: FnMut(&mut TensorIr)> IrVisitorMut for Neutral<F> {
         fn visit_tensor_mut(&mut self, tensor: &mut TensorIr) {
+            (self.0)(tensor);
             tensor.id = TensorId::new(0);
             tensor.status = TensorStatus::ReadOnly;
             tensor.dtype = DType::F32;
@@ -113,7 +151,7 @@ fn parameters_of(operation: &OperationIr) -> u64 {
         }
     }
     let mut operation = operation.clone();
-    operation.visit_mut(&mut Neutral);
+    operation.visit_mut(&mut Neutral(change));
     let mut hasher = DefaultHasher::new();
     operation.hash(&mut hasher);
     hasher.finish()

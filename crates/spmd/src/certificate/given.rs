@@ -4,19 +4,22 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::tensor::TensorData;
-use burn_fsdp_mesh::{Layout, Mesh, Region};
+use burn_fsdp_mesh::{Cut, Layout, Mesh, Region};
 use burn_ir::{BaseOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr};
 
 use super::call::filled;
 use super::field::{Hash, of_number};
 use super::tensor::{Kind, Tensor, View, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
+use crate::place::Expand;
 
 /// The values that are given to a step.
 pub(super) struct Given<'a> {
-    pub(super) mesh: &'a Mesh,
+    pub(super) mesh: Mesh,
     /// The numbers of indices that inputs of integers choose from, by name.
     pub(super) bounds: &'a BTreeMap<Arc<str>, usize>,
+    /// The placements of the batch's tensors, if it is one joined batch that the ranks share.
+    pub(super) joined: Option<&'a Expand>,
     /// Number of the run: every run has a batch of its own.
     pub(super) run: u64,
 }
@@ -31,17 +34,26 @@ impl Given<'_> {
                 None => Err("it has no data".to_owned()),
             },
             Role::Input(name) => {
-                let seed = self.seed(&value.role, &[self.run, rank as u64]);
-                let drawn = filled(seed, &value.shape, kind);
+                let drawn = match self.joined {
+                    None => {
+                        let seed = self.seed(&value.role, &[self.run, rank as u64]);
+                        filled(seed, &value.shape, kind)
+                    }
+                    Some(expand) => self.part_of_batch(expand, name, value, rank)?,
+                };
                 Ok(match (kind, self.bounds.get(name)) {
                     (Kind::Int, Some(bound)) => within(&drawn, *bound as u64),
                     _ => drawn,
                 })
             }
-            // Every rank has running statistics of its own rows.
+            // Every rank has running statistics of its own rows, unless they are of the joined batch.
             Role::Buffer(_) => {
-                let seed = self.seed(&value.role, &[rank as u64]);
-                Ok(filled(seed, &value.shape, kind))
+                let of = if self.joined.is_some() {
+                    0
+                } else {
+                    rank as u64
+                };
+                Ok(filled(self.seed(&value.role, &[of]), &value.shape, kind))
             }
             Role::Parameter(path) | Role::State { path, .. } => {
                 let seed = self.seed(&value.role, &[]);
@@ -49,13 +61,37 @@ impl Given<'_> {
                 match part_of(graph, path, value) {
                     None => Ok(whole(&value.shape)),
                     Some((layout, shape)) => {
-                        cut(&whole(shape), layout, self.mesh, rank, &value.shape)
+                        cut(&whole(shape), layout, &self.mesh, rank, &value.shape)
                     }
                 }
             }
             Role::Pending(path) => Err(format!("no step has left a gradient of `{path}`")),
             Role::Gradient(_) | Role::Temporary => Err("no node writes it".to_owned()),
         }
+    }
+
+    /// Returns a rank's part of a tensor of the joined batch.
+    fn part_of_batch(
+        &self,
+        expand: &Expand,
+        name: &str,
+        value: &Value,
+        rank: usize,
+    ) -> Result<Tensor, String> {
+        let seed = self.seed(&value.role, &[self.run]);
+        let kind = Kind::of(value.dtype);
+        if self.mesh.size() == 1 {
+            return Ok(filled(seed, &value.shape, kind));
+        }
+        let shape = expand.joined_shape(&self.mesh, name, &value.shape);
+        let placed = expand.of_joined_input(&self.mesh, name, &shape);
+        let placed = placed.map_err(|error| error.to_string())?;
+        let layout = Layout {
+            placements: placed.into_iter().map(|axis| axis.placement).collect(),
+            cut: Cut::Dims,
+        };
+        let whole = filled(seed, &shape, kind);
+        cut(&whole, &layout, &self.mesh, rank, &value.shape)
     }
 
     fn seed(&self, role: &Role, words: &[u64]) -> Hash {

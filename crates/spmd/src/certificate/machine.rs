@@ -6,11 +6,11 @@ use burn_fsdp_mesh::Mesh;
 use burn_ir::{BaseOperationIr, OperationIr, TensorId, TensorIr, TensorStatus};
 
 use super::call::{Call, Known, Values};
-use super::given::Given;
+use super::given::{Given, part_of};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
 use super::transport::exchanged;
-use crate::graph::{Collective, Graph, Node, Stage};
+use crate::graph::{Collective, Graph, Node, Role, Stage, Update, Value};
 
 /// What a graph does that has no meaning: it reads what is not there, say.
 #[derive(Debug, Clone)]
@@ -32,20 +32,20 @@ struct Rank {
 }
 
 /// The ranks of a mesh, which run one node after the other, each of them on all ranks.
-pub(super) struct Machine<'a> {
-    mesh: &'a Mesh,
+pub(super) struct Machine {
+    mesh: Mesh,
     ranks: Vec<Rank>,
     known: Known,
     run: u64,
     notes: bool,
 }
 
-impl<'a> Machine<'a> {
+impl Machine {
     /// Creates ranks without values.
-    pub(super) fn new(mesh: &'a Mesh) -> Self {
+    pub(super) fn new(mesh: Mesh) -> Self {
         Self {
-            mesh,
             ranks: (0..mesh.size()).map(|_| Rank::default()).collect(),
+            mesh,
             known: Known::default(),
             run: 0,
             notes: false,
@@ -58,8 +58,8 @@ impl<'a> Machine<'a> {
         self
     }
 
-    pub(super) fn mesh(&self) -> &'a Mesh {
-        self.mesh
+    pub(super) fn mesh(&self) -> &Mesh {
+        &self.mesh
     }
 
     pub(super) fn num_ranks(&self) -> usize {
@@ -94,9 +94,19 @@ impl<'a> Machine<'a> {
                 rank.values.remove(input);
             });
         }
-        for value in graph.values().filter(|value| value.role.is_given()) {
+        // A pending gradient is there if the step before has left it, or no node may read it.
+        let is_new =
+            |value: &&Value| value.role.is_given() && !matches!(value.role, Role::Pending(_));
+        for value in graph.values().filter(is_new) {
             for rank in 0..self.ranks.len() {
                 if self.ranks[rank].values.contains_key(&value.id) {
+                    continue;
+                }
+                if rank > 0
+                    && is_alike(graph, value)
+                    && let Some(first) = self.get(0, value.id).cloned()
+                {
+                    self.set(rank, value.id, first);
                     continue;
                 }
                 let tensor = given.of(graph, value, rank).map_err(|reason| Fault {
@@ -268,27 +278,54 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Ends a run: makes the updates, all at once, and forgets what no later run may read.
-    pub(super) fn finish(&mut self, graph: &Graph) -> Result<(), Fault> {
-        let node = graph.nodes().len();
-        for number in 0..self.ranks.len() {
-            let rank = &mut self.ranks[number];
-            let mut fresh = Vec::with_capacity(graph.updates().len());
-            for update in graph.updates() {
-                let from = rank.values.get(&update.from);
+    /// Makes the updates of values whose role `is_meant` holds of, all at once.
+    pub(super) fn update(
+        &mut self,
+        graph: &Graph,
+        is_meant: impl Fn(&Role) -> bool,
+    ) -> Result<(), Fault> {
+        let is_meant = |update: &&Update| {
+            let into = graph.value(update.into);
+            into.is_some_and(|value| is_meant(&value.role))
+        };
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let updates = graph.updates().iter().filter(is_meant);
+            let fresh = updates.map(|update| {
+                let from = rank.values.get(&update.from).cloned();
                 let from = from.ok_or_else(|| Fault {
-                    node,
+                    node: graph.nodes().len(),
                     rank: number,
                     reason: format!("%{} is not there for an update", update.from.value()),
                 })?;
-                fresh.push((update.into, from.clone()));
-            }
-            rank.values.retain(|id, _| graph.is_given(*id));
+                Ok((update.into, from))
+            });
+            let fresh = fresh.collect::<Result<Vec<_>, Fault>>()?;
             rank.values.extend(fresh);
-            for id in graph.used_up() {
-                rank.values.remove(&id);
-            }
         }
         Ok(())
+    }
+
+    /// Ends a run: makes the updates of values whose role `is_meant` holds of, and forgets what no later run may read.
+    pub(super) fn finish(
+        &mut self,
+        graph: &Graph,
+        is_meant: impl Fn(&Role) -> bool,
+    ) -> Result<(), Fault> {
+        self.update(graph, is_meant)?;
+        let used_up = graph.used_up();
+        for rank in &mut self.ranks {
+            rank.values
+                .retain(|id, _| graph.is_given(*id) && !used_up.contains(id));
+        }
+        Ok(())
+    }
+}
+
+/// Returns true if all ranks begin with the same tensor.
+fn is_alike(graph: &Graph, value: &Value) -> bool {
+    match &value.role {
+        Role::Constant => true,
+        Role::Parameter(path) | Role::State { path, .. } => part_of(graph, path, value).is_none(),
+        _ => false,
     }
 }

@@ -4,7 +4,7 @@ use burn_ir::{ModuleOperationIr, TensorIr};
 
 use super::base::wrapped;
 use super::call::Call;
-use super::field::{Element, add};
+use super::field::{Element, add, div, function, mul, sub};
 use super::lanes::{reduced, rows, sum};
 use super::pointwise::map;
 use super::products::{Convolution, accumulate, as_matrix, matmul, transposed};
@@ -118,6 +118,37 @@ impl Call<'_> {
             Op::Conv1dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
             Op::Conv2dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
             Op::Conv3dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
+            Op::BatchNorm(op) => {
+                let epsilon = self.scalar(0)?.element(Kind::Float);
+                let x = self.get(&op.x)?;
+                let mut row = vec![1; x.shape.len()];
+                row[1] = x.shape[1];
+                let of_channel = |tensor| self.get(tensor)?.reshaped(&row);
+                let (gamma, beta) = (of_channel(&op.gamma)?, of_channel(&op.beta)?);
+                let (mean, variance) = (of_channel(&op.mean)?, of_channel(&op.variance)?);
+                let rate = |a: &[Element]| div(a[0], function("sqrt", &[add(a[1], epsilon)]));
+                let rate = map(&row, &[&gamma, &variance], rate)?;
+                let of = |a: &[Element]| add(mul(sub(a[0], a[1]), a[2]), a[3]);
+                map(&x.shape, &[x, &mean, &rate, &beta], of)?
+            }
+            Op::AvgPool1d(_)
+            | Op::AvgPool2d(_)
+            | Op::AvgPool1dBackward(_)
+            | Op::AvgPool2dBackward(_)
+            | Op::AdaptiveAvgPool1d(_)
+            | Op::AdaptiveAvgPool2d(_)
+            | Op::AdaptiveAvgPool3d(_)
+            | Op::AdaptiveAvgPool1dBackward(_)
+            | Op::AdaptiveAvgPool2dBackward(_)
+            | Op::AdaptiveAvgPool3dBackward(_)
+            | Op::MaxPool1d(_)
+            | Op::MaxPool2d(_)
+            | Op::MaxPool1dWithIndices(_)
+            | Op::MaxPool2dWithIndices(_)
+            | Op::MaxPool1dWithIndicesBackward(_)
+            | Op::MaxPool2dWithIndicesBackward(_)
+            | Op::Interpolate(_)
+            | Op::InterpolateBackward(_) => return self.by_sample(),
             _ => return self.opaque(),
         };
         Ok(vec![one])

@@ -6,12 +6,18 @@ use super::field::{Element, inverse, mul, of_integer};
 use super::given::{part_of, places};
 use super::machine::{Fault, Machine};
 use super::tensor::Tensor;
-use crate::graph::{Graph, Role};
+use crate::graph::{Graph, Role, Value};
 
-/// The loss, the outputs, and what replaces parameters, states and buffers: for each rank the whole tensor.
+/// Tensors by name, for each rank the whole one.
+pub(super) type Named = BTreeMap<String, Vec<Tensor>>;
+
+/// What comes out of a step, for each rank the whole tensor.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Outcome {
-    pub(super) tensors: BTreeMap<String, Vec<Tensor>>,
+    /// The loss, the outputs, and what replaces buffers.
+    pub(super) seen: Named,
+    /// What replaces parameters and states of the optimizer.
+    pub(super) stepped: Named,
 }
 
 /// The first tensor in which two outcomes differ.
@@ -27,7 +33,7 @@ pub(super) const LOSS: &str = "the loss";
 
 impl Outcome {
     /// Returns the outcome of a run that has come to its end, before its updates are made.
-    pub(super) fn of(machine: &Machine<'_>, graph: &Graph) -> Result<Self, Fault> {
+    pub(super) fn of(machine: &Machine, graph: &Graph) -> Result<Self, Fault> {
         let mut outcome = Self::default();
         let ranks = 0..machine.num_ranks();
         let all = |id| {
@@ -42,48 +48,44 @@ impl Outcome {
             own.collect::<Result<Vec<_>, _>>()
         };
         if let Some(loss) = graph.loss() {
-            outcome.insert(LOSS.to_owned(), all(loss)?);
+            outcome.seen.insert(LOSS.to_owned(), all(loss)?);
         }
         for (name, id) in graph.outputs() {
-            outcome.insert(format!("the output {name}"), all(*id)?);
+            let what = format!("the output {name}");
+            outcome.seen.insert(what, all(*id)?);
         }
         for update in graph.updates() {
             let Some(into) = graph.value(update.into) else {
                 continue;
             };
-            let path = match &into.role {
-                Role::Parameter(path) | Role::State { path, .. } => Some(path),
-                Role::Buffer(_) => None,
-                _ => continue,
-            };
-            let parts = all(update.from)?;
-            let cut = path.and_then(|path| part_of(graph, path, into));
-            let whole = match cut {
-                None => parts,
-                Some((layout, shape)) => {
-                    let whole = joined(machine, shape, &parts, &|rank| {
-                        places(layout, shape, machine.mesh(), rank)
-                    });
-                    let whole = whole.map_err(|(rank, reason)| Fault {
-                        node: graph.nodes().len(),
-                        rank,
-                        reason: format!("{}: {reason}", into.role),
-                    })?;
-                    vec![whole; parts.len()]
+            let what = into.role.to_string();
+            match &into.role {
+                Role::Buffer(_) => {
+                    outcome.seen.insert(what, all(update.from)?);
                 }
-            };
-            outcome.insert(into.role.to_string(), whole);
+                Role::Parameter(path) | Role::State { path, .. } => {
+                    let parts = all(update.from)?;
+                    let whole = whole(machine, graph, (path, into), parts)?;
+                    outcome.stepped.insert(what, whole);
+                }
+                _ => {}
+            }
         }
         Ok(outcome)
     }
 
-    pub(super) fn insert(&mut self, what: String, tensors: Vec<Tensor>) {
-        self.tensors.insert(what, tensors);
+    /// Returns the tensors with their names.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&String, &Vec<Tensor>)> {
+        self.seen.iter().chain(&self.stepped)
+    }
+
+    fn get(&self, what: &str) -> Option<&Vec<Tensor>> {
+        self.seen.get(what).or(self.stepped.get(what))
     }
 
     /// Returns the first difference of `got` from this.
     pub(super) fn difference(&self, got: &Self) -> Option<Difference> {
-        for (what, expected) in &self.tensors {
+        for (what, expected) in self.tensors() {
             let difference = |rank, reason: String| {
                 Some(Difference {
                     what: what.clone(),
@@ -91,7 +93,7 @@ impl Outcome {
                     reason,
                 })
             };
-            let Some(got) = got.tensors.get(what) else {
+            let Some(got) = got.get(what) else {
                 return difference(0, "it does not come out of the step".to_owned());
             };
             for (rank, (expected, got)) in expected.iter().zip(got).enumerate() {
@@ -112,10 +114,8 @@ impl Outcome {
                 }
             }
         }
-        let added = got
-            .tensors
-            .keys()
-            .find(|what| !self.tensors.contains_key(*what))?;
+        let mut names = got.tensors().map(|(what, _)| what);
+        let added = names.find(|what| self.get(what).is_none())?;
         Some(Difference {
             what: added.clone(),
             rank: 0,
@@ -125,13 +125,35 @@ impl Outcome {
 
     /// Returns the number of elements that comparisons look at.
     pub(super) fn num_elements(&self) -> usize {
-        self.tensors.values().flatten().map(Tensor::len).sum()
+        let tensors = self.tensors().flat_map(|(_, tensors)| tensors);
+        tensors.map(Tensor::len).sum()
     }
+}
+
+/// Returns for each rank the whole of a value of which the ranks have these parts.
+fn whole(
+    machine: &Machine,
+    graph: &Graph,
+    (path, into): (&str, &Value),
+    parts: Vec<Tensor>,
+) -> Result<Vec<Tensor>, Fault> {
+    let Some((layout, shape)) = part_of(graph, path, into) else {
+        return Ok(parts);
+    };
+    let whole = joined(machine, shape, &parts, &|rank| {
+        places(layout, shape, machine.mesh(), rank)
+    });
+    let whole = whole.map_err(|(rank, reason)| Fault {
+        node: graph.nodes().len(),
+        rank,
+        reason: format!("{}: {reason}", into.role),
+    })?;
+    Ok(vec![whole; parts.len()])
 }
 
 /// Returns the whole tensor of which every rank has a part. Ranks that have the same elements must agree on them.
 fn joined(
-    machine: &Machine<'_>,
+    machine: &Machine,
     shape: &[usize],
     parts: &[Tensor],
     places_of: &dyn Fn(usize) -> Result<Vec<usize>, String>,

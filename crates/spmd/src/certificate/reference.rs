@@ -1,5 +1,5 @@
 //! What a step means that was traced for one rank, when several divide the batch: each computes loss and gradients of
-//! its own rows, and the optimizer steps once, with the means.
+//! its own rows, and the optimizer steps once, with the means over ranks and micro-batches.
 
 use std::collections::BTreeMap;
 
@@ -8,54 +8,111 @@ use burn_ir::TensorId;
 
 use super::custom::{clipped, joined, measured};
 use super::field::mul;
+use super::given::Given;
 use super::machine::{Fault, Machine};
-use super::outcome::{LOSS, Outcome, mean};
+use super::outcome::{LOSS, Named, Outcome, mean};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
-use crate::graph::{Graph, Node, Phase};
+use crate::graph::{Graph, Node, Phase, Role};
 use crate::norm::{GRAD_NORM, scalars};
 
-/// Runs a graph of one rank on each rank of the machine, with the means of gradients and loss in place of its own.
-pub(super) fn averaged(
-    machine: &mut Machine<'_>,
+/// The gradients of micro-batches, each the mean over ranks.
+type Gradients = BTreeMap<TensorId, Vec<Tensor>>;
+
+/// Runs a graph of one rank on each rank of the machine, once for each micro-batch, with the means of gradients and loss
+/// in place of its own.
+pub(super) fn step(
+    machine: &mut Machine,
     graph: &Graph,
     clip: Option<&Clip>,
+    batches: &[Given<'_>],
 ) -> Result<Outcome, Fault> {
-    let is_optimizer = |node: &Node| node.phase == Phase::Optimizer;
-    let nodes = || graph.nodes().iter().enumerate();
-    for (index, node) in nodes().filter(|(_, node)| !is_optimizer(node)) {
-        machine.run_node(index, node)?;
+    let mut gradients = Gradients::new();
+    let mut seen = Named::new();
+    for (index, given) in batches.iter().enumerate() {
+        machine.begin(graph, given)?;
+        let own = forward_and_backward(machine, graph, &mut gradients)?;
+        seen.extend(of_batch(own, index, batches.len()));
     }
-    let losses = graph.loss().and_then(|loss| own(machine, loss));
-    let mut means: BTreeMap<TensorId, Tensor> = BTreeMap::new();
-    for parameter in graph.parameters() {
-        if let Some(gradient) = parameter.gradient
-            && let Some(own) = own(machine, gradient)
-        {
-            means.entry(gradient).or_insert_with(|| mean(&own));
-        }
+    let ranks = machine.num_ranks();
+    let mut means: BTreeMap<TensorId, Tensor> = gradients
+        .iter()
+        .map(|(gradient, own)| (*gradient, mean(own)))
+        .collect();
+    if let Some(clip) = clip {
+        let norm = clip_means(graph, &mut means, clip);
+        seen.insert(format!("the output {GRAD_NORM}"), vec![norm; ranks]);
     }
-    let norm = clip.map(|clip| clip_means(graph, &mut means, clip));
     for (id, tensor) in &means {
-        for rank in 0..machine.num_ranks() {
+        for rank in 0..ranks {
             machine.set(rank, *id, tensor.clone());
         }
     }
-    for (index, node) in nodes().filter(|(_, node)| is_optimizer(node)) {
-        machine.run_node(index, node)?;
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if is_optimizer(node) {
+            machine.run_node(index, node)?;
+        }
     }
-    let mut outcome = Outcome::of(machine, graph)?;
-    let alike = |tensor: Tensor| vec![tensor; machine.num_ranks()];
-    if let Some(losses) = losses {
-        outcome.insert(LOSS.to_owned(), alike(mean(&losses)));
-    }
-    if let Some(norm) = norm {
-        outcome.insert(format!("the output {GRAD_NORM}"), alike(norm));
-    }
-    Ok(outcome)
+    let Outcome { stepped, .. } = Outcome::of(machine, graph)?;
+    let is_step = |role: &Role| !matches!(role, Role::Buffer(_));
+    machine.finish(graph, is_step)?;
+    Ok(Outcome { seen, stepped })
 }
 
-fn own(machine: &Machine<'_>, id: TensorId) -> Option<Vec<Tensor>> {
+/// Returns what comes out of a micro-batch under names that tell which of several it was.
+pub(super) fn of_batch(seen: Named, index: usize, num_batches: usize) -> Named {
+    let name = |what: String| match num_batches {
+        1 => what,
+        _ => format!("{what} of micro-batch {index}"),
+    };
+    let named = seen.into_iter();
+    named.map(|(what, tensors)| (name(what), tensors)).collect()
+}
+
+fn is_optimizer(node: &Node) -> bool {
+    node.phase == Phase::Optimizer
+}
+
+/// Runs what comes before the optimizer, adds the gradients to those of the micro-batches before, and returns what comes
+/// out. Buffers have their new values then.
+fn forward_and_backward(
+    machine: &mut Machine,
+    graph: &Graph,
+    gradients: &mut Gradients,
+) -> Result<Named, Fault> {
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if !is_optimizer(node) {
+            machine.run_node(index, node)?;
+        }
+    }
+    let found = graph.parameters().iter().filter_map(|p| p.gradient);
+    let found: std::collections::BTreeSet<TensorId> = found.collect();
+    for gradient in found {
+        if let Some(own) = own(machine, gradient) {
+            gradients.entry(gradient).or_default().push(mean(&own));
+        }
+    }
+    let mut seen = Named::new();
+    if let Some(losses) = graph.loss().and_then(|loss| own(machine, loss)) {
+        let loss = vec![mean(&losses); machine.num_ranks()];
+        seen.insert(LOSS.to_owned(), loss);
+    }
+    for (name, id) in graph.outputs() {
+        let own = own(machine, *id).unwrap_or_default();
+        seen.insert(format!("the output {name}"), own);
+    }
+    for update in graph.updates() {
+        let role = graph.value(update.into).map(|value| &value.role);
+        if let (Some(role @ Role::Buffer(_)), Some(own)) = (role, own(machine, update.from)) {
+            seen.insert(role.to_string(), own);
+        }
+    }
+    let is_buffer = |role: &Role| matches!(role, Role::Buffer(_));
+    machine.update(graph, is_buffer)?;
+    Ok(seen)
+}
+
+fn own(machine: &Machine, id: TensorId) -> Option<Vec<Tensor>> {
     let ranks = 0..machine.num_ranks();
     ranks.map(|rank| machine.get(rank, id).cloned()).collect()
 }

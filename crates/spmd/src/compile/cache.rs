@@ -12,7 +12,8 @@ use crate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
-use crate::mode::{Lowered, Mode, Purpose, lower_all};
+use crate::lower::{Lowered, Purpose, StepGraphs, lower_all};
+use crate::mode::Mode;
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
@@ -182,14 +183,16 @@ impl<B: Batch> Graphs<B> {
         check_optimizer(&graph, mode, setting.scalars)?;
         mode.decide(&graph)?;
         let stepped = Arc::new(stepped(&graph));
-        let mut proof = None;
-        let (compiled, fingerprint) = match lower_all(graph, mode, purpose)? {
-            Lowered::Whole(graph, certificate) => {
-                proof = certificate;
+        let Lowered {
+            graphs,
+            certificate,
+        } = lower_all(graph, mode, purpose)?;
+        let (compiled, fingerprint) = match graphs {
+            StepGraphs::Whole(graph) => {
                 let fingerprint = graph.fingerprint();
                 (Compiled::Whole(Arc::from(graph)), fingerprint)
             }
-            Lowered::Iteration(iteration) => {
+            StepGraphs::Iteration(iteration) => {
                 let fingerprint = iteration.main.fingerprint();
                 let compiled = Compiled::Iteration {
                     setup: Arc::new(iteration.setup),
@@ -198,7 +201,7 @@ impl<B: Batch> Graphs<B> {
                 };
                 (compiled, fingerprint)
             }
-            Lowered::Micro(steps) => {
+            StepGraphs::Micro(steps) => {
                 let graphs = [&steps.first, &steps.next, &steps.update];
                 let fingerprint = Fingerprint::of(&graphs.map(Graph::fingerprint));
                 let compiled = Compiled::Micro {
@@ -214,7 +217,7 @@ impl<B: Batch> Graphs<B> {
                 compiled,
                 fingerprint,
                 stepped,
-                certificate: proof,
+                certificate,
             },
             traced: Some(Box::new(traced)),
         })

@@ -13,7 +13,8 @@ use super::step::CompiledStep;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::mode::{Mode, lower_forward};
+use crate::lower::lower_forward;
+use crate::mode::Mode;
 use crate::trace::{
     Batch, Defaults, InputSpec, ParameterSpec, StepScalars, Types, fill, fixed_of, specs_of,
     trace_forward,

@@ -10,7 +10,7 @@ use super::cache::{Compiled, Made};
 use super::step::{CompiledStep, Outputs, grad_norm};
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::mode::Purpose;
+use crate::lower::Purpose;
 use crate::run::{Results, Timeline};
 use crate::trace::{Batch, StepScalars};
 

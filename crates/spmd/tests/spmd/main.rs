@@ -1,7 +1,6 @@
 //! Compiled train steps against Burn's eager ones.
 
 mod agreement;
-mod certificate;
 mod clipping;
 mod compiled;
 mod custom;

@@ -1,0 +1,352 @@
+//! The comparison of graphs: of each with the one before it, and of the parts of a step with the step.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use burn_fsdp_mesh::{Clip, Mesh};
+
+use super::Certificate;
+use super::given::{Given, bounds};
+use super::machine::{Fault, Machine};
+use super::outcome::{Difference, Outcome};
+use super::reference;
+use crate::error::Error;
+use crate::graph::{Graph, Node};
+use crate::pass_id::PassId;
+use crate::passes::{Iteration, MicroSteps};
+use crate::place::Expand;
+
+/// Steps one after the other: each begins with what the one before has left.
+const NUM_STEPS: usize = 2;
+
+/// What a plan is proved for.
+#[derive(Clone, Copy)]
+pub(crate) struct Proof<'a> {
+    pub(crate) mesh: &'a Mesh,
+    /// The clipping that the passes insert.
+    pub(crate) clip: Option<Clip>,
+    /// The placements of the batch, if it was traced joined.
+    pub(crate) joined: Option<&'a Expand>,
+}
+
+/// The graphs of a step that has several.
+#[derive(Clone, Copy)]
+pub(crate) enum Parts<'a> {
+    Iteration(&'a Iteration),
+    Micro(&'a MicroSteps, usize),
+}
+
+/// The numbers of indices that inputs choose from, by name.
+type Bounds = BTreeMap<Arc<str>, usize>;
+
+impl Proof<'_> {
+    /// Proves that the last graph computes what the first does.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NotCertified`]; [`Error::NotProvable`] for a joined batch, of operations that the field knows nothing of.
+    pub(crate) fn of_passes(&self, stages: &[Graph]) -> Result<Certificate, Error> {
+        let start = Instant::now();
+        let [traced, .., plan] = stages else {
+            return Err(Error::Internal("no pass has made a plan".to_owned()));
+        };
+        self.expect_followed(traced)?;
+        let bounds = bounds(traced);
+        // A pass of the user changes what the step means: what comes after it is compared with what it has left.
+        let is_assumed = |graph: &&Graph| matches!(last(graph), Some(PassId::User(_)));
+        let from = stages.iter().rev().find(is_assumed).unwrap_or(traced);
+        let expected = self.outcomes(&mut self.machine(from)?, (from, plan), &bounds);
+        let expected = expected.map_err(|fault| not_certified(from, &fault))?;
+        let mut machine = self.machine(plan)?;
+        let got = self.outcomes(&mut machine, (plan, plan), &bounds);
+        let opaque = machine.opaque();
+        if !got.as_ref().is_ok_and(|got| *got == expected) {
+            // A function of a whole tensor is another of a part of it, and may be right all the same.
+            return Err(match self.joined.is_some() && !opaque.is_empty() {
+                true => Error::NotProvable {
+                    what: format!("by placements with {}", opaque.join(", ")),
+                },
+                false => self.first_fault(stages, &bounds)?,
+            });
+        }
+        let assumed = stages.iter().filter(is_assumed).filter_map(last);
+        Ok(Certificate {
+            num_ranks: self.mesh.size(),
+            passes: plan.applied().to_vec(),
+            num_nodes: plan.nodes().len(),
+            num_tensors: expected.iter().map(|of| of.tensors().count()).sum(),
+            num_elements: expected.iter().map(Outcome::num_elements).sum(),
+            uninterpreted: opaque,
+            assumed: assumed.collect(),
+            elapsed: start.elapsed(),
+        })
+    }
+
+    /// Refuses a joined batch with random numbers, of which each rank draws its own.
+    fn expect_followed(&self, traced: &Graph) -> Result<(), Error> {
+        let is_drawn = |node: &Node| node.is_opaque() && node.custom.is_none();
+        match self.joined.is_some() && traced.nodes().iter().any(is_drawn) {
+            true => Err(Error::NotProvable {
+                what: "by placements with random numbers".to_owned(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    /// Proves that the graphs of a step, run one after the other, compute the traced step.
+    ///
+    /// # Errors
+    ///
+    /// As [`of_passes`](Self::of_passes).
+    pub(crate) fn of_parts(&self, traced: &Graph, parts: Parts<'_>) -> Result<(), Error> {
+        let bounds = bounds(traced);
+        let (num_steps, num_batches, plan) = match parts {
+            Parts::Iteration(graphs) => (NUM_STEPS + 1, 1, &graphs.main),
+            Parts::Micro(graphs, num_batches) => (NUM_STEPS, num_batches, &graphs.update),
+        };
+        let clip = self.clip.as_ref().filter(|_| clips(plan));
+        let mut machine = self.machine(traced)?;
+        let expected = (0..num_steps).map(|step| {
+            let runs = step * num_batches..(step + 1) * num_batches;
+            let batches: Vec<_> = runs.map(|run| self.given(&machine, &bounds, run)).collect();
+            reference::step(&mut machine, traced, clip, &batches)
+        });
+        let expected = expected.collect::<Result<Vec<_>, _>>();
+        let expected = expected.map_err(|fault| not_certified(traced, &fault))?;
+        let expected = self.on_all_ranks(expected, traced);
+        let mut machine = self.machine(plan)?;
+        let got = match parts {
+            Parts::Iteration(graphs) => self.iterated(&mut machine, graphs, num_steps, &bounds),
+            Parts::Micro(graphs, batches) => {
+                self.accumulated(&mut machine, graphs, batches, &bounds)
+            }
+        };
+        let got = got.map_err(|(graph, fault)| not_certified(graph, &fault))?;
+        match first_difference(&expected, &got) {
+            None => Ok(()),
+            Some(difference) => Err(differs(plan, None, &difference)),
+        }
+    }
+
+    /// Runs steps whose optimizer runs in the next forward, and returns what comes out of each.
+    fn iterated<'g>(
+        &self,
+        machine: &mut Machine,
+        graphs: &'g Iteration,
+        num_steps: usize,
+        bounds: &Bounds,
+    ) -> Result<Vec<Outcome>, (&'g Graph, Fault)> {
+        let mut outcomes: Vec<Outcome> = Vec::new();
+        for step in 0..=num_steps {
+            let graph = match step {
+                0 => &graphs.setup,
+                step if step == num_steps => &graphs.cleanup,
+                _ => &graphs.main,
+            };
+            let given = self.given(machine, bounds, step);
+            let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
+            // The optimizer's part of a graph is of the step before.
+            if let Some(before) = outcomes.last_mut() {
+                before.stepped = outcome.stepped;
+            }
+            if step < num_steps {
+                outcomes.push(Outcome {
+                    seen: outcome.seen,
+                    ..Outcome::default()
+                });
+            }
+        }
+        Ok(outcomes)
+    }
+
+    /// Runs steps of several micro-batches, and returns what comes out of each.
+    fn accumulated<'g>(
+        &self,
+        machine: &mut Machine,
+        graphs: &'g MicroSteps,
+        num_batches: usize,
+        bounds: &Bounds,
+    ) -> Result<Vec<Outcome>, (&'g Graph, Fault)> {
+        let mut outcomes = Vec::new();
+        for step in 0..NUM_STEPS {
+            let mut outcome = Outcome::default();
+            for batch in 0..num_batches {
+                let graph = match batch {
+                    0 => &graphs.first,
+                    _ => &graphs.next,
+                };
+                let given = self.given(machine, bounds, step * num_batches + batch);
+                let own = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
+                let seen = reference::of_batch(own.seen, batch, num_batches);
+                outcome.seen.extend(seen);
+            }
+            let graph = &graphs.update;
+            let given = self.given(machine, bounds, step);
+            let own = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
+            outcome.seen.extend(own.seen);
+            outcome.stepped = own.stepped;
+            outcomes.push(outcome);
+        }
+        Ok(outcomes)
+    }
+
+    /// Returns ranks to run a graph: one for the trace of a joined batch.
+    fn machine(&self, graph: &Graph) -> Result<Machine, Error> {
+        let mesh = match self.joined.is_some() && !is_divided(graph) {
+            true => Mesh::line("one", 1)?,
+            false => self.mesh.clone(),
+        };
+        Ok(Machine::new(mesh))
+    }
+
+    fn given<'b>(&'b self, machine: &Machine, bounds: &'b Bounds, run: usize) -> Given<'b> {
+        Given {
+            mesh: machine.mesh().clone(),
+            bounds,
+            joined: self.joined,
+            run: run as u64,
+        }
+    }
+
+    /// Returns what comes out of steps of a graph, with clipping as `like` has it.
+    fn outcomes(
+        &self,
+        machine: &mut Machine,
+        (graph, like): (&Graph, &Graph),
+        bounds: &Bounds,
+    ) -> Result<Vec<Outcome>, Fault> {
+        let steps = 0..NUM_STEPS;
+        let outcomes = steps.map(|step| self.step(machine, (graph, like), bounds, step));
+        let outcomes = outcomes.collect::<Result<_, _>>()?;
+        Ok(self.on_all_ranks(outcomes, graph))
+    }
+
+    fn step(
+        &self,
+        machine: &mut Machine,
+        (graph, like): (&Graph, &Graph),
+        bounds: &Bounds,
+        step: usize,
+    ) -> Result<Outcome, Fault> {
+        let given = self.given(machine, bounds, step);
+        match is_divided(graph) {
+            true => run(machine, graph, &given),
+            false => {
+                let clip = self.clip.as_ref().filter(|_| clips(like));
+                reference::step(machine, graph, clip, &[given])
+            }
+        }
+    }
+
+    /// Returns outcomes of one rank as those of all, for the trace of a joined batch.
+    fn on_all_ranks(&self, mut outcomes: Vec<Outcome>, graph: &Graph) -> Vec<Outcome> {
+        if self.joined.is_some() && !is_divided(graph) {
+            for outcome in &mut outcomes {
+                let all = outcome
+                    .seen
+                    .values_mut()
+                    .chain(outcome.stepped.values_mut());
+                all.for_each(|tensors| *tensors = vec![tensors[0].clone(); self.mesh.size()]);
+            }
+        }
+        outcomes
+    }
+
+    /// Returns the error of the first pass whose graph is not what the one before it is.
+    fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
+        for pair in stages.windows(2) {
+            let [before, after] = pair else { continue };
+            if matches!(last(after), Some(PassId::User(_))) {
+                continue;
+            }
+            let expected = self.outcomes(&mut self.machine(before)?, (before, after), bounds);
+            let expected = expected.map_err(|fault| not_certified(before, &fault))?;
+            match self.outcomes(&mut self.machine(after)?, (after, after), bounds) {
+                Err(fault) => return Ok(not_certified(after, &fault)),
+                Ok(got) => {
+                    if let Some(difference) = first_difference(&expected, &got) {
+                        let node = self.first_node((before, after), bounds)?;
+                        return Ok(differs(after, node, &difference));
+                    }
+                }
+            }
+        }
+        let lost = "a plan differs from its trace, and no pass does".to_owned();
+        Ok(Error::Internal(lost))
+    }
+
+    /// Returns the first node that writes another value than the graph before has of the same number.
+    fn first_node(
+        &self,
+        (before, after): (&Graph, &Graph),
+        bounds: &Bounds,
+    ) -> Result<Option<usize>, Error> {
+        let noted = |graph: &Graph| {
+            let mut machine = self.machine(graph)?.noting();
+            // What it has noted until it fails is enough.
+            let _ = self.step(&mut machine, (graph, after), bounds, 0);
+            Ok::<_, Error>(machine)
+        };
+        let (expected, got) = (noted(before)?, noted(after)?);
+        let differs = |node: &Node| {
+            node.outputs().any(|id| {
+                (0..self.mesh.size()).any(|rank| {
+                    let (a, b) = (expected.written(rank, id), got.written(rank, id));
+                    a.is_some() && b.is_some() && a != b
+                })
+            })
+        };
+        Ok(after.nodes().iter().position(differs))
+    }
+}
+
+/// Runs a graph of all ranks.
+fn run(machine: &mut Machine, graph: &Graph, given: &Given<'_>) -> Result<Outcome, Fault> {
+    machine.begin(graph, given)?;
+    for (index, node) in graph.nodes().iter().enumerate() {
+        machine.run_node(index, node)?;
+    }
+    let outcome = Outcome::of(machine, graph)?;
+    machine.finish(graph, |_| true)?;
+    Ok(outcome)
+}
+
+/// Returns true if the graph is for ranks that communicate.
+fn is_divided(graph: &Graph) -> bool {
+    graph.applied().contains(&PassId::InsertCollectives)
+}
+
+fn clips(graph: &Graph) -> bool {
+    graph.applied().contains(&PassId::ClipGradients)
+}
+
+fn last(graph: &Graph) -> Option<PassId> {
+    graph.applied().last().copied()
+}
+
+fn first_difference(expected: &[Outcome], got: &[Outcome]) -> Option<Difference> {
+    let mut steps = expected.iter().zip(got);
+    steps.find_map(|(expected, got)| expected.difference(got))
+}
+
+fn differs(graph: &Graph, node: Option<usize>, difference: &Difference) -> Error {
+    let Difference { what, rank, reason } = difference;
+    let fault = Fault {
+        node: node.unwrap_or(graph.nodes().len()),
+        rank: *rank,
+        reason: format!("{what} differs: {reason}"),
+    };
+    not_certified(graph, &fault)
+}
+
+fn not_certified(graph: &Graph, fault: &Fault) -> Error {
+    let node = graph.nodes().get(fault.node);
+    Error::NotCertified {
+        pass: last(graph),
+        node: node.map(|_| fault.node),
+        operation: node.map_or_else(String::new, Node::name),
+        rank: fault.rank,
+        reason: fault.reason.clone(),
+    }
+}

@@ -1,0 +1,209 @@
+//! Plans are proved equal to what was traced, and wrong ones are refused.
+
+#[path = "../spmd/models.rs"]
+mod models;
+mod mutants;
+
+use burn::optim::{AdamWConfig, Optimizer};
+use burn::tensor::{Device, FloatDType};
+use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
+use burn_fsdp_mesh::{Clip, Mesh, Norm, Placement::Shard};
+use burn_fsdp_spmd::graph::Graph;
+use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
+use burn_fsdp_spmd::trace::{TraceConfig, trace};
+use burn_fsdp_spmd::{
+    Certificate, DataParallel, Error, Expand, Mode, Precision, Strategy, certify,
+};
+
+use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
+
+/// Returns the models' steps as traced.
+fn traced(optimizer: &impl Optimizer) -> Vec<(&'static str, Graph)> {
+    let device = Device::flex();
+    let config = TraceConfig::default;
+    let gpt = trace(
+        Gpt::new,
+        Gpt::loss,
+        optimizer,
+        &tokens(0, 0, 2, &device),
+        config(),
+    );
+    let cnn = trace(
+        Cnn::new,
+        Cnn::loss,
+        optimizer,
+        &images(0, &device),
+        config(),
+    );
+    let recurrent = trace(
+        Recurrent::new,
+        Recurrent::loss,
+        optimizer,
+        &sequences(0, 5, &device),
+        config(),
+    );
+    let encoder = trace(
+        Encoder::new,
+        Encoder::loss,
+        optimizer,
+        &sequences(0, 8, &device),
+        config(),
+    );
+    vec![
+        ("gpt", gpt.unwrap()),
+        ("cnn", cnn.unwrap()),
+        ("lstm", recurrent.unwrap()),
+        ("encoder", encoder.unwrap()),
+    ]
+}
+
+/// Returns settings of the passes, by names.
+fn settings() -> Vec<(&'static str, Options)> {
+    let default = Options::default;
+    vec![
+        ("none", Options::none()),
+        ("default", default()),
+        ("composed", default().kernels(false).fuse(false)),
+        ("prefetch", default().prefetch(true)),
+        ("kept", default().reshard_after_forward(false).bucket(None)),
+        ("at end", default().optimizer(OptimizerPlace::AtEnd)),
+        (
+            "in next forward",
+            default().optimizer(OptimizerPlace::InNextForward),
+        ),
+        (
+            "in next forward, clipped",
+            default()
+                .optimizer(OptimizerPlace::InNextForward)
+                .clip_grad_norm(Clip::to(0.5)),
+        ),
+        ("clip", default().clip_grad_norm(Clip::to(0.5))),
+        (
+            "clip largest",
+            default()
+                .clip_grad_norm(Clip::to(0.5).norm(Norm::Infinity))
+                .prefetch(true),
+        ),
+        ("recompute", default().recompute_units(["**"])),
+        (
+            "bf16",
+            default().precision(Precision::new(FloatDType::BF16).reduce(FloatDType::F32)),
+        ),
+    ]
+}
+
+fn proved(graph: &Graph, mode: Mode, options: &Options) -> Result<Certificate, Error> {
+    certify(graph.clone(), 1, &mode.options(options.clone()))
+}
+
+#[test]
+fn right_plans_are_proved() {
+    for (model, graph) in traced(&AdamWConfig::new().build()) {
+        for (setting, options) in settings() {
+            for strategy in [
+                Strategy::FullShard,
+                Strategy::ShardGradOp,
+                Strategy::NoShard,
+            ] {
+                for ranks in 1..=4 {
+                    let mode = Mode::data_parallel(ProcessGroup::fake(ranks, 0), strategy);
+                    let proof = proved(&graph, mode, &options);
+                    let proof = proof.unwrap_or_else(|error| {
+                        panic!("{model}, {setting}, {strategy:?} on {ranks}: {error}")
+                    });
+                    assert_eq!(proof.num_ranks, ranks);
+                    assert!(proof.num_tensors > 2 * graph.parameters().len());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn hybrids_and_micro_batches_are_proved() {
+    for (model, graph) in traced(&AdamWConfig::new().build()) {
+        for (setting, options) in settings() {
+            for axes in [
+                [("replicate", 2), ("shard", 3)],
+                [("shard", 2), ("replicate", 2)],
+            ] {
+                let ranks = axes.iter().map(|axis| axis.1).product();
+                let mesh = Mesh::new(axes).unwrap();
+                let mesh = ProcessMesh::new(&ProcessGroup::fake(ranks, 0), mesh).unwrap();
+                let mode = Mode::hybrid(mesh, "replicate", Strategy::FullShard).unwrap();
+                let proof = proved(&graph, mode, &options);
+                proof.unwrap_or_else(|error| panic!("{model}, {setting}, {axes:?}: {error}"));
+            }
+            for strategy in [Strategy::FullShard, Strategy::NoShard] {
+                let mode = Mode::data_parallel(ProcessGroup::fake(2, 0), strategy);
+                let mode = mode.options(options.clone());
+                let proof = certify(graph.clone(), 3, &mode);
+                proof.unwrap_or_else(|error| panic!("{model}, {setting}, 3 batches: {error}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn placements_are_proved() {
+    let optimizer = AdamWConfig::new().build();
+    let device = Device::flex();
+    let batch = images(0, &device);
+    let config = TraceConfig::default;
+    let cnn = trace(
+        Cnn::without_dropout,
+        Cnn::loss,
+        &optimizer,
+        &batch,
+        config(),
+    );
+    let batch = sequences(0, 8, &device);
+    let encoder = trace(
+        Encoder::without_dropout,
+        Encoder::loss,
+        &optimizer,
+        &batch,
+        config(),
+    );
+    let mut all = traced(&optimizer);
+    all.retain(|(model, _)| ["gpt", "lstm"].contains(model));
+    all.extend([("cnn", cnn.unwrap()), ("encoder", encoder.unwrap())]);
+    let by_columns = Expand::new()
+        .parameter("**.fc.weight", "model", Shard(1))
+        .parameter("**.fc.bias", "model", Shard(0))
+        .parameter("**.out.weight", "model", Shard(0));
+    for (model, graph) in all {
+        let prove = |what: &str, mode: Mode| {
+            for (setting, options) in [("default", Options::default()), ("none", Options::none())] {
+                let proof = proved(&graph, mode.clone(), &options);
+                proof.unwrap_or_else(|error| panic!("{model}, {what}, {setting}: {error}"));
+            }
+        };
+        for ranks in [1, 2] {
+            let world = ProcessGroup::fake(ranks, 0);
+            prove(
+                "automatic",
+                Mode::data_parallel(world, DataParallel::Automatic),
+            );
+        }
+        let mesh = Mesh::new([("data", 2), ("model", 2)]).unwrap();
+        let mesh = ProcessMesh::new(&ProcessGroup::fake(4, 0), mesh).unwrap();
+        let cut = Expand::new().input("**", "data", Shard(0));
+        prove("rows", Mode::expand(mesh.clone(), cut));
+        if model == "gpt" {
+            let both = by_columns.clone().input("**", "data", Shard(0));
+            prove("rows and columns", Mode::expand(mesh, both));
+        }
+    }
+}
+
+/// Random numbers are each rank's own, so that no joined batch has them.
+#[test]
+fn random_numbers_of_a_joined_batch_are_not_followed() {
+    let graph = traced(&AdamWConfig::new().build()).swap_remove(1).1;
+    let mode = Mode::data_parallel(ProcessGroup::fake(2, 0), DataParallel::Automatic);
+    match proved(&graph, mode, &Options::default()) {
+        Err(Error::NotProvable { what }) => assert!(what.contains("random")),
+        other => panic!("{other:?}"),
+    }
+}
