@@ -232,6 +232,26 @@ fn blocks_that_are_computed_again_keep_the_losses() {
 }
 
 #[test]
+fn a_plan_is_proved_before_the_first_step() {
+    let sizes =
+        "--layers 2 --dim 32 --heads 2 --batch 24 --seq 16 --synthetic --steps 1 --warmup 0";
+    for flags in [
+        "--ranks 3",
+        "--ranks 2 --accumulate 3 --clip-grad-norm 1",
+        "--ranks 4 --strategy hybrid-shard --replicate-size 2 --activation-checkpointing",
+    ] {
+        let run = Folder::new().train(&format!("{sizes} --compile --certify {flags}"));
+        assert_eq!(run.code, 0, "{flags}: {}", run.stderr);
+        let printed = format!("{}{}", run.stdout, run.stderr);
+        assert!(printed.contains("proved: "), "{flags}: {printed}");
+        assert!(printed.contains("compute the traced step"), "{flags}");
+    }
+    let run = Folder::new().train(&format!("{sizes} --certify"));
+    assert_eq!(run.code, 2);
+    assert!(run.stderr.contains("--compile"), "{}", run.stderr);
+}
+
+#[test]
 fn a_budget_of_memory_is_kept_by_computing_blocks_again() {
     let sizes = "--layers 4 --batch 24 --seq 16 --synthetic --steps 3 --warmup 0 --compile";
     let kept = Folder::new().report(sizes);

@@ -20,56 +20,12 @@ mod scalar;
 mod tensor;
 mod transport;
 
-use std::fmt;
-use std::time::Duration;
-
 use burn_fsdp_mesh::{Clip, Mesh};
 
 use crate::error::Error;
 use crate::graph::{Flops, Graph, Node};
-use crate::pass_id::PassId;
+pub use proof::Certificate;
 pub(crate) use proof::{Parts, Proof};
-
-/// A proof that a plan computes what was traced, on all its ranks.
-#[derive(Debug, Clone)]
-pub struct Certificate {
-    /// The ranks that the plan is for.
-    pub num_ranks: usize,
-    /// The passes that made it, in order.
-    pub passes: Vec<PassId>,
-    /// Nodes of the plan.
-    pub num_nodes: usize,
-    /// Tensors that come out of a step and were found equal, on each rank: loss, outputs, parameters, states, buffers.
-    pub num_tensors: usize,
-    /// Elements that were compared.
-    pub num_elements: usize,
-    /// Operations that stand for themselves: functions of which nothing is known but that equal operands give equal
-    /// results.
-    pub uninterpreted: Vec<String>,
-    /// Passes of the user, which change what the step means as they like: it is not proved that they are right.
-    pub assumed: Vec<PassId>,
-    /// Time that the proof took.
-    pub elapsed: Duration,
-}
-
-/// Prints what was proved, in a line.
-impl fmt::Display for Certificate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} nodes on {} ranks compute the traced step: {} tensors, {} elements, equal modulo 2^61 - 1",
-            self.num_nodes, self.num_ranks, self.num_tensors, self.num_elements
-        )?;
-        if !self.uninterpreted.is_empty() {
-            write!(f, "; taken as they are: {}", self.uninterpreted.join(", "))?;
-        }
-        if !self.assumed.is_empty() {
-            let names: Vec<String> = self.assumed.iter().map(PassId::to_string).collect();
-            write!(f, "; not proved: {}", names.join(", "))?;
-        }
-        write!(f, "; {} ms", self.elapsed.as_millis())
-    }
-}
 
 /// Proves that the last of these graphs computes what the first does, when the ranks of `mesh` divide the batch among
 /// them: each computes loss and gradients of its own rows, the optimizer steps with the means, clipped by `clip` if the

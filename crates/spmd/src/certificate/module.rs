@@ -1,6 +1,6 @@
 //! Burn's operations of modules: linear layers, embeddings, convolutions.
 
-use burn_ir::{ModuleOperationIr, TensorIr};
+use burn_ir::{BatchNormOpIr, ModuleOperationIr, TensorIr};
 
 use super::base::wrapped;
 use super::call::Call;
@@ -51,7 +51,6 @@ macro_rules! convolved {
 impl Call<'_> {
     pub(super) fn module(&self, operation: &ModuleOperationIr) -> Result<Vec<Tensor>, String> {
         use ModuleOperationIr as Op;
-        let first = |padding: &(usize, usize)| padding.0;
         let one = match operation {
             Op::Linear(op) => {
                 let product = matmul(
@@ -106,6 +105,17 @@ impl Call<'_> {
                 }
                 Tensor::new(shape, elements)
             }
+            Op::BatchNorm(op) => self.batch_norm(op)?,
+            _ => return self.of_images(operation),
+        };
+        Ok(vec![one])
+    }
+
+    /// Returns the results of convolutions and pools.
+    fn of_images(&self, operation: &ModuleOperationIr) -> Result<Vec<Tensor>, String> {
+        use ModuleOperationIr as Op;
+        let first = |padding: &(usize, usize)| padding.0;
+        let one = match operation {
             Op::Conv1d(op) => convolved!(self, forward op, first),
             Op::Conv2d(op) => convolved!(self, forward op, first),
             Op::Conv3d(op) => convolved!(self, forward op, |before: &usize| *before),
@@ -118,19 +128,6 @@ impl Call<'_> {
             Op::Conv1dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
             Op::Conv2dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
             Op::Conv3dBiasBackward(op) => self.bias_gradient(&op.output_grad, &op.out)?,
-            Op::BatchNorm(op) => {
-                let epsilon = self.scalar(0)?.element(Kind::Float);
-                let x = self.get(&op.x)?;
-                let mut row = vec![1; x.shape.len()];
-                row[1] = x.shape[1];
-                let of_channel = |tensor| self.get(tensor)?.reshaped(&row);
-                let (gamma, beta) = (of_channel(&op.gamma)?, of_channel(&op.beta)?);
-                let (mean, variance) = (of_channel(&op.mean)?, of_channel(&op.variance)?);
-                let rate = |a: &[Element]| div(a[0], function("sqrt", &[add(a[1], epsilon)]));
-                let rate = map(&row, &[&gamma, &variance], rate)?;
-                let of = |a: &[Element]| add(mul(sub(a[0], a[1]), a[2]), a[3]);
-                map(&x.shape, &[x, &mean, &rate, &beta], of)?
-            }
             Op::AvgPool1d(_)
             | Op::AvgPool2d(_)
             | Op::AvgPool1dBackward(_)
@@ -152,6 +149,21 @@ impl Call<'_> {
             _ => return self.opaque(),
         };
         Ok(vec![one])
+    }
+
+    /// Returns rows with statistics that are given, one of each for a channel.
+    fn batch_norm(&self, op: &BatchNormOpIr) -> Result<Tensor, String> {
+        let epsilon = self.scalar(0)?.element(Kind::Float);
+        let x = self.get(&op.x)?;
+        let mut row = vec![1; x.shape.len()];
+        row[1] = x.shape[1];
+        let of_channel = |tensor| self.get(tensor)?.reshaped(&row);
+        let (gamma, beta) = (of_channel(&op.gamma)?, of_channel(&op.beta)?);
+        let (mean, variance) = (of_channel(&op.mean)?, of_channel(&op.variance)?);
+        let rate = |a: &[Element]| div(a[0], function("sqrt", &[add(a[1], epsilon)]));
+        let rate = map(&row, &[&gamma, &variance], rate)?;
+        let of = |a: &[Element]| add(mul(sub(a[0], a[1]), a[2]), a[3]);
+        map(&x.shape, &[x, &mean, &rate, &beta], of)
     }
 
     /// Returns the sums over all dims but that of the channels.

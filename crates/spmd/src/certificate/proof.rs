@@ -1,12 +1,12 @@
 //! The comparison of graphs: of each with the one before it, and of the parts of a step with the step.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use burn_fsdp_mesh::{Clip, Mesh};
 
-use super::Certificate;
 use super::given::{Given, bounds};
 use super::machine::{Fault, Machine};
 use super::outcome::{Difference, Outcome};
@@ -16,6 +16,47 @@ use crate::graph::{Graph, Node};
 use crate::pass_id::PassId;
 use crate::passes::{Iteration, MicroSteps};
 use crate::place::Expand;
+
+/// A proof that a plan computes what was traced, on all its ranks.
+#[derive(Debug, Clone)]
+pub struct Certificate {
+    /// The ranks that the plan is for.
+    pub num_ranks: usize,
+    /// The passes that made it, in order.
+    pub passes: Vec<PassId>,
+    /// Nodes of the plan.
+    pub num_nodes: usize,
+    /// Tensors that come out of a step and were found equal, on each rank: loss, outputs, parameters, states, buffers.
+    pub num_tensors: usize,
+    /// Elements that were compared.
+    pub num_elements: usize,
+    /// Operations that stand for themselves: functions of which nothing is known but that equal operands give equal
+    /// results.
+    pub uninterpreted: Vec<String>,
+    /// Passes of the user, which change what the step means as they like: it is not proved that they are right.
+    pub assumed: Vec<PassId>,
+    /// Time that the proof took.
+    pub elapsed: Duration,
+}
+
+/// Prints what was proved, in a line.
+impl fmt::Display for Certificate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} nodes on {} ranks compute the traced step: {} tensors, {} elements, equal modulo 2^61 - 1",
+            self.num_nodes, self.num_ranks, self.num_tensors, self.num_elements
+        )?;
+        if !self.uninterpreted.is_empty() {
+            write!(f, "; taken as they are: {}", self.uninterpreted.join(", "))?;
+        }
+        if !self.assumed.is_empty() {
+            let names: Vec<String> = self.assumed.iter().map(PassId::to_string).collect();
+            write!(f, "; not proved: {}", names.join(", "))?;
+        }
+        write!(f, "; {} ms", self.elapsed.as_millis())
+    }
+}
 
 /// Steps one after the other: each begins with what the one before has left.
 const NUM_STEPS: usize = 2;

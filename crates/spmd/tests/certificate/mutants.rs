@@ -435,23 +435,18 @@ fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
     counts
 }
 
-fn check(seeds: std::ops::Range<u64>) {
+/// `BURN_FSDP_LONG=1` makes 2,000 of them.
+#[test]
+fn wrong_plans_are_refused() {
+    let seeds = match std::env::var_os("BURN_FSDP_LONG") {
+        None => 0..60,
+        Some(_) => 1_000..3_000,
+    };
     let counts = refused(seeds);
     println!("{counts:?}");
     for (mutation, [caught, all]) in counts {
         assert_eq!(caught, all, "{mutation:?}");
     }
-}
-
-#[test]
-fn wrong_plans_are_refused() {
-    check(0..60);
-}
-
-#[test]
-#[ignore = "takes a minute"]
-fn five_hundred_wrong_plans_are_refused() {
-    check(1_000..1_500);
 }
 
 /// A pass that does what another does, and one thing wrong.
