@@ -183,7 +183,27 @@ pub mod testing {
     pub use burn_fsdp_collectives::{At, CommCounter, Fault, How, Tally, Unwound};
 }
 
-/// The examples of the README, compiled and run as tests.
+/// The examples of the README and of the book, compiled and run as tests.
 #[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+mod pages {
+    macro_rules! pages {
+        ($($name:ident $file:literal),+ $(,)?) => {
+            $(#[doc = include_str!(concat!("../../../", $file))] struct $name;)+
+        };
+    }
+    pages! {
+        Readme "README.md",
+        GettingStarted "docs/book/src/getting-started.md",
+        FromPytorch "docs/book/src/from-pytorch.md",
+        FromBurnDdp "docs/book/src/from-burn-ddp.md",
+        Units "docs/book/src/units.md",
+        Memory "docs/book/src/memory.md",
+        Precision "docs/book/src/precision.md",
+        Optimizers "docs/book/src/optimizers.md",
+        Adapters "docs/book/src/adapters.md",
+        Checkpoints "docs/book/src/checkpoints.md",
+        Compiled "docs/book/src/compiled.md",
+        Certificate "docs/book/src/certificate.md",
+        Devices "docs/book/src/devices.md",
+    }
+}
