@@ -37,6 +37,10 @@ pub(crate) enum Command {
     Launch(LaunchArgs),
     /// Measure training against PyTorch, both in turn on the same cores
     Bench(BenchArgs),
+    /// Print the completions of a shell: put `source <(burn-fsdp completions bash)` into ~/.bashrc
+    Completions(CompletionsArgs),
+    /// Print a page of the manual: `burn-fsdp manual train | man -l -`
+    Manual(ManualArgs),
     /// Train a model of Burn's own layers on numbers that look random, for `bench`
     #[command(hide = true)]
     EncoderStep(EncoderArgs),
@@ -60,6 +64,18 @@ Environment:
   RUST_LOG         what to log on stderr [default: off]
 
 Exit code: see `burn-fsdp --help`";
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArgs {
+    /// The shell
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ManualArgs {
+    /// The command that the page is of; without it, that of all commands
+    pub(crate) command: Option<String>,
+}
 
 #[derive(Debug, Args)]
 #[command(after_help = TRAIN_AFTER_HELP)]

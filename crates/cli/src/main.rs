@@ -19,6 +19,7 @@ mod host;
 mod launch;
 mod output;
 mod plan;
+mod shell;
 mod steps;
 mod text;
 mod train;
@@ -49,6 +50,8 @@ fn main() -> ExitCode {
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args).map_err(Failure::from),
         Command::Bench(args) => bench::run(&args),
+        Command::Completions(args) => shell::completions(&args),
+        Command::Manual(args) => shell::manual(&args),
         Command::EncoderStep(args) => bench::encoder::run(&args),
         Command::Launch(args) => match launch::run(&args) {
             Ok(code) => return code,

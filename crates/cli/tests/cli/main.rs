@@ -26,5 +26,6 @@ mod processes;
 mod report;
 mod restarts;
 mod settings;
+mod shell;
 mod start;
 mod trace;

@@ -1,0 +1,37 @@
+//! What a shell and the manual know of the command line.
+
+use clap::CommandFactory;
+use clap::error::ErrorKind;
+
+use crate::args::{Cli, CompletionsArgs, ManualArgs};
+use crate::console;
+use crate::error::Failure;
+
+/// Prints the completions of a shell.
+pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), Failure> {
+    let mut command = Cli::command();
+    let name = command.get_name().to_owned();
+    let mut script = Vec::new();
+    clap_complete::generate(args.shell, &mut command, name, &mut script);
+    console::answer(String::from_utf8_lossy(&script).trim_end())
+}
+
+/// Prints a page of the manual. A command that is not there ends the process as any other wrong argument does.
+pub(crate) fn manual(args: &ManualArgs) -> Result<(), Failure> {
+    let mut all = Cli::command();
+    all.build();
+    let page = match &args.command {
+        None => all.clone(),
+        Some(name) => match all.find_subcommand(name) {
+            Some(command) => command.clone(),
+            None => {
+                let message = format!("there is no command `{name}`; see `burn-fsdp --help`");
+                all.error(ErrorKind::InvalidSubcommand, message).exit()
+            }
+        },
+    };
+    let mut roff = Vec::new();
+    // A vector takes everything.
+    let _ = clap_mangen::Man::new(page).render(&mut roff);
+    console::answer(String::from_utf8_lossy(&roff).trim_end())
+}
