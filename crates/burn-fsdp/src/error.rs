@@ -136,6 +136,18 @@ pub enum CheckpointError {
         /// The message of the rank.
         reason: String,
     },
+    /// Factors of an adapter that were trained with another alpha.
+    #[error(
+        "`{path}` was trained with a scale (alpha over rank) of {saved}, and the policy gives adapters one of {got}: they          would add another matrix; give `ShardPolicy::lora` the alpha of the training"
+    )]
+    AdapterScale {
+        /// The factor.
+        path: String,
+        /// The scale of the step.
+        saved: f64,
+        /// The scale of the model.
+        got: f64,
+    },
     /// A tensor of a type that checkpoints do not hold.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {

@@ -10,11 +10,13 @@ use burn_fsdp_shard::{
     LocalTensor, check_elementwise_once, load_local_state, local_ids, local_state,
 };
 use burn_pack::{Scalar, Tensor as PackedTensor};
+use serde_json::Value;
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{RANK_KEY, kept_in, owner_of, packed, with_state};
 use crate::optimizer_state::{Holders, is_elsewhere};
+use crate::snapshot::ADAPTER_SCALE;
 
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
 /// were that saved it. Each rank reads the bytes that it needs.
@@ -26,7 +28,8 @@ use crate::optimizer_state::{Holders, is_elsewhere};
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors. Tensors of the model that the step lacks or has in another shape,
-/// tensors of the step that the model lacks, damage: nothing is changed then, in no copy of the model.
+/// tensors of the step that the model lacks, adapters of another alpha, damage: nothing is changed then, in no copy of the
+/// model.
 pub fn restore<M: Module>(
     model: M,
     optimizer: ModuleOptimizer,
@@ -75,10 +78,27 @@ pub fn restore_matching<M: Module>(
         .collect();
     let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
     step.compare(&expected?, is_compared, Extra::Refuse)?;
+    for tensor in state.iter().filter(|tensor| is_wanted(&tensor.path)) {
+        check_scale(tensor, step.tensor(&tensor.path)?)?;
+    }
     load_local_state(model, |tensor| match is_wanted(&tensor.path) {
         true => Ok(Some(step.read(&tensor.path, &region_of(tensor))?)),
         false => Ok(None),
     })
+}
+
+/// Checks that the factors of an adapter are multiplied by what they were trained with.
+fn check_scale(tensor: &LocalTensor, saved: &TensorEntry) -> Result<(), CheckpointError> {
+    // Steps of other programs need not say.
+    let saved = saved.metadata.get(ADAPTER_SCALE).and_then(Value::as_f64);
+    match (saved, tensor.adapter_scale) {
+        (Some(saved), Some(got)) if saved != got => Err(CheckpointError::AdapterScale {
+            path: tensor.path.clone(),
+            saved,
+            got,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the region of a tensor that a rank holds.

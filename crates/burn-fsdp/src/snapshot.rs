@@ -21,6 +21,9 @@ use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, state_name};
 use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
 
+/// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
+pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
+
 /// The part of one rank in the state of a training at one moment.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -136,7 +139,10 @@ impl Tensors<'_> {
         };
         let dtype = dtype_of(&local.path, local.dtype)?;
         let layout = self.place.layout_of(local)?;
-        let spec = TensorSpec::new(&local.path, local.shape.clone(), dtype, kind, layout);
+        let mut spec = TensorSpec::new(&local.path, local.shape.clone(), dtype, kind, layout);
+        if let Some(scale) = local.adapter_scale {
+            spec = spec.with(ADAPTER_SCALE, scale);
+        }
         self.add(spec, Holders::of(local))?;
         self.snapshot
             .insert(&local.path, Elements(local.elements.clone()));

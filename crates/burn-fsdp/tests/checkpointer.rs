@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use burn::module::Lora;
 use burn_fsdp::checkpoint::{
     Checkpoints, NotFiniteTensor, SaveRemark, SaveRequest, TrainingState, snapshot,
 };
@@ -300,5 +301,39 @@ fn all_ranks_hear_of_a_tensor_that_is_not_finite() {
     for not_finite in &seen {
         assert_eq!(not_finite.rank, 1);
         assert_eq!(not_finite, &seen[0]);
+    }
+}
+
+/// Alpha is no tensor of the model, and another one is another model.
+#[test]
+fn adapters_of_another_alpha_are_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for (alpha, ranks) in [(4.0, 2), (4.0, 1), (3.0, 1), (3.0, 2)] {
+        let folder = folder.path().to_owned();
+        let resumed = launch(LaunchConfig::new(ranks), move |world| {
+            let mesh = ProcessMesh::new(&world, Mesh::line("shard", ranks)?)?;
+            let policy = ShardPolicy::new().units(["blocks.*"]);
+            let policy = policy.lora(Lora::new(2, alpha));
+            let model = CONFIG.init(&device(), 4).expect("valid sizes");
+            let model = fully_shard(model, &mesh, policy)?;
+            let resumed = resume(&folder, model, optimizer(), &mesh)?;
+            save(
+                &folder,
+                resumed.step + 1,
+                &resumed.model,
+                &resumed.optimizer,
+                &mesh,
+            )?;
+            Ok::<_, Error>(())
+        });
+        match alpha {
+            3.0 => {
+                let message = resumed.expect_err("refused").to_string();
+                let says =
+                    "a scale (alpha over rank) of 2, and the policy gives adapters one of 1.5";
+                assert!(message.contains(says), "{message}");
+            }
+            _ => drop(resumed.unwrap_or_else(|error| panic!("{error}"))),
+        }
     }
 }

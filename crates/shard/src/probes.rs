@@ -62,16 +62,19 @@ const STRIDE: u64 = 16;
 const VALUE: f32 = 1.0 / 64.0;
 
 /// Sizes of gradients in a row. Adam divides by their size, so that clipping shows only where they come
-/// near its epsilon.
-const SIZES: [f32; 8] = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14];
+/// near its epsilon; Lion takes their sign, so that it shows only where it leaves nothing of them.
+const SIZES: [f32; 8] = [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-12, 1e-24, 1e-36];
 
-/// Returns the scale of the gradients: beyond any sensible threshold of clipping by norm, while the
-/// square is a number.
-fn scale(dtype: DType) -> f32 {
-    match dtype {
+/// Returns element `i` of a gradient of the matrix in a step, whose halves are of very different sizes. The norm of
+/// the matrix is that of its first half, beyond any sensible threshold of clipping by norm, while the square is a
+/// number. So the second half is clipped by a small factor as a part of the matrix, and hardly when alone.
+pub(crate) fn gradient_of_halves(dtype: DType, i: usize, step: usize) -> f32 {
+    let scale = match dtype {
+        _ if i >= LEN / 2 => 1.0,
         DType::F16 => 64.0,
-        _ => 1e6,
-    }
+        _ => 1e17,
+    };
+    scale * SIZES[i % SIZES.len()] * element(i, step)
 }
 
 /// Returns true if `id` is one that the trial of an optimizer uses, and no parameter's: the first
@@ -298,11 +301,7 @@ impl Probes {
         gradients: &mut GradientsParams,
     ) {
         let start = shard * (LEN / self.num_shards);
-        let scale = scale(self.dtype);
-        let gradient = self.tensor(shape, |i| {
-            let size = SIZES[i % SIZES.len()];
-            scale * size * element(start + i, 1)
-        });
+        let gradient = self.tensor(shape, |i| gradient_of_halves(self.dtype, start + i, 1));
         gradients.register(self.id(probe, shard), gradient.inner());
     }
 

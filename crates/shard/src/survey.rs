@@ -116,8 +116,11 @@ impl<const D: usize> Declared<D> {
         let declared = param.lazy_shape().dims();
         let probe = param.clone();
         let probe = probe.transform_for_load(stand_in(declared, &device), param.id);
-        // A plain device keeps no record of it: everything is a parameter to train there.
-        let is_trainable = probe.is_require_grad() || !device.is_autodiff();
+        // What a value has counts where there is one: Burn's `Param::map` leaves a value without gradients in a parameter
+        // that was configured to have them, and Burn does not train it. A plain device keeps no record of it: everything
+        // is a parameter to train there.
+        let has_gradients = !param.is_initialized() || param.is_require_grad();
+        let is_trainable = probe.is_require_grad() && has_gradients || !device.is_autodiff();
         let loaded = probe.dims();
         let (_, _, mapper) = probe.consume();
         let (shape, recorded) = if param.is_initialized() {

@@ -157,6 +157,13 @@ impl Unit {
         self.stride.store(next, Ordering::Relaxed);
     }
 
+    /// Returns what the product of factors is multiplied by, if the parameter of `slot` is one of them.
+    pub(crate) fn adapter_scale(&self, slot: usize) -> Option<f64> {
+        let mut adapters = self.slots.iter().filter_map(|slot| slot.adapter.as_ref());
+        let adapter = adapters.find(|adapter| adapter.a == slot || adapter.b == slot);
+        adapter.map(|adapter| adapter.scale)
+    }
+
     /// Returns true if the weight of `slot`, with what its adapter adds, needs elements of other ranks.
     pub(crate) fn is_gathered_for(&self, slot: usize) -> bool {
         let adapter = self.slots[slot].adapter.as_ref();

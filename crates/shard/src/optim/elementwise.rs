@@ -2,23 +2,36 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use burn::grad_clipping::GradientClipping;
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::inspect;
-use crate::probes::{LEN, SIDE, element, tensor_of};
+use crate::probes::{LEN, SIDE, element, gradient_of_halves, tensor_of};
 
 const NUM_STEPS: usize = 3;
 
-/// Returns the sizes of the gradients: the larger is to exceed any threshold of clipping by norm,
-/// while its square is still a number, as far as the type goes.
-fn scales(dtype: DType) -> [f32; 2] {
-    match dtype {
-        DType::F16 => [1.0, 1e4],
-        _ => [1.0, 1e18],
+/// The gradients of a trial.
+#[derive(Debug, Clone, Copy)]
+enum Gradients {
+    Small,
+    /// Beyond any threshold of clipping by norm, while the square is still a number, as far as the type goes.
+    Large,
+    /// Large in the first half of the matrix, small in the second.
+    Halves,
+}
+
+impl Gradients {
+    const ALL: [Self; 3] = [Self::Small, Self::Large, Self::Halves];
+
+    fn element(self, dtype: DType, i: usize, step: usize) -> f32 {
+        match (self, dtype) {
+            (Self::Small, _) => element(i, step),
+            (Self::Large, DType::F16) => 1e4 * element(i, step),
+            (Self::Large, _) => 1e18 * element(i, step),
+            (Self::Halves, dtype) => gradient_of_halves(dtype, i, step),
+        }
     }
 }
 
@@ -59,10 +72,8 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
             dtype: slot.elements.stored.dtype,
         };
         let num_shards = if slot.is_cut() { 2 } else { 1 };
-        // An optimizer of signs, such as Lion, shows no trial that its gradients are scaled.
-        let clips = matches!(optimizer.grad_clipping(), Some(GradientClipping::Norm(_)));
-        let passes = |scale: f32| !(clips && slot.is_cut()) && trial.passes(num_shards, scale);
-        if !scales(slot.elements.stored.dtype).into_iter().all(passes) {
+        let mut all = Gradients::ALL.into_iter();
+        if !all.all(|gradients| trial.passes(num_shards, gradients)) {
             return Err(Error::WholeTensors { path });
         }
         let unit = &member.generation.unit;
@@ -105,8 +116,8 @@ struct Trial<'a> {
 
 impl Trial<'_> {
     /// Returns true if the matrix and its shards, in rows and flat, come to the same bits.
-    fn passes(&self, num_shards: usize, scale: f32) -> bool {
-        let Some(whole) = self.run::<2>([SIDE, SIDE], 0, scale) else {
+    fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
+        let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {
             // It does not take a matrix at all, sharded or not: its own error will say so.
             return true;
         };
@@ -119,12 +130,17 @@ impl Trial<'_> {
             })
         };
         // In rows first: what needs two dimensions then fails without a panic's message.
-        shards(&|start| self.run([SIDE / num_shards, SIDE], start, scale))
-            && shards(&|start| self.run([LEN / num_shards], start, scale))
+        shards(&|start| self.run([SIDE / num_shards, SIDE], start, gradients))
+            && shards(&|start| self.run([LEN / num_shards], start, gradients))
     }
 
     /// Returns the bits that the elements from `start` on have after some steps; `None` after a panic.
-    fn run<const D: usize>(&self, shape: [usize; D], start: usize, scale: f32) -> Option<Vec<u8>> {
+    fn run<const D: usize>(
+        &self,
+        shape: [usize; D],
+        start: usize,
+        gradients: Gradients,
+    ) -> Option<Vec<u8>> {
         let stepped = catch_unwind(AssertUnwindSafe(|| {
             let mut optimizer = self
                 .optimizer
@@ -136,10 +152,11 @@ impl Trial<'_> {
                 param: Param::initialized(self.id, value),
             };
             for step in 1..=NUM_STEPS {
-                let gradient = self.tensor(shape, |i| scale * element(start + i, step));
-                let mut gradients = GradientsParams::new();
-                gradients.register(self.id, gradient.inner());
-                probe = optimizer.step(1e-2, probe, gradients);
+                let gradient =
+                    self.tensor(shape, |i| gradients.element(self.dtype, start + i, step));
+                let mut of_step = GradientsParams::new();
+                of_step.register(self.id, gradient.inner());
+                probe = optimizer.step(1e-2, probe, of_step);
             }
             probe.param.base().into_data()
         }));

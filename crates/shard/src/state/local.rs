@@ -28,6 +28,9 @@ pub struct LocalTensor {
     pub dtype: DType,
     /// The kind of the tensor, and how much of it this rank holds.
     pub part: LocalPart,
+    /// Of a factor of a [LoRA adapter](crate::ShardPolicy::lora): alpha over rank, by which the product of the factors is
+    /// multiplied.
+    pub adapter_scale: Option<f64>,
     /// The elements that this rank holds, in row-major order and the machine's byte order. Read in
     /// place: what is done to the module afterwards does not change them.
     pub elements: Source,
@@ -65,9 +68,11 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
     let tensors = full::tensors(module).into_iter().map(|tensor| {
         let source = |flat| transport::source(flat, None);
+        let mut adapter_scale = None;
         let (part, elements) = match tensor.held {
             Held::Sharded(member) => {
                 let slot = member.slot();
+                adapter_scale = member.generation.unit.adapter_scale(member.index);
                 let rank = member.generation.unit.groups.shard.rank();
                 let part = match slot.is_gathered() {
                     true => LocalPart::Shard {
@@ -89,6 +94,7 @@ pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
             shape: tensor.shape,
             dtype: tensor.dtype,
             part,
+            adapter_scale,
             elements,
         }
     });

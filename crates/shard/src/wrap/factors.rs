@@ -15,16 +15,10 @@ use crate::survey::Found;
 ///
 /// # Errors
 ///
-/// [`Error::Option`] if it adapts none, or makes factors of no rank.
+/// [`Error::Option`] if it adapts none, or makes factors of no rank, of no sensible size, or of another type than what
+/// they adapt.
 pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Found>, Error> {
-    let refused = |expected, got: &str| Error::Option {
-        option: "lora",
-        expected,
-        got: got.to_owned(),
-    };
-    if lora.rank == 0 {
-        return Err(refused("of rank 1 or more", "of rank 0"));
-    }
+    check(lora)?;
     let mut all = Vec::with_capacity(parameters.len());
     let num_parameters = parameters.len();
     for found in parameters {
@@ -35,11 +29,22 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
             continue;
         }
         let base = all.last().expect("it was just put there");
+        if let Some(dtype) = lora.dtype.map(DType::from)
+            && dtype != base.dtype
+        {
+            return Err(refused(
+                "with factors of the type of what they adapt, in which the sharded weight computes; leave `set_dtype` out,                  and choose types by `ShardPolicy::precision`",
+                format!(
+                    "with factors of {dtype:?} for `{}` of {:?}",
+                    base.path, base.dtype
+                ),
+            ));
+        }
         let factor = |name: &str, shape: [usize; 2]| Found {
             path: format!("{}.{name}", base.path),
             id: ParamId::new(),
             shape: shape.to_vec(),
-            dtype: lora.dtype.map_or(base.dtype, DType::from),
+            dtype: base.dtype,
             device: base.device.clone(),
             factor_of: Some(base.path.clone()),
         };
@@ -50,9 +55,35 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
     match all.len() == num_parameters {
         true => Err(refused(
             "for a group with such a parameter",
-            "for a group without a parameter of two dims among those that are sharded",
+            "for a group without a parameter of two dims among those that are sharded".to_owned(),
         )),
         false => Ok(all),
+    }
+}
+
+/// Checks what of a configuration needs no module.
+fn check(lora: &Lora) -> Result<(), Error> {
+    if lora.rank == 0 {
+        return Err(refused("of rank 1 or more", "of rank 0".to_owned()));
+    }
+    if !lora.alpha.is_finite() {
+        let got = format!("with an alpha of {}", lora.alpha);
+        return Err(refused("with a finite alpha", got));
+    }
+    match lora.init_std {
+        Some(std) if !std.is_finite() || std < 0.0 => Err(refused(
+            "with an `init_std` of 0 or more",
+            format!("with one of {std}"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn refused(expected: &'static str, got: String) -> Error {
+    Error::Option {
+        option: "lora",
+        expected,
+        got,
     }
 }
 

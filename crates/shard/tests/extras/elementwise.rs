@@ -99,15 +99,24 @@ fn optimizers_that_need_whole_tensors_are_refused() {
 fn one_group_among_others_is_found_by_its_path() {
     let grouped = || {
         let hidden = ParamGroup::from_predicate("blocks.1.up.weight");
-        let optimizer = AdamWConfig::new().init();
-        vec![(
-            "muon",
-            optimizer.with_group(hidden, MuonConfig::new().build(), None),
-        )]
+        let optimizer = || AdamWConfig::new().init();
+        let muon = MuonConfig::new().build();
+        let clipping = Some(GradientClipping::Norm(0.05));
+        vec![
+            ("muon", optimizer().with_group(hidden.clone(), muon, None)),
+            (
+                "signs, clipped by norm",
+                optimizer().with_group(hidden, LionConfig::new().build(), clipping),
+            ),
+        ]
     };
-    let message = verdicts(grouped, blocks()).swap_remove(0).1;
-    let message = message.expect("refused");
-    assert!(message.contains("`blocks.1.up.weight`"), "{message}");
+    for (name, message) in verdicts(grouped, blocks()) {
+        let message = message.unwrap_or_else(|| panic!("{name} should be refused"));
+        assert!(
+            message.contains("`blocks.1.up.weight`"),
+            "{name}: {message}"
+        );
+    }
 }
 
 #[test]

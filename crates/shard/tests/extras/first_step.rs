@@ -18,11 +18,15 @@ use super::nets::{MLP, Mlp};
 
 type Make = fn() -> ModuleOptimizer;
 
-const WHOLE: [(&str, Make); 4] = [
+const WHOLE: [(&str, Make); 5] = [
     ("muon", || MuonConfig::new().init()),
     ("adafactor", || AdafactorConfig::new().init()),
     ("lamb", || LambConfig::new().init()),
     ("clipping by norm", clipping),
+    ("signs, clipped by norm", || {
+        let optimizer = LionConfig::new().init();
+        optimizer.with_grad_clipping(GradientClipping::Norm(0.05))
+    }),
 ];
 
 fn clipping() -> ModuleOptimizer {

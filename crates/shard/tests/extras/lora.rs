@@ -335,7 +335,7 @@ fn adapters_are_recorded_alone() {
     }
 }
 
-/// Factors have a norm, which is clipped; and other factors may be of another type than what they adapt.
+/// Factors have a norm, which is clipped, and compute in the type of the precision.
 #[test]
 fn clipping_and_types_go_with_adapters() {
     on_ranks(2, |world| {
@@ -343,12 +343,6 @@ fn clipping_and_types_go_with_adapters() {
         let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
         let clipped = clip_grad_norm(&model, gradients, Clip::to(1e-3))?;
         assert!(clipped.total_norm > 1e-3 && clipped.coefficient < 1.0);
-
-        let lora = adapters().set_dtype(FloatDType::BF16);
-        let model = build(MLP, &world, &device(), blocks().lora(lora))?;
-        let gradients = backward(model.loss(world.rank(), 0, &device()), &model)?;
-        let adapter = params_with_gradient(&model, &gradients);
-        assert_eq!(adapter.len(), 18);
 
         let precision = Precision::new(FloatDType::BF16).reduce(FloatDType::F32);
         let model = build(
@@ -401,6 +395,14 @@ fn what_no_adapter_can_be_is_refused() {
         };
         let message = refused(Lora::new(0, 1.0));
         assert!(message.contains("lora is of rank 0"), "{message}");
+        let message = refused(Lora::new(2, f64::NAN));
+        assert!(message.contains("an alpha of NaN"), "{message}");
+        let mut sized = Lora::new(2, 1.0);
+        sized.init_std = Some(-0.5);
+        let message = refused(sized);
+        assert!(message.contains("one of -0.5"), "{message}");
+        let message = refused(adapters().set_dtype(FloatDType::BF16));
+        assert!(message.contains("of BF16 for `"), "{message}");
         let nowhere = ParamGroup::from_predicate("norm.gamma");
         let message = refused(Lora::new(2, 1.0).set_param_group(nowhere));
         assert!(

@@ -60,9 +60,11 @@ impl ModuleMapper for Fakes<'_> {
                 .transform_for_load(fake(stored.clone(), default), id)
                 .base()
         });
-        let is_trained = loaded
-            .as_ref()
-            .is_some_and(|tensor| tensor.is_require_grad());
+        // Burn's `Param::map` leaves a value without gradients in a parameter that is configured to have them, and Burn
+        // does not train it.
+        let has_gradients = |tensor: &Tensor<D>| tensor.is_require_grad();
+        let is_trained =
+            loaded.as_ref().is_some_and(has_gradients) && known.as_ref().is_none_or(has_gradients);
         let (shape, dtype) = match known.or(loaded) {
             Some(tensor) => (tensor.shape(), tensor.dtype()),
             None => (stored, default),
