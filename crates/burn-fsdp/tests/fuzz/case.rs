@@ -54,12 +54,15 @@ pub(crate) enum Ranks {
     Line(usize),
     /// Two lines of so many, which hold the same.
     Copies(usize),
+    /// So many parts of the batch, and of tensors.
+    Grid(usize, usize),
 }
 
 #[derive(Debug, Clone)]
 pub(crate) enum Engine {
     Eager(Eager),
     Compiled(Compiled),
+    Placed(Placed),
 }
 
 #[derive(Debug, Clone)]
@@ -90,6 +93,17 @@ pub(crate) struct Compiled {
     pub(crate) reshards: bool,
     pub(crate) buckets: bool,
     pub(crate) prefetches: bool,
+    pub(crate) place: OptimizerPlace,
+}
+
+/// A step by placements: its loss is that of the joined batch.
+#[derive(Debug, Clone)]
+pub(crate) struct Placed {
+    /// Those that move the fewest bytes, in place of random ones.
+    pub(crate) is_automatic: bool,
+    /// Chooses the placements of parameters, if any is cut.
+    pub(crate) salt: Option<u64>,
+    pub(crate) fuse: bool,
     pub(crate) place: OptimizerPlace,
 }
 
@@ -213,6 +227,22 @@ impl Ranks {
         match self {
             Self::Line(ranks) => ranks,
             Self::Copies(ranks) => 2 * ranks,
+            Self::Grid(data, model) => data * model,
+        }
+    }
+
+    /// Returns how many parts the batch of a step has, and which is a rank's.
+    pub(crate) fn part_of_batch(self, rank: usize) -> usize {
+        match self {
+            Self::Line(_) | Self::Copies(_) => rank,
+            Self::Grid(_, model) => rank / model,
+        }
+    }
+
+    pub(crate) fn num_parts(self) -> usize {
+        match self {
+            Self::Grid(data, _) => data,
+            _ => self.number(),
         }
     }
 }
@@ -222,7 +252,8 @@ impl Ranks {
 pub(crate) enum Engines {
     Eager,
     Compiled,
-    Both,
+    Placed,
+    All,
 }
 
 pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
@@ -259,6 +290,12 @@ impl Case {
                 match &mut leg.engine {
                     Engine::Eager(eager) => eager.has_owners = true,
                     Engine::Compiled(compiled) => compiled.strategy = Sharding::NoShard,
+                    // Gradients that are added up over micro-batches are cut before the optimizer has them.
+                    Engine::Placed(placed) if self.micro_batches > 1 => {
+                        placed.is_automatic = false;
+                        placed.salt = None;
+                    }
+                    Engine::Placed(_) => {}
                 }
             }
         }
@@ -266,6 +303,7 @@ impl Case {
             let strategy = match &leg.engine {
                 Engine::Eager(eager) => eager.strategy,
                 Engine::Compiled(compiled) => compiled.strategy,
+                Engine::Placed(_) => continue,
             };
             // Without shards there is nothing to copy.
             if let (Sharding::NoShard, Ranks::Copies(ranks)) = (strategy, leg.ranks) {
@@ -285,16 +323,49 @@ fn legs(engines: Engines) -> BoxedStrategy<Leg> {
         Ranks::Copies(1),
         Ranks::Copies(2),
     ];
-    let engine = match engines {
-        Engines::Eager => eager().boxed(),
-        Engines::Compiled => compiled().boxed(),
-        Engines::Both => prop_oneof![eager(), compiled()].boxed(),
+    let on_ranks = |engine: BoxedStrategy<Engine>| (select(ranks.to_vec()), engine).boxed();
+    let both = match engines {
+        Engines::Eager => on_ranks(eager().boxed()),
+        Engines::Compiled => on_ranks(compiled().boxed()),
+        Engines::Placed => placed(),
+        Engines::All => prop_oneof![
+            on_ranks(eager().boxed()),
+            on_ranks(compiled().boxed()),
+            placed()
+        ]
+        .boxed(),
     };
-    (1..3_usize, select(ranks.to_vec()), engine)
-        .prop_map(|(steps, ranks, engine)| Leg {
+    (1..3_usize, both)
+        .prop_map(|(steps, (ranks, engine))| Leg {
             steps,
             ranks,
             engine,
+        })
+        .boxed()
+}
+
+fn placed() -> BoxedStrategy<(Ranks, Engine)> {
+    let grids = [
+        (1, 1),
+        (2, 1),
+        (1, 2),
+        (1, 3),
+        (2, 2),
+        (3, 1),
+        (4, 1),
+        (1, 4),
+    ];
+    let places = [OptimizerPlace::InBackward, OptimizerPlace::AtEnd];
+    let chosen = (any::<[bool; 2]>(), 0..1000_u64, select(places.to_vec()));
+    (select(grids.to_vec()), chosen)
+        .prop_map(|((data, model), ([is_automatic, fuse], salt, place))| {
+            let placed = Placed {
+                is_automatic: is_automatic && model == 1,
+                salt: Some(salt),
+                fuse,
+                place,
+            };
+            (Ranks::Grid(data, model), Engine::Placed(placed))
         })
         .boxed()
 }

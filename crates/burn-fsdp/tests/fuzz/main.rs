@@ -1,4 +1,5 @@
-//! Random trainings of random models, by either engine and by both in turn, against plain Burn on one rank.
+//! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
+//! against plain Burn on one rank.
 //!
 //! Short by default. `BURN_FSDP_CASES=2000` tries so many of each kind, `BURN_FSDP_SEED=7` others: what differs is made
 //! smaller until nothing can be left out, and printed.
@@ -55,6 +56,11 @@ fn random_trainings_of_compiled_steps() {
 }
 
 #[test]
+fn random_trainings_by_placements() {
+    fuzz(Engines::Placed);
+}
+
+#[test]
 fn random_trainings_that_move_between_the_engines() {
-    fuzz(Engines::Both);
+    fuzz(Engines::All);
 }

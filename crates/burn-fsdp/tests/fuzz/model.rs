@@ -1,6 +1,6 @@
 //! Models of random layers of Burn, in random order, shared, skipped, frozen and tied.
 
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::attention::{
     CrossAttention, CrossAttentionConfig, MhaInput, MultiHeadAttention, MultiHeadAttentionConfig,
     generate_autoregressive_mask,
@@ -25,6 +25,8 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::recompute;
 use proptest::prelude::*;
 use proptest::sample::select;
+
+use super::case::Ranks;
 
 /// The length of the vectors between layers.
 const DIM: usize = 6;
@@ -362,6 +364,41 @@ impl Plan {
             seed: self.seed,
             factor,
         })
+    }
+
+    /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut evenly.
+    pub(crate) fn cuts(&self, ranks: Ranks, salt: u64) -> Vec<(String, &'static str, usize)> {
+        struct Shapes(Vec<String>, Vec<(String, Vec<usize>)>);
+        impl ModuleVisitor for Shapes {
+            fn enter_module(&mut self, name: &str, _container: &str) {
+                self.0.push(name.to_owned());
+            }
+            fn exit_module(&mut self, _name: &str, _container: &str) {
+                self.0.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                self.1.push((self.0.join("."), param.dims().to_vec()));
+            }
+        }
+        let Ranks::Grid(data, model) = ranks else {
+            return Vec::new();
+        };
+        let mut shapes = Shapes(Vec::new(), Vec::new());
+        self.init(&Device::flex()).visit(&mut shapes);
+        let choices = shapes.1.into_iter().enumerate();
+        let cut = |(index, (path, shape)): (usize, (String, Vec<usize>))| {
+            let drawn = mixed(salt * 1000 + index as u64);
+            let (axis, parts) = match drawn % 5 {
+                0..3 => ("model", model),
+                3 => ("data", data),
+                _ => return None,
+            };
+            let dim = (drawn >> 8) as usize % shape.len();
+            shape[dim]
+                .is_multiple_of(parts)
+                .then_some((path, axis, dim))
+        };
+        choices.filter_map(cut).collect()
     }
 
     pub(crate) fn has_head(&self) -> bool {

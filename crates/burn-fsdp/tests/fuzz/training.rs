@@ -12,13 +12,13 @@ use burn_fsdp::checkpoint::{
 };
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::passes::{Bucket, Recompute, Units};
-use burn_fsdp::compile::{Mode, restore_compiled, snapshot_compiled};
+use burn_fsdp::compile::{DataParallel, Expand, Mode, restore_compiled, snapshot_compiled};
 use burn_fsdp::{
-    Error, LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, catch,
+    Error, LaunchConfig, Mesh, Placement, ProcessGroup, ProcessMesh, ShardPolicy, backward, catch,
     clip_grad_norm, fully_shard, launch, no_sync, resume, save,
 };
 
-use super::case::{Case, Compiled, Eager, Engine, Leg, Limit, Norm, Ranks};
+use super::case::{Case, Compiled, Eager, Engine, Leg, Limit, Norm, Placed, Ranks};
 use super::model::{Batch, Net};
 
 const RATE: f64 = 0.05;
@@ -59,14 +59,15 @@ impl Case {
         let mut losses = Vec::new();
         for (steps, leg) in self.legs() {
             for step in steps {
-                let ranks = 0..leg.ranks.number();
-                let all = ranks.flat_map(|rank| (0..self.micro_batches).map(move |m| (rank, m)));
-                let all: Vec<_> = all
-                    .map(|(rank, micro)| {
-                        let batch = self.batch(step, rank, micro, &device);
-                        self.plan.loss(&net, batch)
-                    })
-                    .collect();
+                let of_parts = (0..self.micro_batches).flat_map(|micro| {
+                    let parts = 0..leg.ranks.num_parts();
+                    let batches = parts.map(|part| self.batch(step, part, micro, &device));
+                    match leg.engine {
+                        Engine::Placed(_) => vec![joined(batches)],
+                        _ => batches.collect(),
+                    }
+                });
+                let all: Vec<_> = of_parts.map(|batch| self.plan.loss(&net, batch)).collect();
                 let number = all.len();
                 let loss = all.into_iter().reduce(|sum, loss| sum + loss);
                 let loss = loss.expect("one rank or more") / number as f64;
@@ -91,21 +92,14 @@ impl Case {
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let mut losses = Vec::new();
         for (steps, leg) in self.legs() {
-            let (case, steps, folder) = (self.clone(), steps, folder.path().to_owned());
-            let copy = leg.clone();
-            let config = LaunchConfig::new(leg.ranks.number()).deadline(Duration::from_secs(60));
-            let of_ranks = launch(config, move |world| {
-                let mesh = copy.ranks.mesh(&world)?;
-                match &copy.engine {
-                    Engine::Eager(eager) => {
-                        case.eagerly(eager, &mesh, copy.ranks, steps.clone(), &folder)
-                    }
-                    Engine::Compiled(compiled) => {
-                        case.compiled(compiled, &mesh, copy.ranks, steps.clone(), &folder)
-                    }
+            // Of some operations, the proof by placements is refused by name.
+            let proved = self.by_leg(leg, steps.clone(), folder.path(), true);
+            let of_ranks = match proved {
+                Err(error) if error.contains("cannot be proved") => {
+                    self.by_leg(leg, steps, folder.path(), false)?
                 }
-            });
-            let of_ranks = of_ranks.map_err(|error| format!("{leg:?}: {error}"))?;
+                proved => proved?,
+            };
             let ranks = of_ranks.len() as f32;
             losses.extend((0..leg.steps).map(|step| {
                 let sum: f32 = of_ranks.iter().map(|losses| losses[step]).sum();
@@ -116,6 +110,35 @@ impl Case {
             losses,
             params: saved_params(folder.path()).map_err(|error| error.to_string())?,
         })
+    }
+
+    /// Returns each rank's losses. Plans are proved before they run, if asked for.
+    fn by_leg(
+        &self,
+        leg: &Leg,
+        steps: std::ops::Range<usize>,
+        folder: &Path,
+        proves: bool,
+    ) -> Result<Vec<Vec<f32>>, String> {
+        let (case, folder) = (self.clone(), folder.to_owned());
+        let Leg { ranks, engine, .. } = leg.clone();
+        let config = LaunchConfig::new(ranks.number()).deadline(Duration::from_secs(60));
+        let of_ranks = launch(config, move |world| {
+            let mesh = ranks.mesh(&world)?;
+            let mode = match &engine {
+                Engine::Eager(eager) => {
+                    return case.eagerly(eager, &mesh, ranks, steps.clone(), &folder);
+                }
+                Engine::Compiled(compiled) => case.mode(compiled, &mesh, ranks)?,
+                Engine::Placed(placed) => case.mode_of_placements(placed, &mesh, ranks),
+            };
+            let mode = match proves {
+                true => mode.certified(),
+                false => mode,
+            };
+            case.compiled(mode, &mesh, ranks, steps.clone(), &folder)
+        });
+        of_ranks.map_err(|error| format!("{leg:?}: {error}"))
     }
 
     fn eagerly(
@@ -193,34 +216,61 @@ impl Case {
         policy
     }
 
+    fn mode(&self, compiled: &Compiled, mesh: &ProcessMesh, ranks: Ranks) -> Result<Mode, Error> {
+        let mode = match ranks {
+            Ranks::Copies(_) => Mode::hybrid(mesh.clone(), "replicate", compiled.strategy)?,
+            _ => Mode::data_parallel(mesh.world().clone(), compiled.strategy),
+        };
+        Ok(mode.options(self.options(compiled)))
+    }
+
+    fn mode_of_placements(&self, placed: &Placed, mesh: &ProcessMesh, ranks: Ranks) -> Mode {
+        let options = Options::default()
+            .fuse(placed.fuse)
+            .optimizer(placed.place)
+            .clip_grad_norm(self.clip.map(Limit::clip));
+        let mode = match placed.is_automatic {
+            true => Mode::data_parallel(mesh.world().clone(), DataParallel::Automatic),
+            false => {
+                let mut expand = Expand::new().input("**", "data", Placement::Shard(0));
+                let cuts = placed.salt.map(|salt| self.plan.cuts(ranks, salt));
+                for (path, axis, dim) in cuts.unwrap_or_default() {
+                    expand = expand.parameter(&path, axis, Placement::Shard(dim));
+                }
+                Mode::expand(mesh.clone(), expand)
+            }
+        };
+        mode.options(options)
+    }
+
     fn compiled(
         &self,
-        compiled: &Compiled,
+        mode: Mode,
         mesh: &ProcessMesh,
         ranks: Ranks,
         steps: std::ops::Range<usize>,
         folder: &Path,
     ) -> Result<Vec<f32>, Error> {
         let world = mesh.world();
-        let mode = match ranks {
-            Ranks::Line(_) => Mode::data_parallel(world.clone(), compiled.strategy),
-            Ranks::Copies(_) => Mode::hybrid(mesh.clone(), "replicate", compiled.strategy)?,
-        };
-        let mode = mode.options(self.options(compiled));
         let mut step = self.optimizer.compile(&self.plan, mode)?;
         if steps.start > 0 {
             restore_compiled(&mut step, &Checkpoints::new(folder).newest()?)?;
         }
         let mut losses = Vec::new();
         for number in steps.clone() {
-            let batch = |micro| self.batch(number, world.rank(), micro, &Device::flex());
+            let part = ranks.part_of_batch(world.rank());
+            let batch = |micro| self.batch(number, part, micro, &Device::flex());
             let batches: Vec<_> = (0..self.micro_batches).map(batch).collect();
             losses.push(match &batches[..] {
                 [batch] => step.step(RATE, batch)? as f32,
                 batches => step.step_accumulated(RATE, batches)? as f32,
             });
         }
-        let mut taken = snapshot_compiled(&mut step, mesh.mesh(), "shard")?;
+        let axis = match ranks {
+            Ranks::Grid(..) => "data",
+            _ => "shard",
+        };
+        let mut taken = snapshot_compiled(&mut step, mesh.mesh(), axis)?;
         let training = TrainingState {
             step: steps.end as u64,
             optimizer: taken.optimizer,
@@ -262,6 +312,7 @@ impl Ranks {
         let mesh = match self {
             Self::Line(ranks) => Mesh::line("shard", ranks)?,
             Self::Copies(ranks) => Mesh::new([("replicate", 2), ("shard", ranks)])?,
+            Self::Grid(data, model) => Mesh::new([("data", data), ("model", model)])?,
         };
         Ok(ProcessMesh::new(world, mesh)?)
     }
@@ -322,6 +373,12 @@ impl Case {
             }
         })
     }
+}
+
+/// Returns the rows of several batches as one.
+fn joined(batches: impl Iterator<Item = Batch>) -> Batch {
+    let (tokens, targets) = batches.unzip::<_, _, Vec<_>, Vec<_>>();
+    (Tensor::cat(tokens, 0), Tensor::cat(targets, 0))
 }
 
 fn largest_difference(one: &[f32], other: &[f32]) -> f32 {

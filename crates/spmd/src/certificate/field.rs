@@ -77,11 +77,15 @@ pub(super) fn of_integer(value: i64) -> Element {
 }
 
 /// Returns the element of a number: that of a fraction with a small denominator if the number is one as far as 52 bits
-/// tell, as a third is, and otherwise that of its bits, which are an integer times a power of two. Infinities and what
-/// is not a number are constants of their own.
+/// tell, as a third is; that of the root of a small integer, or of one over it, if the number is one as far as a 32-bit
+/// float tells; and otherwise that of its bits, which are an integer times a power of two. Infinities and what is not a
+/// number are constants of their own.
 pub(super) fn of_number(value: f64) -> Element {
     if !value.is_finite() {
         return function("constant", &[value.to_bits()]);
+    }
+    if let Some(root) = of_root(value) {
+        return root;
     }
     const LARGEST_DENOMINATOR: f64 = 65_536.0;
     let inverse_of = 1.0 / value;
@@ -108,6 +112,30 @@ pub(super) fn of_number(value: f64) -> Element {
         true => neg(magnitude),
         false => magnitude,
     }
+}
+
+/// Returns the element of a number that is the root of an integer that is no square, or one over it. Scores of attention
+/// are divided by such a root, and Burn multiplies their gradient by one over it, rounded to 32 bits.
+fn of_root(value: f64) -> Option<Element> {
+    const LARGEST_SQUARE: f64 = 4_096.0;
+    const ROUNDING: f64 = 2.0 * f32::EPSILON as f64;
+    let size = value.abs();
+    let root = if size < 1.0 { 1.0 / size } else { size };
+    let square = (root * root).round();
+    let nearest = square.sqrt();
+    let is_root = square <= LARGEST_SQUARE
+        && nearest.fract() != 0.0
+        && (root - nearest).abs() <= ROUNDING * root;
+    if !is_root {
+        return None;
+    }
+    let element = function("root", &[square as u64]);
+    let element = if size < 1.0 {
+        inverse(element)
+    } else {
+        element
+    };
+    Some(if value < 0.0 { neg(element) } else { element })
 }
 
 /// Returns where an element is in the order by which comparisons and maxima are decided: that of the representatives

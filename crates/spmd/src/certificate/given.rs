@@ -108,8 +108,7 @@ pub(super) fn part_of<'a>(
     value: &Value,
 ) -> Option<(&'a Layout, &'a [usize])> {
     let parameter = graph.parameter(path)?;
-    let own = graph.value(parameter.value)?;
-    let is_cut = !parameter.layout.is_whole() && own.shape == value.shape;
+    let is_cut = !parameter.layout.is_whole() && !parameter.whole_states.contains(&value.id);
     is_cut.then_some((&parameter.layout, parameter.shape.as_slice()))
 }
 

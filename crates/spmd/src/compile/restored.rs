@@ -86,11 +86,9 @@ pub(super) fn state_of(graph: &Graph, path: &str, slot: &str) -> Result<Paramete
             known: known.join(", "),
         });
     };
-    let like = graph.value(parameter.value);
-    let is_like = like.is_some_and(|like| like.shape == value.shape);
-    let (shape, layout) = match is_like {
-        true => (parameter.shape.clone(), parameter.layout.clone()),
-        false => (value.shape.clone(), Layout::one_rank()),
+    let (shape, layout) = match parameter.whole_states.contains(&value.id) {
+        true => (value.shape.clone(), Layout::one_rank()),
+        false => (parameter.shape.clone(), parameter.layout.clone()),
     };
     Ok(Parameter {
         value: value.id,

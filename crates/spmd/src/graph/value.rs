@@ -130,6 +130,9 @@ pub struct Parameter {
     pub gradient: Option<TensorId>,
     /// The optimizer's states, in its order.
     pub states: Vec<TensorId>,
+    /// Those of the states that have another shape than the parameter, and are whole on each rank. A shard of the parameter
+    /// may have the shape of such a state, which is still whole.
+    pub whole_states: Vec<TensorId>,
     /// True for a tensor that is no parameter: it is never sharded.
     pub is_buffer: bool,
 }

@@ -90,6 +90,7 @@ impl Builder {
                 layout: Layout::one_rank(),
                 gradient: None,
                 states: Vec::new(),
+                whole_states: Vec::new(),
                 is_buffer,
             });
             leaves.push(Leaf {
@@ -160,7 +161,11 @@ impl Builder {
                     slot: slot.name.clone(),
                 };
                 let id = self.graph.add_value(slot.shape.clone(), slot.dtype, role);
-                self.graph.parameters_mut()[index].states.push(id);
+                let parameter = &mut self.graph.parameters_mut()[index];
+                parameter.states.push(id);
+                if slot.shape != parameter.shape {
+                    parameter.whole_states.push(id);
+                }
             }
         }
     }

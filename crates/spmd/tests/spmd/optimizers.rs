@@ -3,11 +3,14 @@
 use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
-use burn::optim::{AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
+use burn::optim::{AdafactorConfig, AdamWConfig, ModuleOptimizer, Optimizer, SgdConfig};
 use burn::tensor::{Device, Distribution, FloatDType, Tensor, TensorData};
-use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
+use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
+use burn_fsdp_mesh::{Mesh, Placement::Shard};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::{CompiledStep, DataParallel, Error, Mode, OptimizerState, Strategy, compile};
+use burn_fsdp_spmd::{
+    CompiledStep, DataParallel, Error, Expand, Mode, OptimizerState, Strategy, compile,
+};
 
 use crate::compiled::seeded;
 use crate::eager::{self, Trained};
@@ -520,6 +523,42 @@ fn what_cannot_be_followed_is_an_error_that_names_it() {
             assert!(error.contains(part), "{part} is not in: {error}");
         }
     }
+}
+
+/// Of a matrix of as many rows as ranks, a shard has the shape of Adafactor's moments by column, which are whole.
+#[test]
+fn states_of_a_shards_shape_are_whole() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<(), Error> {
+        let device = Device::flex();
+        let step = || {
+            let mesh = Mesh::line("model", 3).expect("three ranks");
+            let mesh = ProcessMesh::new(&world, mesh).expect("three ranks");
+            let expand = Expand::new().parameter("b.weight", "model", Shard(0));
+            let mode = Mode::expand(mesh, expand);
+            compiled(Net::new, AdafactorConfig::new().build(), mode)
+        };
+        let (mut first, mut second) = (step()?, step()?);
+        for index in 0..2 {
+            first.step(0.1, &batch(index, &device))?;
+        }
+        for spec in first.parameters().to_vec() {
+            second.set_parameter(&spec.path, first.parameter(&spec.path)?)?;
+            for (slot, state) in first.states(&spec.path)? {
+                let (shape, _) = first.state_place(&spec.path, &slot)?;
+                assert_eq!(state.shape().to_vec(), shape, "{} {slot}", spec.path);
+                second.set_state(&spec.path, &slot, state)?;
+            }
+        }
+        second.resume(2, 0.1)?;
+        for index in 2..5 {
+            let batch = batch(index, &device);
+            assert_eq!(first.step(0.1, &batch)?, second.step(0.1, &batch)?);
+        }
+        assert_eq!(first.parameter("b.weight")?, second.parameter("b.weight")?);
+        Ok(())
+    };
+    launch(LaunchConfig::new(3), body).unwrap();
 }
 
 #[test]

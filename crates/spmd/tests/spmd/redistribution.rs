@@ -38,6 +38,7 @@ fn sum(shape: &[usize]) -> (Graph, TensorId, TensorId) {
         layout: Layout::one_rank(),
         gradient: None,
         states: Vec::new(),
+        whole_states: Vec::new(),
         is_buffer: false,
     });
     let add = NumericOperationIr::Add(BinaryOpIr {
