@@ -1,8 +1,8 @@
 //! Random trainings of random models, by the eager engine, by compiled steps, by placements, and by these in turn,
 //! against plain Burn on one rank.
 //!
-//! Short by default. `BURN_FSDP_CASES=2000` tries so many of each kind, `BURN_FSDP_SEED=7` others: what differs is made
-//! smaller until nothing can be left out, and printed.
+//! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` tries so many, `BURN_FSDP_SEED=7`
+//! others: what differs is made smaller until nothing can be left out, and printed.
 
 mod case;
 mod model;
@@ -31,8 +31,12 @@ fn agrees(case: &Case) -> TestCaseResult {
 
 fn fuzz(engines: Engines) {
     let seed = chosen("BURN_FSDP_SEED", 0);
+    let cases_by_default = match std::env::var_os("BURN_FSDP_LONG") {
+        Some(_) => 2_000,
+        None => 24,
+    };
     let config = Config {
-        cases: chosen("BURN_FSDP_CASES", 24),
+        cases: chosen("BURN_FSDP_CASES", cases_by_default),
         failure_persistence: None,
         max_shrink_iters: 300,
         ..Config::default()

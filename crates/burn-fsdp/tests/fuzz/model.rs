@@ -494,7 +494,11 @@ impl ModuleMapper for Values {
             let value = |i: usize| {
                 let bits = mixed(seed.wrapping_mul(0x1_0000_0001) ^ i as u64) >> 40;
                 let value = bits as f32 / (1_u64 << 24) as f32 - 0.5;
-                if i % 2 == 0 { value } else { value * factor }
+                if i.is_multiple_of(2) {
+                    value
+                } else {
+                    value * factor
+                }
             };
             let values: Vec<_> = (0..shape.num_elements()).map(value).collect();
             Tensor::from_data(TensorData::new(values, shape), &old.device())
