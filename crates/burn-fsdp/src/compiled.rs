@@ -181,6 +181,12 @@ pub fn restore_compiled<B: Batch, O>(
     Ok(())
 }
 
+fn frozen(path: &str) -> CheckpointError {
+    optimizer_error(format!(
+        "the step on disk has that of `{path}`, which is frozen here: a compiled step keeps none of what it does not train, so          that it would be lost; go on with the eager engine, which keeps it, or save a step by an optimizer that begins anew"
+    ))
+}
+
 /// Returns the optimizer's states of a step on disk, in the parts that this rank holds.
 fn states_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
@@ -199,6 +205,9 @@ fn states_of<B: Batch, O>(
         let Some(spec) = specs.iter().find(|spec| *spec.path == *path) else {
             return Err(lacks(path, format!("`{}`", entry.name)));
         };
+        if !spec.is_trained {
+            return Err(frozen(path));
+        }
         let place = match spec.shape == entry.shape {
             true => Place::of(step, spec)?,
             // A state of another shape is whole on every rank.
@@ -214,8 +223,10 @@ fn states_of<B: Batch, O>(
         .into_iter()
         .filter(|(_, kept)| !kept.scalars.is_empty())
     {
-        if !specs.iter().any(|spec| *spec.path == *path) {
-            return Err(lacks(&path, "state".to_owned()));
+        match specs.iter().find(|spec| *spec.path == *path) {
+            None => return Err(lacks(&path, "state".to_owned())),
+            Some(spec) if !spec.is_trained => return Err(frozen(&path)),
+            Some(_) => {}
         }
         let state = states.entry(path.clone()).or_insert_with(|| new(&path));
         let numbers = kept

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use burn::module::{Module, ParamGroup};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{
@@ -386,6 +387,22 @@ fn another_model_is_refused_and_parameters_of_different_ages_go_on_each_by_itsel
         let message = restore_compiled(&mut step, &saved).unwrap_err().to_string();
         assert!(message.contains("blocks.1"), "{message}");
         assert_eq!(step.parameter("head.weight")?, before);
+
+        // A parameter that is trained no more, whose state nobody would keep.
+        let mut step = compile(
+            |device: &Device| {
+                let model = CONFIG.init(device, 4).expect("valid");
+                model.freeze_group(ParamGroup::from_predicate("head"))
+            },
+            |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
+            adamw().build(),
+            Mode::single(),
+        )?;
+        let message = restore_compiled(&mut step, &saved).unwrap_err().to_string();
+        assert!(
+            message.contains("`head.weight`, which is frozen here"),
+            "{message}"
+        );
 
         // A parameter that joined the training later.
         let mut step = compiled_step(Mode::data_parallel(world.clone(), Strategy::FullShard))?;

@@ -47,6 +47,8 @@ pub(crate) struct Leg {
     pub(crate) steps: usize,
     pub(crate) ranks: Ranks,
     pub(crate) engine: Engine,
+    /// A layer that is frozen from here on if it was trained, and trained if it was frozen.
+    pub(crate) switched: Option<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -75,9 +77,25 @@ pub(crate) struct Eager {
     pub(crate) reshards_root: bool,
     /// Each parameter is one rank's.
     pub(crate) has_owners: bool,
-    /// Micro-batches have one backward, or each its own without synchronization.
-    pub(crate) joins: bool,
+    pub(crate) accumulation: Accumulation,
     pub(crate) recomputes: bool,
+    pub(crate) offloads: bool,
+    /// Gathered weights are kept by pairs of ranks, where there are two pairs in a line.
+    pub(crate) keeps_by_pairs: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Accumulation {
+    /// One backward.
+    Joined,
+    /// A backward for each micro-batch, without synchronization but for the last.
+    NoSync,
+    /// A backward for each, and Burn's accumulator.
+    Burn,
+}
+
+impl Accumulation {
+    const ALL: [Self; 3] = [Self::Joined, Self::NoSync, Self::Burn];
 }
 
 #[derive(Debug, Clone)]
@@ -280,9 +298,28 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
             legs,
         })
         .prop_map(Case::with_whole_tensors)
+        .prop_map(Case::without_lost_states)
 }
 
 impl Case {
+    /// Freezes no layer that was trained in front of a compiled step, which refuses the optimizer's state of it.
+    fn without_lost_states(mut self) -> Self {
+        let mut plan = self.plan.clone();
+        let is_eager = |leg: &Leg| matches!(leg.engine, Engine::Eager(_));
+        for index in 0..self.legs.len() {
+            let Some(layer) = self.legs[index].switched else {
+                continue;
+            };
+            let is_frozen = plan.frozen[layer % plan.frozen.len()];
+            if is_frozen || self.legs[index..].iter().all(is_eager) {
+                plan.switch(layer);
+            } else {
+                self.legs[index].switched = None;
+            }
+        }
+        self
+    }
+
     /// Lets an optimizer that needs whole tensors have them.
     fn with_whole_tensors(mut self) -> Self {
         if self.optimizer.needs_whole_tensors() {
@@ -335,11 +372,12 @@ fn legs(engines: Engines) -> BoxedStrategy<Leg> {
         ]
         .boxed(),
     };
-    (1..3_usize, both)
-        .prop_map(|(steps, (ranks, engine))| Leg {
+    (1..3_usize, both, prop::option::weighted(0.2, 0..4_usize))
+        .prop_map(|(steps, (ranks, engine), switched)| Leg {
             steps,
             ranks,
             engine,
+            switched,
         })
         .boxed()
 }
@@ -394,22 +432,33 @@ fn eager() -> impl Strategy<Value = Engine> {
         select(&[Cut::Elements, Cut::Dims][..]),
         select(&[0, 7, 40, 1000][..]),
         0..3_usize,
-        any::<[bool; 4]>(),
+        any::<[bool; 5]>(),
+        select(&Accumulation::ALL[..]),
     )
-        .prop_map(|(strategy, units, cut, whole_below, prefetch, flags)| {
-            let [reshards_root, has_owners, joins, recomputes] = flags;
-            Engine::Eager(Eager {
-                strategy,
-                units,
-                cut,
-                whole_below,
-                prefetch,
-                reshards_root,
-                has_owners,
-                joins,
-                recomputes,
-            })
-        })
+        .prop_map(
+            |(strategy, units, cut, whole_below, prefetch, flags, accumulation)| {
+                let [
+                    reshards_root,
+                    has_owners,
+                    recomputes,
+                    offloads,
+                    keeps_by_pairs,
+                ] = flags;
+                Engine::Eager(Eager {
+                    strategy,
+                    units,
+                    cut,
+                    whole_below,
+                    prefetch,
+                    reshards_root,
+                    has_owners,
+                    accumulation,
+                    recomputes,
+                    offloads,
+                    keeps_by_pairs,
+                })
+            },
+        )
 }
 
 fn compiled() -> impl Strategy<Value = Engine> {

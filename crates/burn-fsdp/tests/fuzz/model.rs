@@ -41,7 +41,9 @@ pub(crate) type Batch = (Tensor<2, Int>, Tensor<2, Int>);
 pub(crate) struct Plan {
     pub(crate) layers: Vec<Kind>,
     /// By layer.
-    frozen: Vec<bool>,
+    pub(crate) frozen: Vec<bool>,
+    /// Layers that were frozen or trained after the model was made.
+    switched: Vec<usize>,
     /// The way through the layers: some are taken twice, others never.
     route: Vec<Hop>,
     head: Head,
@@ -161,6 +163,7 @@ pub(crate) fn plans() -> impl Strategy<Value = Plan> {
                 route: route.into_iter().map(hop).collect(),
                 layers,
                 frozen,
+                switched: Vec::new(),
                 head,
                 loss,
                 rows,
@@ -360,10 +363,10 @@ impl Plan {
                 _ => Some(LinearConfig::new(DIM, VOCAB).init(device)),
             },
         };
-        net.map(&mut Values {
+        self.switched(net.map(&mut Values {
             seed: self.seed,
             factor,
-        })
+        }))
     }
 
     /// Returns parameters to cut, each with the axis of a grid of ranks and a dim: some of those that can be cut evenly.
@@ -399,6 +402,26 @@ impl Plan {
                 .then_some((path, axis, dim))
         };
         choices.filter_map(cut).collect()
+    }
+
+    /// Freezes a layer that is trained, and trains one that is frozen.
+    pub(crate) fn switch(&mut self, layer: usize) {
+        let layer = layer % self.layers.len();
+        self.frozen[layer] = !self.frozen[layer];
+        self.switched.push(layer);
+    }
+
+    /// Returns `net` with what was switched as it is now.
+    pub(crate) fn switched(&self, mut net: Net) -> Net {
+        for &index in &self.switched {
+            let layer = net.layers.remove(index);
+            let layer = match self.frozen[index] {
+                true => layer.freeze(),
+                false => layer.unfreeze(),
+            };
+            net.layers.insert(index, layer);
+        }
+        net
     }
 
     pub(crate) fn has_head(&self) -> bool {

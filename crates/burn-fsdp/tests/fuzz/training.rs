@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{
     Checkpoints, GroupRendezvous, Region, SaveRequest, TrainingState, save_step,
@@ -18,7 +18,7 @@ use burn_fsdp::{
     clip_grad_norm, fully_shard, launch, no_sync, resume, save,
 };
 
-use super::case::{Case, Compiled, Eager, Engine, Leg, Limit, Norm, Placed, Ranks};
+use super::case::{Accumulation, Case, Compiled, Eager, Engine, Leg, Limit, Norm, Placed, Ranks};
 use super::model::{Batch, Net};
 
 const RATE: f64 = 0.05;
@@ -57,7 +57,12 @@ impl Case {
         let mut net = self.plan.init_times(&device, factor);
         let mut optimizer = self.optimizer.init();
         let mut losses = Vec::new();
+        let mut plan = self.plan.clone();
         for (steps, leg) in self.legs() {
+            if let Some(layer) = leg.switched {
+                plan.switch(layer);
+                net = plan.switched(net);
+            }
             for step in steps {
                 let of_parts = (0..self.micro_batches).flat_map(|micro| {
                     let parts = 0..leg.ranks.num_parts();
@@ -91,12 +96,16 @@ impl Case {
     pub(crate) fn by_legs(&self) -> Result<Outcome, String> {
         let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
         let mut losses = Vec::new();
+        let mut case = self.clone();
         for (steps, leg) in self.legs() {
+            if let Some(layer) = leg.switched {
+                case.plan.switch(layer);
+            }
             // Of some operations, the proof by placements is refused by name.
-            let proved = self.by_leg(leg, steps.clone(), folder.path(), true);
+            let proved = case.by_leg(leg, steps.clone(), folder.path(), true);
             let of_ranks = match proved {
                 Err(error) if error.contains("cannot be proved") => {
-                    self.by_leg(leg, steps, folder.path(), false)?
+                    case.by_leg(leg, steps, folder.path(), false)?
                 }
                 proved => proved?,
             };
@@ -166,25 +175,33 @@ impl Case {
                 Ok::<_, Error>(loss / self.micro_batches as f64)
             };
             let mut total = 0.0;
-            let mut gradients = if eager.joins {
-                let mut sum = loss_of(&net, 0)?;
-                for micro in 1..=last {
-                    sum = sum + loss_of(&net, micro)?;
-                }
-                total += sum.clone().into_scalar::<f32>();
-                backward(sum, &net)?
-            } else {
-                for micro in 0..last {
-                    no_sync(&net, || {
-                        let loss = loss_of(&net, micro)?;
-                        total += loss.clone().into_scalar::<f32>();
-                        backward(loss, &net)?;
-                        Ok::<_, Error>(())
-                    })??;
-                }
-                let loss = loss_of(&net, last)?;
+            let mut backward_of = |net: &Net, micro| {
+                let loss = loss_of(net, micro)?;
                 total += loss.clone().into_scalar::<f32>();
-                backward(loss, &net)?
+                Ok::<_, Error>(backward(loss, net)?)
+            };
+            let mut gradients = match eager.accumulation {
+                Accumulation::Joined => {
+                    let mut sum = loss_of(&net, 0)?;
+                    for micro in 1..=last {
+                        sum = sum + loss_of(&net, micro)?;
+                    }
+                    total += sum.clone().into_scalar::<f32>();
+                    backward(sum, &net)?
+                }
+                Accumulation::NoSync => {
+                    for micro in 0..last {
+                        no_sync(&net, || backward_of(&net, micro))??;
+                    }
+                    backward_of(&net, last)?
+                }
+                Accumulation::Burn => {
+                    let mut accumulator = GradientsAccumulator::new();
+                    for micro in 0..=last {
+                        accumulator.accumulate(&net, backward_of(&net, micro)?);
+                    }
+                    accumulator.grads()
+                }
             };
             if let Some(limit) = self.clip {
                 gradients = clip_grad_norm(&net, gradients, limit.clip())?.gradients;
@@ -212,6 +229,12 @@ impl Case {
         }
         if let Ranks::Copies(_) = ranks {
             policy = policy.replicate_axis("replicate");
+        }
+        if eager.offloads {
+            policy = policy.offload_to(Device::flex());
+        }
+        if eager.keeps_by_pairs && ranks == Ranks::Line(4) {
+            policy = policy.reshard_after_forward_to(2);
         }
         policy
     }
