@@ -407,6 +407,10 @@ pub(crate) struct PlanArgs {
     /// With --compile: trace every block; exact, but large models take seconds
     #[arg(long, requires = "compile")]
     pub(crate) every_block: bool,
+    /// With --compile: prove that the passes make a plan of all blocks that computes what was traced, with blocks of a few
+    /// elements, on 8 ranks at most
+    #[arg(long, requires = "compile")]
+    pub(crate) certify: bool,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub(crate) json: bool,

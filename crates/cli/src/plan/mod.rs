@@ -1,6 +1,7 @@
 //! The `burn-fsdp plan` command: the cost of a training, without running it.
 
 mod preset;
+mod proof;
 mod published;
 mod run;
 

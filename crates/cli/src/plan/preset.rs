@@ -51,6 +51,28 @@ impl Preset {
         }
     }
 
+    /// Returns the same model with blocks of a few elements.
+    pub(crate) fn narrow(self) -> Self {
+        match self {
+            Self::Gpt(config) => Self::Gpt(GptConfig {
+                vocab: 13,
+                seq: 4,
+                heads: 2,
+                dim: 8,
+                ..config
+            }),
+            Self::Llama(config) => Self::Llama(LlamaConfig {
+                vocab: 13,
+                seq: 4,
+                heads: 2,
+                kv_heads: 1,
+                dim: 8,
+                hidden: 12,
+                ..config
+            }),
+        }
+    }
+
     /// Returns the sizes that formulas need.
     pub(crate) fn transformer(&self, name: &str) -> Transformer {
         match *self {

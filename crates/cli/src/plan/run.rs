@@ -21,6 +21,7 @@ use crate::error::InputError;
 
 use crate::output;
 use crate::plan::preset::Preset;
+use crate::plan::proof::{Proof, Proved};
 use crate::plan::published;
 
 /// Maximum number of ranks. More is refused, as are more tokens, so that no product overflows.
@@ -96,11 +97,40 @@ fn traced(
         (plan, without as u64)
     };
     let estimate = TracedEstimate::new(job, plan, without, available);
+    let proof = match args.certify {
+        true => Some(proof(args, preset, job)?),
+        false => None,
+    };
+    let proved = proof.as_ref().map(Proof::to_string).unwrap_or_default();
     Ok(Answer {
-        text: format!("{}{estimate}", heading(job, "compiled, traced")),
-        json: json(&estimate)?,
+        text: format!("{}{estimate}{proved}", heading(job, "compiled, traced")),
+        json: json(&Proved {
+            estimate: &estimate,
+            proof,
+        })?,
         svg: estimate.plan.to_svg(),
     })
+}
+
+/// Proves that the passes make a plan of all blocks that computes what was traced.
+fn proof(args: &PlanArgs, preset: &Preset, job: &Job) -> Result<Proof, InputError> {
+    const MOST_PROVED_RANKS: usize = 8;
+    let narrow = preset.narrow();
+    let ranks = job.ranks.min(MOST_PROVED_RANKS);
+    let job = Job {
+        model: narrow.transformer("narrow"),
+        batch: 1,
+        seq: narrow.seq(),
+        ranks,
+        ..job.clone()
+    };
+    let traced = traced_graph(&narrow, &job)?;
+    let pipeline = pipeline(ranks, job.strategy, &options(args, preset), &[]);
+    Ok(Proof::of(
+        &pipeline.stages(traced)?,
+        job.model.layers,
+        ranks,
+    )?)
 }
 
 /// Returns the plan of a traced step, and its peak if nothing were computed again.
@@ -110,12 +140,7 @@ fn traced_blocks(
     job: &Job,
     machine: &Machine,
 ) -> Result<(Plan, u64), InputError> {
-    let options = Options::default().prefetch(args.prefetch > 0);
-    let options = match (args.activation_checkpointing, preset) {
-        (CheckpointingArg::Full, Preset::Gpt(_)) => options.recompute_units(["blocks.*"]),
-        (CheckpointingArg::Full, Preset::Llama(_)) => options.recompute_units(["layers.*"]),
-        _ => options,
-    };
+    let options = options(args, preset);
     let graph = traced_graph(preset, job)?;
     let keeping = options.clone().recompute(None).recompute_units([""; 0]);
     let keeping = pipeline(job.ranks, job.strategy, &keeping, &[]).run(graph.clone())?;
@@ -123,6 +148,15 @@ fn traced_blocks(
     drop(keeping);
     let graph = pipeline(job.ranks, job.strategy, &options, &[]).run(graph)?;
     Ok((Plan::new(&graph, machine, 0)?, without))
+}
+
+fn options(args: &PlanArgs, preset: &Preset) -> Options {
+    let options = Options::default().prefetch(args.prefetch > 0);
+    match (args.activation_checkpointing, preset) {
+        (CheckpointingArg::Full, Preset::Gpt(_)) => options.recompute_units(["blocks.*"]),
+        (CheckpointingArg::Full, Preset::Llama(_)) => options.recompute_units(["layers.*"]),
+        _ => options,
+    }
 }
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);

@@ -122,6 +122,33 @@ fn a_few_blocks_tell_what_many_take() {
 }
 
 #[test]
+fn the_plan_of_all_blocks_is_proved() {
+    for arguments in [
+        "--model gpt --preset 13b",
+        "--model llama --preset 7b --ranks 3 --strategy shard-grad-op --activation-checkpointing",
+        "--model gpt --preset 7b --ranks 1000 --strategy no-shard",
+    ] {
+        let arguments = format!("{arguments} --compile --certify");
+        let proof = &planned(&arguments)["proof"];
+        let number = |name: &str| proof[name].as_u64().expect("a number");
+        let blocks = if arguments.contains("13b") { 40 } else { 32 };
+        assert_eq!(number("blocks"), blocks);
+        assert!((3..=8).contains(&number("ranks")), "{proof}");
+        // Parameters and two states of each, in steps that follow each other.
+        assert!(number("num_tensors") > 30 * blocks, "{proof}");
+        let run = plan(&Folder::new(), &arguments);
+        let says = format!("a plan of all {blocks} blocks");
+        assert!(
+            run.stdout.contains(&says) && run.stdout.contains("assuming"),
+            "{}",
+            run.stdout
+        );
+    }
+    assert!(planned("--model gpt --preset 7b --compile")["proof"].is_null());
+    refused_saying("--model gpt --preset 7b --certify", &["--compile"]);
+}
+
+#[test]
 fn memory_over_the_step_is_drawn() {
     let folder = Folder::new();
     for compile in ["", " --compile --seq 64"] {
