@@ -14,7 +14,7 @@ use burn_fsdp_checkpoint::{
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::load_local_state;
 use burn_fsdp_spmd::trace::ParameterSpec;
-use burn_fsdp_spmd::{Batch, CompiledStep, OptimizerState};
+use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
@@ -69,6 +69,20 @@ pub fn snapshot_compiled<B: Batch, O>(
         ));
         snapshot.insert(&path, Elements(step.shard(&path)?));
         if !is_trained {
+            let idle = step.idle_states().iter();
+            for state in idle.filter(|state| state.path == path) {
+                let numbers = state.counters.iter();
+                let numbers = numbers.map(|(name, scalar)| (name.clone(), (*scalar).into()));
+                kept.entry(path.clone()).or_default().scalars = numbers.collect();
+                for tensor in &state.tensors {
+                    let layout = layout_of(step, &tensor.layout, (mesh, axis))?;
+                    regions.push(regions_of(mesh, &layout, &tensor.shape, false)?);
+                    let spec =
+                        state_spec(&path, &tensor.slot, (&tensor.shape, layout), &tensor.data)?;
+                    snapshot.insert(spec.name.clone(), Elements(tensor.data.clone()));
+                    specs.push(spec);
+                }
+            }
             continue;
         }
         let states = step.state_shards(&path)?;
@@ -79,15 +93,12 @@ pub fn snapshot_compiled<B: Batch, O>(
             of_parameter.scalars = scalars.collect();
         }
         for (field, data) in states {
-            let name = state_name(&path, &field);
-            let dtype = dtype_of(&name, data.dtype())?;
-            let kind = TensorKind::OptimizerState;
             let (shape, held) = step.state_place(&path, &field)?;
             let layout = layout_of(step, &held, (mesh, axis))?;
             regions.push(regions_of(mesh, &layout, &shape, false)?);
-            let spec = TensorSpec::new(&name, shape, dtype, kind, layout);
-            specs.push(spec.with("path", path.clone()).with("field", field));
-            snapshot.insert(name, Elements(data));
+            let spec = state_spec(&path, &field, (&shape, layout), &data)?;
+            snapshot.insert(spec.name.clone(), Elements(data));
+            specs.push(spec);
         }
     }
     Ok(TrainingSnapshot {
@@ -95,6 +106,19 @@ pub fn snapshot_compiled<B: Batch, O>(
         snapshot,
         optimizer: serde_json::to_value(kept).map_err(optimizer_error)?,
     })
+}
+
+/// Describes a state of the optimizer, of a whole shape and layout, of which `data` is a part.
+fn state_spec(
+    path: &str,
+    field: &str,
+    (shape, layout): (&[usize], Layout),
+    data: &TensorData,
+) -> Result<TensorSpec, CheckpointError> {
+    let name = state_name(path, field);
+    let dtype = dtype_of(&name, data.dtype())?;
+    let spec = TensorSpec::new(&name, shape, dtype, TensorKind::OptimizerState, layout);
+    Ok(spec.with("path", path).with("field", field))
 }
 
 /// Returns a layout on the ranks of a step as one on the mesh of a checkpoint. The only axis of a step is `axis` there,
@@ -144,7 +168,8 @@ fn regions_of(
 /// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
 /// reads the bytes that it needs.
 ///
-/// Not collective. The optimizer is configured as the one that was saved.
+/// Not collective. The optimizer is configured as the one that was saved. States of parameters that are frozen in the step
+/// are kept, and saved with the next checkpoint.
 ///
 /// # Errors
 ///
@@ -174,25 +199,35 @@ pub fn restore_compiled<B: Batch, O>(
         parameters.push((spec.path.to_string(), data));
     }
     let states = states_of(step, saved)?;
-    step.resume_with(saved.index().training.step, states)?;
+    step.resume_with(saved.index().training.step, states.own)?;
     for (path, data) in parameters {
         step.set_shard(&path, data)?;
     }
+    step.set_idle_states(states.idle);
     Ok(())
 }
 
-fn frozen(path: &str) -> CheckpointError {
-    optimizer_error(format!(
-        "the step on disk has that of `{path}`, which is frozen here: a compiled step keeps none of what it does not train, so          that it would be lost; go on with the eager engine, which keeps it, or save a step by an optimizer that begins anew"
-    ))
+/// The optimizer's states of a step on disk.
+struct States {
+    /// Those of trained parameters, in the parts that this rank holds.
+    own: Vec<OptimizerState>,
+    /// Those of parameters that are frozen here, in flat shards.
+    idle: Vec<IdleState>,
 }
 
-/// Returns the optimizer's states of a step on disk, in the parts that this rank holds.
+/// Returns the optimizer's states of a step on disk.
 fn states_of<B: Batch, O>(
     step: &CompiledStep<B, Flex, O>,
     saved: &Step,
-) -> Result<Vec<OptimizerState>, CheckpointError> {
+) -> Result<States, CheckpointError> {
     let specs = step.parameters();
+    let (own_mesh, rank) = (step.mesh()?, step.rank());
+    let mut idle: BTreeMap<String, IdleState> = BTreeMap::new();
+    let new_idle = |path: &str| IdleState {
+        path: path.to_owned(),
+        counters: Vec::new(),
+        tensors: Vec::new(),
+    };
     let mut states: BTreeMap<String, OptimizerState> = BTreeMap::new();
     let new = |path: &str| OptimizerState {
         path: path.to_owned(),
@@ -206,7 +241,13 @@ fn states_of<B: Batch, O>(
             return Err(lacks(path, format!("`{}`", entry.name)));
         };
         if !spec.is_trained {
-            return Err(frozen(path));
+            let state = idle
+                .entry(path.to_owned())
+                .or_insert_with(|| new_idle(path));
+            state
+                .tensors
+                .push(idle_tensor(saved, (entry, field), (&own_mesh, rank))?);
+            continue;
         }
         let place = match spec.shape == entry.shape {
             true => Place::of(step, spec)?,
@@ -223,21 +264,52 @@ fn states_of<B: Batch, O>(
         .into_iter()
         .filter(|(_, kept)| !kept.scalars.is_empty())
     {
-        match specs.iter().find(|spec| *spec.path == *path) {
-            None => return Err(lacks(&path, "state".to_owned())),
-            Some(spec) if !spec.is_trained => return Err(frozen(&path)),
-            Some(_) => {}
-        }
-        let state = states.entry(path.clone()).or_insert_with(|| new(&path));
+        let Some(spec) = specs.iter().find(|spec| *spec.path == *path) else {
+            return Err(lacks(&path, "state".to_owned()));
+        };
+        let counters = match spec.is_trained {
+            true => {
+                let state = states.entry(path.clone()).or_insert_with(|| new(&path));
+                &mut state.counters
+            }
+            false => {
+                let state = idle.entry(path.clone()).or_insert_with(|| new_idle(&path));
+                &mut state.counters
+            }
+        };
         let numbers = kept
             .scalars
             .into_iter()
             .filter(|(name, _)| name != RANK_KEY);
-        state.counters = numbers
+        *counters = numbers
             .map(|(name, number)| (name, number.into()))
             .collect();
     }
-    Ok(states.into_values().collect())
+    Ok(States {
+        own: states.into_values().collect(),
+        idle: idle.into_values().collect(),
+    })
+}
+
+/// Reads this rank's flat shard of a state on the first axis of a mesh.
+fn idle_tensor(
+    saved: &Step,
+    (entry, field): (&TensorEntry, &str),
+    (mesh, rank): (&Mesh, usize),
+) -> Result<IdleTensor, CheckpointError> {
+    let of_checkpoint = burn_fsdp_checkpoint::Error::from;
+    let layout = Layout::flat(mesh, &mesh.axes()[0].name).map_err(of_checkpoint)?;
+    let region = layout.region(&entry.shape, mesh, rank);
+    let region = region.map_err(of_checkpoint)?;
+    let bytes = saved.read(&entry.name, &region)?;
+    let dtype = burn_dtype(&entry.name, entry.dtype)?;
+    let len = bytes.len() / dtype.size();
+    Ok(IdleTensor {
+        slot: field.to_owned(),
+        shape: entry.shape.clone(),
+        layout,
+        data: TensorData::from_bytes_vec(bytes, vec![len], dtype),
+    })
 }
 
 fn lacks(path: &str, what: String) -> CheckpointError {

@@ -3,6 +3,7 @@
 mod agree;
 mod cache;
 mod evaluation;
+mod idle;
 mod micro;
 mod repeat;
 mod restored;
@@ -29,6 +30,7 @@ use crate::trace::{
 };
 
 pub use evaluation::Evaluation;
+pub use idle::{IdleState, IdleTensor};
 pub use state::OptimizerState;
 pub use step::CompiledStep;
 

@@ -79,7 +79,8 @@ mod transform;
 pub use burn_fsdp_mesh::Strategy;
 pub use certificate::{Certificate, prove};
 pub use compile::{
-    CompiledStep, Evaluation, OptimizerState, Override, compile, compile_on, compile_with,
+    CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile, compile_on,
+    compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;

@@ -298,28 +298,9 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
             legs,
         })
         .prop_map(Case::with_whole_tensors)
-        .prop_map(Case::without_lost_states)
 }
 
 impl Case {
-    /// Freezes no layer that was trained in front of a compiled step, which refuses the optimizer's state of it.
-    fn without_lost_states(mut self) -> Self {
-        let mut plan = self.plan.clone();
-        let is_eager = |leg: &Leg| matches!(leg.engine, Engine::Eager(_));
-        for index in 0..self.legs.len() {
-            let Some(layer) = self.legs[index].switched else {
-                continue;
-            };
-            let is_frozen = plan.frozen[layer % plan.frozen.len()];
-            if is_frozen || self.legs[index..].iter().all(is_eager) {
-                plan.switch(layer);
-            } else {
-                self.legs[index].switched = None;
-            }
-        }
-        self
-    }
-
     /// Lets an optimizer that needs whole tensors have them.
     fn with_whole_tensors(mut self) -> Self {
         if self.optimizer.needs_whole_tensors() {

@@ -41,7 +41,7 @@ pub(crate) type Batch = (Tensor<2, Int>, Tensor<2, Int>);
 pub(crate) struct Plan {
     pub(crate) layers: Vec<Kind>,
     /// By layer.
-    pub(crate) frozen: Vec<bool>,
+    frozen: Vec<bool>,
     /// Layers that were frozen or trained after the model was made.
     switched: Vec<usize>,
     /// The way through the layers: some are taken twice, others never.

@@ -7,6 +7,7 @@ use burn_fsdp_mesh::{Layout, Mesh};
 use burn_ir::{BackendIr, TensorId};
 use burn_pack::Scalar;
 
+use super::idle::IdleState;
 use super::restored::{Restored, divided, state_of};
 use super::step::CompiledStep;
 use crate::error::Error;
@@ -26,6 +27,17 @@ pub struct OptimizerState {
 }
 
 impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
+    /// Returns the states of parameters that this step does not train, as they were
+    /// [set](Self::set_idle_states).
+    pub fn idle_states(&self) -> &[IdleState] {
+        &self.done.idle
+    }
+
+    /// Sets the states of parameters that this step does not train, in place of those that were set before.
+    pub fn set_idle_states(&mut self, states: Vec<IdleState>) {
+        self.done.idle = states;
+    }
+
     /// Returns a parameter or buffer as a whole. All ranks must call it, and all get it; of a running statistic in data
     /// parallelism each gets its own, as each has that of its own rows.
     ///

@@ -11,6 +11,7 @@ use burn_ir::BackendIr;
 
 use super::agree::agree;
 use super::cache::{Compiled, Graphs, Made, Setting, Stepped, Tracer};
+use super::idle::IdleState;
 use super::restored::Restored;
 use crate::certificate::Certificate;
 use crate::custom::CustomOperations;
@@ -74,6 +75,8 @@ pub(super) struct Done<O> {
     pub(super) outputs: Vec<Outputs>,
     /// The norm of the gradients of the last step, if they were clipped.
     pub(super) grad_norm: Option<f64>,
+    /// States that no step changes.
+    pub(super) idle: Vec<IdleState>,
     templates: Templates<O>,
 }
 
@@ -109,6 +112,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 steps: 0,
                 outputs: Vec::new(),
                 grad_norm: None,
+                idle: Vec::new(),
                 templates,
             },
         }

@@ -1,0 +1,30 @@
+//! States of the optimizer that a step keeps and does not change.
+
+use burn::tensor::TensorData;
+use burn_fsdp_mesh::Layout;
+use burn_pack::Scalar;
+
+/// The optimizer's state of a parameter that a step does not train: the step keeps it for the checkpoints that follow, and
+/// for a step that trains the parameter again.
+#[derive(Debug, Clone)]
+pub struct IdleState {
+    /// Path of the parameter.
+    pub path: String,
+    /// Numbers of the state.
+    pub counters: Vec<(String, Scalar)>,
+    /// All tensors of the state.
+    pub tensors: Vec<IdleTensor>,
+}
+
+/// A tensor of an [`IdleState`], in this rank's part.
+#[derive(Debug, Clone)]
+pub struct IdleTensor {
+    /// Name of the tensor in the state.
+    pub slot: String,
+    /// Shape of the whole, in elements.
+    pub shape: Vec<usize>,
+    /// Layout of the whole on the [mesh](crate::CompiledStep::mesh) of the step.
+    pub layout: Layout,
+    /// The part.
+    pub data: TensorData,
+}
