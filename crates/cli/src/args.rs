@@ -1,5 +1,6 @@
 //! The command line as it was typed: commands, arguments and their help texts.
 
+mod check;
 mod steps;
 
 use std::path::PathBuf;
@@ -11,6 +12,8 @@ use serde::Serialize;
 use crate::bench::args::BenchArgs;
 use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
+use crate::operations::diff::DiffArgs;
+pub(crate) use check::CheckArg;
 pub(crate) use steps::{ConsolidateArgs, GenerateArgs, InspectArgs, NamesArg};
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
@@ -35,6 +38,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Run a command, such as `mpirun -n 4 burn-fsdp train ..`, again when it fails
     Launch(LaunchArgs),
+    /// Name the first operation in which two runs differ
+    Diff(DiffArgs),
     /// Measure training against PyTorch, both in turn on the same cores
     Bench(BenchArgs),
     /// Print the completions of a shell: put `source <(burn-fsdp completions bash)` into ~/.bashrc
@@ -53,13 +58,13 @@ Exit code:
   1  a second signal ended a training at once; saved steps are whole
   2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
      or written
-  3  a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
+  3  two runs differ; or a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
      message says which, and saved steps are whole";
 
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
   BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
-                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall
+                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall|flip
                    (steps count from 0, warmup included)
   RUST_LOG         what to log on stderr [default: off]
 
@@ -245,6 +250,9 @@ pub(crate) struct ShardingArgs {
     /// Keep the optimizer's state in files of this folder, a unit at a time in memory
     #[arg(long, value_name = "FOLDER", conflicts_with = "checkpoint_dir")]
     pub(crate) offload: Option<PathBuf>,
+    /// What ranks compare of each other in each operation
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = CheckArg::Calls)]
+    pub(crate) check: CheckArg,
     /// How long a rank waits for the others in one operation before it gives up
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) deadline: u64,
@@ -338,6 +346,10 @@ pub(crate) struct OutputArgs {
     /// communication and memory of every rank. The first measured step, if there are two before it
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
+    /// Write what each operation of each rank carries into this folder, as checksums for `burn-fsdp diff`;
+    /// includes --check agreement
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) operations: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,

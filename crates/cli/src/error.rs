@@ -106,6 +106,9 @@ pub(crate) enum InputError {
         expected: &'static str,
     },
 
+    #[error("cannot read the operations of a run at {}: {problem}; name two folders that `train --operations` has written", path.display())]
+    Operations { path: PathBuf, problem: String },
+
     #[error(transparent)]
     Device(#[from] DeviceNameError),
 

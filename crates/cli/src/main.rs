@@ -5,6 +5,7 @@
 //! - `plan`: the cost of a run, without running it.
 //! - `steps`: the commands for a saved step.
 //! - `bench`: training measured against PyTorch.
+//! - `operations`: what the operations of a run carry, written and compared.
 //! - `launch`: a command that is run again when it fails.
 //! - `text`, `fused`: generated text and fused operations, for several of them.
 //! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
@@ -17,6 +18,7 @@ mod console;
 mod error;
 mod host;
 mod launch;
+mod operations;
 mod output;
 mod plan;
 mod shell;
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plan(args) => plan::run(&args).map_err(Failure::from),
+        Command::Diff(args) => operations::diff::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Completions(args) => shell::completions(&args),
         Command::Manual(args) => shell::manual(&args),

@@ -104,6 +104,46 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
+    /// Bytes that are not those that their rank gave, with [`Check::Agreement`](crate::Check::Agreement).
+    #[error(
+        "{}rank {rank} got other bytes of rank {peer} for tensor {part} of {operation} than rank {peer} had when it \
+         called; the memory of one of the two or the link between them is faulty: go on from the last checkpoint \
+         without that machine; {ledger}",
+        in_step(step)
+    )]
+    Altered {
+        /// The operation.
+        operation: Box<Operation>,
+        /// The step, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it was.
+        step: Option<u64>,
+        /// The rank that got the bytes.
+        rank: usize,
+        /// The rank that gave them.
+        peer: usize,
+        /// The index among the parts of the operation.
+        part: usize,
+        /// The last operations of the ranks.
+        ledger: LedgerReport,
+    },
+
+    /// A result that is not the same on all ranks, although all got the same operation's, with
+    /// [`Check::Agreement`](crate::Check::Agreement). Found in a later operation of the group.
+    #[error(
+        "{}ranks {ranks:?} hold another result of {operation} than most ranks of the group, or no two hold the same; \
+         the memory of one of them or its link is faulty: go on from the last checkpoint without that machine; {ledger}",
+        in_step(step)
+    )]
+    Disagreement {
+        /// The operation whose result it is.
+        operation: Box<Operation>,
+        /// The step in which it was found.
+        step: Option<u64>,
+        /// The ranks that hold another result than most; all, if no more than half hold the same.
+        ranks: Vec<usize>,
+        /// The last operations of the ranks.
+        ledger: LedgerReport,
+    },
+
     /// A failure that was asked for; see [`Fault`].
     #[error("rank {fault_rank} failed because it was told to (fault \"{fault}\"); remove the fault to run on", fault_rank = fault.rank)]
     Injected {
@@ -160,6 +200,10 @@ impl fmt::Display for Stage {
             Self::Finish => "finish",
         })
     }
+}
+
+fn in_step(step: &Option<u64>) -> String {
+    step.map_or_else(String::new, |step| format!("in step {step}, "))
 }
 
 fn in_the_end(missing: &[usize], ends: &[usize]) -> String {

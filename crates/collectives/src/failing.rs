@@ -34,18 +34,25 @@ impl Fault {
             }
         }
         let missing = |key| invalid(format!("{key} is missing"));
-        Ok(Self {
+        let fault = Self {
             rank: rank.ok_or_else(|| missing("rank"))?,
             step: step.ok_or_else(|| missing("step"))?,
             at: at.ok_or_else(|| missing("at"))?,
             how: how.ok_or_else(|| missing("how"))?,
-        })
+        };
+        if fault.how == How::Flip && fault.at != At::Collective {
+            let problem = "only what a collective operation carries can flip; write at:collective";
+            return Err(invalid(problem.to_owned()));
+        }
+        Ok(fault)
     }
 
     /// Fails as told.
     pub(crate) fn strike(self) -> Result<(), Error> {
         match self.how {
             How::Panic => panic!("told to panic by the fault \"{self}\""),
+            // The operation that it strikes in flips it.
+            How::Flip => Ok(()),
             How::Error => Err(Error::Injected { fault: self }),
             How::Stall => loop {
                 std::thread::sleep(Duration::from_secs(3600));
@@ -77,6 +84,7 @@ impl How {
             "panic" => Ok(Self::Panic),
             "error" => Ok(Self::Error),
             "stall" => Ok(Self::Stall),
+            "flip" => Ok(Self::Flip),
             _ => Err(format!("how is {value:?}, which is not a way to fail")),
         }
     }

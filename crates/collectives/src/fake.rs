@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::agreement::AlteredPart;
 use crate::arithmetic::{copy, reduce};
 use crate::contract::Route;
 use crate::control::Control;
@@ -14,11 +15,11 @@ use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn
 use crate::operation::OperationKind;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
-use crate::{Buffer, ProcessGroup, Source};
+use crate::{Buffer, Check, ProcessGroup, Source};
 
 /// Returns rank `rank` of a group of `size` ranks of which no other exists.
 pub(crate) fn group(size: usize, rank: usize) -> ProcessGroup {
-    let state = Arc::new(RankState::new(rank));
+    let state = Arc::new(RankState::new(rank, Check::Calls));
     let mut ranks = vec![None; size];
     ranks[rank] = Some(state.clone());
     let world = World::new(ranks, Box::new(NobodyElse));
@@ -100,6 +101,10 @@ impl Flight for FakeFlight {
 
     fn claim(&self, _: usize) -> &Claim {
         &self.claim
+    }
+
+    fn altered_addend(&self) -> Option<AlteredPart> {
+        None
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

@@ -45,11 +45,23 @@ pub enum How {
     Error,
     /// A stall far beyond every deadline.
     Stall,
+    /// One bit that changes, of what the rank gives in the step's first operation in which it gives anything. The rank
+    /// goes on: what happens then shows what [`Check::Agreement`](crate::Check::Agreement) sees, and what happens
+    /// without it. At [`At::Collective`] alone.
+    Flip,
 }
 
 impl Fault {
     /// The syntax of a fault.
-    pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall";
+    pub const SYNTAX: &str =
+        "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall|flip";
+}
+
+impl Fault {
+    /// Returns true if it changes what a rank gives, and fails nothing by itself.
+    pub(crate) fn flips(&self) -> bool {
+        self.how == How::Flip
+    }
 }
 
 /// Prints as [`Fault::SYNTAX`] says.
@@ -81,6 +93,7 @@ impl fmt::Display for How {
             Self::Panic => "panic",
             Self::Error => "error",
             Self::Stall => "stall",
+            Self::Flip => "flip",
         })
     }
 }

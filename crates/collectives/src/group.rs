@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::agreement::{Checks, Replicas};
+use crate::carried::Watcher;
 use crate::control::Control;
 use crate::engine::{Claim, Engine, Received, Request, Subgroup};
 use crate::lock::lock;
@@ -12,8 +14,8 @@ use crate::pending::{Entry, Peers, Pending};
 use crate::rank_state::RankState;
 use crate::recording::Recording;
 use crate::{
-    At, BufferPool, CommSpan, CommStage, Error, Fault, GroupId, Label, Ledger, Operation,
-    OperationCounts,
+    At, BufferPool, Carried, Check, CommSpan, CommStage, Error, Fault, GroupId, Label, Ledger,
+    Operation, OperationCounts, Source,
 };
 
 /// The end of one rank of a group of ranks that communicate. Cheap to clone.
@@ -35,6 +37,8 @@ struct End {
     engine: Box<dyn Engine>,
     state: Arc<RankState>,
     progress: Mutex<Progress>,
+    /// Results that all ranks must hold alike, with [`Check::Agreement`].
+    replicas: Arc<Mutex<Replicas>>,
 }
 
 #[derive(Default)]
@@ -61,6 +65,7 @@ impl ProcessGroup {
             engine,
             state,
             progress: Mutex::default(),
+            replicas: Arc::default(),
         }))
     }
 
@@ -138,6 +143,12 @@ impl ProcessGroup {
     pub fn end_recording(&self) -> Vec<CommSpan> {
         let recording = lock(&self.0.state.recording).take();
         recording.map(Recording::into_spans).unwrap_or_default()
+    }
+
+    /// Tells `watch` from now on of each operation of this rank, on any group, that has ended, and what it carried.
+    /// Only where ranks compare bytes ([`Check::Agreement`]): otherwise nobody is told. It must start no operation.
+    pub fn watch(&self, watch: impl FnMut(Carried) + Send + 'static) {
+        *lock(&self.0.state.watcher) = Some(Watcher::new(watch));
     }
 
     /// Divides the group: ranks that give the same `color` form a new group, ordered by `key`, and
@@ -297,10 +308,12 @@ impl ProcessGroup {
         let operation = self.operation(&signature, progress.sequence);
         let Contribution {
             note,
-            sources,
+            mut sources,
             into,
             bytes,
         } = contribution;
+        let checks = self.checks(&signature, &sources);
+        self.flip_if_told(&mut sources);
         tracing::trace!(rank = self.world_rank(), %operation, bytes, "start");
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
         let kind = signature.kind;
@@ -309,7 +322,11 @@ impl ProcessGroup {
             .inspect_err(|_| entry.fail())?;
         let request = Request {
             operation: operation.clone(),
-            claim: Claim { signature, note },
+            claim: Claim {
+                signature,
+                note,
+                checks,
+            },
             sources,
             into,
         };
@@ -320,11 +337,41 @@ impl ProcessGroup {
         state.note(&operation, CommStage::Start, bytes, start);
         let peers = Peers {
             id: self.0.id.clone(),
+            rank: self.rank(),
             world_rank: self.world_rank(),
             control: self.control().clone(),
+            replicas: self.compares_bytes().then(|| self.0.replicas.clone()),
             _end: self.0.clone(),
         };
         Ok(Pending::new(peers, flight, entry, |received| received))
+    }
+
+    fn compares_bytes(&self) -> bool {
+        self.0.state.check == Check::Agreement
+    }
+
+    /// Returns what this rank tells with its next claim of the bytes that it gives and has got.
+    fn checks(&self, signature: &Signature, sources: &[Source]) -> Checks {
+        if !self.compares_bytes() {
+            return Checks::default();
+        }
+        Checks {
+            given: Checks::of_given(signature, self.rank(), self.size(), sources),
+            results: lock(&self.0.replicas).take_untold(),
+        }
+    }
+
+    /// Flips a bit in the middle of what this rank gives, if a fault says so.
+    fn flip_if_told(&self, sources: &mut [Source]) {
+        let Some(source) = sources.iter_mut().find(|source| !source.is_empty()) else {
+            return;
+        };
+        if self.0.state.flips_now() {
+            let mut bytes = source.as_bytes().to_vec();
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 1;
+            *source = Source::new(bytes);
+        }
     }
 
     /// Returns the failure domain of the group.
@@ -346,7 +393,7 @@ impl ProcessGroup {
 /// The input of a rank to an operation, and its buffers for the results.
 pub(crate) struct Contribution {
     pub(crate) note: Vec<u8>,
-    pub(crate) sources: Vec<crate::Source>,
+    pub(crate) sources: Vec<Source>,
     pub(crate) into: Vec<crate::Buffer>,
     /// The bytes that the operation counts for.
     pub(crate) bytes: usize,

@@ -12,7 +12,8 @@
 //!   the group alone.
 //! - A rank that fails, differs or does not come turns the operations of all others into an
 //!   [`Error`] that says who, where and why, with the last operations of every rank from their
-//!   [`Ledger`]s. Nothing hangs and no wrong number is handed out.
+//!   [`Ledger`]s. Nothing hangs and no wrong number is handed out. With [`Check::Agreement`] that holds for
+//!   bytes that a faulty memory or link has changed, too.
 //!
 //! The crate knows bytes, element types and ranks. It knows nothing of Burn, parameters or models.
 //!
@@ -42,9 +43,11 @@
 #[cfg(test)]
 extern crate self as burn_fsdp_collectives;
 
+mod agreement;
 mod arithmetic;
 mod bell;
 mod call;
+mod carried;
 mod collective;
 mod contract;
 mod control;
@@ -79,7 +82,9 @@ mod source;
 mod waits;
 mod world;
 
+pub use agreement::Check;
 pub use burn_fsdp_mesh::{Mesh, Partition, ReduceOp};
+pub use carried::Carried;
 pub use contract::{Contract, Role, Share, Who};
 pub use counter::CommCounter;
 pub use counts::{OperationCounts, Tally};

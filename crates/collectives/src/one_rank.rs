@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use crate::{ProcessGroup, fake, local};
+use crate::{Check, ProcessGroup, fake, local};
 
 impl ProcessGroup {
     /// Returns the group of a rank that is alone: its operations never wait. For code that takes a
     /// group, on a single rank and without [`launch`](crate::launch()).
     pub fn solo() -> Self {
-        local::groups(1, Duration::MAX).swap_remove(0)
+        local::groups(1, Duration::MAX, Check::Calls).swap_remove(0)
     }
 
     /// Returns rank `rank` of a group of `size` ranks of which no other exists, for tests and measurements on

@@ -2,17 +2,18 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use crate::agreement::{AlteredPart, Checks, Difference, Replicas};
 use crate::control::Control;
 use crate::control::Wait;
-use crate::engine::{Awaited, Flight, Received, Withdrawn};
+use crate::engine::{Awaited, Claim, Flight, Received, Withdrawn};
 use crate::identity::GroupId;
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{Buffer, CommStage, Error, Operation, Stage};
+use crate::{Buffer, Carried, CommStage, Error, Operation, OperationKind, Stage};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -111,6 +112,7 @@ impl<T> Pending<T> {
         self.until(Awaited::Result)?;
         let buffers: Result<Vec<Buffer>, _> = self.flight.receive();
         let buffers = self.there(buffers)?;
+        self.verify(&buffers)?;
         let notes =
             (0..self.peers.id.members().len()).map(|rank| self.flight.claim(rank).note.clone());
         Ok(Received {
@@ -158,6 +160,93 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
+    /// Compares the bytes that this rank has got with what the others have told of them, if ranks do.
+    fn verify(&self, buffers: &[Buffer]) -> Result<(), Error> {
+        let Some(replicas) = &self.peers.replicas else {
+            return Ok(());
+        };
+        let (id, own) = (&self.peers.id, self.peers.rank);
+        let size = id.members().len();
+        let Claim {
+            signature, checks, ..
+        } = self.flight.claim(own);
+        self.tell_watcher(checks, buffers);
+        let misplaced = |from: usize| {
+            let checks = &self.flight.claim(from).checks;
+            checks.first_misplaced(signature, (from, own), buffers)
+        };
+        let altered = match signature.reduction {
+            None => (0..size).find_map(misplaced),
+            Some(_) => self.flight.altered_addend(),
+        };
+        if let Some(AlteredPart { from, part }) = altered {
+            return Err(self.altered(from, part));
+        }
+        let mut replicas = lock(replicas);
+        if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
+            replicas.hold(&self.entry.operation, size, buffers);
+        }
+        let difference = |from: usize| {
+            let told = &self.flight.claim(from).checks.results;
+            replicas.hear(from, size, told)
+        };
+        match (0..size).map(difference).fold(None, Option::or) {
+            None => Ok(()),
+            Some(difference) => Err(self.disagreement(difference)),
+        }
+    }
+
+    /// Tells what the operation carried to whoever wants to know.
+    fn tell_watcher(&self, checks: &Checks, buffers: &[Buffer]) {
+        let Entry {
+            rank, operation, ..
+        } = &self.entry;
+        if let Some(watcher) = &mut *lock(&rank.watcher) {
+            let got = buffers.iter().map(|buffer| Checks::of(buffer.as_ref()));
+            watcher.tell(Carried {
+                operation: operation.clone(),
+                step: rank.step(),
+                given: checks.given.clone(),
+                got: got.collect(),
+            });
+        }
+    }
+
+    fn altered(&self, from: usize, part: usize) -> Error {
+        let Peers {
+            id,
+            world_rank,
+            control,
+            ..
+        } = &self.peers;
+        let error = Error::Altered {
+            operation: Box::new(self.entry.operation.clone()),
+            step: self.entry.rank.step(),
+            rank: *world_rank,
+            peer: id.members()[from],
+            part,
+            ledger: control.report(),
+        };
+        control.end_with(*world_rank, error)
+    }
+
+    fn disagreement(&self, difference: Difference) -> Error {
+        let Peers {
+            id,
+            world_rank,
+            control,
+            ..
+        } = &self.peers;
+        let Difference { operation, ranks } = difference;
+        let error = Error::Disagreement {
+            operation: Box::new(operation.unwrap_or_else(|| self.entry.operation.clone())),
+            step: self.entry.rank.step(),
+            ranks: ranks.into_iter().map(|rank| id.members()[rank]).collect(),
+            ledger: control.report(),
+        };
+        control.end_with(*world_rank, error)
+    }
+
     /// Turns a withdrawal into the failure of the domain: what a rank shows stays until all have
     /// read it, unless the domain has failed.
     fn there<U>(&self, read: Result<U, Withdrawn>) -> Result<U, Error> {
@@ -195,8 +284,12 @@ impl<T> fmt::Debug for Pending<T> {
 /// The ranks that an operation is one of, and what is known of them.
 pub(crate) struct Peers {
     pub(crate) id: GroupId,
+    /// This rank in the group, and in the world.
+    pub(crate) rank: usize,
     pub(crate) world_rank: usize,
     pub(crate) control: Arc<Control>,
+    /// The results that all must hold alike, where ranks compare bytes.
+    pub(crate) replicas: Option<Arc<Mutex<Replicas>>>,
     /// The end of the group: its engine stays as long as an operation on it is under way.
     pub(crate) _end: Arc<dyn Any + Send + Sync>,
 }

@@ -4,9 +4,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use crate::carried::Watcher;
 use crate::lock::lock;
 use crate::recording::Recording;
-use crate::{At, BufferPool, CommStage, Error, Fault, Ledger, Operation};
+use crate::{At, BufferPool, Check, CommStage, Error, Fault, Ledger, Operation};
 
 /// Shared by all groups of a rank, and read by its peers when they explain a failure.
 #[derive(Debug)]
@@ -16,7 +17,11 @@ pub(crate) struct RankState {
     pub(crate) ledger: Mutex<Ledger>,
     /// While someone records.
     pub(crate) recording: Mutex<Option<Recording>>,
+    /// While someone compares what operations carry.
+    pub(crate) watcher: Mutex<Option<Watcher>>,
     faults: Mutex<Faults>,
+    /// What the rank compares of the others.
+    pub(crate) check: Check,
     /// Number of the numbers that this rank has given to groups.
     num_groups: AtomicU64,
 }
@@ -28,14 +33,16 @@ struct Faults {
 }
 
 impl RankState {
-    pub(crate) fn new(world_rank: usize) -> Self {
-        let (pool, ledger, recording, faults) = Default::default();
+    pub(crate) fn new(world_rank: usize, check: Check) -> Self {
+        let (pool, ledger, recording, watcher, faults) = Default::default();
         Self {
             world_rank,
             pool,
             ledger,
             recording,
+            watcher,
             faults,
+            check,
             num_groups: AtomicU64::new(0),
         }
     }
@@ -70,6 +77,21 @@ impl RankState {
         lock(&self.faults).step = Some(step);
     }
 
+    /// Returns true if one bit of what the rank gives now is to flip; each fault strikes once.
+    pub(crate) fn flips_now(&self) -> bool {
+        let mut faults = lock(&self.faults);
+        let step = faults.step;
+        let struck = faults
+            .armed
+            .take_if(|fault| fault.flips() && step == Some(fault.step));
+        struck.is_some()
+    }
+
+    /// Returns the step that the rank is in, if anybody has said so.
+    pub(crate) fn step(&self) -> Option<u64> {
+        lock(&self.faults).step
+    }
+
     /// Fails if a fault is armed for here and now; each fault strikes once.
     pub(crate) fn fault_point(&self, at: At) -> Result<(), Error> {
         let struck = {
@@ -77,7 +99,7 @@ impl RankState {
             let step = faults.step;
             faults
                 .armed
-                .take_if(|fault| fault.at == at && step == Some(fault.step))
+                .take_if(|fault| fault.at == at && step == Some(fault.step) && !fault.flips())
         };
         struck.map_or(Ok(()), Fault::strike)
     }

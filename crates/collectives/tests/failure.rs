@@ -368,7 +368,7 @@ fn faults_that_cannot_be_read_are_explained() {
     assert_eq!(Fault::parse(shuffled).unwrap(), Fault::parse(text).unwrap());
     let message = Fault::parse("rank:1").unwrap_err().to_string();
     assert!(message.ends_with(
-        "write it as rank:N,step:N,at:forward|backward|collective,how:panic|error|stall"
+        "write it as rank:N,step:N,at:forward|backward|collective,how:panic|error|stall|flip"
     ));
 }
 

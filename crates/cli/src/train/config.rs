@@ -6,7 +6,7 @@ use std::time::Duration;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
 use burn_fsdp::testing::Fault;
-use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
+use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{
@@ -56,9 +56,12 @@ pub(crate) struct TrainConfig {
     pub(crate) is_compiled: bool,
     pub(crate) checkpoints: Option<CheckpointConfig>,
     pub(crate) deadline: Duration,
+    /// What ranks compare of each other.
+    pub(crate) check: Check,
     pub(crate) fault: Option<Fault>,
     pub(crate) metrics: Option<PathBuf>,
     pub(crate) trace: Option<PathBuf>,
+    pub(crate) operations: Option<PathBuf>,
     pub(crate) curve: PathBuf,
     pub(crate) sample_bytes: usize,
     pub(crate) json: bool,
@@ -99,6 +102,7 @@ pub(crate) struct StepConfig {
 impl TrainConfig {
     /// Resolves and checks everything, the cheap checks first and the disk last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
+        let check = args.check();
         let model = model(&args.model)?;
         let optimizer = optimizer(&args.training)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
@@ -166,9 +170,11 @@ impl TrainConfig {
             checkpoints,
             // Clocks do not count further, and nobody waits longer.
             deadline: Duration::from_secs(args.sharding.deadline.min(1 << 31)),
+            check,
             fault,
             metrics: args.output.metrics,
             trace: args.output.trace,
+            operations: args.output.operations,
             curve: args.output.curve,
             sample_bytes: args.output.sample,
             json: args.output.json,

@@ -42,6 +42,12 @@ pub(crate) fn from_environment(
                 .to_owned(),
         );
     }
+    if fault.how == How::Flip && ranks == 1 {
+        return invalid(
+            "a bit flips in what a rank gives the others, and there are none; choose --ranks 2"
+                .to_owned(),
+        );
+    }
     if is_compiled && fault.at == At::Backward {
         return invalid(
             "a compiled step has no place of its own for its backward; choose at:forward or \

@@ -39,7 +39,9 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     };
     obey_signals(&config);
     let on_ranks = config.clone();
-    let launch_config = LaunchConfig::new(config.ranks.number()).deadline(config.deadline);
+    let launch_config = LaunchConfig::new(config.ranks.number())
+        .deadline(config.deadline)
+        .check(config.check);
     let start = Start {
         metrics: Mutex::new(metrics),
         origin: Instant::now(),

@@ -53,3 +53,38 @@ fn a_stall_ends_with_the_deadline() {
         assert!(line.contains("waited 2s for ranks [1]"), "{at}: {line}");
     }
 }
+
+/// A bit of what rank 1 gives flips in step 3: by the eager engine and by the compiler.
+const FLIP: &str = "rank:1,step:3,at:collective,how:flip";
+
+#[test]
+fn a_flipped_bit_is_named_by_step_operation_and_rank_where_ranks_compare_bytes() {
+    for engine in [
+        "",
+        "--compile",
+        "--strategy no-shard",
+        "--strategy no-shard --compile",
+    ] {
+        let folder = Folder::new();
+        let arguments = format!("{ARGUMENTS} --check agreement {engine}");
+        let run = folder.train_with_fault(&arguments, FLIP);
+        assert_eq!(run.code, 3, "{engine}: {}", run.stderr);
+        let line = error_line(&run);
+        for word in [
+            "in step 3, ",
+            "other bytes of rank 1",
+            " of world",
+            "checkpoint",
+        ] {
+            assert!(line.contains(word), "{engine}: {word}: {line}");
+        }
+        let right = Folder::new().train(&arguments);
+        assert_eq!(right.code, 0, "{engine}: {}", right.stderr);
+    }
+}
+
+#[test]
+fn a_flipped_bit_goes_on_unseen_where_ranks_compare_calls_alone() {
+    let run = Folder::new().train_with_fault(ARGUMENTS, FLIP);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+}

@@ -7,6 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::agreement::{AlteredPart, Checks};
 use crate::control::Control;
 use crate::operation::Signature;
 use crate::{Buffer, Operation, Source};
@@ -56,13 +57,15 @@ pub(crate) struct Request {
     pub(crate) into: Vec<Buffer>,
 }
 
-/// The claim of a rank on an operation, and its note to all others.
+/// The claim of a rank on an operation, and what it tells all others with it.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
     /// The operation wanted, which all ranks must agree on.
     pub(crate) signature: Signature,
     /// The bytes that this rank tells all others.
     pub(crate) note: Vec<u8>,
+    /// The checksums that this rank tells all others.
+    pub(crate) checks: Checks,
 }
 
 /// A group to be made out of a larger one.
@@ -118,6 +121,10 @@ pub(crate) trait Flight: Send {
     ///
     /// As [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn>;
+
+    /// Returns the first of the addends that this rank has combined which is not what its rank has told with its
+    /// [checks](Claim::checks). Called after [`receive`](Self::receive).
+    fn altered_addend(&self) -> Option<AlteredPart>;
 }
 
 /// A rank took its bytes away, as a rank does when its failure domain has ended.

@@ -6,13 +6,20 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use super::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
+use crate::agreement::AlteredPart;
 use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
-use crate::{Buffer, OperationKind, ProcessGroup, Source, arithmetic};
+use crate::{
+    Buffer, Check, ElementType, Error, FullPart, OperationKind, ProcessGroup, Reduction, Source,
+    arithmetic,
+};
 
 #[path = "../../tests/contract/mod.rs"]
 mod contract;
+
+/// The label of operations of which the engine gives rank 1 another result than all others.
+const SPOILED: &str = "spoiled";
 
 /// The claims and sources of all ranks for one operation, by rank of the group.
 struct Slips {
@@ -140,6 +147,10 @@ impl Flight for BoardFlight {
         &self.slip(rank).0
     }
 
+    fn altered_addend(&self) -> Option<AlteredPart> {
+        None
+    }
+
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {
         let mut buffers = std::mem::take(&mut self.into);
         let signature = &self.claim(self.rank).signature;
@@ -164,6 +175,9 @@ impl Flight for BoardFlight {
                 }
             }
         }
+        if self.rank == 1 && signature.label.as_str() == SPOILED {
+            buffers[0].as_mut()[2] ^= 1;
+        }
         Ok(buffers)
     }
 }
@@ -176,9 +190,9 @@ impl Drop for BoardFlight {
 }
 
 /// Returns the ends of a world of ranks that meet at a board.
-fn ends(size: usize) -> Vec<ProcessGroup> {
+fn ends(size: usize, check: Check) -> Vec<ProcessGroup> {
     let states: Vec<_> = (0..size)
-        .map(|rank| Arc::new(RankState::new(rank)))
+        .map(|rank| Arc::new(RankState::new(rank, check)))
         .collect();
     let world = World::new(
         states.iter().cloned().map(Some).collect(),
@@ -209,7 +223,7 @@ fn an_engine_of_a_hundred_lines_keeps_the_contract() {
         }
         for size in 1..=4 {
             std::thread::scope(|scope| {
-                for end in ends(size) {
+                for end in ends(size, Check::Agreement) {
                     scope.spawn(move || {
                         let (control, rank) = (end.control().clone(), end.world_rank());
                         if let Err(error) = case(&end) {
@@ -221,5 +235,45 @@ fn an_engine_of_a_hundred_lines_keeps_the_contract() {
                 }
             });
         }
+    }
+}
+
+/// Runs an all-reduce, and another operation after it, on ranks that meet at a board.
+fn reduce_and_go_on(size: usize, label: &'static str) -> Vec<Result<(), Error>> {
+    std::thread::scope(|scope| {
+        let run = |end: ProcessGroup| {
+            let part = FullPart::new(Source::new(vec![end.rank() as u8; 5]), ElementType::U8);
+            let into = vec![end.pool().take(5)];
+            end.begin_step(4);
+            let reduced = end.all_reduce(label, vec![], Reduction::sum(), vec![part], into);
+            reduced.and_then(|_| end.barrier("after it"))
+        };
+        let ends = ends(size, Check::Agreement).into_iter();
+        let ranks: Vec<_> = ends.map(|end| scope.spawn(move || run(end))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn a_result_that_one_rank_alone_holds_is_named_in_the_next_operation() {
+    for (size, odd) in [(2, vec![0, 1]), (3, vec![1]), (4, vec![1])] {
+        for seen in reduce_and_go_on(size, SPOILED) {
+            match seen.unwrap_err() {
+                Error::Disagreement {
+                    operation,
+                    step,
+                    ranks,
+                    ..
+                } => {
+                    assert_eq!((operation.label.as_str(), step), (SPOILED, Some(4)));
+                    assert_eq!(ranks, odd);
+                }
+                Error::PeerFailed { reason, .. } => {
+                    assert!(reason.contains(&format!("ranks {odd:?} hold")), "{reason}");
+                }
+                other => panic!("{other}"),
+            }
+        }
+        assert!(reduce_and_go_on(size, "right").iter().all(Result::is_ok));
     }
 }

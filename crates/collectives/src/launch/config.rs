@@ -3,6 +3,8 @@
 use std::thread;
 use std::time::Duration;
 
+use crate::Check;
+
 /// The most ranks that are started as threads of one process. What ranks tell each other is a table
 /// of ranks by ranks, and no machine has as many cores.
 pub(super) const MOST_THREADS: usize = 1024;
@@ -14,6 +16,7 @@ pub struct LaunchConfig {
     pub(super) deadline: Duration,
     pub(super) grace: Duration,
     threads_per_rank: Option<usize>,
+    pub(super) check: Check,
 }
 
 impl LaunchConfig {
@@ -24,6 +27,7 @@ impl LaunchConfig {
             deadline: Duration::from_secs(600),
             grace: Duration::from_secs(2),
             threads_per_rank: None,
+            check: Check::Calls,
         }
     }
 
@@ -62,6 +66,21 @@ impl LaunchConfig {
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
+        self
+    }
+
+    /// Sets what ranks compare of each other, [`Check::Calls`] by default.
+    ///
+    /// ```
+    /// use burn_fsdp_collectives::{Check, LaunchConfig, launch};
+    ///
+    /// let config = LaunchConfig::new(2).check(Check::Agreement);
+    /// launch(config, |world| world.barrier("all bytes are compared from here on"))?;
+    /// # Ok::<(), burn_fsdp_collectives::LaunchError>(())
+    /// ```
+    #[must_use]
+    pub fn check(mut self, check: Check) -> Self {
+        self.check = check;
         self
     }
 

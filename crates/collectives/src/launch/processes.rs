@@ -46,7 +46,7 @@ where
         connection.close(false, config.grace);
         return Err(other_size(size));
     }
-    let world = connection.world(config.deadline);
+    let world = connection.world(config.deadline, config.check);
     let control = world.control().clone();
     let end = run(config, processes, &control, move || body(world));
     match &end {

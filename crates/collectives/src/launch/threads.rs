@@ -25,7 +25,7 @@ where
     if ranks > most {
         return Err(LaunchError::TooManyRanks { ranks, most });
     }
-    let groups = local::groups(ranks, config.deadline);
+    let groups = local::groups(ranks, config.deadline, config.check);
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();

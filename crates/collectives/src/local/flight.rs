@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::round::{Round, Sources};
 use super::team::Team;
 use super::transfer;
+use crate::agreement::AlteredPart;
 use crate::engine::{Awaited, Claim, Flight, Withdrawn};
 use crate::operation::{Extent, OperationKind, Signature};
 use crate::{Buffer, Reduction, Source};
@@ -18,6 +19,8 @@ pub(super) struct LocalFlight {
     round: Arc<Round>,
     into: Vec<Buffer>,
     finished: bool,
+    /// The first addend that was not what its rank has told.
+    altered: Option<AlteredPart>,
 }
 
 impl LocalFlight {
@@ -28,6 +31,7 @@ impl LocalFlight {
             round,
             into,
             finished: false,
+            altered: None,
         }
     }
 
@@ -36,8 +40,9 @@ impl LocalFlight {
     }
 
     /// Fills the buffers. All ranks have published the same signature.
-    fn transfer(&self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
-        let signature = self.signature();
+    fn transfer(&mut self, into: &mut [Buffer]) -> Result<(), Withdrawn> {
+        let round = self.round.clone();
+        let signature = &round.claim(self.rank).signature;
         match (signature.kind, &signature.reduction) {
             (OperationKind::AllReduce, Some(reduction)) => {
                 let slices = self.all(|rank| self.round.slice(rank))?;
@@ -46,6 +51,9 @@ impl LocalFlight {
             (_, Some(reduction)) => {
                 let tensors = self.all(|rank| self.round.sources(rank))?;
                 transfer::combine(reduction, &signature.extents, &tensors, self.rank, into);
+                if !into.is_empty() {
+                    self.check_addends(&tensors, self.rank);
+                }
             }
             (_, None) => {
                 // Begins with itself: so the ranks read from different places at any time.
@@ -64,19 +72,39 @@ impl LocalFlight {
     ///
     /// So a rank only ever waits for slices that another rank is working on: one that comes late, or
     /// has discarded the operation, holds nobody up. Who combines a slice does not show in its bits.
-    fn combine_slices(&self, reduction: &Reduction, extents: &[Extent]) -> Result<(), Withdrawn> {
+    fn combine_slices(
+        &mut self,
+        reduction: &Reduction,
+        extents: &[Extent],
+    ) -> Result<(), Withdrawn> {
         let tensors = self.all(|rank| self.round.sources(rank))?;
         let num_ranks = self.team.size();
         for slice in (self.rank..num_ranks).chain(0..self.rank) {
             if self.round.take_slice(slice, self.rank) {
                 let mut parts = self.slice_buffers(slice, reduction, extents);
                 transfer::combine(reduction, extents, &tensors, slice, &mut parts);
+                self.check_addends(&tensors, slice);
                 self.round
                     .publish_slice(slice, parts.into_iter().map(Source::new).collect());
                 self.team.bell().ring();
             }
         }
         Ok(())
+    }
+
+    /// Compares the addends of a slice with what their ranks have told of them.
+    fn check_addends(&mut self, tensors: &[Sources], slice: usize) {
+        for (from, sources) in tensors.iter().enumerate() {
+            let claim = self.round.claim(from);
+            if self.altered.is_some() || claim.checks.given.is_empty() {
+                return;
+            }
+            let routes = claim.signature.routes(from, slice).into_iter();
+            let given = sources.iter().zip(routes);
+            let given = given.map(|(source, route)| &source.as_bytes()[route.given]);
+            let part = claim.checks.first_altered(slice, given);
+            self.altered = part.map(|part| AlteredPart { from, part });
+        }
     }
 
     /// Returns memory for a slice, from the pool of the rank that it falls to, whoever combines it:
@@ -152,13 +180,18 @@ impl Flight for LocalFlight {
     }
 
     fn begin(&mut self) -> Result<(), Withdrawn> {
-        let signature = self.signature();
+        let round = self.round.clone();
+        let signature = &round.claim(self.rank).signature;
         match (signature.kind, &signature.reduction) {
             (OperationKind::AllReduce, Some(reduction)) => {
                 self.combine_slices(reduction, &signature.extents)
             }
             _ => Ok(()),
         }
+    }
+
+    fn altered_addend(&self) -> Option<AlteredPart> {
+        self.altered
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

@@ -13,15 +13,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use self::group::LocalGroup;
-use crate::ProcessGroup;
 use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
+use crate::{Check, ProcessGroup};
 
 /// Returns the ends of the group of all ranks of a new world, by rank.
-pub(crate) fn groups(num_ranks: usize, deadline: Duration) -> Vec<ProcessGroup> {
+pub(crate) fn groups(num_ranks: usize, deadline: Duration, check: Check) -> Vec<ProcessGroup> {
     let states: Vec<_> = (0..num_ranks)
-        .map(|rank| Arc::new(RankState::new(rank)))
+        .map(|rank| Arc::new(RankState::new(rank, check)))
         .collect();
     let ranks = states.iter().cloned().map(Some).collect();
     let world = World::new(ranks, Box::new(NobodyElse));

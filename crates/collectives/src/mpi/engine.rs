@@ -7,6 +7,7 @@ use std::sync::mpsc::Sender;
 use super::header::signature_bytes;
 use super::progress::Command;
 use super::round::{Shared, Start};
+use crate::agreement::AlteredPart;
 use crate::control::{Control, WORLD_DOMAIN};
 use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
 use crate::rank_state::RankState;
@@ -136,6 +137,10 @@ impl Flight for MpiFlight {
             self.shared.complete(&std::mem::take(&mut self.sources));
         }
         Ok(())
+    }
+
+    fn altered_addend(&self) -> Option<AlteredPart> {
+        self.shared.altered_addend()
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

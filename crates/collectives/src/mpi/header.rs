@@ -5,6 +5,7 @@
 
 use burn_fsdp_mesh::{Partition, ReduceOp};
 
+use crate::agreement::Checks;
 use crate::operation::{Extent, OperationKind, Signature};
 use crate::waits::LongWait;
 use crate::world::News;
@@ -51,6 +52,7 @@ pub(super) struct ClaimHeader {
     /// The signature, as [`signature_bytes`] writes it.
     pub(super) signature: Vec<u8>,
     pub(super) note: Vec<u8>,
+    pub(super) checks: Checks,
 }
 
 impl Header {
@@ -65,6 +67,7 @@ impl Header {
                 out.word(claim.receives.into());
                 out.bytes(&claim.signature);
                 out.bytes(&claim.note);
+                out.checks(&claim.checks);
             }
             Self::News(News::Failed {
                 domain,
@@ -106,6 +109,7 @@ impl Header {
                 receives: from.word()? != 0,
                 signature: from.bytes()?.to_vec(),
                 note: from.bytes()?.to_vec(),
+                checks: from.checks()?,
             }),
             1 => Self::News(News::Failed {
                 domain: from.word()?,
@@ -221,6 +225,16 @@ impl Writer {
         self.0.extend(bytes);
     }
 
+    fn checks(&mut self, checks: &Checks) {
+        self.word(checks.given.len() as u64);
+        checks.given.iter().for_each(|one| self.word((*one).into()));
+        self.word(checks.results.len() as u64);
+        for (sequence, checksum) in &checks.results {
+            self.word(*sequence);
+            self.word((*checksum).into());
+        }
+    }
+
     fn partition(&mut self, partition: &Partition) {
         self.word(partition.num_rows() as u64);
         self.word(partition.row_len() as u64);
@@ -254,6 +268,18 @@ impl<'a> Reader<'a> {
         let (bytes, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
         Some(bytes)
+    }
+
+    fn checksum(&mut self) -> Option<u32> {
+        self.word()?.try_into().ok()
+    }
+
+    fn checks(&mut self) -> Option<Checks> {
+        let given = (0..self.index()?).map(|_| self.checksum());
+        let given = given.collect::<Option<_>>()?;
+        let results = (0..self.index()?).map(|_| Some((self.word()?, self.checksum()?)));
+        let results = results.collect::<Option<_>>()?;
+        Some(Checks { given, results })
     }
 
     fn text(&mut self) -> Option<String> {
@@ -339,6 +365,10 @@ mod tests {
                 receives: true,
                 signature: signature_bytes(signature),
                 note: vec![1, 2, 3],
+                checks: Checks {
+                    given: vec![7, u32::MAX],
+                    results: vec![(u64::MAX, 3)],
+                },
             })
         };
         let mut all: Vec<_> = signatures().iter().map(claim).collect();

@@ -22,10 +22,10 @@ use std::time::Duration;
 use self::engine::MpiEnd;
 use self::progress::{Command, Progress};
 use self::wire::Wire;
-use crate::ProcessGroup;
 use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{Messenger, News, World};
+use crate::{Check, ProcessGroup};
 
 /// The place of this process in the MPI world, and the thread that owns MPI.
 pub(crate) struct Connection {
@@ -82,8 +82,8 @@ pub(crate) fn connect() -> Result<Connection, String> {
 
 impl Connection {
     /// Returns this rank's end of the group of all ranks.
-    pub(crate) fn world(&self, deadline: Duration) -> ProcessGroup {
-        let state = Arc::new(RankState::new(self.rank));
+    pub(crate) fn world(&self, deadline: Duration, check: Check) -> ProcessGroup {
+        let state = Arc::new(RankState::new(self.rank, check));
         let mut ranks = vec![None; self.size];
         ranks[self.rank] = Some(state.clone());
         let world = World::new(ranks, Box::new(MpiMessenger(self.commands.clone())));

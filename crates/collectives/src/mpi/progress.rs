@@ -169,6 +169,7 @@ impl Progress {
                 receives: start.receives,
                 signature: start.signature.clone(),
                 note: start.shared.claim(start.shared.rank).note.clone(),
+                checks: start.shared.claim(start.shared.rank).checks.clone(),
             });
             let header = Source::new(header.to_bytes());
             self.outbox

@@ -7,6 +7,7 @@ use super::addends::{combine, scratch};
 use super::header::{ClaimHeader, signature_of};
 use super::landing::Landing;
 use super::wire::{Transfer, Wire, WireError};
+use crate::agreement::AlteredPart;
 use crate::control::Control;
 use crate::engine::{Awaited, Claim};
 use crate::lock::lock;
@@ -32,6 +33,8 @@ pub(super) struct Shared {
     pub(super) landing: Arc<Landing>,
     /// The addends of the other ranks in a reduce-scatter.
     addends: Mutex<Vec<Option<Arc<Landing>>>>,
+    /// The first addend that was not what its rank has told.
+    altered: OnceLock<AlteredPart>,
 }
 
 impl Shared {
@@ -56,6 +59,7 @@ impl Shared {
             released: AtomicBool::new(false),
             landing: Arc::new(Landing::new(into)),
             addends: Mutex::new((0..size).map(|_| None).collect()),
+            altered: OnceLock::new(),
         }
     }
 
@@ -92,9 +96,36 @@ impl Shared {
             return;
         };
         let addends = self.take_addends();
+        self.check_addends(sources, &addends);
         self.landing.fill(|buffers| {
             combine(signature, reduction, self.rank, sources, &addends, buffers);
         });
+    }
+
+    /// Compares the addends of this rank's share with what their ranks have told of them.
+    fn check_addends(&self, sources: &[Source], addends: &[Option<Vec<Buffer>>]) {
+        for (from, addend) in addends.iter().enumerate() {
+            let Claim {
+                signature, checks, ..
+            } = self.claim(from);
+            if checks.given.is_empty() {
+                return;
+            }
+            let routes = signature.routes(from, self.rank);
+            let given = (0..routes.len()).map(|part| match addend {
+                Some(buffers) => buffers[part].as_ref(),
+                None => &sources[part].as_bytes()[routes[part].given.clone()],
+            });
+            if let Some(part) = checks.first_altered(self.rank, given) {
+                let _ = self.altered.set(AlteredPart { from, part });
+                return;
+            }
+        }
+    }
+
+    /// Returns the first addend that was not what its rank has told.
+    pub(super) fn altered_addend(&self) -> Option<AlteredPart> {
+        self.altered.get().copied()
     }
 
     pub(super) fn is_released(&self) -> bool {
@@ -199,9 +230,16 @@ impl Round {
             self.start.control.fail(rank, reason.to_owned());
             return Ok(());
         };
-        let note = header.note;
+        let ClaimHeader { note, checks, .. } = header;
         let shared = &self.start.shared;
-        if shared.claims[from].set(Claim { signature, note }).is_err() {
+        if shared.claims[from]
+            .set(Claim {
+                signature,
+                note,
+                checks,
+            })
+            .is_err()
+        {
             return Ok(());
         }
         if agrees {
@@ -342,6 +380,7 @@ impl Round {
             .collect();
         let addends = self.start.shared.take_addends();
         let sources = &self.start.sources;
+        self.start.shared.check_addends(sources, &addends);
         combine(&signature, reduction, rank, sources, &addends, &mut slice);
         drop(addends);
         let slice: Vec<_> = slice.into_iter().map(Source::new).collect();

@@ -1,0 +1,185 @@
+//! The `burn-fsdp diff` command: the first operation in which two runs differ.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+
+use super::line::{Line, file_name};
+use crate::console;
+use crate::error::{Failure, InputError};
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct DiffArgs {
+    /// Folder that `train --operations FOLDER` has written
+    pub(crate) run_a: PathBuf,
+    /// Another, of as many ranks
+    pub(crate) run_b: PathBuf,
+}
+
+const AFTER_HELP: &str = "\
+Example:
+  burn-fsdp train --operations a && burn-fsdp train --operations b && burn-fsdp diff a b
+
+Exit code: 0 if all operations carry the same bytes on all ranks, 3 if not";
+
+/// The operations of a run, by rank, in the order in which they ended.
+type Run = Vec<Vec<Line>>;
+
+/// The way in which two runs differ in an operation.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+enum How {
+    /// The first run did it alone: the second one did something else, or nothing more.
+    OtherCall(Option<String>),
+    /// A tensor that the rank gave.
+    Gave(usize),
+    /// A tensor that the rank got, although it gave the same.
+    Got(usize),
+}
+
+/// The first difference of a rank.
+#[derive(Debug)]
+struct Difference {
+    how: How,
+    /// The index of the operation among those of the rank.
+    index: usize,
+    line: Line,
+}
+
+/// Prints that two runs carry the same; the first difference is the error.
+pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
+    let [a, b] = [&args.run_a, &args.run_b].map(|folder| read(folder));
+    let (a, b) = (a?, b?);
+    if a.len() != b.len() {
+        let problem = format!("one run has {} ranks, the other {}", a.len(), b.len());
+        return Err(unreadable(&args.run_b, problem).into());
+    }
+    let ranks = a.iter().zip(&b).enumerate();
+    let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
+    // The earliest step; in it who gives something else, before those who get it.
+    let key = |(rank, found): &(usize, Difference)| {
+        (found.line.step, found.how.clone(), found.index, *rank)
+    };
+    match firsts.min_by_key(key) {
+        None => {
+            let operations: usize = a.iter().map(Vec::len).sum();
+            let ranks = a.len();
+            console::answer(format_args!(
+                "the runs carry the same: {operations} operations of {ranks} ranks"
+            ))
+        }
+        Some((rank, found)) => Err(Failure::Unfinished(format!(
+            "the runs differ first {found}, on rank {rank}"
+        ))),
+    }
+}
+
+/// Returns the first operation in which a rank's runs differ. Operations of a group are compared by their number, as
+/// those of different groups may end in another order.
+fn first(a: &[Line], b: &[Line]) -> Option<Difference> {
+    let key = |line: &Line| (line.group.clone(), line.sequence);
+    let mut others: HashMap<_, Vec<&Line>> = HashMap::new();
+    // Groups of one name follow each other: the last comes first here.
+    b.iter()
+        .rev()
+        .for_each(|line| others.entry(key(line)).or_default().push(line));
+    let differs = |(index, line): (usize, &Line)| {
+        let other = others.get_mut(&key(line)).and_then(Vec::pop);
+        let how = difference(line, other)?;
+        Some(Difference {
+            how,
+            index,
+            line: line.clone(),
+        })
+    };
+    let found = a.iter().enumerate().find_map(differs);
+    // What the second run did beyond.
+    let beyond = || {
+        let line = b.get(a.len())?;
+        Some(Difference {
+            how: How::OtherCall(None),
+            index: a.len(),
+            line: line.clone(),
+        })
+    };
+    found.or_else(beyond)
+}
+
+fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
+    let Some(other) = other else {
+        return Some(How::OtherCall(None));
+    };
+    let is_same_call = (&line.kind, &line.label) == (&other.kind, &other.label)
+        && line.given.len() == other.given.len()
+        && line.got.len() == other.got.len();
+    if !is_same_call {
+        let call = format!("{} {:?}", other.kind, other.label);
+        return Some(How::OtherCall(Some(call)));
+    }
+    let position = |a: &[u32], b: &[u32]| a.iter().zip(b).position(|(a, b)| a != b);
+    // What a rank gives has an entry for each rank and part.
+    let parts = line.got.len().max(1);
+    let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));
+    gave.or_else(|| position(&line.got, &other.got).map(How::Got))
+}
+
+fn read(folder: &Path) -> Result<Run, InputError> {
+    let mut run = Run::new();
+    loop {
+        let path = folder.join(file_name(run.len()));
+        if !path.exists() {
+            break;
+        }
+        let text = fs::read_to_string(&path).map_err(|error| unreadable(&path, error))?;
+        let lines = text.lines().map(serde_json::from_str);
+        let lines: Result<Vec<Line>, _> = lines.collect();
+        run.push(lines.map_err(|error| unreadable(&path, error))?);
+    }
+    match run.is_empty() {
+        true => Err(unreadable(
+            folder,
+            format!("there is no {} in it", file_name(0)),
+        )),
+        false => Ok(run),
+    }
+}
+
+fn unreadable(path: &Path, problem: impl fmt::Display) -> InputError {
+    InputError::Operations {
+        path: path.to_owned(),
+        problem: problem.to_string(),
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Line {
+            step,
+            group,
+            sequence,
+            kind,
+            label,
+            ..
+        } = &self.line;
+        match step {
+            Some(step) => write!(f, "in step {step}")?,
+            None => f.write_str("before the first step")?,
+        }
+        write!(
+            f,
+            ", {kind} {label:?} (operation {sequence} of group {group}): "
+        )?;
+        match &self.how {
+            How::OtherCall(None) => f.write_str("one run alone does it"),
+            How::OtherCall(Some(call)) => write!(f, "the second run does {call} instead"),
+            How::Gave(part) => write!(f, "the rank gives other bytes of tensor {part}"),
+            How::Got(part) => write!(
+                f,
+                "the rank gives the same, but gets other bytes of tensor {part}"
+            ),
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! One operation of a rank, as a line of a file.
+
+use burn_fsdp::collectives::Carried;
+use serde::{Deserialize, Serialize};
+
+/// What an operation carried; see [`Carried`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Line {
+    pub(super) step: Option<u64>,
+    pub(super) group: String,
+    /// The number of the operation in its group.
+    pub(super) sequence: u64,
+    pub(super) kind: String,
+    pub(super) label: String,
+    pub(super) given: Vec<u32>,
+    pub(super) got: Vec<u32>,
+}
+
+impl From<Carried> for Line {
+    fn from(carried: Carried) -> Self {
+        let operation = carried.operation;
+        Self {
+            step: carried.step,
+            group: operation.group.as_str().to_owned(),
+            sequence: operation.sequence,
+            kind: operation.kind.to_string(),
+            label: operation.label.as_str().to_owned(),
+            given: carried.given,
+            got: carried.got,
+        }
+    }
+}
+
+/// Returns the name of the file of a rank.
+pub(super) fn file_name(rank: usize) -> String {
+    format!("rank-{rank}.jsonl")
+}

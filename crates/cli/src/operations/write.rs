@@ -1,0 +1,42 @@
+//! Writing the operations of a run.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::Path;
+
+use burn_fsdp::ProcessGroup;
+use burn_fsdp::collectives::Carried;
+
+use super::line::{Line, file_name};
+use crate::console;
+use crate::error::InputError;
+
+/// Writes from now on a line for each operation of this rank, into a file of its own in the folder, which is made
+/// where it is not there. Lines that cannot be written are told once; the training goes on.
+pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<(), InputError> {
+    let path = folder.join(file_name(world.rank()));
+    let created = fs::create_dir_all(folder).and_then(|()| File::create(&path));
+    let mut file = created.map_err(|error| InputError::Output {
+        flag: "--operations",
+        path: path.clone(),
+        problem: error.to_string(),
+    })?;
+    let mut has_failed = false;
+    world.watch(move |carried: Carried| {
+        if has_failed {
+            return;
+        }
+        let written = serde_json::to_string(&Line::from(carried))
+            .map_err(io::Error::from)
+            // In one piece, so that a rank that is stopped leaves no half of a line.
+            .and_then(|line| file.write_all(format!("{line}\n").as_bytes()));
+        if let Err(error) = written {
+            has_failed = true;
+            console::tell(format_args!(
+                "warning: no more operations are written to {}: {error}",
+                path.display()
+            ));
+        }
+    });
+    Ok(())
+}

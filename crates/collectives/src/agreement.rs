@@ -1,0 +1,253 @@
+//! Checksums by which the ranks of a group find bytes that have changed on their way.
+//!
+//! A rank that starts an operation tells the checksums of what it gives with its claim. Who gets it compares: what
+//! is put side by side, the group does, in the buffers; what is combined, the engine does, in the addends. The result
+//! of an all-reduce, which is the same on all ranks, is told with a later operation of the group.
+//!
+//! The checksum is CRC-32, which differs for any one or two bits of a part, and for any bits within 32 of each
+//! other; others go unseen once in four thousand million.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use crate::operation::Signature;
+use crate::{Buffer, Operation, Source};
+
+/// What ranks compare of each other, beyond the labels and lengths that they always do.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Check {
+    /// The calls alone: kind, label, parts, reduction and root of each operation.
+    #[default]
+    Calls,
+    /// And the bytes: what a rank gets is what the others gave, to the bit, and what all ranks get of an
+    /// all-reduce is the same. A difference is an [`Error::Altered`](crate::Error::Altered) or an
+    /// [`Error::Disagreement`](crate::Error::Disagreement).
+    ///
+    /// Costs a checksum of what travels, on both sides. All ranks of a launch must ask for it.
+    Agreement,
+}
+
+/// The number of results that wait for other ranks' at most: those that a rank has discarded never come.
+const MOST_OPEN: usize = 64;
+
+/// The checksums that a rank tells all others with a claim.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Checks {
+    /// Of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
+    /// [`Check::Agreement`].
+    pub(crate) given: Vec<u32>,
+    /// Of results that the rank has got since its last claim: the number of the operation, and the checksum.
+    pub(crate) results: Vec<(u64, u32)>,
+}
+
+/// A part whose bytes are not those that a rank gave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AlteredPart {
+    /// The rank of the group that gave it.
+    pub(crate) from: usize,
+    /// Its index among the parts.
+    pub(crate) part: usize,
+}
+
+impl Checks {
+    /// Returns the checksum of some bytes.
+    pub(crate) fn of(bytes: &[u8]) -> u32 {
+        crc32fast::hash(bytes)
+    }
+
+    /// Returns the checksums of what a rank gives each rank of a group.
+    pub(crate) fn of_given(
+        signature: &Signature,
+        rank: usize,
+        size: usize,
+        sources: &[Source],
+    ) -> Vec<u32> {
+        // Most operations give all ranks the same: that is read once.
+        let mut last: Vec<Option<(Range<usize>, u32)>> = vec![None; sources.len()];
+        let mut given = Vec::with_capacity(size * sources.len());
+        for to in 0..size {
+            let routes = signature.routes(rank, to);
+            for (part, source) in sources.iter().enumerate() {
+                let range = routes.get(part).map_or(0..0, |route| route.given.clone());
+                let known = last[part].take().filter(|(known, _)| *known == range);
+                let (range, checksum) = known.unwrap_or_else(|| {
+                    let checksum = Self::of(&source.as_bytes()[range.clone()]);
+                    (range, checksum)
+                });
+                given.push(checksum);
+                last[part] = Some((range, checksum));
+            }
+        }
+        given
+    }
+
+    /// Compares what rank `to` of the group has of a rank, part by part, with what that rank has told. Returns the
+    /// first part that differs.
+    pub(crate) fn first_altered<'a>(
+        &self,
+        to: usize,
+        parts: impl ExactSizeIterator<Item = &'a [u8]>,
+    ) -> Option<usize> {
+        let start = to * parts.len();
+        let told = self.given.get(start..start + parts.len())?;
+        let mut pairs = told.iter().zip(parts);
+        pairs.position(|(told, bytes)| *told != Self::of(bytes))
+    }
+
+    /// Compares what lies in the buffers of rank `to` with what rank `from` has told.
+    pub(crate) fn first_misplaced(
+        &self,
+        signature: &Signature,
+        (from, to): (usize, usize),
+        buffers: &[Buffer],
+    ) -> Option<AlteredPart> {
+        let routes = signature.routes(from, to);
+        if buffers.is_empty() || routes.is_empty() {
+            return None;
+        }
+        let placed = buffers.iter().zip(routes);
+        let placed = placed.map(|(buffer, route)| &buffer.as_ref()[route.placed]);
+        let part = self.first_altered(to, placed)?;
+        Some(AlteredPart { from, part })
+    }
+}
+
+/// The results of a group that are the same on all its ranks, as one rank knows them.
+#[derive(Debug, Default)]
+pub(crate) struct Replicas {
+    /// What this rank has yet to tell.
+    untold: Vec<(u64, u32)>,
+    /// What not all ranks have told, by the number of the operation.
+    open: BTreeMap<u64, Open>,
+}
+
+#[derive(Debug)]
+struct Open {
+    operation: Option<Operation>,
+    /// What each rank has told.
+    checksums: Vec<Option<u32>>,
+}
+
+/// The ranks of a group that hold another result than most.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Difference {
+    pub(crate) operation: Option<Operation>,
+    pub(crate) ranks: Vec<usize>,
+}
+
+impl Replicas {
+    /// Keeps the result of an operation, to be told.
+    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, buffers: &[Buffer]) {
+        let mut checksum = crc32fast::Hasher::new();
+        buffers
+            .iter()
+            .for_each(|buffer| checksum.update(buffer.as_ref()));
+        self.untold.push((operation.sequence, checksum.finalize()));
+        self.open(operation.sequence, size).operation = Some(operation.clone());
+    }
+
+    /// Returns what this rank has yet to tell.
+    pub(crate) fn take_untold(&mut self) -> Vec<(u64, u32)> {
+        std::mem::take(&mut self.untold)
+    }
+
+    /// Hears what a rank has told; returns the first difference.
+    pub(crate) fn hear(
+        &mut self,
+        from: usize,
+        size: usize,
+        results: &[(u64, u32)],
+    ) -> Option<Difference> {
+        let mut found = None;
+        for (sequence, checksum) in results {
+            let open = self.open(*sequence, size);
+            open.checksums[from] = Some(*checksum);
+            let told: Option<Vec<u32>> = open.checksums.iter().copied().collect();
+            let Some(told) = told else { continue };
+            let operation = self
+                .open
+                .remove(sequence)
+                .and_then(|closed| closed.operation);
+            let ranks = minority(&told);
+            if !ranks.is_empty() {
+                found = found.or(Some(Difference { operation, ranks }));
+            }
+        }
+        found
+    }
+
+    fn open(&mut self, sequence: u64, size: usize) -> &mut Open {
+        if !self.open.contains_key(&sequence) && self.open.len() == MOST_OPEN {
+            self.open.pop_first();
+        }
+        self.open.entry(sequence).or_insert_with(|| Open {
+            operation: None,
+            checksums: vec![None; size],
+        })
+    }
+}
+
+/// Returns the ranks that say something else than most: all of them, if no more than half say the same.
+fn minority(told: &[u32]) -> Vec<usize> {
+    let count = |one: u32| told.iter().filter(|other| **other == one).count();
+    let most = told
+        .iter()
+        .copied()
+        .find(|one| 2 * count(*one) > told.len());
+    let ranks = told.iter().enumerate();
+    let ranks = ranks.filter(|(_, checksum)| Some(**checksum) != most);
+    ranks.map(|(rank, _)| rank).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OperationKind;
+
+    fn operation(sequence: u64) -> Operation {
+        Operation {
+            kind: OperationKind::AllReduce,
+            label: "x".into(),
+            group: "world".into(),
+            sequence,
+        }
+    }
+
+    #[test]
+    fn the_rank_that_holds_another_result_is_named_when_all_have_told() {
+        let pool = crate::BufferPool::new();
+        let mut replicas = Replicas::default();
+        replicas.hold(&operation(3), 3, &[pool.take(4)]);
+        let told = replicas.take_untold();
+        assert_eq!(replicas.hear(0, 3, &told), None);
+        // Another operation between, which all agree on.
+        for rank in 0..3 {
+            assert_eq!(replicas.hear(rank, 3, &[(4, 9)]), None);
+        }
+        assert_eq!(replicas.hear(1, 3, &[(3, told[0].1 ^ 1)]), None);
+        let difference = replicas.hear(2, 3, &told).unwrap();
+        assert_eq!(difference.operation.unwrap().sequence, 3);
+        assert_eq!(difference.ranks, [1]);
+        assert!(replicas.open.is_empty() && replicas.take_untold().is_empty());
+    }
+
+    #[test]
+    fn of_two_ranks_that_differ_both_are_named() {
+        assert_eq!(minority(&[1, 2]), [0, 1]);
+        assert_eq!(minority(&[1, 1, 2, 2]), [0, 1, 2, 3]);
+        assert_eq!(minority(&[2, 1, 2]), [1]);
+        assert!(minority(&[7]).is_empty());
+    }
+
+    #[test]
+    fn results_that_a_rank_never_tells_take_no_more_room_in_time() {
+        let mut replicas = Replicas::default();
+        for sequence in 0..1000 {
+            replicas.hold(&operation(sequence), 2, &[]);
+            let told = replicas.take_untold();
+            assert_eq!(replicas.hear(0, 2, &told), None);
+        }
+        assert_eq!(replicas.open.len(), MOST_OPEN);
+    }
+}

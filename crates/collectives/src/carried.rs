@@ -1,0 +1,39 @@
+//! What a rank's operations carried, for those who compare runs.
+
+use std::fmt;
+
+use crate::Operation;
+
+/// The bytes of one operation of a rank, as checksums (CRC-32).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Carried {
+    /// The operation.
+    pub operation: Operation,
+    /// The step that the rank was in, as given to [`ProcessGroup::begin_step`](crate::ProcessGroup::begin_step), if it
+    /// was.
+    pub step: Option<u64>,
+    /// Of what the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
+    pub given: Vec<u32>,
+    /// Of what the rank got: of each part.
+    pub got: Vec<u32>,
+}
+
+/// Somebody who is told of each operation of a rank when it has ended.
+pub(crate) struct Watcher(Box<dyn FnMut(Carried) + Send>);
+
+impl Watcher {
+    pub(crate) fn new(watch: impl FnMut(Carried) + Send + 'static) -> Self {
+        Self(Box::new(watch))
+    }
+
+    pub(crate) fn tell(&mut self, carried: Carried) {
+        (self.0)(carried);
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Watcher")
+    }
+}
