@@ -341,11 +341,12 @@ pub(crate) struct Net {
 impl Plan {
     /// Builds the model: the same values wherever it is called.
     pub(crate) fn init(&self, device: &Device) -> Net {
-        self.init_times(device, 1.0)
+        self.init_nudged(device, 0)
     }
 
-    /// Builds the model with every other element multiplied by `factor`.
-    pub(crate) fn init_times(&self, device: &Device, factor: f32) -> Net {
+    /// Builds the model with elements that differ in their last bits, each number of a nudge by other ones; as they are
+    /// with 0.
+    pub(crate) fn init_nudged(&self, device: &Device, nudge: u64) -> Net {
         let layers = self.layers.iter().zip(&self.frozen);
         let layers = layers.map(|(kind, is_frozen)| match is_frozen {
             true => kind.init(device).freeze(),
@@ -365,7 +366,7 @@ impl Plan {
         };
         self.switched(net.map(&mut Values {
             seed: self.seed,
-            factor,
+            nudge,
         }))
     }
 
@@ -503,12 +504,13 @@ impl Plan {
 struct Values {
     /// Of the next parameter.
     seed: u64,
-    factor: f32,
+    /// Number of the change in the last bits; 0 for none.
+    nudge: u64,
 }
 
 impl ModuleMapper for Values {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Self { seed, factor } = *self;
+        let Self { seed, nudge } = *self;
         self.seed += 1;
         // Burn's map of a value leaves it without gradients. One parameter stays so.
         let regains = D == 1 && param.is_initialized() && param.is_require_grad();
@@ -517,11 +519,11 @@ impl ModuleMapper for Values {
             let value = |i: usize| {
                 let bits = mixed(seed.wrapping_mul(0x1_0000_0001) ^ i as u64) >> 40;
                 let value = bits as f32 / (1_u64 << 24) as f32 - 0.5;
-                if i.is_multiple_of(2) {
-                    value
-                } else {
-                    value * factor
-                }
+                let steps = match nudge {
+                    0 => 0.0,
+                    nudge => (mixed(bits ^ nudge << 32) % 9) as f32 - 4.0,
+                };
+                value * (1.0 + steps * f32::EPSILON)
             };
             let values: Vec<_> = (0..shape.num_elements()).map(value).collect();
             Tensor::from_data(TensorData::new(values, shape), &old.device())

@@ -170,7 +170,7 @@ impl fmt::Display for Difference {
         }
         write!(
             f,
-            ", {kind} {label:?} (operation {sequence} of group {group}): "
+            ", {kind} {label:?} (operation {sequence} of group {group:?}): "
         )?;
         match &self.how {
             How::OtherCall(None) => f.write_str("one run alone does it"),

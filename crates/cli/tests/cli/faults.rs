@@ -73,7 +73,7 @@ fn a_flipped_bit_is_named_by_step_operation_and_rank_where_ranks_compare_bytes()
         for word in [
             "in step 3, ",
             "other bytes of rank 1",
-            " of world",
+            "of group \"world\"",
             "checkpoint",
         ] {
             assert!(line.contains(word), "{engine}: {word}: {line}");

@@ -19,6 +19,7 @@ mod kill;
 mod launcher;
 mod links;
 mod numbers;
+mod operations;
 mod outputs;
 mod plan;
 #[cfg(feature = "mpi")]

@@ -1,0 +1,67 @@
+//! What the operations of runs carry, written down and compared.
+
+use crate::command::{Folder, Run};
+
+const SMALL: &str = "--synthetic --warmup 0 --steps 3 --batch 4";
+
+/// Trains with the arguments, and writes the operations into `name`.
+fn write(folder: &Folder, name: &str, arguments: &str) {
+    let run = folder.train(&format!("{SMALL} --operations {name} {arguments}"));
+    assert_eq!(run.code, 0, "{name}: {}", run.stderr);
+}
+
+fn diff(folder: &Folder, names: [&str; 2]) -> Run {
+    folder.run(&format!("diff {} {}", names[0], names[1]))
+}
+
+#[test]
+fn runs_of_the_same_arguments_carry_the_same() {
+    for engine in ["", "--compile", "--strategy hybrid-shard --ranks 4"] {
+        let folder = Folder::new();
+        write(&folder, "a", engine);
+        write(&folder, "b", engine);
+        let run = diff(&folder, ["a", "b"]);
+        assert_eq!(run.code, 0, "{engine}: {}", run.stderr);
+        assert!(run.stdout.contains("carry the same"), "{}", run.stdout);
+    }
+}
+
+#[test]
+fn the_first_operation_that_differs_is_named() {
+    let folder = Folder::new();
+    write(&folder, "a", "");
+    // The first step is the same; what it makes of the parameters is not.
+    write(&folder, "rate", "--lr 0.02");
+    write(&folder, "strategy", "--strategy no-shard");
+    for (other, words) in [
+        ("rate", ["in step 1, ", "all_gather", "gives other bytes"]),
+        (
+            "strategy",
+            ["before the first step", "wte", "the second run does"],
+        ),
+    ] {
+        let run = diff(&folder, ["a", other]);
+        assert_eq!(run.code, 3, "{other}: {}", run.stderr);
+        for word in words {
+            assert!(run.stderr.contains(word), "{other}: {word}: {}", run.stderr);
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    let folder = Folder::new();
+    write(&folder, "a", "");
+    write(&folder, "four", "--ranks 4");
+    std::fs::create_dir(folder.path("torn")).unwrap();
+    folder.write("torn/rank-0.jsonl", "{\"step\":");
+    for (other, word) in [
+        ("four", "2 ranks, the other 4"),
+        ("torn", "rank-0.jsonl"),
+        ("nowhere", "there is no rank-0.jsonl"),
+    ] {
+        let run = diff(&folder, ["a", other]);
+        assert_eq!(run.code, 2, "{other}: {}", run.stderr);
+        assert!(run.stderr.contains(word), "{other}: {}", run.stderr);
+    }
+}
