@@ -346,8 +346,8 @@ pub(crate) struct OutputArgs {
     /// communication and memory of every rank. The first measured step, if there are two before it
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
-    /// Write what each operation of each rank carries into this folder, as checksums for `burn-fsdp diff`;
-    /// includes --check agreement
+    /// Write what each operation of each rank carries into this folder, as checksums for `burn-fsdp diff`, in the
+    /// place of those of an earlier run; includes --check agreement
     #[arg(long, value_name = "FOLDER")]
     pub(crate) operations: Option<PathBuf>,
     /// Draw the loss curve into this SVG file

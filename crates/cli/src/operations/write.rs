@@ -15,7 +15,9 @@ use crate::error::InputError;
 /// where it is not there. Lines that cannot be written are told once; the training goes on.
 pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<(), InputError> {
     let path = folder.join(file_name(world.rank()));
-    let created = fs::create_dir_all(folder).and_then(|()| File::create(&path));
+    let created = fs::create_dir_all(folder)
+        .and_then(|()| remove_others(folder, world))
+        .and_then(|()| File::create(&path));
     let mut file = created.map_err(|error| InputError::Output {
         flag: "--operations",
         path: path.clone(),
@@ -38,5 +40,17 @@ pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<(), InputErro
             ));
         }
     });
+    Ok(())
+}
+
+/// Removes what a run of more ranks has left in the folder; rank 0 does.
+fn remove_others(folder: &Path, world: &ProcessGroup) -> io::Result<()> {
+    if world.rank() > 0 {
+        return Ok(());
+    }
+    let others = (world.size()..).map(|rank| folder.join(file_name(rank)));
+    for other in others.take_while(|path| path.exists()) {
+        fs::remove_file(other)?;
+    }
     Ok(())
 }

@@ -16,7 +16,8 @@ fn diff(folder: &Folder, names: [&str; 2]) -> Run {
 
 #[test]
 fn runs_of_the_same_arguments_carry_the_same() {
-    for engine in ["", "--compile", "--strategy hybrid-shard --ranks 4"] {
+    let saves = "--checkpoint-dir run --save-every 1 --overwrite";
+    for engine in ["", "--compile", "--strategy hybrid-shard --ranks 4", saves] {
         let folder = Folder::new();
         write(&folder, "a", engine);
         write(&folder, "b", engine);
@@ -51,8 +52,10 @@ fn the_first_operation_that_differs_is_named() {
 #[test]
 fn what_cannot_be_compared_is_refused() {
     let folder = Folder::new();
-    write(&folder, "a", "");
     write(&folder, "four", "--ranks 4");
+    // What a run of more ranks has left is gone.
+    write(&folder, "a", "--ranks 4");
+    write(&folder, "a", "");
     std::fs::create_dir(folder.path("torn")).unwrap();
     folder.write("torn/rank-0.jsonl", "{\"step\":");
     for (other, word) in [

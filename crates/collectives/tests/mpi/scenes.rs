@@ -11,7 +11,10 @@ mod launcher;
 use std::process::{Command, ExitCode, Output};
 use std::time::Duration;
 
-use burn_fsdp_collectives::{Error, LaunchConfig, ProcessGroup, launch, launcher_ranks};
+use burn_fsdp_collectives::{
+    Check, ElementType, Error, Fault, FullPart, LaunchConfig, Part, Partition, ProcessGroup,
+    Reduction, Source, launch, launcher_ranks,
+};
 
 /// Ranks that do not come are given up after this.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -28,13 +31,31 @@ fn direct() -> ExitCode {
     if launcher::mpirun(1).is_none() {
         return ExitCode::SUCCESS;
     }
-    for processes in [1, 2, 3, 4] {
-        let output = mpirun(processes, "contract");
+    let contracts = ["contract", "contract by bytes"];
+    for (processes, scene) in [1, 2, 3, 4]
+        .into_iter()
+        .flat_map(|n| contracts.map(|scene| (n, scene)))
+    {
+        let output = mpirun(processes, scene);
         expect(
             &output,
             Some(0),
             &[&format!("{processes} ranks keep the contract")],
         );
+    }
+    for (scene, kind) in [
+        ("flip in a gather", "all_gather"),
+        ("flip in a sum of shards", "reduce_scatter"),
+        ("flip in a sum", "all_reduce"),
+    ] {
+        let output = mpirun(3, scene);
+        let words = [
+            "in step 7, ",
+            "got other bytes of rank 1",
+            "for tensor 0 of ",
+            kind,
+        ];
+        expect(&output, Some(3), &words);
     }
     let output = mpirun(2, "fewer");
     expect(&output, Some(3), &["asked for 7 ranks", "2 processes"]);
@@ -93,6 +114,10 @@ fn play(scene: &str) -> ExitCode {
         "late" | "stop" => DEADLINE,
         _ => Duration::from_secs(60),
     });
+    let config = match scene.starts_with("flip") || scene == "contract by bytes" {
+        true => config.check(Check::Agreement),
+        false => config,
+    };
     let name = scene.to_owned();
     let result = launch(config, move |world| act(&name, &world));
     match result {
@@ -108,8 +133,11 @@ fn play(scene: &str) -> ExitCode {
 }
 
 fn act(scene: &str, world: &ProcessGroup) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    if scene == "contract" {
+    if scene.starts_with("contract") {
         return Ok(keep_contract(world)?);
+    }
+    if scene.starts_with("flip") {
+        return Ok(flip(scene, world)?);
     }
     world.barrier("begin")?;
     if world.rank() == 1 {
@@ -126,6 +154,32 @@ fn act(scene: &str, world: &ProcessGroup) -> Result<(), Box<dyn std::error::Erro
     }
     world.barrier("x")?;
     Ok(())
+}
+
+/// Does an operation in which a bit of what rank 1 gives flips.
+fn flip(scene: &str, world: &ProcessGroup) -> Result<(), Error> {
+    world.set_fault(Fault::parse("rank:1,step:7,at:collective,how:flip")?);
+    world.begin_step(7);
+    let (len, size) = (64, world.size());
+    let partition = Partition::flat(len, size)?;
+    let bytes = |len: usize| Source::new(vec![world.rank() as u8; len]);
+    let full = || vec![Part::new(bytes(len), partition, ElementType::U8)];
+    let own = partition.len(world.rank());
+    let (sum, take) = (Reduction::sum(), |len| vec![world.pool().take(len)]);
+    match scene {
+        "flip in a gather" => {
+            let shard = Part::new(bytes(own), partition, ElementType::U8);
+            world.all_gather("it", vec![], vec![shard], take(len))?;
+        }
+        "flip in a sum of shards" => {
+            world.reduce_scatter("it", vec![], sum, full(), take(own))?;
+        }
+        _ => {
+            let part = FullPart::new(bytes(len), ElementType::U8);
+            world.all_reduce("it", vec![], sum, vec![part], take(len))?;
+        }
+    }
+    world.barrier("not before the flip is found")
 }
 
 fn signal(signal: &str) {
