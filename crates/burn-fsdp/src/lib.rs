@@ -79,7 +79,7 @@ mod snapshot;
 pub mod train;
 
 pub use blocking::{resume, save};
-pub use burn_fsdp_collectives::{Check, LaunchConfig, ProcessGroup, ProcessMesh, launch};
+pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 pub use burn_fsdp_mesh::{Mesh, Placement};
 pub use burn_fsdp_shard::{
     Clip, FullyShardedDataParallel, LossScaler, Precision, ShardPolicy, Strategy, backward,
@@ -161,7 +161,7 @@ pub mod plan {
 /// The transport: operations between ranks, their buffers, labels and ledgers.
 pub mod collectives {
     pub use burn_fsdp_collectives::{
-        Account, Buffer, BufferPool, Carried, CommSpan, CommStage, Contract, CrossPart,
+        Account, Buffer, BufferPool, Carried, Check, CommSpan, CommStage, Contract, CrossPart,
         ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
         LedgerEntry, LedgerReport, Operation, OperationCounts, OperationKind, Part, Pending,
         Processes, Received, Reduction, Role, Share, Source, Stage, Who, launcher_ranks, processes,

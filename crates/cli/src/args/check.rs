@@ -1,9 +1,7 @@
 //! What ranks compare of each other.
 
-use burn_fsdp::Check;
+use burn_fsdp::collectives::Check;
 use clap::ValueEnum;
-
-use super::TrainArgs;
 
 /// The choices of `--check`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -14,21 +12,12 @@ pub(crate) enum CheckArg {
     Agreement,
 }
 
-impl TrainArgs {
-    /// Returns what ranks compare: bytes, where they are to be written down.
-    pub(crate) fn check(&self) -> Check {
-        match self.output.operations {
-            Some(_) => Check::Agreement,
-            None => self.sharding.check.into(),
-        }
-    }
-}
-
-impl From<CheckArg> for Check {
-    fn from(check: CheckArg) -> Self {
-        match check {
-            CheckArg::Calls => Self::Calls,
-            CheckArg::Agreement => Self::Agreement,
+impl CheckArg {
+    /// Returns what ranks compare: bytes, where what they carry is written down.
+    pub(crate) fn check(self, is_written: bool) -> Check {
+        match self {
+            Self::Calls if !is_written => Check::Calls,
+            Self::Calls | Self::Agreement => Check::Agreement,
         }
     }
 }

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
+use burn_fsdp::collectives::Check;
 use burn_fsdp::testing::Fault;
-use burn_fsdp::{Check, Clip, Precision, ProcessGroup, Strategy};
+use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
 use burn_fsdp_models::{GptConfig, WeightsFile};
 
 use crate::args::{
@@ -102,7 +103,7 @@ pub(crate) struct StepConfig {
 impl TrainConfig {
     /// Resolves and checks everything, the cheap checks first and the disk last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
-        let check = args.check();
+        let check = args.sharding.check.check(args.output.operations.is_some());
         let model = model(&args.model)?;
         let optimizer = optimizer(&args.training)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;

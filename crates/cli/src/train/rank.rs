@@ -7,7 +7,6 @@ use burn_fsdp::{ProcessGroup, ProcessMesh};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
-use crate::operations;
 use crate::train::compiled::Compiled;
 use crate::train::config::TrainConfig;
 use crate::train::eager::Eager;
@@ -32,9 +31,6 @@ pub(crate) fn train(
 ) -> Result<RankOutcome, RankError> {
     if let Some(fault) = config.fault {
         world.set_fault(fault);
-    }
-    if let Some(folder) = &config.operations {
-        operations::write::write(folder, world).map_err(Box::new)?;
     }
     let is_first = world.rank() == 0;
     if is_first && !config.json {

@@ -12,6 +12,7 @@ use signal_hook::flag;
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
+use crate::operations;
 use crate::output;
 use crate::train::collector::Collector;
 use crate::train::config::TrainConfig;
@@ -109,6 +110,9 @@ fn run_rank(
     world: &ProcessGroup,
     start: &Start,
 ) -> Result<Vec<RankOutcome>, RankError> {
+    if let Some(folder) = &config.operations {
+        operations::write::write(folder, world).map_err(Box::new)?;
+    }
     let are_processes = config.ranks.are_processes();
     if are_processes {
         known_to_all(world, ranks::agree(world, config.data.identity()))?;
