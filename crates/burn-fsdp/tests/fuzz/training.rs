@@ -51,7 +51,9 @@ impl Case {
         self.plainly_nudged(0)
     }
 
-    /// Trains with plain Burn from parameters that differ in their last bits; see [`Plan::init_nudged`].
+    /// Trains with plain Burn, as [`plainly`](Self::plainly) but for rounding: from parameters that differ in their last
+    /// bits (see [`Plan::init_nudged`]), and with gradients of a multiple of the loss, which are then divided by it. A
+    /// gradient that is zero but for rounding is another one then.
     fn plainly_nudged(&self, nudge: u64) -> Outcome {
         let device = Device::flex().autodiff();
         let mut net = self.plan.init_nudged(&device, nudge);
@@ -77,7 +79,14 @@ impl Case {
                 let loss = all.into_iter().reduce(|sum, loss| sum + loss);
                 let loss = loss.expect("one rank or more") / number as f64;
                 losses.push(loss.clone().into_scalar::<f32>());
-                let mut gradients = GradientsParams::from_grads(loss.backward(), &net);
+                let multiple = 1.0 + 0.3 * nudge as f64;
+                let gradients = (loss * multiple).backward();
+                let mut gradients = GradientsParams::from_grads(gradients, &net);
+                if nudge > 0 {
+                    net.visit(&mut Each(&mut gradients, |_: &[f32]| {
+                        (1.0 / multiple) as f32
+                    }));
+                }
                 if let Some(limit) = self.clip {
                     clip_plainly(&net, &mut gradients, limit);
                 }
@@ -447,19 +456,22 @@ impl ModuleVisitor for Params {
     }
 }
 
+/// Multiplies each gradient by what the function says of its values.
+struct Each<'a, F>(&'a mut GradientsParams, F);
+
+impl<F: FnMut(&[f32]) -> f32> ModuleVisitor for Each<'_, F> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let Some(gradient) = self.0.remove::<D>(param.id) else {
+            return;
+        };
+        let values: Vec<f32> = gradient.to_data().try_to_vec().expect("32-bit floats");
+        let factor = (self.1)(&values);
+        self.0.register(param.id, gradient * factor);
+    }
+}
+
 /// Scales all gradients by the norm of all of them.
 fn clip_plainly(net: &Net, gradients: &mut GradientsParams, limit: Limit) {
-    struct Each<'a, F>(&'a mut GradientsParams, F);
-    impl<F: FnMut(&[f32]) -> f32> ModuleVisitor for Each<'_, F> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let Some(gradient) = self.0.remove::<D>(param.id) else {
-                return;
-            };
-            let values: Vec<f32> = gradient.to_data().try_to_vec().expect("32-bit floats");
-            let factor = (self.1)(&values);
-            self.0.register(param.id, gradient * factor);
-        }
-    }
     let mut norm = 0.0_f64;
     net.visit(&mut Each(gradients, |values: &[f32]| {
         for value in values.iter().map(|value| f64::from(value.abs())) {
