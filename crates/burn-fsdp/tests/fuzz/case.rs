@@ -56,8 +56,8 @@ pub(crate) enum Ranks {
     Line(usize),
     /// Two lines of so many, which hold the same.
     Copies(usize),
-    /// So many parts of the batch, and of tensors.
-    Grid(usize, usize),
+    /// So many parts of the batch, and of tensors along two axes.
+    Grid(usize, usize, usize),
 }
 
 #[derive(Debug, Clone)]
@@ -245,7 +245,7 @@ impl Ranks {
         match self {
             Self::Line(ranks) => ranks,
             Self::Copies(ranks) => 2 * ranks,
-            Self::Grid(data, model) => data * model,
+            Self::Grid(data, model, depth) => data * model * depth,
         }
     }
 
@@ -253,13 +253,13 @@ impl Ranks {
     pub(crate) fn part_of_batch(self, rank: usize) -> usize {
         match self {
             Self::Line(_) | Self::Copies(_) => rank,
-            Self::Grid(_, model) => rank / model,
+            Self::Grid(_, model, depth) => rank / (model * depth),
         }
     }
 
     pub(crate) fn num_parts(self) -> usize {
         match self {
-            Self::Grid(data, _) => data,
+            Self::Grid(data, ..) => data,
             _ => self.number(),
         }
     }
@@ -365,27 +365,31 @@ fn legs(engines: Engines) -> BoxedStrategy<Leg> {
 
 fn placed() -> BoxedStrategy<(Ranks, Engine)> {
     let grids = [
-        (1, 1),
-        (2, 1),
-        (1, 2),
-        (1, 3),
-        (2, 2),
-        (3, 1),
-        (4, 1),
-        (1, 4),
+        (1, 1, 1),
+        (2, 1, 1),
+        (1, 2, 1),
+        (1, 3, 1),
+        (2, 2, 1),
+        (3, 1, 1),
+        (4, 1, 1),
+        (1, 4, 1),
+        (1, 2, 2),
+        (2, 2, 2),
     ];
     let places = [OptimizerPlace::InBackward, OptimizerPlace::AtEnd];
     let chosen = (any::<[bool; 2]>(), 0..1000_u64, select(places.to_vec()));
     (select(grids.to_vec()), chosen)
-        .prop_map(|((data, model), ([is_automatic, fuse], salt, place))| {
-            let placed = Placed {
-                is_automatic: is_automatic && model == 1,
-                salt: Some(salt),
-                fuse,
-                place,
-            };
-            (Ranks::Grid(data, model), Engine::Placed(placed))
-        })
+        .prop_map(
+            |((data, model, depth), ([is_automatic, fuse], salt, place))| {
+                let placed = Placed {
+                    is_automatic: is_automatic && model * depth == 1,
+                    salt: Some(salt),
+                    fuse,
+                    place,
+                };
+                (Ranks::Grid(data, model, depth), Engine::Placed(placed))
+            },
+        )
         .boxed()
 }
 

@@ -344,7 +344,10 @@ impl Ranks {
         let mesh = match self {
             Self::Line(ranks) => Mesh::line("shard", ranks)?,
             Self::Copies(ranks) => Mesh::new([("replicate", 2), ("shard", ranks)])?,
-            Self::Grid(data, model) => Mesh::new([("data", data), ("model", model)])?,
+            Self::Grid(data, model, 1) => Mesh::new([("data", data), ("model", model)])?,
+            Self::Grid(data, model, depth) => {
+                Mesh::new([("data", data), ("model", model), ("depth", depth)])?
+            }
         };
         Ok(ProcessMesh::new(world, mesh)?)
     }
