@@ -9,7 +9,8 @@ use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::Mode;
 use crate::passes::schedule::{self, OptimizerPlace, Options};
-use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps, verify};
+use crate::passes::verify::{verify, verify_types};
+use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps};
 
 /// A step, ready to run, with the proof of what it computes, if that was asked for.
 #[derive(Debug)]
@@ -110,11 +111,11 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
             let all = vec![&of.first, &of.next, &of.update];
             (all, Some(Parts::Micro(of, num_batches)))
         }
+        (StepGraphs::Whole(of), _) => (vec![&**of], None),
         _ => (Vec::new(), None),
     };
-    if mode.verify {
-        all.into_iter().try_for_each(verify)?;
-    }
+    let check = if mode.verify { verify } else { verify_types };
+    all.into_iter().try_for_each(check)?;
     if let (Some(parts), Some(traced)) = (parts, &traced) {
         let of_passes = certificate.take();
         let proved = mode.prove(|proof| proof.of_parts(traced, parts))?;
@@ -162,5 +163,7 @@ pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let options = mode.options.clone().clip_grad_norm(None).recompute(None);
     let options = options.recompute_units::<Pattern>([]);
     let options = options.optimizer(OptimizerPlace::AtEnd);
-    mode.pipeline(&options)?.run(graph)
+    let plan = mode.pipeline(&options)?.run(graph)?;
+    verify_types(&plan)?;
+    Ok(plan)
 }

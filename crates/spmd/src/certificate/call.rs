@@ -1,15 +1,17 @@
 //! The call of an operation on exact tensors.
 
 use std::cell::RefCell;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash as _, Hasher};
 
 use burn::tensor::DType;
+use burn_fsdp_mesh::{Cut, Layout, Mesh, Placement};
 use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 
 use super::field::{Element, Hash};
+use super::given::cut;
 use super::scalar::Scalar;
-use super::tensor::{Kind, Tensor};
+use super::tensor::{Kind, Tensor, filled};
 use crate::graph::{Node, operation_name};
 
 /// The tensors of one rank.
@@ -29,9 +31,19 @@ pub(super) struct Call<'a> {
     pub(super) node: &'a Node,
     pub(super) values: &'a Values,
     pub(super) scalars: Vec<Scalar>,
-    /// The rank, and the number of the run: what is drawn is drawn anew for each.
-    pub(super) place: [u64; 2],
+    pub(super) place: Place<'a>,
     pub(super) known: &'a Known,
+}
+
+/// Where and when an operation runs, on which what it draws depends.
+pub(super) struct Place<'a> {
+    pub(super) mesh: &'a Mesh,
+    pub(super) rank: usize,
+    /// Number of the run: what is drawn is drawn anew for each.
+    pub(super) run: u64,
+    /// The placements of what is drawn for one joined batch, of which each rank has its part; without them every rank draws
+    /// numbers of its own.
+    pub(super) draws: Option<&'a BTreeMap<TensorId, Vec<Placement>>>,
 }
 
 impl Call<'_> {
@@ -94,13 +106,42 @@ impl Call<'_> {
         outputs.collect()
     }
 
-    /// Returns results that depend on the rank and on which node draws them.
-    pub(super) fn drawn(&self) -> Vec<Tensor> {
-        let mut hash = Hash::named("random");
-        self.place.iter().for_each(|word| hash.write(*word));
+    /// Returns results that depend on which node draws them, in which run, and on the rank, unless they are of one joined
+    /// batch: then a rank has its part of what is drawn.
+    pub(super) fn drawn(&self) -> Result<Vec<Tensor>, String> {
+        let Place {
+            mesh,
+            rank,
+            run,
+            draws,
+        } = &self.place;
+        let mut seed = Hash::named("random");
+        seed.write(*run);
         let first = self.node.outputs().next();
-        hash.write(first.map_or(0, |id| id.value()));
-        self.drawn_from(hash)
+        seed.write(first.map_or(0, |id| id.value()));
+        let Some(draws) = draws else {
+            seed.write(*rank as u64);
+            return Ok(self.drawn_from(seed));
+        };
+        let outputs = self.node.operation.outputs().enumerate();
+        let parts = outputs.map(|(number, output)| {
+            let mut seed = seed;
+            seed.write(number as u64);
+            let shape = output.shape.as_slice();
+            let kind = Kind::of(output.dtype);
+            match draws.get(&output.id) {
+                None => Ok(filled(seed, shape, kind)),
+                Some(placements) => {
+                    let layout = Layout {
+                        placements: placements.clone(),
+                        cut: Cut::Dims,
+                    };
+                    let whole = filled(seed, &whole_shape(shape, placements, mesh), kind);
+                    cut(&whole, &layout, mesh, *rank, shape)
+                }
+            }
+        });
+        parts.collect()
     }
 
     fn drawn_from(&self, seed: Hash) -> Vec<Tensor> {
@@ -115,20 +156,15 @@ impl Call<'_> {
     }
 }
 
-/// Returns a tensor of elements that follow from a seed.
-pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
-    /// Integers are small, as indices are.
-    const INTEGERS: u64 = 1 << 16;
-    Tensor::from_fn(shape, |index| {
-        let mut hash = seed;
-        hash.write(index as u64);
-        let element = hash.finish();
-        match kind {
-            Kind::Float => element,
-            Kind::Int => element % INTEGERS,
-            Kind::Bool => element & 1,
+/// Returns the shape of a tensor of whose equal parts each rank has one.
+fn whole_shape(part: &[usize], placements: &[Placement], mesh: &Mesh) -> Vec<usize> {
+    let mut shape = part.to_vec();
+    for (placement, axis) in placements.iter().zip(mesh.axes()) {
+        if let Placement::Shard(dim) = placement {
+            shape[*dim] *= axis.size;
         }
-    })
+    }
+    shape
 }
 
 /// Returns a number for what an operation is beside its tensors: dims, strides, numbers, shapes.

@@ -7,9 +7,8 @@ use burn::tensor::TensorData;
 use burn_fsdp_mesh::{Cut, Layout, Mesh, Region};
 use burn_ir::{BaseOperationIr, ModuleOperationIr, OperationIr, TensorId, TensorIr};
 
-use super::call::filled;
 use super::field::{Hash, of_number};
-use super::tensor::{Kind, Tensor, View, strides};
+use super::tensor::{Kind, Tensor, View, filled, strides};
 use crate::graph::{Graph, Role, Trait, Value, is};
 use crate::place::Expand;
 
@@ -113,7 +112,7 @@ pub(super) fn part_of<'a>(
 }
 
 /// Returns a rank's part of a whole tensor, padded with zeros to its shape.
-fn cut(
+pub(super) fn cut(
     whole: &Tensor,
     layout: &Layout,
     mesh: &Mesh,

@@ -1,11 +1,11 @@
 //! Ranks that run a graph in step, on exact tensors.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
-use burn_fsdp_mesh::Mesh;
+use burn_fsdp_mesh::{Mesh, Placement};
 use burn_ir::{BaseOperationIr, OperationIr, TensorId, TensorIr, TensorStatus};
 
-use super::call::{Call, Known, Values};
+use super::call::{Call, Known, Place, Values};
 use super::given::{Given, part_of};
 use super::scalar::Scalar;
 use super::tensor::Tensor;
@@ -37,6 +37,8 @@ pub(super) struct Machine {
     ranks: Vec<Rank>,
     known: Known,
     run: u64,
+    /// The placements of what is drawn, if the ranks divide one joined batch.
+    draws: Option<BTreeMap<TensorId, Vec<Placement>>>,
     notes: bool,
 }
 
@@ -48,6 +50,7 @@ impl Machine {
             mesh,
             known: Known::default(),
             run: 0,
+            draws: None,
             notes: false,
         }
     }
@@ -89,6 +92,12 @@ impl Machine {
     /// Begins a run: gives all ranks what they have not got from the run before, and a new batch.
     pub(super) fn begin(&mut self, graph: &Graph, given: &Given<'_>) -> Result<(), Fault> {
         self.run = given.run;
+        self.draws = given.joined.map(|_| {
+            let drawn = graph.nodes().iter().filter(|node| node.is_opaque());
+            let drawn = drawn.flat_map(Node::outputs);
+            let placed = drawn.filter_map(|id| Some((id, graph.placements(id)?.to_vec())));
+            placed.collect()
+        });
         for input in graph.inputs() {
             self.ranks.iter_mut().for_each(|rank| {
                 rank.values.remove(input);
@@ -158,7 +167,12 @@ impl Machine {
             node,
             values: &self.ranks[rank].values,
             scalars: scalars.to_vec(),
-            place: [rank as u64, self.run],
+            place: Place {
+                mesh: &self.mesh,
+                rank,
+                run: self.run,
+                draws: self.draws.as_ref(),
+            },
             known: &self.known,
         };
         match &node.operation {

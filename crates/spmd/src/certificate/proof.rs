@@ -92,7 +92,6 @@ impl Proof<'_> {
         let [traced, .., plan] = stages else {
             return Err(Error::Internal("no pass has made a plan".to_owned()));
         };
-        self.expect_followed(traced)?;
         let bounds = bounds(traced);
         // A pass of the user changes what the step means: what comes after it is compared with what it has left.
         let is_assumed = |graph: &&Graph| matches!(last(graph), Some(PassId::User(_)));
@@ -122,17 +121,6 @@ impl Proof<'_> {
             assumed: assumed.collect(),
             elapsed: start.elapsed(),
         })
-    }
-
-    /// Refuses a joined batch with random numbers, of which each rank draws its own.
-    fn expect_followed(&self, traced: &Graph) -> Result<(), Error> {
-        let is_drawn = |node: &Node| node.is_opaque() && node.custom.is_none();
-        match self.joined.is_some() && traced.nodes().iter().any(is_drawn) {
-            true => Err(Error::NotProvable {
-                what: "by placements with random numbers".to_owned(),
-            }),
-            false => Ok(()),
-        }
     }
 
     /// Proves that the graphs of a step, run one after the other, compute the traced step.

@@ -112,6 +112,22 @@ impl Tensor {
     }
 }
 
+/// Returns a tensor of elements that follow from a seed.
+pub(super) fn filled(seed: Hash, shape: &[usize], kind: Kind) -> Tensor {
+    /// Integers are small, as indices are.
+    const INTEGERS: u64 = 1 << 16;
+    Tensor::from_fn(shape, |index| {
+        let mut hash = seed;
+        hash.write(index as u64);
+        let element = hash.finish();
+        match kind {
+            Kind::Float => element,
+            Kind::Int => element % INTEGERS,
+            Kind::Bool => element & 1,
+        }
+    })
+}
+
 /// Returns how many elements apart the indices of each dim are.
 pub(super) fn strides(shape: &[usize]) -> Vec<isize> {
     let mut strides = vec![1; shape.len()];

@@ -49,6 +49,7 @@ use burn_ir::{CustomOpIr, OperationIr, TensorId, TensorIr};
 
 pub use arithmetic::touched_bytes;
 pub use burn_fsdp_mesh::{AxisPlacement, local_shape};
+use burn_fsdp_mesh::{Mesh, Placement};
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
 pub use flops::Flops;
 pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot};
@@ -78,7 +79,10 @@ pub struct Graph {
     results: Results,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
-    num_ranks: usize,
+    /// The ranks that run the graph, once it is one of several ranks.
+    mesh: Option<Mesh>,
+    /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
+    placements: BTreeMap<TensorId, Vec<Placement>>,
     applied: Vec<PassId>,
     next_id: u64,
 }
@@ -96,10 +100,7 @@ struct Results {
 impl Graph {
     /// Creates a graph without nodes, for one rank.
     pub fn new() -> Self {
-        Self {
-            num_ranks: 1,
-            ..Self::default()
-        }
+        Self::default()
     }
 
     /// Returns the nodes in execution order.
@@ -335,12 +336,33 @@ impl Graph {
 
     /// Returns the number of ranks that run this graph together.
     pub fn num_ranks(&self) -> usize {
-        self.num_ranks
+        self.mesh.as_ref().map_or(1, Mesh::size)
     }
 
-    /// Declares for how many ranks the graph is.
-    pub fn set_num_ranks(&mut self, num_ranks: usize) {
-        self.num_ranks = num_ranks;
+    /// Returns the mesh of the ranks that run this graph together; `None` for a graph of one rank alone.
+    pub fn mesh(&self) -> Option<&Mesh> {
+        self.mesh.as_ref()
+    }
+
+    /// Declares which ranks the graph is for.
+    pub fn set_mesh(&mut self, mesh: Mesh) {
+        self.mesh = Some(mesh);
+    }
+
+    /// Returns the placements of a value, one per axis of the mesh, if
+    /// [`ExpandPlacements`](crate::passes::schedule) has chosen them. What passes add later has none.
+    pub fn placements(&self, id: TensorId) -> Option<&[Placement]> {
+        self.placements.get(&id).map(Vec::as_slice)
+    }
+
+    /// Returns true if the placements of values were chosen one by one: the batch is joined.
+    pub(crate) fn is_placed(&self) -> bool {
+        !self.placements.is_empty()
+    }
+
+    /// Declares the placements of values.
+    pub(crate) fn set_placements(&mut self, placements: BTreeMap<TensorId, Vec<Placement>>) {
+        self.placements = placements;
     }
 
     /// Returns the passes that made this graph, in order.

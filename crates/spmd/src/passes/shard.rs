@@ -87,8 +87,7 @@ impl GraphTransform for InsertCollectives {
             graph,
             averaged: BTreeMap::new(),
         };
-        let copies = self.replicate.as_ref().map_or(1, |other| other.axis.size);
-        insertion.graph.set_num_ranks(self.num_ranks * copies);
+        insertion.graph.set_mesh(self.mesh()?);
         let nodes = insertion.graph.take_nodes();
         let nodes = match self.style {
             DataParallel::Automatic | DataParallel::Strategy(Strategy::NoShard) => nodes,
@@ -100,6 +99,17 @@ impl GraphTransform for InsertCollectives {
         let Insertion { mut graph, .. } = insertion;
         graph.sync_nodes();
         Ok(graph)
+    }
+}
+
+impl InsertCollectives {
+    /// Returns the mesh of all ranks.
+    fn mesh(&self) -> Result<Mesh, Error> {
+        let mut axes = vec![(self.axis.to_string(), self.num_ranks)];
+        if let Some(Replicate { axis, is_first }) = &self.replicate {
+            axes.insert(usize::from(!is_first), (axis.name.clone(), axis.size));
+        }
+        Ok(Mesh::new(axes)?)
     }
 }
 

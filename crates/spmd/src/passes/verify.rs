@@ -11,6 +11,7 @@ use crate::graph::{
     CollectiveKind, CollectivePart, Graph, Node, Payload, Phase, Stage, Storage, storage_of,
 };
 use crate::pass_id::PassId;
+use crate::place::check_types;
 
 /// A rule: its name, and the function that finds a fault.
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
@@ -61,7 +62,13 @@ const RULES: &[Rule] = &[
         "updates feed values of their own shape and type",
         updates_match,
     ),
+    TYPES,
 ];
+
+const TYPES: Rule = (
+    "ranks hold of every value what its readers need",
+    types_fit,
+);
 
 /// Returns the names of the rules.
 pub fn rules() -> impl Iterator<Item = &'static str> {
@@ -74,18 +81,30 @@ pub fn rules() -> impl Iterator<Item = &'static str> {
 ///
 /// [`Error::InvalidGraph`] with the first rule broken and the node at fault.
 pub fn verify(graph: &Graph) -> Result<(), Error> {
-    for (rule, check) in RULES {
-        if let Some(Fault { node, reason }) = check(graph) {
-            return Err(Error::InvalidGraph {
-                rule,
-                after: None,
-                node,
-                operation: graph.nodes().get(node).map_or_else(String::new, Node::name),
-                reason,
-            });
-        }
+    RULES.iter().try_for_each(|rule| keeps(graph, rule))
+}
+
+/// Checks the one rule of types, which says whether ranks hold of every value what its readers need, of every plan before it
+/// runs.
+///
+/// # Errors
+///
+/// [`Error::InvalidGraph`] with the node at fault.
+pub(crate) fn verify_types(graph: &Graph) -> Result<(), Error> {
+    keeps(graph, &TYPES)
+}
+
+fn keeps(graph: &Graph, (rule, check): &Rule) -> Result<(), Error> {
+    match check(graph) {
+        None => Ok(()),
+        Some(Fault { node, reason }) => Err(Error::InvalidGraph {
+            rule,
+            after: graph.applied().last().copied(),
+            node,
+            operation: graph.nodes().get(node).map_or_else(String::new, Node::name),
+            reason,
+        }),
     }
-    Ok(())
 }
 
 /// Checks that ranks start the same collectives in the same order.
@@ -445,6 +464,11 @@ fn gathered_die(graph: &Graph) -> Option<Fault> {
         }
     }
     None
+}
+
+fn types_fit(graph: &Graph) -> Option<Fault> {
+    let ill = check_types(graph).err()?;
+    Fault::new(ill.node, ill.reason)
 }
 
 fn updates_match(graph: &Graph) -> Option<Fault> {

@@ -36,6 +36,8 @@ pub(super) struct Placer {
     /// Gradients as the optimizer reads them.
     pub(super) settled: HashMap<TensorId, Vec<Version>>,
     pub(super) is_optimizing: bool,
+    /// The placements of all copies that were there when the optimizer began.
+    pub(super) before: BTreeMap<TensorId, On>,
     /// Bytes that a rank has received so far.
     pub(super) moved: f64,
 }
@@ -45,6 +47,7 @@ impl Placer {
     /// they are given: other copies belong to forward and backward, which may run at another time.
     pub(super) fn begin_optimizer(&mut self) {
         self.is_optimizing = true;
+        self.before = self.placements();
         for (id, versions) in std::mem::take(&mut self.settled) {
             self.values.located.insert(id, Located::Placed(versions));
         }
@@ -268,10 +271,25 @@ impl Placer {
     /// Settles the values that nothing has read so far, and returns the graph.
     pub(super) fn finish(mut self) -> Result<Graph, Error> {
         self.settle_rest()?;
+        let placements = self.placements();
+        self.values.graph.set_placements(placements);
         self.values.graph.set_nodes(self.scheduled);
         self.values.graph.sync_nodes();
         self.values.graph.prune();
         Ok(self.values.graph)
+    }
+
+    /// Returns the placements of all copies.
+    fn placements(&mut self) -> BTreeMap<TensorId, On> {
+        let located = self.values.located.values();
+        let placed = located.filter_map(|of| match of {
+            Located::Placed(versions) => Some(versions),
+            Located::Floating(_) => None,
+        });
+        let versions = placed.chain(self.settled.values()).flatten();
+        let mut placements = std::mem::take(&mut self.before);
+        placements.extend(versions.map(|version| (version.id, version.on.clone())));
+        placements
     }
 
     /// Settles the values that nothing has read so far.

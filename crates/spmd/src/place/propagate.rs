@@ -50,8 +50,17 @@ impl GraphTransform for ExpandPlacements {
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = graph.take_nodes();
         let mut placer = self.begin(graph)?;
-        for node in nodes {
+        for (index, node) in nodes.into_iter().enumerate() {
             let signature = rules::signature(&node.operation);
+            if let Some(reason) = signature.fault() {
+                return Err(Error::InvalidGraph {
+                    rule: "an operation's dims go together as its rule says",
+                    after: None,
+                    node: index,
+                    operation: node.name(),
+                    reason,
+                });
+            }
             placer.place(&node, &signature)?;
         }
         placer.finish()
@@ -93,7 +102,7 @@ impl ExpandPlacements {
 
     /// Returns the placer before its first node: only given values have placements.
     fn begin(&self, mut graph: Graph) -> Result<Placer, Error> {
-        graph.set_num_ranks(self.mesh.size());
+        graph.set_mesh(self.mesh.clone());
         let (expand, mesh) = (&self.expand, &self.mesh);
         let axes: Vec<_> = mesh
             .axes()
@@ -157,6 +166,7 @@ impl ExpandPlacements {
             parameters,
             settled: HashMap::new(),
             is_optimizing: false,
+            before: BTreeMap::new(),
             moved: 0.0,
         })
     }

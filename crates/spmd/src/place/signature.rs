@@ -86,6 +86,77 @@ impl Signature {
         self
     }
 
+    /// Returns the signature of the gradient of an operand, from this one of the forward operation. The gradient lies as
+    /// the operand does; it reads some of the operands and the gradient of the result, which lies as the result does; and
+    /// over letters that the operand lacks every rank has an addend, as it had the whole operand.
+    ///
+    /// So there is one table for an operation and its gradients.
+    pub(crate) fn gradient(
+        &self,
+        operand: usize,
+        read: &[usize],
+        of_result: &TensorIr,
+        out: &TensorIr,
+    ) -> Self {
+        let letters = |index: usize| self.inputs[index].letters.clone();
+        let mut gradient = Self::new();
+        for index in read {
+            gradient.inputs.push(self.inputs[*index].clone());
+        }
+        gradient = gradient
+            .input_of(of_result, self.outputs[0].letters.clone())
+            .output_of(out, letters(operand));
+        let kept: Vec<Letter> = letters(operand).into_iter().flatten().collect();
+        let summed = gradient.letters();
+        let summed = summed.into_iter().filter(|letter| !kept.contains(letter));
+        summed.fold(gradient, Self::sums)
+    }
+
+    /// Returns what is wrong with the signature by itself, as no operation is like that.
+    pub(crate) fn fault(&self) -> Option<String> {
+        let operands = || self.inputs.iter().chain(&self.outputs);
+        for letter in self.letters() {
+            let mut sizes: Option<(usize, usize)> = None;
+            for operand in operands() {
+                let dims = operand.letters.iter();
+                let own: Vec<usize> = dims
+                    .enumerate()
+                    .filter(|(_, own)| **own == Some(letter))
+                    .map(|(dim, _)| dim)
+                    .collect();
+                let &[dim] = own.as_slice() else {
+                    match own.is_empty() {
+                        true => continue,
+                        false => return Some(format!("two dims of a tensor are {letter}")),
+                    }
+                };
+                // Of a dim that is divided or joined, the parts are the same elements if as many are before it.
+                let before: usize = operand.shape[..dim].iter().product();
+                let size = operand.shape[dim];
+                match sizes {
+                    Some((of, outer)) if of != size && outer != before => {
+                        return Some(format!("{letter} is of {of} and of {size}"));
+                    }
+                    _ => sizes = Some((size, before)),
+                }
+            }
+        }
+        let is_in = |letter: &Letter, operand: &Operand| operand.dim_of(*letter).is_some();
+        for letter in self.contracted.keys() {
+            if !self.inputs.iter().any(|input| is_in(letter, input)) {
+                return Some(format!("no operand has {letter}, which is combined"));
+            }
+            if self.outputs.iter().all(|output| is_in(letter, output)) {
+                return Some(format!("{letter} is combined, and all results have it"));
+            }
+        }
+        let known = |id: &TensorId| self.inputs.iter().any(|input| input.id == *id);
+        match self.linear.iter().flatten().all(known) {
+            true => None,
+            false => Some("it is linear in what it does not read".to_owned()),
+        }
+    }
+
     /// Returns every letter, once, in alphabetical order.
     pub(crate) fn letters(&self) -> Vec<Letter> {
         let operands = self.inputs.iter().chain(&self.outputs);

@@ -120,20 +120,8 @@ fn x_backward(
     out: &TensorIr,
     groups: usize,
 ) -> Signature {
-    let signature = Signature::new();
-    match groups {
-        1 => signature
-            .input(x, "bi")
-            .input(weight, "oi")
-            .input(output_grad, "bo")
-            .output(out, "bi")
-            .sums('o'),
-        _ => signature
-            .input(x, "b")
-            .input(weight, "")
-            .input(output_grad, "b")
-            .output(out, "b"),
-    }
+    let forward = forward(x, weight, None, output_grad, groups);
+    forward.gradient(0, &[0, 1], output_grad, out)
 }
 
 fn weight_backward(
@@ -143,34 +131,22 @@ fn weight_backward(
     out: &TensorIr,
     groups: usize,
 ) -> Signature {
-    let signature = Signature::new();
-    let signature = match groups {
-        1 => signature
-            .input(x, "bi")
-            .input(weight, "oi")
-            .input(output_grad, "bo")
-            .output(out, "oi"),
-        _ => signature
-            .input(x, "b")
-            .input(weight, "")
-            .input(output_grad, "b")
-            .output(out, ""),
-    };
-    signature.sums('b')
+    let forward = forward(x, weight, None, output_grad, groups);
+    forward.gradient(1, &[0, 1], output_grad, out)
 }
 
+/// Returns the signature of the gradient of a bias, which depends on no weight: channels of a group can be cut, too.
 fn bias_backward(
     x: &TensorIr,
     bias: &TensorIr,
     output_grad: &TensorIr,
     out: &TensorIr,
 ) -> Signature {
-    Signature::new()
+    let forward = Signature::new()
         .input(x, "b")
         .input(bias, "o")
-        .input(output_grad, "bo")
-        .output(out, "o")
-        .sums('b')
+        .output(output_grad, "bo");
+    forward.gradient(1, &[0, 1], output_grad, out)
 }
 
 /// Returns the signature that names batch and channel of every tensor.

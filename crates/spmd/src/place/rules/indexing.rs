@@ -17,32 +17,25 @@ fn embedding(operation: &OperationIr) -> Option<Signature> {
     let OperationIr::Module(operation) = operation else {
         return None;
     };
-    match operation {
-        Module::Embedding(op) => {
-            let places = alphabet(op.indices.shape.num_dims());
-            let mut out = places.clone();
-            out.push(Some('d'));
-            Some(
-                Signature::new()
-                    .input(&op.weights, ".d")
-                    .input_of(&op.indices, places)
-                    .output_of(&op.out, out),
-            )
-        }
+    Some(match operation {
+        Module::Embedding(op) => looked_up(&op.weights, &op.indices, &op.out),
         Module::EmbeddingBackward(op) => {
-            let places = alphabet(op.indices.shape.num_dims());
-            let mut gradient = places.clone();
-            gradient.push(Some('d'));
-            let signature = Signature::new()
-                .input(&op.weights, ".d")
-                .input_of(&op.out_grad, gradient)
-                .input_of(&op.indices, places.clone())
-                .output(&op.out, ".d");
-            let letters = places.into_iter().flatten();
-            Some(letters.fold(signature, Signature::sums))
+            let forward = looked_up(&op.weights, &op.indices, &op.out_grad);
+            forward.gradient(0, &[0, 1], &op.out_grad, &op.out)
         }
-        _ => None,
-    }
+        _ => return None,
+    })
+}
+
+/// Returns the signature of an embedding.
+fn looked_up(weights: &TensorIr, indices: &TensorIr, out: &TensorIr) -> Signature {
+    let places = alphabet(indices.shape.num_dims());
+    let mut found = places.clone();
+    found.push(Some('d'));
+    Signature::new()
+        .input(weights, ".d")
+        .input_of(indices, places)
+        .output_of(out, found)
 }
 
 /// Returns the signature of select, gather, scatter or assignment to selected rows.

@@ -15,26 +15,23 @@ pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
         OperationIr::Int(burn_ir::IntOperationIr::Matmul(op)) => {
             Some(product(&op.lhs, &op.rhs, &op.out))
         }
-        OperationIr::Module(Module::Linear(op)) => Some(linear(op)),
-        OperationIr::Module(Module::LinearXBackward(op)) => Some(
-            Signature::new()
-                .input(&op.weight, "kn")
-                .input_of(&op.output_grad, rows(&op.output_grad, 'n'))
-                .output_of(&op.out, rows(&op.out, 'k'))
-                .sums('n'),
-        ),
+        OperationIr::Module(Module::Linear(op)) => Some(match &op.bias {
+            None => without(&op.x, &op.weight, &op.out),
+            Some(bias) => with_bias(&op.x, &op.weight, bias, &op.out),
+        }),
+        OperationIr::Module(Module::LinearXBackward(op)) => {
+            let forward = without(&op.out, &op.weight, &op.output_grad);
+            Some(forward.gradient(0, &[1], &op.output_grad, &op.out))
+        }
         OperationIr::Module(Module::LinearWeightBackward(op)) => {
-            let signature = Signature::new()
-                .input_of(&op.x, rows(&op.x, 'k'))
-                .input_of(&op.output_grad, rows(&op.output_grad, 'n'))
-                .output(&op.out, "kn");
-            Some(over_rows(signature, &op.x))
+            let forward = without(&op.x, &op.out, &op.output_grad);
+            Some(forward.gradient(1, &[0], &op.output_grad, &op.out))
         }
         OperationIr::Module(Module::LinearBiasBackward(op)) => {
-            let signature = Signature::new()
-                .input_of(&op.output_grad, rows(&op.output_grad, 'n'))
-                .output(&op.out, "n");
-            Some(over_rows(signature, &op.output_grad))
+            let forward = Signature::new()
+                .input(&op.out, "n")
+                .output_of(&op.output_grad, rows(&op.output_grad, 'n'));
+            Some(forward.gradient(0, &[], &op.output_grad, &op.out))
         }
         _ => None,
     }
@@ -62,28 +59,26 @@ fn product(lhs: &TensorIr, rhs: &TensorIr, out: &TensorIr) -> Signature {
         .sums('k')
 }
 
-/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. With a bias, which would be added on every rank, `k` is
-/// whole.
-fn linear(op: &LinearOpIr) -> Signature {
-    let signature = Signature::new();
-    match &op.bias {
-        None => signature
-            .input_of(&op.x, rows(&op.x, 'k'))
-            .input(&op.weight, "kn")
-            .output_of(&op.out, rows(&op.out, 'n'))
-            .sums('k'),
-        Some(bias) => {
-            let mut x = rows(&op.x, 'k');
-            if let Some(last) = x.last_mut() {
-                *last = None;
-            }
-            signature
-                .input_of(&op.x, x)
-                .input(&op.weight, ".n")
-                .input(bias, "n")
-                .output_of(&op.out, rows(&op.out, 'n'))
-        }
+/// Returns the signature `x[.., k] weight[k, n]`.
+fn without(x: &TensorIr, weight: &TensorIr, out: &TensorIr) -> Signature {
+    Signature::new()
+        .input_of(x, rows(x, 'k'))
+        .input(weight, "kn")
+        .output_of(out, rows(out, 'n'))
+        .sums('k')
+}
+
+/// Returns the signature `x[.., k] weight[k, n] + bias[n]`. The bias would be added on every rank, so that `k` is whole.
+fn with_bias(x: &TensorIr, weight: &TensorIr, bias: &TensorIr, out: &TensorIr) -> Signature {
+    let mut of_x = rows(x, 'k');
+    if let Some(last) = of_x.last_mut() {
+        *last = None;
     }
+    Signature::new()
+        .input_of(x, of_x)
+        .input(weight, ".n")
+        .input(bias, "n")
+        .output_of(out, rows(out, 'n'))
 }
 
 /// Returns letters of the alphabet for the leading dims, and `last` for the last one.
@@ -93,15 +88,6 @@ fn rows(tensor: &TensorIr, last: Letter) -> Vec<Option<Letter>> {
         *letter = Some(last);
     }
     letters
-}
-
-/// Declares sums over all dims of `tensor` but the last.
-fn over_rows(signature: Signature, tensor: &TensorIr) -> Signature {
-    let leading = alphabet(tensor.shape.num_dims().saturating_sub(1));
-    leading
-        .into_iter()
-        .flatten()
-        .fold(signature, Signature::sums)
 }
 
 /// Splits a linear layer into its product and the addition of its bias, so that the product can be cut along the dim

@@ -1,0 +1,350 @@
+//! The flow of types through a graph.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_fsdp_kernels::{FusedOperation, PointwiseProgram};
+use burn_fsdp_mesh::ReduceOp;
+use burn_ir::{OperationIr, TensorId};
+
+use super::SpmdType;
+use super::program::of_program;
+use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Trait, Value, is};
+use crate::norm::LOCAL_NORM;
+use crate::place::rules;
+
+/// The node at which types do not fit, and why.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct IllTyped {
+    /// Index of the node; the number of nodes for what is wrong after the last.
+    pub(crate) node: usize,
+    pub(crate) reason: String,
+}
+
+/// The types of a value, one for each axis of the mesh.
+type Types = Vec<SpmdType>;
+
+/// Finds the first node of a graph of several ranks whose operands have types that it cannot take, or a result that lies
+/// otherwise than it is said to. A graph of one rank alone has no types.
+pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
+    let Some(mesh) = graph.mesh() else {
+        return Ok(());
+    };
+    let mut flow = Flow {
+        graph,
+        axes: mesh.axes().iter().map(|axis| (axis.name.as_str(), axis.size)).collect(),
+        types: BTreeMap::new(),
+    };
+    for value in graph.values().filter(|value| value.role.is_given()) {
+        flow.types.insert(value.id, flow.given(value));
+    }
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let reason = match node.is_drop() {
+            true => continue,
+            false => flow.run(node),
+        };
+        reason.map_err(|reason| IllTyped {
+            node: index,
+            reason,
+        })?;
+    }
+    flow.end().map_err(|reason| IllTyped {
+        node: graph.nodes().len(),
+        reason,
+    })
+}
+
+struct Flow<'a> {
+    graph: &'a Graph,
+    /// Name and size of each axis.
+    axes: Vec<(&'a str, usize)>,
+    types: BTreeMap<TensorId, Types>,
+}
+
+impl Flow<'_> {
+    fn all(&self, of: SpmdType) -> Types {
+        vec![of; self.axes.len()]
+    }
+
+    /// Returns the types with which a value was placed.
+    fn placed(&self, id: TensorId) -> Option<Types> {
+        let placements = self.graph.placements(id)?;
+        Some(placements.iter().map(|on| SpmdType::from(*on)).collect())
+    }
+
+    /// Returns the types of a given value.
+    fn given(&self, value: &Value) -> Types {
+        if let Some(placed) = self.placed(value.id) {
+            return placed;
+        }
+        match &value.role {
+            Role::Parameter(path) | Role::Pending(path) | Role::State { path, .. } => {
+                self.of_parameter(path, value.id)
+            }
+            Role::Input(_) | Role::Buffer(_) if !self.graph.is_placed() => {
+                self.all(SpmdType::Varying)
+            }
+            _ => self.all(SpmdType::Replicate),
+        }
+    }
+
+    /// Returns the types of a parameter, of its gradient, or of one of its states.
+    fn of_parameter(&self, path: &str, id: TensorId) -> Types {
+        let parameter = self.graph.parameter(path);
+        let is_cut = |of: &&Parameter| {
+            !(of.layout.placements.is_empty() || of.whole_states.contains(&id))
+        };
+        match parameter.filter(is_cut) {
+            None => self.all(SpmdType::Replicate),
+            Some(parameter) => {
+                let placements = parameter.layout.placements.iter();
+                placements.map(|on| SpmdType::from(*on)).collect()
+            }
+        }
+    }
+
+    fn run(&mut self, node: &Node) -> Result<(), String> {
+        if let Some(collective) = &node.collective {
+            return self.exchange(node, collective);
+        }
+        let mut results: BTreeMap<TensorId, Types> = BTreeMap::new();
+        for axis in 0..self.axes.len() {
+            let types = match self.axes[axis].1 {
+                1 => node.outputs().map(|_| SpmdType::Replicate).collect(),
+                _ => self.on_axis(node, axis)?,
+            };
+            for (output, of) in node.outputs().zip(types) {
+                results.entry(output).or_default().push(of);
+            }
+        }
+        self.types.extend(results);
+        Ok(())
+    }
+
+    /// Returns the types of the results on one axis.
+    fn on_axis(&self, node: &Node, axis: usize) -> Result<Types, String> {
+        let name = self.axes[axis].0;
+        let inputs: Vec<(TensorId, SpmdType)> = node
+            .inputs()
+            .map(|id| Ok((id, self.of(id, axis)?)))
+            .collect::<Result<_, String>>()?;
+        let placed = |id| self.placed(id).map(|types| types[axis]);
+        if node.shift.as_ref().is_some_and(|shift| &*shift.axis == name) {
+            return match inputs.as_slice() {
+                [(_, SpmdType::Replicate)] => Ok(vec![SpmdType::Shard]),
+                _ => Err(format!("it takes a rank's part along {name} of what is no whole")),
+            };
+        }
+        let way = self.way(node, &inputs).map_err(|reason| {
+            let inputs = inputs.iter().map(|(id, of)| format!("%{} {of}", id.value()));
+            let inputs: Vec<String> = inputs.collect();
+            format!("{reason} along {name}: it reads {}", inputs.join(", "))
+        })?;
+        let types = node.outputs().map(|output| {
+            let said = placed(output);
+            match way.result(said) {
+                Some(of) => Ok(of),
+                None => Err(format!(
+                    "%{} is {way} along {name}, and is said to be {}",
+                    output.value(),
+                    said.map_or_else(|| "no part".to_owned(), |said| said.to_string())
+                )),
+            }
+        });
+        types.collect()
+    }
+
+    fn of(&self, id: TensorId, axis: usize) -> Result<SpmdType, String> {
+        let types = self.types.get(&id);
+        let of = types.and_then(|types| types.get(axis)).copied();
+        of.ok_or_else(|| format!("nothing is known of %{}", id.value()))
+    }
+
+    /// Returns the way in which a node runs on operands of these types.
+    fn way(&self, node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<Way, &'static str> {
+        let has = |of: fn(&SpmdType) -> bool| inputs.iter().any(|(_, own)| of(own));
+        let has_addends = has(|own| matches!(own, SpmdType::Partial(_)));
+        let has_parts = has(|own| *own == SpmdType::Shard);
+        let has_own = has(|own| *own == SpmdType::Varying);
+        match [has_addends, has_parts, has_own] {
+            [false, false, false] if is_drawn(node) => Ok(Way::Drawn),
+            [false, false, false] if inputs.is_empty() => Ok(Way::Made),
+            [false, false, false] => Ok(Way::Alike(SpmdType::Replicate)),
+            [false, false, true] => Ok(Way::Alike(SpmdType::Varying)),
+            [false, true, false] => parts(node),
+            [true, false, false] => addends(node, inputs).map(Way::Alike),
+            [true, ..] => Err("it takes addends for values"),
+            [false, true, true] => Err("it mixes parts of a whole with values of each rank's rows"),
+        }
+    }
+
+    /// Follows the parts of a collective.
+    fn exchange(&mut self, node: &Node, collective: &Collective) -> Result<(), String> {
+        let known = self.axes.iter().position(|(name, _)| *name == &*collective.axis);
+        let axis = known.ok_or_else(|| format!("there is no axis {}", collective.axis))?;
+        let results = node.inputs().zip(node.outputs()).map(|(input, output)| {
+            let types = (0..self.axes.len()).map(|other| self.of(input, other));
+            let mut types = types.collect::<Result<Types, String>>()?;
+            // A wait has what its start has made.
+            if collective.stage == Stage::Wait {
+                return Ok((output, types));
+            }
+            let refused = |reason: &str, along: usize| {
+                let (name, of) = (self.axes[along].0, types[along]);
+                format!("%{} is {of} along {name}: {reason}", input.value())
+            };
+            let late = (0..types.len()).find(|other| {
+                *other != axis && !types[*other].commutes_with(collective.reduction)
+            });
+            if let Some(late) = late {
+                return Err(refused("it has to be combined there first", late));
+            }
+            if self.axes[axis].1 > 1 {
+                let after = types[axis].after(collective.kind, collective.reduction);
+                types[axis] = after.map_err(|reason| refused(reason, axis))?;
+            }
+            Ok((output, types))
+        });
+        let results = results.collect::<Result<Vec<_>, String>>()?;
+        self.types.extend(results);
+        Ok(())
+    }
+
+    /// Checks what comes out of the graph.
+    fn end(&self) -> Result<(), String> {
+        for update in self.graph.updates() {
+            let role = self.graph.value(update.into).map(|value| value.role.to_string());
+            self.expect(&role.unwrap_or_default(), (update.into, update.from), |into| into)?;
+        }
+        for parameter in self.graph.parameters() {
+            if let Some(gradient) = parameter.gradient {
+                let what = format!("gradient of {}", parameter.path);
+                self.expect(&what, (parameter.value, gradient), SpmdType::of_gradient)?;
+            }
+        }
+        let whole = self.graph.outputs().values().filter(|_| self.graph.is_placed());
+        for id in self.graph.loss().iter().chain(whole) {
+            for (axis, (name, size)) in self.axes.iter().enumerate() {
+                let of = self.of(*id, axis)?;
+                if *size > 1 && of != SpmdType::Replicate {
+                    return Err(format!("%{} comes out of the step, and is {of} along {name}", id.value()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that a value has the type that another's makes of it.
+    fn expect(
+        &self,
+        what: &str,
+        (like, id): (TensorId, TensorId),
+        made: impl Fn(SpmdType) -> SpmdType,
+    ) -> Result<(), String> {
+        for (axis, (name, size)) in self.axes.iter().enumerate() {
+            let (expected, got) = (made(self.of(like, axis)?), self.of(id, axis)?);
+            if *size > 1 && !expected.takes(got) {
+                return Err(format!("{what} is {expected} along {name}, and %{} is {got}", id.value()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The way in which a node runs on the ranks of one axis.
+#[derive(Debug, Clone, PartialEq)]
+enum Way {
+    /// It makes what it needs of nothing.
+    Made,
+    /// It draws random numbers, other ones on each rank.
+    Drawn,
+    /// Its results are of the type of its operands.
+    Alike(SpmdType),
+    /// It runs on parts: its results are parts, or addends of these reductions. Of operations on the elements at one place
+    /// nobody has to say which.
+    Parts {
+        reductions: Vec<ReduceOp>,
+        is_local: bool,
+    },
+}
+
+impl Way {
+    /// Returns the type of a result that is said to have a type; `None` if it cannot have it.
+    fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
+        let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
+        match (self, said) {
+            (Self::Made, said) => said.or(Some(SpmdType::Replicate)).filter(|of| !is_partial(of)),
+            (Self::Drawn, None) => Some(SpmdType::Varying),
+            (Self::Drawn, Some(said)) => (said == SpmdType::Shard).then_some(said),
+            (Self::Alike(own), None) => Some(*own),
+            (Self::Alike(own), Some(said)) => (said == *own).then_some(said),
+            (Self::Parts { is_local, .. }, None) => is_local.then_some(SpmdType::Shard),
+            (Self::Parts { .. }, Some(SpmdType::Shard)) => Some(SpmdType::Shard),
+            (Self::Parts { reductions, .. }, Some(SpmdType::Partial(op))) => {
+                reductions.contains(&op).then_some(SpmdType::Partial(op))
+            }
+            (Self::Parts { .. }, Some(_)) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Made => f.write_str("made of nothing"),
+            Self::Drawn => f.write_str("drawn by each rank"),
+            Self::Alike(of) => of.fmt(f),
+            Self::Parts { .. } => f.write_str("made of parts"),
+        }
+    }
+}
+
+fn is_drawn(node: &Node) -> bool {
+    node.is_opaque() && node.custom.is_none()
+}
+
+/// Returns the way of a node that reads parts.
+fn parts(node: &Node) -> Result<Way, &'static str> {
+    let operation = &node.operation;
+    if let OperationIr::Custom(call) = operation {
+        let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
+        return match runs {
+            true => Ok(Way::Parts {
+                reductions: Vec::new(),
+                is_local: true,
+            }),
+            false => Err("it takes parts for the whole"),
+        };
+    }
+    let signature = rules::signature(operation);
+    let is_local = is(operation, Trait::Pointwise) || is(operation, Trait::View);
+    if signature.letters().is_empty() && !is_local {
+        return Err("it takes parts for the whole");
+    }
+    Ok(Way::Parts {
+        reductions: signature.contracted.into_values().collect(),
+        is_local,
+    })
+}
+
+/// Returns the type of the result of a node that reads addends.
+fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'static str> {
+    const NOT_LINEAR: &str = "it is not linear in the addends that it reads";
+    if let OperationIr::Custom(call) = &node.operation {
+        let is_program = call.id == FusedOperation::Pointwise.name();
+        let program = PointwiseProgram::from_scalars(&call.scalars).filter(|_| is_program);
+        let types: Vec<SpmdType> = inputs.iter().map(|(_, of)| *of).collect();
+        let of = program.and_then(|program| of_program(&program, &types));
+        return of.ok_or(NOT_LINEAR);
+    }
+    let partial = inputs.iter().filter(|(_, of)| *of != SpmdType::Replicate);
+    let partial: BTreeMap<TensorId, SpmdType> = partial.copied().collect();
+    let mut ops = partial.values();
+    let first = *ops.next().ok_or(NOT_LINEAR)?;
+    let signature = rules::signature(&node.operation);
+    let is_set = |set: &Vec<TensorId>| set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect();
+    let is_linear = signature.linear.iter().any(is_set);
+    match is_linear && ops.all(|op| *op == first) {
+        true => Ok(first),
+        false => Err(NOT_LINEAR),
+    }
+}
