@@ -30,6 +30,8 @@ pub(super) struct Proof {
     passes: Vec<String>,
     /// Operations of which nothing is known but that equal operands give equal results.
     taken_as_they_are: Vec<String>,
+    /// Kernels that were compared with what they are composed of on random numbers.
+    checked_in_floats: Vec<String>,
 }
 
 impl fmt::Display for Proof {
@@ -39,11 +41,15 @@ impl fmt::Display for Proof {
             f,
             "\nproved in {:.1} s: a plan of all {blocks} blocks on {ranks} ranks computes the traced step, with {} tensors equal \
              modulo 2^61 - 1\n  by the passes {}\n  assuming blocks of 8 elements and 4 tokens in place of those planned (how \
-             collectives are joined depends on them), exact sums, and kernels that compute what they replace\n",
+             collectives are joined depends on them), exact sums, and that kernels compute what they are composed of\n",
             self.seconds,
             self.num_tensors,
             self.passes.join(", "),
         )?;
+        if !self.checked_in_floats.is_empty() {
+            let kernels = self.checked_in_floats.join(", ");
+            writeln!(f, "  checked in 64-bit floats only: {kernels}")?;
+        }
         match self.taken_as_they_are.is_empty() {
             true => Ok(()),
             false => writeln!(
@@ -67,6 +73,7 @@ impl Proof {
             seconds: certificate.elapsed.as_secs_f64(),
             passes: certificate.passes.iter().map(PassId::to_string).collect(),
             taken_as_they_are: certificate.uninterpreted,
+            checked_in_floats: certificate.checked_in_floats.into_keys().collect(),
         })
     }
 }

@@ -92,7 +92,7 @@ pub(super) fn extreme(kind: Kind, lane: &[Element], largest: bool) -> usize {
 }
 
 /// Returns the rows of the last dim.
-pub(super) fn rows(tensor: &Tensor) -> impl Iterator<Item = &[Element]> {
+pub(super) fn rows<E>(tensor: &Tensor<E>) -> impl Iterator<Item = &[E]> {
     let width = tensor.shape.last().copied().unwrap_or(1).max(1);
     tensor.elements.chunks_exact(width)
 }

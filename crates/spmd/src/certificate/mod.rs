@@ -4,12 +4,15 @@
 
 mod base;
 mod call;
+mod composed;
 mod custom;
 mod field;
+mod floats;
 mod given;
 mod lanes;
 mod machine;
 mod module;
+mod number;
 mod numeric;
 mod outcome;
 mod pointwise;

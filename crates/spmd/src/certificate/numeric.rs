@@ -340,7 +340,7 @@ impl Call<'_> {
 }
 
 /// Returns the gradient of a GELU from its operand and the result's gradient.
-pub(super) fn gelu_gradient(x: Element, grad: Element) -> Element {
+fn gelu_gradient(x: Element, grad: Element) -> Element {
     mul(grad, function("gelu gradient", &[x]))
 }
 

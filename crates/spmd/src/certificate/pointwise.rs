@@ -7,14 +7,14 @@ use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor};
 
 /// Returns the tensor of what `of` makes of the operands' elements, at each place after broadcasting.
-pub(super) fn map(
+pub(super) fn map<E: Copy + Default>(
     shape: &[usize],
-    operands: &[&Tensor],
-    of: impl Fn(&[Element]) -> Element,
-) -> Result<Tensor, String> {
+    operands: &[&Tensor<E>],
+    mut of: impl FnMut(&[E]) -> E,
+) -> Result<Tensor<E>, String> {
     let operands = operands.iter().map(|operand| operand.expanded(shape));
     let operands = operands.collect::<Result<Vec<_>, _>>()?;
-    let mut arguments = vec![0; operands.len()];
+    let mut arguments = vec![E::default(); operands.len()];
     Ok(Tensor::from_fn(shape, |index| {
         for (argument, operand) in arguments.iter_mut().zip(&operands) {
             *argument = operand.elements[index];

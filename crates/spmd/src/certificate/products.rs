@@ -54,7 +54,7 @@ pub(super) fn as_matrix(tensor: &Tensor) -> Result<Tensor, String> {
 }
 
 /// Returns the matrix with rows and columns exchanged.
-pub(super) fn transposed(matrix: &Tensor) -> Tensor {
+pub(super) fn transposed<E: Copy>(matrix: &Tensor<E>) -> Tensor<E> {
     let last = matrix.shape.len() - 1;
     matrix.taken(&matrix.view().swapped(last - 1, last))
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use burn_fsdp_mesh::{Clip, Mesh};
 
+use super::floats;
 use super::given::{Given, bounds};
 use super::machine::{Fault, Machine};
 use super::outcome::{Difference, Outcome};
@@ -33,6 +34,9 @@ pub struct Certificate {
     /// Operations that stand for themselves: functions of which nothing is known but that equal operands give equal
     /// results.
     pub uninterpreted: Vec<String>,
+    /// Kernels that stand for what they are composed of, with how many forms of each were checked against that in 64-bit
+    /// floats.
+    pub checked_in_floats: BTreeMap<String, usize>,
     /// Passes of the user, which change what the step means as they like: it is not proved that they are right.
     pub assumed: Vec<PassId>,
     /// Time that the proof took.
@@ -49,6 +53,12 @@ impl fmt::Display for Certificate {
         )?;
         if !self.uninterpreted.is_empty() {
             write!(f, "; taken as they are: {}", self.uninterpreted.join(", "))?;
+        }
+        if !self.checked_in_floats.is_empty() {
+            let kernels = self.checked_in_floats.iter();
+            let kernels = kernels.map(|(name, forms)| format!("{name} ({forms})"));
+            let kernels: Vec<String> = kernels.collect();
+            write!(f, "; checked in 64-bit floats: {}", kernels.join(", "))?;
         }
         if !self.assumed.is_empty() {
             let names: Vec<String> = self.assumed.iter().map(PassId::to_string).collect();
@@ -76,6 +86,36 @@ pub(crate) struct Proof<'a> {
 pub(crate) enum Parts<'a> {
     Iteration(&'a Iteration),
     Micro(&'a MicroSteps, usize),
+}
+
+impl Parts<'_> {
+    /// Checks the kernels of all graphs.
+    fn kernels(&self) -> Result<BTreeMap<String, usize>, Error> {
+        let graphs = match self {
+            Self::Iteration(of) => [&of.setup, &of.main, &of.cleanup],
+            Self::Micro(of, _) => [&of.first, &of.next, &of.update],
+        };
+        let mut all: BTreeMap<String, usize> = BTreeMap::new();
+        for graph in graphs {
+            for (name, forms) in checked(graph)? {
+                let known = all.entry(name).or_default();
+                *known = forms.max(*known);
+            }
+        }
+        Ok(all)
+    }
+}
+
+/// Checks the kernels of a graph against their composed forms.
+fn checked(graph: &Graph) -> Result<BTreeMap<String, usize>, Error> {
+    floats::check(graph).map_err(|floats::Difference { node, reason }| {
+        let fault = Fault {
+            node,
+            rank: 0,
+            reason,
+        };
+        not_certified(graph, &fault)
+    })
 }
 
 /// The numbers of indices that inputs choose from, by name.
@@ -118,17 +158,23 @@ impl Proof<'_> {
             num_tensors: expected.iter().map(|of| of.tensors().count()).sum(),
             num_elements: expected.iter().map(Outcome::num_elements).sum(),
             uninterpreted: opaque,
+            checked_in_floats: checked(plan)?,
             assumed: assumed.collect(),
             elapsed: start.elapsed(),
         })
     }
 
-    /// Proves that the graphs of a step, run one after the other, compute the traced step.
+    /// Proves that the graphs of a step, run one after the other, compute the traced step. Returns the kernels that were
+    /// checked in floats.
     ///
     /// # Errors
     ///
     /// As [`of_passes`](Self::of_passes).
-    pub(crate) fn of_parts(&self, traced: &Graph, parts: Parts<'_>) -> Result<(), Error> {
+    pub(crate) fn of_parts(
+        &self,
+        traced: &Graph,
+        parts: Parts<'_>,
+    ) -> Result<BTreeMap<String, usize>, Error> {
         let bounds = bounds(traced);
         let (num_steps, num_batches, plan) = match parts {
             Parts::Iteration(graphs) => (NUM_STEPS + 1, 1, &graphs.main),
@@ -153,7 +199,7 @@ impl Proof<'_> {
         };
         let got = got.map_err(|(graph, fault)| not_certified(graph, &fault))?;
         match first_difference(&expected, &got) {
-            None => Ok(()),
+            None => Ok(parts.kernels()?),
             Some(difference) => Err(differs(plan, None, &difference)),
         }
     }

@@ -37,13 +37,13 @@ impl Kind {
 
 /// A tensor in the order of its dims. Clones share the elements.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Tensor {
+pub(super) struct Tensor<E = Element> {
     pub(super) shape: Vec<usize>,
-    pub(super) elements: Arc<Vec<Element>>,
+    pub(super) elements: Arc<Vec<E>>,
 }
 
-impl Tensor {
-    pub(super) fn new(shape: impl Into<Vec<usize>>, elements: Vec<Element>) -> Self {
+impl<E: Copy> Tensor<E> {
+    pub(super) fn new(shape: impl Into<Vec<usize>>, elements: Vec<E>) -> Self {
         let shape = shape.into();
         debug_assert_eq!(shape.iter().product::<usize>(), elements.len());
         Self {
@@ -53,12 +53,12 @@ impl Tensor {
     }
 
     /// Returns a tensor with an element for each flat index.
-    pub(super) fn from_fn(shape: &[usize], of: impl FnMut(usize) -> Element) -> Self {
+    pub(super) fn from_fn(shape: &[usize], of: impl FnMut(usize) -> E) -> Self {
         let len = shape.iter().product();
         Self::new(shape, (0..len).map(of).collect())
     }
 
-    pub(super) fn full(shape: &[usize], element: Element) -> Self {
+    pub(super) fn full(shape: &[usize], element: E) -> Self {
         Self::from_fn(shape, |_| element)
     }
 
@@ -100,7 +100,9 @@ impl Tensor {
             false => Ok(self.taken(&self.view().expanded(shape)?)),
         }
     }
+}
 
+impl Tensor {
     /// Returns a number for all elements and the shape.
     pub(super) fn hash(&self) -> u64 {
         let mut hash = Hash::named("tensor");

@@ -176,8 +176,8 @@ fn hybrids_and_micro_batches_are_proved() {
     }
 }
 
-#[test]
-fn placements_are_proved() {
+/// Returns the models' steps, none of which draws random numbers.
+fn traced_without_dropout() -> Vec<(&'static str, Graph)> {
     let optimizer = AdamWConfig::new().build();
     let device = Device::flex();
     let batch = images(0, &device);
@@ -200,6 +200,12 @@ fn placements_are_proved() {
     let mut all = traced(&optimizer);
     all.retain(|(model, _)| ["gpt", "lstm", "llama"].contains(model));
     all.extend([("cnn", cnn.unwrap()), ("encoder", encoder.unwrap())]);
+    all
+}
+
+#[test]
+fn placements_are_proved() {
+    let all = traced_without_dropout();
     let by_columns = Expand::new()
         .parameter("**.fc.weight", "model", Shard(1))
         .parameter("**.fc.bias", "model", Shard(0))
@@ -242,6 +248,35 @@ fn random_numbers_of_a_joined_batch_are_each_ranks_part() {
             let mode = Mode::data_parallel(world, DataParallel::Automatic);
             let proof = proved(&graph, mode, &Options::default());
             proof.unwrap_or_else(|error| panic!("{model} on {ranks}: {error}"));
+        }
+    }
+}
+
+/// Prints how long the proofs take.
+#[test]
+fn plans_of_two_by_two_by_two_ranks_are_proved() {
+    let axes = [("data", 2), ("model", 2), ("depth", 2)];
+    let mesh = Mesh::new(axes).unwrap();
+    let mesh = ProcessMesh::new(&ProcessGroup::fake(8, 0), mesh).unwrap();
+    for (model, graph) in traced_without_dropout() {
+        let mut expand = Expand::new().input("**", "data", Shard(0));
+        for (number, parameter) in graph.parameters().iter().enumerate() {
+            let mut dims = parameter.shape.iter();
+            let cut = dims.position(|size| size.is_multiple_of(2));
+            let axis = ["model", "depth"][number % 2];
+            if let Some(dim) = cut.filter(|_| !parameter.is_buffer) {
+                expand = expand.parameter(&parameter.path, axis, Shard(dim));
+            }
+        }
+        let options = Options::default();
+        let modes = [
+            ("placed", Mode::expand(mesh.clone(), expand)),
+            ("sharded", Mode::data_parallel(ProcessGroup::fake(8, 0), Strategy::FullShard)),
+        ];
+        for (division, mode) in modes {
+            let proof = proved(&graph, mode, &options);
+            let proof = proof.unwrap_or_else(|error| panic!("{model}, {division}: {error}"));
+            println!("{model}, {division}: {proof}");
         }
     }
 }

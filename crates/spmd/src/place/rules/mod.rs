@@ -20,6 +20,8 @@ mod base;
 mod convolution;
 mod indexing;
 mod matmul;
+#[cfg(test)]
+mod mutants;
 mod normalization;
 mod pointwise;
 mod random;
@@ -35,6 +37,13 @@ pub(super) use matmul::without_bias;
 
 /// Returns the signature of an operation.
 pub(super) fn signature(operation: &OperationIr) -> Signature {
+    let signature = of_family(operation);
+    #[cfg(test)]
+    let signature = mutants::applied(operation, signature);
+    signature
+}
+
+fn of_family(operation: &OperationIr) -> Signature {
     pointwise::signature(operation)
         .or_else(|| reduction::signature(operation))
         .or_else(|| matmul::signature(operation))

@@ -168,6 +168,7 @@ impl Flow<'_> {
         match [has_addends, has_parts, has_own] {
             [false, false, false] if is_drawn(node) => Ok(Way::Drawn),
             [false, false, false] if inputs.is_empty() => Ok(Way::Made),
+            [false, false, false] if spreads(node) => Ok(Way::Spread),
             [false, false, false] => Ok(Way::Alike(SpmdType::Replicate)),
             [false, false, true] => Ok(Way::Alike(SpmdType::Varying)),
             [false, true, false] => parts(node),
@@ -257,6 +258,8 @@ enum Way {
     Made,
     /// It draws random numbers, other ones on each rank.
     Drawn,
+    /// It repeats what is the same on all ranks along a dim that its operands lack, all of it or a part.
+    Spread,
     /// Its results are of the type of its operands.
     Alike(SpmdType),
     /// It runs on parts: its results are parts, or addends of these reductions. Of operations on the elements at one place
@@ -272,7 +275,7 @@ impl Way {
     fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
         let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
         match (self, said) {
-            (Self::Made, said) => said.or(Some(SpmdType::Replicate)).filter(|of| !is_partial(of)),
+            (Self::Made | Self::Spread, said) => said.or(Some(SpmdType::Replicate)).filter(|of| !is_partial(of)),
             (Self::Drawn, None) => Some(SpmdType::Varying),
             (Self::Drawn, Some(said)) => (said == SpmdType::Shard).then_some(said),
             (Self::Alike(own), None) => Some(*own),
@@ -292,6 +295,7 @@ impl std::fmt::Display for Way {
         match self {
             Self::Made => f.write_str("made of nothing"),
             Self::Drawn => f.write_str("drawn by each rank"),
+            Self::Spread => f.write_str("repeated"),
             Self::Alike(of) => of.fmt(f),
             Self::Parts { .. } => f.write_str("made of parts"),
         }
@@ -300,6 +304,16 @@ impl std::fmt::Display for Way {
 
 fn is_drawn(node: &Node) -> bool {
     node.is_opaque() && node.custom.is_none()
+}
+
+/// Returns true if a result has a dim that no operand has.
+fn spreads(node: &Node) -> bool {
+    if node.custom.is_some() || !rules::may_wait(&node.operation) {
+        return false;
+    }
+    let signature = rules::signature(&node.operation);
+    let is_given = |letter| signature.inputs.iter().any(|input| input.dim_of(letter).is_some());
+    signature.letters().into_iter().any(|letter| !is_given(letter))
 }
 
 /// Returns the way of a node that reads parts.

@@ -1,0 +1,198 @@
+//! The check of kernels against their composed forms, in 64-bit floats.
+//!
+//! The field takes a kernel for what it is composed of. That it is so is checked on random numbers of its own shapes: the
+//! kernel runs in 32 bits, as it will in the step, and its composed form in 64.
+
+use std::collections::BTreeMap;
+
+use burn::tensor::{DType, TensorData};
+use burn_flex::FlexTensor;
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
+
+use super::composed::{KernelCall, Logarithms};
+use super::field::Hash;
+use super::number::Number as _;
+use super::scalar::Scalar;
+use super::tensor::Tensor;
+use crate::graph::{Graph, Node};
+
+/// The largest difference that 32 bits explain, of the size of a result, or of one.
+const ROUNDING: f64 = 2e-5;
+
+/// How much a result may differ for what its operands, changed by their last bits, change it.
+const STEEPNESS: f64 = 32.0;
+
+/// Operands that are changed by as much as 32 bits round.
+const NUDGE: f64 = 4.0 * f32::EPSILON as f64;
+
+/// A kernel that computes something else than its composed form.
+pub(super) struct Difference {
+    pub(super) node: usize,
+    pub(super) reason: String,
+}
+
+/// Checks every kernel of a graph, each form of a call once. Returns how many forms of each kernel there were.
+pub(super) fn check(graph: &Graph) -> Result<BTreeMap<String, usize>, Difference> {
+    let mut forms: BTreeMap<String, Vec<CustomOpIr>> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        let Some((kernel, call)) = kernel_of(node) else {
+            continue;
+        };
+        let known = forms.entry(call.id.clone()).or_default();
+        if known.iter().any(|other| is_alike(other, &call)) {
+            continue;
+        }
+        compare(kernel, &call).map_err(|reason| Difference {
+            node: index,
+            reason,
+        })?;
+        known.push(call);
+    }
+    Ok(forms.into_iter().map(|(name, of)| (name, of.len())).collect())
+}
+
+/// Returns the kernel that a node calls, with numbers in the place of those that change from step to step.
+fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
+    const ANY: f64 = 0.75;
+    let OperationIr::Custom(call) = &node.operation else {
+        return None;
+    };
+    let mut all = FusedOperation::ALL.into_iter();
+    let kernel = all.find(|kernel| kernel.name() == call.id)?;
+    let mut call = call.clone();
+    for slot in &node.scalars {
+        if let Some(numbers) = call.scalars.get_mut(slot.first..slot.first + slot.len) {
+            numbers.fill(ScalarIr::Float(ANY));
+        }
+    }
+    Some((kernel, call))
+}
+
+fn is_alike(a: &CustomOpIr, b: &CustomOpIr) -> bool {
+    let shapes = |call: &CustomOpIr| -> Vec<_> {
+        let tensors = call.inputs.iter().chain(&call.outputs);
+        tensors.map(|tensor| (tensor.shape.to_vec(), tensor.dtype)).collect()
+    };
+    a.scalars == b.scalars && shapes(a) == shapes(b)
+}
+
+fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
+    let inputs: Vec<Tensor<f64>> = call.inputs.iter().enumerate().map(|(number, input)| drawn(kernel, call, number, input)).collect();
+    // Other types than those of the kernels have no kernel.
+    if call.inputs.iter().any(|input| input.dtype.is_float() && input.dtype != DType::F32) {
+        return Ok(());
+    }
+    let nudged: Vec<Tensor<f64>> = inputs
+        .iter()
+        .zip(&call.inputs)
+        .map(|(input, of)| if of.dtype.is_float() { nudged(input) } else { input.clone() })
+        .collect();
+    let Some(expected) = composed(kernel, call, &inputs)? else {
+        return Ok(());
+    };
+    let beside = composed(kernel, call, &nudged)?.unwrap_or_default();
+    let tensors = inputs.iter().zip(&call.inputs).map(|(input, of)| in_32_bits(input, of));
+    let got = kernel.run(call, tensors.collect());
+    for (number, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
+        let got: Vec<f32> = got.into_data().try_to_vec().map_err(|error| format!("{error:?}"))?;
+        let beside = beside.get(number).map(|tensor| tensor.elements.as_slice());
+        let beside = beside.unwrap_or_default();
+        let scale = expected.elements.iter().filter(|of| of.is_finite());
+        let scale = scale.fold(1.0, |scale: f64, of| scale.max(of.abs()));
+        for (at, expected) in expected.elements.iter().enumerate() {
+            let steep = beside.get(at).map_or(0.0, |beside| (beside - expected).abs());
+            let allowed = ROUNDING * scale + STEEPNESS * steep;
+            let difference = (f64::from(got[at]) - expected).abs();
+            // A result that is no number, or too large for 32 bits, says nothing.
+            let is_number = expected.is_finite() && allowed.is_finite();
+            if is_number && (difference > allowed || difference.is_nan()) {
+                return Err(format!(
+                    "it computes {} where its composed form is {expected:.8} (element {at} of result {number})",
+                    got[at]
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What 64-bit floats know of a logarithm.
+struct Plain;
+
+impl Logarithms<f64> for Plain {
+    fn keep(&self, _: f64, _: f64) {}
+
+    fn probability(&self, logarithm: f64) -> f64 {
+        f64::function("exp", logarithm)
+    }
+}
+
+fn composed(
+    kernel: FusedOperation,
+    call: &CustomOpIr,
+    inputs: &[Tensor<f64>],
+) -> Result<Option<Vec<Tensor<f64>>>, String> {
+    let scalars: Vec<Scalar> = call.scalars.iter().copied().map(Scalar::Number).collect();
+    let inputs: Vec<&Tensor<f64>> = inputs.iter().collect();
+    let call = KernelCall {
+        kernel,
+        call,
+        inputs: &inputs,
+        scalars: &scalars,
+    };
+    call.results(&Plain)
+}
+
+/// Returns numbers for an operand: each is one of 32 bits.
+fn drawn(kernel: FusedOperation, call: &CustomOpIr, number: usize, input: &TensorIr) -> Tensor<f64> {
+    let mut seed = Hash::named(kernel.name());
+    seed.write(number as u64);
+    let classes = call.inputs[0].shape.as_slice().last().copied().unwrap_or(1);
+    let (kind, shape) = (input.dtype, input.shape.as_slice());
+    Tensor::from_fn(shape, |at| {
+        let mut hash = seed;
+        hash.write(at as u64);
+        let word = hash.finish();
+        let unit = (word % (1 << 20)) as f64 / f64::from(1 << 20);
+        if kind.is_bool() {
+            f64::from(u8::from(unit < 0.3))
+        } else if !kind.is_float() {
+            (word % classes.max(1) as u64) as f64
+        } else if kernel == FusedOperation::LogSoftmaxBackward && number == 0 {
+            // Logarithms of probabilities.
+            f64::from((-4.0 * unit - 0.05) as f32)
+        } else if kernel == FusedOperation::Pointwise {
+            // Roots and logarithms have a value.
+            f64::from((0.5 + unit) as f32)
+        } else {
+            f64::from((3.0 * unit - 1.5) as f32)
+        }
+    })
+}
+
+fn nudged(input: &Tensor<f64>) -> Tensor<f64> {
+    let of = |at: usize| {
+        let sign = if at.is_multiple_of(2) { 1.0 } else { -1.0 };
+        input.elements[at] * (1.0 + sign * NUDGE)
+    };
+    Tensor::from_fn(&input.shape, of)
+}
+
+fn in_32_bits(input: &Tensor<f64>, of: &TensorIr) -> FlexTensor {
+    let elements = input.elements.iter();
+    let shape = input.shape.clone();
+    let data = match of.dtype {
+        dtype if dtype.is_bool() => {
+            TensorData::new(elements.map(|element| *element == 1.0).collect::<Vec<bool>>(), shape)
+        }
+        dtype if dtype.is_float() => {
+            TensorData::new(elements.map(|element| *element as f32).collect::<Vec<f32>>(), shape)
+        }
+        dtype => {
+            let data = TensorData::new(elements.map(|element| *element as i64).collect::<Vec<i64>>(), shape);
+            data.convert_dtype(dtype)
+        }
+    };
+    FlexTensor::from_data(data)
+}

@@ -1,0 +1,267 @@
+//! Wrong rules of placement: seeded changes of right ones, each of which types or the certificate must refuse.
+
+#[path = "../../../tests/spmd/models.rs"]
+mod models;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use burn::optim::AdamWConfig;
+use burn::tensor::Device;
+use burn_fsdp_mesh::{Mesh, Placement, ReduceOp};
+use burn_ir::OperationIr;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
+use rand::{Rng, SeedableRng};
+
+use crate::certificate::Proof;
+use crate::error::Error;
+use crate::graph::{Graph, operation_name};
+use crate::passes::Pipeline;
+use crate::passes::schedule::{self, Options};
+use crate::place::signature::Signature;
+use crate::place::{Expand, ExpandPlacements};
+use crate::trace::{TraceConfig, trace};
+use models::{Encoder, Gpt, Recurrent, sequences, tokens};
+
+/// A kind of fault that a rule may have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Mutation {
+    /// Two dims of an operand have each other's letters.
+    Exchanged,
+    /// Addends are combined in another way.
+    OtherReduction,
+    /// A dim that has to be whole may be cut.
+    CutOfWhole,
+    /// Parts are taken for addends.
+    SummedParts,
+    /// The operation is linear in its first operand, it says.
+    Linear,
+    /// An operand is whole where the others are cut.
+    WholeOperand,
+}
+
+impl Mutation {
+    const ALL: [Self; 6] = [
+        Self::Exchanged,
+        Self::OtherReduction,
+        Self::CutOfWhole,
+        Self::SummedParts,
+        Self::Linear,
+        Self::WholeOperand,
+    ];
+
+    /// Returns the wrong signature; `None` where the right one has no place for the fault.
+    fn of(self, signature: &Signature, seed: u64) -> Option<Signature> {
+        let mut wrong = signature.clone();
+        let rng = &mut StdRng::seed_from_u64(seed);
+        match self {
+            Self::Exchanged => {
+                let input = rng.random_range(0..wrong.inputs.len().max(1));
+                let letters = &mut wrong.inputs.get_mut(input)?.letters;
+                let dims = letters.len();
+                let (a, b) = (0..dims)
+                    .flat_map(|a| (a + 1..dims).map(move |b| (a, b)))
+                    .find(|(a, b)| letters[*a] != letters[*b])?;
+                letters.swap(a, b);
+            }
+            Self::OtherReduction => {
+                let ops: Vec<&mut ReduceOp> = wrong.contracted.values_mut().collect();
+                let op = ops.into_iter().next()?;
+                *op = match op {
+                    ReduceOp::Sum => ReduceOp::Mean,
+                    _ => ReduceOp::Sum,
+                };
+            }
+            Self::CutOfWhole => {
+                let result = wrong.outputs.first_mut()?;
+                let whole = |letters: &[Option<char>]| letters.iter().position(Option::is_none);
+                let dim = whole(&result.letters)?;
+                let size = result.shape[dim];
+                result.letters[dim] = Some('?');
+                let input = wrong.inputs.first_mut()?;
+                let own = whole(&input.letters).filter(|own| input.shape[*own] == size)?;
+                input.letters[own] = Some('?');
+            }
+            Self::SummedParts => {
+                let result = wrong.outputs.first_mut()?;
+                let dim = result.letters.iter().position(Option::is_some)?;
+                let letter = result.letters[dim].take()?;
+                wrong.contracted.insert(letter, ReduceOp::Sum);
+            }
+            Self::Linear => {
+                let input = wrong.inputs.first()?.id;
+                let is_known = wrong.linear.iter().any(|set| set.contains(&input));
+                wrong.linear.push(vec![input]);
+                return (!is_known).then_some(wrong);
+            }
+            Self::WholeOperand => {
+                let letters: Vec<char> = wrong.letters();
+                let has = |letter: char| {
+                    let inputs = signature.inputs.iter();
+                    inputs.filter(move |input| input.dim_of(letter).is_some()).count()
+                };
+                let shared = letters.into_iter().find(|letter| has(*letter) > 1)?;
+                let holders = wrong.inputs.iter_mut();
+                let mut holders: Vec<_> =
+                    holders.filter(|input| input.dim_of(shared).is_some()).collect();
+                let input = rng.random_range(0..holders.len());
+                let dim = holders[input].dim_of(shared)?;
+                holders[input].letters[dim] = None;
+            }
+        }
+        Some(wrong)
+    }
+}
+
+/// A rule that is wrong.
+#[derive(Debug, Clone)]
+struct Fault {
+    /// Name of the operation whose rule it is.
+    operation: String,
+    mutation: Mutation,
+    seed: u64,
+}
+
+thread_local! {
+    static FAULT: RefCell<Option<Fault>> = const { RefCell::new(None) };
+}
+
+/// Returns the signature that a rule gives where it is wrong on this thread.
+pub(super) fn applied(operation: &OperationIr, right: Signature) -> Signature {
+    FAULT.with_borrow(|fault| match fault {
+        Some(fault) if fault.operation == operation_name(operation) => {
+            fault.mutation.of(&right, fault.seed).unwrap_or(right)
+        }
+        _ => right,
+    })
+}
+
+struct Case {
+    name: &'static str,
+    traced: Graph,
+}
+
+fn cases() -> Vec<Case> {
+    let device = Device::flex();
+    let optimizer = AdamWConfig::new().build();
+    let config = TraceConfig::default;
+    let batch = tokens(0, 0, 4, &device);
+    let gpt = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config());
+    let batch = sequences(0, 5, &device);
+    let lstm = trace(Recurrent::new, Recurrent::loss, &optimizer, &batch, config());
+    let batch = sequences(0, 8, &device);
+    let encoder = Encoder::without_dropout;
+    let encoder = trace(encoder, Encoder::loss, &optimizer, &batch, config());
+    let named = [("gpt", gpt), ("lstm", lstm), ("encoder", encoder)];
+    named.map(|(name, traced)| Case { name, traced: traced.unwrap() }).into()
+}
+
+/// Returns placements at random: the batch along one axis, dims of parameters along the other.
+fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
+    let mut expand = Expand::new();
+    if rng.random_bool(0.5) {
+        expand = expand.input("**", "data", Placement::Shard(0));
+    }
+    for parameter in graph.parameters().iter().filter(|of| !of.is_buffer) {
+        let dims = parameter.shape.iter().enumerate();
+        let cut: Vec<usize> = dims.filter(|(_, size)| size.is_multiple_of(ranks)).map(|(dim, _)| dim).collect();
+        if let Some(dim) = cut.choose(rng).filter(|_| rng.random_bool(0.8)) {
+            expand = expand.parameter(&*parameter.path, "model", Placement::Shard(*dim));
+        }
+    }
+    expand
+}
+
+fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
+    let insert = ExpandPlacements {
+        expand: expand.clone(),
+        mesh: mesh.clone(),
+    };
+    let options = Options::default().kernels(false);
+    schedule::pipeline_with(insert, &options, mesh.axes().to_vec(), &[]).verified()
+}
+
+/// Returns true for operations that are linear in their first operand alone, and whose rules do not say so, as it would not
+/// pay: a fault that says it is none.
+fn is_linear(operation: &OperationIr) -> bool {
+    let name = operation_name(operation);
+    let linear = ["Mul", "Div", "Cast", "Matmul", "Linear", "MaskFill", "CumSum"];
+    let last = name.rsplit('.').next().unwrap_or_default();
+    linear.contains(&last)
+}
+
+/// What became of a wrong rule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Found {
+    /// Its dims cannot go together, or the types of values do not fit: no plan was made.
+    ByTypes,
+    /// The plan does not compute the traced step.
+    ByProof,
+    /// It was not.
+    Not,
+}
+
+/// Returns what becomes of a fault; `None` where the plan is what it is without it.
+fn found(case: &Case, fault: &Fault, expand: &Expand, mesh: &Mesh) -> Option<(Found, String)> {
+    let right = pipeline(expand, mesh).run(case.traced.clone()).unwrap();
+    FAULT.set(Some(fault.clone()));
+    let stages = pipeline(expand, mesh).stages(case.traced.clone());
+    FAULT.set(None);
+    let stages = match stages {
+        Err(error) => return Some((Found::ByTypes, error.to_string())),
+        Ok(stages) => stages,
+    };
+    if stages.last().map(Graph::fingerprint) == Some(right.fingerprint()) {
+        return None;
+    }
+    let proof = Proof {
+        mesh,
+        clip: None,
+        joined: Some(expand),
+    };
+    Some(match proof.of_passes(&stages) {
+        Err(error @ Error::NotCertified { .. }) => (Found::ByProof, error.to_string()),
+        other => (Found::Not, format!("{other:?}")),
+    })
+}
+
+/// `BURN_FSDP_LONG=1` makes 500 of them.
+#[test]
+fn wrong_rules_are_refused() {
+    let wanted = match std::env::var_os("BURN_FSDP_LONG") {
+        None => 40,
+        Some(_) => 500,
+    };
+    let cases = cases();
+    let mesh = Mesh::new([("data", 2), ("model", 2)]).unwrap();
+    let mut counts: BTreeMap<(Mutation, Found), usize> = BTreeMap::new();
+    let mut made = 0;
+    for seed in 0.. {
+        let rng = &mut StdRng::seed_from_u64(seed);
+        let case = cases.choose(rng).unwrap();
+        let expand = placements(&case.traced, 2, rng);
+        let node = case.traced.nodes().choose(rng).unwrap();
+        if is_linear(&node.operation) {
+            continue;
+        }
+        let fault = Fault {
+            operation: operation_name(&node.operation),
+            mutation: *Mutation::ALL.choose(rng).unwrap(),
+            seed,
+        };
+        let Some((found, what)) = found(case, &fault, &expand, &mesh) else {
+            continue;
+        };
+        if found == Found::Not {
+            println!("seed {seed}: {}, {fault:?}: {what}", case.name);
+        }
+        *counts.entry((fault.mutation, found)).or_default() += 1;
+        made += 1;
+        if made == wanted {
+            break;
+        }
+    }
+    println!("{counts:?}");
+    assert!(!counts.keys().any(|(_, found)| *found == Found::Not));
+}
