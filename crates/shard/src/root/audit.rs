@@ -1,0 +1,366 @@
+//! The audit of a step's gradients, with the root's units in the place of numbers.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use burn::backend::autodiff::NodeId;
+use burn_fsdp_collectives::{Operation as Collective, ProcessGroup};
+use burn_fsdp_mesh::field;
+
+use super::state::{Progress, Root};
+use crate::audit::{Audit, Fault, Ledger, Tag, Wanted, flags, tags};
+use crate::copies::{Copies, Generation};
+use crate::error::Error;
+use crate::policy::DivideFactors;
+use crate::schedule::{Note, Operation};
+use crate::slot::{Holding, Slot};
+use crate::unit::Unit;
+
+/// The most operations of the order that an error names.
+const MOST_OPERATIONS: usize = 64;
+
+/// What is written down of a step to audit it.
+pub(super) struct Books {
+    pub(super) ledger: Ledger,
+    /// The place of the first parameter of each unit, and the number of all.
+    first: Vec<usize>,
+    /// The values whose gradients were reduced in this step.
+    reduced: Vec<Arc<Generation>>,
+    /// The collectives that carried gradients, each with its unit; `None` for what is kept whole of all.
+    carried: Vec<(Option<usize>, String)>,
+}
+
+/// The books in which nothing is written.
+impl Default for Books {
+    fn default() -> Self {
+        Self::new(Audit::Off, 0)
+    }
+}
+
+impl Books {
+    /// Returns the books of rank `rank`, of no unit yet.
+    pub(super) fn new(audit: Audit, rank: usize) -> Self {
+        Self {
+            ledger: Ledger::new(audit, rank, 0),
+            first: vec![0],
+            reduced: Vec::new(),
+            carried: Vec::new(),
+        }
+    }
+
+    /// Begins anew, for units with these numbers of parameters.
+    pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
+        let mut places = 0;
+        self.first = vec![0];
+        for parameters in units {
+            places += parameters;
+            self.first.push(places);
+        }
+        self.ledger = self.ledger.over(places);
+    }
+
+    /// Returns the books after an error.
+    pub(super) fn after_error(self) -> Self {
+        Self {
+            ledger: self.ledger.after_error(),
+            first: self.first,
+            reduced: Vec::new(),
+            carried: Vec::new(),
+        }
+    }
+
+    /// Returns the tag of a gradient that has come for a parameter.
+    pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
+        match self.first.get(unit.position() + 1) {
+            Some(_) => self.ledger.came(self.first[unit.position()] + slot),
+            None => Tag::UNKNOWN,
+        }
+    }
+
+    /// Notes that gradients of `generation` are being reduced.
+    pub(super) fn reduces(&mut self, generation: &Arc<Generation>) {
+        let is_known = self
+            .reduced
+            .iter()
+            .any(|known| Arc::ptr_eq(known, generation));
+        if self.ledger.is_auditing() && !is_known {
+            self.reduced.push(generation.clone());
+        }
+    }
+
+    /// Notes the collective that carries gradients of `unit`, or of all for what is kept whole.
+    pub(super) fn carries(&mut self, unit: Option<&Unit>, collective: &Collective) {
+        if self.ledger.is_auditing() {
+            self.carried
+                .push((unit.map(Unit::position), collective.to_string()));
+        }
+    }
+
+    /// Returns the note of a reduction of gradients with these tags; `None` for what this rank has not.
+    pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
+        let mut note = flags(given.clone());
+        if self.ledger.is_auditing() {
+            note.extend(tags(given));
+        }
+        note
+    }
+
+    /// Returns the note of the last exchange of a step, with gradients of parameters kept whole that have these tags.
+    pub(super) fn last_note(
+        &self,
+        wish: Vec<u8>,
+        marks: Vec<u8>,
+        given: impl Iterator<Item = Option<Tag>> + Clone,
+    ) -> Note {
+        let is_audited = self.ledger.is_auditing();
+        Note {
+            wish,
+            marks,
+            used: flags(given.clone()),
+            tags: is_audited.then(|| tags(given)).unwrap_or_default(),
+            told: is_audited.then(|| self.ledger.tell()).unwrap_or_default(),
+        }
+    }
+
+    /// Takes down what the ranks tell in it.
+    pub(super) fn hear(&mut self, notes: &[Note]) {
+        if self.ledger.is_auditing() {
+            self.ledger
+                .hear(notes.iter().map(|note| note.told.as_slice()));
+        }
+    }
+
+    /// Returns the unit and the slot of a place.
+    fn owner(&self, place: usize) -> (usize, usize) {
+        let unit = self.first.partition_point(|&first| first <= place) - 1;
+        (unit, place - self.first[unit])
+    }
+
+    /// Returns the place of the leaf `node`.
+    fn place_of(&self, node: NodeId) -> Option<usize> {
+        self.reduced.iter().find_map(|generation| {
+            let mut slots = 0..generation.unit.slots.len();
+            let slot = slots.find(|&slot| generation.node(slot) == Some(node))?;
+            Some(self.first.get(generation.unit.position())? + slot)
+        })
+    }
+}
+
+/// The units of a root as they are at the end of a step.
+struct AtEnd<'a> {
+    root: &'a Root,
+    books: &'a Books,
+    copies: Vec<Option<Copies>>,
+    progress: &'a Progress,
+}
+
+impl AtEnd<'_> {
+    fn slot(&self, place: usize) -> Option<(&Unit, usize)> {
+        let (unit, slot) = self.books.owner(place);
+        Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
+    }
+
+    /// Returns true if gradients of the parameter at `place` are reduced in this step, and do not wait for a later one.
+    fn is_reduced(&self, place: usize) -> bool {
+        self.slot(place).is_none_or(|(unit, slot)| {
+            let crosses = unit.groups.replicas.is_none() || unit.switches.all_reduce.load(Relaxed);
+            unit.syncs() && (crosses || unit.slots[slot].holding == Holding::Whole)
+        })
+    }
+
+    /// Returns true if the parameter is trained: in the values that were reduced, or in those that are there if none were.
+    fn is_trained(&self, unit: &Unit, slot: usize) -> bool {
+        let reduced = self.books.reduced.iter();
+        let of_unit = reduced.filter(|generation| generation.unit.position() == unit.position());
+        let mut reduced = of_unit
+            .map(|generation| generation.is_trainable(slot))
+            .peekable();
+        match reduced.peek() {
+            Some(_) => reduced.any(|is_trained| is_trained),
+            None => {
+                let copies = self.copies[unit.position()].as_ref();
+                let copy = copies.and_then(|copies| copies.in_copy(self.progress.order.copy));
+                copy.is_some_and(|copy| copy.is_trainable(slot))
+            }
+        }
+    }
+
+    fn wanted(&self, place: usize) -> Wanted {
+        let is_reduced = self.is_reduced(place);
+        let Some((unit, index)) = self.slot(place) else {
+            let scale = Tag::UNKNOWN;
+            return Wanted {
+                is_reduced,
+                is_here: false,
+                scale,
+            };
+        };
+        let slot = &unit.slots[index];
+        let is_elsewhere = slot.is_elsewhere(unit.groups.shard.rank());
+        Wanted {
+            is_reduced,
+            is_here: !is_elsewhere && self.is_trained(unit, index),
+            scale: scale(self.factors(unit, slot), self.root.group.size()),
+        }
+    }
+
+    fn factors(&self, unit: &Unit, slot: &Slot) -> Option<DivideFactors> {
+        match slot.holding {
+            Holding::Whole => self.root.factors,
+            Holding::Shard | Holding::Replica => unit.gradients.factors,
+        }
+    }
+
+    /// Returns the groups over which the gradient at `place` is summed on the way, as ranks of the root's group.
+    fn groups(&self, place: usize) -> Vec<(String, Vec<usize>)> {
+        let all = self.root.group.members();
+        let Some((unit, _)) = self.slot(place) else {
+            return Vec::new();
+        };
+        let groups = [Some(&unit.groups.shard), unit.groups.replicas.as_ref()];
+        let ranks = |group: &ProcessGroup| {
+            let members = group.members().iter();
+            let ranks = members.filter_map(|member| all.iter().position(|known| known == member));
+            ranks.collect::<Vec<_>>()
+        };
+        let groups = groups.into_iter().flatten();
+        let groups = groups.map(|group| (format!("group {}", group.name()), ranks(group)));
+        groups
+            .filter(|(_, ranks)| ranks.len() < all.len())
+            .collect()
+    }
+
+    fn path(&self, place: usize) -> String {
+        let slot = self.slot(place);
+        slot.map_or_else(String::new, |(unit, slot)| unit.slots[slot].path.clone())
+    }
+
+    /// Returns the collectives that carried gradients of the unit, one after the other, and the order of the step.
+    fn operations(&self, unit: usize) -> String {
+        let carried = self.books.carried.iter();
+        let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
+        let carried: Vec<_> = carried.map(|(_, collective)| collective.as_str()).collect();
+        let mut text = match carried.is_empty() {
+            true => "no collective carried it".to_owned(),
+            false => format!(
+                "its unit's gradients went through {}",
+                carried.join(", then ")
+            ),
+        };
+        let order = self.progress.order.schedules.last();
+        let operations: Vec<_> = order.operations().collect();
+        let places = operations
+            .iter()
+            .enumerate()
+            .filter(|(_, operation)| **operation == Operation::Reduce(unit));
+        let places: Vec<_> = places.map(|(place, _)| (place + 1).to_string()).collect();
+        let shown = operations
+            .iter()
+            .take(MOST_OPERATIONS)
+            .map(Operation::to_string);
+        let shown = shown.collect::<Vec<_>>().join(", ");
+        let more = match operations.len() > MOST_OPERATIONS {
+            true => ", ..",
+            false => "",
+        };
+        let _ = write!(
+            text,
+            "; the order has {} operations, its reduction as number {}: {shown}{more}",
+            operations.len(),
+            match places.is_empty() {
+                true => "none".to_owned(),
+                false => places.join(" and "),
+            },
+        );
+        text
+    }
+
+    fn error(&self, fault: &Fault) -> Error {
+        let (unit, _) = self.books.owner(fault.place);
+        let label = self.slot(fault.place).map(|(unit, _)| unit.label());
+        let factors = self
+            .slot(fault.place)
+            .and_then(|(unit, slot)| self.factors(unit, &unit.slots[slot]));
+        let divided = match factors {
+            None => format!("divided by {}", self.root.group.size()),
+            Some(DivideFactors { pre, post }) => format!("divided by {pre} and {post}"),
+        };
+        Error::Audit {
+            rank: self.root.group.rank(),
+            unit: label.unwrap_or_default(),
+            path: self.path(fault.place),
+            expected: format!("{}, each once, {divided} once", fault.expected),
+            got: fault.finding.describe(|place| self.path(place)),
+            operations: self.operations(unit),
+        }
+    }
+}
+
+/// Returns what the policy multiplies a sum over `ranks` by.
+fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
+    match factors {
+        None => Tag::from(field::inverse(ranks as u64)),
+        Some(DivideFactors { pre, post }) => {
+            let [pre, post] = [pre, post].map(|factor| Tag::from(field::of_number(1.0 / factor)));
+            pre.times(post)
+        }
+    }
+}
+
+impl Root {
+    /// Handles that reduced gradients were handed to Burn, for these leaves.
+    pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
+        let mut progress = self.progress();
+        let books = &mut progress.books;
+        if !books.ledger.is_auditing() {
+            return;
+        }
+        for &(node, tag) in gradients {
+            if let Some(place) = books.place_of(node) {
+                books.ledger.arrived(place, tag);
+            }
+        }
+    }
+
+    /// Ends the step's books, when the last gradient has been handed over: of an audited step, compares what has arrived
+    /// with what came on all ranks.
+    pub(crate) fn end_audit(&self) -> Result<(), Error> {
+        self.step(|progress| {
+            let mut books = std::mem::take(&mut progress.books);
+            let mut ledger = std::mem::replace(&mut books.ledger, Ledger::new(Audit::Off, 0, 0));
+            let at_end = AtEnd {
+                root: self,
+                books: &books,
+                copies: (0..books.first.len() - 1)
+                    .map(|unit| self.copies(unit))
+                    .collect(),
+                progress,
+            };
+            let fault = ledger.fault(|place| at_end.groups(place), |place| at_end.wanted(place));
+            let error = fault.map(|fault| at_end.error(&fault));
+            ledger.end_step(|place| at_end.is_reduced(place));
+            books.ledger = ledger;
+            books.reduced.clear();
+            books.carried.clear();
+            progress.books = books;
+            error.map_or(Ok(()), Err)
+        })
+    }
+
+    /// Returns the number of steps that have been audited.
+    pub(crate) fn num_audited(&self) -> u64 {
+        self.progress().books.ledger.num_audited()
+    }
+}
+
+impl Progress {
+    /// Decides whether the step that begins is audited: on all ranks alike, since it depends on switches and order alone.
+    pub(super) fn begin_audit(&mut self, root: &Root) {
+        let order = self.order.schedules.last();
+        let is_at_start = order.is_untouched();
+        self.books
+            .ledger
+            .begin(is_at_start, || root.switches(), || order.hash());
+    }
+}
