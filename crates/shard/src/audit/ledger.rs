@@ -23,13 +23,22 @@ enum Step {
     Audited { choice: Vec<bool>, order: u64 },
 }
 
+/// Whether a reduced gradient is due on this rank when a backward ends, if any came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Due {
+    /// It is.
+    Yes,
+    /// It is not: the unit does not reduce, or what it has reduced waits for a later step, or another rank owns the
+    /// parameter, or it is frozen.
+    No,
+    /// Nobody can tell.
+    Unclear,
+}
+
 /// What should have arrived of a parameter on this rank when a backward ends.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
-    /// True if the gradients that came were reduced by now: the unit reduces, and nothing waits for a later step.
-    pub(crate) is_reduced: bool,
-    /// True if this rank gets the result: it is trained, and no other rank owns it.
-    pub(crate) is_here: bool,
+    pub(crate) due: Due,
     /// What the sum over all ranks is multiplied by.
     pub(crate) scale: Tag,
 }
@@ -176,27 +185,23 @@ impl Ledger {
             if expected.number() == 0 && self.arrived[place].is_none() {
                 continue;
             }
-            let Wanted {
-                is_reduced,
-                is_here,
-                scale,
-            } = wanted(place);
-            let is_expected = is_reduced && is_here && expected.number() > 0;
-            let finding = match (is_expected, self.arrived[place]) {
-                (false, None) => continue,
-                (true, None) => Finding::Nothing,
-                (false, Some(_)) => Finding::Uncalled,
-                (true, Some(tag)) => {
+            let Wanted { due, scale } = wanted(place);
+            let is_due = due == Due::Yes && expected.number() > 0;
+            let finding = match (due, self.arrived[place]) {
+                (Due::Unclear, _) => continue,
+                (_, None) if is_due => Finding::Nothing,
+                (_, None) => continue,
+                (_, Some(_)) if !is_due => Finding::Uncalled,
+                (_, Some(tag)) => {
                     let expected_tag = expected.tag().times(scale);
                     let (Some(found), Some(_)) = (tag.element(), expected_tag.element()) else {
                         continue;
                     };
-                    match tag == expected_tag {
-                        true => continue,
-                        false => Finding::of(found, &expected, scale, &groups_of(place), |found| {
-                            of_others(found, place)
-                        }),
+                    if tag == expected_tag {
+                        continue;
                     }
+                    let of_others = |found| of_others(found, place);
+                    Finding::of(found, &expected, scale, &groups_of(place), of_others)
                 }
             };
             return Some(Fault {

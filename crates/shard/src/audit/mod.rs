@@ -16,7 +16,7 @@ mod tag;
 #[cfg(test)]
 mod mutants;
 
-pub(crate) use ledger::{Fault, Ledger, Wanted};
+pub(crate) use ledger::{Due, Fault, Ledger, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited: that each gradient of each parameter was summed exactly once over each group of

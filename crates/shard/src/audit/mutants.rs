@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::finding::Finding;
-use super::{Audit, Ledger, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
+use super::{Audit, Due, Ledger, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// Ranks as replicas of shards, and parameters in units.
 #[derive(Debug, Clone)]
@@ -253,8 +253,10 @@ fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
         let groups = [Group::Shards, Group::Replicas]
             .map(|group| (format!("{group:?}"), layout.group(group, index)));
         let wanted = |_| Wanted {
-            is_reduced: syncs,
-            is_here: true,
+            due: match syncs {
+                true => Due::Yes,
+                false => Due::No,
+            },
             scale,
         };
         let fault = rank.ledger.fault(|_| groups.to_vec(), wanted);
@@ -498,8 +500,7 @@ fn ranks_that_tell_nothing_are_not_judged() {
     ledger.came(0);
     let told = ledger.tell();
     let wanted = |_| Wanted {
-        is_reduced: true,
-        is_here: true,
+        due: Due::Yes,
         scale: Tag::from(1),
     };
     // One is silent, and one says what another does.

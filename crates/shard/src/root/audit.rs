@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{Operation as Collective, ProcessGroup};
 use burn_fsdp_mesh::field;
 
 use super::state::{Progress, Root};
-use crate::audit::{Audit, Fault, Ledger, Tag, Wanted, flags, tags};
+use crate::audit::{Audit, Due, Fault, Ledger, Tag, Wanted, flags, tags};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
 use crate::policy::DivideFactors;
@@ -169,39 +169,44 @@ impl AtEnd<'_> {
         })
     }
 
-    /// Returns true if the parameter is trained: in the values that were reduced, or in those that are there if none were.
-    fn is_trained(&self, unit: &Unit, slot: usize) -> bool {
+    /// Returns whether a reduced gradient of the parameter is due on this rank.
+    fn due(&self, unit: &Unit, slot: usize) -> Due {
+        if unit.slots[slot].is_elsewhere(unit.groups.shard.rank()) {
+            return Due::No;
+        }
         let reduced = self.books.reduced.iter();
         let of_unit = reduced.filter(|generation| generation.unit.position() == unit.position());
-        let mut reduced = of_unit
+        let mut trained: Vec<_> = of_unit
             .map(|generation| generation.is_trainable(slot))
-            .peekable();
-        match reduced.peek() {
-            Some(_) => reduced.any(|is_trained| is_trained),
-            None => {
-                let copies = self.copies[unit.position()].as_ref();
-                let copy = copies.and_then(|copies| copies.in_copy(self.progress.order.copy));
-                copy.is_some_and(|copy| copy.is_trainable(slot))
-            }
+            .collect();
+        if trained.is_empty() {
+            let copies = self.copies[unit.position()].as_ref();
+            let copy = copies.and_then(|copies| copies.in_copy(self.progress.order.copy));
+            trained.extend(copy.map(|copy| copy.is_trainable(slot)));
+        }
+        match (trained.contains(&true), trained.contains(&false)) {
+            (true, false) => Due::Yes,
+            // It is frozen in one of the copies that were used, and what was held back may have been that one's.
+            (true, true) => Due::Unclear,
+            (false, _) => Due::No,
         }
     }
 
     fn wanted(&self, place: usize) -> Wanted {
         let is_reduced = self.is_reduced(place);
         let Some((unit, index)) = self.slot(place) else {
-            let scale = Tag::UNKNOWN;
-            return Wanted {
-                is_reduced,
-                is_here: false,
-                scale,
-            };
+            let (due, scale) = (Due::Unclear, Tag::UNKNOWN);
+            return Wanted { due, scale };
         };
-        let slot = &unit.slots[index];
-        let is_elsewhere = slot.is_elsewhere(unit.groups.shard.rank());
         Wanted {
-            is_reduced,
-            is_here: !is_elsewhere && self.is_trained(unit, index),
-            scale: scale(self.factors(unit, slot), self.root.group.size()),
+            due: match is_reduced {
+                true => self.due(unit, index),
+                false => Due::No,
+            },
+            scale: scale(
+                self.factors(unit, &unit.slots[index]),
+                self.root.group.size(),
+            ),
         }
     }
 

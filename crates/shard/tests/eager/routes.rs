@@ -13,7 +13,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, Strategy, backward, catch, fully_shard, no_sync, replicate,
+    Audit, Error, ShardPolicy, Strategy, backward, catch, fully_shard, no_sync, replicate,
 };
 
 use super::bench::{
@@ -186,7 +186,7 @@ fn plainly(seed: u64, ranks: usize, steps: usize) -> Outcome {
 fn build(world: &ProcessGroup, layout: Layout) -> Result<Net, Error> {
     let device = device();
     let policy = ShardPolicy::new().units(["layers.*", "experts.*", "recurrent", "shared"]);
-    let policy = policy.prefetch(layout.prefetch);
+    let policy = policy.prefetch(layout.prefetch).audit(Audit::EveryStep);
     let line = || ProcessMesh::new(world, Mesh::line("shard", world.size())?);
     let model = seeded_by_rank(Net::new(&device), world.rank());
     match layout.way {
