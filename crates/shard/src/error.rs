@@ -423,8 +423,8 @@ pub enum Error {
     },
     /// A gradient that the engine has not summed and divided as the policy says.
     #[error(
-        "rank {rank}: the audit of this step found the gradient of `{path}`, of unit `{unit}`, to be {got}; expected {expected}; \
-         {operations}; do not train on with it: report this text as a fault of the engine"
+        "rank {rank}: the audit of this step refuses the gradient of `{path}`, of unit `{unit}`: expected {expected}; got \
+         {got}; {operations}; do not train on with it, and report this text as a fault of the engine"
     )]
     Audit {
         /// This rank.

@@ -15,16 +15,16 @@ const MOST_NUMBERS: u64 = 256;
 /// The gradients that came for one parameter, on all ranks, until they were reduced.
 #[derive(Debug, Clone)]
 pub(crate) struct Sum {
-    place: usize,
+    parameter: usize,
     /// The numbers of those of each rank.
     of_ranks: Vec<Range<u64>>,
 }
 
 impl Sum {
-    /// Returns the sum of the gradients of parameter `place` with these numbers, by rank.
-    pub(super) fn of(place: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
+    /// Returns the sum of the gradients of `parameter` with these numbers, by rank.
+    pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
         Self {
-            place,
+            parameter,
             of_ranks: of_ranks.collect(),
         }
     }
@@ -40,7 +40,7 @@ impl Sum {
     fn tag_of_rank(&self, rank: usize) -> Tag {
         let drawn = self.of_ranks[rank]
             .clone()
-            .map(|number| Tag::draw(rank, self.place, number));
+            .map(|number| Tag::draw(rank, self.parameter, number));
         drawn.fold(Tag::from(0), Tag::plus)
     }
 
@@ -65,7 +65,7 @@ impl Sum {
                 let last = numbers.end.min(numbers.start.saturating_add(MOST_NUMBERS));
                 (first..last).map(move |number| {
                     (
-                        Tag::draw(rank, self.place, number),
+                        Tag::draw(rank, self.parameter, number),
                         rank,
                         number as i64 - numbers.start as i64,
                     )
@@ -123,8 +123,8 @@ pub(crate) enum Finding {
     Lacks { rank: usize, number: i64 },
     /// That with one gradient of a rank once more, by its number; a negative number is of a step before.
     Also { rank: usize, number: i64 },
-    /// The gradient of another parameter, by its place.
-    OfPlace(usize),
+    /// The gradient of another parameter.
+    OfParameter(usize),
     /// Something else.
     Other,
 }
@@ -180,10 +180,10 @@ impl Finding {
         if let Some((_, rank, number)) = also {
             return Self::Also { rank, number };
         }
-        of_others(found).map_or(Self::Other, Self::OfPlace)
+        of_others(found).map_or(Self::Other, Self::OfParameter)
     }
 
-    /// Returns what it says; `path_of` gives the path of the parameter at a place.
+    /// Returns what it says; `path_of` gives the path of a parameter.
     pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
         match self {
             Self::Nothing => {
@@ -216,7 +216,7 @@ impl Finding {
             Self::Also { rank, number } => {
                 format!("that with gradient {} of rank {rank} twice", number + 1)
             }
-            Self::OfPlace(place) => format!("the gradient of `{}`", path_of(*place)),
+            Self::OfParameter(parameter) => format!("the gradient of `{}`", path_of(*parameter)),
             Self::Other => "another sum of gradients: not their mean, each once".to_owned(),
         }
     }

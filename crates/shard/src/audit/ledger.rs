@@ -47,7 +47,7 @@ pub(crate) struct Wanted {
 #[derive(Debug)]
 pub(crate) struct Fault {
     /// The parameter.
-    pub(crate) place: usize,
+    pub(crate) parameter: usize,
     /// The gradients that should be in it.
     pub(crate) expected: Sum,
     /// What it is instead.
@@ -59,46 +59,46 @@ pub(crate) struct Fault {
 pub(crate) struct Ledger {
     audit: Audit,
     rank: usize,
-    /// The numbers of the gradients that have come and are not through yet, by place.
+    /// The numbers of the gradients that have come and are not through yet, by parameter.
     open: Vec<Range<u64>>,
     step: Step,
     /// The hash of the order that was followed in the last audited step, by choice of units.
     followed: BTreeMap<Vec<bool>, u64>,
-    /// The gradients that came on each rank, by place; `None` of a rank that does not audit.
+    /// The gradients that came on each rank, by parameter; `None` of a rank that does not audit.
     told: Vec<Option<Vec<Range<u64>>>>,
-    /// What has arrived, by place.
+    /// What has arrived, by parameter.
     arrived: Vec<Option<Tag>>,
     num_audited: u64,
 }
 
 impl Ledger {
-    /// Returns the books of rank `rank`, for parameters at `places` places.
-    pub(crate) fn new(audit: Audit, rank: usize, places: usize) -> Self {
+    /// Returns the books of rank `rank`, for this many parameters.
+    pub(crate) fn new(audit: Audit, rank: usize, parameters: usize) -> Self {
         Self {
             audit,
             rank,
-            open: vec![0..0; places],
+            open: vec![0..0; parameters],
             step: Step::Between,
             followed: BTreeMap::new(),
             told: Vec::new(),
-            arrived: vec![None; places],
+            arrived: vec![None; parameters],
             num_audited: 0,
         }
     }
 
-    /// Returns the same books, still empty, for parameters at `places` places.
-    pub(crate) fn over(&self, places: usize) -> Self {
-        Self::new(self.audit, self.rank, places)
+    /// Returns the same books, still empty, for this many parameters.
+    pub(crate) fn over(&self, parameters: usize) -> Self {
+        Self::new(self.audit, self.rank, parameters)
     }
 
-    /// Returns the tag of a gradient that has come for `place` on this rank.
-    pub(crate) fn came(&mut self, place: usize) -> Tag {
+    /// Returns the tag of a gradient that has come for `parameter` on this rank.
+    pub(crate) fn came(&mut self, parameter: usize) -> Tag {
         if self.audit == Audit::Off {
             return Tag::UNKNOWN;
         }
-        let number = self.open[place].end;
-        self.open[place].end += 1;
-        Tag::draw(self.rank, place, number)
+        let number = self.open[parameter].end;
+        self.open[parameter].end += 1;
+        Tag::draw(self.rank, parameter, number)
     }
 
     /// Begins a step, unless one is under way whose first operation has been issued: `is_at_start` says that it has not.
@@ -139,13 +139,13 @@ impl Ledger {
 
     /// Takes down what the ranks tell, in their order. What they told before is void: it was not the end.
     pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
-        let places = self.open.len();
+        let parameters = self.open.len();
         let decode = |(rank, bytes): (usize, &[u8])| {
             let words = bytes.chunks_exact(LEN);
             let words = words.map(|word| word.try_into().map_or(0, u64::from_le_bytes));
             let words: Vec<u64> = words.collect();
             let (&teller, numbers) = words.split_first()?;
-            let is_whole = teller == rank as u64 && numbers.len() == 2 * places;
+            let is_whole = teller == rank as u64 && numbers.len() == 2 * parameters;
             is_whole.then(|| {
                 numbers
                     .chunks_exact(2)
@@ -156,14 +156,14 @@ impl Ledger {
         self.told = told.enumerate().map(decode).collect();
     }
 
-    /// Takes down that a reduced gradient was handed to Burn for the parameter at `place`.
-    pub(crate) fn arrived(&mut self, place: usize, tag: Tag) {
-        let arrived = &mut self.arrived[place];
+    /// Takes down that a reduced gradient was handed to Burn for `parameter`.
+    pub(crate) fn arrived(&mut self, parameter: usize, tag: Tag) {
+        let arrived = &mut self.arrived[parameter];
         *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
     }
 
     /// Returns the first parameter whose gradient is not what it should be. `groups_of` gives the sets of ranks, by name,
-    /// over which that of a place is summed on the way.
+    /// over which that of a parameter is summed on the way.
     pub(crate) fn fault(
         &mut self,
         groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
@@ -171,8 +171,13 @@ impl Ledger {
     ) -> Option<Fault> {
         let told: Option<Vec<_>> = self.told.iter().map(Option::as_ref).collect();
         let told = told.filter(|told| self.is_auditing() && !told.is_empty())?;
-        let sum = |place: usize| Sum::of(place, told.iter().map(|ranges| ranges[place].clone()));
-        // What the gradient of each place should be, to recognize one at another's place.
+        let sum = |parameter: usize| {
+            Sum::of(
+                parameter,
+                told.iter().map(|ranges| ranges[parameter].clone()),
+            )
+        };
+        // What the gradients of the others should be, to recognize one in this one's place.
         let of_others = |found: Element, own: usize| {
             let mut others = (0..self.open.len()).filter(|&other| other != own);
             others.find(|&other| {
@@ -180,14 +185,14 @@ impl Ledger {
                 found != 0 && expected == Some(found)
             })
         };
-        for place in 0..self.open.len() {
-            let expected = sum(place);
-            if expected.number() == 0 && self.arrived[place].is_none() {
+        for parameter in 0..self.open.len() {
+            let expected = sum(parameter);
+            if expected.number() == 0 && self.arrived[parameter].is_none() {
                 continue;
             }
-            let Wanted { due, scale } = wanted(place);
+            let Wanted { due, scale } = wanted(parameter);
             let is_due = due == Due::Yes && expected.number() > 0;
-            let finding = match (due, self.arrived[place]) {
+            let finding = match (due, self.arrived[parameter]) {
                 (Due::Unclear, _) => continue,
                 (_, None) if is_due => Finding::Nothing,
                 (_, None) => continue,
@@ -200,12 +205,12 @@ impl Ledger {
                     if tag == expected_tag {
                         continue;
                     }
-                    let of_others = |found| of_others(found, place);
-                    Finding::of(found, &expected, scale, &groups_of(place), of_others)
+                    let of_others = |found| of_others(found, parameter);
+                    Finding::of(found, &expected, scale, &groups_of(parameter), of_others)
                 }
             };
             return Some(Fault {
-                place,
+                parameter,
                 expected,
                 finding,
             });
@@ -214,7 +219,7 @@ impl Ledger {
         None
     }
 
-    /// Ends the step, audited or not. What `is_through` says of each place: the gradients that came have been reduced, or
+    /// Ends the step, audited or not. What `is_through` says of each parameter: the gradients that came have been reduced, or
     /// will never be.
     pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
         match std::mem::take(&mut self.step) {
@@ -226,8 +231,8 @@ impl Ledger {
         }
         self.told.clear();
         self.arrived.fill(None);
-        for (place, open) in self.open.iter_mut().enumerate() {
-            if is_through(place) {
+        for (parameter, open) in self.open.iter_mut().enumerate() {
+            if is_through(parameter) {
                 open.start = open.end;
             }
         }

@@ -7,7 +7,7 @@
 //! must be their sum, divided as the policy says. The [`Ledger`] keeps the books of one rank; what is not equal becomes a
 //! [`Finding`].
 //!
-//! Nothing here knows of units, tensors or process groups: parameters are *places*, numbered over all units of a root.
+//! Nothing here knows of units, tensors or process groups: parameters are numbered over all units of a root.
 
 mod finding;
 mod ledger;
@@ -38,8 +38,8 @@ pub enum Audit {
 /// [`NewOrders`](Self::NewOrders) in debug builds, otherwise [`Off`](Self::Off).
 impl Default for Audit {
     fn default() -> Self {
-        match true || cfg!(debug_assertions) {
-            true => Self::EveryStep,
+        match cfg!(debug_assertions) {
+            true => Self::NewOrders,
             false => Self::Off,
         }
     }

@@ -28,18 +28,18 @@ enum Group {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Event {
     /// A gradient comes.
-    Comes { rank: usize, place: usize },
+    Comes { rank: usize, parameter: usize },
     /// The gradients of a unit that have come are summed over a group and divided by a number.
     Reduce { unit: usize, over: Group, by: f64 },
     /// The sums of a unit are summed over the replicas.
     Cross { unit: usize },
     /// What has been summed of a unit is handed over.
     HandOver { unit: usize },
-    /// Wrong: a gradient that has come for a place of a rank is lost.
-    Lose { rank: usize, place: usize },
+    /// Wrong: a gradient that has come for a parameter of a rank is lost.
+    Lose { rank: usize, parameter: usize },
     /// Wrong: the last gradient of a step before is added again.
-    Stale { rank: usize, place: usize },
-    /// Wrong: what has been summed for two places is exchanged.
+    Stale { rank: usize, parameter: usize },
+    /// Wrong: what has been summed for two parameters is exchanged.
     Exchange { one: usize, other: usize },
     /// The end of backward of a step; `syncs` says whether units reduced.
     End { syncs: bool },
@@ -50,7 +50,7 @@ struct Rank {
     ledger: Ledger,
     come: Vec<Option<Tag>>,
     sums: Vec<Option<Tag>>,
-    /// The gradients of each place so far.
+    /// The gradients of each parameter so far.
     drawn: Vec<Vec<Tag>>,
 }
 
@@ -68,7 +68,7 @@ impl Layout {
         self.shards * self.replicas
     }
 
-    fn places(&self) -> usize {
+    fn parameters(&self) -> usize {
         self.units.iter().sum()
     }
 
@@ -77,11 +77,11 @@ impl Layout {
         first..first + self.units[unit]
     }
 
-    fn unit_of(&self, place: usize) -> usize {
+    fn unit_of(&self, parameter: usize) -> usize {
         let mut units = 0..self.units.len();
         units
-            .find(|&unit| self.of_unit(unit).contains(&place))
-            .expect("a place")
+            .find(|&unit| self.of_unit(unit).contains(&parameter))
+            .expect("a parameter")
     }
 
     fn group(&self, group: Group, rank: usize) -> Vec<usize> {
@@ -104,9 +104,9 @@ impl Layout {
             for micro in 0..=held {
                 let syncs = micro == held;
                 for unit in (0..self.units.len()).rev() {
-                    for place in self.of_unit(unit) {
+                    for parameter in self.of_unit(unit) {
                         for rank in 0..self.ranks() {
-                            let comes = Event::Comes { rank, place };
+                            let comes = Event::Comes { rank, parameter };
                             events.extend((0..draw.random_range(0..3)).map(|_| comes));
                         }
                     }
@@ -145,48 +145,48 @@ fn carried(
             .into_iter()
             .map(|member| notes[member].clone())
             .collect();
-        let places = ranks[rank].len();
+        let parameters = ranks[rank].len();
         let sum = |index| {
-            is_flagged(&notes, index).then(|| tag_of_sum(&notes, index, places).times(scale))
+            is_flagged(&notes, index).then(|| tag_of_sum(&notes, index, parameters).times(scale))
         };
-        (0..places).map(sum).collect()
+        (0..parameters).map(sum).collect()
     };
     (0..ranks.len()).map(of_rank).collect()
 }
 
 /// Runs the events on all ranks. Returns the first fault.
 fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
-    let places = layout.places();
+    let parameters = layout.parameters();
     let rank = |rank| Rank {
-        ledger: Ledger::new(Audit::EveryStep, rank, places),
-        come: vec![None; places],
-        sums: vec![None; places],
-        drawn: vec![Vec::new(); places],
+        ledger: Ledger::new(Audit::EveryStep, rank, parameters),
+        come: vec![None; parameters],
+        sums: vec![None; parameters],
+        drawn: vec![Vec::new(); parameters],
     };
     let mut ranks: Vec<_> = (0..layout.ranks()).map(rank).collect();
-    let add = |place: &mut Option<Tag>, tag: Tag| {
-        *place = Some(place.map_or(tag, |earlier| earlier.plus(tag)))
+    let add = |parameter: &mut Option<Tag>, tag: Tag| {
+        *parameter = Some(parameter.map_or(tag, |earlier| earlier.plus(tag)))
     };
     for rank in &mut ranks {
         rank.ledger.begin(true, Vec::new, || 0);
     }
     for event in events {
         match *event {
-            Event::Comes { rank, place } => {
+            Event::Comes { rank, parameter } => {
                 let rank = &mut ranks[rank];
-                let tag = rank.ledger.came(place);
-                rank.drawn[place].push(tag);
-                add(&mut rank.come[place], tag);
+                let tag = rank.ledger.came(parameter);
+                rank.drawn[parameter].push(tag);
+                add(&mut rank.come[parameter], tag);
             }
-            Event::Lose { rank, place } => {
+            Event::Lose { rank, parameter } => {
                 let rank = &mut ranks[rank];
-                let tag = rank.ledger.came(place);
-                rank.drawn[place].push(tag);
+                let tag = rank.ledger.came(parameter);
+                rank.drawn[parameter].push(tag);
             }
-            Event::Stale { rank, place } => {
+            Event::Stale { rank, parameter } => {
                 let rank = &mut ranks[rank];
-                if let Some(&tag) = rank.drawn[place].last() {
-                    add(&mut rank.come[place], tag);
+                if let Some(&tag) = rank.drawn[parameter].last() {
+                    add(&mut rank.come[parameter], tag);
                 }
             }
             Event::Reduce { unit, over, by } => {
@@ -226,9 +226,9 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
             }
             Event::HandOver { unit } => {
                 for rank in &mut ranks {
-                    for place in layout.of_unit(unit) {
-                        if let Some(tag) = rank.sums[place] {
-                            rank.ledger.arrived(place, tag);
+                    for parameter in layout.of_unit(unit) {
+                        if let Some(tag) = rank.sums[parameter] {
+                            rank.ledger.arrived(parameter, tag);
                         }
                     }
                 }
@@ -327,13 +327,13 @@ fn mutated(
             .iter()
             .rposition(|event| *event == Event::HandOver { unit });
         let since = &before[last.map_or(0, |last| last + 1)..];
-        let places = since.iter().filter_map(|event| match event {
-            Event::Comes { rank, place } if layout.of_unit(unit).contains(place) => {
-                Some((*rank, *place))
+        let parameters = since.iter().filter_map(|event| match event {
+            Event::Comes { rank, parameter } if layout.of_unit(unit).contains(parameter) => {
+                Some((*rank, *parameter))
             }
             _ => None,
         });
-        places.collect::<Vec<_>>()
+        parameters.collect::<Vec<_>>()
     };
     let is_empty = |unit: usize| came(unit).is_empty();
     match (wrong, events[at]) {
@@ -391,11 +391,11 @@ fn mutated(
             let other = others.next()?;
             mutant.insert(at, Event::Exchange { one, other });
         }
-        (Wrong::LostGradient, Event::Comes { rank, place }) => {
-            mutant[at] = Event::Lose { rank, place }
+        (Wrong::LostGradient, Event::Comes { rank, parameter }) => {
+            mutant[at] = Event::Lose { rank, parameter }
         }
-        (Wrong::OldGradient, Event::Comes { rank, place }) => {
-            mutant.insert(at + 1, Event::Stale { rank, place })
+        (Wrong::OldGradient, Event::Comes { rank, parameter }) => {
+            mutant.insert(at + 1, Event::Stale { rank, parameter })
         }
         (wrong, event) => unreachable!("{wrong:?} of {event:?}"),
     }
@@ -446,7 +446,7 @@ fn every_mutant_is_refused_and_most_are_named() {
 /// Checks what a kind of fault is called. Some have two true names: what is summed over a group alone lacks the other ranks.
 fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
     use Finding::{
-        Also, Lacks, LacksRank, Nothing, OfPlace, OnlyOver, Part, RankTwice, Times, Uncalled,
+        Also, Lacks, LacksRank, Nothing, OfParameter, OnlyOver, Part, RankTwice, Times, Uncalled,
     };
     let is_named = match wrong {
         Wrong::LostReduction | Wrong::LostResult => *finding == Nothing,
@@ -465,7 +465,7 @@ fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
             finding,
             OnlyOver { .. } | RankTwice(_) | Also { .. } | Times(2)
         ),
-        Wrong::Exchanged => matches!(finding, OfPlace(_) | Uncalled | Nothing),
+        Wrong::Exchanged => matches!(finding, OfParameter(_) | Uncalled | Nothing),
         Wrong::OtherGroup => true,
     };
     assert!(is_named, "seed {seed}: {wrong:?} is called {finding:?}");

@@ -16,9 +16,9 @@ impl Tag {
     /// The tag of a gradient that nobody followed.
     pub(crate) const UNKNOWN: Self = Self(None);
 
-    /// Returns the tag of the gradient of number `number` that came for parameter `place` on `rank`: any rank can draw it.
-    pub(crate) fn draw(rank: usize, place: usize, number: u64) -> Self {
-        let drawn = Fingerprint::of(&(rank, place, number));
+    /// Returns the tag of the gradient of number `number` that came for `parameter` on `rank`: any rank can draw it.
+    pub(crate) fn draw(rank: usize, parameter: usize, number: u64) -> Self {
+        let drawn = Fingerprint::of(&(rank, parameter, number));
         Self(Some(field::reduce(u128::from(drawn))))
     }
 

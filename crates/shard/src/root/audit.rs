@@ -23,7 +23,7 @@ const MOST_OPERATIONS: usize = 64;
 /// What is written down of a step to audit it.
 pub(super) struct Books {
     pub(super) ledger: Ledger,
-    /// The place of the first parameter of each unit, and the number of all.
+    /// The number of the first parameter of each unit, and behind them that of all.
     first: Vec<usize>,
     /// The values whose gradients were reduced in this step.
     reduced: Vec<Arc<Generation>>,
@@ -51,13 +51,13 @@ impl Books {
 
     /// Begins anew, for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
-        let mut places = 0;
+        let mut parameters = 0;
         self.first = vec![0];
         for parameters in units {
-            places += parameters;
-            self.first.push(places);
+            parameters += parameters;
+            self.first.push(parameters);
         }
-        self.ledger = self.ledger.over(places);
+        self.ledger = self.ledger.over(parameters);
     }
 
     /// Returns the books after an error.
@@ -131,14 +131,14 @@ impl Books {
         }
     }
 
-    /// Returns the unit and the slot of a place.
-    fn owner(&self, place: usize) -> (usize, usize) {
-        let unit = self.first.partition_point(|&first| first <= place) - 1;
-        (unit, place - self.first[unit])
+    /// Returns the unit and the slot of a parameter.
+    fn owner(&self, parameter: usize) -> (usize, usize) {
+        let unit = self.first.partition_point(|&first| first <= parameter) - 1;
+        (unit, parameter - self.first[unit])
     }
 
-    /// Returns the place of the leaf `node`.
-    fn place_of(&self, node: NodeId) -> Option<usize> {
+    /// Returns the parameter whose leaf is `node`.
+    fn parameter_of(&self, node: NodeId) -> Option<usize> {
         self.reduced.iter().find_map(|generation| {
             let mut slots = 0..generation.unit.slots.len();
             let slot = slots.find(|&slot| generation.node(slot) == Some(node))?;
@@ -156,14 +156,14 @@ struct AtEnd<'a> {
 }
 
 impl AtEnd<'_> {
-    fn slot(&self, place: usize) -> Option<(&Unit, usize)> {
-        let (unit, slot) = self.books.owner(place);
+    fn slot(&self, parameter: usize) -> Option<(&Unit, usize)> {
+        let (unit, slot) = self.books.owner(parameter);
         Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
     }
 
-    /// Returns true if gradients of the parameter at `place` are reduced in this step, and do not wait for a later one.
-    fn is_reduced(&self, place: usize) -> bool {
-        self.slot(place).is_none_or(|(unit, slot)| {
+    /// Returns true if gradients of `parameter` are reduced in this step, and do not wait for a later one.
+    fn is_reduced(&self, parameter: usize) -> bool {
+        self.slot(parameter).is_none_or(|(unit, slot)| {
             let crosses = unit.groups.replicas.is_none() || unit.switches.all_reduce.load(Relaxed);
             unit.syncs() && (crosses || unit.slots[slot].holding == Holding::Whole)
         })
@@ -192,9 +192,9 @@ impl AtEnd<'_> {
         }
     }
 
-    fn wanted(&self, place: usize) -> Wanted {
-        let is_reduced = self.is_reduced(place);
-        let Some((unit, index)) = self.slot(place) else {
+    fn wanted(&self, parameter: usize) -> Wanted {
+        let is_reduced = self.is_reduced(parameter);
+        let Some((unit, index)) = self.slot(parameter) else {
             let (due, scale) = (Due::Unclear, Tag::UNKNOWN);
             return Wanted { due, scale };
         };
@@ -217,10 +217,10 @@ impl AtEnd<'_> {
         }
     }
 
-    /// Returns the groups over which the gradient at `place` is summed on the way, as ranks of the root's group.
-    fn groups(&self, place: usize) -> Vec<(String, Vec<usize>)> {
+    /// Returns the groups over which the gradient of `parameter` is summed on the way, as ranks of the root's group.
+    fn groups(&self, parameter: usize) -> Vec<(String, Vec<usize>)> {
         let all = self.root.group.members();
-        let Some((unit, _)) = self.slot(place) else {
+        let Some((unit, _)) = self.slot(parameter) else {
             return Vec::new();
         };
         let groups = [Some(&unit.groups.shard), unit.groups.replicas.as_ref()];
@@ -236,8 +236,8 @@ impl AtEnd<'_> {
             .collect()
     }
 
-    fn path(&self, place: usize) -> String {
-        let slot = self.slot(place);
+    fn path(&self, parameter: usize) -> String {
+        let slot = self.slot(parameter);
         slot.map_or_else(String::new, |(unit, slot)| unit.slots[slot].path.clone())
     }
 
@@ -255,11 +255,13 @@ impl AtEnd<'_> {
         };
         let order = self.progress.order.schedules.last();
         let operations: Vec<_> = order.operations().collect();
-        let places = operations
+        let parameters = operations
             .iter()
             .enumerate()
             .filter(|(_, operation)| **operation == Operation::Reduce(unit));
-        let places: Vec<_> = places.map(|(place, _)| (place + 1).to_string()).collect();
+        let ordinals: Vec<_> = ordinals
+            .map(|(ordinal, _)| (ordinal + 1).to_string())
+            .collect();
         let shown = operations
             .iter()
             .take(MOST_OPERATIONS)
@@ -273,19 +275,19 @@ impl AtEnd<'_> {
             text,
             "; the order has {} operations, its reduction as number {}: {shown}{more}",
             operations.len(),
-            match places.is_empty() {
+            match ordinals.is_empty() {
                 true => "none".to_owned(),
-                false => places.join(" and "),
+                false => ordinals.join(" and "),
             },
         );
         text
     }
 
     fn error(&self, fault: &Fault) -> Error {
-        let (unit, _) = self.books.owner(fault.place);
-        let label = self.slot(fault.place).map(|(unit, _)| unit.label());
+        let (unit, _) = self.books.owner(fault.parameter);
+        let label = self.slot(fault.parameter).map(|(unit, _)| unit.label());
         let factors = self
-            .slot(fault.place)
+            .slot(fault.parameter)
             .and_then(|(unit, slot)| self.factors(unit, &unit.slots[slot]));
         let divided = match factors {
             None => format!("divided by {}", self.root.group.size()),
@@ -294,9 +296,9 @@ impl AtEnd<'_> {
         Error::Audit {
             rank: self.root.group.rank(),
             unit: label.unwrap_or_default(),
-            path: self.path(fault.place),
+            path: self.path(fault.parameter),
             expected: format!("{}, each once, {divided} once", fault.expected),
-            got: fault.finding.describe(|place| self.path(place)),
+            got: fault.finding.describe(|parameter| self.path(parameter)),
             operations: self.operations(unit),
         }
     }
@@ -322,8 +324,8 @@ impl Root {
             return;
         }
         for &(node, tag) in gradients {
-            if let Some(place) = books.place_of(node) {
-                books.ledger.arrived(place, tag);
+            if let Some(parameter) = books.parameter_of(node) {
+                books.ledger.arrived(parameter, tag);
             }
         }
     }
@@ -342,9 +344,12 @@ impl Root {
                     .collect(),
                 progress,
             };
-            let fault = ledger.fault(|place| at_end.groups(place), |place| at_end.wanted(place));
+            let fault = ledger.fault(
+                |parameter| at_end.groups(parameter),
+                |parameter| at_end.wanted(parameter),
+            );
             let error = fault.map(|fault| at_end.error(&fault));
-            ledger.end_step(|place| at_end.is_reduced(place));
+            ledger.end_step(|parameter| at_end.is_reduced(parameter));
             books.ledger = ledger;
             books.reduced.clear();
             books.carried.clear();

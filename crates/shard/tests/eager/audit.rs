@@ -417,3 +417,21 @@ fn an_audited_step_issues_no_operation_more() {
         assert!(on[1].total().bytes > off[1].total().bytes);
     }
 }
+
+/// A child that is shared out over fewer ranks than its parent would be averaged over these alone.
+#[test]
+fn children_without_the_replicas_of_their_parent_are_refused() {
+    on_ranks(4, |world| {
+        let mesh = ProcessMesh::new(&world, Mesh::new([("replicate", 2), ("shard", 2)])?)?;
+        let mut model = Mlp::new(&device());
+        let child = model.blocks.remove(0);
+        model
+            .blocks
+            .push(fully_shard(child, &mesh, ShardPolicy::new())?);
+        let refused = fully_shard(model, &mesh, blocks().replicate_axis("replicate"));
+        let message = refused.err().map(|error| error.to_string());
+        let message = message.unwrap_or_default();
+        assert!(message.contains("replicated over"), "{message}");
+        Ok(())
+    });
+}
