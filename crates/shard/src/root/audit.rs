@@ -51,13 +51,13 @@ impl Books {
 
     /// Begins anew, for units with these numbers of parameters.
     pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
-        let mut parameters = 0;
+        let mut all = 0;
         self.first = vec![0];
         for parameters in units {
-            parameters += parameters;
-            self.first.push(parameters);
+            all += parameters;
+            self.first.push(all);
         }
-        self.ledger = self.ledger.over(parameters);
+        self.ledger = self.ledger.over(all);
     }
 
     /// Returns the books after an error.
@@ -255,7 +255,7 @@ impl AtEnd<'_> {
         };
         let order = self.progress.order.schedules.last();
         let operations: Vec<_> = order.operations().collect();
-        let parameters = operations
+        let ordinals = operations
             .iter()
             .enumerate()
             .filter(|(_, operation)| **operation == Operation::Reduce(unit));
