@@ -13,7 +13,7 @@
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
-//! - `audit`: the books by which a step is checked: whether each gradient was summed and divided once.
+//! - `audit`: whether each gradient of a step was summed and divided once.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.

@@ -4,19 +4,19 @@
 //! the gradient goes: it is added where gradients are added, travels in the note of the reduction that carries the
 //! gradient, is scaled by what that reduction scales by, and arrives where the reduced gradient is handed to Burn. At the
 //! end of backward each rank tells the others how many gradients came, from which all of them know all tags: what has arrived
-//! must be their sum, divided as the policy says. The [`Ledger`] keeps the books of one rank; what is not equal becomes a
-//! [`Finding`].
+//! must be their sum, divided as the policy says. The [`Auditor`] of a rank knows both; what is
+//! not equal becomes a `Finding`.
 //!
 //! Nothing here knows of units, tensors or process groups: parameters are numbered over all units of a root.
 
+mod auditor;
 mod finding;
-mod ledger;
 mod tag;
 
 #[cfg(test)]
 mod mutants;
 
-pub(crate) use ledger::{Due, Fault, Ledger, Wanted};
+pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
 pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// The steps whose gradients are audited: that each gradient of each parameter was summed exactly once over each group of

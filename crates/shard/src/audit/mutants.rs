@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::finding::Finding;
-use super::{Audit, Due, Ledger, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
+use super::{Audit, Auditor, Due, Tag, Wanted, flags, is_flagged, scale_of, tag_of_sum, tags};
 
 /// Ranks as replicas of shards, and parameters in units.
 #[derive(Debug, Clone)]
@@ -47,7 +47,7 @@ enum Event {
 
 /// One rank of the engine.
 struct Rank {
-    ledger: Ledger,
+    auditor: Auditor,
     come: Vec<Option<Tag>>,
     sums: Vec<Option<Tag>>,
     /// The gradients of each parameter so far.
@@ -158,7 +158,7 @@ fn carried(
 fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
     let parameters = layout.parameters();
     let rank = |rank| Rank {
-        ledger: Ledger::new(Audit::EveryStep, rank, parameters),
+        auditor: Auditor::new(Audit::EveryStep, rank, parameters),
         come: vec![None; parameters],
         sums: vec![None; parameters],
         drawn: vec![Vec::new(); parameters],
@@ -168,19 +168,19 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
         *parameter = Some(parameter.map_or(tag, |earlier| earlier.plus(tag)))
     };
     for rank in &mut ranks {
-        rank.ledger.begin(true, Vec::new, || 0);
+        rank.auditor.begin(true, Vec::new, || 0);
     }
     for event in events {
         match *event {
             Event::Comes { rank, parameter } => {
                 let rank = &mut ranks[rank];
-                let tag = rank.ledger.came(parameter);
+                let tag = rank.auditor.came(parameter);
                 rank.drawn[parameter].push(tag);
                 add(&mut rank.come[parameter], tag);
             }
             Event::Lose { rank, parameter } => {
                 let rank = &mut ranks[rank];
-                let tag = rank.ledger.came(parameter);
+                let tag = rank.auditor.came(parameter);
                 rank.drawn[parameter].push(tag);
             }
             Event::Stale { rank, parameter } => {
@@ -228,7 +228,7 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
                 for rank in &mut ranks {
                     for parameter in layout.of_unit(unit) {
                         if let Some(tag) = rank.sums[parameter] {
-                            rank.ledger.arrived(parameter, tag);
+                            rank.auditor.arrived(parameter, tag);
                         }
                     }
                 }
@@ -245,11 +245,11 @@ fn run(layout: &Layout, events: &[Event]) -> Option<Finding> {
 
 /// Ends a step on all ranks.
 fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
-    let told: Vec<_> = ranks.iter().map(|rank| rank.ledger.tell()).collect();
+    let told: Vec<_> = ranks.iter().map(|rank| rank.auditor.tell()).collect();
     let scale = scale_of(&Reduction::mean(layout.ranks()), layout.ranks());
     let mut first = None;
     for (index, rank) in ranks.iter_mut().enumerate() {
-        rank.ledger.hear(told.iter().map(Vec::as_slice));
+        rank.auditor.hear(told.iter().map(Vec::as_slice));
         let groups = [Group::Shards, Group::Replicas]
             .map(|group| (format!("{group:?}"), layout.group(group, index)));
         let wanted = |_| Wanted {
@@ -259,11 +259,11 @@ fn end(layout: &Layout, ranks: &mut [Rank], syncs: bool) -> Option<Finding> {
             },
             scale,
         };
-        let fault = rank.ledger.fault(|_| groups.to_vec(), wanted);
+        let fault = rank.auditor.fault(|_| groups.to_vec(), wanted);
         first = first.or(fault.map(|fault| fault.finding));
-        rank.ledger.end_step(|_| syncs);
+        rank.auditor.end_step(|_| syncs);
         rank.sums.fill(None);
-        rank.ledger.begin(true, Vec::new, || 0);
+        rank.auditor.begin(true, Vec::new, || 0);
     }
     first
 }
@@ -473,11 +473,11 @@ fn expect_name(wrong: Wrong, finding: &Finding, seed: u64) {
 
 #[test]
 fn followed_orders_are_not_audited_again_and_new_ones_are() {
-    let mut ledger = Ledger::new(Audit::NewOrders, 0, 1);
+    let mut auditor = Auditor::new(Audit::NewOrders, 0, 1);
     let mut audits = |choice: bool, order: u64| {
-        ledger.begin(true, || vec![choice], || order);
-        let audits = ledger.is_auditing();
-        ledger.end_step(|_| true);
+        auditor.begin(true, || vec![choice], || order);
+        let audits = auditor.is_auditing();
+        auditor.end_step(|_| true);
         audits
     };
     let seen = [
@@ -495,20 +495,20 @@ fn followed_orders_are_not_audited_again_and_new_ones_are() {
 
 #[test]
 fn ranks_that_tell_nothing_are_not_judged() {
-    let mut ledger = Ledger::new(Audit::EveryStep, 0, 1);
-    ledger.begin(true, Vec::new, || 0);
-    ledger.came(0);
-    let told = ledger.tell();
+    let mut auditor = Auditor::new(Audit::EveryStep, 0, 1);
+    auditor.begin(true, Vec::new, || 0);
+    auditor.came(0);
+    let told = auditor.tell();
     let wanted = |_| Wanted {
         due: Due::Yes,
         scale: Tag::from(1),
     };
     // One is silent, and one says what another does.
     for others in [Vec::new(), told.clone()] {
-        ledger.hear([told.as_slice(), &others].into_iter());
-        assert!(ledger.fault(|_| Vec::new(), wanted).is_none());
+        auditor.hear([told.as_slice(), &others].into_iter());
+        assert!(auditor.fault(|_| Vec::new(), wanted).is_none());
     }
-    ledger.hear([told.as_slice()].into_iter());
-    assert!(ledger.fault(|_| Vec::new(), wanted).is_some());
-    assert_eq!(ledger.num_audited(), 0);
+    auditor.hear([told.as_slice()].into_iter());
+    assert!(auditor.fault(|_| Vec::new(), wanted).is_some());
+    assert_eq!(auditor.num_audited(), 0);
 }

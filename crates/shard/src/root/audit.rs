@@ -1,163 +1,36 @@
 //! The audit of a step's gradients, with the root's units in the place of numbers.
 
 use std::fmt::Write;
-use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use burn::backend::autodiff::NodeId;
-use burn_fsdp_collectives::{Operation as Collective, ProcessGroup};
+use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_mesh::field;
 
+use super::audited::Audited;
 use super::state::{Progress, Root};
-use crate::audit::{Audit, Due, Fault, Ledger, Tag, Wanted, flags, tags};
-use crate::copies::{Copies, Generation};
+use crate::audit::{Audit, Auditor, Due, Fault, Tag, Wanted};
+use crate::copies::Copies;
 use crate::error::Error;
 use crate::policy::DivideFactors;
-use crate::schedule::{Note, Operation};
+use crate::schedule::Operation;
 use crate::slot::{Holding, Slot};
 use crate::unit::Unit;
 
 /// The most operations of the order that an error names.
 const MOST_OPERATIONS: usize = 64;
 
-/// What is written down of a step to audit it.
-pub(super) struct Books {
-    pub(super) ledger: Ledger,
-    /// The number of the first parameter of each unit, and behind them that of all.
-    first: Vec<usize>,
-    /// The values whose gradients were reduced in this step.
-    reduced: Vec<Arc<Generation>>,
-    /// The collectives that carried gradients, each with its unit; `None` for what is kept whole of all.
-    carried: Vec<(Option<usize>, String)>,
-}
-
-/// The books in which nothing is written.
-impl Default for Books {
-    fn default() -> Self {
-        Self::new(Audit::Off, 0)
-    }
-}
-
-impl Books {
-    /// Returns the books of rank `rank`, of no unit yet.
-    pub(super) fn new(audit: Audit, rank: usize) -> Self {
-        Self {
-            ledger: Ledger::new(audit, rank, 0),
-            first: vec![0],
-            reduced: Vec::new(),
-            carried: Vec::new(),
-        }
-    }
-
-    /// Begins anew, for units with these numbers of parameters.
-    pub(super) fn open(&mut self, units: impl Iterator<Item = usize>) {
-        let mut all = 0;
-        self.first = vec![0];
-        for parameters in units {
-            all += parameters;
-            self.first.push(all);
-        }
-        self.ledger = self.ledger.over(all);
-    }
-
-    /// Returns the books after an error.
-    pub(super) fn after_error(self) -> Self {
-        Self {
-            ledger: self.ledger.after_error(),
-            first: self.first,
-            reduced: Vec::new(),
-            carried: Vec::new(),
-        }
-    }
-
-    /// Returns the tag of a gradient that has come for a parameter.
-    pub(super) fn came(&mut self, unit: &Unit, slot: usize) -> Tag {
-        match self.first.get(unit.position() + 1) {
-            Some(_) => self.ledger.came(self.first[unit.position()] + slot),
-            None => Tag::UNKNOWN,
-        }
-    }
-
-    /// Notes that gradients of `generation` are being reduced.
-    pub(super) fn reduces(&mut self, generation: &Arc<Generation>) {
-        let is_known = self
-            .reduced
-            .iter()
-            .any(|known| Arc::ptr_eq(known, generation));
-        if self.ledger.is_auditing() && !is_known {
-            self.reduced.push(generation.clone());
-        }
-    }
-
-    /// Notes the collective that carries gradients of `unit`, or of all for what is kept whole.
-    pub(super) fn carries(&mut self, unit: Option<&Unit>, collective: &Collective) {
-        if self.ledger.is_auditing() {
-            self.carried
-                .push((unit.map(Unit::position), collective.to_string()));
-        }
-    }
-
-    /// Returns the note of a reduction of gradients with these tags; `None` for what this rank has not.
-    pub(super) fn note(&self, given: impl Iterator<Item = Option<Tag>> + Clone) -> Vec<u8> {
-        let mut note = flags(given.clone());
-        if self.ledger.is_auditing() {
-            note.extend(tags(given));
-        }
-        note
-    }
-
-    /// Returns the note of the last exchange of a step, with gradients of parameters kept whole that have these tags.
-    pub(super) fn last_note(
-        &self,
-        wish: Vec<u8>,
-        marks: Vec<u8>,
-        given: impl Iterator<Item = Option<Tag>> + Clone,
-    ) -> Note {
-        let is_audited = self.ledger.is_auditing();
-        Note {
-            wish,
-            marks,
-            used: flags(given.clone()),
-            tags: is_audited.then(|| tags(given)).unwrap_or_default(),
-            told: is_audited.then(|| self.ledger.tell()).unwrap_or_default(),
-        }
-    }
-
-    /// Takes down what the ranks tell in it.
-    pub(super) fn hear(&mut self, notes: &[Note]) {
-        if self.ledger.is_auditing() {
-            self.ledger
-                .hear(notes.iter().map(|note| note.told.as_slice()));
-        }
-    }
-
-    /// Returns the unit and the slot of a parameter.
-    fn owner(&self, parameter: usize) -> (usize, usize) {
-        let unit = self.first.partition_point(|&first| first <= parameter) - 1;
-        (unit, parameter - self.first[unit])
-    }
-
-    /// Returns the parameter whose leaf is `node`.
-    fn parameter_of(&self, node: NodeId) -> Option<usize> {
-        self.reduced.iter().find_map(|generation| {
-            let mut slots = 0..generation.unit.slots.len();
-            let slot = slots.find(|&slot| generation.node(slot) == Some(node))?;
-            Some(self.first.get(generation.unit.position())? + slot)
-        })
-    }
-}
-
 /// The units of a root as they are at the end of a step.
 struct AtEnd<'a> {
     root: &'a Root,
-    books: &'a Books,
+    audited: &'a Audited,
     copies: Vec<Option<Copies>>,
     progress: &'a Progress,
 }
 
 impl AtEnd<'_> {
     fn slot(&self, parameter: usize) -> Option<(&Unit, usize)> {
-        let (unit, slot) = self.books.owner(parameter);
+        let (unit, slot) = self.audited.owner(parameter);
         Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
     }
 
@@ -174,7 +47,7 @@ impl AtEnd<'_> {
         if unit.slots[slot].is_elsewhere(unit.groups.shard.rank()) {
             return Due::No;
         }
-        let reduced = self.books.reduced.iter();
+        let reduced = self.audited.reduced.iter();
         let of_unit = reduced.filter(|generation| generation.unit.position() == unit.position());
         let mut trained: Vec<_> = of_unit
             .map(|generation| generation.is_trainable(slot))
@@ -243,7 +116,7 @@ impl AtEnd<'_> {
 
     /// Returns the collectives that carried gradients of the unit, one after the other, and the order of the step.
     fn operations(&self, unit: usize) -> String {
-        let carried = self.books.carried.iter();
+        let carried = self.audited.carried.iter();
         let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
         let carried: Vec<_> = carried.map(|(_, collective)| collective.as_str()).collect();
         let mut text = match carried.is_empty() {
@@ -284,7 +157,7 @@ impl AtEnd<'_> {
     }
 
     fn error(&self, fault: &Fault) -> Error {
-        let (unit, _) = self.books.owner(fault.parameter);
+        let (unit, _) = self.audited.owner(fault.parameter);
         let label = self.slot(fault.parameter).map(|(unit, _)| unit.label());
         let factors = self
             .slot(fault.parameter)
@@ -319,48 +192,49 @@ impl Root {
     /// Handles that reduced gradients were handed to Burn, for these leaves.
     pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
         let mut progress = self.progress();
-        let books = &mut progress.books;
-        if !books.ledger.is_auditing() {
+        let audited = &mut progress.audited;
+        if !audited.auditor.is_auditing() {
             return;
         }
         for &(node, tag) in gradients {
-            if let Some(parameter) = books.parameter_of(node) {
-                books.ledger.arrived(parameter, tag);
+            if let Some(parameter) = audited.parameter_of(node) {
+                audited.auditor.arrived(parameter, tag);
             }
         }
     }
 
-    /// Ends the step's books, when the last gradient has been handed over: of an audited step, compares what has arrived
+    /// Ends the step's audit, when the last gradient has been handed over: of an audited step, compares what has arrived
     /// with what came on all ranks.
     pub(crate) fn end_audit(&self) -> Result<(), Error> {
         self.step(|progress| {
-            let mut books = std::mem::take(&mut progress.books);
-            let mut ledger = std::mem::replace(&mut books.ledger, Ledger::new(Audit::Off, 0, 0));
+            let mut audited = std::mem::take(&mut progress.audited);
+            let mut auditor =
+                std::mem::replace(&mut audited.auditor, Auditor::new(Audit::Off, 0, 0));
             let at_end = AtEnd {
                 root: self,
-                books: &books,
-                copies: (0..books.first.len() - 1)
+                audited: &audited,
+                copies: (0..audited.first.len() - 1)
                     .map(|unit| self.copies(unit))
                     .collect(),
                 progress,
             };
-            let fault = ledger.fault(
+            let fault = auditor.fault(
                 |parameter| at_end.groups(parameter),
                 |parameter| at_end.wanted(parameter),
             );
             let error = fault.map(|fault| at_end.error(&fault));
-            ledger.end_step(|parameter| at_end.is_reduced(parameter));
-            books.ledger = ledger;
-            books.reduced.clear();
-            books.carried.clear();
-            progress.books = books;
+            auditor.end_step(|parameter| at_end.is_reduced(parameter));
+            audited.auditor = auditor;
+            audited.reduced.clear();
+            audited.carried.clear();
+            progress.audited = audited;
             error.map_or(Ok(()), Err)
         })
     }
 
     /// Returns the number of steps that have been audited.
     pub(crate) fn num_audited(&self) -> u64 {
-        self.progress().books.ledger.num_audited()
+        self.progress().audited.auditor.num_audited()
     }
 }
 
@@ -369,8 +243,8 @@ impl Progress {
     pub(super) fn begin_audit(&mut self, root: &Root) {
         let order = self.order.schedules.last();
         let is_at_start = order.is_untouched();
-        self.books
-            .ledger
+        self.audited
+            .auditor
             .begin(is_at_start, || root.switches(), || order.hash());
     }
 }

@@ -43,7 +43,7 @@ impl Root {
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();
-        let tag = progress.books.came(unit, slot);
+        let tag = progress.audited.came(unit, slot);
         let gradient = Gradient {
             tensor: gradient,
             account,

@@ -25,7 +25,7 @@ impl Progress {
         mut gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
-        self.books.reduces(generation);
+        self.audited.reduces(generation);
         Copies::of(generation).drop_pieces();
         self.gradients.add_held(unit, &mut gradients);
         self.gradients.keep_whole(generation, &mut gradients);
@@ -38,7 +38,7 @@ impl Progress {
             let slot = &unit.slots[index];
             sources.push(given(gradients[index].take(), slot, unit)?);
         }
-        let note = self.books.note(sources.iter().map(|given| given.tag));
+        let note = self.audited.note(sources.iter().map(|given| given.tag));
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
@@ -63,7 +63,7 @@ impl Progress {
             let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
             group.start_all_reduce(label, note, mean, parts.collect(), into)?
         };
-        self.books.carries(Some(unit), pending.operation());
+        self.audited.carries(Some(unit), pending.operation());
         self.reductions.in_flight.push_back(Reduction {
             pending,
             generation: generation.clone(),
@@ -161,9 +161,9 @@ impl Progress {
         }
         let label = root.label(format_args!("{} reduction over replicas", unit.label()));
         let sum = Averaging::sum();
-        let note = self.books.note(tags.into_iter());
+        let note = self.audited.note(tags.into_iter());
         let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
-        self.books.carries(Some(unit), pending.operation());
+        self.audited.carries(Some(unit), pending.operation());
         let Received { buffers, notes, .. } = pending.wait_released()?;
         Ok(Some(arrived(buffers, notes, &sum, replicas.size())))
     }
@@ -181,7 +181,7 @@ impl Progress {
         let order = self.order.current();
         let (wish, marks) = (order.wish(wanted), order.marks().to_vec());
         let note = self
-            .books
+            .audited
             .last_note(wish, marks, whole.iter().map(|whole| whole.given.tag));
         let lengths = note.lengths();
         let notes = match whole.is_empty() {
@@ -192,7 +192,7 @@ impl Progress {
             false => self.average_whole(root, note, whole)?,
         };
         let notes = Note::split_all(notes, lengths);
-        self.books.hear(&notes);
+        self.audited.hear(&notes);
         Ok(notes)
     }
 
@@ -250,7 +250,7 @@ impl Progress {
         let pending =
             root.group
                 .start_all_reduce(label, note.join(), mean, parts.collect(), into)?;
-        self.books.carries(None, pending.operation());
+        self.audited.carries(None, pending.operation());
         let Received { buffers, notes, .. } = pending.wait_released()?;
         let of_reduction = Note::split_all(notes.clone(), lengths);
         let of_reduction = of_reduction.iter().map(Note::of_reduction).collect();

@@ -8,7 +8,7 @@ use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
-use super::audit::Books;
+use super::audited::Audited;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
@@ -69,8 +69,8 @@ pub(super) struct Progress {
     pub(super) gradients: Accumulation,
     /// Gradients on their way to the shards.
     pub(super) reductions: Reductions,
-    /// What is written down of the step to audit it.
-    pub(super) books: Books,
+    /// What is known of the step to audit it.
+    pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
 }
@@ -107,7 +107,7 @@ impl Root {
             false => policy.audit,
         };
         let progress = Progress {
-            books: Books::new(audit, group.rank()),
+            audited: Audited::new(audit, group.rank()),
             ..Progress::default()
         };
         Arc::new(Self {
@@ -139,7 +139,7 @@ impl Root {
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
         let units: Vec<_> = units.collect();
         let parameters = units.iter().map(|copies| copies.unit.slots.len());
-        self.progress().books.open(parameters);
+        self.progress().audited.open(parameters);
         let known = units.into_iter().enumerate().map(|(index, copies)| {
             copies.unit.set_position(index);
             copies.downgrade()
@@ -331,7 +331,7 @@ impl Root {
                 ..Order::default()
             },
             counts: progress.counts,
-            books: std::mem::take(&mut progress.books).after_error(),
+            audited: std::mem::take(&mut progress.audited).after_error(),
             watch,
             ..Progress::default()
         };

@@ -1,4 +1,4 @@
-//! The books of one rank: the gradients that came, what the ranks told each other, what has arrived.
+//! The auditor of one rank: the gradients that came, what the ranks told each other, what has arrived.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -54,9 +54,9 @@ pub(crate) struct Fault {
     pub(crate) finding: Finding,
 }
 
-/// The books of one rank.
+/// The auditor of one rank.
 #[derive(Debug)]
-pub(crate) struct Ledger {
+pub(crate) struct Auditor {
     audit: Audit,
     rank: usize,
     /// The numbers of the gradients that have come and are not through yet, by parameter.
@@ -71,8 +71,8 @@ pub(crate) struct Ledger {
     num_audited: u64,
 }
 
-impl Ledger {
-    /// Returns the books of rank `rank`, for this many parameters.
+impl Auditor {
+    /// Returns the auditor of rank `rank`, for this many parameters.
     pub(crate) fn new(audit: Audit, rank: usize, parameters: usize) -> Self {
         Self {
             audit,
@@ -86,7 +86,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the same books, still empty, for this many parameters.
+    /// Returns a new auditor of the same rank and steps, for this many parameters.
     pub(crate) fn over(&self, parameters: usize) -> Self {
         Self::new(self.audit, self.rank, parameters)
     }
@@ -238,7 +238,7 @@ impl Ledger {
         }
     }
 
-    /// Returns the books after an error, which leaves nothing under way: all that came is gone, and every order is new.
+    /// Returns the auditor after an error, which leaves nothing under way: all that came is gone, and every order is new.
     pub(crate) fn after_error(mut self) -> Self {
         self.step = Step::Plain;
         self.end_step(|_| true);
