@@ -91,16 +91,16 @@ pub use error::Error;
 
 /// The smaller parts of a [`ShardPolicy`], and the error of the eager engine.
 pub mod sharding {
-    pub use burn_fsdp_shard::{Cut, DivideFactors, Error, ReduceGroup};
+    pub use burn_fsdp_shard::{Audit, Cut, DivideFactors, Error, ReduceGroup};
 }
 
 /// Reports on what was cut, what it costs and what is communicated.
 pub mod inspect {
     pub use burn_fsdp_shard::{
         LiveBytes, Memory, Order, Pinned, Staged, Transfers, UnitHandle, UnitPlan, UnitState,
-        Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory, num_params, order,
-        param_id, parameter_paths, reset_peak, stand_in_bytes, trim, units, unused_units,
-        wrap_plan,
+        Unsharding, WrapPlan, auto_units, check_names, dummy_forward, memory, num_audited,
+        num_params, order, param_id, parameter_paths, reset_peak, stand_in_bytes, trim, units,
+        unused_units, wrap_plan,
     };
 }
 

@@ -10,6 +10,7 @@
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is cut anew.
+//! - [`field`]: arithmetic without rounding, by which both engines check what they do to gradients.
 //!
 //! Everything here is a small value computed from sizes. The crate knows nothing of tensors,
 //! threads, files or communication, and every rank that computes a layout from the same sizes
@@ -31,6 +32,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+pub mod field;
 mod layout;
 mod mesh;
 mod norm;

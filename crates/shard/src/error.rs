@@ -421,6 +421,25 @@ pub enum Error {
         /// The advice to the user.
         advice: &'static str,
     },
+    /// A gradient that the engine has not summed and divided as the policy says.
+    #[error(
+        "rank {rank}: the audit of this step refuses the gradient of `{path}`, of unit `{unit}`: expected {expected}; got \
+         {got}; {operations}; do not train on with it, and report this text as a fault of the engine"
+    )]
+    Audit {
+        /// This rank.
+        rank: usize,
+        /// The unit.
+        unit: String,
+        /// Path of the parameter.
+        path: String,
+        /// The sum that it should be.
+        expected: String,
+        /// What it is instead.
+        got: String,
+        /// The collectives that carried the unit's gradients in this step, and the order of the step.
+        operations: String,
+    },
     /// An error of a collective.
     #[error(transparent)]
     Collective(#[from] burn_fsdp_collectives::Error),

@@ -13,6 +13,7 @@
 //!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
+//! - `audit`: whether each gradient of a step was summed and divided once.
 //! - `adapter`: a weight and its low-rank adapter in arithmetic.
 //! - `schedule`: the order of operations, recorded in the first step and followed after it.
 //! - `op`: the nodes in Burn's autodiff graph, and the token that makes backward go unit by unit.
@@ -46,6 +47,7 @@
 
 mod adapter;
 mod ambient;
+mod audit;
 mod copies;
 mod device;
 mod error;
@@ -78,11 +80,12 @@ mod unmanaged;
 mod wrap;
 mod wrapper;
 
+pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
 pub use error::{Error, catch};
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
-pub use inspect::order::{Order, order};
+pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
 pub use inspect::units::{UnitHandle, Unsharding, no_sync, units, unused_units};
 pub use pins::Pinned;

@@ -41,6 +41,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, Tensor};
 
+use crate::audit::Tag;
 use crate::error::{Error, throw};
 
 /// A full parameter in one use of its unit, as backward needs it.
@@ -62,6 +63,9 @@ pub(crate) trait Weight: fmt::Debug + Send + Sync {
 pub(crate) trait Announce: fmt::Debug + Send + Sync {
     /// Handles that backward has come here. Returns the gradients of reductions that are through.
     fn reached(&self) -> Result<Vec<Reduced>, Error>;
+
+    /// Handles that those gradients are Burn's now: the leaf and the tag of each.
+    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error>;
 }
 
 /// A shard gradient that is ready for the optimizer.
@@ -70,6 +74,8 @@ pub(crate) struct Reduced {
     pub(crate) node: NodeId,
     /// The averaged gradient of this rank's elements.
     pub(crate) gradient: Tensor<1>,
+    /// The tag of the gradient.
+    pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
 }
@@ -246,6 +252,7 @@ impl<B: Primitive> Backward<B, 2> for Report {
 
     fn backward(self, ops: Ops<Arc<dyn Announce>, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let reduced = ops.state.reached();
+        let mut handed_over = Vec::new();
         for reduced in reduced.unwrap_or_else(|error| throw(error)) {
             let (node, shape) = (reduced.node, reduced.shape);
             match B::try_lower(reduced.gradient.clone()) {
@@ -256,7 +263,10 @@ impl<B: Primitive> Backward<B, 2> for Report {
                     grads.register::<Flex>(node, Flex::float_reshape(flat, shape));
                 }
             }
+            handed_over.push((node, reduced.tag));
         }
+        let taken_down = ops.state.handed_over(&handed_over);
+        taken_down.unwrap_or_else(|error| throw(error));
     }
 }
 

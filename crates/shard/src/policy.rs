@@ -5,6 +5,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_mesh::{Cut, Pattern, Strategy};
 
 use crate::Precision;
+use crate::audit::Audit;
 use crate::gradient_hook::GradientHook;
 
 /// The policy by which [`fully_shard`](crate::fully_shard) shards a module.
@@ -35,6 +36,7 @@ pub struct ShardPolicy {
     pub(crate) hook: Option<GradientHook>,
     pub(crate) offload: Option<Device>,
     pub(crate) lora: Option<Lora>,
+    pub(crate) audit: Audit,
 }
 
 /// The divisors of gradients, in place of the number of ranks: `pre` of each rank's, `post` of the sum. Sums
@@ -100,6 +102,7 @@ impl ShardPolicy {
             hook: None,
             offload: None,
             lora: None,
+            audit: Audit::default(),
         }
     }
 
@@ -260,6 +263,13 @@ impl ShardPolicy {
     /// itself has not.
     pub fn attaches_adapters(&self) -> bool {
         self.lora.is_some()
+    }
+
+    /// Sets the steps whose gradients are audited. Default: the first, and each that follows a new order of operations, in
+    /// debug builds; none in others. All ranks choose alike; where they do not, nothing is compared.
+    pub fn audit(mut self, steps: Audit) -> Self {
+        self.audit = steps;
+        self
     }
 
     /// Sets a function that changes this rank's full gradient of a parameter before it is reduced: it gets the

@@ -76,7 +76,12 @@ fn reduced_gradients<M: Module, const D: usize>(
                 .iter()
                 .find(|member| root.owns(&member.generation.unit));
             let copy = own.map(|member| member.copy);
-            register(&mut gradients, root.finish_unused(copy)?, module);
+            let reduced = root.finish_unused(copy)?;
+            let handed_over = reduced.iter().map(|reduced| (reduced.node, reduced.tag));
+            let handed_over: Vec<_> = handed_over.collect();
+            register(&mut gradients, reduced, module);
+            root.handed_over(&handed_over);
+            root.end_audit()?;
         }
     }
     let mut gradients = GradientsParams::from_grads(gradients, module);

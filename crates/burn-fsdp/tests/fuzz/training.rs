@@ -232,7 +232,8 @@ impl Case {
             .cut(eager.cut)
             .whole_below(eager.whole_below)
             .prefetch(eager.prefetch)
-            .reshard_root(eager.reshards_root);
+            .reshard_root(eager.reshards_root)
+            .audit(burn_fsdp::sharding::Audit::EveryStep);
         if eager.has_owners {
             policy = policy.one_owner(["**"]);
         }

@@ -25,6 +25,16 @@ impl std::fmt::Display for Order {
     }
 }
 
+/// Returns the number of backwards of a sharded module that were [audited](crate::ShardPolicy::audit) to their end and found
+/// right.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`].
+pub fn num_audited<M: Module>(module: &M) -> Result<u64, Error> {
+    Ok(inspect::root_of(module)?.num_audited())
+}
+
 /// Returns the order of gathers and reductions recorded in the last complete step; empty before the first.
 ///
 /// # Errors

@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use burn::backend::autodiff::NodeId;
 use burn::tensor::{Shape, Tensor};
 
 use super::state::Root;
+use crate::audit::Tag;
 use crate::copies::Generation;
 use crate::error::{Error, throw};
 use crate::op::{Announce, Reduced, Weight};
@@ -87,6 +89,11 @@ impl Announce for UnitEnd {
     fn reached(&self) -> Result<Vec<Reduced>, Error> {
         self.root.unit_end(&self.generation, self.use_id)
     }
+
+    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {
+        self.root.handed_over(gradients);
+        Ok(())
+    }
 }
 
 /// The milestone at which every gather's backward has run.
@@ -96,5 +103,10 @@ pub(super) struct Finish(pub(super) Arc<Root>);
 impl Announce for Finish {
     fn reached(&self) -> Result<Vec<Reduced>, Error> {
         self.0.finish()
+    }
+
+    fn handed_over(&self, gradients: &[(NodeId, Tag)]) -> Result<(), Error> {
+        self.0.handed_over(gradients);
+        self.0.end_audit()
     }
 }

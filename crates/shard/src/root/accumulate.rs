@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 use burn_fsdp_collectives::{Account, BufferPool};
 
+use crate::audit::Tag;
 use crate::copies::Generation;
 use crate::slot::Slots;
 use crate::transport::cast;
@@ -15,13 +16,20 @@ use crate::unit::Unit;
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
+    pub(super) tag: Tag,
+}
+
+/// A gradient that is not counted.
+pub(super) struct Tagged {
+    pub(super) tensor: Tensor<1>,
+    pub(super) tag: Tag,
 }
 
 /// A unit whose backward has ended.
 pub(super) struct Ended {
     pub(super) generation: Arc<Generation>,
     /// Gradients of parameters kept whole, by slot.
-    pub(super) whole: Slots<Tensor<1>>,
+    pub(super) whole: Slots<Tagged>,
 }
 
 /// The gradients that have come and wait.
@@ -34,7 +42,7 @@ pub(super) struct Accumulation {
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that have not crossed to the replicas yet, by unit.
-    pub(super) partial: BTreeMap<usize, Slots<Tensor<1>>>,
+    pub(super) partial: BTreeMap<usize, Slots<Tagged>>,
 }
 
 impl Accumulation {
@@ -59,6 +67,7 @@ impl Accumulation {
                     tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
                     account: pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
+                    tag: gradient.tag,
                 },
             };
             gradient.add_to(place);
@@ -113,8 +122,14 @@ impl Accumulation {
                 let to = generation.unit.slots[slot].elements.reduce.dtype;
                 // Gradients that were held back are in the type in which they are reduced.
                 whole[slot] = Some(match whole[slot].take() {
-                    Some(earlier) => cast(earlier, to) + cast(gradient.tensor, to),
-                    None => gradient.tensor,
+                    Some(earlier) => Tagged {
+                        tensor: cast(earlier.tensor, to) + cast(gradient.tensor, to),
+                        tag: earlier.tag.plus(gradient.tag),
+                    },
+                    None => Tagged {
+                        tensor: gradient.tensor,
+                        tag: gradient.tag,
+                    },
                 });
             }
         }
@@ -128,6 +143,7 @@ impl Gradient {
             Some(earlier) => Self {
                 tensor: earlier.tensor + self.tensor,
                 account: earlier.account,
+                tag: earlier.tag.plus(self.tag),
             },
             None => self,
         });

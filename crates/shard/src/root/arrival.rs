@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use burn::tensor::{Device, Shape, Tensor};
-use burn_fsdp_collectives::{Reduction as Averaging, Source};
+use burn_fsdp_collectives::{Buffer, Reduction as Averaging, Source};
 
-use super::accumulate::Gradient;
+use super::accumulate::{Gradient, Tagged};
+use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::op::Reduced;
@@ -65,18 +66,48 @@ impl Arrival {
     }
 }
 
+/// A gradient as a reduction takes it in.
+pub(super) struct Given {
+    pub(super) source: Source,
+    /// Its tag; `None` if this rank has no gradient.
+    pub(super) tag: Option<Tag>,
+}
+
+/// A reduced gradient as it comes.
+pub(super) struct Arrived {
+    pub(super) buffer: Buffer,
+    /// True if any rank has a gradient.
+    pub(super) is_used: bool,
+    pub(super) tag: Tag,
+}
+
+/// Returns what a reduction over `ranks` has brought, with these notes.
+pub(super) fn arrived(
+    buffers: Vec<Buffer>,
+    notes: Vec<Vec<u8>>,
+    reduction: &Averaging,
+    ranks: usize,
+) -> Vec<Arrived> {
+    let number = buffers.len();
+    let scale = scale_of(reduction, ranks);
+    let arrived = |(index, buffer)| Arrived {
+        buffer,
+        is_used: is_flagged(&notes, index),
+        tag: tag_of_sum(&notes, index, number).times(scale),
+    };
+    buffers.into_iter().enumerate().map(arrived).collect()
+}
+
 /// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns.
-pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
+pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
-    buffers: Vec<B>,
-    notes: &[Vec<u8>],
+    arrived: Vec<Arrived>,
     arrival: Arrival,
 ) -> Vec<Reduced> {
     leaves
-        .zip(buffers)
-        .enumerate()
-        .filter(|(index, _)| is_used(notes, *index))
-        .filter_map(|(_, ((generation, index), buffer))| {
+        .zip(arrived)
+        .filter(|(_, arrived)| arrived.is_used)
+        .filter_map(|((generation, index), Arrived { buffer, tag, .. })| {
             let slot = &generation.unit.slots[index];
             let rank = generation.unit.groups.shard.rank();
             if slot.is_elsewhere(rank) {
@@ -87,40 +118,43 @@ pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
                 node: generation.node(index)?,
                 shape: Shape::from(slot.shown_shape(rank)),
                 gradient: arrival.tensor(&generation.unit, slot, buffer, &device),
+                tag,
             })
         })
         .collect()
 }
 
-/// Returns true if any rank flagged place `index`.
-pub(super) fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
-    notes.iter().any(|note| note.get(index) == Some(&1))
-}
-
-/// Returns reduced gradients as tensors, in the type of the shards.
-pub(super) fn tensors<B: AsRef<[u8]>>(
+/// Returns the reduced gradients of slots as tensors, in the type of the shards; `None` for what no rank has.
+pub(super) fn sums(
     generation: &Generation,
     slots: &[usize],
-    buffers: Vec<B>,
+    arrived: Vec<Arrived>,
     arrival: Arrival,
-) -> Vec<Tensor<1>> {
-    let tensor = |(&index, buffer): (&usize, B)| {
+) -> Vec<Option<Tagged>> {
+    let sum = |(&index, arrived): (&usize, Arrived)| {
         let device = generation.home(index);
         let unit = &generation.unit;
-        arrival.tensor(unit, &unit.slots[index], buffer, &device)
+        arrived.is_used.then(|| Tagged {
+            tensor: arrival.tensor(unit, &unit.slots[index], arrived.buffer, &device),
+            tag: arrived.tag,
+        })
     };
-    slots.iter().zip(buffers).map(tensor).collect()
+    slots.iter().zip(arrived).map(sum).collect()
 }
 
-/// Returns a gradient as a source, as the policy's hook wants it; zeros if this rank has none.
-pub(super) fn source_of(
-    gradient: Option<Gradient>,
-    slot: &Slot,
-    unit: &Unit,
-) -> Result<Source, Error> {
+/// Returns a gradient as a reduction takes it in, as the policy's hook wants it; zeros if this rank has none.
+pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Result<Given, Error> {
     let elements = slot.partition.num_elements();
-    let Some(Gradient { tensor, account }) = gradient else {
-        return Ok(Source::new(vec![0; elements * slot.elements.reduce.size()]));
+    let Some(Gradient {
+        tensor,
+        account,
+        tag,
+    }) = gradient
+    else {
+        return Ok(Given {
+            source: Source::new(vec![0; elements * slot.elements.reduce.size()]),
+            tag: None,
+        });
     };
     let tensor = match &unit.gradients.hook {
         Some(hook) => hook.call(&slot.path, tensor),
@@ -137,7 +171,9 @@ pub(super) fn source_of(
             },
         });
     }
-    Ok(unit
-        .staging
-        .source(cast(tensor, slot.elements.reduce.dtype), Some(account)))
+    let tensor = cast(tensor, slot.elements.reduce.dtype);
+    Ok(Given {
+        source: unit.staging.source(tensor, Some(account)),
+        tag: Some(tag),
+    })
 }

@@ -43,15 +43,14 @@ impl Root {
         };
         let account = self.pool.account(bytes);
         let mut progress = self.progress();
-        let of_use = progress
-            .gradients
-            .of_uses
-            .entry(use_id)
-            .or_insert_with(|| unit.empty_slots());
+        let tag = progress.audited.came(unit, slot);
         let gradient = Gradient {
             tensor: gradient,
             account,
+            tag,
         };
+        let of_uses = &mut progress.gradients.of_uses;
+        let of_use = of_uses.entry(use_id).or_insert_with(|| unit.empty_slots());
         gradient.add_to(&mut of_use[slot]);
     }
 

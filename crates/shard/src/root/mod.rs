@@ -4,6 +4,7 @@
 //! - `state`: the root, and the state of its step; in parts: `pass` (the units that forward has used), `order`
 //!   (what comes next), `accumulate` (gradients that wait), `reductions` (those on their way).
 //! - `gather` and `reduce`: one of each; `arrival`: what goes into a reduction and comes out.
+//! - `audited` and `audit`: what is known of a step, and whether each gradient was summed and divided once.
 //! - `advance`: operations in the order that all ranks have.
 //! - `forward` and `backward`: the two parts of a step. `access`: the calls of the autodiff nodes to them.
 
@@ -11,6 +12,8 @@ mod access;
 mod accumulate;
 mod advance;
 mod arrival;
+mod audit;
+mod audited;
 mod backward;
 mod forward;
 mod gather;

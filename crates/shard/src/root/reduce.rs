@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use burn::tensor::Tensor;
 use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
 
-use super::accumulate::Gradient;
-use super::arrival::{Arrival, gradients_of, is_used, source_of, tensors};
+use super::accumulate::{Gradient, Tagged};
+use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, sums};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
@@ -26,6 +25,7 @@ impl Progress {
         mut gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
         let unit = &generation.unit;
+        self.audited.reduces(generation);
         Copies::of(generation).drop_pieces();
         self.gradients.add_held(unit, &mut gradients);
         self.gradients.keep_whole(generation, &mut gradients);
@@ -33,15 +33,12 @@ impl Progress {
         if slots.is_empty() {
             return Ok(());
         }
-        let used = slots
-            .iter()
-            .map(|&slot| u8::from(gradients[slot].is_some()));
-        let used: Vec<u8> = used.collect();
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
             let slot = &unit.slots[index];
-            sources.push(source_of(gradients[index].take(), slot, unit)?);
+            sources.push(given(gradients[index].take(), slot, unit)?);
         }
+        let note = self.audited.note(sources.iter().map(|given| given.tag));
         let of = |&slot: &usize| &unit.slots[slot];
         let own = unit.groups.shard.rank();
         let (mean, arrival) = Arrival::of(unit.averaging(), slots.iter().map(of));
@@ -56,19 +53,22 @@ impl Progress {
         });
         let into = into.collect();
         let is_sharded = slots.iter().map(of).any(Slot::is_gathered);
+        let sources = sources.into_iter().map(|given| given.source);
         let parts = slots.iter().map(of).zip(sources);
         let group = &unit.groups.reduce;
         let pending = if is_sharded {
             let parts = parts.map(|(slot, source)| slot.part(source, slot.elements.reduce));
-            group.start_reduce_scatter(label, used, mean, parts.collect(), into)?
+            group.start_reduce_scatter(label, note, mean, parts.collect(), into)?
         } else {
             let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
-            group.start_all_reduce(label, used, mean, parts.collect(), into)?
+            group.start_all_reduce(label, note, mean, parts.collect(), into)?
         };
+        self.audited.carries(Some(unit), pending.operation());
         self.reductions.in_flight.push_back(Reduction {
             pending,
             generation: generation.clone(),
             slots,
+            mean,
             arrival,
         });
         // Here, and not where the result is wanted: a rank that only takes part must let go of the
@@ -86,27 +86,26 @@ impl Progress {
                 pending,
                 generation,
                 slots,
+                mean,
                 arrival,
             } = reduction;
             // Not before the peers have read them are the full gradients gone.
             let Received { buffers, notes, .. } = pending.wait_released()?;
-            let used: Vec<u8> = (0..slots.len())
-                .map(|index| u8::from(is_used(&notes, index)))
-                .collect();
-            let (buffers, notes, arrival) = match &generation.unit.groups.replicas {
-                None => (buffers, vec![used], arrival),
+            let groups = &generation.unit.groups;
+            let arrived = arrived(buffers, notes, &mean, groups.reduce.size());
+            let (arrived, arrival) = match &groups.replicas {
+                None => (arrived, arrival),
                 Some(replicas) => {
-                    let sums = tensors(&generation, &slots, buffers, arrival);
-                    match self.cross(root, replicas, &generation, &slots, sums, used)? {
-                        Some(crossed) => (crossed.buffers, crossed.notes, Arrival::AsHeld),
+                    let sums = sums(&generation, &slots, arrived, arrival);
+                    match self.cross(root, replicas, &generation, &slots, sums)? {
+                        Some(crossed) => (crossed, Arrival::AsHeld),
                         None => continue,
                     }
                 }
             };
             let leaves = slots.iter().map(|&slot| (&generation, slot));
-            self.reductions
-                .done
-                .extend(gradients_of(leaves, buffers, &notes, arrival));
+            let gradients = gradients_of(leaves, arrived, arrival);
+            self.reductions.done.extend(gradients);
         }
         Ok(())
     }
@@ -119,9 +118,8 @@ impl Progress {
         replicas: &ProcessGroup,
         generation: &Generation,
         slots: &[usize],
-        sums: Vec<Tensor<1>>,
-        mut used: Vec<u8>,
-    ) -> Result<Option<Received>, Error> {
+        sums: Vec<Option<Tagged>>,
+    ) -> Result<Option<Vec<Arrived>>, Error> {
         let unit = &generation.unit;
         let mut aside = self
             .gradients
@@ -129,14 +127,14 @@ impl Progress {
             .remove(&unit.position())
             .unwrap_or_else(|| unit.empty_slots());
         let mut waiting = unit.empty_slots();
-        for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
-            waiting[index] = match (aside[index].take(), *used) {
-                (None, 0) => None,
-                (None, _) => Some(sum),
-                (Some(earlier), 0) => Some(earlier),
-                (Some(earlier), _) => Some(earlier + sum),
+        for (&index, sum) in slots.iter().zip(sums) {
+            waiting[index] = match (aside[index].take(), sum) {
+                (Some(earlier), Some(sum)) => Some(Tagged {
+                    tensor: earlier.tensor + sum.tensor,
+                    tag: earlier.tag.plus(sum.tag),
+                }),
+                (earlier, sum) => earlier.or(sum),
             };
-            *used = u8::from(waiting[index].is_some());
         }
         if !unit.switches.all_reduce.load(Relaxed) {
             self.gradients.partial.insert(unit.position(), waiting);
@@ -145,12 +143,15 @@ impl Progress {
         let own = unit.groups.shard.rank();
         let mut parts = Vec::with_capacity(slots.len());
         let mut into = Vec::with_capacity(slots.len());
+        let mut tags = Vec::with_capacity(slots.len());
         for &index in slots {
             let slot = &unit.slots[index];
             let bytes = slot.held_elements(own) * slot.elements.stored.size();
+            let sum = waiting[index].take();
+            tags.push(sum.as_ref().map(|sum| sum.tag));
             parts.push(FullPart {
-                source: match waiting[index].take() {
-                    Some(sum) => unit.staging.source(sum, None),
+                source: match sum {
+                    Some(sum) => unit.staging.source(sum.tensor, None),
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),
@@ -159,8 +160,12 @@ impl Progress {
             into.push(root.reduced.take(bytes));
         }
         let label = root.label(format_args!("{} reduction over replicas", unit.label()));
-        let pending = replicas.start_all_reduce(label, used, Averaging::sum(), parts, into)?;
-        Ok(Some(pending.wait_released()?))
+        let sum = Averaging::sum();
+        let note = self.audited.note(tags.into_iter());
+        let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
+        self.audited.carries(Some(unit), pending.operation());
+        let Received { buffers, notes, .. } = pending.wait_released()?;
+        Ok(Some(arrived(buffers, notes, &sum, replicas.size())))
     }
 
     /// Completes all reductions and averages the gradients of the parameters that every rank holds
@@ -172,41 +177,66 @@ impl Progress {
         wanted: Operation,
     ) -> Result<Vec<Note>, Error> {
         self.complete(root, 0)?;
-        let ended = std::mem::take(&mut self.gradients.ended);
-        let mut leaves = Vec::new();
-        let mut sources = Vec::new();
-        for mut unit_end in ended {
-            let generation = unit_end.generation;
-            if !generation.unit.syncs() {
+        let whole = self.take_whole(root)?;
+        let order = self.order.current();
+        let (wish, marks) = (order.wish(wanted), order.marks().to_vec());
+        let note = self
+            .audited
+            .last_note(wish, marks, whole.iter().map(|whole| whole.given.tag));
+        let lengths = note.lengths();
+        let notes = match whole.is_empty() {
+            true => {
+                let label = root.label(format_args!("end of backward"));
+                root.group.exchange(label, note.join())?
+            }
+            false => self.average_whole(root, note, whole)?,
+        };
+        let notes = Note::split_all(notes, lengths);
+        self.audited.hear(&notes);
+        Ok(notes)
+    }
+
+    /// Takes the gradients of the parameters kept whole that have come and whose units reduce.
+    fn take_whole(&mut self, root: &Root) -> Result<Vec<Whole>, Error> {
+        let mut taken = Vec::new();
+        for mut ended in std::mem::take(&mut self.gradients.ended) {
+            let unit = &ended.generation.unit;
+            if !unit.syncs() {
                 continue;
             }
-            for index in generation.whole_slots() {
-                let gradient = unit_end.whole[index].take().map(|tensor| Gradient {
-                    tensor,
+            for slot in ended.generation.whole_slots() {
+                let gradient = ended.whole[slot].take().map(|whole| Gradient {
+                    tensor: whole.tensor,
                     account: root.pool.account(0),
+                    tag: whole.tag,
                 });
-                let is_used = gradient.is_some();
-                let unit = &generation.unit;
-                sources.push((is_used, source_of(gradient, &unit.slots[index], unit)?));
-                leaves.push((generation.clone(), index));
+                taken.push(Whole {
+                    generation: ended.generation.clone(),
+                    slot,
+                    given: given(gradient, &unit.slots[slot], unit)?,
+                });
             }
         }
-        let order = self.order.current();
-        let marks = order.marks().to_vec();
-        let places = marks.len();
-        let note = Note {
-            wish: order.wish(wanted),
-            marks,
-            used: sources.iter().map(|&(used, _)| u8::from(used)).collect(),
-        };
+        Ok(taken)
+    }
+
+    /// Averages gradients of parameters kept whole over all ranks, and returns the ranks' notes.
+    fn average_whole(
+        &mut self,
+        root: &Root,
+        note: Note,
+        whole: Vec<Whole>,
+    ) -> Result<Vec<Vec<u8>>, Error> {
+        let mut leaves = Vec::with_capacity(whole.len());
+        let mut sources = Vec::with_capacity(whole.len());
+        for whole in whole {
+            leaves.push((whole.generation, whole.slot));
+            sources.push(whole.given.source);
+        }
         let slots = leaves
             .iter()
             .map(|(generation, slot)| &generation.unit.slots[*slot]);
-        if sources.is_empty() {
-            let label = root.label(format_args!("end of backward"));
-            let notes = root.group.exchange(label, note.join())?;
-            return Ok(Note::split_all(notes, places));
-        }
+        let lengths = note.lengths();
         let mean = averaging(root.group.size(), root.factors);
         let (mean, arrival) = Arrival::of(mean, slots.clone());
         let into = slots.clone().map(|slot| {
@@ -215,17 +245,26 @@ impl Progress {
         });
         let into = into.collect();
         let parts = slots.zip(sources);
-        let parts = parts.map(|(slot, (_, source))| slot.full_part(source, slot.elements.reduce));
+        let parts = parts.map(|(slot, source)| slot.full_part(source, slot.elements.reduce));
         let label = root.label(format_args!("parameters kept whole, reduction"));
         let pending =
             root.group
                 .start_all_reduce(label, note.join(), mean, parts.collect(), into)?;
-        let received = pending.wait_released()?;
-        let notes = Note::split_all(received.notes, places);
-        let used: Vec<_> = notes.iter().map(|note| note.used.clone()).collect();
+        self.audited.carries(None, pending.operation());
+        let Received { buffers, notes, .. } = pending.wait_released()?;
+        let of_reduction = Note::split_all(notes.clone(), lengths);
+        let of_reduction = of_reduction.iter().map(Note::of_reduction).collect();
+        let arrived = arrived(buffers, of_reduction, &mean, root.group.size());
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
-        let gradients = gradients_of(leaves, received.buffers, &used, arrival);
+        let gradients = gradients_of(leaves, arrived, arrival);
         self.reductions.done.extend(gradients);
         Ok(notes)
     }
+}
+
+/// A gradient of a parameter that every rank holds whole.
+struct Whole {
+    generation: Arc<Generation>,
+    slot: usize,
+    given: Given,
 }

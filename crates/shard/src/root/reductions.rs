@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use burn_fsdp_collectives::{Pending, Received};
+use burn_fsdp_collectives::{Pending, Received, Reduction as Averaging};
 
 use super::arrival::Arrival;
 use crate::copies::Generation;
@@ -14,6 +14,8 @@ pub(super) struct Reduction {
     pub(super) pending: Pending<Received>,
     pub(super) generation: Arc<Generation>,
     pub(super) slots: Vec<usize>,
+    /// What it makes of the gradients.
+    pub(super) mean: Averaging,
     pub(super) arrival: Arrival,
 }
 

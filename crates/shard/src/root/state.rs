@@ -8,10 +8,12 @@ use burn_fsdp_collectives::{At, BufferPool, Label, ProcessGroup};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::accumulate::Accumulation;
+use super::audited::Audited;
 use super::order::Order;
 use super::pass::Uses;
 use super::reductions::Reductions;
 use super::ruler::Rulers;
+use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
 use crate::error::{Error, throw};
 use crate::gradient_hook::GradientHook;
@@ -67,6 +69,8 @@ pub(super) struct Progress {
     pub(super) gradients: Accumulation,
     /// Gradients on their way to the shards.
     pub(super) reductions: Reductions,
+    /// What is known of the step to audit it.
+    pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
 }
@@ -97,6 +101,15 @@ impl Root {
     ) -> Arc<Self> {
         // Roots are made by collective calls, before which all ranks have done the same.
         let number = group.counts().total().operations;
+        // Ranks that do not exist contribute nothing.
+        let audit = match group.is_fake() {
+            true => Audit::Off,
+            false => policy.audit,
+        };
+        let progress = Progress {
+            audited: Audited::new(audit, group.rank()),
+            ..Progress::default()
+        };
         Arc::new(Self {
             prefetch: policy.prefetch.unwrap_or(usize::from(group.overlaps())),
             group,
@@ -107,7 +120,7 @@ impl Root {
             units: Mutex::default(),
             rulers: Mutex::default(),
             stepping: AtomicBool::new(false),
-            progress: Mutex::default(),
+            progress: Mutex::new(progress),
             trial: Trial::default(),
             left_alone,
         })
@@ -124,7 +137,10 @@ impl Root {
 
     /// Makes `units` the root's units, in this order.
     pub(crate) fn adopt<'a>(&self, units: impl Iterator<Item = &'a Copies>) {
-        let known = units.enumerate().map(|(index, copies)| {
+        let units: Vec<_> = units.collect();
+        let parameters = units.iter().map(|copies| copies.unit.slots.len());
+        self.progress().audited.open(parameters);
+        let known = units.into_iter().enumerate().map(|(index, copies)| {
             copies.unit.set_position(index);
             copies.downgrade()
         });
@@ -154,6 +170,18 @@ impl Root {
         units
             .map(|copies| copies.is_none_or(|copies| copies.unit.syncs()))
             .collect()
+    }
+
+    /// Returns the switches on which the way of gradients depends: whether each unit reduces them, and whether it
+    /// crosses to the replicas.
+    pub(super) fn switches(&self) -> Vec<bool> {
+        let mut switches = self.choice();
+        let units = self.units.lock();
+        switches.extend(units.iter().map(|copies| {
+            let copies = copies.upgrade();
+            copies.is_none_or(|copies| copies.unit.switches.all_reduce.load(Ordering::Relaxed))
+        }));
+        switches
     }
 
     /// Returns whether any module still holds each unit.
@@ -303,6 +331,7 @@ impl Root {
                 ..Order::default()
             },
             counts: progress.counts,
+            audited: std::mem::take(&mut progress.audited).after_error(),
             watch,
             ..Progress::default()
         };
@@ -400,6 +429,7 @@ impl Progress {
             let held = root.held();
             order.prune(|unit| held.get(unit).is_some_and(|&held| held));
         }
+        self.begin_audit(root);
     }
 
     /// Ends the forward, at the first sign of backward.
@@ -408,6 +438,7 @@ impl Progress {
             return Ok(());
         }
         self.phase = Phase::Backward;
+        self.begin_audit(root);
         if let Some(pass) = &mut self.uses.pass {
             if let Some(last) = pass.current.take() {
                 last.close();

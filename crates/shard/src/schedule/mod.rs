@@ -156,6 +156,11 @@ impl Schedule {
         self.phase == Phase::Following && self.cursor == 0
     }
 
+    /// Returns true if nothing has been issued in this step, whether an order is followed or none is known yet.
+    pub(crate) fn is_untouched(&self) -> bool {
+        self.cursor == 0 && (self.phase == Phase::Following || self.recorded.is_empty())
+    }
+
     /// Drops the operations of units that no module holds any more.
     pub(crate) fn prune(&mut self, is_held: impl Fn(usize) -> bool) {
         self.recorded

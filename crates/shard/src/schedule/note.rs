@@ -46,8 +46,8 @@ impl Wish {
     }
 }
 
-/// The message that travels with the last exchange of a step: a rank's wish, its marks, and which
-/// of the parameters kept whole it has gradients of.
+/// The message that travels with the last exchange of a step: a rank's wish, its marks, which of the parameters kept
+/// whole it has gradients of, and what an audit wants to know.
 pub(crate) struct Note {
     /// The encoded wish of the rank.
     pub(crate) wish: Vec<u8>,
@@ -55,28 +55,59 @@ pub(crate) struct Note {
     pub(crate) marks: Vec<u8>,
     /// The flags of the parameters kept whole, one byte each: 1 if the rank has a gradient.
     pub(crate) used: Vec<u8>,
+    /// The tags of those gradients; of audited steps alone.
+    pub(crate) tags: Vec<u8>,
+    /// The gradients that came on the rank; of audited steps alone.
+    pub(crate) told: Vec<u8>,
+}
+
+/// The parts of fixed length in a note, the same on all ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NoteLengths {
+    /// The number of places of the order.
+    pub(crate) places: usize,
+    /// The number of parameters kept whole.
+    pub(crate) whole: usize,
 }
 
 impl Note {
+    /// Returns the lengths of the parts that every rank's note of this reduction has.
+    pub(crate) fn lengths(&self) -> NoteLengths {
+        NoteLengths {
+            places: self.marks.len(),
+            whole: self.used.len(),
+        }
+    }
+
     /// Returns the note as one string of bytes.
     pub(crate) fn join(self) -> Vec<u8> {
-        [self.wish, self.marks, self.used].concat()
+        [self.wish, self.marks, self.used, self.tags, self.told].concat()
     }
 
-    /// Splits the notes of all ranks, whose order has `places` places.
-    pub(crate) fn split_all(notes: Vec<Vec<u8>>, places: usize) -> Vec<Self> {
+    /// Returns the flags and the tags: the note of the reduction itself.
+    pub(crate) fn of_reduction(&self) -> Vec<u8> {
+        [&self.used[..], &self.tags].concat()
+    }
+
+    /// Splits the notes of all ranks.
+    pub(crate) fn split_all(notes: Vec<Vec<u8>>, lengths: NoteLengths) -> Vec<Self> {
         let notes = notes.into_iter();
-        notes.map(|note| Self::split(note, places)).collect()
+        notes.map(|note| Self::split(note, lengths)).collect()
     }
 
-    /// Splits the note of a rank whose order has `places` places.
-    fn split(mut bytes: Vec<u8>, places: usize) -> Self {
-        let mut rest = bytes.split_off(Wish::LEN.min(bytes.len()));
-        let used = rest.split_off(places.min(rest.len()));
+    /// Splits the note of a rank.
+    fn split(mut bytes: Vec<u8>, NoteLengths { places, whole }: NoteLengths) -> Self {
+        let after = |bytes: &mut Vec<u8>, len: usize| bytes.split_off(len.min(bytes.len()));
+        let mut marks = after(&mut bytes, Wish::LEN);
+        let mut used = after(&mut marks, places);
+        let mut tags = after(&mut used, whole);
+        let told = after(&mut tags, whole * size_of::<u64>());
         Self {
             wish: bytes,
-            marks: rest,
+            marks,
             used,
+            tags,
+            told,
         }
     }
 }

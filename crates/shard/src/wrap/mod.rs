@@ -34,7 +34,7 @@ use crate::survey::{Found, Survey, survey};
 use burn_fsdp_mesh::Strategy;
 
 use grouping::{Grouping, Ignored};
-use placed::{Placed, check_group, earlier_units, split_off_replicas};
+use placed::{Placed, check_groups, earlier_units, split_off_replicas};
 use ranks::Ranks;
 use sharder::Sharder;
 
@@ -148,7 +148,7 @@ fn wrap<M: Module>(
     check_ids(&module, &survey)?;
     check(&survey, &parameters, &adopted, &left_alone)?;
     for earlier in &adopted {
-        check_group(earlier, &ranks.groups.shard)?;
+        check_groups(earlier, &ranks.groups)?;
         if let Some(root) = earlier.root_link.root() {
             root.expect_between_steps()?;
         }

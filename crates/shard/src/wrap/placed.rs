@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::inspect;
 use crate::optim::gradients;
 use crate::parameter::owned::RootLink;
+use crate::spec::Groups;
 
 /// A unit on the module that a call was made on.
 pub(super) struct Placed {
@@ -58,15 +59,26 @@ pub(super) fn earlier_units<M: Module>(module: &M, paths: &[String]) -> Vec<Plac
     units
 }
 
-/// Refuses a unit of other ranks than those of `group`.
-pub(super) fn check_group(earlier: &Placed, group: &ProcessGroup) -> Result<(), Error> {
-    let unit = &earlier.copies.unit;
-    match gradients::is_same(&unit.groups.shard, group) {
+/// Refuses a unit of other ranks than those of `groups`: those that hold the shards, and the replicas of each.
+pub(super) fn check_groups(earlier: &Placed, groups: &Groups) -> Result<(), Error> {
+    let own = &earlier.copies.unit.groups;
+    let are_same = match (&own.replicas, &groups.replicas) {
+        (None, None) => true,
+        (Some(own), Some(replicas)) => gradients::is_same(own, replicas),
+        _ => false,
+    };
+    match gradients::is_same(&own.shard, &groups.shard) && are_same {
         true => Ok(()),
         false => Err(Error::Group {
             unit: earlier.prefix.clone(),
-            expected: group.name().to_owned(),
-            got: unit.groups.shard.name().to_owned(),
+            expected: names(groups),
+            got: names(own),
         }),
     }
+}
+
+fn names(groups: &Groups) -> String {
+    let replicas = groups.replicas.as_ref().map(ProcessGroup::name);
+    let replicas = replicas.map(|name| format!("`, replicated over `{name}"));
+    format!("{}{}", groups.shard.name(), replicas.unwrap_or_default())
 }

@@ -1,6 +1,7 @@
 //! The eager engine against one rank without sharding, ranks as threads; some of it, also as processes.
 
 mod accumulate;
+mod audit;
 mod bench;
 mod composable;
 mod counts;

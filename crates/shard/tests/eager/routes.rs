@@ -13,7 +13,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, Strategy, backward, catch, fully_shard, no_sync, replicate,
+    Audit, Error, ShardPolicy, Strategy, backward, catch, fully_shard, no_sync, num_audited,
+    replicate,
 };
 
 use super::bench::{
@@ -186,7 +187,7 @@ fn plainly(seed: u64, ranks: usize, steps: usize) -> Outcome {
 fn build(world: &ProcessGroup, layout: Layout) -> Result<Net, Error> {
     let device = device();
     let policy = ShardPolicy::new().units(["layers.*", "experts.*", "recurrent", "shared"]);
-    let policy = policy.prefetch(layout.prefetch);
+    let policy = policy.prefetch(layout.prefetch).audit(Audit::EveryStep);
     let line = || ProcessMesh::new(world, Mesh::line("shard", world.size())?);
     let model = seeded_by_rank(Net::new(&device), world.rank());
     match layout.way {
@@ -221,10 +222,12 @@ fn sharded(seed: u64, ranks: usize, steps: usize, layout: Layout) -> Outcome {
         let mut model = build(&world, layout)?;
         let mut optim = optimizer();
         let mut losses = Vec::new();
+        let mut backwards = 0;
         for step in 0..steps {
             model = model.staged(seed, step);
             let mut total = 0.0;
             let last = num_micro(seed, step) - 1;
+            backwards += last as u64 + 1;
             let mut run = |micro| {
                 let route = Route::of(seed, step, micro, world.rank());
                 let loss = catch(|| model.loss(&route, world.rank(), step, &device))?;
@@ -238,6 +241,7 @@ fn sharded(seed: u64, ranks: usize, steps: usize, layout: Layout) -> Outcome {
             losses.push(total);
             model = optim.step(1e-2, model, gradients);
         }
+        assert_eq!(num_audited(&model)?, backwards);
         let params = whole_params(Net::new(&device), &model);
         Ok(Outcome { losses, params })
     });

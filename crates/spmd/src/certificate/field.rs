@@ -5,76 +5,11 @@
 //! that are equal as expressions over such functions agree on all arguments; two that are not agree on random ones
 //! with a probability of at most their degree over 2^61 (Schwartz and Zippel).
 
-/// The modulus.
-pub(super) const MODULUS: u64 = (1 << 61) - 1;
+pub(super) use burn_fsdp_mesh::field::{
+    Element, MODULUS, add, div, inverse, mul, neg, of_integer, power, reduce, sub,
+};
 
-/// An element of the field, below [`MODULUS`].
-pub(super) type Element = u64;
-
-/// Returns the element that a sum of products is congruent to.
-pub(super) fn reduce(value: u128) -> Element {
-    // 2^61 is congruent to 1.
-    let low = (value as u64) & MODULUS;
-    let folded = low as u128 + (value >> 61);
-    let folded = ((folded as u64) & MODULUS) + (folded >> 61) as u64;
-    match folded >= MODULUS {
-        true => folded - MODULUS,
-        false => folded,
-    }
-}
-
-pub(super) fn add(a: Element, b: Element) -> Element {
-    let sum = a + b;
-    match sum >= MODULUS {
-        true => sum - MODULUS,
-        false => sum,
-    }
-}
-
-pub(super) fn neg(a: Element) -> Element {
-    match a {
-        0 => 0,
-        a => MODULUS - a,
-    }
-}
-
-pub(super) fn sub(a: Element, b: Element) -> Element {
-    add(a, neg(b))
-}
-
-pub(super) fn mul(a: Element, b: Element) -> Element {
-    reduce(u128::from(a) * u128::from(b))
-}
-
-pub(super) fn power(base: Element, mut exponent: u64) -> Element {
-    let (mut square, mut result) = (base, 1);
-    while exponent > 0 {
-        if exponent & 1 == 1 {
-            result = mul(result, square);
-        }
-        square = mul(square, square);
-        exponent >>= 1;
-    }
-    result
-}
-
-/// Returns the inverse, by Fermat's little theorem; zero of zero.
-pub(super) fn inverse(a: Element) -> Element {
-    power(a, MODULUS - 2)
-}
-
-pub(super) fn div(a: Element, b: Element) -> Element {
-    mul(a, inverse(b))
-}
-
-/// Returns the element of an integer.
-pub(super) fn of_integer(value: i64) -> Element {
-    let magnitude = reduce(u128::from(value.unsigned_abs()));
-    match value < 0 {
-        true => neg(magnitude),
-        false => magnitude,
-    }
-}
+use burn_fsdp_mesh::field;
 
 /// Returns the element of a number: that of a fraction with a small denominator if the number is one as far as 52 bits
 /// tell, as a third is; that of the root of a small integer, or of one over it, if the number is one as far as a 32-bit
@@ -87,31 +22,7 @@ pub(super) fn of_number(value: f64) -> Element {
     if let Some(root) = of_root(value) {
         return root;
     }
-    const LARGEST_DENOMINATOR: f64 = 65_536.0;
-    let inverse_of = 1.0 / value;
-    if value != 0.0 && inverse_of.abs() <= LARGEST_DENOMINATOR {
-        let nearest = inverse_of.round();
-        if nearest != 0.0 && 1.0 / nearest == value {
-            return inverse(of_integer(nearest as i64));
-        }
-    }
-    let bits = value.to_bits();
-    let exponent = ((bits >> 52) & 0x7ff) as i64;
-    let fraction = bits & ((1 << 52) - 1);
-    let (mantissa, exponent) = match exponent {
-        0 => (fraction, -1074),
-        _ => (fraction | (1 << 52), exponent - 1075),
-    };
-    let scale = power(2, exponent.unsigned_abs());
-    let scale = match exponent < 0 {
-        true => inverse(scale),
-        false => scale,
-    };
-    let magnitude = mul(mantissa, scale);
-    match value < 0.0 {
-        true => neg(magnitude),
-        false => magnitude,
-    }
+    field::of_number(value)
 }
 
 /// Returns the element of a number that is the root of an integer that is no square, or one over it. Scores of attention

@@ -1,0 +1,248 @@
+//! The auditor of one rank: the gradients that came, what the ranks told each other, what has arrived.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use burn_fsdp_mesh::field::Element;
+
+use super::finding::{Finding, Sum};
+use super::{Audit, Tag};
+
+/// Number of bytes of a number in a note.
+const LEN: usize = size_of::<u64>();
+
+/// Whether the step under way is audited.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+enum Step {
+    /// No step has begun since the last one ended.
+    #[default]
+    Between,
+    /// It is not.
+    Plain,
+    /// It is: tags travel in notes. By this choice of units it follows the order with this hash.
+    Audited { choice: Vec<bool>, order: u64 },
+}
+
+/// Whether a reduced gradient is due on this rank when a backward ends, if any came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Due {
+    /// It is.
+    Yes,
+    /// It is not: the unit does not reduce, or what it has reduced waits for a later step, or another rank owns the
+    /// parameter, or it is frozen.
+    No,
+    /// Nobody can tell.
+    Unclear,
+}
+
+/// What should have arrived of a parameter on this rank when a backward ends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) due: Due,
+    /// What the sum over all ranks is multiplied by.
+    pub(crate) scale: Tag,
+}
+
+/// A gradient that is not what it should be.
+#[derive(Debug)]
+pub(crate) struct Fault {
+    /// The parameter.
+    pub(crate) parameter: usize,
+    /// The gradients that should be in it.
+    pub(crate) expected: Sum,
+    /// What it is instead.
+    pub(crate) finding: Finding,
+}
+
+/// The auditor of one rank.
+#[derive(Debug)]
+pub(crate) struct Auditor {
+    audit: Audit,
+    rank: usize,
+    /// The numbers of the gradients that have come and are not through yet, by parameter.
+    open: Vec<Range<u64>>,
+    step: Step,
+    /// The hash of the order that was followed in the last audited step, by choice of units.
+    followed: BTreeMap<Vec<bool>, u64>,
+    /// The gradients that came on each rank, by parameter; `None` of a rank that does not audit.
+    told: Vec<Option<Vec<Range<u64>>>>,
+    /// What has arrived, by parameter.
+    arrived: Vec<Option<Tag>>,
+    num_audited: u64,
+}
+
+impl Auditor {
+    /// Returns the auditor of rank `rank`, for this many parameters.
+    pub(crate) fn new(audit: Audit, rank: usize, parameters: usize) -> Self {
+        Self {
+            audit,
+            rank,
+            open: vec![0..0; parameters],
+            step: Step::Between,
+            followed: BTreeMap::new(),
+            told: Vec::new(),
+            arrived: vec![None; parameters],
+            num_audited: 0,
+        }
+    }
+
+    /// Returns a new auditor of the same rank and steps, for this many parameters.
+    pub(crate) fn over(&self, parameters: usize) -> Self {
+        Self::new(self.audit, self.rank, parameters)
+    }
+
+    /// Returns the tag of a gradient that has come for `parameter` on this rank.
+    pub(crate) fn came(&mut self, parameter: usize) -> Tag {
+        if self.audit == Audit::Off {
+            return Tag::UNKNOWN;
+        }
+        let number = self.open[parameter].end;
+        self.open[parameter].end += 1;
+        Tag::draw(self.rank, parameter, number)
+    }
+
+    /// Begins a step, unless one is under way whose first operation has been issued: `is_at_start` says that it has not.
+    /// `choice` are the switches of the units, `order` is the hash of the order that is to be followed; equal on all ranks.
+    pub(crate) fn begin(
+        &mut self,
+        is_at_start: bool,
+        choice: impl FnOnce() -> Vec<bool>,
+        order: impl FnOnce() -> u64,
+    ) {
+        if self.audit == Audit::Off || (self.step != Step::Between && !is_at_start) {
+            return;
+        }
+        let (choice, order) = (choice(), order());
+        let is_new = self.followed.get(&choice) != Some(&order);
+        self.step = match is_new || self.audit == Audit::EveryStep {
+            true => Step::Audited { choice, order },
+            false => Step::Plain,
+        };
+    }
+
+    /// Returns true if the step under way is audited.
+    pub(crate) fn is_auditing(&self) -> bool {
+        matches!(self.step, Step::Audited { .. })
+    }
+
+    /// Returns the number of steps that were audited to their end, with all ranks' tags.
+    pub(crate) fn num_audited(&self) -> u64 {
+        self.num_audited
+    }
+
+    /// Returns what this rank tells the others at the end of backward: which gradients came.
+    pub(crate) fn tell(&self) -> Vec<u8> {
+        let numbers = self.open.iter().flat_map(|open| [open.start, open.end]);
+        let numbers = std::iter::once(self.rank as u64).chain(numbers);
+        numbers.flat_map(u64::to_le_bytes).collect()
+    }
+
+    /// Takes down what the ranks tell, in their order. What they told before is void: it was not the end.
+    pub(crate) fn hear<'a>(&mut self, told: impl Iterator<Item = &'a [u8]>) {
+        let parameters = self.open.len();
+        let decode = |(rank, bytes): (usize, &[u8])| {
+            let words = bytes.chunks_exact(LEN);
+            let words = words.map(|word| word.try_into().map_or(0, u64::from_le_bytes));
+            let words: Vec<u64> = words.collect();
+            let (&teller, numbers) = words.split_first()?;
+            let is_whole = teller == rank as u64 && numbers.len() == 2 * parameters;
+            is_whole.then(|| {
+                numbers
+                    .chunks_exact(2)
+                    .map(|pair| pair[0]..pair[1])
+                    .collect()
+            })
+        };
+        self.told = told.enumerate().map(decode).collect();
+    }
+
+    /// Takes down that a reduced gradient was handed to Burn for `parameter`.
+    pub(crate) fn arrived(&mut self, parameter: usize, tag: Tag) {
+        let arrived = &mut self.arrived[parameter];
+        *arrived = Some(arrived.map_or(tag, |earlier| earlier.plus(tag)));
+    }
+
+    /// Returns the first parameter whose gradient is not what it should be. `groups_of` gives the sets of ranks, by name,
+    /// over which that of a parameter is summed on the way.
+    pub(crate) fn fault(
+        &mut self,
+        groups_of: impl Fn(usize) -> Vec<(String, Vec<usize>)>,
+        wanted: impl Fn(usize) -> Wanted,
+    ) -> Option<Fault> {
+        let told: Option<Vec<_>> = self.told.iter().map(Option::as_ref).collect();
+        let told = told.filter(|told| self.is_auditing() && !told.is_empty())?;
+        let sum = |parameter: usize| {
+            Sum::of(
+                parameter,
+                told.iter().map(|ranges| ranges[parameter].clone()),
+            )
+        };
+        // What the gradients of the others should be, to recognize one in this one's place.
+        let of_others = |found: Element, own: usize| {
+            let mut others = (0..self.open.len()).filter(|&other| other != own);
+            others.find(|&other| {
+                let expected = sum(other).tag().times(wanted(other).scale).element();
+                found != 0 && expected == Some(found)
+            })
+        };
+        for parameter in 0..self.open.len() {
+            let expected = sum(parameter);
+            if expected.number() == 0 && self.arrived[parameter].is_none() {
+                continue;
+            }
+            let Wanted { due, scale } = wanted(parameter);
+            let is_due = due == Due::Yes && expected.number() > 0;
+            let finding = match (due, self.arrived[parameter]) {
+                (Due::Unclear, _) => continue,
+                (_, None) if is_due => Finding::Nothing,
+                (_, None) => continue,
+                (_, Some(_)) if !is_due => Finding::Uncalled,
+                (_, Some(tag)) => {
+                    let expected_tag = expected.tag().times(scale);
+                    let (Some(found), Some(_)) = (tag.element(), expected_tag.element()) else {
+                        continue;
+                    };
+                    if tag == expected_tag {
+                        continue;
+                    }
+                    let of_others = |found| of_others(found, parameter);
+                    Finding::of(found, &expected, scale, &groups_of(parameter), of_others)
+                }
+            };
+            return Some(Fault {
+                parameter,
+                expected,
+                finding,
+            });
+        }
+        self.num_audited += 1;
+        None
+    }
+
+    /// Ends the step, audited or not. What `is_through` says of each parameter: the gradients that came have been reduced, or
+    /// will never be.
+    pub(crate) fn end_step(&mut self, is_through: impl Fn(usize) -> bool) {
+        match std::mem::take(&mut self.step) {
+            Step::Between => return,
+            Step::Plain => {}
+            Step::Audited { choice, order } => {
+                self.followed.insert(choice, order);
+            }
+        }
+        self.told.clear();
+        self.arrived.fill(None);
+        for (parameter, open) in self.open.iter_mut().enumerate() {
+            if is_through(parameter) {
+                open.start = open.end;
+            }
+        }
+    }
+
+    /// Returns the auditor after an error, which leaves nothing under way: all that came is gone, and every order is new.
+    pub(crate) fn after_error(mut self) -> Self {
+        self.step = Step::Plain;
+        self.end_step(|_| true);
+        self.followed.clear();
+        self
+    }
+}

@@ -1,0 +1,223 @@
+//! What a gradient is that is not what it should be, as far as its tag tells.
+
+use std::fmt;
+use std::ops::Range;
+
+use burn_fsdp_mesh::field::{self, Element};
+
+use super::Tag;
+
+/// The largest factor that is looked for between what was expected and what was found.
+const LARGEST_FACTOR: u64 = 4_096;
+/// The most gradients of a rank that are looked for one by one.
+const MOST_NUMBERS: u64 = 256;
+
+/// The gradients that came for one parameter, on all ranks, until they were reduced.
+#[derive(Debug, Clone)]
+pub(crate) struct Sum {
+    parameter: usize,
+    /// The numbers of those of each rank.
+    of_ranks: Vec<Range<u64>>,
+}
+
+impl Sum {
+    /// Returns the sum of the gradients of `parameter` with these numbers, by rank.
+    pub(super) fn of(parameter: usize, of_ranks: impl Iterator<Item = Range<u64>>) -> Self {
+        Self {
+            parameter,
+            of_ranks: of_ranks.collect(),
+        }
+    }
+
+    /// Returns how many gradients it is of.
+    pub(super) fn number(&self) -> u64 {
+        self.of_ranks
+            .iter()
+            .map(|numbers| numbers.end.saturating_sub(numbers.start))
+            .sum()
+    }
+
+    fn tag_of_rank(&self, rank: usize) -> Tag {
+        let drawn = self.of_ranks[rank]
+            .clone()
+            .map(|number| Tag::draw(rank, self.parameter, number));
+        drawn.fold(Tag::from(0), Tag::plus)
+    }
+
+    fn over(&self, ranks: impl Iterator<Item = usize>) -> Tag {
+        ranks
+            .map(|rank| self.tag_of_rank(rank))
+            .fold(Tag::from(0), Tag::plus)
+    }
+
+    pub(super) fn tag(&self) -> Tag {
+        self.over(0..self.of_ranks.len())
+    }
+
+    /// Returns every gradient in it, and those of steps before: the tag, the rank, and the number counted from the first
+    /// that is in it.
+    fn each(&self) -> impl Iterator<Item = (Tag, usize, i64)> + '_ {
+        self.of_ranks
+            .iter()
+            .enumerate()
+            .flat_map(move |(rank, numbers)| {
+                let first = numbers.start.saturating_sub(MOST_NUMBERS);
+                let last = numbers.end.min(numbers.start.saturating_add(MOST_NUMBERS));
+                (first..last).map(move |number| {
+                    (
+                        Tag::draw(rank, self.parameter, number),
+                        rank,
+                        number as i64 - numbers.start as i64,
+                    )
+                })
+            })
+    }
+}
+
+/// Prints as `the sum of 2 gradients of rank 0 and 1 of rank 2`.
+impl fmt::Display for Sum {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let counts = self
+            .of_ranks
+            .iter()
+            .map(|numbers| numbers.end.saturating_sub(numbers.start));
+        let counts = counts.enumerate().filter(|(_, count)| *count > 0);
+        let mut parts: Vec<_> = counts
+            .map(|(rank, count)| format!("{count} of rank {rank}"))
+            .collect();
+        let last = parts.pop();
+        match (last, parts.is_empty()) {
+            (None, _) => f.write_str("nothing, since no gradient came on any rank"),
+            (Some(last), true) => write!(f, "the gradients that came: {last}"),
+            (Some(last), false) => write!(
+                f,
+                "the sum of the gradients that came: {} and {last}",
+                parts.join(", ")
+            ),
+        }
+    }
+}
+
+/// What was found in the place of the gradient that was expected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Finding {
+    /// None at all.
+    Nothing,
+    /// One where there should be none.
+    Uncalled,
+    /// A multiple of it.
+    Times(u64),
+    /// A fraction of it.
+    Part(u64),
+    /// The sum over some of the ranks alone, times a factor.
+    OnlyOver {
+        group: String,
+        ranks: usize,
+        times: u64,
+    },
+    /// That without what one rank has.
+    LacksRank(usize),
+    /// That with what one rank has once more.
+    RankTwice(usize),
+    /// That without one gradient of a rank, by its number.
+    Lacks { rank: usize, number: i64 },
+    /// That with one gradient of a rank once more, by its number; a negative number is of a step before.
+    Also { rank: usize, number: i64 },
+    /// The gradient of another parameter.
+    OfParameter(usize),
+    /// Something else.
+    Other,
+}
+
+impl Finding {
+    /// Returns what `found` is, which is not `sum` times `scale`. `of_others` recognizes other parameters' gradients.
+    pub(super) fn of(
+        found: Element,
+        sum: &Sum,
+        scale: Tag,
+        groups: &[(String, Vec<usize>)],
+        of_others: impl Fn(Element) -> Option<usize>,
+    ) -> Self {
+        let is_found = |tag: Tag| tag.element() == Some(found);
+        let whole = sum.tag().times(scale);
+        let is_times = |tag: Tag, times: u64| is_found(tag.times(Tag::from(times)));
+        if let Some(times) = (2..=LARGEST_FACTOR).find(|&times| is_times(whole, times)) {
+            return Self::Times(times);
+        }
+        let part = |parts: &u64| whole.element() == Some(field::mul(found, *parts));
+        if let Some(parts) = (2..=LARGEST_FACTOR).find(part) {
+            return Self::Part(parts);
+        }
+        // Of one rank alone it is said which ranks' gradients are missing.
+        for (group, ranks) in groups.iter().filter(|(_, ranks)| ranks.len() > 1) {
+            let over = sum.over(ranks.iter().copied()).times(scale);
+            let most = sum.of_ranks.len() as u64;
+            if let Some(times) = (1..=most).find(|&times| is_times(over, times)) {
+                return Self::OnlyOver {
+                    group: group.clone(),
+                    ranks: ranks.len(),
+                    times,
+                };
+            }
+        }
+        let minus = |tag: Tag| whole.plus(tag.times(scale).times(Tag::from(field::neg(1))));
+        let plus = |tag: Tag| whole.plus(tag.times(scale));
+        let mut ranks = 0..sum.of_ranks.len();
+        if let Some(rank) = ranks
+            .clone()
+            .find(|&rank| is_found(minus(sum.tag_of_rank(rank))))
+        {
+            return Self::LacksRank(rank);
+        }
+        if let Some(rank) = ranks.find(|&rank| is_found(plus(sum.tag_of_rank(rank)))) {
+            return Self::RankTwice(rank);
+        }
+        let lacks = sum.each().find(|(tag, ..)| is_found(minus(*tag)));
+        if let Some((_, rank, number)) = lacks {
+            return Self::Lacks { rank, number };
+        }
+        let also = sum.each().find(|(tag, ..)| is_found(plus(*tag)));
+        if let Some((_, rank, number)) = also {
+            return Self::Also { rank, number };
+        }
+        of_others(found).map_or(Self::Other, Self::OfParameter)
+    }
+
+    /// Returns what it says; `path_of` gives the path of a parameter.
+    pub(crate) fn describe(&self, path_of: impl Fn(usize) -> String) -> String {
+        match self {
+            Self::Nothing => {
+                "no gradient at all: its reduction or its registration is missing".to_owned()
+            }
+            Self::Uncalled => "a gradient where none is due on this rank in this step".to_owned(),
+            Self::Times(times) => {
+                format!("{times} times that: summed {times} times, or not divided by {times}")
+            }
+            Self::Part(parts) => format!("1/{parts} of that: divided by {parts} once more"),
+            Self::OnlyOver {
+                group,
+                ranks,
+                times,
+            } => {
+                let times = match times {
+                    1 => String::new(),
+                    times => format!(", {times} times"),
+                };
+                format!("the sum over the {ranks} ranks of {group} alone{times}")
+            }
+            Self::LacksRank(rank) => format!("that without the gradients of rank {rank}"),
+            Self::RankTwice(rank) => format!("that with the gradients of rank {rank} twice"),
+            Self::Lacks { rank, number } => {
+                format!("that without gradient {} of rank {rank}", number + 1)
+            }
+            Self::Also { rank, number } if *number < 0 => {
+                format!("that with a gradient of an earlier step of rank {rank}")
+            }
+            Self::Also { rank, number } => {
+                format!("that with gradient {} of rank {rank} twice", number + 1)
+            }
+            Self::OfParameter(parameter) => format!("the gradient of `{}`", path_of(*parameter)),
+            Self::Other => "another sum of gradients: not their mean, each once".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The audit of a step: each gradient of each parameter is summed exactly once over each group, and divided once.
+//!
+//! Every gradient that comes for a parameter draws a [`Tag`], a random element of a prime field, and the tag goes wherever
+//! the gradient goes: it is added where gradients are added, travels in the note of the reduction that carries the
+//! gradient, is scaled by what that reduction scales by, and arrives where the reduced gradient is handed to Burn. At the
+//! end of backward each rank tells the others how many gradients came, from which all of them know all tags: what has arrived
+//! must be their sum, divided as the policy says. The [`Auditor`] of a rank knows both; what is
+//! not equal becomes a `Finding`.
+//!
+//! Nothing here knows of units, tensors or process groups: parameters are numbered over all units of a root.
+
+mod auditor;
+mod finding;
+mod tag;
+
+#[cfg(test)]
+mod mutants;
+
+pub(crate) use auditor::{Auditor, Due, Fault, Wanted};
+pub(crate) use tag::{Tag, flags, is_flagged, scale_of, tag_of_sum, tags};
+
+/// The steps whose gradients are audited: that each gradient of each parameter was summed exactly once over each group of
+/// ranks and divided once, by exact arithmetic with random elements of a prime field that stand for the gradients.
+///
+/// An audited step issues no operation more than another. What is wrong ends `backward` with
+/// [`Error::Audit`](crate::Error::Audit) on the ranks that hold the gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Audit {
+    /// None.
+    Off,
+    /// The first step, and each that follows an order of operations for the first time: after the first step, when units are
+    /// switched, or when an operation was added or dropped.
+    NewOrders,
+    /// All of them.
+    EveryStep,
+}
+
+/// [`NewOrders`](Self::NewOrders) in debug builds, otherwise [`Off`](Self::Off).
+impl Default for Audit {
+    fn default() -> Self {
+        match cfg!(debug_assertions) {
+            true => Self::NewOrders,
+            false => Self::Off,
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Tags: what stands for gradients, and how it travels in notes.
+
+use burn_fsdp_collectives::{Fingerprint, ReduceOp, Reduction};
+use burn_fsdp_mesh::field::{self, Element};
+
+/// Number of bytes of an encoded tag.
+const LEN: usize = size_of::<u64>();
+/// The encoding of the unknown tag. No element has it.
+const UNKNOWN: u64 = u64::MAX;
+
+/// The tag of a gradient: an element that is the sum of those of the gradients in it; unknown where it was not followed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Tag(Option<Element>);
+
+impl Tag {
+    /// The tag of a gradient that nobody followed.
+    pub(crate) const UNKNOWN: Self = Self(None);
+
+    /// Returns the tag of the gradient of number `number` that came for `parameter` on `rank`: any rank can draw it.
+    pub(crate) fn draw(rank: usize, parameter: usize, number: u64) -> Self {
+        let drawn = Fingerprint::of(&(rank, parameter, number));
+        Self(Some(field::reduce(u128::from(drawn))))
+    }
+
+    /// Returns the tag of the sum of two gradients.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self(
+            self.0
+                .zip(other.0)
+                .map(|(one, other)| field::add(one, other)),
+        )
+    }
+
+    /// Returns the tag of the gradient multiplied by `scale`.
+    pub(crate) fn times(self, scale: Self) -> Self {
+        Self(
+            self.0
+                .zip(scale.0)
+                .map(|(tag, scale)| field::mul(tag, scale)),
+        )
+    }
+
+    /// Returns the element, if it is known.
+    pub(crate) fn element(self) -> Option<Element> {
+        self.0
+    }
+
+    fn encode(self) -> [u8; LEN] {
+        self.0.unwrap_or(UNKNOWN).to_le_bytes()
+    }
+
+    fn decode(bytes: &[u8]) -> Self {
+        let word = bytes.try_into().map_or(UNKNOWN, u64::from_le_bytes);
+        Self((word < field::MODULUS).then_some(word))
+    }
+}
+
+impl From<Element> for Tag {
+    fn from(element: Element) -> Self {
+        Self(Some(element))
+    }
+}
+
+/// Returns what a reduction multiplies gradients by, over a group of `ranks`.
+pub(crate) fn scale_of(reduction: &Reduction, ranks: usize) -> Tag {
+    let scales = field::mul(
+        field::of_number(reduction.pre_scale),
+        field::of_number(reduction.post_scale),
+    );
+    match reduction.op {
+        ReduceOp::Sum => Tag::from(scales),
+        ReduceOp::Mean => Tag::from(field::div(scales, ranks as u64)),
+        _ => Tag::UNKNOWN,
+    }
+}
+
+/// Returns the first part of the note of a reduction: a byte for each gradient, 1 if this rank has it.
+pub(crate) fn flags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
+    given.map(|tag| u8::from(tag.is_some())).collect()
+}
+
+/// Returns true if any of the ranks whose notes these are has the gradient of number `index`.
+pub(crate) fn is_flagged(notes: &[Vec<u8>], index: usize) -> bool {
+    notes.iter().any(|note| note.get(index) == Some(&1))
+}
+
+/// Returns the second part of the note, of audited steps alone: the tag of each gradient, zero for none.
+pub(crate) fn tags(given: impl Iterator<Item = Option<Tag>>) -> Vec<u8> {
+    let tags = given.map(|tag| tag.unwrap_or(Tag::from(0)));
+    tags.flat_map(Tag::encode).collect()
+}
+
+/// Returns the tag of the sum over the ranks of the gradient of number `index` of `number`, by the ranks' notes: unknown
+/// if any of them tells none.
+pub(crate) fn tag_of_sum(notes: &[Vec<u8>], index: usize, number: usize) -> Tag {
+    let start = number + index * LEN;
+    let told = notes
+        .iter()
+        .map(|note| Tag::decode(note.get(start..start + LEN).unwrap_or_default()));
+    told.fold(Tag::from(0), Tag::plus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_bring_the_sum_of_the_tags() {
+        let drawn = |rank| Tag::draw(rank, 5, 0);
+        let given = |rank| [Some(drawn(rank)), (rank == 1).then(|| drawn(7))];
+        let note = |rank| {
+            [
+                flags(given(rank).into_iter()),
+                tags(given(rank).into_iter()),
+            ]
+            .concat()
+        };
+        let notes: Vec<_> = (0..3).map(note).collect();
+        assert_eq!(
+            tag_of_sum(&notes, 0, 2),
+            drawn(0).plus(drawn(1)).plus(drawn(2))
+        );
+        assert_eq!(tag_of_sum(&notes, 1, 2), drawn(7));
+        assert!(is_flagged(&notes, 1) && !is_flagged(&notes[..1], 1));
+    }
+
+    #[test]
+    fn what_a_rank_does_not_tell_makes_the_sum_unknown() {
+        let given = || [Some(Tag::draw(0, 0, 0))].into_iter();
+        let whole = [flags(given()), tags(given())].concat();
+        let short = flags(given());
+        assert_eq!(tag_of_sum(&[whole.clone(), short], 0, 1), Tag::UNKNOWN);
+        let unknown = [flags(given()), tags([Some(Tag::UNKNOWN)].into_iter())].concat();
+        assert_eq!(tag_of_sum(&[unknown, whole], 0, 1), Tag::UNKNOWN);
+    }
+
+    #[test]
+    fn scales_are_those_of_the_reduction() {
+        let tag = Tag::from(21);
+        let third = scale_of(&Reduction::mean(3), 3);
+        assert_eq!(tag.times(third), Tag::from(7));
+        let split = Reduction::sum()
+            .pre_scaled(1.0 / 2.0)
+            .post_scaled(1.0 / 1.5);
+        let scaled = tag.times(scale_of(&split, 3)).element();
+        // What doubles say of one over one and a half is not that.
+        assert_ne!(scaled, Some(7));
+        assert_eq!(scale_of(&Reduction::max(), 3), Tag::UNKNOWN);
+    }
+}

@@ -1,0 +1,250 @@
+//! The audit of a step's gradients, with the root's units in the place of numbers.
+
+use std::fmt::Write;
+use std::sync::atomic::Ordering::Relaxed;
+
+use burn::backend::autodiff::NodeId;
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_mesh::field;
+
+use super::audited::Audited;
+use super::state::{Progress, Root};
+use crate::audit::{Audit, Auditor, Due, Fault, Tag, Wanted};
+use crate::copies::Copies;
+use crate::error::Error;
+use crate::policy::DivideFactors;
+use crate::schedule::Operation;
+use crate::slot::{Holding, Slot};
+use crate::unit::Unit;
+
+/// The most operations of the order that an error names.
+const MOST_OPERATIONS: usize = 64;
+
+/// The units of a root as they are at the end of a step.
+struct AtEnd<'a> {
+    root: &'a Root,
+    audited: &'a Audited,
+    copies: Vec<Option<Copies>>,
+    progress: &'a Progress,
+}
+
+impl AtEnd<'_> {
+    fn slot(&self, parameter: usize) -> Option<(&Unit, usize)> {
+        let (unit, slot) = self.audited.owner(parameter);
+        Some((&self.copies.get(unit)?.as_ref()?.unit, slot))
+    }
+
+    /// Returns true if gradients of `parameter` are reduced in this step, and do not wait for a later one.
+    fn is_reduced(&self, parameter: usize) -> bool {
+        self.slot(parameter).is_none_or(|(unit, slot)| {
+            let crosses = unit.groups.replicas.is_none() || unit.switches.all_reduce.load(Relaxed);
+            unit.syncs() && (crosses || unit.slots[slot].holding == Holding::Whole)
+        })
+    }
+
+    /// Returns whether a reduced gradient of the parameter is due on this rank.
+    fn due(&self, unit: &Unit, slot: usize) -> Due {
+        if unit.slots[slot].is_elsewhere(unit.groups.shard.rank()) {
+            return Due::No;
+        }
+        let reduced = self.audited.reduced.iter();
+        let of_unit = reduced.filter(|generation| generation.unit.position() == unit.position());
+        let mut trained: Vec<_> = of_unit
+            .map(|generation| generation.is_trainable(slot))
+            .collect();
+        if trained.is_empty() {
+            let copies = self.copies[unit.position()].as_ref();
+            let copy = copies.and_then(|copies| copies.in_copy(self.progress.order.copy));
+            trained.extend(copy.map(|copy| copy.is_trainable(slot)));
+        }
+        match (trained.contains(&true), trained.contains(&false)) {
+            (true, false) => Due::Yes,
+            // It is frozen in one of the copies that were used, and what was held back may have been that one's.
+            (true, true) => Due::Unclear,
+            (false, _) => Due::No,
+        }
+    }
+
+    fn wanted(&self, parameter: usize) -> Wanted {
+        let is_reduced = self.is_reduced(parameter);
+        let Some((unit, index)) = self.slot(parameter) else {
+            let (due, scale) = (Due::Unclear, Tag::UNKNOWN);
+            return Wanted { due, scale };
+        };
+        Wanted {
+            due: match is_reduced {
+                true => self.due(unit, index),
+                false => Due::No,
+            },
+            scale: scale(
+                self.factors(unit, &unit.slots[index]),
+                self.root.group.size(),
+            ),
+        }
+    }
+
+    fn factors(&self, unit: &Unit, slot: &Slot) -> Option<DivideFactors> {
+        match slot.holding {
+            Holding::Whole => self.root.factors,
+            Holding::Shard | Holding::Replica => unit.gradients.factors,
+        }
+    }
+
+    /// Returns the groups over which the gradient of `parameter` is summed on the way, as ranks of the root's group.
+    fn groups(&self, parameter: usize) -> Vec<(String, Vec<usize>)> {
+        let all = self.root.group.members();
+        let Some((unit, _)) = self.slot(parameter) else {
+            return Vec::new();
+        };
+        let groups = [Some(&unit.groups.shard), unit.groups.replicas.as_ref()];
+        let ranks = |group: &ProcessGroup| {
+            let members = group.members().iter();
+            let ranks = members.filter_map(|member| all.iter().position(|known| known == member));
+            ranks.collect::<Vec<_>>()
+        };
+        let groups = groups.into_iter().flatten();
+        let groups = groups.map(|group| (format!("group {}", group.name()), ranks(group)));
+        groups
+            .filter(|(_, ranks)| ranks.len() < all.len())
+            .collect()
+    }
+
+    fn path(&self, parameter: usize) -> String {
+        let slot = self.slot(parameter);
+        slot.map_or_else(String::new, |(unit, slot)| unit.slots[slot].path.clone())
+    }
+
+    /// Returns the collectives that carried gradients of the unit, one after the other, and the order of the step.
+    fn operations(&self, unit: usize) -> String {
+        let carried = self.audited.carried.iter();
+        let carried = carried.filter(|(of, _)| of.is_none_or(|of| of == unit));
+        let carried: Vec<_> = carried.map(|(_, collective)| collective.as_str()).collect();
+        let mut text = match carried.is_empty() {
+            true => "no collective carried it".to_owned(),
+            false => format!(
+                "its unit's gradients went through {}",
+                carried.join(", then ")
+            ),
+        };
+        let order = self.progress.order.schedules.last();
+        let operations: Vec<_> = order.operations().collect();
+        let ordinals = operations
+            .iter()
+            .enumerate()
+            .filter(|(_, operation)| **operation == Operation::Reduce(unit));
+        let ordinals: Vec<_> = ordinals
+            .map(|(ordinal, _)| (ordinal + 1).to_string())
+            .collect();
+        let shown = operations
+            .iter()
+            .take(MOST_OPERATIONS)
+            .map(Operation::to_string);
+        let shown = shown.collect::<Vec<_>>().join(", ");
+        let more = match operations.len() > MOST_OPERATIONS {
+            true => ", ..",
+            false => "",
+        };
+        let _ = write!(
+            text,
+            "; the order has {} operations, its reduction as number {}: {shown}{more}",
+            operations.len(),
+            match ordinals.is_empty() {
+                true => "none".to_owned(),
+                false => ordinals.join(" and "),
+            },
+        );
+        text
+    }
+
+    fn error(&self, fault: &Fault) -> Error {
+        let (unit, _) = self.audited.owner(fault.parameter);
+        let label = self.slot(fault.parameter).map(|(unit, _)| unit.label());
+        let factors = self
+            .slot(fault.parameter)
+            .and_then(|(unit, slot)| self.factors(unit, &unit.slots[slot]));
+        let divided = match factors {
+            None => format!("divided by {}", self.root.group.size()),
+            Some(DivideFactors { pre, post }) => format!("divided by {pre} and {post}"),
+        };
+        Error::Audit {
+            rank: self.root.group.rank(),
+            unit: label.unwrap_or_default(),
+            path: self.path(fault.parameter),
+            expected: format!("{}, each once, {divided} once", fault.expected),
+            got: fault.finding.describe(|parameter| self.path(parameter)),
+            operations: self.operations(unit),
+        }
+    }
+}
+
+/// Returns what the policy multiplies a sum over `ranks` by.
+fn scale(factors: Option<DivideFactors>, ranks: usize) -> Tag {
+    match factors {
+        None => Tag::from(field::inverse(ranks as u64)),
+        Some(DivideFactors { pre, post }) => {
+            let [pre, post] = [pre, post].map(|factor| Tag::from(field::of_number(1.0 / factor)));
+            pre.times(post)
+        }
+    }
+}
+
+impl Root {
+    /// Handles that reduced gradients were handed to Burn, for these leaves.
+    pub(crate) fn handed_over(&self, gradients: &[(NodeId, Tag)]) {
+        let mut progress = self.progress();
+        let audited = &mut progress.audited;
+        if !audited.auditor.is_auditing() {
+            return;
+        }
+        for &(node, tag) in gradients {
+            if let Some(parameter) = audited.parameter_of(node) {
+                audited.auditor.arrived(parameter, tag);
+            }
+        }
+    }
+
+    /// Ends the step's audit, when the last gradient has been handed over: of an audited step, compares what has arrived
+    /// with what came on all ranks.
+    pub(crate) fn end_audit(&self) -> Result<(), Error> {
+        self.step(|progress| {
+            let mut audited = std::mem::take(&mut progress.audited);
+            let mut auditor =
+                std::mem::replace(&mut audited.auditor, Auditor::new(Audit::Off, 0, 0));
+            let at_end = AtEnd {
+                root: self,
+                audited: &audited,
+                copies: (0..audited.first.len() - 1)
+                    .map(|unit| self.copies(unit))
+                    .collect(),
+                progress,
+            };
+            let fault = auditor.fault(
+                |parameter| at_end.groups(parameter),
+                |parameter| at_end.wanted(parameter),
+            );
+            let error = fault.map(|fault| at_end.error(&fault));
+            auditor.end_step(|parameter| at_end.is_reduced(parameter));
+            audited.auditor = auditor;
+            audited.reduced.clear();
+            audited.carried.clear();
+            progress.audited = audited;
+            error.map_or(Ok(()), Err)
+        })
+    }
+
+    /// Returns the number of steps that have been audited.
+    pub(crate) fn num_audited(&self) -> u64 {
+        self.progress().audited.auditor.num_audited()
+    }
+}
+
+impl Progress {
+    /// Decides whether the step that begins is audited: on all ranks alike, since it depends on switches and order alone.
+    pub(super) fn begin_audit(&mut self, root: &Root) {
+        let order = self.order.schedules.last();
+        let is_at_start = order.is_untouched();
+        self.audited
+            .auditor
+            .begin(is_at_start, || root.switches(), || order.hash());
+    }
+}
