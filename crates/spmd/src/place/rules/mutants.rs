@@ -242,12 +242,13 @@ fn wrong_rules_are_refused() {
         let case = cases.choose(rng).unwrap();
         let expand = placements(&case.traced, 2, rng);
         let node = case.traced.nodes().choose(rng).unwrap();
-        if is_linear(&node.operation) {
+        let mutation = *Mutation::ALL.choose(rng).unwrap();
+        if mutation == Mutation::Linear && is_linear(&node.operation) {
             continue;
         }
         let fault = Fault {
             operation: operation_name(&node.operation),
-            mutation: *Mutation::ALL.choose(rng).unwrap(),
+            mutation,
             seed,
         };
         let Some((found, what)) = found(case, &fault, &expand, &mesh) else {
