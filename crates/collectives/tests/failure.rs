@@ -320,12 +320,7 @@ fn faults_strike_once_where_they_should() {
     ] {
         let config = LaunchConfig::new(2).deadline(LONG);
         let error = fail(config, move |world| {
-            world.set_fault(Fault {
-                rank: 1,
-                step: 2,
-                at,
-                how,
-            });
+            world.set_fault(Fault::new(1, 2, at, how));
             for step in 0..4 {
                 world.begin_step(step);
                 world.fault_point(At::Forward)?;

@@ -42,7 +42,10 @@ pub(crate) fn from_environment(
                 .to_owned(),
         );
     }
-    if fault.how == How::Flip && ranks == 1 {
+    if fault.at == At::Running {
+        return invalid("the model has no running states; choose another place".to_owned());
+    }
+    if fault.how == How::Flip && fault.at == At::Collective && ranks == 1 {
         return invalid(
             "a bit flips in what a rank gives the others, and there are none; choose --ranks 2"
                 .to_owned(),

@@ -4,17 +4,24 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, BufferPool};
+use burn_fsdp_collectives::{Account, Seal};
 
+use super::state::Root;
 use crate::copies::Generation;
+use crate::error::Error;
+use crate::seal;
 use crate::slot::Slots;
 use crate::transport::cast;
-use crate::unit::Unit;
+
+/// The words for a gradient that waits for another backward.
+const HELD: &str = "the gradient held back";
 
 /// A full gradient, counted while it lives.
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
+    /// Its checksum while it waits for another backward, where ranks compare bytes.
+    pub(super) seal: Option<Seal>,
 }
 
 /// A unit whose backward has ended.
@@ -34,7 +41,7 @@ pub(super) struct Accumulation {
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that have not crossed to the replicas yet, by unit.
-    pub(super) partial: BTreeMap<usize, Slots<Tensor<1>>>,
+    pub(super) partial: BTreeMap<usize, Slots<(Tensor<1>, Option<Seal>)>>,
 }
 
 impl Accumulation {
@@ -42,34 +49,53 @@ impl Accumulation {
     /// reduced.
     pub(super) fn hold(
         &mut self,
-        pool: &BufferPool,
+        root: &Root,
         generation: &Arc<Generation>,
         gradients: Slots<Gradient>,
-    ) {
+    ) -> Result<(), Error> {
         let unit = &generation.unit;
         let held = self
             .held
             .entry(unit.position())
             .or_insert_with(|| unit.empty_slots());
-        for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
+        let places = held.iter_mut().zip(gradients).zip(&unit.slots);
+        for (index, ((place, gradient), slot)) in places.enumerate() {
             let Some(gradient) = gradient else { continue };
+            let named = || generation.named_as(HELD, index);
+            place
+                .as_ref()
+                .map_or(Ok(()), |earlier| earlier.check(root, named))?;
             let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
                 true => gradient,
                 false => Gradient {
                     tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
-                    account: pool
+                    account: root
+                        .pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
+                    seal: None,
                 },
             };
             gradient.add_to(place);
+            if let Some(sum) = place {
+                sum.seal = seal::seal(&root.group, &sum.tensor);
+            }
         }
+        Ok(())
     }
 
     /// Adds the gradients held back before to those of one use of `unit`.
-    pub(super) fn add_held(&mut self, unit: &Unit, gradients: &mut Slots<Gradient>) {
+    pub(super) fn add_held(
+        &mut self,
+        root: &Root,
+        generation: &Generation,
+        gradients: &mut Slots<Gradient>,
+    ) -> Result<(), Error> {
+        let unit = &generation.unit;
         if let Some(held) = self.held.remove(&unit.position()) {
-            for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
+            let places = gradients.iter_mut().zip(held).zip(&unit.slots);
+            for (index, ((place, held), slot)) in places.enumerate() {
                 let Some(held) = held else { continue };
+                held.check(root, || generation.named_as(HELD, index))?;
                 if let Some(gradient) = place {
                     let tensor = gradient.tensor.clone();
                     gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
@@ -77,6 +103,7 @@ impl Accumulation {
                 held.add_to(place);
             }
         }
+        Ok(())
     }
 
     /// Returns the bytes of gradients held back.
@@ -122,12 +149,18 @@ impl Accumulation {
 }
 
 impl Gradient {
+    /// Looks whether it is what was held back.
+    fn check(&self, root: &Root, named: impl FnOnce() -> String) -> Result<(), Error> {
+        seal::check(&root.group, self.seal.as_ref(), &self.tensor, named)
+    }
+
     /// Adds the gradient to the one in `place`, if there is one.
     pub(super) fn add_to(self, place: &mut Option<Self>) {
         *place = Some(match place.take() {
             Some(earlier) => Self {
                 tensor: earlier.tensor + self.tensor,
                 account: earlier.account,
+                seal: None,
             },
             None => self,
         });

@@ -3,12 +3,14 @@
 use std::sync::Arc;
 
 use burn::tensor::{Device, Shape, Tensor};
-use burn_fsdp_collectives::{Reduction as Averaging, Source};
+use burn_fsdp_collectives::{At, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source};
 
 use super::accumulate::Gradient;
 use crate::copies::Generation;
+use crate::device::is_host;
 use crate::error::Error;
 use crate::op::Reduced;
+use crate::seal;
 use crate::slot::{Element, Slot};
 use crate::transport::cast;
 use crate::unit::Unit;
@@ -50,6 +52,24 @@ impl Arrival {
         }
     }
 
+    /// Returns the seal of a gradient that has arrived: that of its buffer, unless it was changed to another type.
+    fn seal_of(
+        self,
+        slot: &Slot,
+        group: &ProcessGroup,
+        seal: Option<Seal>,
+        gradient: &Tensor<1>,
+    ) -> Option<Seal> {
+        let seal = seal?;
+        if !is_host(&gradient.device()) {
+            return None;
+        }
+        match self.element(slot).dtype == slot.elements.stored.dtype {
+            true => Some(seal),
+            false => seal::seal(group, gradient),
+        }
+    }
+
     /// Returns what has arrived in `buffer`, as it is held, in memory of its own: an optimizer may
     /// write over a gradient, and what it makes of it outlives the step.
     fn tensor(
@@ -60,33 +80,43 @@ impl Arrival {
         device: &Device,
     ) -> Tensor<1> {
         let dtype = self.element(slot).dtype;
-        let arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
+        let mut arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
+        seal::flip_if_told(&unit.groups.shard, At::Gradient, &mut arrived);
         cast(arrived, slot.elements.stored.dtype)
     }
 }
 
-/// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns.
-pub(super) fn gradients_of<'a, B: AsRef<[u8]>>(
+/// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns. `notes` say who used
+/// what.
+pub(super) fn gradients_of<'a>(
     leaves: impl Iterator<Item = (&'a Arc<Generation>, usize)>,
-    buffers: Vec<B>,
+    received: Received,
     notes: &[Vec<u8>],
     arrival: Arrival,
 ) -> Vec<Reduced> {
+    let mut seals = received.seals.into_iter();
     leaves
-        .zip(buffers)
+        .zip(received.buffers)
+        .map(|arrived| (arrived, seals.next()))
         .enumerate()
         .filter(|(index, _)| is_used(notes, *index))
-        .filter_map(|(_, ((generation, index), buffer))| {
+        .filter_map(|(_, (((generation, index), buffer), seal))| {
             let slot = &generation.unit.slots[index];
             let rank = generation.unit.groups.shard.rank();
             if slot.is_elsewhere(rank) {
                 return None;
             }
             let device = generation.home(index);
+            let gradient = arrival.tensor(&generation.unit, slot, buffer, &device);
+            let seal = arrival.seal_of(slot, &generation.unit.groups.shard, seal, &gradient);
             Some(Reduced {
                 node: generation.node(index)?,
                 shape: Shape::from(slot.shown_shape(rank)),
-                gradient: arrival.tensor(&generation.unit, slot, buffer, &device),
+                seal: seal.map(|seal| {
+                    let what = generation.named_as("the reduced gradient", index);
+                    (seal, Label::from(what))
+                }),
+                gradient,
             })
         })
         .collect()
@@ -119,7 +149,10 @@ pub(super) fn source_of(
     unit: &Unit,
 ) -> Result<Source, Error> {
     let elements = slot.partition.num_elements();
-    let Some(Gradient { tensor, account }) = gradient else {
+    let Some(Gradient {
+        tensor, account, ..
+    }) = gradient
+    else {
         return Ok(Source::new(vec![0; elements * slot.elements.reduce.size()]));
     };
     let tensor = match &unit.gradients.hook {

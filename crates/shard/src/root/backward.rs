@@ -51,6 +51,7 @@ impl Root {
         let gradient = Gradient {
             tensor: gradient,
             account,
+            seal: None,
         };
         gradient.add_to(&mut of_use[slot]);
     }
@@ -71,7 +72,7 @@ impl Root {
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
             // What is being gathered already is for another use of the unit.
             if reshards && !stays && generation.life.is_unsharded() {
-                generation.life.drop_full();
+                generation.let_go()?;
             }
             progress.uses.open.remove(&use_id);
             progress.order.current().end_use(use_id);
@@ -81,7 +82,7 @@ impl Root {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
                 progress.reduce(self, generation, gradients)?;
             } else {
-                progress.gradients.hold(&self.pool, generation, gradients);
+                progress.gradients.hold(self, generation, gradients)?;
             }
             // The gradients of a region's own graph are not those of the step.
             Ok(match region::state() {

@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
+use burn_fsdp_collectives::{
+    Fingerprint, FullPart, Label, ProcessGroup, Received, Reduction as Averaging, Source,
+};
 
 use super::accumulate::Gradient;
 use super::arrival::{Arrival, gradients_of, is_used, source_of, tensors};
@@ -12,7 +14,9 @@ use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
+use crate::op::Reduced;
 use crate::schedule::{Note, Operation};
+use crate::seal;
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
 
@@ -27,12 +31,13 @@ impl Progress {
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         Copies::of(generation).drop_pieces();
-        self.gradients.add_held(unit, &mut gradients);
+        self.gradients.add_held(root, generation, &mut gradients)?;
         self.gradients.keep_whole(generation, &mut gradients);
         let slots = generation.reduced_slots();
         if slots.is_empty() {
             return Ok(());
         }
+        tell_replicas(generation, &slots);
         let used = slots
             .iter()
             .map(|&slot| u8::from(gradients[slot].is_some()));
@@ -89,24 +94,26 @@ impl Progress {
                 arrival,
             } = reduction;
             // Not before the peers have read them are the full gradients gone.
-            let Received { buffers, notes, .. } = pending.wait_released()?;
+            let received = pending.wait_released()?;
             let used: Vec<u8> = (0..slots.len())
-                .map(|index| u8::from(is_used(&notes, index)))
+                .map(|index| u8::from(is_used(&received.notes, index)))
                 .collect();
-            let (buffers, notes, arrival) = match &generation.unit.groups.replicas {
-                None => (buffers, vec![used], arrival),
+            let (received, notes, arrival) = match &generation.unit.groups.replicas {
+                None => (received, vec![used], arrival),
                 Some(replicas) => {
-                    let sums = tensors(&generation, &slots, buffers, arrival);
+                    let sums = tensors(&generation, &slots, received.buffers, arrival);
                     match self.cross(root, replicas, &generation, &slots, sums, used)? {
-                        Some(crossed) => (crossed.buffers, crossed.notes, Arrival::AsHeld),
+                        Some(mut crossed) => {
+                            let notes = std::mem::take(&mut crossed.notes);
+                            (crossed, notes, Arrival::AsHeld)
+                        }
                         None => continue,
                     }
                 }
             };
             let leaves = slots.iter().map(|&slot| (&generation, slot));
-            self.reductions
-                .done
-                .extend(gradients_of(leaves, buffers, &notes, arrival));
+            let arrived = gradients_of(leaves, received, &notes, arrival);
+            self.arrive(root, arrived)?;
         }
         Ok(())
     }
@@ -130,7 +137,12 @@ impl Progress {
             .unwrap_or_else(|| unit.empty_slots());
         let mut waiting = unit.empty_slots();
         for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
-            waiting[index] = match (aside[index].take(), *used) {
+            let aside = aside[index].take();
+            if let Some((earlier, seal)) = &aside {
+                let named = || generation.named_as("the gradient set aside", index);
+                seal::check(&root.group, seal.as_ref(), earlier, named)?;
+            }
+            waiting[index] = match (aside.map(|(earlier, _)| earlier), *used) {
                 (None, 0) => None,
                 (None, _) => Some(sum),
                 (Some(earlier), 0) => Some(earlier),
@@ -139,7 +151,12 @@ impl Progress {
             *used = u8::from(waiting[index].is_some());
         }
         if !unit.switches.all_reduce.load(Relaxed) {
-            self.gradients.partial.insert(unit.position(), waiting);
+            let sealed = waiting.into_iter().map(|sum| {
+                let seal = seal::seal(&root.group, sum.as_ref()?);
+                Some((sum?, seal))
+            });
+            let sealed = sealed.collect();
+            self.gradients.partial.insert(unit.position(), sealed);
             return Ok(None);
         }
         let own = unit.groups.shard.rank();
@@ -184,6 +201,7 @@ impl Progress {
                 let gradient = unit_end.whole[index].take().map(|tensor| Gradient {
                     tensor,
                     account: root.pool.account(0),
+                    seal: None,
                 });
                 let is_used = gradient.is_some();
                 let unit = &generation.unit;
@@ -207,6 +225,7 @@ impl Progress {
             let notes = root.group.exchange(label, note.join())?;
             return Ok(Note::split_all(notes, places));
         }
+        tell_whole(root, &leaves);
         let mean = averaging(root.group.size(), root.factors);
         let (mean, arrival) = Arrival::of(mean, slots.clone());
         let into = slots.clone().map(|slot| {
@@ -220,12 +239,52 @@ impl Progress {
         let pending =
             root.group
                 .start_all_reduce(label, note.join(), mean, parts.collect(), into)?;
-        let received = pending.wait_released()?;
-        let notes = Note::split_all(received.notes, places);
+        let mut received = pending.wait_released()?;
+        let notes = std::mem::take(&mut received.notes);
+        let notes = Note::split_all(notes, places);
         let used: Vec<_> = notes.iter().map(|note| note.used.clone()).collect();
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
-        let gradients = gradients_of(leaves, received.buffers, &used, arrival);
-        self.reductions.done.extend(gradients);
+        let arrived = gradients_of(leaves, received, &used, arrival);
+        self.arrive(root, arrived)?;
         Ok(notes)
     }
+
+    /// Keeps gradients that have arrived until they go into Burn's `Gradients`, and holds those that are sealed until an
+    /// optimizer reads them.
+    fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
+        let backward = self.counts.finished;
+        for reduced in &arrived {
+            self.waiting.add(&root.group, backward, reduced)?;
+        }
+        self.reductions.done.extend(arrived);
+        Ok(())
+    }
+}
+
+/// Tells the ranks that hold the same values of a unit what this one has written there.
+fn tell_replicas(generation: &Generation, slots: &[usize]) {
+    let groups = &generation.unit.groups;
+    for &slot in slots {
+        match generation.unit.slots[slot].is_gathered() {
+            false => tell(&groups.reduce, generation, slot),
+            true => groups.replicas.iter().for_each(|group| tell(group, generation, slot)),
+        }
+    }
+}
+
+/// Tells all ranks what this one has written in parameters that all keep whole.
+fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
+    for (generation, slot) in leaves {
+        tell(&root.group, generation, *slot);
+    }
+}
+
+/// Tells a group whose ranks all hold the value of `slot` what this one has written there.
+fn tell(group: &ProcessGroup, generation: &Generation, slot: usize) {
+    let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
+        return;
+    };
+    let path = &generation.unit.slots[slot].path;
+    let number = Fingerprint::of(&(path, generation.version()));
+    group.tell_replica(number, &seal, || Label::from(generation.named(slot)));
 }

@@ -19,6 +19,7 @@ use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
 use crate::probes::Trial;
 use crate::schedule::Operation;
+use crate::seal::Waiting;
 use crate::staging::Staged;
 use crate::unit::Unit;
 
@@ -69,6 +70,8 @@ pub(super) struct Progress {
     pub(super) reductions: Reductions,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
+    /// What waits for the optimizer, with its seals.
+    pub(super) waiting: Waiting,
 }
 
 /// Numbers of passes, uses and finished backwards, which an error does not begin anew.
@@ -327,11 +330,28 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            last.close();
+            // What it may have found has ended the failure domain: the next operation says so.
+            last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
             generation.life.drop_full();
         }
+    }
+
+    /// Looks whether what an optimizer is about to read of a parameter is what was written: its value and its gradient.
+    pub(crate) fn check_before_update(
+        &self,
+        generation: &Generation,
+        slot: usize,
+    ) -> Result<(), Error> {
+        generation.check(slot)?;
+        let leaf = generation.node(slot);
+        leaf.map_or(Ok(()), |leaf| self.with_waiting(|waiting| waiting.release_of(&self.group, leaf)))
+    }
+
+    /// Calls `body` with what waits for the optimizer.
+    pub(crate) fn with_waiting<T>(&self, body: impl FnOnce(&mut Waiting) -> T) -> T {
+        body(&mut self.progress().waiting)
     }
 
     /// Runs a part of a step; an error leaves everything sharded.
@@ -410,7 +430,7 @@ impl Progress {
         self.phase = Phase::Backward;
         if let Some(pass) = &mut self.uses.pass {
             if let Some(last) = pass.current.take() {
-                last.close();
+                last.close()?;
             }
             pass.kept.clear();
         }

@@ -7,10 +7,11 @@ use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
-    Source,
+    Seal, Source,
 };
 use burn_ir::{BackendIr, HandleKind};
 
+use super::seals::Sealed;
 use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
@@ -42,17 +43,17 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
     Ok(CrossPart::new(source, part.partition, across, element))
 }
 
-/// Starts a collective of these tensors, one per part.
+/// Starts a collective of these tensors, one per part, with their seals.
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
-    tensors: Vec<HandleKind<B>>,
+    tensors: Vec<(HandleKind<B>, Option<Sealed>)>,
 ) -> Result<Started, Failure> {
     let contract = collective.kind.contract();
     let mut given = Vec::new();
     let mut into = Vec::new();
     let mut results = Vec::new();
-    for (part, tensor) in collective.parts.iter().zip(tensors) {
+    for (part, (tensor, sealed)) in collective.parts.iter().zip(tensors) {
         let dtype = part.dtype;
         let element = match contract.reduces {
             true => element_type(dtype),
@@ -62,7 +63,7 @@ pub(super) fn start<B: BackendIr>(
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let len = |share| part.share_len(share, group.rank());
         given.push((
-            source::<B>(tensor, len(contract.gives.share) * dtype.size())?,
+            source::<B>(tensor, len(contract.gives.share) * dtype.size(), sealed)?,
             part,
             element,
         ));
@@ -95,14 +96,19 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// Waits for the flat results, one per part, as host data without a copy.
-    pub(super) fn wait(self) -> Result<Vec<TensorData>, Failure> {
+    /// Waits for the flat results, one per part, as host data without a copy, with the seals of those that are as they
+    /// came.
+    pub(super) fn wait(self) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
         // Until the peers have read them, sources could not be updated in place.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
-        Ok(buffers
-            .map(|(buffer, (len, dtype))| data(buffer, len, dtype))
-            .collect())
+        let mut seals = received.seals.into_iter();
+        let results = buffers.map(|(buffer, (len, dtype))| {
+            let is_whole = buffer.len() == len * dtype.size();
+            let seal = seals.next().filter(|_| is_whole);
+            (data(buffer, len, dtype), seal)
+        });
+        Ok(results.collect())
     }
 }
 
@@ -129,7 +135,13 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 }
 
 /// Returns the first bytes of a tensor in the order of its dims: on Flex in the tensor's memory, elsewhere read back.
-fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Source, Failure> {
+///
+/// With the seal of its memory, if it gives all of it.
+fn source<B: BackendIr>(
+    tensor: HandleKind<B>,
+    num_bytes: usize,
+    sealed: Option<Sealed>,
+) -> Result<Source, Failure> {
     let flex = match &tensor {
         HandleKind::Float(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
         HandleKind::Int(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
@@ -144,11 +156,16 @@ fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Sourc
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        return Ok(Source::new(FlexBytes {
+        let is_whole = start == 0 && num_bytes == flex.bytes().len();
+        let source = Source::new(FlexBytes {
             tensor: flex,
             start,
             end: start + num_bytes,
-        }));
+        });
+        return Ok(match sealed.filter(|_| is_whole) {
+            Some(Sealed { seal, what }) => source.sealed(Some(seal), || what),
+            None => source,
+        });
     }
     let data = match tensor {
         HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),

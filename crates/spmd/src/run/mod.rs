@@ -8,6 +8,8 @@
 mod collective;
 mod executor;
 mod memory;
+mod patched;
+mod seals;
 mod timeline;
 
 pub use executor::{Executor, Results};
