@@ -36,11 +36,11 @@ impl Net {
     fn init(device: &Device) -> Self {
         let layer = |(from, to)| LinearConfig::new(from, to).init(device);
         Self {
-            layers: [(5, 9), (9, 7)].map(layer).into(),
-            norms: [9, 7]
+            layers: [(5, 9), (9, 7), (7, 6), (6, 8)].map(layer).into(),
+            norms: [9, 7, 6, 8]
                 .map(|width| BatchNormConfig::new(width).init(device))
                 .into(),
-            out: layer((7, 3)),
+            out: layer((8, 3)),
         }
     }
 
@@ -136,7 +136,7 @@ impl Training {
             }
             if step % 7 == 2 {
                 model = sync_buffers(model, BufferSync::Average)?;
-                full_state(&model)?;
+                full_state(&model, |_| ())?;
             }
             if step % 50 == 33 {
                 save(&folder, step, &model, &optimizer, &mesh)?;

@@ -35,12 +35,20 @@ impl<O: Optimizer> SealedOptimizer<O> {
     }
 }
 
-/// The state of a [`SealedOptimizer`]: that of its optimizer, and the seals of its tensors.
+/// The state of a [`SealedOptimizer`]: that of its optimizer, taken apart and sealed from one step to the next.
 #[derive(Debug, Clone)]
-pub struct SealedState<S> {
-    state: S,
-    /// By name; `None` if it was not sealed.
-    seals: Option<Arc<[(String, Seal)]>>,
+pub struct SealedState<S>(Form<S>);
+
+#[derive(Debug, Clone)]
+enum Form<S> {
+    /// As the optimizer has it: of a record, or where ranks do not compare bytes.
+    Whole(S),
+    /// In parts, each with its seal.
+    Apart {
+        tensors: Vec<(String, TensorData, Option<Seal>)>,
+        /// The numbers beside them.
+        rest: Arc<StateSink>,
+    },
 }
 
 impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
@@ -55,11 +63,9 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
     ) -> (Tensor<D>, Option<Self::State<D>>) {
         let device = grad.device();
         let current = current().filter(|_| is_host(&device));
-        let state = state.map(|state| match &current {
-            Some(current) => state
-                .taken(current, &device)
-                .unwrap_or_else(|error| throw(error)),
-            None => state.state,
+        let state = state.and_then(|state| {
+            let whole = state.checked(current.as_ref(), &device);
+            whole.unwrap_or_else(|error| throw(error))
         });
         let (tensor, state) = self.0.step(lr, tensor, grad, state);
         let state = state.map(|state| SealedState::of(state, current.as_ref()));
@@ -67,91 +73,80 @@ impl<O: Optimizer> Optimizer for SealedOptimizer<O> {
     }
 
     fn to_device<const D: usize>(state: Self::State<D>, device: &Device) -> Self::State<D> {
-        SealedState {
-            state: O::to_device(state.state, device),
-            // They are of the elements, which a move does not change.
-            seals: state.seals,
+        match state.0 {
+            Form::Whole(state) => SealedState(Form::Whole(O::to_device(state, device))),
+            // It is put together on the device of the step.
+            apart => SealedState(apart),
         }
     }
 }
 
 impl<S: RecordState> SealedState<S> {
+    /// Takes a state apart and seals it, where ranks compare bytes.
     fn of(state: S, current: Option<&Current>) -> Self {
-        let of_tensors = |group: &ProcessGroup| {
-            let seals = tensors(&state).into_iter();
-            let seals = seals.map(|(name, data)| Some((name, group.seal(data.as_bytes())?)));
-            seals.collect::<Option<Arc<[_]>>>()
+        let Some(current) = current else {
+            return Self(Form::Whole(state));
         };
-        Self {
-            seals: current
-                .filter(|current| current.group.compares_bytes())
-                .and_then(|current| of_tensors(&current.group)),
-            state,
-        }
-    }
-
-    /// Returns the state of the optimizer, which is what was sealed.
-    fn taken(self, current: &Current, device: &Device) -> Result<S, Error> {
-        let Self { state, seals } = self;
-        if seals.is_none() && !current.group.awaits_flip(At::State) {
-            return Ok(state);
-        }
-        let seals = seals.as_deref().unwrap_or_default();
         let mut sink = StateSink::default();
         state.state_flatten("", &mut sink);
-        let mut is_flipped = false;
-        for (_, data) in &mut sink.tensors {
-            is_flipped |= flip_if_told(&current.group, data);
+        let tensors = std::mem::take(&mut sink.tensors).into_iter().map(|(name, data)| {
+            let seal = current.group.seal(data.as_bytes());
+            (name, data, seal)
+        });
+        let tensors = tensors.collect();
+        let rest = Arc::new(sink);
+        Self(Form::Apart { tensors, rest })
+    }
+
+    /// Returns the state of the optimizer, which is what was sealed; `None` if it cannot be put together.
+    fn checked(self, current: Option<&Current>, device: &Device) -> Result<Option<S>, Error> {
+        let (tensors, rest) = match self.0 {
+            Form::Whole(state) => return Ok(Some(state)),
+            Form::Apart { tensors, rest } => (tensors, rest),
+        };
+        let mut source = StateSource::new(rest.scalars.iter().cloned().collect());
+        for (name, mut data, seal) in tensors {
+            if let Some(current) = current {
+                flip_if_told(&current.group, &mut data);
+                let what = || format!("the optimizer's state `{name}` of `{}`", current.path);
+                let looked = seal.map(|seal| {
+                    current.group.check_seal(&seal, data.as_bytes(), what)
+                });
+                looked.transpose()?;
+            }
+            source.insert_tensor(name, data);
         }
-        for (name, data) in &sink.tensors {
-            let Some((_, seal)) = seals.iter().find(|(sealed, _)| sealed == name) else {
-                continue;
-            };
-            let what = || format!("the optimizer's state `{name}` of `{}`", current.path);
-            current.group.check_seal(seal, data.as_bytes(), what)?;
-        }
-        Ok(match is_flipped {
-            true => put_together(sink, device).unwrap_or(state),
-            false => state,
-        })
+        Ok(S::state_unflatten("", &mut source, device))
     }
 }
 
 /// Flips a bit of a state, if a fault says so.
-fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) -> bool {
-    let Some(bit) = group.flips(At::State, data.as_bytes().len()) else {
-        return false;
-    };
-    let mut bytes = data.as_bytes().to_vec();
-    bytes[bit / 8] ^= 1 << (bit % 8);
-    *data = transport::owned_data(bytes, data.shape().clone(), data.dtype());
-    true
-}
-
-/// Returns the state with these tensors and numbers.
-fn put_together<S: RecordState>(sink: StateSink, device: &Device) -> Option<S> {
-    let mut source = StateSource::new(sink.scalars.into_iter().collect());
-    for (name, data) in sink.tensors {
-        source.insert_tensor(name, data);
+fn flip_if_told(group: &ProcessGroup, data: &mut TensorData) {
+    if let Some(bit) = group.flips(At::State, data.as_bytes().len()) {
+        let mut bytes = data.as_bytes().to_vec();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        *data = transport::owned_data(bytes, data.shape().clone(), data.dtype());
     }
-    S::state_unflatten("", &mut source, device)
-}
-
-/// Returns the tensors of a state by name.
-fn tensors<S: RecordState>(state: &S) -> Vec<(String, TensorData)> {
-    let mut sink = StateSink::default();
-    state.state_flatten("", &mut sink);
-    sink.tensors
 }
 
 /// That of the optimizer: seals are of one run.
 impl<S: RecordState> RecordState for SealedState<S> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
-        self.state.state_flatten(prefix, out);
+        match &self.0 {
+            Form::Whole(state) => state.state_flatten(prefix, out),
+            Form::Apart { tensors, rest } => {
+                for (name, data, _) in tensors {
+                    out.push_tensor(prefix, name, data.clone());
+                }
+                for (name, scalar) in &rest.scalars {
+                    out.push_scalar(prefix, name, *scalar);
+                }
+            }
+        }
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let state = S::state_unflatten(prefix, src, device)?;
-        Some(Self { state, seals: None })
+        Some(Self(Form::Whole(state)))
     }
 }

@@ -24,6 +24,9 @@ pub(super) struct Gradient {
     pub(super) seal: Option<Seal>,
 }
 
+/// A shard's gradient of one replica, with its seal where ranks compare bytes.
+pub(super) type Sum = (Tensor<1>, Option<Seal>);
+
 /// A unit whose backward has ended.
 pub(super) struct Ended {
     pub(super) generation: Arc<Generation>,
@@ -41,7 +44,7 @@ pub(super) struct Accumulation {
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that have not crossed to the replicas yet, by unit.
-    pub(super) partial: BTreeMap<usize, Slots<(Tensor<1>, Option<Seal>)>>,
+    pub(super) partial: BTreeMap<usize, Slots<Sum>>,
 }
 
 impl Accumulation {

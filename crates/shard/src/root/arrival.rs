@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use burn::tensor::{Device, Shape, Tensor};
-use burn_fsdp_collectives::{At, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source};
+use burn_fsdp_collectives::{At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source};
 
 use super::accumulate::Gradient;
 use crate::copies::Generation;
@@ -127,19 +127,23 @@ pub(super) fn is_used(notes: &[Vec<u8>], index: usize) -> bool {
     notes.iter().any(|note| note.get(index) == Some(&1))
 }
 
-/// Returns reduced gradients as tensors, in the type of the shards.
-pub(super) fn tensors<B: AsRef<[u8]>>(
+/// Returns reduced gradients as tensors, in the type of the shards, with their seals where ranks compare bytes.
+pub(super) fn tensors(
     generation: &Generation,
     slots: &[usize],
-    buffers: Vec<B>,
+    received: Received,
     arrival: Arrival,
-) -> Vec<Tensor<1>> {
-    let tensor = |(&index, buffer): (&usize, B)| {
+) -> Vec<(Tensor<1>, Option<Seal>)> {
+    let mut seals = received.seals.into_iter();
+    let tensor = |(&index, buffer): (&usize, Buffer)| {
         let device = generation.home(index);
         let unit = &generation.unit;
-        arrival.tensor(unit, &unit.slots[index], buffer, &device)
+        let slot = &unit.slots[index];
+        let gradient = arrival.tensor(unit, slot, buffer, &device);
+        let seal = arrival.seal_of(slot, &unit.groups.shard, seals.next(), &gradient);
+        (gradient, seal)
     };
-    slots.iter().zip(buffers).map(tensor).collect()
+    slots.iter().zip(received.buffers).map(tensor).collect()
 }
 
 /// Returns a gradient as a source, as the policy's hook wants it; zeros if this rank has none.

@@ -3,12 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use burn::tensor::Tensor;
 use burn_fsdp_collectives::{
     Fingerprint, FullPart, Label, ProcessGroup, Received, Reduction as Averaging, Source,
 };
 
-use super::accumulate::Gradient;
+use super::accumulate::{Gradient, Sum};
 use super::arrival::{Arrival, gradients_of, is_used, source_of, tensors};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
@@ -19,6 +18,9 @@ use crate::schedule::{Note, Operation};
 use crate::seal;
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
+
+/// The words for the sum of the shards' gradients that crosses to the replicas.
+const SUM: &str = "the reduced gradient";
 
 impl Progress {
     /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
@@ -101,7 +103,7 @@ impl Progress {
             let (received, notes, arrival) = match &generation.unit.groups.replicas {
                 None => (received, vec![used], arrival),
                 Some(replicas) => {
-                    let sums = tensors(&generation, &slots, received.buffers, arrival);
+                    let sums = tensors(&generation, &slots, received, arrival);
                     match self.cross(root, replicas, &generation, &slots, sums, used)? {
                         Some(mut crossed) => {
                             let notes = std::mem::take(&mut crossed.notes);
@@ -126,7 +128,7 @@ impl Progress {
         replicas: &ProcessGroup,
         generation: &Generation,
         slots: &[usize],
-        sums: Vec<Tensor<1>>,
+        sums: Vec<Sum>,
         mut used: Vec<u8>,
     ) -> Result<Option<Received>, Error> {
         let unit = &generation.unit;
@@ -137,26 +139,24 @@ impl Progress {
             .unwrap_or_else(|| unit.empty_slots());
         let mut waiting = unit.empty_slots();
         for ((&index, sum), used) in slots.iter().zip(sums).zip(&mut used) {
-            let aside = aside[index].take();
-            if let Some((earlier, seal)) = &aside {
-                let named = || generation.named_as("the gradient set aside", index);
-                seal::check(&root.group, seal.as_ref(), earlier, named)?;
-            }
-            waiting[index] = match (aside.map(|(earlier, _)| earlier), *used) {
+            waiting[index] = match (aside[index].take(), *used) {
                 (None, 0) => None,
                 (None, _) => Some(sum),
                 (Some(earlier), 0) => Some(earlier),
-                (Some(earlier), _) => Some(earlier + sum),
+                (Some(earlier), _) => {
+                    for (addend, seal) in [&earlier, &sum] {
+                        let named = || generation.named_as(SUM, index);
+                        seal::check(&root.group, seal.as_ref(), addend, named)?;
+                    }
+                    let sum = earlier.0 + sum.0;
+                    let seal = seal::seal(&root.group, &sum);
+                    Some((sum, seal))
+                }
             };
             *used = u8::from(waiting[index].is_some());
         }
         if !unit.switches.all_reduce.load(Relaxed) {
-            let sealed = waiting.into_iter().map(|sum| {
-                let seal = seal::seal(&root.group, sum.as_ref()?);
-                Some((sum?, seal))
-            });
-            let sealed = sealed.collect();
-            self.gradients.partial.insert(unit.position(), sealed);
+            self.gradients.partial.insert(unit.position(), waiting);
             return Ok(None);
         }
         let own = unit.groups.shard.rank();
@@ -167,7 +167,10 @@ impl Progress {
             let bytes = slot.held_elements(own) * slot.elements.stored.size();
             parts.push(FullPart {
                 source: match waiting[index].take() {
-                    Some(sum) => unit.staging.source(sum, None),
+                    Some((sum, seal)) => {
+                        let named = || Label::from(generation.named_as(SUM, index));
+                        unit.staging.source(sum, None).sealed(seal, named)
+                    }
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),

@@ -330,11 +330,11 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            // What it may have found has ended the failure domain: the next operation says so.
+            // Here and below: what it may find has ended the failure domain, and the next operation says so.
             last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
-            generation.life.drop_full();
+            generation.let_go().ok();
         }
     }
 

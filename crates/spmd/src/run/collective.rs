@@ -63,7 +63,7 @@ pub(super) fn start<B: BackendIr>(
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let len = |share| part.share_len(share, group.rank());
         given.push((
-            source::<B>(tensor, len(contract.gives.share) * dtype.size(), sealed)?,
+            source::<B>(group, tensor, len(contract.gives.share) * dtype.size(), sealed)?,
             part,
             element,
         ));
@@ -96,17 +96,24 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// Waits for the flat results, one per part, as host data without a copy, with the seals of those that are as they
-    /// came.
-    pub(super) fn wait(self) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
+    /// Waits for the flat results, one per part, as host data without a copy, with their seals where ranks compare
+    /// bytes.
+    pub(super) fn wait(self, group: &ProcessGroup) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
         // Until the peers have read them, sources could not be updated in place.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
         let mut seals = received.seals.into_iter();
         let results = buffers.map(|(buffer, (len, dtype))| {
             let is_whole = buffer.len() == len * dtype.size();
-            let seal = seals.next().filter(|_| is_whole);
-            (data(buffer, len, dtype), seal)
+            let seal = seals.next();
+            let data = data(buffer, len, dtype);
+            match is_whole {
+                true => (data, seal),
+                false => {
+                    let seal = group.seal(data.as_bytes());
+                    (data, seal)
+                }
+            }
         });
         Ok(results.collect())
     }
@@ -136,8 +143,9 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 
 /// Returns the first bytes of a tensor in the order of its dims: on Flex in the tensor's memory, elsewhere read back.
 ///
-/// With the seal of its memory, if it gives all of it.
+/// With the seal of its memory, if it gives all of it; otherwise the seal is looked at here.
 fn source<B: BackendIr>(
+    group: &ProcessGroup,
     tensor: HandleKind<B>,
     num_bytes: usize,
     sealed: Option<Sealed>,
@@ -157,13 +165,18 @@ fn source<B: BackendIr>(
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
         let is_whole = start == 0 && num_bytes == flex.bytes().len();
+        let memory = flex.clone();
         let source = Source::new(FlexBytes {
             tensor: flex,
             start,
             end: start + num_bytes,
         });
-        return Ok(match sealed.filter(|_| is_whole) {
-            Some(Sealed { seal, what }) => source.sealed(Some(seal), || what),
+        return Ok(match sealed {
+            Some(Sealed { seal, what }) if is_whole => source.sealed(Some(seal), || what),
+            Some(Sealed { seal, what }) => {
+                group.check_seal(&seal, memory.bytes(), || what.as_str().to_owned())?;
+                source
+            }
             None => source,
         });
     }

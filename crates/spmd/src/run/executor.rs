@@ -385,7 +385,7 @@ impl<B: BackendIr> Executor<B> {
             }
             return Ok(());
         }
-        let results = started.wait().map_err(fail)?;
+        let results = started.wait(&self.group).map_err(fail)?;
         let outputs = node.operation.outputs();
         for (part, (output, result)) in outputs.zip(results).enumerate() {
             let data = self.seal_result(output.id, (collective, part), result);

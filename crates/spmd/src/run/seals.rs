@@ -165,19 +165,19 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
-    /// Looks at the values that a step has read and no node has taken, before it replaces any. An evaluation leaves them to
-    /// the next step.
+    /// Looks at the values that a step has read or brought and no node has taken, before it replaces any. An evaluation leaves
+    /// them to the next step.
     pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
         if self.seals.of.is_empty() || graph.updates().is_empty() {
             return Ok(());
         }
-        let given = graph.values().filter(|value| value.role.is_given());
         let last = graph.nodes().len().saturating_sub(1);
-        for value in given {
+        for value in graph.values() {
             let Some(sealed) = self.seals.of.get(&value.id).cloned() else {
                 continue;
             };
-            if let Some(tensor) = self.host_of(value.id) {
+            let tensor = self.host_as(value.id, value.shape.clone(), value.dtype);
+            if let Some(tensor) = tensor {
                 sealed.check(&self.group, last, &tensor)?;
             }
         }
@@ -226,14 +226,17 @@ impl<B: BackendIr> Executor<B> {
     }
 
     fn host_of(&mut self, id: TensorId) -> Option<FlexTensor> {
-        let (shape, dtype) = self.present.get(&id)?;
-        let tensor = TensorIr {
+        let (shape, dtype) = self.present.get(&id)?.clone();
+        self.host_as(id, shape, dtype)
+    }
+
+    fn host_as(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Option<FlexTensor> {
+        self.host(&TensorIr {
             id,
-            shape: shape.clone().into(),
+            shape: shape.into(),
             status: TensorStatus::ReadOnly,
-            dtype: *dtype,
-        };
-        self.host(&tensor)
+            dtype,
+        })
     }
 
     /// Returns a value, if it is in the memory of the host.
