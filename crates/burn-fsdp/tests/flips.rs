@@ -111,9 +111,8 @@ impl Training {
             _ => policy.replicate_axis("replicate"),
         };
         let mut model = fully_shard(Net::init(&device), &mesh, policy)?;
-        let fresh = || -> ModuleOptimizer {
-            SealedOptimizer::new(AdamWConfig::new().build()).into()
-        };
+        let fresh =
+            || -> ModuleOptimizer { SealedOptimizer::new(AdamWConfig::new().build()).into() };
         let mut optimizer = fresh();
         let mut average = model.clone();
         let folder = self.folder(world)?;

@@ -69,8 +69,7 @@ pub enum How {
 
 impl Fault {
     /// The syntax of a fault.
-    pub const SYNTAX: &str =
-        "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
+    pub const SYNTAX: &str = "rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or \
          rank:N,step:N,at:collective|shard|weight|gradient|state|running,how:flip,seed:N";
 
     /// The most values that a flip passes by before it strikes.

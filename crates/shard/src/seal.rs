@@ -135,6 +135,7 @@ impl Waiting {
 
     /// Takes hold of what was made of a leaf's gradient.
     pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
-        self.gradients.insert(leaf.value, held.into_iter().collect());
+        self.gradients
+            .insert(leaf.value, held.into_iter().collect());
     }
 }

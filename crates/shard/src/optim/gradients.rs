@@ -234,7 +234,9 @@ impl Parameter<'_> {
         root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
         self.scale(gradients, factor);
         let scaled = self.gradient(gradients).and_then(|scaled| {
-            let what = member.generation.named_as("the scaled gradient", member.index);
+            let what = member
+                .generation
+                .named_as("the scaled gradient", member.index);
             Held::new(&root.group, plain(scaled), Label::from(what))
         });
         root.with_waiting(|waiting| waiting.replace(leaf, scaled));

@@ -89,10 +89,12 @@ impl<S: RecordState> SealedState<S> {
         };
         let mut sink = StateSink::default();
         state.state_flatten("", &mut sink);
-        let tensors = std::mem::take(&mut sink.tensors).into_iter().map(|(name, data)| {
-            let seal = current.group.seal(data.as_bytes());
-            (name, data, seal)
-        });
+        let tensors = std::mem::take(&mut sink.tensors)
+            .into_iter()
+            .map(|(name, data)| {
+                let seal = current.group.seal(data.as_bytes());
+                (name, data, seal)
+            });
         let tensors = tensors.collect();
         let rest = Arc::new(sink);
         Self(Form::Apart { tensors, rest })
@@ -109,9 +111,8 @@ impl<S: RecordState> SealedState<S> {
             if let Some(current) = current {
                 flip_if_told(&current.group, &mut data);
                 let what = || format!("the optimizer's state `{name}` of `{}`", current.path);
-                let looked = seal.map(|seal| {
-                    current.group.check_seal(&seal, data.as_bytes(), what)
-                });
+                let looked =
+                    seal.map(|seal| current.group.check_seal(&seal, data.as_bytes(), what));
                 looked.transpose()?;
             }
             source.insert_tensor(name, data);

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use burn::tensor::{Device, Shape, Tensor};
-use burn_fsdp_collectives::{At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source};
+use burn_fsdp_collectives::{
+    At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source,
+};
 
 use super::accumulate::Gradient;
 use crate::copies::Generation;

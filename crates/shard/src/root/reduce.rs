@@ -270,7 +270,10 @@ fn tell_replicas(generation: &Generation, slots: &[usize]) {
     for &slot in slots {
         match generation.unit.slots[slot].is_gathered() {
             false => tell(&groups.reduce, generation, slot),
-            true => groups.replicas.iter().for_each(|group| tell(group, generation, slot)),
+            true => groups
+                .replicas
+                .iter()
+                .for_each(|group| tell(group, generation, slot)),
         }
     }
 }

@@ -346,7 +346,9 @@ impl Root {
     ) -> Result<(), Error> {
         generation.check(slot)?;
         let leaf = generation.node(slot);
-        leaf.map_or(Ok(()), |leaf| self.with_waiting(|waiting| waiting.release_of(&self.group, leaf)))
+        leaf.map_or(Ok(()), |leaf| {
+            self.with_waiting(|waiting| waiting.release_of(&self.group, leaf))
+        })
     }
 
     /// Calls `body` with what waits for the optimizer.

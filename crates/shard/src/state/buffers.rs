@@ -67,9 +67,10 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
 fn check_running_states(root: &Root) -> Result<(), Error> {
     let group = &root.group;
     root.with_waiting(|waiting| {
-        waiting.running.iter().try_for_each(|held| {
-            held.check(group)
-        })
+        waiting
+            .running
+            .iter()
+            .try_for_each(|held| held.check(group))
     })
 }
 

@@ -63,7 +63,12 @@ pub(super) fn start<B: BackendIr>(
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let len = |share| part.share_len(share, group.rank());
         given.push((
-            source::<B>(group, tensor, len(contract.gives.share) * dtype.size(), sealed)?,
+            source::<B>(
+                group,
+                tensor,
+                len(contract.gives.share) * dtype.size(),
+                sealed,
+            )?,
             part,
             element,
         ));
@@ -98,7 +103,10 @@ pub(super) fn start<B: BackendIr>(
 impl Started {
     /// Waits for the flat results, one per part, as host data without a copy, with their seals where ranks compare
     /// bytes.
-    pub(super) fn wait(self, group: &ProcessGroup) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
+    pub(super) fn wait(
+        self,
+        group: &ProcessGroup,
+    ) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
         // Until the peers have read them, sources could not be updated in place.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);

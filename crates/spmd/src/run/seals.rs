@@ -204,7 +204,10 @@ impl<B: BackendIr> Executor<B> {
             };
             for parameter in graph.parameters().iter().filter(whole) {
                 self.tell_replica(parameter.value);
-                parameter.states.iter().for_each(|id| self.tell_replica(*id));
+                parameter
+                    .states
+                    .iter()
+                    .for_each(|id| self.tell_replica(*id));
             }
         }
     }
