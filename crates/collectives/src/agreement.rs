@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::checksum::checksum;
 use crate::operation::Signature;
 use crate::{Buffer, Label, Operation, Source};
 
@@ -58,7 +59,7 @@ pub(crate) struct AlteredPart {
 impl Checks {
     /// Returns the checksum of some bytes.
     pub(crate) fn of(bytes: &[u8]) -> u32 {
-        crc32fast::hash(bytes)
+        checksum(bytes)
     }
 
     /// Returns the checksums of what a rank gives each rank of a group.

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, Seal};
+use burn_fsdp_collectives::{Account, BufferPool, Seal};
 
-use super::state::Root;
 use crate::copies::Generation;
 use crate::error::Error;
 use crate::seal;
@@ -52,7 +51,7 @@ impl Accumulation {
     /// reduced.
     pub(super) fn hold(
         &mut self,
-        root: &Root,
+        pool: &BufferPool,
         generation: &Arc<Generation>,
         gradients: Slots<Gradient>,
     ) -> Result<(), Error> {
@@ -67,20 +66,19 @@ impl Accumulation {
             let named = || generation.named_as(HELD, index);
             place
                 .as_ref()
-                .map_or(Ok(()), |earlier| earlier.check(root, named))?;
+                .map_or(Ok(()), |earlier| earlier.check(generation, named))?;
             let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
                 true => gradient,
                 false => Gradient {
                     tensor: cast(gradient.tensor, slot.elements.reduce.dtype),
-                    account: root
-                        .pool
+                    account: pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
                     seal: None,
                 },
             };
             gradient.add_to(place);
             if let Some(sum) = place {
-                sum.seal = seal::seal(&root.group, &sum.tensor);
+                sum.seal = seal::seal(&unit.groups.shard, &sum.tensor);
             }
         }
         Ok(())
@@ -89,7 +87,6 @@ impl Accumulation {
     /// Adds the gradients held back before to those of one use of `unit`.
     pub(super) fn add_held(
         &mut self,
-        root: &Root,
         generation: &Generation,
         gradients: &mut Slots<Gradient>,
     ) -> Result<(), Error> {
@@ -98,7 +95,7 @@ impl Accumulation {
             let places = gradients.iter_mut().zip(held).zip(&unit.slots);
             for (index, ((place, held), slot)) in places.enumerate() {
                 let Some(held) = held else { continue };
-                held.check(root, || generation.named_as(HELD, index))?;
+                held.check(generation, || generation.named_as(HELD, index))?;
                 if let Some(gradient) = place {
                     let tensor = gradient.tensor.clone();
                     gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
@@ -153,8 +150,9 @@ impl Accumulation {
 
 impl Gradient {
     /// Looks whether it is what was held back.
-    fn check(&self, root: &Root, named: impl FnOnce() -> String) -> Result<(), Error> {
-        seal::check(&root.group, self.seal.as_ref(), &self.tensor, named)
+    fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
+        let group = &generation.unit.groups.shard;
+        seal::check(group, self.seal.as_ref(), &self.tensor, named)
     }
 
     /// Adds the gradient to the one in `place`, if there is one.

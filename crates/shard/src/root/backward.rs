@@ -82,7 +82,7 @@ impl Root {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
                 progress.reduce(self, generation, gradients)?;
             } else {
-                progress.gradients.hold(self, generation, gradients)?;
+                progress.gradients.hold(&self.pool, generation, gradients)?;
             }
             // The gradients of a region's own graph are not those of the step.
             Ok(match region::state() {

@@ -33,7 +33,7 @@ impl Progress {
     ) -> Result<(), Error> {
         let unit = &generation.unit;
         Copies::of(generation).drop_pieces();
-        self.gradients.add_held(root, generation, &mut gradients)?;
+        self.gradients.add_held(generation, &mut gradients)?;
         self.gradients.keep_whole(generation, &mut gradients);
         let slots = generation.reduced_slots();
         if slots.is_empty() {

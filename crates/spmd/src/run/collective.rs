@@ -11,7 +11,7 @@ use burn_fsdp_collectives::{
 };
 use burn_ir::{BackendIr, HandleKind};
 
-use super::seals::Sealed;
+use super::sealed::Sealed;
 use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 

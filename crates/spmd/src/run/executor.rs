@@ -18,7 +18,7 @@ use burn_router::TensorInterpreter;
 use super::collective::{self, Failure, Started};
 use super::memory::{Address, MemoryTable};
 use super::patched::{failed, patched};
-use super::seals::Seals;
+use super::sealed::Seals;
 use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;

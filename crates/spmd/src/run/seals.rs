@@ -7,8 +7,6 @@
 //! holders, and a node that writes over what it takes does so after the look. Only memory of the host is sealed.
 
 use std::any::Any;
-use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use burn::tensor::{Bytes, DType, TensorData};
 use burn_flex::FlexTensor;
@@ -16,50 +14,9 @@ use burn_fsdp_collectives::{At, Fingerprint, Label, ProcessGroup, Seal};
 use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr, TensorStatus};
 
 use super::executor::Executor;
+use super::sealed::{Carried, Sealed};
 use crate::error::Error;
 use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
-
-/// A seal, and what it is of.
-#[derive(Debug, Clone)]
-pub(super) struct Sealed {
-    pub(super) seal: Seal,
-    pub(super) what: Label,
-}
-
-/// The seals of the values that are there, where ranks compare bytes.
-#[derive(Debug, Default)]
-pub(super) struct Seals {
-    of: BTreeMap<TensorId, Sealed>,
-    /// Number of steps that have been sealed.
-    steps: u64,
-}
-
-/// The seal of a value that a node takes to show it in another way, and where its memory lies.
-pub(super) struct Carried {
-    sealed: Sealed,
-    memory: (usize, usize),
-}
-
-impl Seals {
-    pub(super) fn get(&self, id: TensorId) -> Option<&Sealed> {
-        self.of.get(&id)
-    }
-
-    pub(super) fn remove(&mut self, id: TensorId) {
-        self.of.remove(&id);
-    }
-}
-
-impl Sealed {
-    fn check(&self, group: &ProcessGroup, node: usize, tensor: &FlexTensor) -> Result<(), Error> {
-        let what = || self.what.as_str().to_owned();
-        let looked = group.check_seal(&self.seal, tensor.bytes(), what);
-        looked.map_err(|source| Error::Collective {
-            node,
-            source: Arc::new(source),
-        })
-    }
-}
 
 impl<B: BackendIr> Executor<B> {
     /// Looks at the values that a node takes. Returns the seal of one that it takes to show it in another way.
