@@ -118,8 +118,9 @@ pub mod state {
 pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{
-        Clipped, LossScalerState, LossScaling, NonFinite, Norm, UnitGradients, check_elementwise,
-        check_elementwise_once, grad_norm, gradients_by_unit, owner_groups, params_with_gradient,
+        Clipped, LossScalerState, LossScaling, NonFinite, Norm, SealedOptimizer, SealedState,
+        UnitGradients, check_elementwise, check_elementwise_once, grad_norm, gradients_by_unit,
+        owner_groups, params_with_gradient,
     };
 }
 
@@ -163,8 +164,9 @@ pub mod collectives {
     pub use burn_fsdp_collectives::{
         Account, Buffer, BufferPool, Carried, Check, CommSpan, CommStage, Contract, CrossPart,
         ElementType, EntryState, Error, Fingerprint, FullPart, GroupId, Label, LaunchError, Ledger,
-        LedgerEntry, LedgerReport, Operation, OperationCounts, OperationKind, Part, Pending,
-        Processes, Received, Reduction, Role, Share, Source, Stage, Who, launcher_ranks, processes,
+        LedgerEntry, LedgerReport, Moment, Operation, OperationCounts, OperationKind, Part,
+        Pending, Processes, Received, Reduction, Role, Seal, Share, Source, Stage, Who,
+        launcher_ranks, processes,
     };
 }
 

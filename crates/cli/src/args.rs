@@ -64,7 +64,8 @@ Exit code:
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
   BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
-                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall|flip
+                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
+                   rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
                    (steps count from 0, warmup included)
   RUST_LOG         what to log on stderr [default: off]
 

@@ -10,8 +10,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use crate::checksum::checksum;
 use crate::operation::Signature;
-use crate::{Buffer, Operation, Source};
+use crate::{Buffer, Label, Operation, Source};
 
 /// What ranks compare of each other, beyond the labels and lengths that they always do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -20,16 +21,20 @@ pub enum Check {
     /// The calls alone: kind, label, parts, reduction and root of each operation.
     #[default]
     Calls,
-    /// And the bytes: what a rank gets is what the others gave, to the bit, and what all ranks get of an
-    /// all-reduce is the same. A difference is an [`Error::Altered`](crate::Error::Altered) or an
-    /// [`Error::Disagreement`](crate::Error::Disagreement).
+    /// And the bytes: what a rank gets is what the others gave, to the bit, what all ranks get of an all-reduce is the
+    /// same, and what a rank holds from one operation to another stays as it was written. A difference is an
+    /// [`Error::Altered`](crate::Error::Altered), an [`Error::Disagreement`](crate::Error::Disagreement), an
+    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) or an [`Error::Diverged`](crate::Error::Diverged).
     ///
-    /// Costs a checksum of what travels, on both sides. All ranks of a launch must ask for it.
+    /// Costs a checksum of what travels, on both sides, and two of what lies. All ranks of a launch must ask for it.
     Agreement,
 }
 
 /// The number of results that wait for other ranks' at most: those that a rank has discarded never come.
-const MOST_OPEN: usize = 64;
+const MOST_OPEN: usize = 4096;
+
+/// The bit of a number that says that it is a value's: no group comes to so many operations.
+const VALUE: u64 = 1 << 63;
 
 /// The checksums that a rank tells all others with a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -37,7 +42,8 @@ pub(crate) struct Checks {
     /// Of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
     /// [`Check::Agreement`].
     pub(crate) given: Vec<u32>,
-    /// Of results that the rank has got since its last claim: the number of the operation, and the checksum.
+    /// Of results that the rank has got since its last claim, and of values that all ranks hold: the number of the
+    /// operation or of the value, and the checksum.
     pub(crate) results: Vec<(u64, u32)>,
 }
 
@@ -53,7 +59,7 @@ pub(crate) struct AlteredPart {
 impl Checks {
     /// Returns the checksum of some bytes.
     pub(crate) fn of(bytes: &[u8]) -> u32 {
-        crc32fast::hash(bytes)
+        checksum(bytes)
     }
 
     /// Returns the checksums of what a rank gives each rank of a group.
@@ -80,6 +86,21 @@ impl Checks {
             }
         }
         given
+    }
+
+    /// Returns the checksum of what rank `to` of the group has of part `part` of `num_parts`, which the ranks have told in
+    /// pieces; `None` if they have not.
+    pub(crate) fn joined<'a>(
+        told: impl Iterator<Item = (&'a Self, usize)>,
+        (to, num_parts): (usize, usize),
+        part: usize,
+    ) -> Option<u32> {
+        let mut whole = crc32fast::Hasher::new();
+        for (checks, len) in told {
+            let piece = *checks.given.get(to * num_parts + part)?;
+            whole.combine(&crc32fast::Hasher::new_with_initial_len(piece, len as u64));
+        }
+        Some(whole.finalize())
     }
 
     /// Compares what rank `to` of the group has of a rank, part by part, with what that rank has told. Returns the
@@ -113,38 +134,59 @@ impl Checks {
     }
 }
 
-/// The results of a group that are the same on all its ranks, as one rank knows them.
+/// The results of a group that are the same on all its ranks, and other values that must be, as one rank knows them.
 #[derive(Debug, Default)]
 pub(crate) struct Replicas {
     /// What this rank has yet to tell.
     untold: Vec<(u64, u32)>,
-    /// What not all ranks have told, by the number of the operation.
+    /// What not all ranks have told, by the number of the operation or of the value.
     open: BTreeMap<u64, Open>,
 }
 
 #[derive(Debug)]
 struct Open {
-    operation: Option<Operation>,
+    held: Option<Held>,
     /// What each rank has told.
     checksums: Vec<Option<u32>>,
 }
 
-/// The ranks of a group that hold another result than most.
+/// What all ranks of a group must hold alike.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Held {
+    /// The result of an operation.
+    Result(Operation),
+    /// Another value, in words.
+    Value(Label),
+}
+
+/// The ranks of a group that hold something else than most.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Difference {
-    pub(crate) operation: Option<Operation>,
+    /// What they hold, if this rank knows.
+    pub(crate) held: Option<Held>,
     pub(crate) ranks: Vec<usize>,
 }
 
 impl Replicas {
-    /// Keeps the result of an operation, to be told.
-    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, buffers: &[Buffer]) {
-        let mut checksum = crc32fast::Hasher::new();
-        buffers
+    /// Keeps the checksums of the result of an operation, one for each part, to be told as one.
+    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, checksums: &[u32]) {
+        let mut together = crc32fast::Hasher::new();
+        checksums
             .iter()
-            .for_each(|buffer| checksum.update(buffer.as_ref()));
-        self.untold.push((operation.sequence, checksum.finalize()));
-        self.open(operation.sequence, size).operation = Some(operation.clone());
+            .for_each(|checksum| together.update(&checksum.to_le_bytes()));
+        let held = Held::Result(operation.clone());
+        self.keep((operation.sequence, together.finalize()), size, held);
+    }
+
+    /// Keeps the checksum of a value, to be told. Ranks tell of one value under one number, which is that of no operation.
+    pub(crate) fn hold_value(&mut self, told: (u64, u32), size: usize, what: Label) {
+        let (number, checksum) = told;
+        self.keep((number | VALUE, checksum), size, Held::Value(what));
+    }
+
+    fn keep(&mut self, told: (u64, u32), size: usize, held: Held) {
+        self.untold.push(told);
+        self.open(told.0, size).held = Some(held);
     }
 
     /// Returns what this rank has yet to tell.
@@ -165,13 +207,10 @@ impl Replicas {
             open.checksums[from] = Some(*checksum);
             let told: Option<Vec<u32>> = open.checksums.iter().copied().collect();
             let Some(told) = told else { continue };
-            let operation = self
-                .open
-                .remove(sequence)
-                .and_then(|closed| closed.operation);
+            let held = self.open.remove(sequence).and_then(|closed| closed.held);
             let ranks = minority(&told);
             if !ranks.is_empty() {
-                found = found.or(Some(Difference { operation, ranks }));
+                found = found.or(Some(Difference { held, ranks }));
             }
         }
         found
@@ -182,7 +221,7 @@ impl Replicas {
             self.open.pop_first();
         }
         self.open.entry(sequence).or_insert_with(|| Open {
-            operation: None,
+            held: None,
             checksums: vec![None; size],
         })
     }
@@ -216,9 +255,8 @@ mod tests {
 
     #[test]
     fn the_rank_that_holds_another_result_is_named_when_all_have_told() {
-        let pool = crate::BufferPool::new();
         let mut replicas = Replicas::default();
-        replicas.hold(&operation(3), 3, &[pool.take(4)]);
+        replicas.hold(&operation(3), 3, &[5]);
         let told = replicas.take_untold();
         assert_eq!(replicas.hear(0, 3, &told), None);
         // Another operation between, which all agree on.
@@ -227,9 +265,33 @@ mod tests {
         }
         assert_eq!(replicas.hear(1, 3, &[(3, told[0].1 ^ 1)]), None);
         let difference = replicas.hear(2, 3, &told).unwrap();
-        assert_eq!(difference.operation.unwrap().sequence, 3);
+        assert_eq!(difference.held, Some(Held::Result(operation(3))));
         assert_eq!(difference.ranks, [1]);
         assert!(replicas.open.is_empty() && replicas.take_untold().is_empty());
+    }
+
+    #[test]
+    fn a_value_and_an_operation_of_one_number_are_not_compared() {
+        let mut replicas = Replicas::default();
+        replicas.hold_value((3, 8), 2, "a.bias".into());
+        let told = replicas.take_untold();
+        assert_eq!(replicas.hear(0, 2, &told), None);
+        assert_eq!(replicas.hear(1, 2, &[(3, 9)]), None);
+        let difference = replicas.hear(1, 2, &[(told[0].0, 9)]).unwrap();
+        assert_eq!(difference.held, Some(Held::Value("a.bias".into())));
+        assert_eq!(difference.ranks, [0, 1]);
+    }
+
+    #[test]
+    fn pieces_have_the_checksum_of_the_whole() {
+        let bytes: Vec<u8> = (0..100).collect();
+        let told = |piece: &[u8]| Checks {
+            given: vec![0, 0, 0, Checks::of(piece)],
+            results: vec![],
+        };
+        let pieces = [told(&bytes[..41]), told(&[]), told(&bytes[41..])];
+        let pieces = pieces.iter().zip([41, 0, 59]);
+        assert_eq!(Checks::joined(pieces, (1, 2), 1), Some(Checks::of(&bytes)));
     }
 
     #[test]
@@ -243,7 +305,7 @@ mod tests {
     #[test]
     fn results_that_a_rank_never_tells_take_no_more_room_in_time() {
         let mut replicas = Replicas::default();
-        for sequence in 0..1000 {
+        for sequence in 0..2 * MOST_OPEN as u64 {
             replicas.hold(&operation(sequence), 2, &[]);
             let told = replicas.take_untold();
             assert_eq!(replicas.hear(0, 2, &told), None);

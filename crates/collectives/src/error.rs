@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::{Fault, LedgerReport, Operation};
+use crate::{Fault, LedgerReport, Moment, Operation};
 
 /// The reason why an operation did not give its result. Ranks are ranks of the world.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -139,6 +139,44 @@ pub enum Error {
         /// The step in which it was found.
         step: Option<u64>,
         /// The ranks that hold another result than most; all, if no more than half hold the same.
+        ranks: Vec<usize>,
+        /// The last operations of the ranks.
+        ledger: LedgerReport,
+    },
+
+    /// A value of this rank whose bytes have changed while nobody wrote them, with
+    /// [`Check::Agreement`](crate::Check::Agreement): in its memory, between two of its operations.
+    #[error(
+        "{}rank {rank} finds other bytes in {what} than were there {written}, and nobody has written them until now, \
+         {found}; the memory of rank {rank} is faulty: go on from the last checkpoint without that machine; {ledger}",
+        in_step(&found.step)
+    )]
+    AlteredAtRest {
+        /// The value: its kind, the path of its parameter, its unit.
+        what: String,
+        /// The rank that holds it.
+        rank: usize,
+        /// The moment at which the value was written, or last looked at.
+        written: Box<Moment>,
+        /// The moment at which the change was found.
+        found: Box<Moment>,
+        /// The last operations of the ranks.
+        ledger: LedgerReport,
+    },
+
+    /// A value that all ranks hold and that is not the same on all of them, with
+    /// [`Check::Agreement`](crate::Check::Agreement). Found in the operation after the one with which the ranks told of it.
+    #[error(
+        "{}ranks {ranks:?} hold other bytes in {what} than most ranks of the group, or no two hold the same; one of them \
+         has computed it wrongly, or its memory is faulty: go on from the last checkpoint without that machine; {ledger}",
+        in_step(step)
+    )]
+    Diverged {
+        /// The value: its kind, the path of its parameter, its unit.
+        what: String,
+        /// The step in which it was found.
+        step: Option<u64>,
+        /// The ranks that hold other bytes than most; all, if no more than half hold the same.
         ranks: Vec<usize>,
         /// The last operations of the ranks.
         ledger: LedgerReport,

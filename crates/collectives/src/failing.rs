@@ -7,7 +7,7 @@ use crate::fault::{At, How};
 use crate::{Error, Fault};
 
 impl Fault {
-    /// Reads a fault as [`SYNTAX`](Self::SYNTAX) says, the four in any order.
+    /// Reads a fault as [`SYNTAX`](Self::SYNTAX) says, in any order.
     ///
     /// # Errors
     ///
@@ -17,7 +17,7 @@ impl Fault {
             text: text.to_owned(),
             problem,
         };
-        let (mut rank, mut step, mut at, mut how) = (None, None, None, None);
+        let (mut rank, mut step, mut at, mut how, mut seed) = (None, None, None, None, None);
         for item in text.split(',') {
             let Some((key, value)) = item.trim().split_once(':') else {
                 return Err(invalid(format!("{:?} has no colon", item.trim())));
@@ -25,6 +25,7 @@ impl Fault {
             let is_new = match key {
                 "rank" => rank.replace(number(key, value).map_err(invalid)?).is_none(),
                 "step" => step.replace(number(key, value).map_err(invalid)?).is_none(),
+                "seed" => seed.replace(number(key, value).map_err(invalid)?).is_none(),
                 "at" => at.replace(At::read(value).map_err(invalid)?).is_none(),
                 "how" => how.replace(How::read(value).map_err(invalid)?).is_none(),
                 _ => return Err(invalid(format!("there is no {key:?}"))),
@@ -39,19 +40,23 @@ impl Fault {
             step: step.ok_or_else(|| missing("step"))?,
             at: at.ok_or_else(|| missing("at"))?,
             how: how.ok_or_else(|| missing("how"))?,
+            seed: seed.unwrap_or_default(),
         };
-        if fault.how == How::Flip && fault.at != At::Collective {
-            let problem = "only what a collective operation carries can flip; write at:collective";
-            return Err(invalid(problem.to_owned()));
-        }
-        Ok(fault)
+        let problem = match (fault.how, fault.at) {
+            (How::Flip, At::Forward | At::Backward) => {
+                "a bit flips in a value; write at:collective, shard, weight, gradient, state or running"
+            }
+            (How::Flip, _) | (_, At::Forward | At::Backward | At::Collective) => return Ok(fault),
+            _ => "at a value a bit can flip and nothing else; write how:flip",
+        };
+        Err(invalid(problem.to_owned()))
     }
 
     /// Fails as told.
     pub(crate) fn strike(self) -> Result<(), Error> {
         match self.how {
             How::Panic => panic!("told to panic by the fault \"{self}\""),
-            // The operation that it strikes in flips it.
+            // Who holds what it strikes flips it.
             How::Flip => Ok(()),
             How::Error => Err(Error::Injected { fault: self }),
             How::Stall => loop {
@@ -73,6 +78,11 @@ impl At {
             "forward" => Ok(Self::Forward),
             "backward" => Ok(Self::Backward),
             "collective" => Ok(Self::Collective),
+            "shard" => Ok(Self::Shard),
+            "weight" => Ok(Self::Weight),
+            "gradient" => Ok(Self::Gradient),
+            "state" => Ok(Self::State),
+            "running" => Ok(Self::Running),
             _ => Err(format!("at is {value:?}, which is not a place")),
         }
     }

@@ -15,7 +15,7 @@ use crate::rank_state::RankState;
 use crate::recording::Recording;
 use crate::{
     At, BufferPool, Carried, Check, CommSpan, CommStage, Error, Fault, GroupId, Label, Ledger,
-    Operation, OperationCounts, Source,
+    Moment, Operation, OperationCounts, Seal, Source,
 };
 
 /// The end of one rank of a group of ranks that communicate. Cheap to clone.
@@ -266,6 +266,11 @@ impl ProcessGroup {
         Self::new(name, rank, world_ranks, engine, self.0.state.clone())
     }
 
+    /// Returns true if the ranks compare bytes ([`Check::Agreement`]).
+    pub fn compares_bytes(&self) -> bool {
+        self.0.state.check == Check::Agreement
+    }
+
     /// Arms a fault: if it is this rank's, this rank will fail there, once. All ranks may be given
     /// the same fault.
     pub fn set_fault(&self, fault: Fault) {
@@ -290,6 +295,17 @@ impl ProcessGroup {
         self.0.state.fault_point(at)
     }
 
+    /// Returns true if a bit is to flip at such a place in this step: for engines to which looking for it costs something.
+    pub fn awaits_flip(&self, at: At) -> bool {
+        self.0.state.awaits_flip(at)
+    }
+
+    /// Returns the bit that is to flip in `num_bytes` bytes which lie at such a place, if a fault says so. For engines that
+    /// hold values, which flip it in what they hold and go on as if nothing had happened.
+    pub fn flips(&self, at: At, num_bytes: usize) -> Option<usize> {
+        self.0.state.flips_now(at, num_bytes)
+    }
+
     /// Returns the name that the next operation will have.
     pub(crate) fn next_operation(&self, signature: &Signature) -> Operation {
         let sequence = lock(&self.0.progress).sequence;
@@ -312,7 +328,7 @@ impl ProcessGroup {
             into,
             bytes,
         } = contribution;
-        let checks = self.checks(&signature, &sources);
+        let checks = self.checks(&signature, &sources)?;
         self.flip_if_told(&mut sources);
         tracing::trace!(rank = self.world_rank(), %operation, bytes, "start");
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
@@ -346,31 +362,55 @@ impl ProcessGroup {
         Ok(Pending::new(peers, flight, entry, |received| received))
     }
 
-    fn compares_bytes(&self) -> bool {
-        self.0.state.check == Check::Agreement
-    }
-
     /// Returns what this rank tells with its next claim of the bytes that it gives and has got.
-    fn checks(&self, signature: &Signature, sources: &[Source]) -> Checks {
+    fn checks(&self, signature: &Signature, sources: &[Source]) -> Result<Checks, Error> {
         if !self.compares_bytes() {
-            return Checks::default();
+            return Ok(Checks::default());
         }
-        Checks {
-            given: Checks::of_given(signature, self.rank(), self.size(), sources),
+        let (rank, size) = (self.rank(), self.size());
+        let given = Checks::of_given(signature, rank, size, sources);
+        for (part, source) in sources.iter().enumerate() {
+            let Some((seal, what)) = source.seal() else {
+                continue;
+            };
+            // Most operations give all ranks all of a source: its checksum is there already.
+            let to_first = signature.routes(rank, 0);
+            let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
+            match is_whole {
+                true if given[part] == seal.checksum => {}
+                _ => self.check_seal(seal, source.as_bytes(), || what.as_str().to_owned())?,
+            }
+        }
+        Ok(Checks {
+            given,
             results: lock(&self.0.replicas).take_untold(),
-        }
+        })
     }
 
-    /// Flips a bit in the middle of what this rank gives, if a fault says so.
+    /// Returns where this rank is now.
+    pub(crate) fn moment(&self) -> Moment {
+        self.0.state.moment()
+    }
+
+    /// Returns the seal of a value with this checksum, taken now.
+    pub(crate) fn sealed(&self, checksum: u32) -> Seal {
+        let written = self.moment();
+        Seal { checksum, written }
+    }
+
+    /// Keeps the checksum of a value that all ranks must hold alike, to be told with the next operation.
+    pub(crate) fn hold_value(&self, told: (u64, u32), what: Label) {
+        lock(&self.0.replicas).hold_value(told, self.size(), what);
+    }
+
+    /// Flips a bit of what this rank gives, if a fault says so.
     fn flip_if_told(&self, sources: &mut [Source]) {
-        let Some(source) = sources.iter_mut().find(|source| !source.is_empty()) else {
-            return;
-        };
-        if self.0.state.flips_now() {
-            let mut bytes = source.as_bytes().to_vec();
-            let middle = bytes.len() / 2;
-            bytes[middle] ^= 1;
-            *source = Source::new(bytes);
+        for source in sources {
+            if let Some(bit) = self.flips(At::Collective, source.len()) {
+                let mut bytes = source.as_bytes().to_vec();
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                *source = Source::new(bytes);
+            }
         }
     }
 

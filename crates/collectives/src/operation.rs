@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn_fsdp_mesh::Partition;
 
-use crate::{ElementType, Label, Reduction, Source};
+use crate::{ElementType, Label, Reduction};
 
 /// The collective operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -85,96 +85,6 @@ impl fmt::Display for Operation {
             sequence,
         } = self;
         write!(f, "{kind} {label} (operation {sequence} of group {group})")
-    }
-}
-
-/// A tensor of an operation that cuts tensors into the ranks' shards.
-#[derive(Debug, Clone)]
-pub struct Part {
-    /// The bytes that this rank contributes: its shard or its full tensor, depending on the operation.
-    pub source: Source,
-    /// The partition of the tensor among the ranks of the group.
-    pub partition: Partition,
-    /// Type of the elements.
-    pub element: ElementType,
-}
-
-impl Part {
-    /// Returns a tensor to which this rank contributes `source`.
-    pub fn new(source: Source, partition: Partition, element: ElementType) -> Self {
-        Self {
-            source,
-            partition,
-            element,
-        }
-    }
-
-    /// Returns a tensor to which this rank contributes nothing.
-    pub fn absent(partition: Partition, element: ElementType) -> Self {
-        Self::new(Source::empty(), partition, element)
-    }
-}
-
-/// A tensor of an operation that leaves tensors whole.
-#[derive(Debug, Clone)]
-pub struct FullPart {
-    /// The elements, in row-major order; empty on ranks that contribute nothing.
-    pub source: Source,
-    /// Number of elements of the tensor.
-    pub num_elements: usize,
-    /// Type of the elements.
-    pub element: ElementType,
-}
-
-impl FullPart {
-    /// Returns a tensor of all the elements in `source`. Bytes beyond a whole number of elements
-    /// are reported as an error by the operation.
-    pub fn new(source: Source, element: ElementType) -> Self {
-        let num_elements = source.len() / element.size();
-        Self {
-            source,
-            num_elements,
-            element,
-        }
-    }
-
-    /// Returns a tensor to which this rank contributes nothing.
-    pub fn absent(num_elements: usize, element: ElementType) -> Self {
-        Self {
-            source: Source::empty(),
-            num_elements,
-            element,
-        }
-    }
-}
-
-/// A tensor of an operation that changes along which of its dims it is cut.
-///
-/// Of a tensor of `F x T` elements each rank holds a shard along `F`, cut as `from` says, and gets
-/// its shard along `T`, cut as `to` says. More dims are folded into the rows of one of the two: see
-/// [`Partition::rows`].
-#[derive(Debug, Clone)]
-pub struct CrossPart {
-    /// The bytes that this rank contributes: for each rank of the group in turn, the elements that
-    /// it will get, of those that this rank holds.
-    pub source: Source,
-    /// The partition of the tensor before.
-    pub from: Partition,
-    /// The partition of the tensor afterwards.
-    pub to: Partition,
-    /// Type of the elements.
-    pub element: ElementType,
-}
-
-impl CrossPart {
-    /// Returns a tensor to which this rank contributes `source`.
-    pub fn new(source: Source, from: Partition, to: Partition, element: ElementType) -> Self {
-        Self {
-            source,
-            from,
-            to,
-            element,
-        }
     }
 }
 

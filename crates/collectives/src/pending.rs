@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use crate::agreement::{AlteredPart, Checks, Difference, Replicas};
+use crate::agreement::{AlteredPart, Checks, Difference, Held, Replicas};
 use crate::control::Control;
 use crate::control::Wait;
 use crate::engine::{Awaited, Claim, Flight, Received, Withdrawn};
@@ -13,7 +13,7 @@ use crate::identity::GroupId;
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{Buffer, Carried, CommStage, Error, Operation, OperationKind, Stage};
+use crate::{Buffer, Carried, CommStage, Error, Operation, OperationKind, Seal, Stage};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -112,12 +112,13 @@ impl<T> Pending<T> {
         self.until(Awaited::Result)?;
         let buffers: Result<Vec<Buffer>, _> = self.flight.receive();
         let buffers = self.there(buffers)?;
-        self.verify(&buffers)?;
+        let seals = self.verify(&buffers)?;
         let notes =
             (0..self.peers.id.members().len()).map(|rank| self.flight.claim(rank).note.clone());
         Ok(Received {
             buffers,
             notes: notes.collect(),
+            seals,
         })
     }
 
@@ -160,10 +161,10 @@ impl<T> Pending<T> {
         Err(control.end_with(self.peers.world_rank, error))
     }
 
-    /// Compares the bytes that this rank has got with what the others have told of them, if ranks do.
-    fn verify(&self, buffers: &[Buffer]) -> Result<(), Error> {
+    /// Compares the bytes that this rank has got with what the others have told of them, if ranks do, and seals them.
+    fn verify(&self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
         let Some(replicas) = &self.peers.replicas else {
-            return Ok(());
+            return Ok(Vec::new());
         };
         let (id, own) = (&self.peers.id, self.peers.rank);
         let size = id.members().len();
@@ -182,18 +183,41 @@ impl<T> Pending<T> {
         if let Some(AlteredPart { from, part }) = altered {
             return Err(self.altered(from, part));
         }
+        let checksums = self.checksums(buffers);
         let mut replicas = lock(replicas);
         if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
-            replicas.hold(&self.entry.operation, size, buffers);
+            replicas.hold(&self.entry.operation, size, &checksums);
         }
         let difference = |from: usize| {
             let told = &self.flight.claim(from).checks.results;
             replicas.hear(from, size, told)
         };
         match (0..size).map(difference).fold(None, Option::or) {
-            None => Ok(()),
+            None => Ok(self.entry.rank.seals(&checksums)),
             Some(difference) => Err(self.disagreement(difference)),
         }
+    }
+
+    /// Returns the checksum of each buffer: of what was put side by side and compared, from what the ranks have told.
+    fn checksums(&self, buffers: &[Buffer]) -> Vec<u32> {
+        let own = self.peers.rank;
+        let signature = &self.flight.claim(own).signature;
+        let routes = |from| signature.routes(from, own);
+        let routes: Vec<_> = (0..self.peers.id.members().len()).map(routes).collect();
+        let joined = |part: usize| {
+            let told = routes.iter().enumerate().filter_map(|(from, routes)| {
+                let len = routes.get(part)?.placed.len();
+                Some((&self.flight.claim(from).checks, len))
+            });
+            Checks::joined(told, (own, buffers.len()), part)
+        };
+        let checksum = |(part, buffer): (usize, &Buffer)| {
+            let joined = signature.reduction.is_none().then(|| joined(part));
+            joined
+                .flatten()
+                .unwrap_or_else(|| Checks::of(buffer.as_ref()))
+        };
+        buffers.iter().enumerate().map(checksum).collect()
     }
 
     /// Tells what the operation carried to whoever wants to know.
@@ -237,12 +261,25 @@ impl<T> Pending<T> {
             control,
             ..
         } = &self.peers;
-        let Difference { operation, ranks } = difference;
-        let error = Error::Disagreement {
-            operation: Box::new(operation.unwrap_or_else(|| self.entry.operation.clone())),
-            step: self.entry.rank.step(),
-            ranks: ranks.into_iter().map(|rank| id.members()[rank]).collect(),
-            ledger: control.report(),
+        let ranks = difference.ranks.into_iter();
+        let ranks = ranks.map(|rank| id.members()[rank]).collect();
+        let (step, ledger) = (self.entry.rank.step(), control.report());
+        let error = match difference.held {
+            Some(Held::Value(what)) => Error::Diverged {
+                what: what.as_str().to_owned(),
+                step,
+                ranks,
+                ledger,
+            },
+            held => Error::Disagreement {
+                operation: Box::new(match held {
+                    Some(Held::Result(operation)) => operation,
+                    _ => self.entry.operation.clone(),
+                }),
+                step,
+                ranks,
+                ledger,
+            },
         };
         control.end_with(*world_rank, error)
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::carried::Watcher;
 use crate::lock::lock;
 use crate::recording::Recording;
-use crate::{At, BufferPool, Check, CommStage, Error, Fault, Ledger, Operation};
+use crate::{At, BufferPool, Check, CommStage, Error, Fault, Ledger, Moment, Operation, Seal};
 
 /// Shared by all groups of a rank, and read by its peers when they explain a failure.
 #[derive(Debug)]
@@ -29,7 +29,18 @@ pub(crate) struct RankState {
 #[derive(Debug, Default)]
 struct Faults {
     armed: Option<Fault>,
+    /// The number of places that an armed flip has passed by.
+    passed: u64,
     step: Option<u64>,
+}
+
+impl Faults {
+    /// Returns true if a flip is armed for this place in this step.
+    fn flips_at(&self, at: At) -> bool {
+        let is_here = |fault: &Fault| fault.flips() && fault.at == at;
+        let armed = self.armed.filter(is_here);
+        armed.is_some_and(|fault| self.step == Some(fault.step))
+    }
 }
 
 impl RankState {
@@ -69,7 +80,8 @@ impl RankState {
     /// Arms a fault if it is this rank's.
     pub(crate) fn set_fault(&self, fault: Fault) {
         if fault.rank == self.world_rank {
-            lock(&self.faults).armed = Some(fault);
+            let mut faults = lock(&self.faults);
+            (faults.armed, faults.passed) = (Some(fault), 0);
         }
     }
 
@@ -77,14 +89,44 @@ impl RankState {
         lock(&self.faults).step = Some(step);
     }
 
-    /// Returns true if one bit of what the rank gives now is to flip; each fault strikes once.
-    pub(crate) fn flips_now(&self) -> bool {
+    /// Returns true if a flip is armed for this place in this step.
+    pub(crate) fn awaits_flip(&self, at: At) -> bool {
+        lock(&self.faults).flips_at(at)
+    }
+
+    /// Returns the bit that is to flip in `num_bytes` bytes at this place, if one is; each fault strikes once, and never
+    /// where there are no bytes.
+    pub(crate) fn flips_now(&self, at: At, num_bytes: usize) -> Option<usize> {
         let mut faults = lock(&self.faults);
-        let step = faults.step;
-        let struck = faults
-            .armed
-            .take_if(|fault| fault.flips() && step == Some(fault.step));
-        struck.is_some()
+        if !faults.flips_at(at) || num_bytes == 0 {
+            return None;
+        }
+        let fault = faults.armed?;
+        faults.passed += 1;
+        if faults.passed <= fault.places_passed() {
+            return None;
+        }
+        faults.armed = None;
+        Some(fault.bit(num_bytes))
+    }
+
+    /// Returns where the rank is now.
+    pub(crate) fn moment(&self) -> Moment {
+        let last = |ledger: &Ledger| Some(ledger.entries().next_back()?.operation.clone());
+        Moment {
+            step: self.step(),
+            after: last(&lock(&self.ledger)),
+        }
+    }
+
+    /// Returns seals of values with these checksums, taken now.
+    pub(crate) fn seals(&self, checksums: &[u32]) -> Vec<Seal> {
+        let written = self.moment();
+        let seal = |checksum: &u32| Seal {
+            checksum: *checksum,
+            written: written.clone(),
+        };
+        checksums.iter().map(seal).collect()
     }
 
     /// Returns the step that the rank is in, if anybody has said so.

@@ -3,22 +3,40 @@
 use std::fmt;
 use std::sync::Arc;
 
+use crate::{Label, Seal};
+
 /// Shared, read-only bytes that an operation reads. Cheap to clone.
 ///
 /// The owner of the bytes stays alive until the last clone is dropped, so that peers can read
 /// them without ever touching freed memory. It must show the same bytes each time.
 #[derive(Clone)]
-pub struct Source(Arc<dyn AsRef<[u8]> + Send + Sync>);
+pub struct Source {
+    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    /// The checksum that the bytes have, and what they are, if they were sealed.
+    seal: Option<Arc<(Seal, Label)>>,
+}
 
 impl Source {
     /// Makes a source of the bytes of `owner`, such as a [`Buffer`](crate::Buffer) or a `Vec<u8>`.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
-        Self(Arc::new(owner))
+        Self::from_arc(Arc::new(owner))
     }
 
     /// Makes a source of the bytes of an owner that is shared already.
     pub fn from_arc(owner: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
-        Self(owner)
+        Self { owner, seal: None }
+    }
+
+    /// Returns the source with the seal of its bytes, of which an operation that gives them first looks whether it is whole:
+    /// if not, it is an [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) of `what`. Without a seal it stays as it is.
+    #[must_use]
+    pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
+        self.seal = seal.map(|seal| Arc::new((seal, what())));
+        self
+    }
+
+    pub(crate) fn seal(&self) -> Option<&(Seal, Label)> {
+        self.seal.as_deref()
     }
 
     /// Returns a source of no bytes.
@@ -38,7 +56,7 @@ impl Source {
 
     /// Returns the bytes.
     pub fn as_bytes(&self) -> &[u8] {
-        (*self.0).as_ref()
+        (*self.owner).as_ref()
     }
 }
 

@@ -248,12 +248,7 @@ fn each_flipped_bit_is_named_by_operation_tensor_and_rank() {
 
 /// Runs three gathers in two steps with a fault that flips a bit of rank 1 in step 7.
 fn with_fault(check: Check) -> Vec<Result<Vec<u8>, Error>> {
-    let fault = Fault {
-        rank: 1,
-        step: 7,
-        at: At::Collective,
-        how: How::Flip,
-    };
+    let fault = Fault::new(1, 7, At::Collective, How::Flip);
     let body = move |world: ProcessGroup| {
         world.set_fault(fault);
         let gather = |label: &str| {
@@ -300,9 +295,13 @@ fn calls_alone_do_not_show_it() {
 }
 
 #[test]
-fn what_is_given_is_all_that_can_flip() {
+fn a_flip_is_of_a_value_and_a_value_does_nothing_but_flip() {
     let error = Fault::parse("rank:1,step:7,at:forward,how:flip").unwrap_err();
     assert!(error.to_string().contains("at:collective"), "{error}");
     let text = "rank:1,step:7,at:collective,how:flip";
+    assert_eq!(Fault::parse(text).unwrap().to_string(), text);
+    let error = Fault::parse("rank:1,step:7,at:shard,how:panic").unwrap_err();
+    assert!(error.to_string().contains("how:flip"), "{error}");
+    let text = "rank:1,step:7,at:state,how:flip,seed:9";
     assert_eq!(Fault::parse(text).unwrap().to_string(), text);
 }

@@ -320,12 +320,7 @@ fn faults_strike_once_where_they_should() {
     ] {
         let config = LaunchConfig::new(2).deadline(LONG);
         let error = fail(config, move |world| {
-            world.set_fault(Fault {
-                rank: 1,
-                step: 2,
-                at,
-                how,
-            });
+            world.set_fault(Fault::new(1, 2, at, how));
             for step in 0..4 {
                 world.begin_step(step);
                 world.fault_point(At::Forward)?;
@@ -367,9 +362,7 @@ fn faults_that_cannot_be_read_are_explained() {
     let shuffled = " how:stall, at:backward ,step:3,rank:1";
     assert_eq!(Fault::parse(shuffled).unwrap(), Fault::parse(text).unwrap());
     let message = Fault::parse("rank:1").unwrap_err().to_string();
-    assert!(message.ends_with(
-        "write it as rank:N,step:N,at:forward|backward|collective,how:panic|error|stall|flip"
-    ));
+    assert!(message.ends_with(&format!("write it as {}", Fault::SYNTAX)));
 }
 
 #[test]

@@ -40,6 +40,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Autodiff, Backend, Dispatch, Flex, TensorMetadata, backend_extension};
 use burn::tensor::{Shape, Tensor};
+use burn_fsdp_collectives::{Label, Seal};
 
 use crate::audit::Tag;
 use crate::error::{Error, throw};
@@ -78,6 +79,8 @@ pub(crate) struct Reduced {
     pub(crate) tag: Tag,
     /// Shape of the leaf.
     pub(crate) shape: Shape,
+    /// The checksum that it arrived with, and what it is, where ranks compare bytes.
+    pub(crate) seal: Option<(Seal, Label)>,
 }
 
 /// A gradient that a region hands on: for which node, of what shape.

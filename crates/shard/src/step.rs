@@ -13,6 +13,7 @@ use crate::leaves;
 use crate::op::Reduced;
 use crate::probes::Subject;
 use crate::root::Root;
+use crate::state::buffers::seal_running_states;
 use crate::transport::cast;
 use crate::unmanaged;
 
@@ -44,7 +45,11 @@ pub fn backward<M: Module, const D: usize>(
 ) -> Result<GradientsParams, Error> {
     let roots = inspect::roots_of(module)?;
     let result = catch_unwind(AssertUnwindSafe(|| {
-        catch(|| reduced_gradients(loss, module, &roots)).and_then(|result| result)
+        catch(|| {
+            seal_running_states(module, &roots[0])?;
+            reduced_gradients(loss, module, &roots)
+        })
+        .and_then(|result| result)
     }));
     // After a panic of the program's own, too, in a hook say: the pass under way holds a graph whose
     // nodes hold the root, so that nothing of the module would ever be freed.

@@ -119,10 +119,12 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
     if let (Some(parts), Some(traced)) = (parts, &traced) {
         let of_passes = certificate.take();
         let proved = mode.prove(|proof| proof.of_parts(traced, parts))?;
-        certificate = of_passes.zip(proved).map(|(of_passes, kernels)| Certificate {
-            checked_in_floats: kernels,
-            ..of_passes
-        });
+        certificate = of_passes
+            .zip(proved)
+            .map(|(of_passes, kernels)| Certificate {
+                checked_in_floats: kernels,
+                ..of_passes
+            });
     }
     if let Some(certificate) = &certificate {
         tracing::info!(%certificate, "proved");

@@ -8,7 +8,8 @@ use clap::ValueEnum;
 pub(crate) enum CheckArg {
     /// The calls: that all ranks do the same operations with the same tensors
     Calls,
-    /// The bytes, too: that each rank gets what the others gave. For memory or links that may be faulty
+    /// The bytes, too: that each rank gets what the others gave, and holds what it has written. For memory or links that may be
+    /// faulty
     Agreement,
 }
 

@@ -121,7 +121,8 @@ impl TrainConfig {
             return Err(InputError::Zero { flag: "--deadline" });
         }
         let is_compiled = args.training.compile;
-        let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
+        let num_steps = steps.saturating_add(warmup);
+        let fault = fault::from_environment(ranks, num_steps, is_compiled, sharding.strategy)?;
         if args.training.device.is_host() {
             check_memory(&model, batch, &all_ranks, &sharding)?;
         }

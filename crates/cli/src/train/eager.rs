@@ -18,7 +18,7 @@ use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
-use crate::train::optimizer::Optimizer;
+use crate::train::optimizer::{self, Optimizer};
 use crate::train::trace::{Phases, eager_events};
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
@@ -223,7 +223,7 @@ impl Trainer for Eager<'_> {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
         let model = self.model.take().ok_or(RankError::Ended)?;
-        let fresh = self.config.optimizer.init();
+        let fresh = optimizer::fresh(self.config);
         let (model, restored) = restore(model, fresh, saved)?;
         **optimizer = restored;
         let scaler = self.scaler.take();

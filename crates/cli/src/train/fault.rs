@@ -2,6 +2,7 @@
 
 use std::env;
 
+use burn_fsdp::Strategy;
 use burn_fsdp::testing::{At, Fault, How};
 
 use crate::error::InputError;
@@ -14,6 +15,7 @@ pub(crate) fn from_environment(
     ranks: usize,
     steps: usize,
     is_compiled: bool,
+    strategy: Strategy,
 ) -> Result<Option<Fault>, InputError> {
     let Some(text) = env::var_os(FAULT_VARIABLE) else {
         return Ok(None);
@@ -42,7 +44,22 @@ pub(crate) fn from_environment(
                 .to_owned(),
         );
     }
-    if fault.how == How::Flip && ranks == 1 {
+    if fault.at == At::Running {
+        return invalid("the model has no running states; choose another place".to_owned());
+    }
+    if fault.at == At::Weight && (ranks == 1 || strategy == Strategy::NoShard) {
+        return invalid(
+            "no weight is gathered where each rank has all of it; choose --ranks 2 and a strategy with shards, or \
+             at:shard"
+                .to_owned(),
+        );
+    }
+    if fault.at == At::Gradient && ranks == 1 && is_compiled {
+        return invalid(
+            "a compiled step of one rank reduces no gradient; choose --ranks 2".to_owned(),
+        );
+    }
+    if fault.how == How::Flip && fault.at == At::Collective && ranks == 1 {
         return invalid(
             "a bit flips in what a rank gives the others, and there are none; choose --ranks 2"
                 .to_owned(),

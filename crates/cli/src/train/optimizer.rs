@@ -2,11 +2,16 @@
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn_fsdp::catch;
-use burn_fsdp::optim::{FileBackedOptimizer, check_elementwise};
+use burn_fsdp::optim::{FileBackedOptimizer, SealedOptimizer, check_elementwise};
 use burn_fsdp_models::Gpt;
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
+
+/// Returns an AdamW optimizer without states, which seals those that it will have.
+pub(crate) fn fresh(config: &TrainConfig) -> ModuleOptimizer {
+    SealedOptimizer::new(config.optimizer.build()).into()
+}
 
 /// An AdamW optimizer.
 pub(crate) enum Optimizer {
@@ -19,7 +24,7 @@ pub(crate) enum Optimizer {
 impl Optimizer {
     /// Makes the optimizer for a sharded model, and checks that it may be used with shards.
     pub(crate) fn new(config: &TrainConfig, model: &Gpt, rank: usize) -> Result<Self, RankError> {
-        let optimizer = config.optimizer.init();
+        let optimizer = fresh(config);
         check_elementwise(model, &optimizer)?;
         Ok(match &config.sharding.offload {
             None => Self::InMemory(Box::new(optimizer)),

@@ -88,3 +88,25 @@ fn a_flipped_bit_goes_on_unseen_where_ranks_compare_calls_alone() {
     let run = Folder::new().train_with_fault(ARGUMENTS, FLIP);
     assert_eq!(run.code, 0, "{}", run.stderr);
 }
+
+#[test]
+fn a_bit_that_flips_between_operations_is_named_by_step_rank_and_value() {
+    for engine in ["", "--compile"] {
+        for (at, eager, compiled) in [
+            ("shard", "the shard of `", "in parameter "),
+            ("weight", "the full parameter of `", "in the gathered "),
+            ("gradient", "the reduced gradient of `", "in the reduced "),
+            ("state", "the optimizer's state `", "in state "),
+        ] {
+            let arguments = format!("{ARGUMENTS} --check agreement {engine}");
+            let fault = format!("rank:1,step:3,at:{at},how:flip,seed:6");
+            let run = Folder::new().train_with_fault(&arguments, &fault);
+            assert_eq!(run.code, 3, "{engine} {at}: {}", run.stderr);
+            let line = error_line(&run);
+            let value = if engine.is_empty() { eager } else { compiled };
+            for word in ["in step 3, rank 1 finds other bytes", value, "of group"] {
+                assert!(line.contains(word), "{engine} {at}: {word}: {line}");
+            }
+        }
+    }
+}

@@ -126,6 +126,8 @@ fn faults_must_be_readable_and_able_to_strike() {
         ("rank:x,step:0,at:forward,how:panic", "rank"),
         ("rank:2,step:0,at:forward,how:panic", "no rank 2"),
         ("rank:1,step:99,at:forward,how:panic", "no step 99"),
+        ("rank:1,step:0,at:shard,how:panic", "how:flip"),
+        ("rank:1,step:0,at:running,how:flip", "no running states"),
     ] {
         let folder = Folder::new();
         let run = folder.train_with_fault("--synthetic --steps 2", fault);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::agreement::{AlteredPart, Checks};
 use crate::control::Control;
 use crate::operation::Signature;
-use crate::{Buffer, Operation, Source};
+use crate::{Buffer, Operation, Seal, Source};
 
 /// The end of one rank of a group, on some transport.
 ///
@@ -139,4 +139,6 @@ pub struct Received {
     pub buffers: Vec<Buffer>,
     /// The note of every rank, by rank of the group.
     pub notes: Vec<Vec<u8>>,
+    /// The seal of each buffer, where ranks compare bytes; otherwise none.
+    pub seals: Vec<Seal>,
 }

@@ -14,13 +14,15 @@ use std::sync::{Arc, Weak};
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
-use burn_fsdp_collectives::{Fingerprint, Part, Partition};
+use burn_fsdp_collectives::{At, Fingerprint, Label, Part, Partition, ProcessGroup, Seal};
 use parking_lot::Mutex;
 
 use super::holders::Holders;
-use super::lifecycle::LifeCycle;
+use super::lifecycle::{Full, LifeCycle};
 use super::values::{Value, Values};
 use crate::device;
+use crate::error::Error;
+use crate::seal;
 use crate::shown::Shown;
 use crate::slot::{Holding, Slots};
 use crate::transport::cast;
@@ -52,7 +54,7 @@ pub(crate) struct Generation {
     pub(crate) life: LifeCycle,
     /// This rank's pieces among its neighbours, between forward and backward, where full
     /// parameters are resharded to a smaller group; by slot.
-    pieces: Mutex<Option<Slots<Tensor<1>>>>,
+    pieces: Mutex<Option<Slots<Piece>>>,
     /// The plain device of full parameters, for an offloaded unit.
     compute: Mutex<Option<Device>>,
     values: Mutex<Values>,
@@ -64,6 +66,9 @@ pub(crate) struct Generation {
     /// first.
     view: Mutex<Option<View>>,
 }
+
+/// This rank's piece of a full parameter, with its seal where ranks compare bytes.
+pub(crate) type Piece = (Tensor<1>, Option<Seal>);
 
 /// A set of values made of several.
 struct View {
@@ -189,10 +194,52 @@ impl Generation {
 
     /// Sets the value of `slot`.
     pub(crate) fn set(&self, slot: usize, value: &Shown) {
-        let value = Value::of(value);
         let mut values = self.values.lock();
+        let value = Value::of(value).sealed(self.holders_group(), values.known(slot));
         values.own[slot] = Some(value);
         values.inherited[slot] = None;
+    }
+
+    /// Returns the ranks among which the values are divided, of which this is one.
+    fn holders_group(&self) -> &ProcessGroup {
+        &self.unit.groups.shard
+    }
+
+    /// Returns the checksum that the value of `slot` had when it was written, where ranks compare bytes.
+    pub(crate) fn seal(&self, slot: usize) -> Option<Seal> {
+        self.held(slot).seal
+    }
+
+    /// Returns the words for the value of `slot`, for messages.
+    pub(crate) fn named(&self, slot: usize) -> String {
+        let kind = match self.unit.slots[slot].is_gathered() {
+            true => "the shard",
+            false => "the parameter",
+        };
+        self.named_as(kind, slot)
+    }
+
+    /// Returns the words for a value of a kind that belongs to `slot`, for messages.
+    pub(crate) fn named_as(&self, kind: &str, slot: usize) -> String {
+        let path = &self.unit.slots[slot].path;
+        format!("{kind} of `{path}` (unit {})", self.unit.label())
+    }
+
+    /// Looks whether the value of `slot` is what was written, where ranks compare bytes.
+    pub(crate) fn check(&self, slot: usize) -> Result<(), Error> {
+        let held = self.held(slot);
+        let named = || self.named(slot);
+        seal::check(self.holders_group(), held.seal.as_ref(), &held.plain, named)
+    }
+
+    /// Flips a bit of the value of `slot`, if a fault says so.
+    pub(crate) fn flip_if_told(&self, slot: usize) {
+        let mut held = self.held(slot);
+        let before = held.plain.clone();
+        seal::flip_if_told(self.holders_group(), At::Shard, &mut held.plain);
+        if !seal::is_same_memory(&before, &held.plain) {
+            self.values.lock().own[slot] = Some(held);
+        }
     }
 
     fn held(&self, slot: usize) -> Value {
@@ -323,28 +370,50 @@ impl Generation {
     }
 
     /// Drops the full parameters, but for this rank's pieces of them where neighbours gather again.
-    pub(crate) fn reshard_after_forward(&self) {
-        let full = self.life.take_full();
-        let (Some(neighbours), Some(full)) = (&self.unit.groups.neighbours, full) else {
-            return;
+    pub(crate) fn reshard_after_forward(&self) -> Result<(), Error> {
+        let Some(full) = self.life.take_full() else {
+            return Ok(());
         };
-        let pieces = self.unit.slots.iter().zip(full).map(|(slot, full)| {
+        self.check_full(&full)?;
+        let Some(neighbours) = &self.unit.groups.neighbours else {
+            return Ok(());
+        };
+        let slots = self.unit.slots.iter().zip(full.tensors);
+        let pieces = slots.map(|(slot, full)| {
             let full = full?;
             let elements = slot.partition.num_elements();
             let cut = Partition::flat(elements, neighbours.size()).ok()?;
             let device = full.device();
             // Read out, so that the piece does not keep the whole alive.
             let piece = full.slice([cut.range(neighbours.rank())]).into_data();
-            Some(Tensor::from_data(
-                piece,
-                (&device, slot.elements.compute.dtype),
-            ))
+            let dtype = slot.elements.compute.dtype;
+            let piece = Tensor::from_data(piece, (&device, dtype));
+            let seal = seal::seal(neighbours, &piece);
+            Some((piece, seal))
         });
         *self.pieces.lock() = Some(pieces.collect());
+        Ok(())
+    }
+
+    /// Drops the full parameters or cancels their gather, and looks whether they are what was gathered.
+    pub(crate) fn let_go(&self) -> Result<(), Error> {
+        let full = self.life.take_full();
+        full.map_or(Ok(()), |full| self.check_full(&full))
+    }
+
+    fn check_full(&self, full: &Full) -> Result<(), Error> {
+        let values = full.tensors.iter().zip(full.seals.iter()).enumerate();
+        for (slot, (tensor, seal)) in values {
+            if let Some(tensor) = tensor {
+                let named = || self.named_as("the full parameter", slot);
+                seal::check(self.holders_group(), seal.as_ref(), tensor, named)?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns this rank's pieces among its neighbours, if forward has left them.
-    pub(crate) fn pieces(&self) -> Option<Slots<Tensor<1>>> {
+    pub(crate) fn pieces(&self) -> Option<Slots<Piece>> {
         self.pieces.lock().clone()
     }
 
@@ -354,15 +423,24 @@ impl Generation {
     }
 
     /// Returns this rank's shards, ready to be gathered, in the type that computes.
-    pub(crate) fn shards(&self) -> Vec<Part> {
-        self.unit
-            .gathered_slots()
-            .map(|index| {
-                let slot = &self.unit.slots[index];
-                let value = self.computing(index);
-                slot.part(self.unit.staging.source(value, None), slot.elements.compute)
-            })
-            .collect()
+    pub(crate) fn shards(&self) -> Result<Vec<Part>, Error> {
+        let slots = self.unit.gathered_slots();
+        let parts = slots.map(|index| {
+            self.flip_if_told(index);
+            let slot = &self.unit.slots[index];
+            let is_given = slot.elements.stored.dtype == slot.elements.compute.dtype;
+            let seal = match is_given {
+                true => self.seal(index),
+                false => {
+                    self.check(index)?;
+                    None
+                }
+            };
+            let source = self.unit.staging.source(self.computing(index), None);
+            let source = source.sealed(seal, || Label::from(self.named(index)));
+            Ok(slot.part(source, slot.elements.compute))
+        });
+        parts.collect()
     }
 
     /// Returns what this rank holds of the parameter in slot `index`, in the type that computes.

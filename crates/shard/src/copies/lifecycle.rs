@@ -3,7 +3,7 @@
 use std::fmt;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Pending, Received};
+use burn_fsdp_collectives::{Pending, Received, Seal};
 use parking_lot::Mutex;
 
 use crate::error::Error;
@@ -26,6 +26,14 @@ impl fmt::Display for UnitState {
     }
 }
 
+/// The full parameters, flat and without autodiff, one for each gathered slot.
+pub(crate) struct Full {
+    /// The tensors.
+    pub(crate) tensors: Slots<Tensor<1>>,
+    /// The checksums of what was gathered, where ranks compare bytes.
+    pub(crate) seals: Slots<Seal>,
+}
+
 /// The state of the full parameters, with what exists of them.
 #[derive(Default)]
 enum State {
@@ -35,8 +43,8 @@ enum State {
     /// A gather is under way; its buffers are allocated, the shards are published. Without a
     /// pending operation the shard is the whole.
     Gathering(Option<Pending<Received>>),
-    /// The full parameters exist, flat and without autodiff, one for each gathered slot.
-    Unsharded(Slots<Tensor<1>>),
+    /// The full parameters exist.
+    Unsharded(Full),
 }
 
 /// The full parameters of one generation.
@@ -79,7 +87,7 @@ impl LifeCycle {
     /// known. Returns `None` if no gather is under way. After an error only the shards exist.
     pub(crate) fn fill<T>(
         &self,
-        arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Slots<Tensor<1>>, T), Error>,
+        arrive: impl FnOnce(Option<Pending<Received>>) -> Result<(Full, T), Error>,
     ) -> Result<Option<T>, Error> {
         let mut state = self.0.lock();
         let pending = match std::mem::take(&mut *state) {
@@ -97,7 +105,10 @@ impl LifeCycle {
     /// Returns the full parameter of a gathered slot; `None` if the full parameters do not exist.
     pub(crate) fn full(&self, slot: usize) -> Option<Tensor<1>> {
         match &*self.0.lock() {
-            State::Unsharded(full) => Some(full[slot].clone().expect("gathered slots are filled")),
+            State::Unsharded(full) => {
+                let tensor = full.tensors[slot].clone();
+                Some(tensor.expect("gathered slots are filled"))
+            }
             State::Sharded | State::Gathering(_) => None,
         }
     }
@@ -108,7 +119,7 @@ impl LifeCycle {
     }
 
     /// Drops the full parameters or cancels their gather, and returns them if they exist.
-    pub(crate) fn take_full(&self) -> Option<Slots<Tensor<1>>> {
+    pub(crate) fn take_full(&self) -> Option<Full> {
         let state = std::mem::take(&mut *self.0.lock());
         match state {
             State::Unsharded(full) => Some(full),

@@ -2,8 +2,10 @@
 
 use burn::backend::autodiff::NodeId;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{ProcessGroup, Seal};
 
 use crate::op;
+use crate::seal;
 use crate::shown::{Shown, of_any, plain};
 use crate::slot::Slots;
 
@@ -23,6 +25,8 @@ pub(super) struct Value {
     pub(super) device: Device,
     /// The leaf's node, if gradients are wanted.
     pub(super) node: Option<NodeId>,
+    /// The checksum of its bytes when they were written, where ranks compare bytes.
+    pub(super) seal: Option<Seal>,
 }
 
 impl Value {
@@ -37,15 +41,31 @@ impl Value {
             device: value.device(),
             node: is_trained.then(|| op::node_of(value.clone())),
             plain: plain(value).reshape([len]),
+            seal: None,
         }
+    }
+
+    /// Returns it sealed: anew, unless it is the memory of `before`, which a pass over the module has left as it was.
+    pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
+        let before = before.filter(|before| before.seal.is_some());
+        let before = before.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
+        self.seal = match before {
+            Some(before) => before.seal.clone(),
+            None => seal::seal(group, &self.plain),
+        };
+        self
     }
 }
 
 impl Values {
+    /// Returns the value of `slot`, once there is one.
+    pub(super) fn known(&self, slot: usize) -> Option<&Value> {
+        self.own[slot].as_ref().or(self.inherited[slot].as_ref())
+    }
+
     /// Returns the value of `slot`.
     pub(super) fn held(&self, slot: usize) -> Value {
-        let value = self.own[slot].as_ref().or(self.inherited[slot].as_ref());
-        value
+        self.known(slot)
             .expect("a first generation is filled before it is used")
             .clone()
     }

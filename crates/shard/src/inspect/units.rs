@@ -135,11 +135,11 @@ impl UnitHandle {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] inside a backward.
+    /// [`Error::State`] inside a backward; [`Error::Collective`] if they have changed by themselves, where ranks compare
+    /// bytes.
     pub fn reshard(&self) -> Result<(), Error> {
         self.root.expect_outside_backward(ADVICE)?;
-        self.generation.life.drop_full();
-        Ok(())
+        self.generation.let_go()
     }
 
     fn switch(&self, switch: &AtomicBool, on: bool) -> Result<(), Error> {

@@ -118,7 +118,7 @@ pub fn clip_grad_norm<M: Module>(
     // By 1 nothing changes; a NaN is to show.
     let gradients = match coefficient == 1.0 {
         true => gradients,
-        false => gradients::scaled(module, gradients, coefficient),
+        false => gradients::scaled(module, gradients, coefficient)?,
     };
     Ok(Clipped {
         gradients,

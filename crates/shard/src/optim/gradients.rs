@@ -1,14 +1,19 @@
 //! The gradients of a module one by one, and who else holds each.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_collectives::{Label, ProcessGroup};
 
+use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
+use crate::root::Root;
+use crate::seal::Held;
+use crate::shown::plain;
 
 /// The ranks that hold the elements of a gradient.
 #[derive(Debug, Clone)]
@@ -51,9 +56,15 @@ pub(crate) fn scaled<M: Module>(
     module: &M,
     mut gradients: GradientsParams,
     factor: f64,
-) -> GradientsParams {
-    for_each(module, |parameter| parameter.scale(&mut gradients, factor));
-    gradients
+) -> Result<GradientsParams, Error> {
+    let roots = inspect::roots_of(module)?;
+    let mut scaled = Ok(());
+    for_each(module, |parameter| {
+        if scaled.is_ok() {
+            scaled = parameter.scale_sealed(&roots, &mut gradients, factor);
+        }
+    });
+    scaled.map(|()| gradients)
 }
 
 /// Returns the groups among which gradients of `module` are cut, each once; with `root`, that of
@@ -200,6 +211,36 @@ impl ByRank {
 impl Parameter<'_> {
     fn gradient(&self, gradients: &GradientsParams) -> Option<Tensor<1>> {
         (self.by_rank.get)(gradients, self.id)
+    }
+
+    /// Scales its gradient. Where ranks compare bytes, looks before whether it is what has arrived, and seals what is made
+    /// of it.
+    fn scale_sealed(
+        &self,
+        roots: &[Arc<Root>],
+        gradients: &mut GradientsParams,
+        factor: f64,
+    ) -> Result<(), Error> {
+        let sealed = self.member.and_then(|member| {
+            let generation = &member.generation;
+            let root = roots.iter().find(|root| root.owns(&generation.unit))?;
+            let leaf = generation.node(member.index)?;
+            root.group.compares_bytes().then_some((root, member, leaf))
+        });
+        let Some((root, member, leaf)) = sealed else {
+            self.scale(gradients, factor);
+            return Ok(());
+        };
+        root.with_waiting(|waiting| waiting.release_of(&root.group, leaf))?;
+        self.scale(gradients, factor);
+        let scaled = self.gradient(gradients).and_then(|scaled| {
+            let what = member
+                .generation
+                .named_as("the scaled gradient", member.index);
+            Held::new(&root.group, plain(scaled), Label::from(what))
+        });
+        root.with_waiting(|waiting| waiting.replace(leaf, scaled));
+        Ok(())
     }
 
     fn scale(&self, gradients: &mut GradientsParams, factor: f64) {

@@ -174,7 +174,7 @@ impl LossScaler {
             self.back_off()?;
             return Ok(None);
         }
-        let gradients = gradients::scaled(module, gradients, self.state.scale.recip());
+        let gradients = gradients::scaled(module, gradients, self.state.scale.recip())?;
         self.grow();
         Ok(Some(gradients))
     }

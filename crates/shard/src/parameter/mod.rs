@@ -1,8 +1,10 @@
 //! The form in which Burn sees a sharded parameter: a reparameterization with the shard as its own parameter.
 //!
 //! - `owned`: a module's hold on it, and the link to its root. `identity`: the id it is known by.
+//! - `current`: the one that an optimizer works on.
 //! - `member`: the walk that finds it. `mailbox`: the message that a walk leaves for it.
 
+pub(crate) mod current;
 pub(crate) mod identity;
 pub(crate) mod mailbox;
 pub(crate) mod member;
@@ -12,11 +14,13 @@ use burn::module::{
     Devices, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, ParamId, Reparameterization,
 };
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::{At, ProcessGroup};
 use std::sync::Arc;
 
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
 use crate::error::{Error, throw};
+use crate::parameter::current::Current;
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
@@ -143,6 +147,21 @@ fn guarded(value: Shown, generation: &Arc<Generation>, slot: usize) -> Shown {
     })
 }
 
+/// Looks whether what a mapper of the program's is about to read is what was written, where ranks compare bytes. Returns the
+/// parameter that it is then.
+fn checked(generation: &Owned) -> Result<Option<Current>, Error> {
+    let root = generation.root_link().root();
+    let looks = |group: &ProcessGroup| group.compares_bytes() || group.awaits_flip(At::State);
+    let Some(root) = root.filter(|root| looks(&root.group) && !ambient::is_engine()) else {
+        return Ok(None);
+    };
+    root.check_before_update(generation, generation.slot)?;
+    Ok(Some(Current {
+        group: root.group.clone(),
+        path: generation.unit.slots[generation.slot].path.clone(),
+    }))
+}
+
 /// Tries the optimizer, if `mapper` may be its first step. Returns the value of `shown` if nothing
 /// is known afterwards.
 fn try_optimizer<M: ModuleMapper>(
@@ -256,7 +275,8 @@ impl Module for ShardedParam {
                 let before = shown.id();
                 mapper.exit_module(NAME, CONTAINER);
                 let unknown = try_optimizer(&generation, &shown, path, mapper);
-                let value = shown.mapped(mapper);
+                let current = checked(&generation).unwrap_or_else(|error| throw(error));
+                let value = current::at(current, || shown.mapped(mapper));
                 if let Shown::One(value) = &value {
                     Trial::compare(unknown, value, path);
                 }

@@ -4,25 +4,38 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Account, BufferPool};
+use burn_fsdp_collectives::{Account, BufferPool, Seal};
 
 use crate::audit::Tag;
 use crate::copies::Generation;
+use crate::error::Error;
+use crate::seal;
 use crate::slot::Slots;
 use crate::transport::cast;
-use crate::unit::Unit;
+
+/// The words for a gradient that waits for another backward.
+const HELD: &str = "the gradient held back";
 
 /// A full gradient, counted while it lives.
 pub(super) struct Gradient {
     pub(super) tensor: Tensor<1>,
     pub(super) account: Account,
     pub(super) tag: Tag,
+    /// Its checksum while it waits for another backward, where ranks compare bytes.
+    pub(super) seal: Option<Seal>,
 }
 
 /// A gradient that is not counted.
 pub(super) struct Tagged {
     pub(super) tensor: Tensor<1>,
     pub(super) tag: Tag,
+}
+
+/// A shard's gradient of one replica, with its seal where ranks compare bytes.
+pub(super) struct Sum {
+    pub(super) tensor: Tensor<1>,
+    pub(super) tag: Tag,
+    pub(super) seal: Option<Seal>,
 }
 
 /// A unit whose backward has ended.
@@ -42,7 +55,7 @@ pub(super) struct Accumulation {
     /// Gradients of steps without reduction, by unit, until its next reduction.
     pub(super) held: BTreeMap<usize, Slots<Gradient>>,
     /// Shards' gradients that have not crossed to the replicas yet, by unit.
-    pub(super) partial: BTreeMap<usize, Slots<Tagged>>,
+    pub(super) partial: BTreeMap<usize, Slots<Sum>>,
 }
 
 impl Accumulation {
@@ -53,14 +66,19 @@ impl Accumulation {
         pool: &BufferPool,
         generation: &Arc<Generation>,
         gradients: Slots<Gradient>,
-    ) {
+    ) -> Result<(), Error> {
         let unit = &generation.unit;
         let held = self
             .held
             .entry(unit.position())
             .or_insert_with(|| unit.empty_slots());
-        for ((place, gradient), slot) in held.iter_mut().zip(gradients).zip(&unit.slots) {
+        let places = held.iter_mut().zip(gradients).zip(&unit.slots);
+        for (index, ((place, gradient), slot)) in places.enumerate() {
             let Some(gradient) = gradient else { continue };
+            let named = || generation.named_as(HELD, index);
+            place
+                .as_ref()
+                .map_or(Ok(()), |earlier| earlier.check(generation, named))?;
             let gradient = match gradient.tensor.dtype() == slot.elements.reduce.dtype {
                 true => gradient,
                 false => Gradient {
@@ -68,17 +86,29 @@ impl Accumulation {
                     account: pool
                         .account(slot.partition.num_elements() * slot.elements.reduce.size()),
                     tag: gradient.tag,
+                    seal: None,
                 },
             };
             gradient.add_to(place);
+            if let Some(sum) = place {
+                sum.seal = seal::seal(&unit.groups.shard, &sum.tensor);
+            }
         }
+        Ok(())
     }
 
     /// Adds the gradients held back before to those of one use of `unit`.
-    pub(super) fn add_held(&mut self, unit: &Unit, gradients: &mut Slots<Gradient>) {
+    pub(super) fn add_held(
+        &mut self,
+        generation: &Generation,
+        gradients: &mut Slots<Gradient>,
+    ) -> Result<(), Error> {
+        let unit = &generation.unit;
         if let Some(held) = self.held.remove(&unit.position()) {
-            for ((place, held), slot) in gradients.iter_mut().zip(held).zip(&unit.slots) {
+            let places = gradients.iter_mut().zip(held).zip(&unit.slots);
+            for (index, ((place, held), slot)) in places.enumerate() {
                 let Some(held) = held else { continue };
+                held.check(generation, || generation.named_as(HELD, index))?;
                 if let Some(gradient) = place {
                     let tensor = gradient.tensor.clone();
                     gradient.tensor = cast(tensor, slot.elements.reduce.dtype);
@@ -86,6 +116,7 @@ impl Accumulation {
                 held.add_to(place);
             }
         }
+        Ok(())
     }
 
     /// Returns the bytes of gradients held back.
@@ -137,6 +168,12 @@ impl Accumulation {
 }
 
 impl Gradient {
+    /// Looks whether it is what was held back.
+    fn check(&self, generation: &Generation, named: impl FnOnce() -> String) -> Result<(), Error> {
+        let group = &generation.unit.groups.shard;
+        seal::check(group, self.seal.as_ref(), &self.tensor, named)
+    }
+
     /// Adds the gradient to the one in `place`, if there is one.
     pub(super) fn add_to(self, place: &mut Option<Self>) {
         *place = Some(match place.take() {
@@ -144,6 +181,7 @@ impl Gradient {
                 tensor: earlier.tensor + self.tensor,
                 account: earlier.account,
                 tag: earlier.tag.plus(self.tag),
+                seal: None,
             },
             None => self,
         });

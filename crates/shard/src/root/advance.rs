@@ -119,7 +119,7 @@ impl Progress {
                         root.start_gather(&generation, operation)?;
                     }
                     root.finish_gather(&generation)?;
-                    generation.reshard_after_forward();
+                    generation.reshard_after_forward()?;
                 } else {
                     match ahead {
                         Some(ahead) => ahead.discard(),

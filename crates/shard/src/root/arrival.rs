@@ -3,13 +3,17 @@
 use std::sync::Arc;
 
 use burn::tensor::{Device, Shape, Tensor};
-use burn_fsdp_collectives::{Buffer, Reduction as Averaging, Source};
+use burn_fsdp_collectives::{
+    At, Buffer, Label, ProcessGroup, Received, Reduction as Averaging, Seal, Source,
+};
 
-use super::accumulate::{Gradient, Tagged};
+use super::accumulate::{Gradient, Sum};
 use crate::audit::{Tag, is_flagged, scale_of, tag_of_sum};
 use crate::copies::Generation;
+use crate::device::is_host;
 use crate::error::Error;
 use crate::op::Reduced;
+use crate::seal;
 use crate::slot::{Element, Slot};
 use crate::transport::cast;
 use crate::unit::Unit;
@@ -51,6 +55,24 @@ impl Arrival {
         }
     }
 
+    /// Returns the seal of a gradient that has arrived: that of its buffer, unless it was changed to another type.
+    fn seal_of(
+        self,
+        slot: &Slot,
+        group: &ProcessGroup,
+        seal: Option<Seal>,
+        gradient: &Tensor<1>,
+    ) -> Option<Seal> {
+        let seal = seal?;
+        if !is_host(&gradient.device()) {
+            return None;
+        }
+        match self.element(slot).dtype == slot.elements.stored.dtype {
+            true => Some(seal),
+            false => seal::seal(group, gradient),
+        }
+    }
+
     /// Returns what has arrived in `buffer`, as it is held, in memory of its own: an optimizer may
     /// write over a gradient, and what it makes of it outlives the step.
     fn tensor(
@@ -61,7 +83,8 @@ impl Arrival {
         device: &Device,
     ) -> Tensor<1> {
         let dtype = self.element(slot).dtype;
-        let arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
+        let mut arrived = unit.staging.owned(buffer.as_ref().to_vec(), dtype, device);
+        seal::flip_if_told(&unit.groups.shard, At::Gradient, &mut arrived);
         cast(arrived, slot.elements.stored.dtype)
     }
 }
@@ -79,23 +102,27 @@ pub(super) struct Arrived {
     /// True if any rank has a gradient.
     pub(super) is_used: bool,
     pub(super) tag: Tag,
+    /// Its checksum, where ranks compare bytes.
+    pub(super) seal: Option<Seal>,
 }
 
-/// Returns what a reduction over `ranks` has brought, with these notes.
-pub(super) fn arrived(
-    buffers: Vec<Buffer>,
-    notes: Vec<Vec<u8>>,
-    reduction: &Averaging,
-    ranks: usize,
-) -> Vec<Arrived> {
-    let number = buffers.len();
+/// Returns what a reduction over `ranks` has brought; its notes are those of the reduction.
+pub(super) fn arrived(received: Received, reduction: &Averaging, ranks: usize) -> Vec<Arrived> {
+    let (number, notes) = (received.buffers.len(), received.notes);
     let scale = scale_of(reduction, ranks);
+    let mut seals = received.seals.into_iter();
     let arrived = |(index, buffer)| Arrived {
         buffer,
         is_used: is_flagged(&notes, index),
         tag: tag_of_sum(&notes, index, number).times(scale),
+        seal: seals.next(),
     };
-    buffers.into_iter().enumerate().map(arrived).collect()
+    received
+        .buffers
+        .into_iter()
+        .enumerate()
+        .map(arrived)
+        .collect()
 }
 
 /// Returns the reduced gradients of `leaves` that any rank used, but for what another rank owns.
@@ -107,18 +134,25 @@ pub(super) fn gradients_of<'a>(
     leaves
         .zip(arrived)
         .filter(|(_, arrived)| arrived.is_used)
-        .filter_map(|((generation, index), Arrived { buffer, tag, .. })| {
+        .filter_map(|((generation, index), arrived)| {
             let slot = &generation.unit.slots[index];
             let rank = generation.unit.groups.shard.rank();
             if slot.is_elsewhere(rank) {
                 return None;
             }
             let device = generation.home(index);
+            let gradient = arrival.tensor(&generation.unit, slot, arrived.buffer, &device);
+            let group = &generation.unit.groups.shard;
+            let seal = arrival.seal_of(slot, group, arrived.seal, &gradient);
             Some(Reduced {
                 node: generation.node(index)?,
                 shape: Shape::from(slot.shown_shape(rank)),
-                gradient: arrival.tensor(&generation.unit, slot, buffer, &device),
-                tag,
+                seal: seal.map(|seal| {
+                    let what = generation.named_as("the reduced gradient", index);
+                    (seal, Label::from(what))
+                }),
+                gradient,
+                tag: arrived.tag,
             })
         })
         .collect()
@@ -130,13 +164,19 @@ pub(super) fn sums(
     slots: &[usize],
     arrived: Vec<Arrived>,
     arrival: Arrival,
-) -> Vec<Option<Tagged>> {
+) -> Vec<Option<Sum>> {
     let sum = |(&index, arrived): (&usize, Arrived)| {
         let device = generation.home(index);
         let unit = &generation.unit;
-        arrived.is_used.then(|| Tagged {
-            tensor: arrival.tensor(unit, &unit.slots[index], arrived.buffer, &device),
-            tag: arrived.tag,
+        let slot = &unit.slots[index];
+        arrived.is_used.then(|| {
+            let tensor = arrival.tensor(unit, slot, arrived.buffer, &device);
+            let seal = arrival.seal_of(slot, &unit.groups.shard, arrived.seal, &tensor);
+            Sum {
+                tensor,
+                tag: arrived.tag,
+                seal,
+            }
         })
     };
     slots.iter().zip(arrived).map(sum).collect()
@@ -149,6 +189,7 @@ pub(super) fn given(gradient: Option<Gradient>, slot: &Slot, unit: &Unit) -> Res
         tensor,
         account,
         tag,
+        ..
     }) = gradient
     else {
         return Ok(Given {

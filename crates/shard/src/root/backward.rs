@@ -48,6 +48,7 @@ impl Root {
             tensor: gradient,
             account,
             tag,
+            seal: None,
         };
         let of_uses = &mut progress.gradients.of_uses;
         let of_use = of_uses.entry(use_id).or_insert_with(|| unit.empty_slots());
@@ -70,7 +71,7 @@ impl Root {
             let reshards = unit.switches.reshard_after_backward.load(Relaxed);
             // What is being gathered already is for another use of the unit.
             if reshards && !stays && generation.life.is_unsharded() {
-                generation.life.drop_full();
+                generation.let_go()?;
             }
             progress.uses.open.remove(&use_id);
             progress.order.current().end_use(use_id);
@@ -80,7 +81,7 @@ impl Root {
                 progress.advance(self, Operation::Reduce(unit.position()))?;
                 progress.reduce(self, generation, gradients)?;
             } else {
-                progress.gradients.hold(&self.pool, generation, gradients);
+                progress.gradients.hold(&self.pool, generation, gradients)?;
             }
             // The gradients of a region's own graph are not those of the step.
             Ok(match region::state() {

@@ -68,7 +68,7 @@ impl Root {
                 self.clear(progress);
             }
             progress.phase = Phase::Forward;
-            progress.begin_pass(self, generation, copy, slot);
+            progress.begin_pass(self, generation, copy, slot)?;
             if region::state() == RegionState::Plain {
                 progress.open_use(self, generation, slot, UseKind::Plain)?;
                 return progress.plain(self, generation, slot);
@@ -119,7 +119,7 @@ impl Root {
                 && !Arc::ptr_eq(&last, generation)
                 && !last.unit.keeps()
             {
-                last.life.drop_full();
+                last.let_go()?;
             }
             progress.uses.reading = Arc::downgrade(generation);
             if unit.is_gathered_for(slot) {
@@ -149,7 +149,7 @@ impl Progress {
         generation: &Arc<Generation>,
         copy: Copied,
         slot: usize,
-    ) {
+    ) -> Result<(), Error> {
         let place = (generation.unit.position(), slot);
         let again = self
             .uses
@@ -157,7 +157,7 @@ impl Progress {
             .as_ref()
             .is_some_and(|pass| pass.left_first && pass.first == place);
         if again {
-            self.leave_pass();
+            self.leave_pass()?;
         }
         if self.uses.pass.is_none() {
             self.order.copy = copy;
@@ -170,6 +170,7 @@ impl Progress {
             pass.copy = copy.number;
             self.uses.pass = Some(pass);
         }
+        Ok(())
     }
 
     /// Makes the unit of `generation` the one in use.
@@ -192,7 +193,7 @@ impl Progress {
             if last.generation.unit.keeps() {
                 pass.kept.push(last.set_aside());
             } else {
-                last.close();
+                last.close()?;
             }
         }
         if let Some(index) = pass.kept.iter().position(is_current) {
@@ -302,12 +303,10 @@ impl Progress {
     }
 
     /// Lets go of a pass whose forward is over: its graph keeps what its backward needs.
-    fn leave_pass(&mut self) {
-        if let Some(pass) = self.uses.pass.take()
-            && let Some(last) = pass.current
-        {
-            last.close();
-        }
+    fn leave_pass(&mut self) -> Result<(), Error> {
+        let pass = self.uses.pass.take();
+        let last = pass.and_then(|pass| pass.current);
+        last.map_or(Ok(()), Use::close)
     }
 }
 

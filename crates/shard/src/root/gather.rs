@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use burn_fsdp_collectives::{Label, Part, Partition, Pending, ProcessGroup, Received};
+use burn_fsdp_collectives::{At, Label, Part, Partition, Pending, ProcessGroup, Received};
 
 use super::state::Root;
-use crate::copies::{Generation, UnitState};
+use crate::copies::{Full, Generation, UnitState};
+use crate::device::is_host;
 use crate::error::Error;
 use crate::pins::{Mark, Marked};
 use crate::schedule::Operation;
+use crate::seal;
 
 impl Root {
     /// Starts a gather that the program asks for itself, outside of the order.
@@ -87,23 +89,31 @@ impl Root {
         let unit = &generation.unit;
         let marks = generation.life.fill(|pending| {
             let mut marks = Vec::new();
-            let mut full = unit.empty_slots();
+            let mut full = Full {
+                tensors: unit.empty_slots(),
+                seals: unit.empty_slots(),
+            };
             if let Some(slot) = unit.gathered_slots().next() {
                 unit.staging.make_room(&generation.device(slot));
             }
             let Some(pending) = pending else {
                 for slot in unit.gathered_slots() {
-                    full[slot] = Some(generation.held_there(slot));
+                    full.tensors[slot] = Some(generation.held_there(slot));
                 }
                 return Ok((full, marks));
             };
             let received = pending.wait()?;
+            let mut seals = received.seals.into_iter();
             for (slot, buffer) in unit.gathered_slots().zip(received.buffers) {
+                let seal = seals.next();
                 let (marked, mark) = Marked::new(buffer);
                 marks.push(mark);
                 let device = generation.device(slot).without_autodiff();
                 let dtype = unit.slots[slot].elements.compute.dtype;
-                full[slot] = Some(unit.staging.tensor(marked, dtype, &device));
+                let mut tensor = unit.staging.tensor(marked, dtype, &device);
+                seal::flip_if_told(&self.group, At::Weight, &mut tensor);
+                full.tensors[slot] = Some(tensor);
+                full.seals[slot] = seal.filter(|_| is_host(&device));
             }
             Ok((full, marks))
         })?;
@@ -119,6 +129,8 @@ impl Root {
     ) -> Result<burn::tensor::Tensor<1>, Error> {
         let unit = &generation.unit;
         if !unit.slots[slot].is_gathered() {
+            generation.flip_if_told(slot);
+            generation.check(slot)?;
             return Ok(generation.held_there(slot));
         }
         if let Some(full) = generation.life.full(slot) {
@@ -173,9 +185,10 @@ fn sources(
         (Some(neighbours), Some(pieces), Operation::UnshardBackward(_)) => {
             let parts = unit.gathered_slots().map(|index| {
                 let slot = &unit.slots[index];
-                let piece = pieces[index].clone().expect("gathered slots have pieces");
+                let (piece, seal) = pieces[index].clone().expect("gathered slots have pieces");
+                let named = || Label::from(generation.named_as("the piece", index));
                 Ok(Part {
-                    source: unit.staging.source(piece, None),
+                    source: unit.staging.source(piece, None).sealed(seal, named),
                     partition: Partition::flat(slot.partition.num_elements(), neighbours.size())?,
                     element: slot.elements.compute.wire,
                 })
@@ -183,6 +196,6 @@ fn sources(
             let parts: Result<_, Error> = parts.collect();
             Ok((neighbours, parts?))
         }
-        _ => Ok((&unit.groups.shard, generation.shards())),
+        _ => Ok((&unit.groups.shard, generation.shards()?)),
     }
 }

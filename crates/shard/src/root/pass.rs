@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 use burn::tensor::Tensor;
 
 use crate::copies::Generation;
+use crate::error::Error;
 use crate::slot::Slots;
 use crate::unit::Unit;
 
@@ -98,9 +99,10 @@ impl Use {
 
     /// Drops the full parameters, unless the unit keeps them: from here on they live as long as the
     /// operations using them.
-    pub(super) fn close(self) {
-        if !self.generation.unit.keeps() {
-            self.generation.reshard_after_forward();
+    pub(super) fn close(self) -> Result<(), Error> {
+        match self.generation.unit.keeps() {
+            true => Ok(()),
+            false => self.generation.reshard_after_forward(),
         }
     }
 }

@@ -3,17 +3,24 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use burn_fsdp_collectives::{FullPart, ProcessGroup, Received, Reduction as Averaging, Source};
+use burn_fsdp_collectives::{
+    Fingerprint, FullPart, Label, ProcessGroup, Reduction as Averaging, Source,
+};
 
-use super::accumulate::{Gradient, Tagged};
+use super::accumulate::{Gradient, Sum};
 use super::arrival::{Arrival, Arrived, Given, arrived, given, gradients_of, sums};
 use super::reductions::Reduction;
 use super::state::{Progress, Root};
 use crate::copies::{Copies, Generation};
 use crate::error::Error;
+use crate::op::Reduced;
 use crate::schedule::{Note, Operation};
+use crate::seal;
 use crate::slot::{Slot, Slots};
 use crate::spec::averaging;
+
+/// The words for the sum of the shards' gradients that crosses to the replicas.
+const SUM: &str = "the reduced gradient";
 
 impl Progress {
     /// Reduces the gradients of one use of a unit, with those held back before. Slots without a
@@ -27,12 +34,13 @@ impl Progress {
         let unit = &generation.unit;
         self.audited.reduces(generation);
         Copies::of(generation).drop_pieces();
-        self.gradients.add_held(unit, &mut gradients);
+        self.gradients.add_held(generation, &mut gradients)?;
         self.gradients.keep_whole(generation, &mut gradients);
         let slots = generation.reduced_slots();
         if slots.is_empty() {
             return Ok(());
         }
+        tell_replicas(generation, &slots);
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
             let slot = &unit.slots[index];
@@ -90,9 +98,9 @@ impl Progress {
                 arrival,
             } = reduction;
             // Not before the peers have read them are the full gradients gone.
-            let Received { buffers, notes, .. } = pending.wait_released()?;
+            let received = pending.wait_released()?;
             let groups = &generation.unit.groups;
-            let arrived = arrived(buffers, notes, &mean, groups.reduce.size());
+            let arrived = arrived(received, &mean, groups.reduce.size());
             let (arrived, arrival) = match &groups.replicas {
                 None => (arrived, arrival),
                 Some(replicas) => {
@@ -105,7 +113,7 @@ impl Progress {
             };
             let leaves = slots.iter().map(|&slot| (&generation, slot));
             let gradients = gradients_of(leaves, arrived, arrival);
-            self.reductions.done.extend(gradients);
+            self.arrive(root, gradients)?;
         }
         Ok(())
     }
@@ -118,7 +126,7 @@ impl Progress {
         replicas: &ProcessGroup,
         generation: &Generation,
         slots: &[usize],
-        sums: Vec<Option<Tagged>>,
+        sums: Vec<Option<Sum>>,
     ) -> Result<Option<Vec<Arrived>>, Error> {
         let unit = &generation.unit;
         let mut aside = self
@@ -129,10 +137,18 @@ impl Progress {
         let mut waiting = unit.empty_slots();
         for (&index, sum) in slots.iter().zip(sums) {
             waiting[index] = match (aside[index].take(), sum) {
-                (Some(earlier), Some(sum)) => Some(Tagged {
-                    tensor: earlier.tensor + sum.tensor,
-                    tag: earlier.tag.plus(sum.tag),
-                }),
+                (Some(earlier), Some(sum)) => {
+                    for addend in [&earlier, &sum] {
+                        let named = || generation.named_as(SUM, index);
+                        seal::check(&root.group, addend.seal.as_ref(), &addend.tensor, named)?;
+                    }
+                    let tensor = earlier.tensor + sum.tensor;
+                    Some(Sum {
+                        seal: seal::seal(&root.group, &tensor),
+                        tensor,
+                        tag: earlier.tag.plus(sum.tag),
+                    })
+                }
                 (earlier, sum) => earlier.or(sum),
             };
         }
@@ -151,7 +167,10 @@ impl Progress {
             tags.push(sum.as_ref().map(|sum| sum.tag));
             parts.push(FullPart {
                 source: match sum {
-                    Some(sum) => unit.staging.source(sum.tensor, None),
+                    Some(Sum { tensor, seal, .. }) => {
+                        let named = || Label::from(generation.named_as(SUM, index));
+                        unit.staging.source(tensor, None).sealed(seal, named)
+                    }
                     None => Source::new(vec![0; bytes]),
                 },
                 num_elements: slot.held_elements(own),
@@ -164,8 +183,8 @@ impl Progress {
         let note = self.audited.note(tags.into_iter());
         let pending = replicas.start_all_reduce(label, note, sum, parts, into)?;
         self.audited.carries(Some(unit), pending.operation());
-        let Received { buffers, notes, .. } = pending.wait_released()?;
-        Ok(Some(arrived(buffers, notes, &sum, replicas.size())))
+        let received = pending.wait_released()?;
+        Ok(Some(arrived(received, &sum, replicas.size())))
     }
 
     /// Completes all reductions and averages the gradients of the parameters that every rank holds
@@ -209,6 +228,7 @@ impl Progress {
                     tensor: whole.tensor,
                     account: root.pool.account(0),
                     tag: whole.tag,
+                    seal: None,
                 });
                 taken.push(Whole {
                     generation: ended.generation.clone(),
@@ -236,6 +256,7 @@ impl Progress {
         let slots = leaves
             .iter()
             .map(|(generation, slot)| &generation.unit.slots[*slot]);
+        tell_whole(root, &leaves);
         let lengths = note.lengths();
         let mean = averaging(root.group.size(), root.factors);
         let (mean, arrival) = Arrival::of(mean, slots.clone());
@@ -251,15 +272,58 @@ impl Progress {
             root.group
                 .start_all_reduce(label, note.join(), mean, parts.collect(), into)?;
         self.audited.carries(None, pending.operation());
-        let Received { buffers, notes, .. } = pending.wait_released()?;
+        let mut received = pending.wait_released()?;
+        let notes = std::mem::take(&mut received.notes);
         let of_reduction = Note::split_all(notes.clone(), lengths);
-        let of_reduction = of_reduction.iter().map(Note::of_reduction).collect();
-        let arrived = arrived(buffers, of_reduction, &mean, root.group.size());
+        received.notes = of_reduction.iter().map(Note::of_reduction).collect();
+        let arrived = arrived(received, &mean, root.group.size());
         let leaves = leaves.iter().map(|(generation, slot)| (generation, *slot));
         let gradients = gradients_of(leaves, arrived, arrival);
-        self.reductions.done.extend(gradients);
+        self.arrive(root, gradients)?;
         Ok(notes)
     }
+
+    /// Keeps gradients that have arrived until they go into Burn's `Gradients`, and holds those that are sealed until an
+    /// optimizer reads them.
+    fn arrive(&mut self, root: &Root, arrived: Vec<Reduced>) -> Result<(), Error> {
+        let backward = self.counts.finished;
+        for reduced in &arrived {
+            self.waiting.add(&root.group, backward, reduced)?;
+        }
+        self.reductions.done.extend(arrived);
+        Ok(())
+    }
+}
+
+/// Tells the ranks that hold the same values of a unit what this one has written there.
+fn tell_replicas(generation: &Generation, slots: &[usize]) {
+    let groups = &generation.unit.groups;
+    for &slot in slots {
+        match generation.unit.slots[slot].is_gathered() {
+            false => tell(&groups.reduce, generation, slot),
+            true => groups
+                .replicas
+                .iter()
+                .for_each(|group| tell(group, generation, slot)),
+        }
+    }
+}
+
+/// Tells all ranks what this one has written in parameters that all keep whole.
+fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
+    for (generation, slot) in leaves {
+        tell(&root.group, generation, *slot);
+    }
+}
+
+/// Tells a group whose ranks all hold the value of `slot` what this one has written there.
+fn tell(group: &ProcessGroup, generation: &Generation, slot: usize) {
+    let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
+        return;
+    };
+    let path = &generation.unit.slots[slot].path;
+    let number = Fingerprint::of(&(path, generation.version()));
+    group.tell_replica(number, &seal, || Label::from(generation.named(slot)));
 }
 
 /// A gradient of a parameter that every rank holds whole.

@@ -21,6 +21,7 @@ use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
 use crate::probes::Trial;
 use crate::schedule::Operation;
+use crate::seal::Waiting;
 use crate::staging::Staged;
 use crate::unit::Unit;
 
@@ -73,6 +74,8 @@ pub(super) struct Progress {
     pub(super) audited: Audited,
     pub(super) counts: Counts,
     pub(super) watch: Watch,
+    /// What waits for the optimizer, with its seals.
+    pub(super) waiting: Waiting,
 }
 
 /// Numbers of passes, uses and finished backwards, which an error does not begin anew.
@@ -356,11 +359,30 @@ impl Root {
         let is_backward = progress.phase == Phase::Backward;
         drop(progress);
         if let Some(last) = forgotten.and_then(|pass| pass.current) {
-            last.close();
+            // Here and below: what it may find has ended the failure domain, and the next operation says so.
+            last.close().ok();
         }
         if !is_backward && generation.life.is_unsharded() {
-            generation.life.drop_full();
+            generation.let_go().ok();
         }
+    }
+
+    /// Looks whether what an optimizer is about to read of a parameter is what was written: its value and its gradient.
+    pub(crate) fn check_before_update(
+        &self,
+        generation: &Generation,
+        slot: usize,
+    ) -> Result<(), Error> {
+        generation.check(slot)?;
+        let leaf = generation.node(slot);
+        leaf.map_or(Ok(()), |leaf| {
+            self.with_waiting(|waiting| waiting.release_of(&self.group, leaf))
+        })
+    }
+
+    /// Calls `body` with what waits for the optimizer.
+    pub(crate) fn with_waiting<T>(&self, body: impl FnOnce(&mut Waiting) -> T) -> T {
+        body(&mut self.progress().waiting)
     }
 
     /// Runs a part of a step; an error leaves everything sharded.
@@ -441,7 +463,7 @@ impl Progress {
         self.begin_audit(root);
         if let Some(pass) = &mut self.uses.pass {
             if let Some(last) = pass.current.take() {
-                last.close();
+                last.close()?;
             }
             pass.kept.clear();
         }

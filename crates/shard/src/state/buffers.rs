@@ -4,11 +4,13 @@ use std::collections::HashMap;
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use burn_fsdp_collectives::{Buffer, BufferPool, FullPart, ProcessGroup, Reduction};
+use burn_fsdp_collectives::{At, Buffer, BufferPool, FullPart, Label, ProcessGroup, Reduction};
 
 use crate::error::Error;
 use crate::inspect;
 use crate::path::{self, Location};
+use crate::root::Root;
+use crate::seal::Held;
 use crate::survey::survey;
 use crate::transport;
 
@@ -41,7 +43,9 @@ pub enum BufferSync {
 /// [`Error::NotSharded`]; [`Error::ElementType`] for a running state that is not `f32`, `f64`, `f16`
 /// or `bf16`; a failed collective.
 pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> {
-    let group = inspect::root_of(&module)?.group.clone();
+    let root = inspect::root_of(&module)?;
+    let group = root.group.clone();
+    check_running_states(&root)?;
     if sync == BufferSync::Local {
         return Ok(module);
     }
@@ -57,6 +61,38 @@ pub fn sync_buffers<M: Module>(module: M, sync: BufferSync) -> Result<M, Error> 
     // Also where nothing is replaced: all ranks take the same passes over the module.
     let values = places.zip(received).collect();
     Ok(path::map(module, &mut Replace { values }))
+}
+
+/// Looks whether the running states that the last backward has left are what was there, where ranks compare bytes.
+fn check_running_states(root: &Root) -> Result<(), Error> {
+    let group = &root.group;
+    root.with_waiting(|waiting| {
+        waiting
+            .running
+            .iter()
+            .try_for_each(|held| held.check(group))
+    })
+}
+
+/// Looks whether the running states that the last backward has left are what was there, and seals those that the forward has
+/// made since, where ranks compare bytes.
+pub(crate) fn seal_running_states<M: Module>(module: &M, root: &Root) -> Result<(), Error> {
+    let group = &root.group;
+    root.with_waiting(|waiting| {
+        let running = waiting.running.iter_mut();
+        running.for_each(|held| held.flip_if_told(group, At::Running));
+    });
+    if !group.compares_bytes() {
+        return Ok(());
+    }
+    check_running_states(root)?;
+    let sealed = buffers(module)?.into_iter().filter_map(|state| {
+        let what = format!("the running state `{}`", state.path);
+        Held::new(group, state.flat, Label::from(what))
+    });
+    let sealed = sealed.collect();
+    root.with_waiting(|waiting| waiting.running = sealed);
+    Ok(())
 }
 
 /// Returns rank 0's running states; nothing on rank 0, which has them.

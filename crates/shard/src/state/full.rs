@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use burn_fsdp_collectives::{Buffer, BufferPool, Source};
+use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
 
 use crate::ambient::{Purpose, within};
 use crate::error::{Error, catch, throw};
@@ -326,7 +326,10 @@ pub fn full_state<M: Module>(
 fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
-    let part = slot.part(transport::source(value, None), slot.elements.stored);
+    let generation = &member.generation;
+    let named = || Label::from(generation.named(member.index));
+    let source = transport::source(value, None).sealed(generation.seal(member.index), named);
+    let part = slot.part(source, slot.elements.stored);
     let into = match group.rank() {
         0 => vec![BufferPool::new().take(slot.full_bytes())],
         _ => Vec::new(),

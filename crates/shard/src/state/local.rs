@@ -62,10 +62,13 @@ pub enum LocalPart {
 ///
 /// # Errors
 ///
-/// [`Error::NotSharded`].
+/// [`Error::NotSharded`]; [`Error::Collective`] if an element has changed by itself, where ranks compare bytes.
 pub fn local_state<M: Module>(module: &M) -> Result<Vec<LocalTensor>, Error> {
     inspect::root_of(module)?;
     let managed: HashMap<_, _> = inspect::places(module).into_iter().collect();
+    for member in managed.values() {
+        member.generation.check(member.index)?;
+    }
     let tensors = full::tensors(module).into_iter().map(|tensor| {
         let source = |flat| transport::source(flat, None);
         let mut adapter_scale = None;

@@ -73,7 +73,9 @@ impl<N: Number> KernelCall<'_, N> {
 
     fn scalar(&self, index: usize) -> Result<N, String> {
         let scalar = self.scalars.get(index).copied();
-        scalar.map(N::of_scalar).ok_or_else(|| format!("it has no number {index}"))
+        scalar
+            .map(N::of_scalar)
+            .ok_or_else(|| format!("it has no number {index}"))
     }
 
     fn program(&self) -> Result<Tensor<N>, String> {
@@ -171,23 +173,31 @@ impl<N: Number> KernelCall<'_, N> {
     ) -> Result<Vec<Tensor<N>>, String> {
         let factor = self.scalar(0)?;
         let probabilities = self.probabilities(queries, keys, masks)?;
-        let all = gradients(&probabilities, [queries, keys, values, grad], |mut of_scores| {
-            let shape = of_scores.shape.clone();
-            for mask in masks {
-                let keep = |a: &[N]| if is_set(a[1]) { N::default() } else { a[0] };
-                of_scores = map(&shape, &[&of_scores, mask], keep)?;
-            }
-            map(&shape, &[&of_scores], |a| a[0].mul(factor))
-        })?;
+        let all = gradients(
+            &probabilities,
+            [queries, keys, values, grad],
+            |mut of_scores| {
+                let shape = of_scores.shape.clone();
+                for mask in masks {
+                    let keep = |a: &[N]| if is_set(a[1]) { N::default() } else { a[0] };
+                    of_scores = map(&shape, &[&of_scores, mask], keep)?;
+                }
+                map(&shape, &[&of_scores], |a| a[0].mul(factor))
+            },
+        )?;
         Ok(all.into())
     }
 
     fn causal(&self, qkv: &Tensor<N>) -> Result<Causal<N>, String> {
         let size = |index: usize| {
             let number = self.scalars.get(index).and_then(|scalar| scalar.number());
-            number.map(|number| number as usize).filter(|size| *size > 0)
+            number
+                .map(|number| number as usize)
+                .filter(|size| *size > 0)
         };
-        let sizes = size(0).zip(size(1)).ok_or("it does not say of how many heads it is")?;
+        let sizes = size(0)
+            .zip(size(1))
+            .ok_or("it does not say of how many heads it is")?;
         Causal::of(qkv, sizes)
     }
 }
@@ -209,7 +219,8 @@ impl<N: Number> Causal<N> {
         let (time, dim) = (rows / batch, columns / 3);
         let part = |index: usize| {
             let view = qkv.view().sliced(1, index * dim..(index + 1) * dim, 1);
-            qkv.taken(&view).reshaped(&[batch, time, heads, dim / heads])
+            qkv.taken(&view)
+                .reshaped(&[batch, time, heads, dim / heads])
         };
         let parts = [part(0)?, part(1)?, part(2)?];
         let scale = ((dim / heads) as f64).sqrt().recip();
@@ -217,7 +228,10 @@ impl<N: Number> Causal<N> {
         let scores = product(&by_head(&parts[0]), &transposed(&by_head(&parts[1])))?;
         let mut query = 0;
         let probabilities = each_row(&scores, |row| {
-            let seen: Vec<N> = row[..=query % time].iter().map(|score| score.mul(factor)).collect();
+            let seen: Vec<N> = row[..=query % time]
+                .iter()
+                .map(|score| score.mul(factor))
+                .collect();
             query += 1;
             let mut probabilities = softmax(&seen).probabilities;
             probabilities.resize(row.len(), N::default());
@@ -246,7 +260,9 @@ impl<N: Number> Causal<N> {
         let all = gradients(&self.probabilities, [queries, keys, values, &grad], scaled)?;
         let dim = qkv.shape[1] / 3;
         let rows = (0..qkv.shape[0]).flat_map(|row| {
-            let own = all.iter().flat_map(move |of| &of.elements[row * dim..][..dim]);
+            let own = all
+                .iter()
+                .flat_map(move |of| &of.elements[row * dim..][..dim]);
             own.copied()
         });
         Ok(Tensor::new(qkv.shape.clone(), rows.collect()))
@@ -282,7 +298,8 @@ fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tens
             total,
         } = softmax(row);
         let log = N::function("log", total);
-        if let (Some(of), Some(probability)) = (shifted.get(target), probabilities.get_mut(target)) {
+        if let (Some(of), Some(probability)) = (shifted.get(target), probabilities.get_mut(target))
+        {
             loss = loss.sub(of.sub(log));
             *probability = probability.sub(N::ONE);
         }
@@ -306,11 +323,7 @@ fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
 }
 
 /// The kernel takes the exponential of its result, which is the probability that composed operations still have.
-fn log_softmax_gradient<N: Number>(
-    y: &[N],
-    grad: &[N],
-    known: &impl Logarithms<N>,
-) -> Vec<N> {
+fn log_softmax_gradient<N: Number>(y: &[N], grad: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let total = sum(grad);
     let pairs = y.iter().zip(grad);
     let of = |(y, grad): (&N, &N)| grad.sub(total.mul(known.probability(*y)));
@@ -372,7 +385,8 @@ fn is_set<N: Number>(mask: N) -> bool {
 }
 
 fn sum<N: Number>(lane: &[N]) -> N {
-    lane.iter().fold(N::default(), |sum, element| sum.add(*element))
+    lane.iter()
+        .fold(N::default(), |sum, element| sum.add(*element))
 }
 
 fn dot<N: Number>(a: &[N], b: &[N]) -> N {

@@ -49,7 +49,10 @@ pub(super) fn check(graph: &Graph) -> Result<BTreeMap<String, usize>, Difference
         })?;
         known.push(call);
     }
-    Ok(forms.into_iter().map(|(name, of)| (name, of.len())).collect())
+    Ok(forms
+        .into_iter()
+        .map(|(name, of)| (name, of.len()))
+        .collect())
 }
 
 /// Returns the kernel that a node calls, with numbers in the place of those that change from step to step.
@@ -72,36 +75,61 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
 fn is_alike(a: &CustomOpIr, b: &CustomOpIr) -> bool {
     let shapes = |call: &CustomOpIr| -> Vec<_> {
         let tensors = call.inputs.iter().chain(&call.outputs);
-        tensors.map(|tensor| (tensor.shape.to_vec(), tensor.dtype)).collect()
+        tensors
+            .map(|tensor| (tensor.shape.to_vec(), tensor.dtype))
+            .collect()
     };
     a.scalars == b.scalars && shapes(a) == shapes(b)
 }
 
 fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
-    let inputs: Vec<Tensor<f64>> = call.inputs.iter().enumerate().map(|(number, input)| drawn(kernel, call, number, input)).collect();
+    let inputs: Vec<Tensor<f64>> = call
+        .inputs
+        .iter()
+        .enumerate()
+        .map(|(number, input)| drawn(kernel, call, number, input))
+        .collect();
     // Other types than those of the kernels have no kernel.
-    if call.inputs.iter().any(|input| input.dtype.is_float() && input.dtype != DType::F32) {
+    if call
+        .inputs
+        .iter()
+        .any(|input| input.dtype.is_float() && input.dtype != DType::F32)
+    {
         return Ok(());
     }
     let nudged: Vec<Tensor<f64>> = inputs
         .iter()
         .zip(&call.inputs)
-        .map(|(input, of)| if of.dtype.is_float() { nudged(input) } else { input.clone() })
+        .map(|(input, of)| {
+            if of.dtype.is_float() {
+                nudged(input)
+            } else {
+                input.clone()
+            }
+        })
         .collect();
     let Some(expected) = composed(kernel, call, &inputs)? else {
         return Ok(());
     };
     let beside = composed(kernel, call, &nudged)?.unwrap_or_default();
-    let tensors = inputs.iter().zip(&call.inputs).map(|(input, of)| in_32_bits(input, of));
+    let tensors = inputs
+        .iter()
+        .zip(&call.inputs)
+        .map(|(input, of)| in_32_bits(input, of));
     let got = kernel.run(call, tensors.collect());
     for (number, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
-        let got: Vec<f32> = got.into_data().try_to_vec().map_err(|error| format!("{error:?}"))?;
+        let got: Vec<f32> = got
+            .into_data()
+            .try_to_vec()
+            .map_err(|error| format!("{error:?}"))?;
         let beside = beside.get(number).map(|tensor| tensor.elements.as_slice());
         let beside = beside.unwrap_or_default();
         let scale = expected.elements.iter().filter(|of| of.is_finite());
         let scale = scale.fold(1.0, |scale: f64, of| scale.max(of.abs()));
         for (at, expected) in expected.elements.iter().enumerate() {
-            let steep = beside.get(at).map_or(0.0, |beside| (beside - expected).abs());
+            let steep = beside
+                .get(at)
+                .map_or(0.0, |beside| (beside - expected).abs());
             let allowed = ROUNDING * scale + STEEPNESS * steep;
             let difference = (f64::from(got[at]) - expected).abs();
             // A result that is no number, or too large for 32 bits, says nothing.
@@ -145,7 +173,12 @@ fn composed(
 }
 
 /// Returns numbers for an operand: each is one of 32 bits.
-fn drawn(kernel: FusedOperation, call: &CustomOpIr, number: usize, input: &TensorIr) -> Tensor<f64> {
+fn drawn(
+    kernel: FusedOperation,
+    call: &CustomOpIr,
+    number: usize,
+    input: &TensorIr,
+) -> Tensor<f64> {
     let mut seed = Hash::named(kernel.name());
     seed.write(number as u64);
     let classes = call.inputs[0].shape.as_slice().last().copied().unwrap_or(1);
@@ -183,14 +216,25 @@ fn in_32_bits(input: &Tensor<f64>, of: &TensorIr) -> FlexTensor {
     let elements = input.elements.iter();
     let shape = input.shape.clone();
     let data = match of.dtype {
-        dtype if dtype.is_bool() => {
-            TensorData::new(elements.map(|element| *element == 1.0).collect::<Vec<bool>>(), shape)
-        }
-        dtype if dtype.is_float() => {
-            TensorData::new(elements.map(|element| *element as f32).collect::<Vec<f32>>(), shape)
-        }
+        dtype if dtype.is_bool() => TensorData::new(
+            elements
+                .map(|element| *element == 1.0)
+                .collect::<Vec<bool>>(),
+            shape,
+        ),
+        dtype if dtype.is_float() => TensorData::new(
+            elements
+                .map(|element| *element as f32)
+                .collect::<Vec<f32>>(),
+            shape,
+        ),
         dtype => {
-            let data = TensorData::new(elements.map(|element| *element as i64).collect::<Vec<i64>>(), shape);
+            let data = TensorData::new(
+                elements
+                    .map(|element| *element as i64)
+                    .collect::<Vec<i64>>(),
+                shape,
+            );
             data.convert_dtype(dtype)
         }
     };

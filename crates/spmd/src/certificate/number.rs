@@ -30,11 +30,7 @@ pub(super) trait Number: Copy + Default {
         second: (Self, Option<Scalar>),
     ) -> Self;
     /// Returns the products of the matrices in the last two dims of tensors of the same batch.
-    fn matmul(
-        a: &Tensor<Self>,
-        b: &Tensor<Self>,
-        shape: &[usize],
-    ) -> Result<Tensor<Self>, String>;
+    fn matmul(a: &Tensor<Self>, b: &Tensor<Self>, shape: &[usize]) -> Result<Tensor<Self>, String>;
 }
 
 impl Number for Element {
@@ -164,11 +160,7 @@ impl Number for f64 {
         }
     }
 
-    fn matmul(
-        a: &Tensor<Self>,
-        b: &Tensor<Self>,
-        shape: &[usize],
-    ) -> Result<Tensor<Self>, String> {
+    fn matmul(a: &Tensor<Self>, b: &Tensor<Self>, shape: &[usize]) -> Result<Tensor<Self>, String> {
         let (Some([m, k]), Some([other, n])) = (a.shape.last_chunk(), b.shape.last_chunk()) else {
             return Err(format!("{:?} times {:?} are no matrices", a.shape, b.shape));
         };

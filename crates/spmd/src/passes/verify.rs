@@ -65,10 +65,7 @@ const RULES: &[Rule] = &[
     TYPES,
 ];
 
-const TYPES: Rule = (
-    "ranks hold of every value what its readers need",
-    types_fit,
-);
+const TYPES: Rule = ("ranks hold of every value what its readers need", types_fit);
 
 /// Returns the names of the rules.
 pub fn rules() -> impl Iterator<Item = &'static str> {

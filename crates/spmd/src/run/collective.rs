@@ -7,10 +7,11 @@ use burn_backend::try_read_sync;
 use burn_flex::FlexTensor;
 use burn_fsdp_collectives::{
     Buffer, CrossPart, ElementType, FullPart, Part, Pending, ProcessGroup, ReduceOp, Reduction,
-    Source,
+    Seal, Source,
 };
 use burn_ir::{BackendIr, HandleKind};
 
+use super::sealed::Sealed;
 use crate::elements::{element_type, gathered_type};
 use crate::graph::{Collective, CollectiveKind, CollectivePart};
 
@@ -42,17 +43,17 @@ fn crossed((source, part, element): Given<'_>) -> Result<CrossPart, Failure> {
     Ok(CrossPart::new(source, part.partition, across, element))
 }
 
-/// Starts a collective of these tensors, one per part.
+/// Starts a collective of these tensors, one per part, with their seals.
 pub(super) fn start<B: BackendIr>(
     group: &ProcessGroup,
     collective: &Collective,
-    tensors: Vec<HandleKind<B>>,
+    tensors: Vec<(HandleKind<B>, Option<Sealed>)>,
 ) -> Result<Started, Failure> {
     let contract = collective.kind.contract();
     let mut given = Vec::new();
     let mut into = Vec::new();
     let mut results = Vec::new();
-    for (part, tensor) in collective.parts.iter().zip(tensors) {
+    for (part, (tensor, sealed)) in collective.parts.iter().zip(tensors) {
         let dtype = part.dtype;
         let element = match contract.reduces {
             true => element_type(dtype),
@@ -62,7 +63,12 @@ pub(super) fn start<B: BackendIr>(
             element.ok_or_else(|| Failure::Other(format!("{dtype:?} elements cannot be moved")))?;
         let len = |share| part.share_len(share, group.rank());
         given.push((
-            source::<B>(tensor, len(contract.gives.share) * dtype.size())?,
+            source::<B>(
+                group,
+                tensor,
+                len(contract.gives.share) * dtype.size(),
+                sealed,
+            )?,
             part,
             element,
         ));
@@ -95,14 +101,29 @@ pub(super) fn start<B: BackendIr>(
 }
 
 impl Started {
-    /// Waits for the flat results, one per part, as host data without a copy.
-    pub(super) fn wait(self) -> Result<Vec<TensorData>, Failure> {
+    /// Waits for the flat results, one per part, as host data without a copy, with their seals where ranks compare
+    /// bytes.
+    pub(super) fn wait(
+        self,
+        group: &ProcessGroup,
+    ) -> Result<Vec<(TensorData, Option<Seal>)>, Failure> {
         // Until the peers have read them, sources could not be updated in place.
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
-        Ok(buffers
-            .map(|(buffer, (len, dtype))| data(buffer, len, dtype))
-            .collect())
+        let mut seals = received.seals.into_iter();
+        let results = buffers.map(|(buffer, (len, dtype))| {
+            let is_whole = buffer.len() == len * dtype.size();
+            let seal = seals.next();
+            let data = data(buffer, len, dtype);
+            match is_whole {
+                true => (data, seal),
+                false => {
+                    let seal = group.seal(data.as_bytes());
+                    (data, seal)
+                }
+            }
+        });
+        Ok(results.collect())
     }
 }
 
@@ -129,7 +150,14 @@ fn data(buffer: Buffer, len: usize, dtype: DType) -> TensorData {
 }
 
 /// Returns the first bytes of a tensor in the order of its dims: on Flex in the tensor's memory, elsewhere read back.
-fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Source, Failure> {
+///
+/// With the seal of its memory, if it gives all of it; otherwise the seal is looked at here.
+fn source<B: BackendIr>(
+    group: &ProcessGroup,
+    tensor: HandleKind<B>,
+    num_bytes: usize,
+    sealed: Option<Sealed>,
+) -> Result<Source, Failure> {
     let flex = match &tensor {
         HandleKind::Float(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
         HandleKind::Int(tensor) => (tensor as &dyn Any).downcast_ref::<FlexTensor>(),
@@ -144,11 +172,21 @@ fn source<B: BackendIr>(tensor: HandleKind<B>, num_bytes: usize) -> Result<Sourc
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        return Ok(Source::new(FlexBytes {
+        let is_whole = start == 0 && num_bytes == flex.bytes().len();
+        let memory = flex.clone();
+        let source = Source::new(FlexBytes {
             tensor: flex,
             start,
             end: start + num_bytes,
-        }));
+        });
+        return Ok(match sealed {
+            Some(Sealed { seal, what }) if is_whole => source.sealed(Some(seal), || what),
+            Some(Sealed { seal, what }) => {
+                group.check_seal(&seal, memory.bytes(), || what.as_str().to_owned())?;
+                source
+            }
+            None => source,
+        });
     }
     let data = match tensor {
         HandleKind::Float(tensor) => try_read_sync(B::float_into_data(tensor)),

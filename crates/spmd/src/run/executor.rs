@@ -17,6 +17,8 @@ use burn_router::TensorInterpreter;
 
 use super::collective::{self, Failure, Started};
 use super::memory::{Address, MemoryTable};
+use super::patched::{failed, patched};
+use super::sealed::Seals;
 use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;
@@ -41,17 +43,18 @@ pub struct Results {
 /// Parameters, buffers and states stay in it from step to step, under the ids that they have in the
 /// graph. A failed run leaves them in no defined state.
 pub struct Executor<B: BackendIr> {
-    interpreter: TensorInterpreter<B>,
-    group: ProcessGroup,
+    pub(super) interpreter: TensorInterpreter<B>,
+    pub(super) group: ProcessGroup,
     /// The ranks along each mesh axis.
     axes: BTreeMap<Arc<str>, ProcessGroup>,
     table: MemoryTable,
     /// Collectives under way, by the first value that they write.
     started: BTreeMap<TensorId, Started>,
     /// Shapes and types of the given values that are set.
-    present: BTreeMap<TensorId, (Vec<usize>, DType)>,
+    pub(super) present: BTreeMap<TensorId, (Vec<usize>, DType)>,
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
+    pub(super) seals: Seals,
 }
 
 impl<B: BackendIr> Executor<B> {
@@ -66,6 +69,7 @@ impl<B: BackendIr> Executor<B> {
             present: BTreeMap::new(),
             constants: Vec::new(),
             operations: with_norms(kernels_of()),
+            seals: Seals::default(),
         }
     }
 
@@ -105,6 +109,7 @@ impl<B: BackendIr> Executor<B> {
     pub fn set(&mut self, id: TensorId, data: TensorData) {
         let known = (data.shape().to_vec(), data.dtype());
         self.table.remove(id);
+        self.seals.remove(id);
         self.interpreter.register_tensor_data_id(id, data);
         self.present.insert(id, known);
         self.count(id);
@@ -155,6 +160,7 @@ impl<B: BackendIr> Executor<B> {
 
     fn free(&mut self, id: TensorId) {
         self.table.remove(id);
+        self.seals.remove(id);
         let tensor = TensorIr {
             id,
             shape: Shape::from(vec![0]),
@@ -194,7 +200,9 @@ impl<B: BackendIr> Executor<B> {
         for (name, id) in graph.outputs() {
             outputs.insert(name.clone(), self.result(graph, *id)?);
         }
+        self.look_at_left(graph)?;
         self.finish(graph);
+        self.seal_left(graph);
         Ok(Results { loss, outputs })
     }
 
@@ -210,9 +218,12 @@ impl<B: BackendIr> Executor<B> {
         timeline: &mut Option<&mut Timeline>,
     ) -> Result<(), Error> {
         self.check(graph)?;
+        self.seal_given(graph)?;
         for (index, node) in graph.nodes().iter().enumerate() {
             let start = timeline.is_some().then(Instant::now);
+            let carried = self.look_at_taken(index, node)?;
             self.run_node(index, node, scalars)?;
+            self.keep_seals(node, carried);
             if let (Some(timeline), Some(start)) = (timeline.as_deref_mut(), start)
                 && !node.is_drop()
             {
@@ -358,8 +369,11 @@ impl<B: BackendIr> Executor<B> {
             }
             Stage::Whole | Stage::Start => {
                 let inputs = node.operation.inputs();
-                let tensors = inputs.map(|input| self.interpreter.get_tensor(input));
-                let tensors = tensors.collect();
+                let given = inputs.map(|input| {
+                    let sealed = self.seals.get(input.id).cloned();
+                    (self.interpreter.get_tensor(input), sealed)
+                });
+                let tensors = given.collect();
                 let group = self.along(&collective.axis);
                 let group = group.map_err(|reason| failed(index, node, reason))?;
                 collective::start::<B>(group, collective, tensors).map_err(fail)?
@@ -371,8 +385,10 @@ impl<B: BackendIr> Executor<B> {
             }
             return Ok(());
         }
-        let results = started.wait().map_err(fail)?;
-        for (output, data) in node.operation.outputs().zip(results) {
+        let results = started.wait(&self.group).map_err(fail)?;
+        let outputs = node.operation.outputs();
+        for (part, (output, result)) in outputs.zip(results).enumerate() {
+            let data = self.seal_result(output.id, (collective, part), result);
             let (bytes, ..) = data.into_parts();
             let data = TensorData::from_bytes(bytes, output.shape.clone(), output.dtype);
             self.interpreter.register_tensor_data_id(output.id, data);
@@ -436,46 +452,6 @@ impl<B: BackendIr> Executor<B> {
         let handle = self.interpreter.get_tensor(&tensor);
         let place = Address::of::<B>(id, &handle);
         self.table.insert(id, place);
-    }
-}
-
-/// Gives an operation of the optimizer the scalars of this step. It never runs with those that it was traced with: they
-/// were another step's.
-fn patched(
-    index: usize,
-    node: &Node,
-    operation: OperationIr,
-    scalars: &StepScalars,
-) -> Result<OperationIr, Error> {
-    let path = node.path.as_deref().unwrap_or_default();
-    let mut all = node.scalar_values();
-    let mut patched = Node::new(operation, node.phase);
-    let are_set = node.scalars.iter().all(|slot| {
-        let values = scalars.get(path, slot.position);
-        let places = all.get_mut(slot.first..slot.first + slot.len);
-        let (Some(values), Some(places)) = (values, places) else {
-            return false;
-        };
-        let fit = values.len() == places.len();
-        places
-            .iter_mut()
-            .zip(values)
-            .for_each(|(place, value)| *place = *value);
-        fit
-    });
-    if !are_set || !patched.set_scalar_values(&all) {
-        let reason =
-            format!("the optimizer's step for parameter \"{path}\" has no such scalars for it");
-        return Err(failed(index, node, reason));
-    }
-    Ok(patched.operation)
-}
-
-fn failed(index: usize, node: &Node, reason: String) -> Error {
-    Error::Execution {
-        node: index,
-        operation: node.name(),
-        reason,
     }
 }
 

@@ -8,6 +8,9 @@
 mod collective;
 mod executor;
 mod memory;
+mod patched;
+mod sealed;
+mod seals;
 mod timeline;
 
 pub use executor::{Executor, Results};

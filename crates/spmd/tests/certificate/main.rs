@@ -271,7 +271,10 @@ fn plans_of_two_by_two_by_two_ranks_are_proved() {
         let options = Options::default();
         let modes = [
             ("placed", Mode::expand(mesh.clone(), expand)),
-            ("sharded", Mode::data_parallel(ProcessGroup::fake(8, 0), Strategy::FullShard)),
+            (
+                "sharded",
+                Mode::data_parallel(ProcessGroup::fake(8, 0), Strategy::FullShard),
+            ),
         ];
         for (division, mode) in modes {
             let proof = proved(&graph, mode, &options);

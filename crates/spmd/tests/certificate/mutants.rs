@@ -535,13 +535,19 @@ fn the_pass_at_fault_is_named() {
         if *model == "cnn" {
             continue;
         }
-        let faulty = Faulty { pass, mutation, seed };
+        let faulty = Faulty {
+            pass,
+            mutation,
+            seed,
+        };
         let mut stages = vec![traced.clone()];
         let all = passes.iter().map(Box::as_ref);
-        let made_all = all.chain([&faulty as &dyn GraphTransform]).try_for_each(|pass| {
-            stages.push(apply(pass, stages[stages.len() - 1].clone())?);
-            Ok(())
-        });
+        let made_all = all
+            .chain([&faulty as &dyn GraphTransform])
+            .try_for_each(|pass| {
+                stages.push(apply(pass, stages[stages.len() - 1].clone())?);
+                Ok(())
+            });
         match made_all {
             Ok(()) => {}
             Err(Error::Internal(reason)) if reason == NO_PLACE => continue,

@@ -99,12 +99,15 @@ impl Mutation {
                 let letters: Vec<char> = wrong.letters();
                 let has = |letter: char| {
                     let inputs = signature.inputs.iter();
-                    inputs.filter(move |input| input.dim_of(letter).is_some()).count()
+                    inputs
+                        .filter(move |input| input.dim_of(letter).is_some())
+                        .count()
                 };
                 let shared = letters.into_iter().find(|letter| has(*letter) > 1)?;
                 let holders = wrong.inputs.iter_mut();
-                let mut holders: Vec<_> =
-                    holders.filter(|input| input.dim_of(shared).is_some()).collect();
+                let mut holders: Vec<_> = holders
+                    .filter(|input| input.dim_of(shared).is_some())
+                    .collect();
                 let input = rng.random_range(0..holders.len());
                 let dim = holders[input].dim_of(shared)?;
                 holders[input].letters[dim] = None;
@@ -149,12 +152,23 @@ fn cases() -> Vec<Case> {
     let batch = tokens(0, 0, 4, &device);
     let gpt = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config());
     let batch = sequences(0, 5, &device);
-    let lstm = trace(Recurrent::new, Recurrent::loss, &optimizer, &batch, config());
+    let lstm = trace(
+        Recurrent::new,
+        Recurrent::loss,
+        &optimizer,
+        &batch,
+        config(),
+    );
     let batch = sequences(0, 8, &device);
     let encoder = Encoder::without_dropout;
     let encoder = trace(encoder, Encoder::loss, &optimizer, &batch, config());
     let named = [("gpt", gpt), ("lstm", lstm), ("encoder", encoder)];
-    named.map(|(name, traced)| Case { name, traced: traced.unwrap() }).into()
+    named
+        .map(|(name, traced)| Case {
+            name,
+            traced: traced.unwrap(),
+        })
+        .into()
 }
 
 /// Returns placements at random: the batch along one axis, dims of parameters along the other.
@@ -165,7 +179,10 @@ fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
     }
     for parameter in graph.parameters().iter().filter(|of| !of.is_buffer) {
         let dims = parameter.shape.iter().enumerate();
-        let cut: Vec<usize> = dims.filter(|(_, size)| size.is_multiple_of(ranks)).map(|(dim, _)| dim).collect();
+        let cut: Vec<usize> = dims
+            .filter(|(_, size)| size.is_multiple_of(ranks))
+            .map(|(dim, _)| dim)
+            .collect();
         if let Some(dim) = cut.choose(rng).filter(|_| rng.random_bool(0.8)) {
             expand = expand.parameter(&*parameter.path, "model", Placement::Shard(*dim));
         }
@@ -186,7 +203,9 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
 /// pay: a fault that says it is none.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
-    let linear = ["Mul", "Div", "Cast", "Matmul", "Linear", "MaskFill", "CumSum"];
+    let linear = [
+        "Mul", "Div", "Cast", "Matmul", "Linear", "MaskFill", "CumSum",
+    ];
     let last = name.rsplit('.').next().unwrap_or_default();
     linear.contains(&last)
 }

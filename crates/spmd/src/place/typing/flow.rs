@@ -31,7 +31,11 @@ pub(crate) fn check(graph: &Graph) -> Result<(), IllTyped> {
     };
     let mut flow = Flow {
         graph,
-        axes: mesh.axes().iter().map(|axis| (axis.name.as_str(), axis.size)).collect(),
+        axes: mesh
+            .axes()
+            .iter()
+            .map(|axis| (axis.name.as_str(), axis.size))
+            .collect(),
         types: BTreeMap::new(),
     };
     for value in graph.values().filter(|value| value.role.is_given()) {
@@ -90,9 +94,8 @@ impl Flow<'_> {
     /// Returns the types of a parameter, of its gradient, or of one of its states.
     fn of_parameter(&self, path: &str, id: TensorId) -> Types {
         let parameter = self.graph.parameter(path);
-        let is_cut = |of: &&Parameter| {
-            !(of.layout.placements.is_empty() || of.whole_states.contains(&id))
-        };
+        let is_cut =
+            |of: &&Parameter| !(of.layout.placements.is_empty() || of.whole_states.contains(&id));
         match parameter.filter(is_cut) {
             None => self.all(SpmdType::Replicate),
             Some(parameter) => {
@@ -128,14 +131,22 @@ impl Flow<'_> {
             .map(|id| Ok((id, self.of(id, axis)?)))
             .collect::<Result<_, String>>()?;
         let placed = |id| self.placed(id).map(|types| types[axis]);
-        if node.shift.as_ref().is_some_and(|shift| &*shift.axis == name) {
+        if node
+            .shift
+            .as_ref()
+            .is_some_and(|shift| &*shift.axis == name)
+        {
             return match inputs.as_slice() {
                 [(_, SpmdType::Replicate)] => Ok(vec![SpmdType::Shard]),
-                _ => Err(format!("it takes a rank's part along {name} of what is no whole")),
+                _ => Err(format!(
+                    "it takes a rank's part along {name} of what is no whole"
+                )),
             };
         }
         let way = self.way(node, &inputs).map_err(|reason| {
-            let inputs = inputs.iter().map(|(id, of)| format!("%{} {of}", id.value()));
+            let inputs = inputs
+                .iter()
+                .map(|(id, of)| format!("%{} {of}", id.value()));
             let inputs: Vec<String> = inputs.collect();
             format!("{reason} along {name}: it reads {}", inputs.join(", "))
         })?;
@@ -180,7 +191,10 @@ impl Flow<'_> {
 
     /// Follows the parts of a collective.
     fn exchange(&mut self, node: &Node, collective: &Collective) -> Result<(), String> {
-        let known = self.axes.iter().position(|(name, _)| *name == &*collective.axis);
+        let known = self
+            .axes
+            .iter()
+            .position(|(name, _)| *name == &*collective.axis);
         let axis = known.ok_or_else(|| format!("there is no axis {}", collective.axis))?;
         let results = node.inputs().zip(node.outputs()).map(|(input, output)| {
             let types = (0..self.axes.len()).map(|other| self.of(input, other));
@@ -193,9 +207,8 @@ impl Flow<'_> {
                 let (name, of) = (self.axes[along].0, types[along]);
                 format!("%{} is {of} along {name}: {reason}", input.value())
             };
-            let late = (0..types.len()).find(|other| {
-                *other != axis && !types[*other].commutes_with(collective.reduction)
-            });
+            let late = (0..types.len())
+                .find(|other| *other != axis && !types[*other].commutes_with(collective.reduction));
             if let Some(late) = late {
                 return Err(refused("it has to be combined there first", late));
             }
@@ -213,8 +226,15 @@ impl Flow<'_> {
     /// Checks what comes out of the graph.
     fn end(&self) -> Result<(), String> {
         for update in self.graph.updates() {
-            let role = self.graph.value(update.into).map(|value| value.role.to_string());
-            self.expect(&role.unwrap_or_default(), (update.into, update.from), |into| into)?;
+            let role = self
+                .graph
+                .value(update.into)
+                .map(|value| value.role.to_string());
+            self.expect(
+                &role.unwrap_or_default(),
+                (update.into, update.from),
+                |into| into,
+            )?;
         }
         for parameter in self.graph.parameters() {
             if let Some(gradient) = parameter.gradient {
@@ -222,12 +242,19 @@ impl Flow<'_> {
                 self.expect(&what, (parameter.value, gradient), SpmdType::of_gradient)?;
             }
         }
-        let whole = self.graph.outputs().values().filter(|_| self.graph.is_placed());
+        let whole = self
+            .graph
+            .outputs()
+            .values()
+            .filter(|_| self.graph.is_placed());
         for id in self.graph.loss().iter().chain(whole) {
             for (axis, (name, size)) in self.axes.iter().enumerate() {
                 let of = self.of(*id, axis)?;
                 if *size > 1 && of != SpmdType::Replicate {
-                    return Err(format!("%{} comes out of the step, and is {of} along {name}", id.value()));
+                    return Err(format!(
+                        "%{} comes out of the step, and is {of} along {name}",
+                        id.value()
+                    ));
                 }
             }
         }
@@ -244,7 +271,10 @@ impl Flow<'_> {
         for (axis, (name, size)) in self.axes.iter().enumerate() {
             let (expected, got) = (made(self.of(like, axis)?), self.of(id, axis)?);
             if *size > 1 && !expected.takes(got) {
-                return Err(format!("{what} is {expected} along {name}, and %{} is {got}", id.value()));
+                return Err(format!(
+                    "{what} is {expected} along {name}, and %{} is {got}",
+                    id.value()
+                ));
             }
         }
         Ok(())
@@ -275,7 +305,9 @@ impl Way {
     fn result(&self, said: Option<SpmdType>) -> Option<SpmdType> {
         let is_partial = |of: &SpmdType| matches!(of, SpmdType::Partial(_));
         match (self, said) {
-            (Self::Made | Self::Spread, said) => said.or(Some(SpmdType::Replicate)).filter(|of| !is_partial(of)),
+            (Self::Made | Self::Spread, said) => said
+                .or(Some(SpmdType::Replicate))
+                .filter(|of| !is_partial(of)),
             (Self::Drawn, None) => Some(SpmdType::Varying),
             (Self::Drawn, Some(said)) => (said == SpmdType::Shard).then_some(said),
             (Self::Alike(own), None) => Some(*own),
@@ -312,8 +344,16 @@ fn spreads(node: &Node) -> bool {
         return false;
     }
     let signature = rules::signature(&node.operation);
-    let is_given = |letter| signature.inputs.iter().any(|input| input.dim_of(letter).is_some());
-    signature.letters().into_iter().any(|letter| !is_given(letter))
+    let is_given = |letter| {
+        signature
+            .inputs
+            .iter()
+            .any(|input| input.dim_of(letter).is_some())
+    };
+    signature
+        .letters()
+        .into_iter()
+        .any(|letter| !is_given(letter))
 }
 
 /// Returns the way of a node that reads parts.
@@ -355,7 +395,9 @@ fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'s
     let mut ops = partial.values();
     let first = *ops.next().ok_or(NOT_LINEAR)?;
     let signature = rules::signature(&node.operation);
-    let is_set = |set: &Vec<TensorId>| set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect();
+    let is_set = |set: &Vec<TensorId>| {
+        set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect()
+    };
     let is_linear = signature.linear.iter().any(is_set);
     match is_linear && ops.all(|op| *op == first) {
         true => Ok(first),

@@ -141,7 +141,11 @@ mod tests {
         assert!(reduced.after(AllReduce, Some(ReduceOp::Mean)).is_ok());
         assert!(SUM.after(AllReduce, Some(ReduceOp::Mean)).is_err());
         assert!(SUM.after(ReduceScatter, None).is_err());
-        assert!(SpmdType::Shard.after(AllReduce, Some(ReduceOp::Sum)).is_err());
+        assert!(
+            SpmdType::Shard
+                .after(AllReduce, Some(ReduceOp::Sum))
+                .is_err()
+        );
         assert!(SUM.after(AllGather, None).is_err());
         assert!(!SUM.commutes_with(Some(ReduceOp::Max)));
         assert!(SUM.commutes_with(Some(ReduceOp::Mean)));

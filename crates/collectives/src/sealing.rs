@@ -1,0 +1,66 @@
+//! What a rank does with seals: takes them, looks at them, tells of them.
+
+use crate::checksum::checksum;
+use crate::{Error, Label, ProcessGroup, Seal};
+
+impl ProcessGroup {
+    /// Seals bytes that this rank holds; `None` where ranks do not compare bytes
+    /// ([`Check::Agreement`](crate::Check::Agreement)).
+    pub fn seal(&self, bytes: &[u8]) -> Option<Seal> {
+        self.compares_bytes().then(|| self.sealed(checksum(bytes)))
+    }
+
+    /// Looks whether bytes are those that were sealed, and ends the failure domain of the group if not. `what` says what
+    /// they are: their kind, the path of their parameter, their unit. Not collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AlteredAtRest`].
+    ///
+    /// ```
+    /// use burn_fsdp_collectives::{Check, Error, LaunchConfig, ProcessGroup, launch};
+    ///
+    /// fn body(world: ProcessGroup) -> Result<(), Error> {
+    ///     let mut value = vec![1, 2, 3];
+    ///     let seal = world.seal(&value).expect("ranks compare bytes here");
+    ///     world.barrier("some work")?;
+    ///     world.check_seal(&seal, &value, || "a value".to_owned())?;
+    ///     value[2] ^= 1;
+    ///     let found = world.check_seal(&seal, &value, || "a value".to_owned());
+    ///     assert!(matches!(found, Err(Error::AlteredAtRest { .. })));
+    ///     Ok(())
+    /// }
+    ///
+    /// launch(LaunchConfig::new(1).check(Check::Agreement), body)?;
+    /// # Ok::<(), burn_fsdp_collectives::LaunchError>(())
+    /// ```
+    pub fn check_seal(
+        &self,
+        seal: &Seal,
+        bytes: &[u8],
+        what: impl FnOnce() -> String,
+    ) -> Result<(), Error> {
+        if seal.is_of(bytes) {
+            return Ok(());
+        }
+        let (rank, control) = (self.world_rank(), self.control());
+        let error = Error::AlteredAtRest {
+            what: what(),
+            rank,
+            written: Box::new(seal.written.clone()),
+            found: Box::new(self.moment()),
+            ledger: control.report(),
+        };
+        Err(control.end_with(rank, error))
+    }
+
+    /// Tells the other ranks, with this rank's next operation on the group, of a value that all of them must hold alike:
+    /// those that hold something else than most are named by an [`Error::Diverged`] of the operation in which all have
+    /// told. `number` is equal on all ranks for one state of one value, and used for no other. Nothing happens where
+    /// ranks do not compare bytes.
+    pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
+        if self.compares_bytes() {
+            self.hold_value((number, seal.checksum), what());
+        }
+    }
+}

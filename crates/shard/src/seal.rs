@@ -1,0 +1,141 @@
+//! Values that lie in this rank's memory, and whether they are what was written there.
+//!
+//! A seal is kept beside a value that is held: Burn writes over no memory that has two holders, so what is held stays as it
+//! is. Only memory of the host is sealed; that of devices would have to be read back.
+
+use std::collections::BTreeMap;
+
+use burn::backend::Flex;
+use burn::backend::autodiff::NodeId;
+use burn::tensor::Tensor;
+use burn_fsdp_collectives::{At, Label, ProcessGroup, Seal};
+
+use crate::device::is_host;
+use crate::error::Error;
+use crate::op::Reduced;
+use crate::transport;
+
+/// Seals a flat tensor without autodiff; `None` where ranks do not compare bytes, and on other devices.
+pub(crate) fn seal(group: &ProcessGroup, tensor: &Tensor<1>) -> Option<Seal> {
+    if !group.compares_bytes() || !is_host(&tensor.device()) {
+        return None;
+    }
+    group.seal(transport::source(tensor.clone(), None).as_bytes())
+}
+
+/// Looks whether a flat tensor without autodiff is what was sealed. `what` says what it is.
+///
+/// # Errors
+///
+/// [`burn_fsdp_collectives::Error::AlteredAtRest`].
+pub(crate) fn check(
+    group: &ProcessGroup,
+    seal: Option<&Seal>,
+    tensor: &Tensor<1>,
+    what: impl FnOnce() -> String,
+) -> Result<(), Error> {
+    let Some(seal) = seal else {
+        return Ok(());
+    };
+    let bytes = transport::source(tensor.clone(), None);
+    Ok(group.check_seal(seal, bytes.as_bytes(), what)?)
+}
+
+/// Returns true if two flat tensors without autodiff are the same memory of the host.
+pub(crate) fn is_same_memory(one: &Tensor<1>, other: &Tensor<1>) -> bool {
+    let of = |tensor: &Tensor<1>| {
+        let primitive = tensor.clone().try_into_primitive::<Flex>().ok()?;
+        let (start, end) = primitive.layout().contiguous_offsets()?;
+        Some((primitive.bytes().as_ptr() as usize, start..end))
+    };
+    one.dtype() == other.dtype() && of(one).is_some() && of(one) == of(other)
+}
+
+/// Flips a bit of a flat tensor without autodiff, if a fault says so.
+pub(crate) fn flip_if_told(group: &ProcessGroup, at: At, tensor: &mut Tensor<1>) {
+    let (dtype, device) = (tensor.dtype(), tensor.device());
+    let num_bytes = tensor.shape().num_elements() * dtype.size();
+    if let Some(bit) = group.flips(at, num_bytes) {
+        let mut bytes = transport::source(tensor.clone(), None).as_bytes().to_vec();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        *tensor = transport::owned(bytes, dtype, &device);
+    }
+}
+
+/// A value that is held, with its seal.
+pub(crate) struct Held {
+    value: Tensor<1>,
+    seal: Seal,
+    what: Label,
+}
+
+impl Held {
+    /// Seals a value and holds it.
+    pub(crate) fn new(group: &ProcessGroup, value: Tensor<1>, what: Label) -> Option<Self> {
+        let seal = seal(group, &value)?;
+        Some(Self { value, seal, what })
+    }
+
+    /// Looks whether the value is what was sealed.
+    pub(crate) fn check(&self, group: &ProcessGroup) -> Result<(), Error> {
+        let what = || self.what.as_str().to_owned();
+        check(group, Some(&self.seal), &self.value, what)
+    }
+
+    /// Flips a bit of the value, if a fault says so.
+    pub(crate) fn flip_if_told(&mut self, group: &ProcessGroup, at: At) {
+        flip_if_told(group, at, &mut self.value);
+    }
+}
+
+/// Reduced gradients that wait for the optimizer, by the leaf that they belong to, and the running states that the last
+/// backward has left.
+#[derive(Default)]
+pub(crate) struct Waiting {
+    /// The number of the backward that they are of.
+    backward: u64,
+    gradients: BTreeMap<u64, Vec<Held>>,
+    pub(crate) running: Vec<Held>,
+}
+
+impl Waiting {
+    /// Takes hold of a gradient of backward number `backward`. Looks at those of backwards before, which have been used or
+    /// given up, and lets go of them.
+    pub(crate) fn add(
+        &mut self,
+        group: &ProcessGroup,
+        backward: u64,
+        reduced: &Reduced,
+    ) -> Result<(), Error> {
+        let Some((seal, what)) = reduced.seal.clone() else {
+            return Ok(());
+        };
+        if self.backward != backward {
+            self.backward = backward;
+            self.release(group)?;
+        }
+        let value = reduced.gradient.clone();
+        let of_leaf = self.gradients.entry(reduced.node.value).or_default();
+        of_leaf.push(Held { value, seal, what });
+        Ok(())
+    }
+
+    /// Looks at all gradients that wait, and lets go of them.
+    fn release(&mut self, group: &ProcessGroup) -> Result<(), Error> {
+        let gradients = std::mem::take(&mut self.gradients);
+        let mut held = gradients.values().flatten();
+        held.try_for_each(|held| held.check(group))
+    }
+
+    /// Looks at the gradients of a leaf, which are about to be read or replaced, and lets go of them.
+    pub(crate) fn release_of(&mut self, group: &ProcessGroup, leaf: NodeId) -> Result<(), Error> {
+        let held = self.gradients.remove(&leaf.value).unwrap_or_default();
+        held.iter().try_for_each(|held| held.check(group))
+    }
+
+    /// Takes hold of what was made of a leaf's gradient.
+    pub(crate) fn replace(&mut self, leaf: NodeId, held: Option<Held>) {
+        self.gradients
+            .insert(leaf.value, held.into_iter().collect());
+    }
+}

@@ -1,0 +1,58 @@
+//! The seals of an executor's values.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use burn_flex::FlexTensor;
+use burn_fsdp_collectives::{Label, ProcessGroup, Seal};
+use burn_ir::TensorId;
+
+use crate::error::Error;
+
+/// A seal, and what it is of.
+#[derive(Debug, Clone)]
+pub(super) struct Sealed {
+    pub(super) seal: Seal,
+    pub(super) what: Label,
+}
+
+/// The seals of the values that are there, where ranks compare bytes.
+#[derive(Debug, Default)]
+pub(super) struct Seals {
+    pub(super) of: BTreeMap<TensorId, Sealed>,
+    /// Number of steps that have been sealed.
+    pub(super) steps: u64,
+}
+
+/// The seal of a value that a node takes to show it in another way, and where its memory lies.
+pub(super) struct Carried {
+    pub(super) sealed: Sealed,
+    pub(super) memory: (usize, usize),
+}
+
+impl Seals {
+    pub(super) fn get(&self, id: TensorId) -> Option<&Sealed> {
+        self.of.get(&id)
+    }
+
+    pub(super) fn remove(&mut self, id: TensorId) {
+        self.of.remove(&id);
+    }
+}
+
+impl Sealed {
+    /// Looks whether a value is what was sealed; `node` is where.
+    pub(super) fn check(
+        &self,
+        group: &ProcessGroup,
+        node: usize,
+        tensor: &FlexTensor,
+    ) -> Result<(), Error> {
+        let what = || self.what.as_str().to_owned();
+        let looked = group.check_seal(&self.seal, tensor.bytes(), what);
+        looked.map_err(|source| Error::Collective {
+            node,
+            source: Arc::new(source),
+        })
+    }
+}

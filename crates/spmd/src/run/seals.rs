@@ -1,0 +1,235 @@
+//! The values that the executor holds from one node to another and from one run to the next, and whether they are what was
+//! written there.
+//!
+//! A value is sealed when it is there: what a collective has brought, from what the ranks have told of it, and parameters,
+//! buffers and states at the end of a run. It is looked at where a node takes it, which is its last use, and where a
+//! collective gives it; what no node of a step takes is looked at at its end. Nobody writes over memory that has two
+//! holders, and a node that writes over what it takes does so after the look. Only memory of the host is sealed.
+
+use std::any::Any;
+
+use burn::tensor::{Bytes, DType, TensorData};
+use burn_flex::FlexTensor;
+use burn_fsdp_collectives::{At, Fingerprint, Label, ProcessGroup, Seal};
+use burn_ir::{BackendIr, HandleKind, TensorId, TensorIr, TensorStatus};
+
+use super::executor::Executor;
+use super::sealed::{Carried, Sealed};
+use crate::error::Error;
+use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Storage, storage_of};
+
+impl<B: BackendIr> Executor<B> {
+    /// Looks at the values that a node takes. Returns the seal of one that it takes to show it in another way.
+    pub(super) fn look_at_taken(
+        &mut self,
+        index: usize,
+        node: &Node,
+    ) -> Result<Option<Carried>, Error> {
+        if self.seals.of.is_empty() {
+            return Ok(None);
+        }
+        // A collective looks at what it gives.
+        let gives = node.collective.as_ref().map(|collective| collective.stage);
+        let gives = gives.is_some_and(|stage| stage != Stage::Wait);
+        let mut carried = None;
+        let taken = node.operation.inputs();
+        for input in taken.filter(|input| input.status == TensorStatus::ReadWrite) {
+            let Some(sealed) = self.seals.of.get(&input.id).cloned() else {
+                continue;
+            };
+            if gives {
+                continue;
+            }
+            self.seals.remove(input.id);
+            let Some(tensor) = self.host(input) else {
+                continue;
+            };
+            match storage_of(node) == Storage::View(input.id) {
+                true => {
+                    let memory = memory_of(&tensor);
+                    carried = Some(Carried { sealed, memory });
+                }
+                false => sealed.check(&self.group, index, &tensor)?,
+            }
+        }
+        Ok(carried)
+    }
+
+    /// Keeps the seal of a value that a node has shown in another way, and forgets those of what a collective has given.
+    pub(super) fn keep_seals(&mut self, node: &Node, carried: Option<Carried>) {
+        if self.seals.of.is_empty() && carried.is_none() {
+            return;
+        }
+        if node.collective.is_some() {
+            let taken = node.operation.inputs();
+            taken
+                .filter(|input| input.status == TensorStatus::ReadWrite)
+                .for_each(|input| self.seals.remove(input.id));
+        }
+        if let (Some(carried), Some(output)) = (carried, node.operation.outputs().next()) {
+            let lies = self.host(output).map(|tensor| memory_of(&tensor));
+            if lies == Some(carried.memory) {
+                self.seals.of.insert(output.id, carried.sealed);
+            }
+        }
+    }
+
+    /// Keeps the seal of what a collective has brought for one of its parts; flips a bit of it if a fault says so.
+    pub(super) fn seal_result(
+        &mut self,
+        id: TensorId,
+        (collective, part): (&Collective, usize),
+        (data, seal): (TensorData, Option<Seal>),
+    ) -> TensorData {
+        let (at, kind) = match collective.kind.contract().reduces {
+            true => (At::Gradient, "the reduced"),
+            false => (At::Weight, "the gathered"),
+        };
+        if let Some(seal) = seal {
+            let path = collective.parts.get(part).map(|part| part.path.as_ref());
+            let what = format!("{kind} {} ({})", path.unwrap_or("part"), collective.label);
+            let what = Label::from(what);
+            self.seals.of.insert(id, Sealed { seal, what });
+        }
+        flipped(&self.group, at, data)
+    }
+
+    /// Seals the values that were set since the last run and that are not of this run alone, and flips a bit of those that
+    /// are there if a fault says so.
+    pub(super) fn seal_given(&mut self, graph: &Graph) -> Result<(), Error> {
+        let at = |role: &Role| match role {
+            Role::Parameter(_) => Some(At::Shard),
+            Role::Buffer(_) => Some(At::Running),
+            Role::State { .. } => Some(At::State),
+            _ => None,
+        };
+        let given = graph.values().filter_map(|value| {
+            let at = at(&value.role).filter(|_| self.has(value.id))?;
+            Some((value.id, at, value.role.clone()))
+        });
+        for (id, at, role) in given.collect::<Vec<_>>() {
+            if self.group.awaits_flip(at) {
+                let seal = self.seals.of.get(&id).cloned();
+                let data = self.get(id)?;
+                let data = flipped(&self.group, at, data);
+                self.set(id, data);
+                seal.map(|seal| self.seals.of.insert(id, seal));
+            }
+            if self.group.compares_bytes() && !self.seals.of.contains_key(&id) {
+                self.seal(id, &role);
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the values that a step has read or brought and no node has taken, before it replaces any. An evaluation leaves
+    /// them to the next step.
+    pub(super) fn look_at_left(&mut self, graph: &Graph) -> Result<(), Error> {
+        if self.seals.of.is_empty() || graph.updates().is_empty() {
+            return Ok(());
+        }
+        let last = graph.nodes().len().saturating_sub(1);
+        for value in graph.values() {
+            let Some(sealed) = self.seals.of.get(&value.id).cloned() else {
+                continue;
+            };
+            let tensor = self.host_as(value.id, value.shape.clone(), value.dtype);
+            if let Some(tensor) = tensor {
+                sealed.check(&self.group, last, &tensor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Seals what a run has left, and tells the other ranks of what all hold alike.
+    pub(super) fn seal_left(&mut self, graph: &Graph) {
+        // What was taken on the way is gone.
+        let present = &self.present;
+        self.seals.of.retain(|id, _| present.contains_key(id));
+        if !self.group.compares_bytes() || graph.updates().is_empty() {
+            return;
+        }
+        for update in graph.updates() {
+            if let Some(value) = graph.value(update.into) {
+                self.seal(update.into, &value.role);
+            }
+        }
+        self.seals.steps += 1;
+        if self.group.size() > 1 {
+            let whole = |parameter: &&Parameter| {
+                parameter.gradient.is_some() && parameter.layout.is_whole()
+            };
+            for parameter in graph.parameters().iter().filter(whole) {
+                self.tell_replica(parameter.value);
+                parameter
+                    .states
+                    .iter()
+                    .for_each(|id| self.tell_replica(*id));
+            }
+        }
+    }
+
+    fn tell_replica(&self, id: TensorId) {
+        if let Some(Sealed { seal, what }) = self.seals.of.get(&id) {
+            let number = Fingerprint::of(&(what.as_str(), self.seals.steps));
+            self.group.tell_replica(number, seal, || what.clone());
+        }
+    }
+
+    fn seal(&mut self, id: TensorId, role: &Role) {
+        let tensor = self.host_of(id);
+        let seal = tensor.and_then(|tensor| self.group.seal(tensor.bytes()));
+        if let Some(seal) = seal {
+            let what = Label::from(role.to_string());
+            self.seals.of.insert(id, Sealed { seal, what });
+        }
+    }
+
+    fn host_of(&mut self, id: TensorId) -> Option<FlexTensor> {
+        let (shape, dtype) = self.present.get(&id)?.clone();
+        self.host_as(id, shape, dtype)
+    }
+
+    fn host_as(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Option<FlexTensor> {
+        self.host(&TensorIr {
+            id,
+            shape: shape.into(),
+            status: TensorStatus::ReadOnly,
+            dtype,
+        })
+    }
+
+    /// Returns a value, if it is in the memory of the host.
+    fn host(&mut self, tensor: &TensorIr) -> Option<FlexTensor> {
+        let tensor = TensorIr {
+            status: TensorStatus::ReadOnly,
+            ..tensor.clone()
+        };
+        match self.interpreter.get_tensor(&tensor) {
+            HandleKind::Float(tensor) => flex(&tensor),
+            HandleKind::Int(tensor) => flex(&tensor),
+            HandleKind::Bool(tensor) => flex(&tensor),
+            HandleKind::Quantized(_) => None,
+        }
+    }
+}
+
+fn flex(tensor: &dyn Any) -> Option<FlexTensor> {
+    tensor.downcast_ref::<FlexTensor>().cloned()
+}
+
+/// Returns where the memory of a tensor begins, and its length in bytes.
+fn memory_of(tensor: &FlexTensor) -> (usize, usize) {
+    (tensor.bytes().as_ptr() as usize, tensor.bytes().len())
+}
+
+/// Returns the data with one bit flipped, if a fault says so.
+fn flipped(group: &ProcessGroup, at: At, data: TensorData) -> TensorData {
+    let Some(bit) = group.flips(at, data.as_bytes().len()) else {
+        return data;
+    };
+    let (shape, dtype): (_, DType) = (data.shape().clone(), data.dtype());
+    let mut bytes = data.as_bytes().to_vec();
+    bytes[bit / 8] ^= 1 << (bit % 8);
+    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape, dtype)
+}
