@@ -129,6 +129,10 @@ impl Case {
             match &mut leg.engine {
                 // Regions that run twice update statistics twice.
                 Engine::Eager(eager) if has_running_states => eager.recomputes = false,
+                // Gradients of regions are added in the type in which they travel, so that fewer sums overflow.
+                Engine::Eager(eager) if eager.recomputes && eager.halves.are_scaled() => {
+                    self.scale = self.scale.min(8);
+                }
                 _ => {}
             }
             if has_adapters {

@@ -136,7 +136,10 @@ impl Plainly<'_> {
             };
             let (of_part, gradients) = self.gradients(&net, batches, leg);
             loss += of_part / number as f32;
-            sum = added(&self.net, sum, gradients, None);
+            sum = match part {
+                0 => gradients,
+                _ => added(&self.net, sum, gradients, None),
+            };
         }
         let factor = 1.0 / number as f32;
         self.net.visit(&mut Each(&mut sum, |_: &[f32]| factor));
@@ -255,6 +258,7 @@ fn added(
     travels: Option<&Plan>,
 ) -> GradientsParams {
     let mut adding = Adding {
+        goes_on: !sum.is_empty(),
         sum,
         next,
         travels,
@@ -265,6 +269,8 @@ fn added(
 }
 
 struct Adding<'a> {
+    /// There are gradients already, of all parameters that have any.
+    goes_on: bool,
     sum: GradientsParams,
     next: GradientsParams,
     travels: Option<&'a Plan>,
@@ -286,6 +292,8 @@ impl ModuleVisitor for Adding<'_> {
         };
         let sum = match self.sum.remove::<D>(param.id) {
             Some(sum) => sum + next,
+            // A copy made by a record has gradients of what has none by Burn's map of its value.
+            None if self.goes_on => return,
             None => next,
         };
         let sum = match self.travels {
