@@ -4,15 +4,36 @@
 //! Short by default, 2,000 of each kind with `BURN_FSDP_LONG=1`. `BURN_FSDP_CASES=300` tries so many, `BURN_FSDP_SEED=7`
 //! others: what differs is made smaller until nothing can be left out, and printed.
 
+mod batch;
 mod case;
+mod compiled;
+mod eager;
+mod histogram;
+mod layer;
+mod legs;
 mod model;
+mod optimizer;
+mod outcome;
+mod plain;
+mod precision;
+mod refusals;
+mod run;
+mod saving;
 mod training;
+mod values;
+mod wild;
 
+use std::cell::RefCell;
+
+use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{
     Config, RngAlgorithm, TestCaseError, TestCaseResult, TestRng, TestRunner,
 };
 
 use case::{Case, Engines, cases};
+use histogram::Histogram;
+use outcome::tightness;
+use refusals::{is_refused, is_refused_or_right, matrices_alone, refused};
 
 /// Returns a number that the caller of the test may choose.
 fn chosen(name: &str, default: u32) -> u32 {
@@ -29,24 +50,100 @@ fn agrees(case: &Case) -> TestCaseResult {
     }
 }
 
-fn fuzz(engines: Engines) {
-    let seed = chosen("BURN_FSDP_SEED", 0);
-    let cases_by_default = match std::env::var_os("BURN_FSDP_LONG") {
-        Some(_) => 2_000,
-        None => 24,
-    };
+/// Returns a runner of `cases` cases of the seed that was chosen, unless so many were.
+fn runner(cases: u32) -> TestRunner {
     let config = Config {
-        cases: chosen("BURN_FSDP_CASES", cases_by_default),
+        cases: chosen("BURN_FSDP_CASES", cases),
         failure_persistence: None,
         max_shrink_iters: 300,
         ..Config::default()
     };
     let mut bytes = [0; 32];
-    bytes[..4].copy_from_slice(&seed.to_le_bytes());
+    bytes[..4].copy_from_slice(&seed().to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
-    let mut runner = TestRunner::new_with_rng(config, rng);
-    let found = runner.run(&cases(engines), |case| agrees(&case));
-    found.unwrap_or_else(|error| panic!("{engines:?}, seed {seed}: {error:#}"));
+    TestRunner::new_with_rng(config, rng)
+}
+
+fn seed() -> u32 {
+    chosen("BURN_FSDP_SEED", 0)
+}
+
+fn is_long() -> bool {
+    std::env::var_os("BURN_FSDP_LONG").is_some()
+}
+
+fn fuzz(engines: Engines) {
+    let mut runner = runner(if is_long() { 2_000 } else { 24 });
+    if std::env::var_os("BURN_FSDP_SURVEY").is_some() {
+        return survey(engines, &mut runner);
+    }
+    let histogram = RefCell::new(Histogram::default());
+    let found = runner.run(&cases(engines), |case| {
+        histogram.borrow_mut().add(&case);
+        agrees(&case)
+    });
+    found.unwrap_or_else(|error| panic!("{engines:?}, seed {}: {error:#}", seed()));
+    if is_long() {
+        println!("{engines:?}, seed {}: {}", seed(), tightness());
+        histogram.borrow().print();
+    }
+}
+
+/// Returns what is wrong with a case.
+fn problem(case: &Case) -> Option<String> {
+    match std::panic::catch_unwind(|| agrees(case)) {
+        Ok(agrees) => agrees.err().map(|error| error.to_string()),
+        Err(panic) => Some(match panic.downcast::<String>() {
+            Ok(text) => *text,
+            Err(_) => "a panic".to_owned(),
+        }),
+    }
+}
+
+/// Tries all cases whatever comes of them, and prints those that differ in a line each, as they were drawn. The one of
+/// the number `BURN_FSDP_ONLY` alone is tried, and made smaller, if there is one.
+fn survey(engines: Engines, runner: &mut TestRunner) {
+    let strategy = cases(engines);
+    let only = chosen("BURN_FSDP_ONLY", u32::MAX);
+    let mut histogram = Histogram::default();
+    for number in 0..runner.config().cases {
+        let tree = strategy.new_tree(runner).expect("a case");
+        let is_only = only == number;
+        if only != u32::MAX && !is_only {
+            continue;
+        }
+        let case = tree.current();
+        histogram.add(&case);
+        if let Some(problem) = problem(&case) {
+            println!("{engines:?} {number}: {problem}\n    {case:?}");
+            if is_only {
+                shrink(tree, &problem);
+            }
+        }
+    }
+    println!("{engines:?}: {}", tightness());
+    histogram.print();
+}
+
+/// Makes a case smaller as long as the same differs.
+fn shrink(mut tree: impl ValueTree<Value = Case>, first: &str) {
+    let kind = |problem: &str| problem.split([':', '[']).take(2).collect::<String>();
+    let mut smallest = (first.to_owned(), tree.current());
+    let mut moved = tree.simplify();
+    for _ in 0..300 {
+        if !moved {
+            break;
+        }
+        let case = tree.current();
+        moved = match problem(&case) {
+            Some(problem) if kind(&problem) == kind(first) => {
+                smallest = (problem, case);
+                tree.simplify()
+            }
+            _ => tree.complicate(),
+        };
+    }
+    println!("smallest: {}\n    {:?}", smallest.0, smallest.1);
 }
 
 #[test]
@@ -67,4 +164,16 @@ fn random_trainings_by_placements() {
 #[test]
 fn random_trainings_that_move_between_the_engines() {
     fuzz(Engines::All);
+}
+
+#[test]
+fn random_optimizers_of_whole_tensors_are_refused_on_shards() {
+    for engines in [Engines::Eager, Engines::Compiled] {
+        let mut runner = runner(if is_long() { 300 } else { 8 });
+        let found = runner.run(&refused(engines), |case| is_refused(&case));
+        found.unwrap_or_else(|error| panic!("{engines:?}, seed {}: {error:#}", seed()));
+    }
+    let mut runner = runner(if is_long() { 300 } else { 8 });
+    let found = runner.run(&matrices_alone(), |case| is_refused_or_right(&case));
+    found.unwrap_or_else(|error| panic!("matrices alone, seed {}: {error:#}", seed()));
 }

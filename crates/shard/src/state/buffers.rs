@@ -148,15 +148,23 @@ impl Running {
     }
 }
 
+/// Brings the running states of `module` up to date, and returns their paths.
+pub(super) fn settle<M: Module>(module: &M) -> Result<Vec<String>, Error> {
+    let paths = survey(module)?.buffers;
+    if !paths.is_empty() {
+        // A state shows its last update only after a synchronization, which of all that Burn offers for
+        // whole modules only `valid` does.
+        drop(module.valid());
+    }
+    Ok(paths)
+}
+
 /// Returns the running states of `module`, in its order, up to date.
 fn buffers<M: Module>(module: &M) -> Result<Vec<Running>, Error> {
-    let paths = survey(module)?.buffers;
+    let paths = settle(module)?;
     if paths.is_empty() {
         return Ok(Vec::new());
     }
-    // A state shows its last update only after a synchronization, which of all that Burn offers for
-    // whole modules only `valid` does.
-    drop(module.valid());
     let mut read = Read {
         wanted: paths,
         found: Vec::new(),

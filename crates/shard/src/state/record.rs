@@ -17,6 +17,7 @@ use crate::copies::{Copies, Generation};
 use crate::error::{Error, catch, throw};
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox::{Handed, hand};
+use crate::state::buffers;
 use crate::transport;
 use crate::unit::Unit;
 
@@ -33,7 +34,8 @@ pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
 
 /// Returns the record of a sharded module: what [`Module::into_record`] gives, as a value or an
 /// error, also while other copies of the module with other values are alive (the best so far, a
-/// moving average), between which Burn's own method cannot tell and refuses.
+/// moving average), between which Burn's own method cannot tell and refuses. This rank's running states have their
+/// last update in it, which Burn's own method leaves out.
 ///
 /// Collective: one all-gather for each sharded parameter. Every rank gets the whole record.
 ///
@@ -42,6 +44,7 @@ pub(crate) fn plainly<T>(body: impl FnOnce() -> T) -> T {
 /// [`Error::NotSharded`]; a failed collective.
 pub fn into_record<M: Module>(module: M) -> Result<ModuleRecord, Error> {
     inspect::root_of(&module)?;
+    buffers::settle(&module)?;
     catch(|| within_record(&module, || module.clone().into_record()))
 }
 

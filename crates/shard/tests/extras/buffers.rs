@@ -1,8 +1,9 @@
 //! Running states: each rank's own, rank 0's, or the mean.
 
+use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp_collectives::{CommCounter, OperationKind};
-use burn_fsdp_shard::{BufferSync, ShardPolicy, backward, sync_buffers};
+use burn_fsdp_shard::{BufferSync, ShardPolicy, backward, into_record, sync_buffers};
 
 use super::bench::{build, device, on_ranks, optimizer};
 use super::nets::{CONV_NET, ConvNet, MLP};
@@ -104,4 +105,20 @@ fn a_module_without_running_states_communicates_nothing() {
         assert!(error.to_string().contains("fully_shard"), "{error}");
         Ok(())
     });
+}
+
+#[test]
+fn a_record_has_their_last_update() {
+    for ranks in 1..=3 {
+        on_ranks(ranks, move |world| {
+            let device = device();
+            let model = build(CONV_NET, &world, &device, convs())?;
+            let model = train(model, world.rank(), &device)?;
+            // Before anything else looks at them.
+            let record = into_record(model.clone())?;
+            let loaded = ConvNet::new(&device).load_record(record);
+            assert_eq!(running(&loaded), running(&model));
+            Ok(())
+        });
+    }
 }

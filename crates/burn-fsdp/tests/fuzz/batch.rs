@@ -1,0 +1,86 @@
+//! Batches whose shapes change from step to step, and from rank to rank where ranks may differ.
+
+use burn::tensor::{Device, Tensor, TensorData};
+use proptest::prelude::*;
+
+use super::layer::VOCAB;
+use super::model::{Batch, Plan};
+use super::values::mixed;
+
+/// The shapes of batches.
+#[derive(Debug, Clone)]
+pub(crate) struct Shapes {
+    /// Rows and tokens of a row, in turn by step.
+    in_turn: Vec<(usize, usize)>,
+    /// Whether micro-batches of a step have shapes in turn, too.
+    by_micro_batch: bool,
+    /// The rows that odd ranks have more, where ranks may differ.
+    more: usize,
+}
+
+pub(crate) fn shapes() -> impl Strategy<Value = Shapes> {
+    let in_turn = prop::collection::vec((1..4_usize, 2..5_usize), 1..4);
+    (in_turn, any::<bool>(), 0..3_usize).prop_map(|(in_turn, by_micro_batch, more)| Shapes {
+        in_turn,
+        by_micro_batch,
+        more,
+    })
+}
+
+/// Which batch of a training.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) step: usize,
+    /// The part of the ranks' batches.
+    pub(crate) part: usize,
+    pub(crate) micro: usize,
+    /// Whether the rows of ranks may differ.
+    pub(crate) is_uneven: bool,
+}
+
+impl Shapes {
+    /// Returns true if steps have different ones.
+    pub(crate) fn change(&self) -> bool {
+        self.in_turn.iter().any(|shape| *shape != self.in_turn[0])
+    }
+
+    fn at(&self, place: Place) -> (usize, usize) {
+        let Place { step, micro, .. } = place;
+        let turn = match self.by_micro_batch {
+            true => step + micro,
+            false => step,
+        };
+        let (rows, length) = self.in_turn[turn % self.in_turn.len()];
+        match place.is_uneven && place.part % 2 == 1 {
+            true => (rows + self.more, length),
+            false => (rows, length),
+        }
+    }
+}
+
+impl Plan {
+    /// Returns a batch, of numbers that all differ.
+    pub(crate) fn batch(&self, place: Place, device: &Device) -> Batch {
+        let (rows, length) = self.shapes.at(place);
+        let number = (place.step * 8 + place.part) * 4 + place.micro;
+        let tokens = |salt: u64| {
+            let draw = |i: usize| {
+                let value = (number * 31 + i) as u64 * 7 + salt + self.seed;
+                (mixed(value) % VOCAB as u64) as i64
+            };
+            let tokens: Vec<_> = (0..rows * length).map(draw).collect();
+            let data = TensorData::new(tokens, [rows, length]);
+            Tensor::from_data(data, device)
+        };
+        // Where no target counts, the mean is of nothing.
+        let (inputs, targets) = (tokens(1), tokens(2));
+        let one = Tensor::ones([1, 1], device);
+        (inputs, targets.slice_assign([0..1, 0..1], one))
+    }
+}
+
+/// Returns the rows of several batches as one.
+pub(crate) fn joined(batches: impl Iterator<Item = Batch>) -> Batch {
+    let (tokens, targets) = batches.unzip::<_, _, Vec<_>, Vec<_>>();
+    (Tensor::cat(tokens, 0), Tensor::cat(targets, 0))
+}

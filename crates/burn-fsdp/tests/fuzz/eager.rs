@@ -1,0 +1,244 @@
+//! The steps of the eager engine.
+
+use std::cell::Cell;
+
+use burn::module::Module;
+use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp::checkpoint::{
+    Checkpoints, LossScale, TrainingSnapshot, loss_scale, restore, restore_scaler, snapshot,
+};
+use burn_fsdp::optim::LossScaling;
+use burn_fsdp::sharding::Audit;
+use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
+use burn_fsdp::{
+    Error, LossScaler, ProcessMesh, ShardPolicy, backward, catch, clip_grad_norm, fully_shard,
+    no_sync,
+};
+
+use super::case::Case;
+use super::legs::{Accumulation, Eager, Leg, Ranks};
+use super::model::{Net, Plan};
+use super::plain::{GROWTH_INTERVAL, RATE};
+use super::run::{KILLED, Run, Strike};
+
+pub(crate) struct EagerRun {
+    case: Case,
+    leg: Leg,
+    eager: Eager,
+    mesh: ProcessMesh,
+    /// Given away for the moment in which it is stepped.
+    net: Option<Net>,
+    optimizer: ModuleOptimizer,
+    scaler: Option<LossScaler>,
+}
+
+/// The device of sharded models.
+fn device() -> Device {
+    Device::flex().autodiff().gradient_checkpointing()
+}
+
+impl EagerRun {
+    /// Goes on from step `start`, if there is one before it.
+    pub(crate) fn new(
+        case: &Case,
+        (leg, eager): (&Leg, &Eager),
+        mesh: &ProcessMesh,
+        (checkpoints, start): (&Checkpoints, usize),
+    ) -> Result<Self, Error> {
+        let mut net = case.sharded(eager, mesh, leg.ranks)?;
+        let mut optimizer = case.optimizer.init(&case.plan);
+        let mut scaler = match eager.halves.are_scaled() {
+            true => Some(LossScaler::new(LossScaling {
+                initial_scale: 2_f64.powi(case.scale),
+                growth_interval: GROWTH_INTERVAL,
+                ..LossScaling::default()
+            })?),
+            false => None,
+        };
+        if start > 0 {
+            let saved = checkpoints.open(start as u64)?;
+            (net, optimizer) = restore(net, optimizer, &saved)?;
+            scaler = scaler.map(|scaler| restore_scaler(scaler, &saved));
+        }
+        Ok(Self {
+            case: case.clone(),
+            leg: leg.clone(),
+            eager: eager.clone(),
+            mesh: mesh.clone(),
+            net: Some(net),
+            optimizer,
+            scaler,
+        })
+    }
+
+    fn net(&self) -> &Net {
+        self.net.as_ref().expect("not in the middle of a step")
+    }
+
+    fn plan(&self) -> &Plan {
+        &self.case.plan
+    }
+
+    /// Returns the mean loss of a micro-batch, as a part of the step's.
+    fn loss(&self, step: usize, micro: usize, strike: &Strike) -> Result<Tensor<1>, Error> {
+        let part = self.leg.ranks.part_of_batch(self.mesh.world().rank());
+        let place = Case::place(&self.leg, step, part, micro);
+        let batch = self.plan().batch(place, &device());
+        let (left, net) = (Cell::new(strike.layers_left), self.net());
+        let each = || match left.get() {
+            Some(0) => panic!("{KILLED}"),
+            layers => left.set(layers.map(|layers| layers - 1)),
+        };
+        let loss = catch(|| match self.eager.recomputes {
+            true => self.plan().loss_recomputed(net, batch, each),
+            false => self.plan().loss(net, batch, each),
+        })?;
+        Ok(loss / self.case.micro_batches as f64)
+    }
+
+    /// Returns the loss of a step and its gradients.
+    fn gradients(&self, step: usize, strike: &Strike) -> Result<(f32, GradientsParams), Error> {
+        let net = self.net();
+        let mut total = 0.0;
+        let last = self.case.micro_batches - 1;
+        let mut backward_of = |loss: Tensor<1>| {
+            total += loss.clone().into_scalar::<f32>();
+            let loss = match &self.scaler {
+                Some(scaler) => scaler.scale(loss),
+                None => loss,
+            };
+            strike.backward(self.mesh.world());
+            Ok::<_, Error>(backward(loss, net)?)
+        };
+        let gradients = match self.eager.accumulation {
+            Accumulation::Joined => {
+                let mut sum = self.loss(step, 0, strike)?;
+                for micro in 1..=last {
+                    sum = sum + self.loss(step, micro, strike)?;
+                }
+                backward_of(sum)?
+            }
+            Accumulation::NoSync => {
+                for micro in 0..last {
+                    no_sync(net, || backward_of(self.loss(step, micro, strike)?))??;
+                }
+                backward_of(self.loss(step, last, strike)?)?
+            }
+            Accumulation::Burn => {
+                let mut accumulator = GradientsAccumulator::new();
+                for micro in 0..=last {
+                    accumulator.accumulate(net, backward_of(self.loss(step, micro, strike)?)?);
+                }
+                accumulator.grads()
+            }
+        };
+        Ok((total, gradients))
+    }
+
+    /// Puts model and optimizer into a new module, by Burn's records.
+    fn renewed(&mut self) -> Result<(), Error> {
+        // Burn's records have running states without what the last batch made of them, until the mode changes.
+        drop(self.net().valid());
+        let record = into_record(self.net().clone())?;
+        let of_optimizer = self.optimizer.to_record();
+        let net = self.case.sharded(&self.eager, &self.mesh, self.leg.ranks)?;
+        let net = catch(|| net.load_record(record))?;
+        burn_fsdp::state::settle_ids(&net);
+        self.net = Some(net);
+        let optimizer = self.case.optimizer.init(self.plan());
+        self.optimizer = optimizer.load_record(of_optimizer);
+        Ok(())
+    }
+}
+
+impl Run for EagerRun {
+    fn step(&mut self, step: usize, strike: &Strike) -> Result<f32, Error> {
+        let (loss, mut gradients) = self.gradients(step, strike)?;
+        let net = self.net.take().expect("not in the middle of a step");
+        if let Some(scaler) = &mut self.scaler {
+            match scaler.unscale(&net, gradients)? {
+                Some(unscaled) => gradients = unscaled,
+                None => {
+                    self.net = Some(net);
+                    return Ok(loss);
+                }
+            }
+        }
+        if let Some(limit) = self.case.clip {
+            gradients = clip_grad_norm(&net, gradients, limit.clip())?.gradients;
+        }
+        let optimizer = &mut self.optimizer;
+        self.net = Some(catch(|| optimizer.step(RATE, net, gradients))?);
+        if self.eager.moves {
+            self.renewed()?;
+        }
+        Ok(loss)
+    }
+
+    fn evaluate(&mut self, end: usize) -> Result<f32, Error> {
+        let net = self.net.take().expect("not in the middle of a step");
+        let net = sync_buffers(net, BufferSync::Broadcast)?;
+        let batch = self
+            .plan()
+            .batch(Case::place_of_evaluation(end), &Device::flex());
+        let valid = net.valid().dropping();
+        let loss = catch(|| self.plan().loss(&valid, batch, || {}))?;
+        self.net = Some(net);
+        Ok(loss.into_scalar::<f32>())
+    }
+
+    fn snapshot(&mut self) -> Result<TrainingSnapshot, Error> {
+        let mesh = self.mesh.mesh();
+        Ok(snapshot(self.net(), &self.optimizer, mesh, "shard")?)
+    }
+
+    fn loss_scale(&self) -> Option<LossScale> {
+        self.scaler.as_ref().map(loss_scale)
+    }
+}
+
+impl Case {
+    /// Returns the model as it is at the beginning, sharded.
+    fn sharded(&self, eager: &Eager, mesh: &ProcessMesh, ranks: Ranks) -> Result<Net, Error> {
+        let net = self.plan.init_without_adapters(&device(), 0, 0.0);
+        let net = fully_shard(net, mesh, self.policy(eager, ranks))?;
+        if self.plan.adapters.is_none() {
+            return Ok(net);
+        }
+        // The factors that it was given are random.
+        let record = self.plan.init(&device()).into_record();
+        Ok(catch(|| net.load_record(record))?)
+    }
+
+    fn policy(&self, eager: &Eager, ranks: Ranks) -> ShardPolicy {
+        // A pattern that matches nothing is refused.
+        let units = eager.units.iter().copied();
+        let units = units.filter(|pattern| self.plan.has_units(pattern));
+        let mut policy = ShardPolicy::new()
+            .units(units)
+            .strategy(eager.strategy)
+            .cut(eager.cut)
+            .whole_below(eager.whole_below)
+            .prefetch(eager.prefetch)
+            .reshard_root(eager.reshards_root)
+            .audit(Audit::EveryStep)
+            .precision(eager.halves.precision(&self.plan));
+        if eager.has_owners {
+            policy = policy.one_owner(["**"]);
+        }
+        if let Ranks::Copies(_) = ranks {
+            policy = policy.replicate_axis("replicate");
+        }
+        if eager.offloads {
+            policy = policy.offload_to(Device::flex());
+        }
+        if eager.keeps_by_pairs && ranks == Ranks::Line(4) {
+            policy = policy.reshard_after_forward_to(2);
+        }
+        match self.plan.lora() {
+            Some(lora) => policy.lora(lora),
+            None => policy,
+        }
+    }
+}

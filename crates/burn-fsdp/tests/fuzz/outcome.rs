@@ -1,0 +1,125 @@
+//! What comes of a training, and whether two differ by more than rounding.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::module::{ModuleVisitor, Param};
+use burn::tensor::Tensor;
+
+use super::case::Case;
+
+/// The losses of the steps, those of evaluations after the legs, and the parameters at the end by path.
+#[derive(Debug, Default)]
+pub(crate) struct Outcome {
+    pub(crate) losses: Vec<f32>,
+    pub(crate) evaluated: Vec<f32>,
+    pub(crate) params: BTreeMap<String, Vec<f32>>,
+}
+
+/// Cases, and those in which plain Burn was asked what it makes of rounding.
+static ALL: AtomicUsize = AtomicUsize::new(0);
+static ASKED: AtomicUsize = AtomicUsize::new(0);
+
+/// Says how many cases agreed without regard to what rounding makes of them. Counts those of all tests.
+pub(crate) fn tightness() -> String {
+    let [all, asked] = [&ALL, &ASKED].map(|number| number.load(Ordering::Relaxed));
+    format!("{} of {all} cases agree to 2e-5", all - asked)
+}
+
+impl Case {
+    /// Says where `got` differs from `want` by more than rounding.
+    pub(crate) fn difference(&self, got: &Outcome, want: &Outcome) -> Option<String> {
+        ALL.fetch_add(1, Ordering::Relaxed);
+        self.beyond(got, want, &[]).and_then(|_| {
+            ASKED.fetch_add(1, Ordering::Relaxed);
+            // What rounding makes of a number depends on the model: some amplify it a thousandfold, and gradients that
+            // are zero but for rounding are seen in some of these alone.
+            let nudged: Vec<_> = (1..=6).map(|nudge| self.plainly_nudged(nudge)).collect();
+            self.beyond(got, want, &nudged)
+        })
+    }
+
+    /// As [`difference`](Self::difference), where outcomes of parameters that differ by rounding are known.
+    fn beyond(&self, got: &Outcome, want: &Outcome, nudged: &[Outcome]) -> Option<String> {
+        // Where halves are nudged by a half of their last bit, that is what they round by.
+        let is_halved = self.legs.iter().any(|leg| leg.halves().are_used());
+        let factor = match is_halved {
+            true => 4.0,
+            false => 30.0,
+        };
+        let paths = |outcome: &Outcome| outcome.params.keys().cloned().collect::<Vec<_>>();
+        if paths(got) != paths(want) {
+            return Some(format!("saved {:?}, not {:?}", paths(got), paths(want)));
+        }
+        // Attention does not depend on a bias of its keys, whose gradient is therefore of rounding alone, and these
+        // optimizers make steps of one size of whatever they get.
+        let is_noise = |path: &str| self.optimizer.ignores_size() && path.ends_with("key.bias");
+        let params = want.params.iter().filter(|(path, _)| !is_noise(path));
+        let params = params.map(|(path, want)| {
+            let nudged = nudged.iter().map(|nudged| &nudged.params[path]).collect();
+            (path.as_str(), &got.params[path], want, nudged)
+        });
+        let of_losses: Vec<_> = nudged.iter().map(|nudged| &nudged.losses).collect();
+        let losses = ("losses", &got.losses, &want.losses, of_losses);
+        let of_legs = nudged.iter().map(|nudged| &nudged.evaluated).collect();
+        let evaluated = ("evaluations", &got.evaluated, &want.evaluated, of_legs);
+        let mut all = [losses, evaluated].into_iter().chain(params);
+        all.find_map(|(name, got, want, nudged)| {
+            let same_len = got.len() == want.len();
+            let scales = nudged.iter().map(|nudged| largest_difference(nudged, want));
+            let scale = scales.fold(0.0, f32::max);
+            let is_near = |(got, want): (&f32, &f32)| {
+                let tolerance = 2e-5 * (1.0 + want.abs()) + factor * scale;
+                // Also where one of them is no number.
+                (got - want).abs() <= tolerance || (got.is_nan() && want.is_nan())
+            };
+            let first = got.iter().zip(want).position(|pair| !is_near(pair));
+            match (same_len, first) {
+                (true, None) => None,
+                (true, Some(i)) => Some(format!(
+                    "{name}[{i}]: {}, plainly {}; {scale:e} by rounding",
+                    got[i], want[i]
+                )),
+                (false, _) => Some(format!(
+                    "{name}: {} elements, not {}",
+                    got.len(),
+                    want.len()
+                )),
+            }
+        })
+    }
+}
+
+fn largest_difference(one: &[f32], other: &[f32]) -> f32 {
+    let differences = one
+        .iter()
+        .zip(other)
+        .map(|(one, other)| (one - other).abs());
+    differences.fold(0.0, f32::max)
+}
+
+/// Values by path.
+#[derive(Default)]
+pub(crate) struct Params {
+    path: Vec<String>,
+    pub(crate) params: BTreeMap<String, Vec<f32>>,
+}
+
+impl ModuleVisitor for Params {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let values = param
+            .base()
+            .into_data()
+            .try_to_vec()
+            .expect("32-bit floats");
+        self.params.insert(self.path.join("."), values);
+    }
+}

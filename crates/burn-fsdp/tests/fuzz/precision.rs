@@ -1,0 +1,168 @@
+//! Types in which a leg computes and its gradients travel.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{FloatDType, Tensor};
+use burn_fsdp::Precision;
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::model::Plan;
+
+/// The types of a leg; those of the module where nothing is said.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct Halves {
+    pub(crate) compute: Option<FloatDType>,
+    pub(crate) reduce: Option<FloatDType>,
+    /// Bit by bit, the layers that compute in full; then the embedding and the head.
+    full: u8,
+}
+
+/// The bits of [`Halves::full`] that are no layer's.
+const EMBED: usize = 6;
+const HEAD: usize = 7;
+
+/// Types for an engine that computes in each of `types`.
+pub(crate) fn halves(types: &'static [FloatDType]) -> impl Strategy<Value = Halves> {
+    let reduced = [
+        None,
+        Some(FloatDType::F32),
+        Some(types[0]),
+        Some(types[types.len() - 1]),
+    ];
+    let compute = prop::option::weighted(0.85, select(types));
+    let some = (compute, select(reduced.to_vec()), any::<[u8; 2]>());
+    let some = some.prop_map(|(compute, reduce, full)| Halves {
+        compute,
+        reduce,
+        full: full[0] & full[1],
+    });
+    prop_oneof![7 => Just(Halves::default()), 3 => some]
+}
+
+impl Halves {
+    pub(crate) fn are_used(self) -> bool {
+        self.compute.is_some() || self.reduce.is_some()
+    }
+
+    /// Returns true if losses are scaled, as 16 bits with so few for the exponent want it.
+    pub(crate) fn are_scaled(self) -> bool {
+        [self.compute, self.reduce].contains(&Some(FloatDType::F16))
+    }
+
+    /// The relative distance of numbers of the narrowest type.
+    pub(crate) fn rounding(self) -> f32 {
+        let types = [self.compute, self.reduce];
+        if types.contains(&Some(FloatDType::BF16)) {
+            return 2_f32.powi(-8);
+        }
+        match self.are_scaled() {
+            true => 2_f32.powi(-11),
+            false => f32::EPSILON,
+        }
+    }
+
+    pub(crate) fn of_layer(self, plan: &Plan, layer: usize) -> Option<FloatDType> {
+        self.of(layer, plan.layers[layer].computes_in_full())
+    }
+
+    pub(crate) fn of_embedding(self) -> Option<FloatDType> {
+        self.of(EMBED, false)
+    }
+
+    pub(crate) fn of_head(self, plan: &Plan) -> Option<FloatDType> {
+        match plan.has_head() {
+            true => self.of(HEAD, false),
+            false => self.of_embedding(),
+        }
+    }
+
+    /// Returns the type in which a part computes, if types matter.
+    fn of(self, bit: usize, is_full: bool) -> Option<FloatDType> {
+        let compute = self.compute?;
+        Some(match is_full || self.full >> bit & 1 == 1 {
+            true => FloatDType::F32,
+            false => compute,
+        })
+    }
+
+    /// Returns the type in which the parameter at `path` computes.
+    pub(crate) fn computes(self, plan: &Plan, path: &[String]) -> FloatDType {
+        let of = match path[0].as_str() {
+            "embed" => self.of_embedding(),
+            "head" => self.of_head(plan),
+            _ => self.of_layer(plan, path[1].parse().expect("the number of a layer")),
+        };
+        of.unwrap_or(FloatDType::F32)
+    }
+
+    /// Returns the type in which the gradient of the parameter at `path` travels.
+    pub(crate) fn travels(self, plan: &Plan, path: &[String]) -> FloatDType {
+        self.reduce.unwrap_or_else(|| self.computes(plan, path))
+    }
+
+    /// Says the same to an engine.
+    pub(crate) fn precision(self, plan: &Plan) -> Precision {
+        let layers = 0..plan.layers.len();
+        let in_full = |dtype: Option<FloatDType>| dtype == Some(FloatDType::F32);
+        let layers = layers.filter(|layer| plan.has_params(*layer));
+        let layers = layers.filter(|layer| in_full(self.of_layer(plan, *layer)));
+        let mut full: Vec<_> = layers.map(|layer| format!("layers.{layer}")).collect();
+        if in_full(self.of_embedding()) {
+            full.push("embed".to_owned());
+        }
+        if plan.has_head() && in_full(self.of_head(plan)) {
+            full.push("head".to_owned());
+        }
+        let precision = match self.compute {
+            Some(compute) => Precision::new(compute).full_in(full),
+            None => Precision::default(),
+        };
+        match self.reduce {
+            Some(reduce) => precision.reduce(reduce),
+            None => precision,
+        }
+    }
+
+    /// Returns a module whose parameters are casts of those of `module`, to which their gradients come back.
+    pub(crate) fn cast<M: Module>(self, plan: &Plan, module: M) -> M {
+        match self.compute {
+            Some(_) => module.map(&mut Cast {
+                halves: self,
+                plan,
+                path: Vec::new(),
+            }),
+            None => module,
+        }
+    }
+}
+
+struct Cast<'a> {
+    halves: Halves,
+    plan: &'a Plan,
+    path: Vec<String>,
+}
+
+impl ModuleMapper for Cast<'_> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match self.halves.computes(self.plan, &self.path) {
+            FloatDType::F32 => param,
+            compute => Param::initialized(param.id, param.val().cast(compute)),
+        }
+    }
+}
+
+/// Returns `x` in a type, if one is given.
+pub(crate) fn cast<const D: usize>(x: Tensor<D>, dtype: Option<FloatDType>) -> Tensor<D> {
+    match dtype {
+        Some(dtype) if x.dtype() != dtype.into() => x.cast(dtype),
+        _ => x,
+    }
+}

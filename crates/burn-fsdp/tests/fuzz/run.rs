@@ -1,0 +1,78 @@
+//! What the legs of all engines do: steps, an evaluation, a snapshot, and dying.
+
+use burn_fsdp::checkpoint::{LossScale, TrainingSnapshot};
+use burn_fsdp::testing::{At, Fault, How};
+use burn_fsdp::{Error, ProcessGroup};
+
+use super::legs::{Death, Place};
+
+/// The last words of a rank.
+pub(crate) const KILLED: &str = "killed on purpose";
+
+/// One leg, on one rank. All ranks make the same calls.
+pub(crate) trait Run {
+    /// Makes a step, and returns this rank's loss.
+    fn step(&mut self, step: usize, strike: &Strike) -> Result<f32, Error>;
+
+    /// Returns the loss of a model that is not trained, of a batch that is the same on all ranks.
+    fn evaluate(&mut self, end: usize) -> Result<f32, Error>;
+
+    fn snapshot(&mut self) -> Result<TrainingSnapshot, Error>;
+
+    fn loss_scale(&self) -> Option<LossScale>;
+}
+
+/// What strikes this rank in a step.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Strike {
+    /// The layers before it dies in a forward.
+    pub(crate) layers_left: Option<usize>,
+    /// The fault of the first collective of backward.
+    backward: Option<Fault>,
+}
+
+impl Strike {
+    /// Prepares the death of a rank in a step, if it is to die there.
+    pub(crate) fn new(death: Option<Death>, step: usize, world: &ProcessGroup) -> Self {
+        let Some(death) = death else {
+            return Self::default();
+        };
+        let fault = Fault {
+            rank: death.rank % world.size(),
+            step: step as u64,
+            at: At::Collective,
+            how: match death.panics {
+                true => How::Panic,
+                false => How::Error,
+            },
+        };
+        let is_own = fault.rank == world.rank();
+        match death.place {
+            Place::Layer(layers) => Self {
+                layers_left: is_own.then_some(layers),
+                backward: None,
+            },
+            Place::Backward => Self {
+                layers_left: None,
+                backward: Some(fault),
+            },
+            Place::Collective => {
+                arm(fault, world);
+                Self::default()
+            }
+            Place::Storage(_) => Self::default(),
+        }
+    }
+
+    /// Says that backward begins.
+    pub(crate) fn backward(&self, world: &ProcessGroup) {
+        if let Some(fault) = self.backward {
+            arm(fault, world);
+        }
+    }
+}
+
+fn arm(fault: Fault, world: &ProcessGroup) {
+    world.set_fault(fault);
+    world.begin_step(fault.step);
+}
