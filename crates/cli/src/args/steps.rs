@@ -55,8 +55,7 @@ pub(crate) struct InspectArgs {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
-    #[arg(required_unless_present = "init")]
+    /// Folder of a step, or of checkpoints, of which the newest step is taken; --init names another model
     pub(crate) step: Option<PathBuf>,
     /// Folder in Hugging Face's form, in place of a step; or with a step of --lora, that which it was trained with
     #[arg(long, value_name = "FOLDER")]

@@ -72,8 +72,13 @@ fn folders() -> Folder {
     folder
 }
 
+/// Trains with what all trainings here have, but for what is given.
 fn train(folder: &Folder, arguments: &str) -> Run {
-    folder.run(&format!("train {TRAIN} {arguments}"))
+    let given: Vec<&str> = arguments.split_whitespace().collect();
+    let common: Vec<&str> = TRAIN.split_whitespace().collect();
+    let common = common.chunks(2).filter(|pair| !given.contains(&pair[0]));
+    let common = common.flatten().copied().collect::<Vec<_>>().join(" ");
+    folder.run(&format!("train {common} {arguments}"))
 }
 
 fn report(folder: &Folder, arguments: &str) -> Value {
