@@ -125,9 +125,6 @@ impl TrainConfig {
         }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
-        if args.sharding.deadline == 0 {
-            return Err(InputError::Zero { flag: "--deadline" });
-        }
         let is_compiled = args.training.compile;
         let fault = fault::from_environment(ranks, steps.saturating_add(warmup), is_compiled)?;
         if args.training.device.is_host() {
@@ -152,12 +149,7 @@ impl TrainConfig {
         let is_init_idle = args.model.init.is_some() && adapters.is_none();
         let state = (&model, adapters, &settings);
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
-        let resumed = checkpoints.as_ref().and_then(CheckpointConfig::resumed);
-        if let Some(warning) =
-            resumed.and_then(|resumed| resumed.idle(steps + warmup, is_init_idle))
-        {
-            console::tell(format_args!("warning: {warning}"));
-        }
+        warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
         Ok(Self {
             model,
             seq,
@@ -270,6 +262,14 @@ impl TrainConfig {
     }
 }
 
+/// Tells the user if a run that goes on trains no step, or leaves the weights of `--init` aside.
+fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_idle: bool) {
+    let resumed = checkpoints.and_then(CheckpointConfig::resumed);
+    if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps, is_init_idle)) {
+        console::tell(format_args!("warning: {warning}"));
+    }
+}
+
 /// Finds the tokenizer, if text is not read as bytes.
 fn codec(args: &TrainArgs) -> Result<TextCodec, InputError> {
     if args.data.synthetic {
@@ -364,6 +364,9 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
             replicas,
             ranks: ranks.number(),
         });
+    }
+    if given.deadline == 0 {
+        return Err(InputError::Zero { flag: "--deadline" });
     }
     if given.unit_size == Some(0) {
         return Err(InputError::Zero {
