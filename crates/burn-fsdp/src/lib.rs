@@ -133,9 +133,9 @@ pub mod checkpoint {
     pub use crate::checkpointer::{NotFiniteTensor, Offered, SaveRemark};
     pub use crate::error::CheckpointError;
     pub use crate::rendezvous::GroupRendezvous;
-    pub use crate::restore::{restore, restore_matching, restore_model};
+    pub use crate::restore::{restore, restore_matching, restore_model, restore_training};
     pub use crate::scaler::{loss_scale, restore_scaler};
-    pub use crate::snapshot::{TrainingSnapshot, snapshot};
+    pub use crate::snapshot::{TrainingSnapshot, snapshot, snapshot_matching};
     pub use burn_fsdp_checkpoint::{
         Alone, Assignment, BackgroundSaver, BoxError, Check, Checkpoints, Checksums, Committed,
         Consolidated, ConsolidationConfig, Cut, DataPosition, Dtype, Error, Existing,

@@ -35,10 +35,27 @@ pub fn restore<M: Module>(
     optimizer: ModuleOptimizer,
     step: &Step,
 ) -> Result<(M, ModuleOptimizer), CheckpointError> {
+    restore_training(model, optimizer, step, |_| true)
+}
+
+/// Gives a sharded model those parameters and running states of `step` whose path `is_wanted`, and the optimizer that trains it
+/// all its state: what [`snapshot_matching`](crate::checkpoint::snapshot_matching) has taken.
+///
+/// Not collective. All ranks must want the same. Otherwise as [`restore`].
+///
+/// # Errors
+///
+/// As [`restore`], for the wanted tensors of model and step, and for every state of the optimizer.
+pub fn restore_training<M: Module>(
+    model: M,
+    optimizer: ModuleOptimizer,
+    step: &Step,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<(M, ModuleOptimizer), CheckpointError> {
     check_elementwise_once(&model, &optimizer)?;
     let state = local_state(&model)?;
     let optimizer = restore_optimizer(&model, &state, optimizer, step)?;
-    Ok((restore_model(model, step)?, optimizer))
+    Ok((restore_matching(model, step, is_wanted)?, optimizer))
 }
 
 /// Gives a sharded model the parameters and running states of `step`.

@@ -59,6 +59,24 @@ pub fn snapshot<M: Module>(
     mesh: &Mesh,
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
+    snapshot_matching(model, optimizer, mesh, axis, |_| true)
+}
+
+/// Takes a snapshot of those tensors of a sharded model whose path `is_wanted`, and of the optimizer's state of these: of
+/// adapters without the frozen weights, say, which [`restore_training`](crate::checkpoint::restore_training) gives back.
+///
+/// All ranks must want the same. Otherwise as [`snapshot`].
+///
+/// # Errors
+///
+/// As [`snapshot`].
+pub fn snapshot_matching<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    mesh: &Mesh,
+    axis: &str,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<TrainingSnapshot, CheckpointError> {
     check_elementwise_once(model, optimizer)?;
     let ids = local_ids(model)?;
     let locals = local_state(model)?;
@@ -75,11 +93,11 @@ pub fn snapshot<M: Module>(
         regions: Vec::new(),
         snapshot: Snapshot::new(),
     };
-    for path in &order {
+    for path in order.iter().filter(|path| is_wanted(path)) {
         taken.add_parameter(&locals[path])?;
     }
     let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
-    for id in ids {
+    for id in ids.into_iter().filter(|id| is_wanted(&id.path)) {
         let state = states.remove(&id.path).unwrap_or_default();
         let local = &locals[&id.path];
         for tensor in &state.tensors {

@@ -9,7 +9,7 @@ use std::path::Path;
 
 pub use config::{Consolidated, ConsolidationConfig, PlainTensor};
 use output::{split, total_size, wanted};
-use target::{beside, check_outside_steps, discard, parent, remove_leftovers};
+use target::{beside, check_outside_steps, discard, is_plain, parent, remove_leftovers};
 use write::{write_file, write_folder};
 
 use crate::storage::EntryKind;
@@ -90,7 +90,7 @@ pub fn consolidate_to_file(
 ///
 /// # Errors
 ///
-/// As [`consolidate_to_file`].
+/// As [`consolidate_to_file`]; [`Error::Argument`] for a name in `config` that is no plain one.
 pub fn consolidate_to_folder(
     step: &Step,
     out: &Path,
@@ -106,6 +106,15 @@ pub fn consolidate_to_folder(
                 path: out.to_owned(),
             });
         }
+    }
+    let names = config.beside.iter().map(|(name, _)| name);
+    let mut names = names.chain([&config.file_name]);
+    if let Some(name) = names.find(|name| !is_plain(name)) {
+        return Err(Error::Argument {
+            argument: "config",
+            expected: "plain names of files".to_owned(),
+            got: format!("{name:?}"),
+        });
     }
     let tensors = wanted(step, write_as)?;
     let shards = split(&tensors, config.max_shard_size);

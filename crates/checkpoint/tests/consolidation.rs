@@ -168,6 +168,38 @@ fn transposed(bytes: &[u8], [rows, columns]: [usize; 2], item_bytes: usize) -> V
 }
 
 #[test]
+fn a_folder_has_other_files_and_names_if_asked_for() {
+    let memory = Memory::new();
+    let step = saved(&memory, Kind::Flat);
+    let config = |name: &str, file_name: &str| ConsolidationConfig {
+        max_shard_size: Some(1),
+        file_name: file_name.to_owned(),
+        beside: vec![(name.to_owned(), b"{}".to_vec())],
+        ..ConsolidationConfig::default()
+    };
+    let write = |config: &ConsolidationConfig| {
+        let unchanged = |tensor: &TensorEntry| Some(PlainTensor::unchanged(tensor));
+        consolidate_to_folder(&step, Path::new("out"), config, unchanged)
+    };
+    for (name, file_name) in [
+        ("../config.json", "model"),
+        (".config.json", "model"),
+        ("", "model"),
+        ("config.json", "a/model"),
+    ] {
+        let error = write(&config(name, file_name)).expect_err("a path");
+        assert!(matches!(error, Error::Argument { .. }), "{error}");
+        assert!(!memory.exists(Path::new("out")).expect("readable"));
+    }
+    write(&config("config.json", "adapter_model")).expect("writes");
+    let read = |name: &str| memory.read(&Path::new("out").join(name));
+    assert_eq!(read("config.json").expect("there"), b"{}");
+    assert!(read("adapter_model.safetensors.index.json").is_some());
+    let first = format!("adapter_model-00001-of-{:05}.safetensors", model().len());
+    assert!(read(&first).is_some());
+}
+
+#[test]
 fn matrices_are_renamed_and_transposed_whatever_fits_into_memory() {
     for kind in KINDS {
         let memory = Memory::new();

@@ -1,6 +1,7 @@
 //! The command line as it was typed: commands, arguments and their help texts.
 
 mod check;
+mod model;
 mod steps;
 
 use std::path::PathBuf;
@@ -14,7 +15,8 @@ use crate::bench::encoder::EncoderArgs;
 use crate::launch::LaunchArgs;
 use crate::operations::diff::DiffArgs;
 pub(crate) use check::CheckArg;
-pub(crate) use steps::{ConsolidateArgs, GenerateArgs, InspectArgs, NamesArg};
+pub(crate) use model::{DataArgs, ModelArgs, TrainedModelArg};
+pub(crate) use steps::{ConsolidateArgs, FormatArg, GenerateArgs, InspectArgs, NamesArg};
 
 /// Train models fully sharded: parameters, gradients and optimizer state are divided over the ranks.
 #[derive(Debug, Parser)]
@@ -26,13 +28,13 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Train a GPT on text, byte by byte, and show what it has learned.
+    /// Train a GPT, a Llama or a GPT-2 on text, and show what it has learned.
     Train(Box<TrainArgs>),
-    /// Write the model of a saved step as plain safetensors
+    /// Write the model of a saved step as plain safetensors, or as a folder in Hugging Face's form
     Consolidate(ConsolidateArgs),
     /// Show what is in a saved step, and verify every byte of it
     Inspect(InspectArgs),
-    /// Let the model of a saved step go on from a text
+    /// Let the model of a saved step, or of a folder in Hugging Face's form, go on from a text
     Generate(GenerateArgs),
     /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
     Plan(PlanArgs),
@@ -98,54 +100,6 @@ pub(crate) struct TrainArgs {
     pub(crate) checkpoint: CheckpointArgs,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Model")]
-pub(crate) struct ModelArgs {
-    /// Transformer blocks
-    #[arg(long, default_value_t = 3)]
-    pub(crate) layers: usize,
-    /// Width of the residual stream
-    #[arg(long, default_value_t = 128)]
-    pub(crate) dim: usize,
-    /// Attention heads of a block; they divide the width
-    #[arg(long, default_value_t = 4)]
-    pub(crate) heads: usize,
-    /// Different tokens; text needs 256, one per byte
-    #[arg(long, default_value_t = 256)]
-    pub(crate) vocab: usize,
-    /// Tokens of a sequence
-    #[arg(long, default_value_t = 128)]
-    pub(crate) seq: usize,
-    /// Seed of the initial weights, of the windows of text, and of the sample
-    #[arg(long, default_value_t = 1)]
-    pub(crate) seed: u64,
-    /// Start from the weights in this safetensors file, or folder of Hugging Face's form (PyTorch's
-    /// names and layout)
-    #[arg(long, value_name = "FILE")]
-    pub(crate) init: Option<PathBuf>,
-    /// Write the initial weights to this safetensors file before training
-    #[arg(long, value_name = "FILE")]
-    pub(crate) save_init: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "Data")]
-pub(crate) struct DataArgs {
-    /// File or folder to train on, as bytes, its first 16 MiB, in windows drawn by --seed; the last 5 % of them are
-    /// held out for evaluation [default: the sources of Burn, which cargo has downloaded; every 20th file is held out]
-    #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
-    pub(crate) data: Option<PathBuf>,
-    /// Train on a computed sequence of tokens: nothing to learn, but the same everywhere
-    #[arg(long)]
-    pub(crate) synthetic: bool,
-    /// Evaluate every so many steps; 0: only at the end. Never with --synthetic [default: 100]
-    #[arg(long, value_name = "STEPS")]
-    pub(crate) eval_every: Option<usize>,
-    /// Batches of held-out text per evaluation, at most; 0: do not evaluate
-    #[arg(long, value_name = "BATCHES", default_value_t = 8)]
-    pub(crate) eval_batches: usize,
 }
 
 #[derive(Debug, Args)]
@@ -354,8 +308,8 @@ pub(crate) struct OutputArgs {
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,
-    /// Bytes of text to generate after training on text; 0: none
-    #[arg(long, value_name = "BYTES", default_value_t = 200)]
+    /// Tokens of text to generate after training on text, bytes where there is no tokenizer; 0: none
+    #[arg(long, value_name = "TOKENS", default_value_t = 200)]
     pub(crate) sample: usize,
     /// Print one JSON object instead of the summary, and show no progress
     #[arg(long)]

@@ -169,14 +169,68 @@ pub(crate) enum InputError {
     },
 
     #[error(
+        "--model {model} has the sizes of config.json in the folder of --init; give --init FOLDER, as it lies on the hub"
+    )]
+    NeedsFolder { model: &'static str },
+
+    #[error("--model is {asked}, but --init has a {found}; give --model {found}, or leave it out")]
+    OtherKind {
+        asked: &'static str,
+        found: &'static str,
+    },
+
+    #[error("{flag} is not for the model of --init, which has the sizes of {}; leave out {flag}", path.display())]
+    SizeOfFolder { flag: &'static str, path: PathBuf },
+
+    #[error(
+        "step {step} was saved with {found}, this run trains {expected}; give the same --lora and --lora-alpha"
+    )]
+    OtherAdapters {
+        step: u64,
+        found: String,
+        expected: String,
+    },
+
+    #[error(
+        "the adapters of the step belong to weights with checksum {expected}, those of --init have {found}; give the --init that \
+         they were trained with"
+    )]
+    OtherBase { expected: String, found: String },
+
+    #[error(
+        "{} was trained on tokens of {found}, and not on those of {given}; give that tokenizer by --tokenizer",
+        path.display()
+    )]
+    OtherTokenizer {
+        path: PathBuf,
+        found: String,
+        given: String,
+    },
+
+    #[error(
         "{} has steps; give --resume to go on from the newest, --overwrite to remove them, or another \
          folder",
         path.display()
     )]
     HasSteps { path: PathBuf },
 
-    #[error("--prompt is empty; give at least one character to go on from")]
+    #[error("--prompt is empty, or no token; give at least one character to go on from")]
     EmptyPrompt,
+
+    #[error("there is no model; give a step, or --init FOLDER")]
+    NoModel,
+
+    #[error(
+        "{} has adapters alone; give --init FOLDER, with the weights that they were trained on",
+        path.display()
+    )]
+    AdaptersAlone { path: PathBuf },
+
+    #[error(
+        "{}: transformers has no {model} as this command trains it; write it with --format safetensors",
+        path.display()
+    )]
+    NotInTransformers { path: PathBuf, model: &'static str },
 
     #[error("--batch, --seq and the number of steps are too large together; choose smaller ones")]
     TooManyTokens,
@@ -193,12 +247,14 @@ pub(crate) enum InputError {
     },
 
     #[error(
-        "{source_name} has {found} bytes to train on, one step needs {needed} \
+        "{source_name} has {found} {tokens} to train on, one step needs {needed} \
          (--batch {batch} x --seq {seq}, and one more); give more text or choose smaller steps"
     )]
     TextShorterThanStep {
         source_name: String,
         found: usize,
+        /// `bytes`, or `tokens` of a tokenizer.
+        tokens: &'static str,
         needed: usize,
         batch: usize,
         seq: usize,

@@ -7,10 +7,12 @@
 //! - `bench`: training measured against PyTorch.
 //! - `operations`: what the operations of a run carry, written and compared.
 //! - `launch`: a command that is run again when it fails.
-//! - `text`, `fused`: generated text and fused operations, for several of them.
+//! - `text`, `weights`, `adapters`, `random`: generated text, weights that each rank reads for itself, and adapters on them, for
+//!   several of them.
 //! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
 //! - `error`: errors, and the exit code for each.
 
+mod adapters;
 mod args;
 mod bench;
 mod bytes;
@@ -21,10 +23,12 @@ mod launch;
 mod operations;
 mod output;
 mod plan;
+mod random;
 mod shell;
 mod steps;
 mod text;
 mod train;
+mod weights;
 
 use std::io::{self, IsTerminal};
 use std::process::ExitCode;

@@ -1,126 +1,159 @@
 //! The generation of text by a model.
 
+use std::path::Path;
+
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
-use burn_fsdp_models::{BYTE_VOCAB, Gpt};
+use burn_fsdp_models::{KeyValueCache, LanguageModel, ModelError, TextCodec, Tokenizer};
 
 use crate::error::RankError;
+use crate::random::Random;
 
-/// Divisor of logits; below 1, so that likely bytes become likelier: a little training shows
+/// Divisor of logits; below 1, so that likely tokens become likelier: a little training shows
 /// better.
-const TEMPERATURE: f64 = 0.8;
+pub(crate) const TEMPERATURE: f64 = 0.8;
+
+/// Returns the way between text and tokens: by the tokenizer that is given, else by that of a folder in Hugging Face's form,
+/// else bytes.
+pub(crate) fn codec(given: Option<&Path>, folder: Option<&Path>) -> Result<TextCodec, ModelError> {
+    let in_folder = folder.map(|folder| folder.join("tokenizer.json"));
+    let in_folder = in_folder.filter(|path| path.exists());
+    match given.map(Path::to_owned).or(in_folder) {
+        Some(path) => Ok(TextCodec::Tokenizer(Tokenizer::open(path)?)),
+        None => Ok(TextCodec::Bytes),
+    }
+}
+
+/// Describes a tokenizer by the checksum of its file; `None` for bytes.
+pub(crate) fn tokenizer_identity(codec: &TextCodec) -> Option<String> {
+    match codec {
+        TextCodec::Bytes => None,
+        TextCodec::Tokenizer(tokenizer) => Some(format!(
+            "a tokenizer of {} tokens with checksum {:016x}",
+            tokenizer.num_ids(),
+            tokenizer.checksum()
+        )),
+    }
+}
 
 /// The configuration of a generated text.
-pub(crate) struct Sample {
-    /// Maximum number of bytes that the model looks back on.
+pub(crate) struct Sample<'a> {
+    pub(crate) codec: &'a TextCodec,
+    /// Maximum number of tokens that the model looks back on.
     pub(crate) seq: usize,
-    pub(crate) num_bytes: usize,
+    pub(crate) num_tokens: usize,
     pub(crate) seed: u64,
+    /// Divisor of logits; 0 for the likeliest token.
+    pub(crate) temperature: f64,
     /// The device of the model.
     pub(crate) device: Device,
 }
 
-impl Sample {
-    /// Appends the bytes that the model generates, until there are enough or it is told to stop,
-    /// and returns them after `bytes`. The model is without autodiff.
-    pub(crate) fn go_on(
+impl Sample<'_> {
+    /// Appends the tokens that the model generates, until there are enough or it is told to stop,
+    /// and returns the text of all. The model is without autodiff.
+    pub(crate) fn go_on<M: LanguageModel>(
         &self,
-        model: &Gpt,
-        mut bytes: Vec<u8>,
+        model: &M,
+        mut tokens: Vec<i64>,
         world: &ProcessGroup,
         is_stopped: impl Fn() -> bool,
     ) -> Result<Vec<u8>, RankError> {
         let mut random = Random(self.seed);
-        for _ in 0..self.num_bytes {
-            let window = &bytes[bytes.len().saturating_sub(self.seq)..];
-            let logits = catch(|| last_logits(model, window, &self.device))?;
-            let choice = choose(&logits, random.next_unit());
-            match next_byte(world, choice, is_stopped())? {
-                NextByte::Is(byte) => bytes.push(byte),
-                NextByte::NoNumbers => return Err(RankError::NoNumbers),
-                NextByte::Stop => break,
+        let mut cache = KeyValueCache::new();
+        for _ in 0..self.num_tokens {
+            let logits = catch(|| self.next_logits(model, &tokens, &mut cache))?;
+            let choice = choose(&logits, self.temperature, random.next_unit());
+            match next_token(world, choice, is_stopped())? {
+                NextToken::Is(token) => tokens.push(token),
+                NextToken::NoNumbers => return Err(RankError::NoNumbers),
+                NextToken::Stop => break,
             }
         }
-        Ok(bytes)
+        Ok(self.codec.decode(&tokens)?)
+    }
+
+    /// Returns the logits of the token after `tokens`, of those that the text can have: the vocabulary may be larger.
+    ///
+    /// Beyond the longest sequence, each token moves all before it to other positions, so that nothing of them can be kept.
+    fn next_logits<M: LanguageModel>(
+        &self,
+        model: &M,
+        tokens: &[i64],
+        cache: &mut KeyValueCache,
+    ) -> Vec<f32> {
+        let seen = match tokens.len().checked_sub(self.seq) {
+            Some(gone) if gone > 0 => {
+                *cache = KeyValueCache::new();
+                gone
+            }
+            _ => cache.num_tokens(),
+        };
+        let new = tokens[seen..].to_vec();
+        let input = TensorData::new(new, [1, tokens.len() - seen]);
+        let input = Tensor::<2, Int>::from_data(input, &self.device);
+        let logits = model.next_logits(input, cache);
+        let known = logits.slice([0..1, 0..self.codec.num_ids()]);
+        known.into_data().iter::<f32>().collect()
     }
 }
 
-/// Returns the logits of the byte after `window`. The vocabulary may be larger than there are
-/// bytes.
-fn last_logits(model: &Gpt, window: &[u8], device: &Device) -> Vec<f32> {
-    let tokens: Vec<i64> = window.iter().map(|&byte| byte.into()).collect();
-    let num_tokens = tokens.len();
-    let input = TensorData::new(tokens, [1, num_tokens]);
-    let logits = model.forward(Tensor::<2, Int>::from_data(input, device));
-    let last = logits.slice([0..1, num_tokens - 1..num_tokens, 0..BYTE_VOCAB]);
-    last.into_data().iter::<f32>().collect()
-}
-
-/// Chooses the byte at `position`, from 0 to 1, of a line along which each byte has a length by its
-/// likelihood; `None` of a model that has diverged and gives no numbers.
-fn choose(logits: &[f32], position: f64) -> Option<u8> {
+/// Chooses the token at `position`, from 0 to 1, of a line along which each token has a length by its
+/// likelihood, or the likeliest one at a temperature of 0; `None` of a model that has diverged and gives no numbers.
+fn choose(logits: &[f32], temperature: f64, position: f64) -> Option<i64> {
     let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let weight = |logit: &f32| (f64::from(logit - highest) / TEMPERATURE).exp();
+    let divisor = if temperature > 0.0 { temperature } else { 1.0 };
+    let weight = |logit: &f32| (f64::from(logit - highest) / divisor).exp();
     let total: f64 = logits.iter().map(weight).sum();
     if !total.is_finite() {
         return None;
     }
+    if temperature <= 0.0 {
+        let likeliest = logits.iter().position(|logit| *logit == highest);
+        return likeliest.map(|token| token as i64);
+    }
     let mut left = position * total;
-    for (byte, logit) in (0..=u8::MAX).zip(logits) {
+    for (token, logit) in (0..).zip(logits) {
         left -= weight(logit);
         if left < 0.0 {
-            return Some(byte);
+            return Some(token);
         }
     }
     // By rounding.
-    Some(u8::MAX)
+    Some(logits.len() as i64 - 1)
 }
 
-/// The next byte of a sample.
+/// The next token of a sample.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum NextByte {
-    Is(u8),
-    /// No byte: the model gives no numbers to choose by.
+enum NextToken {
+    Is(i64),
+    /// No token: the model gives no numbers to choose by.
     NoNumbers,
     /// The end: some rank was told to stop.
     Stop,
 }
 
-/// Returns rank 0's byte on every rank, unless a rank was told to stop.
-fn next_byte(
+/// Returns rank 0's token on every rank, unless a rank was told to stop.
+fn next_token(
     world: &ProcessGroup,
-    own: Option<u8>,
+    own: Option<i64>,
     own_stop: bool,
-) -> Result<NextByte, CollectiveError> {
-    let note = vec![
-        u8::from(own_stop),
-        u8::from(own.is_some()),
-        own.unwrap_or(0),
-    ];
+) -> Result<NextToken, CollectiveError> {
+    let mut note = vec![u8::from(own_stop), u8::from(own.is_some())];
+    note.extend(own.unwrap_or(0).to_le_bytes());
     let notes = world.exchange("sample", note)?;
     if notes.iter().any(|note| note.first() == Some(&1)) {
-        return Ok(NextByte::Stop);
+        return Ok(NextToken::Stop);
     }
-    Ok(match notes.first().map(Vec::as_slice) {
-        Some([_, 1, byte]) => NextByte::Is(*byte),
-        _ => NextByte::NoNumbers,
+    let first = notes.first().and_then(|note| note.split_first_chunk::<2>());
+    Ok(match first {
+        Some(([_, 1], token)) => match token.try_into() {
+            Ok(token) => NextToken::Is(i64::from_le_bytes(token)),
+            Err(_) => NextToken::NoNumbers,
+        },
+        _ => NextToken::NoNumbers,
     })
-}
-
-/// A generator of random numbers, SplitMix64: the same numbers on every rank and machine.
-struct Random(u64);
-
-impl Random {
-    /// Returns a number from 0 to below 1.
-    fn next_unit(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^= z >> 31;
-        (z >> 11) as f64 / (1u64 << 53) as f64
-    }
 }
 
 /// Returns bytes as text that is safe to print: bytes that are not UTF-8 and control characters are
@@ -144,32 +177,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_likely_byte_is_chosen_nearly_everywhere() {
-        let mut logits = vec![0.0; BYTE_VOCAB];
+    fn the_likely_token_is_chosen_nearly_everywhere() {
+        let mut logits = vec![0.0; 256];
         logits[65] = 20.0;
-        assert!(
-            [0.1, 0.5, 0.9]
-                .iter()
-                .all(|&at| choose(&logits, at) == Some(65))
-        );
-        assert_eq!(choose(&logits, 0.0), Some(0));
+        let choice = |position| choose(&logits, TEMPERATURE, position);
+        assert!([0.1, 0.5, 0.9].iter().all(|&at| choice(at) == Some(65)));
+        assert_eq!(choice(0.0), Some(0));
+        assert_eq!(choose(&logits, 0.0, 0.0), Some(65));
     }
 
     #[test]
-    fn a_diverged_model_gives_no_byte() {
-        assert_eq!(choose(&[f32::NAN; BYTE_VOCAB], 0.5), None);
-        let mut logits = [0.0; BYTE_VOCAB];
-        logits[7] = f32::INFINITY;
-        assert_eq!(choose(&logits, 0.5), None);
-    }
-
-    #[test]
-    fn random_numbers_are_spread_over_the_unit() {
-        let mut random = Random(1);
-        let numbers: Vec<f64> = (0..1000).map(|_| random.next_unit()).collect();
-        assert!(numbers.iter().all(|x| (0.0..1.0).contains(x)));
-        let mean = numbers.iter().sum::<f64>() / 1000.0;
-        assert!((mean - 0.5).abs() < 0.05);
+    fn a_diverged_model_gives_no_token() {
+        for temperature in [TEMPERATURE, 0.0] {
+            assert_eq!(choose(&[f32::NAN; 256], temperature, 0.5), None);
+            let mut logits = [0.0; 256];
+            logits[7] = f32::INFINITY;
+            assert_eq!(choose(&logits, temperature, 0.5), None);
+        }
     }
 
     #[test]

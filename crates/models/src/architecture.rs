@@ -1,16 +1,20 @@
 //! The trait that all models have in common, and the sizes of any model.
 
-use burn::store::ModuleSnapshot;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::initial::InitialValues;
-use crate::{Gpt, Gpt2, Gpt2Config, GptConfig, Llama, LlamaConfig, ModelError, ParameterSpec};
+use crate::{
+    Gpt, Gpt2, Gpt2Config, GptConfig, LanguageModel, Llama, LlamaConfig, ModelError, ParameterSpec,
+};
 
 /// The sizes of a model: what is needed to make it, and to know its files.
-pub trait Architecture: Copy {
+pub trait Architecture: Copy + Send + Sync + 'static {
     /// The Burn module.
-    type Model: ModuleSnapshot;
+    type Model: LanguageModel;
+
+    /// The pattern of the paths of its blocks.
+    const BLOCKS: &'static str;
 
     /// Builds the model on a device.
     ///
@@ -36,6 +40,10 @@ pub trait Architecture: Copy {
     /// Returns the table of its parameters.
     fn parameters(&self) -> Vec<ParameterSpec>;
 
+    /// Returns the sizes of a model for sequences of `seq` tokens, and otherwise like this one.
+    #[must_use]
+    fn for_sequences_of(self, seq: usize) -> Self;
+
     /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have beside the
     /// parameters.
     fn name_of(&self, name: String) -> Option<String> {
@@ -45,6 +53,12 @@ pub trait Architecture: Copy {
 
 impl Architecture for GptConfig {
     type Model = Gpt;
+
+    const BLOCKS: &'static str = "blocks.*";
+
+    fn for_sequences_of(self, seq: usize) -> Self {
+        Self { seq, ..self }
+    }
 
     fn init(&self, device: &Device, seed: u64) -> Result<Gpt, ModelError> {
         Self::init(self, device, seed)
@@ -65,6 +79,12 @@ impl Architecture for GptConfig {
 
 impl Architecture for Gpt2Config {
     type Model = Gpt2;
+
+    const BLOCKS: &'static str = "h.*";
+
+    fn for_sequences_of(self, seq: usize) -> Self {
+        Self { seq, ..self }
+    }
 
     fn init(&self, device: &Device, seed: u64) -> Result<Gpt2, ModelError> {
         Self::init(self, device, seed)
@@ -100,6 +120,12 @@ impl Architecture for Gpt2Config {
 impl Architecture for LlamaConfig {
     type Model = Llama;
 
+    const BLOCKS: &'static str = "layers.*";
+
+    fn for_sequences_of(self, seq: usize) -> Self {
+        Self { seq, ..self }
+    }
+
     fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
         Self::init(self, device, seed)
     }
@@ -121,12 +147,24 @@ impl Architecture for LlamaConfig {
 /// names.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-#[non_exhaustive]
 pub enum ModelConfig {
     /// A GPT.
     Gpt(GptConfig),
     /// A Llama.
     Llama(LlamaConfig),
+    /// A GPT-2.
+    Gpt2(Gpt2Config),
+}
+
+/// Applies an expression to the sizes of whatever kind.
+macro_rules! of_any {
+    ($config:expr, $sizes:ident => $body:expr) => {
+        match $config {
+            Self::Gpt($sizes) => $body,
+            Self::Llama($sizes) => $body,
+            Self::Gpt2($sizes) => $body,
+        }
+    };
 }
 
 impl ModelConfig {
@@ -136,16 +174,57 @@ impl ModelConfig {
         match self {
             Self::Gpt(_) => "GPT",
             Self::Llama(_) => "Llama",
+            Self::Gpt2(_) => "GPT-2",
         }
     }
 
     /// Returns the number of transformer blocks.
     #[must_use]
     pub fn num_layers(&self) -> usize {
-        match self {
-            Self::Gpt(config) => config.layers,
-            Self::Llama(config) => config.layers,
-        }
+        of_any!(self, sizes => sizes.layers)
+    }
+
+    /// Returns the width of the residual stream.
+    #[must_use]
+    pub fn dim(&self) -> usize {
+        of_any!(self, sizes => sizes.dim)
+    }
+
+    /// Returns the number of attention heads of a block.
+    #[must_use]
+    pub fn heads(&self) -> usize {
+        of_any!(self, sizes => sizes.heads)
+    }
+
+    /// Returns the number of different tokens.
+    #[must_use]
+    pub fn vocab(&self) -> usize {
+        of_any!(self, sizes => sizes.vocab)
+    }
+
+    /// Returns the tokens of the longest sequence.
+    #[must_use]
+    pub fn seq(&self) -> usize {
+        of_any!(self, sizes => sizes.seq)
+    }
+
+    /// Checks that such a model can exist.
+    ///
+    /// # Errors
+    ///
+    /// If a size is at fault.
+    pub fn validate(&self) -> Result<(), ModelError> {
+        of_any!(self, sizes => sizes.validate())
+    }
+
+    /// Returns the number of parameters of the whole model.
+    ///
+    /// # Panics
+    ///
+    /// If the number overflows, which [`validate`](Self::validate) finds first.
+    #[must_use]
+    pub fn num_params(&self) -> usize {
+        of_any!(self, sizes => sizes.num_params())
     }
 
     /// Returns the table of its parameters.
@@ -154,10 +233,7 @@ impl ModelConfig {
     ///
     /// If such a model cannot exist.
     pub fn parameters(&self) -> Result<Vec<ParameterSpec>, ModelError> {
-        match self {
-            Self::Gpt(config) => config.validate().map(|()| config.parameters()),
-            Self::Llama(config) => config.validate().map(|()| config.parameters()),
-        }
+        of_any!(self, sizes => sizes.validate().map(|()| sizes.parameters()))
     }
 }
 
@@ -169,9 +245,18 @@ mod tests {
     fn a_configuration_is_known_by_its_fields() {
         let gpt = GptConfig::gpt_7b();
         let llama = LlamaConfig::preset("7b").expect("a preset");
+        let gpt2 = Gpt2Config {
+            layers: 12,
+            dim: 768,
+            heads: 12,
+            hidden: 3072,
+            vocab: 50_257,
+            seq: 1024,
+        };
         for (json, want) in [
             (serde_json::json!(gpt), Some(ModelConfig::Gpt(gpt))),
             (serde_json::json!(llama), Some(ModelConfig::Llama(llama))),
+            (serde_json::json!(gpt2), Some(ModelConfig::Gpt2(gpt2))),
             (serde_json::json!({"layers": 3}), None),
             (serde_json::Value::Null, None),
         ] {

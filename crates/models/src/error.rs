@@ -204,8 +204,44 @@ pub enum ModelError {
         path: PathBuf,
     },
 
+    /// A file that is no tokenizer.
+    #[error("{}: not a tokenizer: {problem}; give the tokenizer.json of a model", path.display())]
+    NotATokenizer {
+        /// The file.
+        path: PathBuf,
+        /// The message of the reader.
+        problem: String,
+    },
+
+    /// A text, or ids, that a tokenizer refuses.
+    #[error("{}: the tokenizer cannot do this text: {problem}", path.display())]
+    Tokenize {
+        /// The file of the tokenizer.
+        path: PathBuf,
+        /// The message of the tokenizer.
+        problem: String,
+    },
+
+    /// A tokenizer with ids that a model has no tokens for.
+    #[error(
+        "{}: its ids go up to {}, but the model has {vocab} tokens; give the tokenizer of this model, or a model of at least \
+         {num_ids} tokens",
+        path.display(),
+        num_ids - 1
+    )]
+    TooManyIds {
+        /// The file of the tokenizer.
+        path: PathBuf,
+        /// The smallest number larger than all ids.
+        num_ids: usize,
+        /// Number of tokens of the model.
+        vocab: usize,
+    },
+
     /// A vocabulary without room for all bytes, as which text is read.
-    #[error("text needs a vocabulary of at least 256 tokens, one per byte; got {vocab}")]
+    #[error(
+        "text needs a vocabulary of at least 256 tokens, one per byte; got {vocab}; choose a larger one, or give a tokenizer"
+    )]
     VocabTooSmall {
         /// Size of the vocabulary asked for.
         vocab: usize,

@@ -1,13 +1,18 @@
 //! The GPT.
 
+use std::ops::Range;
+use std::path::Path;
+
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
-use burn::tensor::{DType, Device, Int, Tensor};
-use burn_fsdp_kernels::{causal_attention, cross_entropy, gelu};
+use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_kernels::gelu;
 
+use crate::gpt2::{attend_packed, embed_with_positions};
 use crate::initial::InitialValues;
+use crate::key_values::KeyValues;
 use crate::norm::{self, layer_norm};
-use crate::{GptConfig, ModelError};
+use crate::{GptConfig, LanguageModel, ModelError};
 
 /// A GPT-2 style decoder: learned positions, pre-LN blocks and an untied head
 /// without bias.
@@ -100,7 +105,7 @@ impl Gpt {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.flat_logits(tokens, Block::forward);
+        let logits = self.logits_by(tokens, |block, x, batch| block.forward(x, *batch));
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -117,7 +122,7 @@ impl Gpt {
     /// As [`forward`](Self::forward).
     #[must_use]
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        self.loss_with(tokens, targets, Block::forward)
+        self.mean_loss(tokens, targets)
     }
 
     /// Returns the [`loss`](Self::loss), with each block run by `run`: by [`Block::forward`], and
@@ -135,34 +140,42 @@ impl Gpt {
         targets: Tensor<2, Int>,
         run: impl Fn(&Block, Tensor<2>, usize) -> Tensor<2>,
     ) -> Tensor<1> {
-        let [batch, time] = targets.dims();
-        let logits = self.flat_logits(tokens, run);
-        let logits = match logits.dtype().size() < 4 {
-            true => logits.cast(DType::F32),
-            false => logits,
-        };
-        cross_entropy(logits, targets.reshape([batch * time]))
+        self.loss_by(tokens, targets, |block, x, batch| run(block, x, *batch))
+    }
+}
+
+impl LanguageModel for Gpt {
+    type Block = Block;
+    /// The number of sequences.
+    type Shared = usize;
+
+    fn blocks(&self) -> &[Block] {
+        &self.blocks
     }
 
-    /// Returns the logits as `[batch * time, vocab]`.
-    ///
-    /// Sequences lie end to end in one matrix from the embedding to the head: a
-    /// linear layer then multiplies with its weight as it is. On inputs of three
-    /// dimensions Burn reshapes the weight first, and autodiff keeps that view,
-    /// and with it the weight, until the backward pass.
-    fn flat_logits(
-        &self,
-        tokens: Tensor<2, Int>,
-        run: impl Fn(&Block, Tensor<2>, usize) -> Tensor<2>,
+    fn shared(&self, batch: usize, _positions: Range<usize>, _device: &Device) -> usize {
+        batch
+    }
+
+    fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2> {
+        embed_with_positions(&self.wte, &self.wpe, tokens, start)
+    }
+
+    fn run_block(
+        block: &Block,
+        x: Tensor<2>,
+        batch: &usize,
+        cache: Option<&mut KeyValues>,
     ) -> Tensor<2> {
-        let [batch, time] = tokens.dims();
-        let positions = Tensor::<1, Int>::arange(0..time as i64, &tokens.device());
-        let x = self.wte.forward(tokens) + self.wpe.forward(positions.unsqueeze());
-        let mut x = x.flatten(0, 1);
-        for block in &self.blocks {
-            x = run(block, x, batch);
-        }
+        block.run(x, *batch, cache)
+    }
+
+    fn head(&self, x: Tensor<2>) -> Tensor<2> {
         self.head.forward(layer_norm(&self.lnf, x))
+    }
+
+    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
+        self.save(path)
     }
 }
 
@@ -192,8 +205,13 @@ impl Block {
     /// - x and output: `[batch * time, dim]`, sequences end to end
     #[must_use]
     pub fn forward(&self, x: Tensor<2>, batch: usize) -> Tensor<2> {
+        self.run(x, batch, None)
+    }
+
+    fn run(&self, x: Tensor<2>, batch: usize, cache: Option<&mut KeyValues>) -> Tensor<2> {
         let qkv = self.qkv.forward(layer_norm(&self.ln1, x.clone()));
-        let x = x + self.proj.forward(causal_attention(qkv, batch, self.heads));
+        let attended = attend_packed(qkv, batch, self.heads, cache);
+        let x = x + self.proj.forward(attended);
         let wide = gelu(self.fc.forward(layer_norm(&self.ln2, x.clone())));
         x + self.out.forward(wide)
     }

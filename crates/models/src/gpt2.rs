@@ -1,15 +1,19 @@
 //! GPT-2 as it was published.
 
+use std::ops::Range;
+use std::path::Path;
+
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
 use burn::tensor::activation::gelu_approximate;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_kernels::{causal_attention, cross_entropy};
+use burn_fsdp_kernels::causal_attention;
 use serde::{Deserialize, Serialize};
 
 use crate::initial::InitialValues;
+use crate::key_values::{Heads, KeyValues};
 use crate::norm::{self, layer_norm};
-use crate::{GptConfig, ModelError};
+use crate::{GptConfig, LanguageModel, ModelError};
 
 /// Standard deviation of the initial weights, except for those that write to the residual stream.
 const INIT_STD: f64 = 0.02;
@@ -169,7 +173,7 @@ impl Gpt2 {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.flat_logits(tokens);
+        let logits = self.logits_by(tokens, |block, x, shared| block.forward(x, *shared, None));
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -186,20 +190,76 @@ impl Gpt2 {
     /// As [`forward`](Self::forward).
     #[must_use]
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let [batch, time] = targets.dims();
-        cross_entropy(self.flat_logits(tokens), targets.reshape([batch * time]))
+        self.mean_loss(tokens, targets)
+    }
+}
+
+/// What the blocks of a forward share.
+#[derive(Debug, Clone, Copy)]
+pub struct Gpt2Shared {
+    batch: usize,
+    heads: usize,
+}
+
+impl LanguageModel for Gpt2 {
+    type Block = Gpt2Block;
+    type Shared = Gpt2Shared;
+
+    fn blocks(&self) -> &[Gpt2Block] {
+        &self.h
     }
 
-    /// Returns the logits as `[batch * time, vocab]`: one matrix all the way, for the reason that [`Gpt`](crate::Gpt) has.
-    fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
-        let [batch, time] = tokens.dims();
-        let positions = Tensor::<1, Int>::arange(0..time as i64, &tokens.device());
-        let x = self.wte.forward(tokens) + self.wpe.forward(positions.unsqueeze());
-        let mut x = x.flatten(0, 1);
-        for block in &self.h {
-            x = block.forward(x, batch, self.heads);
-        }
+    fn shared(&self, batch: usize, _positions: Range<usize>, _device: &Device) -> Gpt2Shared {
+        let heads = self.heads;
+        Gpt2Shared { batch, heads }
+    }
+
+    fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Tensor<2> {
+        embed_with_positions(&self.wte, &self.wpe, tokens, start)
+    }
+
+    fn run_block(
+        block: &Gpt2Block,
+        x: Tensor<2>,
+        shared: &Gpt2Shared,
+        cache: Option<&mut KeyValues>,
+    ) -> Tensor<2> {
+        block.forward(x, *shared, cache)
+    }
+
+    fn head(&self, x: Tensor<2>) -> Tensor<2> {
         layer_norm(&self.ln_f, x).matmul(self.wte.weight.val().transpose())
+    }
+
+    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
+        self.save(path)
+    }
+}
+
+/// Returns the embeddings of tokens `[batch, time]` and of their positions from `start` on, `[batch * time, dim]`.
+pub(crate) fn embed_with_positions(
+    of_tokens: &Embedding,
+    of_positions: &Embedding,
+    tokens: Tensor<2, Int>,
+    start: usize,
+) -> Tensor<2> {
+    let [_, time] = tokens.dims();
+    let positions = start as i64..(start + time) as i64;
+    let positions = Tensor::<1, Int>::arange(positions, &tokens.device());
+    let x = of_tokens.forward(tokens) + of_positions.forward(positions.unsqueeze());
+    x.flatten(0, 1)
+}
+
+/// Returns what packed queries see of packed keys and values, `[batch * time, 3 * dim]`, and of those in a cache.
+pub(crate) fn attend_packed(
+    packed: Tensor<2>,
+    batch: usize,
+    heads: usize,
+    cache: Option<&mut KeyValues>,
+) -> Tensor<2> {
+    match cache {
+        Some(cache) => cache.attend(Heads::of_packed(packed, batch, heads)),
+        None => causal_attention(packed, batch, heads),
     }
 }
 
@@ -223,9 +283,15 @@ impl Gpt2Block {
     }
 
     /// Runs one step of the residual stream `[batch * time, dim]`.
-    fn forward(&self, x: Tensor<2>, batch: usize, heads: usize) -> Tensor<2> {
+    fn forward(
+        &self,
+        x: Tensor<2>,
+        shared: Gpt2Shared,
+        cache: Option<&mut KeyValues>,
+    ) -> Tensor<2> {
         let qkv = self.c_attn.forward(layer_norm(&self.ln_1, x.clone()));
-        let x = x + self.c_proj.forward(causal_attention(qkv, batch, heads));
+        let attended = attend_packed(qkv, shared.batch, shared.heads, cache);
+        let x = x + self.c_proj.forward(attended);
         let wide = self.c_fc.forward(layer_norm(&self.ln_2, x.clone()));
         x + self.mlp_proj.forward(gelu_approximate(wide))
     }

@@ -7,9 +7,12 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::norm::EPSILON;
-use crate::{Gpt2, Gpt2Config, Llama, LlamaConfig, LlamaVariant, ModelError, RopeScaling};
+use crate::{
+    Gpt2, Gpt2Config, Llama, LlamaConfig, LlamaVariant, ModelConfig, ModelError, RopeScaling,
+};
 
 const MODEL_TYPE: &str = "llama";
+const GPT2_MODEL_TYPE: &str = "gpt2";
 /// Hugging Face's name of the activation.
 const HIDDEN_ACT: &str = "silu";
 
@@ -139,6 +142,46 @@ fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), String> {
 fn write(folder: &Path, json: &Value) -> Result<(), ModelError> {
     let path = folder.join("config.json");
     std::fs::write(&path, format!("{json:#}\n")).map_err(|source| ModelError::File { path, source })
+}
+
+/// What `config.json` says of any model.
+#[derive(Deserialize)]
+struct AnyJson {
+    model_type: String,
+}
+
+impl ModelConfig {
+    /// Reads the sizes of a model from the `config.json` of a folder in Hugging Face's form, of whichever kind the file names.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read or is of a model that this crate has not, and as [`LlamaConfig::from_hugging_face`] and
+    /// [`Gpt2Config::from_hugging_face`].
+    pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
+        let folder = folder.as_ref();
+        let kind = |json: &AnyJson| match json.model_type.as_str() {
+            known @ (MODEL_TYPE | GPT2_MODEL_TYPE) => Ok(known == GPT2_MODEL_TYPE),
+            other => Err(format!(
+                "it is of a {other:?}, and no \"{MODEL_TYPE}\" or \"{GPT2_MODEL_TYPE}\"; write the model as a Burn module of \
+                 your own"
+            )),
+        };
+        Ok(match read(folder, kind)? {
+            false => Self::Llama(LlamaConfig::from_hugging_face(folder)?),
+            true => Self::Gpt2(Gpt2Config::from_hugging_face(folder)?),
+        })
+    }
+
+    /// Returns what `config.json` says of such a model in a folder in Hugging Face's form, with weights of 32 bits; `None` of
+    /// one that transformers has not.
+    #[must_use]
+    pub fn to_hugging_face(&self) -> Option<Value> {
+        match self {
+            Self::Gpt(_) => None,
+            Self::Llama(config) => Some(config.to_hugging_face()),
+            Self::Gpt2(config) => Some(config.to_hugging_face()),
+        }
+    }
 }
 
 impl LlamaConfig {
@@ -325,7 +368,7 @@ impl Gpt2Config {
     pub fn to_hugging_face(&self) -> Value {
         json!({
             "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
+            "model_type": GPT2_MODEL_TYPE,
             "activation_function": GPT2_ACTIVATION,
             "layer_norm_epsilon": EPSILON,
             "n_embd": self.dim,
@@ -358,7 +401,7 @@ impl Gpt2Json {
     fn sizes(&self) -> Result<Gpt2Config, String> {
         let kind = &self.kind;
         let asked = [
-            ("model_type", kind.model_type != "gpt2", "\"gpt2\""),
+            ("model_type", kind.model_type != GPT2_MODEL_TYPE, "\"gpt2\""),
             (
                 "activation_function",
                 kind.activation_function != GPT2_ACTIVATION,

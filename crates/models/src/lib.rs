@@ -13,7 +13,10 @@
 //!   safetensors by it, whole or some elements at a time. [`LlamaConfig::from_hugging_face`] and
 //!   [`Gpt2Config::from_hugging_face`] read sizes. Files to load are not trusted.
 //! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
-//! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches.
+//! - [`LanguageModel`] and [`KeyValueCache`]: what all of them have in common, block by block, and generation that computes
+//!   new tokens alone.
+//! - [`ByteText`], [`TokenStream`] and [`Batches`]: text as bytes, cut into batches; [`Tokenizer`]: text in the tokens of a
+//!   `tokenizer.json`.
 //!
 //! The crate knows nothing of ranks or shards: whoever divides the work gives each worker its rows.
 //!
@@ -50,6 +53,8 @@ mod gpt2;
 mod header;
 mod hugging_face;
 mod initial;
+mod key_values;
+mod language_model;
 mod llama;
 mod llama_config;
 mod llama_variant;
@@ -59,6 +64,7 @@ mod rotary;
 mod stored;
 mod table;
 mod text;
+mod tokenizer;
 mod tokens;
 mod weight_folder;
 mod weights;
@@ -68,11 +74,14 @@ pub use config::GptConfig;
 pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
-pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config};
-pub use llama::{Llama, LlamaBlock};
+pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config, Gpt2Shared};
+pub use key_values::{KeyValueCache, KeyValues};
+pub use language_model::LanguageModel;
+pub use llama::{Llama, LlamaBlock, LlamaShared};
 pub use llama_config::LlamaConfig;
 pub use llama_variant::{LlamaVariant, RopeScaling};
 pub use table::ParameterSpec;
 pub use text::{BYTE_VOCAB, ByteText};
-pub use tokens::{Batches, ByteRange, Rows, TokenStream};
+pub use tokenizer::{TextCodec, TokenText, Tokenizer};
+pub use tokens::{Batches, Rows, TokenRange, TokenStream};
 pub use weights::WeightsFile;

@@ -1,15 +1,19 @@
 //! The Llama.
 
+use std::ops::Range;
+use std::path::Path;
+
 use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp_kernels::{causal_attention, cross_entropy};
+use burn_fsdp_kernels::causal_attention;
 
 use crate::initial::InitialValues;
+use crate::key_values::{Heads, KeyValues};
 use crate::llama_config::INIT_STD;
 use crate::rotary::Rotary;
-use crate::{LlamaConfig, LlamaVariant, ModelError};
+use crate::{LanguageModel, LlamaConfig, LlamaVariant, ModelError};
 
 /// A Llama style decoder: rotary positions, pre-norm blocks with grouped key and value heads and
 /// gated perceptrons, no bias anywhere, and a head of its own or the table of the embedding.
@@ -123,7 +127,7 @@ impl Llama {
     #[must_use]
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, time] = tokens.dims();
-        let logits = self.flat_logits(tokens);
+        let logits = self.logits_by(tokens, |block, x, shared| block.forward(x, shared, None));
         let [_, vocab] = logits.dims();
         logits.reshape([batch, time, vocab])
     }
@@ -140,26 +144,54 @@ impl Llama {
     /// As [`forward`](Self::forward).
     #[must_use]
     pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let [batch, time] = targets.dims();
-        cross_entropy(self.flat_logits(tokens), targets.reshape([batch * time]))
+        self.mean_loss(tokens, targets)
+    }
+}
+
+/// What the blocks of a forward share.
+#[derive(Debug, Clone)]
+pub struct LlamaShared {
+    batch: usize,
+    rotary: Rotary,
+}
+
+impl LanguageModel for Llama {
+    type Block = LlamaBlock;
+    type Shared = LlamaShared;
+
+    fn blocks(&self) -> &[LlamaBlock] {
+        &self.layers
     }
 
-    /// Returns the logits as `[batch * time, vocab]`: one matrix all the way, for the reason that
-    /// [`Gpt`](crate::Gpt) has.
-    fn flat_logits(&self, tokens: Tensor<2, Int>) -> Tensor<2> {
-        let [batch, time] = tokens.dims();
+    fn shared(&self, batch: usize, positions: Range<usize>, device: &Device) -> LlamaShared {
         let scaling = self.variant.rope_scaling;
-        let device = tokens.device();
-        let rotary = Rotary::new(time, self.head_dim, self.rope_base, scaling, &device);
-        let mut x = self.tok_embeddings.forward(tokens).flatten(0, 1);
-        for layer in &self.layers {
-            x = layer.forward(x, batch, &rotary);
-        }
+        let rotary = Rotary::new(positions, self.head_dim, self.rope_base, scaling, device);
+        LlamaShared { batch, rotary }
+    }
+
+    fn embed(&self, tokens: Tensor<2, Int>, _start: usize) -> Tensor<2> {
+        self.tok_embeddings.forward(tokens).flatten(0, 1)
+    }
+
+    fn run_block(
+        block: &LlamaBlock,
+        x: Tensor<2>,
+        shared: &LlamaShared,
+        cache: Option<&mut KeyValues>,
+    ) -> Tensor<2> {
+        block.forward(x, shared, cache)
+    }
+
+    fn head(&self, x: Tensor<2>) -> Tensor<2> {
         let x = self.norm.forward(x);
         match &self.output {
             Some(head) => head.forward(x),
             None => x.matmul(self.tok_embeddings.weight.val().transpose()),
         }
+    }
+
+    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
+        self.save(path)
     }
 }
 
@@ -182,21 +214,43 @@ impl LlamaBlock {
     }
 
     /// Runs one step of the residual stream `[batch * time, dim]`.
-    fn forward(&self, x: Tensor<2>, batch: usize, rotary: &Rotary) -> Tensor<2> {
-        let x = x.clone() + self.attend(self.attention_norm.forward(x), batch, rotary);
+    fn forward(
+        &self,
+        x: Tensor<2>,
+        shared: &LlamaShared,
+        cache: Option<&mut KeyValues>,
+    ) -> Tensor<2> {
+        let x = x.clone() + self.attend(self.attention_norm.forward(x), shared, cache);
         let wide = self.ffn_norm.forward(x.clone());
         let gated = silu(self.w1.forward(wide.clone())) * self.w3.forward(wide);
         x + self.w2.forward(gated)
     }
 
-    fn attend(&self, x: Tensor<2>, batch: usize, rotary: &Rotary) -> Tensor<2> {
-        let queries = rotary.apply(split(self.wq.forward(x.clone()), batch, self.heads));
-        let keys = rotary.apply(split(self.wk.forward(x.clone()), batch, self.kv_heads));
-        let values = split(self.wv.forward(x), batch, self.kv_heads);
-        let group = self.heads / self.kv_heads;
-        let parts = [queries, repeat(keys, group), repeat(values, group)].map(merge);
-        let attended = causal_attention(Tensor::cat(parts.to_vec(), 1), batch, self.heads);
+    fn attend(
+        &self,
+        x: Tensor<2>,
+        shared: &LlamaShared,
+        cache: Option<&mut KeyValues>,
+    ) -> Tensor<2> {
+        let LlamaShared { batch, rotary } = shared;
+        let heads = Heads {
+            queries: rotary.apply(split(self.wq.forward(x.clone()), *batch, self.heads)),
+            keys: rotary.apply(split(self.wk.forward(x.clone()), *batch, self.kv_heads)),
+            values: split(self.wv.forward(x), *batch, self.kv_heads),
+        };
+        let attended = match cache {
+            Some(cache) => cache.attend(heads),
+            None => self.attend_all(heads, *batch),
+        };
         self.wo.forward(attended)
+    }
+
+    /// Attends to whole sequences.
+    fn attend_all(&self, new: Heads, batch: usize) -> Tensor<2> {
+        let group = self.heads / self.kv_heads;
+        let (keys, values) = (repeat(new.keys, group), repeat(new.values, group));
+        let parts = [new.queries, keys, values].map(merge);
+        causal_attention(Tensor::cat(parts.to_vec(), 1), batch, self.heads)
     }
 }
 

@@ -7,7 +7,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::{ByteRange, ModelError, TokenStream};
+use crate::{ModelError, TokenRange, TokenStream};
 
 /// Number of tokens of byte-level text.
 pub const BYTE_VOCAB: usize = 256;
@@ -39,8 +39,8 @@ const MIN_PART_BYTES: usize = 2;
 /// Bytes need no tokenizer and no particular encoding.
 #[derive(Clone, Debug)]
 pub struct ByteText {
-    training: ByteRange,
-    held_out: ByteRange,
+    training: TokenRange,
+    held_out: TokenRange,
     num_files: usize,
     num_held_out: usize,
     num_skipped: usize,
@@ -103,19 +103,25 @@ impl ByteText {
     /// Returns the stream of the bytes to train on.
     #[must_use]
     pub fn training(&self) -> TokenStream {
-        TokenStream::Bytes(self.training.clone())
+        TokenStream::Text(self.training.clone())
     }
 
     /// Returns the stream of the bytes to evaluate on.
     #[must_use]
     pub fn held_out(&self) -> TokenStream {
-        TokenStream::Bytes(self.held_out.clone())
+        TokenStream::Text(self.held_out.clone())
     }
 
     /// Returns the number of bytes, held out or not.
     #[must_use]
     pub fn num_bytes(&self) -> usize {
-        self.training.as_slice().len() + self.held_out.as_slice().len()
+        self.training.num_tokens() + self.held_out.num_tokens()
+    }
+
+    /// Returns the bytes to train on, and those to evaluate on.
+    #[must_use]
+    pub fn parts(&self) -> [&[u8]; 2] {
+        [&self.training, &self.held_out].map(|part| part.as_bytes().unwrap_or_default())
     }
 
     /// Returns the number of files that were read.
@@ -227,7 +233,7 @@ impl<'a> Reader<'a> {
         }
         let part = |bytes: Vec<u8>| {
             let range = 0..bytes.len();
-            ByteRange::new(bytes.into(), range)
+            TokenRange::of_bytes(bytes.into(), range)
         };
         let [training, held_out] = parts;
         Some(ByteText {
@@ -245,8 +251,8 @@ impl<'a> Reader<'a> {
         let bytes: Arc<[u8]> = self.bytes.into();
         let held_out_len = (len / HELD_OUT_FRACTION).max(MIN_PART_BYTES);
         let split = len.saturating_sub(held_out_len);
-        let training = ByteRange::new(Arc::clone(&bytes), 0..split);
-        let held_out = ByteRange::new(bytes, split..len);
+        let training = TokenRange::of_bytes(Arc::clone(&bytes), 0..split);
+        let held_out = TokenRange::of_bytes(bytes, split..len);
         match (training, held_out) {
             (Some(training), Some(held_out)) if split >= MIN_PART_BYTES => Ok(ByteText {
                 training,

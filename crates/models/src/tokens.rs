@@ -20,37 +20,72 @@ pub enum TokenStream {
         /// Number of different tokens.
         vocab: usize,
     },
-    /// Bytes, from the start again after the last one.
-    Bytes(ByteRange),
-    /// Bytes of which each row is a window, drawn at random. Which one depends on the seed and the number of the row alone, so
+    /// Text, from the start again after its last token.
+    Text(TokenRange),
+    /// Text of which each row is a window, drawn at random. Which one depends on the seed and the number of the row alone, so
     /// that a run which goes on draws the windows that it would have drawn.
     Windows {
-        /// The bytes.
-        bytes: ByteRange,
+        /// The tokens.
+        tokens: TokenRange,
         /// What the windows are drawn by.
         seed: u64,
     },
 }
 
-/// A part of some bytes that others may hold parts of too; it is never empty.
+/// A part of some tokens that others may hold parts of too; it is never empty.
 #[derive(Clone, Debug)]
-pub struct ByteRange {
-    bytes: Arc<[u8]>,
+pub struct TokenRange {
+    tokens: SharedTokens,
     range: Range<usize>,
 }
 
-impl ByteRange {
-    /// Returns the range `range` of the bytes, or `None` if it is empty or reaches too far.
+/// Tokens in as few bytes as they need.
+#[derive(Clone, Debug)]
+enum SharedTokens {
+    Bytes(Arc<[u8]>),
+    Ids(Arc<[u32]>),
+}
+
+impl TokenRange {
+    /// Returns the range `range` of bytes, each of which is a token; `None` if it is empty or reaches too far.
     #[must_use]
-    pub fn new(bytes: Arc<[u8]>, range: Range<usize>) -> Option<Self> {
+    pub fn of_bytes(bytes: Arc<[u8]>, range: Range<usize>) -> Option<Self> {
         let is_valid = !range.is_empty() && range.end <= bytes.len();
-        is_valid.then_some(Self { bytes, range })
+        let tokens = SharedTokens::Bytes(bytes);
+        is_valid.then_some(Self { tokens, range })
     }
 
-    /// Returns the bytes themselves.
+    /// Returns all of the ids of a tokenizer; `None` if there are none.
     #[must_use]
-    pub fn as_slice(&self) -> &[u8] {
-        &self.bytes[self.range.clone()]
+    pub fn of_ids(ids: Arc<[u32]>) -> Option<Self> {
+        let range = 0..ids.len();
+        let tokens = SharedTokens::Ids(ids);
+        (!range.is_empty()).then_some(Self { tokens, range })
+    }
+
+    /// Returns the number of tokens, at least one.
+    #[must_use]
+    pub fn num_tokens(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Returns the token at a position, from the start again after the last one.
+    #[must_use]
+    pub fn token(&self, index: usize) -> i64 {
+        let index = self.range.start + index % self.num_tokens();
+        match &self.tokens {
+            SharedTokens::Bytes(bytes) => i64::from(bytes[index]),
+            SharedTokens::Ids(ids) => i64::from(ids[index]),
+        }
+    }
+
+    /// Returns the bytes themselves; `None` of ids.
+    #[must_use]
+    pub fn as_bytes(&self) -> Option<&[u8]> {
+        match &self.tokens {
+            SharedTokens::Bytes(bytes) => Some(&bytes[self.range.clone()]),
+            SharedTokens::Ids(_) => None,
+        }
     }
 }
 
@@ -60,10 +95,7 @@ impl TokenStream {
     pub fn token(&self, index: usize) -> i64 {
         match self {
             Self::Synthetic { vocab } => (index % vocab * SYNTHETIC_STRIDE % vocab) as i64,
-            Self::Bytes(range) | Self::Windows { bytes: range, .. } => {
-                let bytes = range.as_slice();
-                i64::from(bytes[index % bytes.len()])
-            }
+            Self::Text(tokens) | Self::Windows { tokens, .. } => tokens.token(index),
         }
     }
 
@@ -72,17 +104,17 @@ impl TokenStream {
     pub fn period(&self) -> Option<usize> {
         match self {
             Self::Synthetic { .. } => None,
-            Self::Bytes(range) | Self::Windows { bytes: range, .. } => Some(range.as_slice().len()),
+            Self::Text(tokens) | Self::Windows { tokens, .. } => Some(tokens.num_tokens()),
         }
     }
 
     /// Returns the position of the first of the `seq` tokens of a row, counted over all steps.
     fn start_of(&self, row: usize, seq: usize) -> usize {
         match self {
-            Self::Synthetic { .. } | Self::Bytes(_) => row * seq,
-            Self::Windows { bytes, seed } => {
+            Self::Synthetic { .. } | Self::Text(_) => row * seq,
+            Self::Windows { tokens, seed } => {
                 // Every window has a token after its last one.
-                let windows = bytes.as_slice().len().saturating_sub(seq).max(1);
+                let windows = tokens.num_tokens().saturating_sub(seq).max(1);
                 let mut drawn = SipHasher13::new_with_keys(*seed, 0);
                 drawn.write(&(row as u64).to_le_bytes());
                 (drawn.finish() % windows as u64) as usize

@@ -16,6 +16,11 @@ pub struct ConsolidationConfig {
     /// The metadata of the files. By default `format: pt`, which readers of Hugging Face's models ask
     /// for.
     pub metadata: HashMap<String, String>,
+    /// Name of the files of a folder, `model` by default: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on.
+    pub file_name: String,
+    /// Files that are written into a folder beside the tensors, each by its name: `config.json`, say. They are there when the
+    /// folder is.
+    pub beside: Vec<(String, Vec<u8>)>,
     /// True to replace an output that is there. A folder is replaced only if it is empty.
     pub replace: bool,
     /// Memory for a matrix that is written transposed. One with more bytes is read in as many passes as
@@ -28,6 +33,8 @@ impl Default for ConsolidationConfig {
         Self {
             max_shard_size: None,
             metadata: HashMap::from([("format".to_owned(), "pt".to_owned())]),
+            file_name: "model".to_owned(),
+            beside: Vec::new(),
             replace: false,
             transpose_bytes: 256 << 20,
         }

@@ -42,6 +42,12 @@ pub(super) fn check_outside_steps(
     Ok(())
 }
 
+/// Returns true for the name of a file in the folder itself that is not hidden.
+pub(super) fn is_plain(name: &str) -> bool {
+    let own = Path::new(name).file_name();
+    own.is_some_and(|own| own == name) && !name.starts_with('.')
+}
+
 /// Returns the folder that an output is in.
 pub(super) fn parent(out: &Path) -> &Path {
     out.parent().unwrap_or(Path::new(""))

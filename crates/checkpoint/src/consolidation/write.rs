@@ -38,8 +38,12 @@ pub(super) fn write_folder(
     let mut weight_map = BTreeMap::new();
     for (number, shard) in shards.iter().enumerate() {
         let name = match shards.len() {
-            1 => "model.safetensors".to_owned(),
-            total => format!("model-{:05}-of-{total:05}.safetensors", number + 1),
+            1 => format!("{}.safetensors", config.file_name),
+            total => format!(
+                "{}-{:05}-of-{total:05}.safetensors",
+                config.file_name,
+                number + 1
+            ),
         };
         write_file(step, &dir.join(&name), shard, config)?;
         let tensors = shard.iter().map(|tensor| tensor.plain.name.clone());
@@ -47,7 +51,7 @@ pub(super) fn write_folder(
         names.push(name);
     }
     if shards.len() > 1 {
-        let path = dir.join("model.safetensors.index.json");
+        let path = dir.join(format!("{}.safetensors.index.json", config.file_name));
         let total_size = total_size(shards.iter().flatten().copied());
         let index = WeightIndex {
             metadata: WeightMetadata { total_size },
@@ -56,6 +60,9 @@ pub(super) fn write_folder(
         let json = serde_json::to_vec_pretty(&index)
             .map_err(|error| Error::invalid(&path, error.to_string()))?;
         write_synced(storage, &path, &json)?;
+    }
+    for (name, bytes) in &config.beside {
+        write_synced(storage, &dir.join(name), bytes)?;
     }
     storage.sync_dir(dir).map_err(Error::io("sync", dir))?;
     Ok(names)

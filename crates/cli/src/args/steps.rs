@@ -8,17 +8,29 @@ use clap::{Args, ValueEnum};
 pub(crate) struct ConsolidateArgs {
     /// Folder of a step, or of checkpoints, of which the newest step is taken
     pub(crate) step: PathBuf,
-    /// File to write; a folder with --max-shard-size
+    /// File to write; a folder with --max-shard-size or --format hugging-face
     pub(crate) out: PathBuf,
     /// Write Hugging Face's sharded form, of files with at most so many bytes: 500MB, 2GiB
     #[arg(long, value_name = "SIZE", value_parser = crate::bytes::parse)]
     pub(crate) max_shard_size: Option<u64>,
+    /// What is written
+    #[arg(long, value_enum, default_value_t = FormatArg::Safetensors)]
+    pub(crate) format: FormatArg,
     /// Names and layout of the tensors [default: torch for the models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
     /// Replace what is there
     #[arg(long)]
     pub(crate) overwrite: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// The tensors alone
+    Safetensors,
+    /// A folder that transformers loads and `train --init` reads: config.json and the tensors; of a step of --lora one that peft
+    /// loads
+    HuggingFace,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -43,15 +55,31 @@ pub(crate) struct InspectArgs {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct GenerateArgs {
-    /// Folder of a step, or of checkpoints, of which the newest step is taken
-    pub(crate) step: PathBuf,
+    /// Folder of a step, or of checkpoints, of which the newest step is taken; --init names another model
+    pub(crate) step: Option<PathBuf>,
+    /// Folder in Hugging Face's form, in place of a step; or with a step of --lora, that which it was trained with
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) init: Option<PathBuf>,
+    /// Tokenizer of the text, a tokenizer.json [default: that in the folder of --init; without one each byte is a token]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tokenizer: Option<PathBuf>,
     /// Text to go on from
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Bytes to generate
-    #[arg(long, default_value_t = 200)]
-    pub(crate) bytes: usize,
+    /// Tokens to generate, bytes where there is no tokenizer
+    #[arg(long, alias = "bytes", default_value_t = 200)]
+    pub(crate) tokens: usize,
+    /// Divisor of logits: below 1, likely tokens become likelier; 0: always the likeliest
+    #[arg(long, default_value_t = crate::text::TEMPERATURE, allow_negative_numbers = true)]
+    pub(crate) temperature: f64,
     /// Seed of the random choices
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
+    /// Ranks, which have a shard of the model each: threads of this process, or the processes that mpirun or srun has started
+    /// [default: 1 thread, or all processes]
+    #[arg(long)]
+    pub(crate) ranks: Option<usize>,
+    /// How long a rank waits for the others in one operation before it gives up
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub(crate) deadline: u64,
 }

@@ -7,11 +7,14 @@ use burn_fsdp::checkpoint::{
     consolidate_to_folder,
 };
 use burn_fsdp_models::{ModelConfig, ParameterSpec};
+use serde_json::Value;
 
-use crate::args::{ConsolidateArgs, NamesArg};
+use crate::adapters::Adapters;
+use crate::args::{ConsolidateArgs, FormatArg, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
 use crate::steps::open::with_step;
+use crate::steps::peft;
 
 /// Writes the model of a step as plain safetensors.
 pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
@@ -26,8 +29,18 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
 }
 
 fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
+    if args.format == FormatArg::HuggingFace {
+        return write_hugging_face(args, step);
+    }
+    let adapters = Adapters::of_step(&step.index().training);
     let table = match args.names {
         Some(NamesArg::Burn) => None,
+        None if adapters.is_some() => {
+            console::tell(format_args!(
+                "note: the step has adapters alone; names and layout are Burn's, --format hugging-face writes peft's"
+            ));
+            None
+        }
         Some(NamesArg::Torch) => Some(table(step)?),
         None => match model_of(step) {
             Some(_) => Some(table(step)?),
@@ -61,6 +74,50 @@ fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     Ok(written.map_err(InputError::from)?)
 }
 
+/// Writes a folder with everything that a reader of Hugging Face's models asks for.
+fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
+    if args.names == Some(NamesArg::Burn) {
+        return Err(InputError::Excludes {
+            first: "--names burn",
+            second: "--format hugging-face",
+            reason: "the names are those of transformers",
+        }
+        .into());
+    }
+    let path = step.path().to_owned();
+    let Some(model) = model_of(step) else {
+        return Err(no_table(step).into());
+    };
+    let Some(sizes) = model.to_hugging_face() else {
+        let model = model.name();
+        return Err(InputError::NotInTransformers { path, model }.into());
+    };
+    let adapters = Adapters::of_step(&step.index().training);
+    let (table, file_name, config_name, config) = match adapters {
+        None => (table(step)?, "model", "config.json", sizes),
+        Some(adapters) => (
+            peft::table(step, &bounded_table(step, &model)?),
+            "adapter_model",
+            "adapter_config.json",
+            peft::config(&model, adapters.sizes),
+        ),
+    };
+    let config = ConsolidationConfig {
+        max_shard_size: args.max_shard_size,
+        replace: args.overwrite,
+        file_name: file_name.to_owned(),
+        beside: vec![(config_name.to_owned(), text_of(&config))],
+        ..ConsolidationConfig::default()
+    };
+    let write_as = |tensor: &TensorEntry| table.get(&tensor.name).cloned();
+    let written = consolidate_to_folder(step, &args.out, &config, write_as);
+    Ok(written.map_err(InputError::from)?)
+}
+
+fn text_of(json: &Value) -> Vec<u8> {
+    format!("{json:#}\n").into_bytes()
+}
+
 /// Returns the model that was saved, if it is one that this command knows.
 fn model_of(step: &Step) -> Option<ModelConfig> {
     serde_json::from_value(step.index().model.clone()).ok()
@@ -69,24 +126,9 @@ fn model_of(step: &Step) -> Option<ModelConfig> {
 /// Returns, by path, the name and orientation in which every tensor of the step's model is written.
 /// The step's model has these tensors and no others.
 fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
-    let path = step.path().to_owned();
-    let Some(model) = model_of(step) else {
-        let model = step.index().model.to_string().chars().take(100).collect();
-        return Err(InputError::NoTable { path, model });
-    };
-    let other = |expected: String, found: String| InputError::OtherTensors {
-        path: path.clone(),
-        model: model.name(),
-        expected,
-        found,
-    };
-    // Before a table is made of sizes that anyone may have written.
-    let num_tensors = step.index().tensors.len();
-    if model.num_layers() > num_tensors {
-        let expected = format!("{} layers", model.num_layers());
-        return Err(other(expected, format!("{num_tensors} tensors")));
-    }
-    let parameters = model.parameters()?;
+    let model = model_of(step).ok_or_else(|| no_table(step))?;
+    let other = |expected: String, found: String| other_tensors(step, &model, expected, found);
+    let parameters = bounded_table(step, &model)?;
     let mut saved: BTreeMap<&str, &[usize]> = step
         .index()
         .tensors
@@ -115,4 +157,31 @@ fn table(step: &Step) -> Result<BTreeMap<String, PlainTensor>, InputError> {
         (spec.path, plain)
     };
     Ok(parameters.into_iter().map(entry).collect())
+}
+
+/// Returns the table of a model, which is not made of sizes that anyone may have written: of no more layers than tensors.
+fn bounded_table(step: &Step, model: &ModelConfig) -> Result<Vec<ParameterSpec>, InputError> {
+    let num_tensors = step.index().tensors.len();
+    if model.num_layers() > num_tensors {
+        let expected = format!("{} layers", model.num_layers());
+        let found = format!("{num_tensors} tensors");
+        return Err(other_tensors(step, model, expected, found));
+    }
+    Ok(model.parameters()?)
+}
+
+fn no_table(step: &Step) -> InputError {
+    InputError::NoTable {
+        path: step.path().to_owned(),
+        model: step.index().model.to_string().chars().take(100).collect(),
+    }
+}
+
+fn other_tensors(step: &Step, model: &ModelConfig, expected: String, found: String) -> InputError {
+    InputError::OtherTensors {
+        path: step.path().to_owned(),
+        model: model.name(),
+        expected,
+        found,
+    }
 }

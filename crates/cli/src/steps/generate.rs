@@ -1,52 +1,204 @@
 //! The `burn-fsdp generate` command.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{Step, TensorKind, restore_model};
+use burn_fsdp::checkpoint::{Step, TensorKind, restore_matching};
 use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch};
-use burn_fsdp_models::{BYTE_VOCAB, GptConfig, ModelError};
+use burn_fsdp_models::{Architecture, ModelConfig, TextCodec};
 
+use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
 use crate::steps::open::with_step;
-use crate::text::{Sample, printable};
+use crate::text::{self, Sample, printable, tokenizer_identity};
+use crate::train::{Ranks, tokenizer_of};
+use crate::weights;
+
+/// What the ranks generate from.
+struct Job {
+    args: GenerateArgs,
+    model: ModelConfig,
+    adapters: Option<AdapterSizes>,
+    step: Option<Step>,
+    codec: TextCodec,
+    prompt: Vec<i64>,
+}
 
 /// Prints the prompt and the text that the model adds to it.
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
-    if args.prompt.is_empty() {
-        return Err(InputError::EmptyPrompt.into());
+    check(&args)?;
+    let ranks = Ranks::find_or(args.ranks, || 1)?;
+    let text = match &args.step {
+        None => on_ranks(Job::new(args, None)?, &ranks),
+        Some(path) => with_step(path, |step| {
+            on_ranks(Job::new(args.clone(), Some(step))?, &ranks)
+        }),
+    }?;
+    match ranks.have_first() {
+        true => console::answer(printable(&text)),
+        false => Ok(()),
     }
-    let text = with_step(&args.step, |step| {
-        let model = model_of(&step)?;
-        let job = Arc::new((args.clone(), step, model));
-        let texts = launch(LaunchConfig::new(1), move |world| {
-            let (args, step, model) = &*job;
-            generate(args, step, *model, &world)
-        })?;
-        Ok(texts.into_iter().next().unwrap_or_default())
+}
+
+fn check(args: &GenerateArgs) -> Result<(), InputError> {
+    if args.prompt.is_empty() {
+        return Err(InputError::EmptyPrompt);
+    }
+    let zeros = [
+        ("--ranks", args.ranks == Some(0)),
+        ("--deadline", args.deadline == 0),
+    ];
+    if let Some((flag, _)) = zeros.into_iter().find(|(_, is_zero)| *is_zero) {
+        return Err(InputError::Zero { flag });
+    }
+    match args.temperature.is_finite() && args.temperature >= 0.0 {
+        true => Ok(()),
+        false => Err(InputError::OutOfRange {
+            flag: "--temperature",
+            value: args.temperature,
+            expected: "a number from 0 on",
+        }),
+    }
+}
+
+fn on_ranks(job: Job, ranks: &Ranks) -> Result<Vec<u8>, Failure> {
+    let deadline = Duration::from_secs(job.args.deadline.min(1 << 31));
+    let config = LaunchConfig::new(ranks.number()).deadline(deadline);
+    let job = Arc::new(job);
+    let texts = launch(config, move |world| match job.model {
+        ModelConfig::Gpt(sizes) => job.generate(sizes, &world),
+        ModelConfig::Llama(sizes) => job.generate(sizes, &world),
+        ModelConfig::Gpt2(sizes) => job.generate(sizes, &world),
     })?;
-    console::answer(printable(&text))
+    Ok(texts.into_iter().next().unwrap_or_default())
+}
+
+impl Job {
+    /// Finds the model, and checks all files before any rank starts.
+    fn new(args: GenerateArgs, step: Option<Step>) -> Result<Self, InputError> {
+        let training = step.as_ref().map(|step| &step.index().training);
+        let adapters = training.and_then(Adapters::of_step);
+        let adapters = adapters.map(|adapters| adapters.sizes);
+        let model = match (&step, &args.init) {
+            (Some(step), None) => whole_model(step, adapters)?,
+            (None, Some(folder)) => model_of_folder(folder)?,
+            (Some(step), Some(folder)) => adapted_model(step, adapters, folder)?,
+            (None, None) => return Err(InputError::NoModel),
+        };
+        check_memory(&model)?;
+        if let (Some(step), Some(adapters)) = (&step, &adapters)
+            && !adapters.is_valid(model.dim())
+        {
+            return Err(unknown(step.path(), format!("it has {adapters:?}")));
+        }
+        let codec = text::codec(args.tokenizer.as_deref(), args.init.as_deref())?;
+        codec.check_vocab(model.vocab())?;
+        if let Some(step) = &step {
+            check_tokenizer(step, &codec)?;
+        }
+        let prompt = codec.encode(&args.prompt)?;
+        match prompt.is_empty() {
+            true => Err(InputError::EmptyPrompt),
+            false => Ok(Self {
+                args,
+                model,
+                adapters,
+                step,
+                codec,
+                prompt,
+            }),
+        }
+    }
+
+    /// Generates on one rank. The shards of a unit are gathered around its use, and no two units are whole at once. Collective.
+    fn generate<A: Architecture>(
+        &self,
+        sizes: A,
+        world: &ProcessGroup,
+    ) -> Result<Vec<u8>, RankError> {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
+        let mut policy = ShardPolicy::new().units([A::BLOCKS]);
+        policy = policy.reshard_root(true).prefetch(0);
+        if let Some(adapters) = &self.adapters {
+            policy = policy.lora(adapters.lora(sizes));
+        }
+        let mut model = fully_shard(sizes.blank(&device)?, &mesh, policy)?;
+        if let Some(folder) = &self.args.init {
+            model = weights::read_shards(sizes, folder, model)?;
+        }
+        if let Some(step) = &self.step {
+            if let Some(adapters) = self.adapters {
+                Adapters::of(adapters, &model, &mesh)?.check(&step.index().training)?;
+            }
+            let is_saved = |path: &str| self.adapters.is_none() || is_factor(path);
+            let restored = restore_matching(model, step, is_saved);
+            model = restored.map_err(|error| RankError::Restore {
+                path: step.path().to_owned(),
+                source: Box::new(error.into()),
+            })?;
+        }
+        let sample = Sample {
+            codec: &self.codec,
+            seq: self.model.seq(),
+            num_tokens: self.args.tokens,
+            seed: self.args.seed,
+            temperature: self.args.temperature,
+            device: Device::flex(),
+        };
+        sample.go_on(&model.valid(), self.prompt.clone(), world, || false)
+    }
+}
+
+/// Returns the model of a folder in Hugging Face's form, which has its weights.
+fn model_of_folder(folder: &Path) -> Result<ModelConfig, InputError> {
+    let model = ModelConfig::from_hugging_face(folder)?;
+    weights::check(&model, folder)?;
+    Ok(model)
+}
+
+/// Returns the model of a folder, on which a step has adapters.
+fn adapted_model(
+    step: &Step,
+    adapters: Option<AdapterSizes>,
+    folder: &Path,
+) -> Result<ModelConfig, InputError> {
+    if adapters.is_none() {
+        return Err(InputError::Excludes {
+            first: "--init",
+            second: "a step of a whole model",
+            reason: "the weights are those of the step",
+        });
+    }
+    let (model, saved) = (model_of_folder(folder)?, sizes_of(step)?);
+    match model == saved {
+        true => Ok(model),
+        false => Err(InputError::OtherModel {
+            path: step.path().to_owned(),
+            expected: format!("{model:?}"),
+            found: format!("{saved:?}"),
+        }),
+    }
 }
 
 /// Returns the configuration in the index, if the tensors beside it are of such a model.
 ///
 /// The index may be from anyone, and its configuration may ask for a model of any size. That of the
 /// tensors is bounded by the files, so it is compared before a model is made.
-fn model_of(step: &Step) -> Result<GptConfig, InputError> {
-    let unknown = |problem: String| InputError::UnknownModel {
-        path: step.path().to_owned(),
-        problem,
-    };
-    let model: Result<GptConfig, _> = serde_json::from_value(step.index().model.clone());
-    let model = model.map_err(|error| unknown(error.to_string()))?;
-    model.validate()?;
-    if model.vocab < BYTE_VOCAB {
-        return Err(ModelError::VocabTooSmall { vocab: model.vocab }.into());
+fn whole_model(step: &Step, adapters: Option<AdapterSizes>) -> Result<ModelConfig, InputError> {
+    let unknown = |problem: String| unknown(step.path(), problem);
+    if adapters.is_some() {
+        return Err(InputError::AdaptersAlone {
+            path: step.path().to_owned(),
+        });
     }
+    let model = sizes_of(step)?;
     step.check_sizes()?;
     let tensors = step.index().tensors.iter();
     let parameters: Vec<_> = tensors
@@ -54,46 +206,55 @@ fn model_of(step: &Step) -> Result<GptConfig, InputError> {
         .collect();
     let elements: usize = parameters.iter().map(|tensor| tensor.num_elements()).sum();
     // The number of elements first: it bounds how many parameters there can be.
-    if elements != model.num_params() || parameters.len() != model.parameters().len() {
+    if elements != model.num_params() || parameters.len() != model.parameters()?.len() {
         return Err(unknown(format!(
             "its model would have {} parameters, but {elements} in {} tensors are saved",
             model.num_params(),
             parameters.len()
         )));
     }
+    Ok(model)
+}
+
+fn sizes_of(step: &Step) -> Result<ModelConfig, InputError> {
+    let model = serde_json::from_value::<ModelConfig>(step.index().model.clone());
+    let model = model.map_err(|error| unknown(step.path(), error.to_string()))?;
+    model.validate()?;
+    Ok(model)
+}
+
+fn unknown(path: &Path, problem: String) -> InputError {
+    let path = PathBuf::from(path);
+    InputError::UnknownModel { path, problem }
+}
+
+fn check_memory(model: &ModelConfig) -> Result<(), InputError> {
+    let params = model.num_params();
     // Read and loaded, each element is there twice.
-    let needed = 8 * elements as u128;
+    let needed = 8 * params as u128;
     match host::memory_bytes(1).map(u128::from) {
         Some(available) if needed > available => Err(InputError::TooLittleMemory {
-            params: elements,
+            params,
             ranks: 1,
             needed: needed.div_ceil(1 << 30),
             available: available >> 30,
         }),
-        _ => Ok(model),
+        _ => Ok(()),
     }
 }
 
-fn generate(
-    args: &GenerateArgs,
-    step: &Step,
-    config: GptConfig,
-    world: &ProcessGroup,
-) -> Result<Vec<u8>, RankError> {
-    let device = Device::flex().autodiff();
-    let mesh = ProcessMesh::new(world, Mesh::line("shard", 1)?)?;
-    let model = config.init(&device, args.seed)?;
-    let model = fully_shard(model, &mesh, ShardPolicy::new())?;
-    let model = restore_model(model, step).map_err(|error| RankError::Restore {
-        path: step.path().to_owned(),
-        source: Box::new(error.into()),
-    })?;
-    let sample = Sample {
-        seq: config.seq,
-        num_bytes: args.bytes,
-        seed: args.seed,
-        device: Device::flex(),
-    };
-    let prompt = args.prompt.clone().into_bytes();
-    sample.go_on(&model.valid(), prompt, world, || false)
+/// Checks that the text is in the tokens that a step was trained on.
+fn check_tokenizer(step: &Step, codec: &TextCodec) -> Result<(), InputError> {
+    let (saved, given) = (
+        tokenizer_of(&step.index().training),
+        tokenizer_identity(codec),
+    );
+    match saved == given.as_deref() {
+        true => Ok(()),
+        false => Err(InputError::OtherTokenizer {
+            path: step.path().to_owned(),
+            found: saved.unwrap_or("bytes").chars().take(100).collect(),
+            given: given.unwrap_or_else(|| "bytes".to_owned()),
+        }),
+    }
 }

@@ -4,3 +4,4 @@ pub(crate) mod consolidate;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 mod open;
+mod peft;

@@ -18,7 +18,7 @@ use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
-use burn_fsdp_models::{Batches, Gpt, GptConfig};
+use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
 use crate::args::NotFinite;
@@ -28,11 +28,13 @@ use crate::train::config::TrainConfig;
 use crate::train::trace::shifted;
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
+use crate::weights;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
 
 /// A compiled step, with its parameters and optimizer states.
-pub(crate) struct Compiled<'a> {
+pub(crate) struct Compiled<'a, A: Architecture> {
+    sizes: A,
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
@@ -48,11 +50,12 @@ pub(crate) struct Compiled<'a> {
     /// Units that are computed again in backward so that a step stays within its budget of memory.
     recomputed: Vec<String>,
     /// A sharded model to generate with, made when it is first needed.
-    model: Option<Gpt>,
+    model: Option<A::Model>,
 }
 
 /// Returns the mode, with passes that divide a step as the configuration says, and the units that are computed again so that a step stays within its budget of memory.
-fn mode(
+fn mode<A: Architecture>(
+    sizes: A,
     config: &TrainConfig,
     world: &ProcessGroup,
     mesh: &ProcessMesh,
@@ -64,13 +67,13 @@ fn mode(
     let options = options.precision(sharding.precision.clone());
     let options = match sharding.unit_size {
         Some(least) => {
-            let model = config.model.init(&Device::flex(), config.seed)?;
+            let model = sizes.init(&Device::flex(), config.seed)?;
             options.units(Units::matching(auto_units(&model, least)))
         }
         None => options,
     };
     let options = match config.step.activation_checkpointing {
-        true => options.recompute_units(["blocks.*"]),
+        true => options.recompute_units([A::BLOCKS]),
         false => options,
     };
     let mode = match sharding.replicas {
@@ -81,7 +84,7 @@ fn mode(
         return Ok((mode.options(options), Vec::new()));
     };
     let rows = config.micro_rows_of(world.rank(), 0).len();
-    let graph = traced(config, config.model, rows)?;
+    let graph = traced(sizes, config, [rows, config.seq])?;
     let fitted = fit(&graph, &mode, &options, budget).map_err(|error| match error {
         BudgetError::Step(error) => RankError::Compiled(Box::new(error)),
         error => RankError::Input(Box::new(InputError::Budget(Box::new(error)))),
@@ -90,29 +93,30 @@ fn mode(
     Ok((mode.options(fitted.options), units))
 }
 
-/// Traces a step of a model on `rows` rows, before it is divided.
-fn traced(config: &TrainConfig, model: GptConfig, rows: usize) -> Result<Graph, RankError> {
+/// Traces a step of a model on a batch of this shape, before it is divided.
+fn traced<A: Architecture>(
+    sizes: A,
+    config: &TrainConfig,
+    shape: [usize; 2],
+) -> Result<Graph, RankError> {
     let seed = config.seed;
-    model.validate()?;
+    sizes.validate()?;
     // One element, seen as many: only the shape is used.
     let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
-    let tokens = || one().expand([rows, model.seq]);
-    let init = move |device: &Device| model.init(device, seed).expect("the sizes were validated");
+    let tokens = || one().expand(shape);
+    let init = move |device: &Device| sizes.init(device, seed).expect("the sizes were validated");
     let optimizer = config.optimizer.build();
     let config = TraceConfig::default();
     let batch = (tokens(), tokens());
-    let graph = trace(init, loss, &optimizer, &batch, config)?;
+    let graph = trace(init, loss::<A::Model>, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)
 }
 
 /// Proves the plan of a step on one row of few tokens, and says so.
-fn prove(config: &TrainConfig, mode: &Mode) -> Result<(), RankError> {
+fn prove<A: Architecture>(sizes: A, config: &TrainConfig, mode: &Mode) -> Result<(), RankError> {
     const TOKENS: usize = 8;
-    let model = GptConfig {
-        seq: config.model.seq.min(TOKENS),
-        ..config.model
-    };
-    let graph = traced(config, model, 1)?;
+    let tokens = config.seq.min(TOKENS);
+    let graph = traced(sizes.for_sequences_of(tokens), config, [1, tokens])?;
     let certificate = certify(graph, config.step.accumulate, mode)?;
     if !config.json {
         console::tell(format_args!("proved: {certificate}"));
@@ -120,49 +124,49 @@ fn prove(config: &TrainConfig, mode: &Mode) -> Result<(), RankError> {
     Ok(())
 }
 
-fn loss(model: &Gpt, (inputs, targets): Tokens) -> Tensor<1> {
-    recorded(|| model.loss(inputs, targets))
+fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
+    recorded(|| model.mean_loss(inputs, targets))
 }
 
-impl<'a> Compiled<'a> {
+impl<'a, A: Architecture> Compiled<'a, A> {
     /// Divides the initial weights among the ranks. Collective.
     pub(crate) fn new(
+        sizes: A,
         config: &'a TrainConfig,
         world: &'a ProcessGroup,
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
         let values = Device::flex();
         // Only rank 0's values count.
-        let loaded = match world.rank() == 0 && config.init.is_some() {
-            true => Some(model::initial(config, &values, 0)?),
-            false => None,
-        };
-        let loaded = Mutex::new(loaded);
-        let (model, seed) = (config.model, config.seed);
-        model.validate()?;
+        let file = config.init.as_deref().filter(|_| world.rank() == 0);
+        let loaded = file.map(|file| weights::whole(sizes, Some(file), &values, config.seed));
+        let loaded = Mutex::new(loaded.transpose()?);
+        let seed = config.seed;
+        sizes.validate()?;
         let init = move |device: &Device| {
             // On other devices the model is only looked at.
             let wanted = *device == values;
             let loaded = loaded.lock().ok().filter(|_| wanted);
             let loaded = loaded.and_then(|mut loaded| loaded.take());
-            loaded.unwrap_or_else(|| model.init(device, seed).expect("the sizes were validated"))
+            loaded.unwrap_or_else(|| sizes.init(device, seed).expect("the sizes were validated"))
         };
         let held_out = Evaluation::new(
-            move |device: &Device| model.init(device, seed).expect("the sizes were validated"),
-            loss,
+            move |device: &Device| sizes.init(device, seed).expect("the sizes were validated"),
+            loss::<A::Model>,
         );
-        let (mode, recomputed) = mode(config, world, mesh)?;
+        let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         if config.step.is_certified && world.rank() == 0 {
-            prove(config, &mode)?;
+            prove(sizes, config, &mode)?;
         }
-        let step = compile(init, loss, config.optimizer.build(), mode)?;
+        let step = compile(init, loss::<A::Model>, config.optimizer.build(), mode)?;
         Ok(Self {
+            sizes,
             config,
             world,
             mesh,
             batches: config
                 .data
-                .training(&config.model, config.batch, config.seed),
+                .training(config.model.vocab(), config.batch_shape(), config.seed),
             step,
             unsharded: None,
             norm_not_finite: None,
@@ -214,13 +218,13 @@ impl<'a> Compiled<'a> {
     }
 
     /// Returns a sharded model with the current weights.
-    fn sharded(&mut self) -> Result<&Gpt, RankError> {
+    fn sharded(&mut self) -> Result<&A::Model, RankError> {
         let model = match self.model.take() {
             Some(model) => model,
             None => {
                 let device = model::device(self.config, self.world);
-                let model = self.config.model.init(&device, self.config.seed)?;
-                model::shard(self.config, self.mesh, model)?
+                let model = self.sizes.init(&device, self.config.seed)?;
+                model::shard(self.sizes, self.config, self.mesh, model)?
             }
         };
         let model = load_compiled(model, &mut self.step)?;
@@ -228,7 +232,7 @@ impl<'a> Compiled<'a> {
     }
 }
 
-impl Trainer for Compiled<'_> {
+impl<A: Architecture> Trainer for Compiled<'_, A> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let batches = self.begin(step)?;
         let rate = self.config.schedule.at(step);

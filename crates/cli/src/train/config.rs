@@ -8,15 +8,15 @@ use burn::tensor::{Device, FloatDType};
 use burn_fsdp::collectives::Check;
 use burn_fsdp::testing::Fault;
 use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
-use burn_fsdp_models::{GptConfig, WeightsFile};
+use burn_fsdp_models::{ModelConfig, TextCodec};
 
-use crate::args::{
-    Float, ModelArgs, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
-};
+use crate::adapters::AdapterSizes;
+use crate::args::{Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs};
 use crate::console;
 use crate::error::InputError;
-use crate::host;
 use crate::output;
+use crate::text;
+use crate::train::checks::{check_compiled, check_memory, check_size};
 use crate::train::data::Data;
 use crate::train::fault;
 use crate::train::ranks::Ranks;
@@ -24,6 +24,8 @@ use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
 use crate::train::settings::Settings;
+use crate::train::sizes;
+use crate::weights;
 
 /// Steps between evaluations on text, where nothing else is said.
 const EVAL_EVERY: usize = 100;
@@ -31,10 +33,14 @@ const EVAL_EVERY: usize = 100;
 /// A training run.
 #[derive(Debug)]
 pub(crate) struct TrainConfig {
-    pub(crate) model: GptConfig,
+    pub(crate) model: ModelConfig,
+    /// Tokens of a row of a batch; the model may have longer sequences.
+    pub(crate) seq: usize,
+    /// Adapters that are trained on frozen weights, in place of the weights.
+    pub(crate) adapters: Option<AdapterSizes>,
     pub(crate) seed: u64,
-    /// Weights to start from; if `None`, they are drawn.
-    pub(crate) init: Option<WeightsFile>,
+    /// File or folder with the weights to start from; if `None`, they are drawn.
+    pub(crate) init: Option<PathBuf>,
     pub(crate) save_init: Option<PathBuf>,
     pub(crate) data: Data,
     pub(crate) eval_every: usize,
@@ -64,7 +70,7 @@ pub(crate) struct TrainConfig {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
     pub(crate) curve: PathBuf,
-    pub(crate) sample_bytes: usize,
+    pub(crate) sample_tokens: usize,
     pub(crate) json: bool,
 }
 
@@ -104,7 +110,9 @@ impl TrainConfig {
     /// Resolves and checks everything, the cheap checks first and the disk last.
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let check = args.sharding.check.check(args.output.operations.is_some());
-        let model = model(&args.model)?;
+        let codec = codec(&args)?;
+        let model = sizes::model(&args.model, &codec)?;
+        let adapters = sizes::adapters(&args, &model)?;
         let optimizer = optimizer(&args.training)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
@@ -117,20 +125,18 @@ impl TrainConfig {
         }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
-        if args.sharding.deadline == 0 {
-            return Err(InputError::Zero { flag: "--deadline" });
-        }
         let is_compiled = args.training.compile;
         let num_steps = steps.saturating_add(warmup);
         let fault = fault::from_environment(ranks, num_steps, is_compiled, sharding.strategy)?;
         if args.training.device.is_host() {
-            check_memory(&model, batch, &all_ranks, &sharding)?;
+            let held = (sharding.strategy, sharding.replicas);
+            check_memory(&args, &model, &all_ranks, held)?;
         }
-        let data = Data::read(&args.data, &model, batch)?;
-        let init = args.model.init.as_ref();
-        let init_file = init
-            .map(|path| WeightsFile::open(path, model))
-            .transpose()?;
+        let seq = args.model.seq;
+        let data = Data::read(&args.data, codec, &model, [batch, seq])?;
+        if let Some(path) = &args.model.init {
+            weights::check(&model, path)?;
+        }
         // One process writes what there is one of.
         let is_first = all_ranks.have_first();
         if let Some(folder) = sharding.offload.as_ref().filter(|_| is_first) {
@@ -140,16 +146,17 @@ impl TrainConfig {
             output::check(&args)?;
         }
         let settings = Settings::new(&args, &data);
-        let has_init = init_file.is_some();
-        let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, &model, &settings)?;
-        let resumed = checkpoints.as_ref().and_then(CheckpointConfig::resumed);
-        if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps + warmup, has_init)) {
-            console::tell(format_args!("warning: {warning}"));
-        }
+        // With adapters, the weights are those of the file in a run that goes on, too.
+        let is_init_idle = args.model.init.is_some() && adapters.is_none();
+        let state = (&model, adapters, &settings);
+        let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
+        warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
         Ok(Self {
             model,
+            seq,
+            adapters,
             seed: args.model.seed,
-            init: init_file,
+            init: args.model.init,
             save_init: args.model.save_init,
             data,
             eval_every: args.data.eval_every.unwrap_or(match args.data.synthetic {
@@ -178,7 +185,7 @@ impl TrainConfig {
             trace: args.output.trace,
             operations: args.output.operations,
             curve: args.output.curve,
-            sample_bytes: args.output.sample,
+            sample_tokens: args.output.sample,
             json: args.output.json,
         })
     }
@@ -207,7 +214,24 @@ impl TrainConfig {
 
     /// Returns the tokens of a step, over all ranks.
     pub(crate) fn tokens_per_step(&self) -> usize {
-        self.batch * self.model.seq
+        self.batch * self.seq
+    }
+
+    /// Returns the number of parameters that are trained: all, or those of adapters.
+    pub(crate) fn num_trained_params(&self) -> usize {
+        let Some(adapters) = self.adapters else {
+            return self.model.num_params();
+        };
+        match self.model {
+            ModelConfig::Gpt(sizes) => adapters.num_params(sizes),
+            ModelConfig::Llama(sizes) => adapters.num_params(sizes),
+            ModelConfig::Gpt2(sizes) => adapters.num_params(sizes),
+        }
+    }
+
+    /// Returns the sequences and the tokens of each in a batch, over all ranks.
+    pub(crate) fn batch_shape(&self) -> [usize; 2] {
+        [self.batch, self.seq]
     }
 
     /// Returns the device that a rank of this process computes on, without autodiff.
@@ -239,16 +263,21 @@ impl TrainConfig {
     }
 }
 
-fn model(args: &ModelArgs) -> Result<GptConfig, InputError> {
-    let config = GptConfig {
-        layers: args.layers,
-        dim: args.dim,
-        heads: args.heads,
-        vocab: args.vocab,
-        seq: args.seq,
-    };
-    config.validate()?;
-    Ok(config)
+/// Tells the user if a run that goes on trains no step, or leaves the weights of `--init` aside.
+fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_idle: bool) {
+    let resumed = checkpoints.and_then(CheckpointConfig::resumed);
+    if let Some(warning) = resumed.and_then(|resumed| resumed.idle(steps, is_init_idle)) {
+        console::tell(format_args!("warning: {warning}"));
+    }
+}
+
+/// Finds the tokenizer, if text is not read as bytes.
+fn codec(args: &TrainArgs) -> Result<TextCodec, InputError> {
+    if args.data.synthetic {
+        return Ok(TextCodec::Bytes);
+    }
+    let (given, folder) = (args.data.tokenizer.as_deref(), args.model.init.as_deref());
+    Ok(text::codec(given, folder)?)
 }
 
 /// Configures AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate,
@@ -337,6 +366,9 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
             ranks: ranks.number(),
         });
     }
+    if given.deadline == 0 {
+        return Err(InputError::Zero { flag: "--deadline" });
+    }
     if given.unit_size == Some(0) {
         return Err(InputError::Zero {
             flag: "--unit-size",
@@ -390,110 +422,4 @@ fn step(args: &TrainingArgs) -> Result<StepConfig, InputError> {
         memory_budget: args.memory_budget,
         is_certified: args.certify,
     })
-}
-
-/// Refuses flags that a compiled step does not support.
-fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
-    let (training, sharding) = (&args.training, &args.sharding);
-    let refusals = [
-        (
-            sharding.offload.is_some(),
-            "--offload",
-            "all their tensors are on the device",
-        ),
-        (
-            !training.device.is_host(),
-            "--device",
-            "their graphs run on the CPU",
-        ),
-        (
-            training.no_sync,
-            "--no-sync",
-            "micro-batches are added up in shards, and never whole",
-        ),
-        (
-            training.precision == Float::F16,
-            "--precision f16",
-            "they do not scale the loss; bf16 needs no scaling",
-        ),
-        (
-            training.reduce_dtype == Some(Float::F16),
-            "--reduce-dtype f16",
-            "they do not scale the loss; bf16 needs no scaling",
-        ),
-    ];
-    if training.memory_budget.is_some() && training.precision != Float::F32 {
-        return Err(InputError::Excludes {
-            first: "--memory-budget",
-            second: "--precision",
-            reason: "steps are planned in the 32 bits of the model",
-        });
-    }
-    if training.activation_checkpointing && sharding.unit_size.is_some() {
-        return Err(InputError::Excludes {
-            first: "--activation-checkpointing",
-            second: "--compile and --unit-size",
-            reason: "a compiled step computes whole units again, and blocks are none of these",
-        });
-    }
-    let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
-    match refused {
-        Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),
-        None => Ok(()),
-    }
-}
-
-/// Checks that the number of all tokens of the run can be counted.
-fn check_size(args: &TrainArgs) -> Result<(), InputError> {
-    let steps = args.training.steps.checked_add(args.training.warmup);
-    steps
-        .and_then(|steps| steps.checked_add(1))
-        .and_then(|steps| steps.checked_mul(args.training.batch))
-        .and_then(|rows| rows.checked_mul(args.model.seq))
-        .map(|_| ())
-        .ok_or(InputError::TooManyTokens)
-}
-
-/// Refuses a run that cannot fit, as the allocator would end the process without a message.
-///
-/// The ranks of this process hold parameters, gradients and two moments, divided or not,
-/// and the logits with their gradient. That is a lower bound; a run that passes may still be too
-/// large.
-fn check_memory(
-    model: &GptConfig,
-    batch: usize,
-    ranks: &Ranks,
-    sharding: &Sharding,
-) -> Result<(), InputError> {
-    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
-        return Ok(());
-    };
-    const GIB: u128 = 1 << 30;
-    let params = model.num_params();
-    let (number, own) = (ranks.number() as u128, ranks.of_process() as u128);
-    let copies = match sharding.strategy {
-        Strategy::NoShard => number,
-        Strategy::FullShard | Strategy::ShardGradOp => sharding.replicas as u128,
-    };
-    let values = match sharding.offload {
-        Some(_) => 2,
-        None => 4,
-    };
-    let state = 4 * values * params as u128 * copies * own / number;
-    let logits = 8 * (batch as u128) * (model.seq as u128) * (model.vocab as u128) * own / number;
-    // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
-    // few elements it has.
-    let per_rank = (64 << 10) + 24 * number + 12 * 1024 * model.layers as u128;
-    let needed = state.saturating_add(logits);
-    let needed = needed.saturating_add(per_rank.saturating_mul(own));
-    let available = u128::from(available);
-    match needed > available {
-        true => Err(InputError::TooLittleMemory {
-            params,
-            ranks: ranks.number(),
-            needed: needed.div_ceil(GIB),
-            available: available / GIB,
-        }),
-        false => Ok(()),
-    }
 }

@@ -1,9 +1,10 @@
 //! The tokens to train and to evaluate on.
 
-use burn_fsdp_models::{BYTE_VOCAB, Batches, ByteText, GptConfig, ModelError, TokenStream};
+use burn_fsdp_models::{Batches, ByteText, ModelConfig, TextCodec, TokenStream, TokenText};
 
 use crate::args::DataArgs;
 use crate::error::InputError;
+use crate::text::tokenizer_identity;
 
 /// Maximum bytes of text that are read: far more than a run on a CPU uses, and little memory.
 const MAX_TEXT_BYTES: usize = 16 << 20;
@@ -13,69 +14,97 @@ const MAX_TEXT_BYTES: usize = 16 << 20;
 pub(crate) enum Data {
     /// Computed tokens, the same on every machine.
     Synthetic,
-    /// Text that was read, with its end held out.
-    Text(ByteText),
+    /// Text that was read, with a part held out.
+    Text(Box<Text>),
+}
+
+/// Text that was read.
+#[derive(Debug)]
+pub(crate) struct Text {
+    bytes: ByteText,
+    /// The text in the tokens of a tokenizer, if it is not read as bytes.
+    tokens: Option<TokenText>,
+    pub(crate) codec: TextCodec,
+}
+
+impl Text {
+    fn training(&self) -> TokenStream {
+        let tokens = self.tokens.as_ref();
+        tokens.map_or_else(|| self.bytes.training(), TokenText::training)
+    }
+
+    pub(crate) fn held_out(&self) -> TokenStream {
+        let tokens = self.tokens.as_ref();
+        tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
+    }
 }
 
 impl Data {
-    /// Reads the text that the arguments name, and checks that it is enough for a step.
+    /// Reads the text that the arguments name, and checks that it is enough for a step of `batch` sequences of `seq` tokens.
     pub(crate) fn read(
         args: &DataArgs,
-        model: &GptConfig,
-        batch: usize,
+        codec: TextCodec,
+        model: &ModelConfig,
+        [batch, seq]: [usize; 2],
     ) -> Result<Self, InputError> {
         if args.synthetic {
             return Ok(Self::Synthetic);
         }
-        if model.vocab < BYTE_VOCAB {
-            let vocab = model.vocab;
-            return Err(ModelError::VocabTooSmall { vocab }.into());
-        }
-        let (text, source_name) = match &args.data {
+        codec.check_vocab(model.vocab())?;
+        let (bytes, source_name) = match &args.data {
             Some(path) => (
                 ByteText::read(path, MAX_TEXT_BYTES)?,
                 path.display().to_string(),
             ),
             None => (ByteText::crate_sources()?, "the sources of Burn".to_owned()),
         };
+        let tokens = match &codec {
+            TextCodec::Bytes => None,
+            TextCodec::Tokenizer(tokenizer) => Some(bytes.tokenized(tokenizer)?),
+        };
+        let text = Text {
+            bytes,
+            tokens,
+            codec,
+        };
         let found = text.training().period().unwrap_or(usize::MAX);
-        let needed = (batch * model.seq).saturating_add(1);
+        let needed = (batch * seq).saturating_add(1);
         if found < needed {
             return Err(InputError::TextShorterThanStep {
                 source_name,
                 found,
+                tokens: match text.codec {
+                    TextCodec::Bytes => "bytes",
+                    TextCodec::Tokenizer(_) => "tokens",
+                },
                 needed,
                 batch,
-                seq: model.seq,
+                seq,
             });
         }
-        Ok(Self::Text(text))
+        Ok(Self::Text(Box::new(text)))
     }
 
     /// Returns the batches to train on: windows of the text, drawn by the seed.
-    pub(crate) fn training(&self, model: &GptConfig, batch: usize, seed: u64) -> Batches {
+    pub(crate) fn training(&self, vocab: usize, [batch, seq]: [usize; 2], seed: u64) -> Batches {
         let stream = match self {
-            Self::Synthetic => TokenStream::Synthetic { vocab: model.vocab },
+            Self::Synthetic => TokenStream::Synthetic { vocab },
             Self::Text(text) => match text.training() {
-                TokenStream::Bytes(bytes) => TokenStream::Windows { bytes, seed },
+                TokenStream::Text(tokens) => TokenStream::Windows { tokens, seed },
                 other => other,
             },
         };
-        Batches {
-            stream,
-            batch,
-            seq: model.seq,
-        }
+        Batches { stream, batch, seq }
     }
 
     /// Returns the batches to evaluate on; `None` for synthetic tokens.
-    pub(crate) fn held_out(&self, model: &GptConfig, batch: usize) -> Option<Batches> {
+    pub(crate) fn held_out(&self, [batch, seq]: [usize; 2]) -> Option<Batches> {
         match self {
             Self::Synthetic => None,
             Self::Text(text) => Some(Batches {
                 stream: text.held_out(),
                 batch,
-                seq: model.seq,
+                seq,
             }),
         }
     }
@@ -87,16 +116,22 @@ impl Data {
             return "synthetic tokens".to_owned();
         };
         let mut hasher = crc32fast::Hasher::new();
-        for part in [text.training(), text.held_out()] {
-            if let TokenStream::Bytes(bytes) = part {
-                hasher.update(bytes.as_slice());
-            }
+        for part in text.bytes.parts() {
+            hasher.update(part);
         }
         format!(
             "{} bytes of text with checksum {:08x}",
-            text.num_bytes(),
+            text.bytes.num_bytes(),
             hasher.finalize()
         )
+    }
+
+    /// Describes the tokens of the text by the tokenizer; `None` for bytes and synthetic tokens.
+    pub(crate) fn tokenizer(&self) -> Option<String> {
+        match self {
+            Self::Synthetic => None,
+            Self::Text(text) => tokenizer_identity(&text.codec),
+        }
     }
 
     /// Returns warnings about the text.
@@ -105,10 +140,10 @@ impl Data {
             return Vec::new();
         };
         let mut warnings = Vec::new();
-        if text.num_skipped() > 0 {
+        if text.bytes.num_skipped() > 0 {
             warnings.push(format!(
                 "{} files or folders of the text could not be read and were skipped",
-                text.num_skipped()
+                text.bytes.num_skipped()
             ));
         }
         warnings
@@ -122,9 +157,14 @@ impl std::fmt::Display for Data {
         match self {
             Self::Synthetic => f.write_str("synthetic tokens"),
             Self::Text(text) => {
-                let (bytes, files) = (text.num_bytes(), text.num_files());
+                let (bytes, files) = (text.bytes.num_bytes(), text.bytes.num_files());
                 write!(f, "{bytes} bytes of text in {files} files, ")?;
-                match text.num_held_out() {
+                if let Some(tokens) = &text.tokens {
+                    let parts = [tokens.training(), tokens.held_out()];
+                    let tokens = parts.iter().filter_map(TokenStream::period);
+                    write!(f, "{} tokens, ", tokens.sum::<usize>())?;
+                }
+                match text.bytes.num_held_out() {
                     0 => f.write_str("the last 5 % held out"),
                     held_out => write!(f, "{held_out} of them held out"),
                 }

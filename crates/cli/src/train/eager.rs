@@ -5,15 +5,19 @@ use std::time::Instant;
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore, restore_scaler, snapshot};
+use burn_fsdp::checkpoint::{
+    Step, TrainingSnapshot, restore_scaler, restore_training, snapshot_matching,
+};
 use burn_fsdp::inspect::{LiveBytes, WrapPlan, memory, reset_peak, wrap_plan};
+use burn_fsdp::state::local_state;
 use burn_fsdp::testing::At;
 use burn_fsdp::{
     LossScaler, ProcessGroup, ProcessMesh, backward, catch, clip_grad_norm, no_sync, recompute,
 };
-use burn_fsdp_models::{Batches, Block, Gpt};
+use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
+use crate::adapters::{Adapters, is_factor};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
@@ -23,15 +27,20 @@ use crate::train::trace::{Phases, eager_events};
 use crate::train::trainer::Trainer;
 use crate::train::{evaluation, model, sample};
 
+/// A block of a model of these sizes.
+type BlockOf<A> = <<A as Architecture>::Model as LanguageModel>::Block;
+
 /// A sharded model and its optimizer.
-pub(crate) struct Eager<'a> {
+pub(crate) struct Eager<'a, A: Architecture> {
     config: &'a TrainConfig,
     world: &'a ProcessGroup,
     mesh: &'a ProcessMesh,
     device: Device,
     batches: Batches,
     /// The model; `None` during a step, and after one that failed.
-    model: Option<Gpt>,
+    model: Option<A::Model>,
+    /// The adapters, if they alone are trained.
+    adapters: Option<Adapters>,
     plan: WrapPlan,
     optimizer: Optimizer,
     scaler: Option<LossScaler>,
@@ -39,16 +48,17 @@ pub(crate) struct Eager<'a> {
     phases: Phases,
 }
 
-impl<'a> Eager<'a> {
+impl<'a, A: Architecture> Eager<'a, A> {
     /// Makes the model and its optimizer, and divides the model. Collective.
     pub(crate) fn new(
+        sizes: A,
         config: &'a TrainConfig,
         world: &'a ProcessGroup,
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
-        let device = model::device(config, world);
-        let model = model::initial(config, &device, world.rank())?;
-        let model = model::shard(config, mesh, model)?;
+        let model = model::sharded(sizes, config, world, mesh)?;
+        let adapters = config.adapters;
+        let adapters = adapters.map(|adapters| Adapters::of(adapters, &model, mesh));
         let plan = wrap_plan(&model)?;
         if world.rank() == 0 && !config.json {
             console::tell(plan.to_string().trim_end());
@@ -57,12 +67,13 @@ impl<'a> Eager<'a> {
             config,
             world,
             mesh,
-            device,
+            device: model::device(config, world),
             batches: config
                 .data
-                .training(&config.model, config.batch, config.seed),
+                .training(config.model.vocab(), config.batch_shape(), config.seed),
             optimizer: Optimizer::new(config, &model, world.rank())?,
             model: Some(model),
+            adapters: adapters.transpose()?,
             plan,
             scaler: config.step.scales_loss.then(LossScaler::default),
             norm_not_finite: None,
@@ -70,8 +81,13 @@ impl<'a> Eager<'a> {
         })
     }
 
-    fn model(&self) -> Result<&Gpt, RankError> {
+    fn model(&self) -> Result<&A::Model, RankError> {
         self.model.as_ref().ok_or(RankError::Ended)
+    }
+
+    /// Returns true for the path of a tensor that is saved: of adapters on frozen weights they alone are.
+    fn saves(&self, path: &str) -> bool {
+        self.adapters.is_none() || is_factor(path)
     }
 
     /// Computes the loss of a micro-batch, and the gradients of its part in the step's.
@@ -79,16 +95,21 @@ impl<'a> Eager<'a> {
         &self,
         step: usize,
         micro: usize,
-        model: &Gpt,
+        model: &A::Model,
     ) -> Result<(f32, GradientsParams), RankError> {
         let rows = self.config.micro_rows_of(self.world.rank(), micro);
         let (inputs, targets) = self.batches.rows(step, rows).to_tensors(&self.device);
         let again = self.config.step.activation_checkpointing;
         let start = Instant::now();
         let loss = catch(|| {
-            model.loss_with(inputs, targets, |block, x, batch| match again {
-                true => recompute(block, x, move |block: &Block, x| block.forward(x, batch)),
-                false => block.forward(x, batch),
+            model.loss_by(inputs, targets, |block, x, shared| match again {
+                true => {
+                    let shared = shared.clone();
+                    let run =
+                        move |block: &BlockOf<A>, x| A::Model::run_block(block, x, &shared, None);
+                    recompute(block, x, run)
+                }
+                false => A::Model::run_block(block, x, shared, None),
             })
         })?;
         let own_loss = loss.clone().into_scalar::<f32>();
@@ -107,7 +128,11 @@ impl<'a> Eager<'a> {
     }
 
     /// Computes the loss of a whole step, and its gradients.
-    fn gradients(&self, step: usize, model: &Gpt) -> Result<(f32, GradientsParams), RankError> {
+    fn gradients(
+        &self,
+        step: usize,
+        model: &A::Model,
+    ) -> Result<(f32, GradientsParams), RankError> {
         let num_micro = self.config.step.accumulate;
         let mut own_loss = 0.0;
         let mut accumulator = GradientsAccumulator::new();
@@ -132,9 +157,9 @@ impl<'a> Eager<'a> {
     fn update(
         &mut self,
         step: usize,
-        model: Gpt,
+        model: A::Model,
         gradients: GradientsParams,
-    ) -> Result<Gpt, RankError> {
+    ) -> Result<A::Model, RankError> {
         let gradients = match &mut self.scaler {
             None => Some(gradients),
             Some(scaler) => scaler.unscale(&model, gradients)?,
@@ -155,7 +180,7 @@ impl<'a> Eager<'a> {
     }
 }
 
-impl Trainer for Eager<'_> {
+impl<A: Architecture> Trainer for Eager<'_, A> {
     fn step(&mut self, step: usize) -> Result<f32, RankError> {
         let model = self.model.take().ok_or(RankError::Ended)?;
         reset_peak(&model)?;
@@ -198,7 +223,9 @@ impl Trainer for Eager<'_> {
     fn evaluate(&mut self) -> Result<Option<f64>, RankError> {
         let model = self.model()?.valid();
         evaluation::evaluate(self.config, self.world, |inputs, targets| {
-            Ok(catch(|| model.loss(inputs, targets).into_scalar::<f32>())?)
+            Ok(catch(|| {
+                model.mean_loss(inputs, targets).into_scalar::<f32>()
+            })?)
         })
     }
 
@@ -207,11 +234,19 @@ impl Trainer for Eager<'_> {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
         let layout = self.mesh.mesh();
-        Ok(snapshot(self.model()?, optimizer, layout, "shard")?)
+        let is_saved = |path: &str| self.saves(path);
+        let model = self.model()?;
+        Ok(snapshot_matching(
+            model, optimizer, layout, "shard", is_saved,
+        )?)
     }
 
     fn norm_not_finite(&self) -> Option<f64> {
         self.norm_not_finite
+    }
+
+    fn adapters(&self) -> Option<&Adapters> {
+        self.adapters.as_ref()
     }
 
     fn scaler(&self) -> Option<&LossScaler> {
@@ -219,12 +254,16 @@ impl Trainer for Eager<'_> {
     }
 
     fn resume(&mut self, saved: &Step) -> Result<(), RankError> {
+        if let Some(adapters) = &self.adapters {
+            adapters.check(&saved.index().training)?;
+        }
+        let model = self.model.take().ok_or(RankError::Ended)?;
+        let fresh = optimizer::fresh(self.config);
+        let is_saved = |path: &str| self.saves(path);
+        let (model, restored) = restore_training(model, fresh, saved, is_saved)?;
         let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
-        let model = self.model.take().ok_or(RankError::Ended)?;
-        let fresh = optimizer::fresh(self.config);
-        let (model, restored) = restore(model, fresh, saved)?;
         **optimizer = restored;
         let scaler = self.scaler.take();
         self.scaler = scaler.map(|scaler| restore_scaler(scaler, saved));
@@ -233,9 +272,18 @@ impl Trainer for Eager<'_> {
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {
-        // The parameters themselves, and what AdamW keeps for each.
-        let held = memory(self.model()?)?.parameters;
-        Ok((1 + self.optimizer.values_in_memory()) * held)
+        // The parameters themselves, and what AdamW keeps for each that is trained.
+        let model = self.model()?;
+        let held = memory(model)?.parameters;
+        let trained = match self.adapters {
+            None => held,
+            Some(_) => {
+                let tensors = local_state(model)?.into_iter();
+                let factors = tensors.filter(|tensor| is_factor(&tensor.path));
+                factors.map(|factor| factor.elements.len()).sum()
+            }
+        };
+        Ok(held + self.optimizer.values_in_memory() * trained)
     }
 
     fn warnings(&self) -> Result<Vec<String>, RankError> {

@@ -16,7 +16,7 @@ pub(crate) fn evaluate(
     world: &ProcessGroup,
     mut loss: impl FnMut(Tensor<2, Int>, Tensor<2, Int>) -> Result<f32, RankError>,
 ) -> Result<Option<f64>, RankError> {
-    let Some(batches) = config.data.held_out(&config.model, config.batch) else {
+    let Some(batches) = config.data.held_out(config.batch_shape()) else {
         return Ok(None);
     };
     let distinct = batches.num_distinct().unwrap_or(usize::MAX);

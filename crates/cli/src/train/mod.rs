@@ -1,6 +1,6 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`ranks`, `data`, `schedule`, `settings`, `fault`,
+//! - `config`: the configuration, complete and valid (`sizes`, `checks`, `ranks`, `data`, `schedule`, `settings`, `fault`,
 //!   `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
 //! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
@@ -9,6 +9,7 @@
 //! - `outcome`: the result of one rank. `collector`: the way of all results to the process that reports.
 //! - `report`, `summary`, `curve`: the results of all ranks, as JSON, text and a picture.
 
+mod checks;
 mod collector;
 mod compiled;
 mod config;
@@ -34,10 +35,12 @@ mod saving;
 mod schedule;
 mod settings;
 mod share;
+mod sizes;
 mod summary;
 mod trace;
 mod trainer;
 
 pub(crate) use config::TrainConfig;
-pub(crate) use ranks::{let_launcher_hear, machines};
+pub(crate) use ranks::{Ranks, let_launcher_hear, machines};
 pub(crate) use run::run;
+pub(crate) use settings::tokenizer_of;

@@ -1,27 +1,32 @@
 //! The model that a run trains: its initial weights, its device, the mesh of ranks and its division
 //! over them.
 
+use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard};
-use burn_fsdp_models::{Gpt, ModelError};
+use burn_fsdp_models::{Architecture, LanguageModel, ModelConfig, ModelError};
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 use crate::train::ranks;
+use crate::weights;
 
-/// Makes the model on a device, lazily where its weights are drawn.
-///
-/// Only rank 0's values count, so only rank 0 reads the file.
-pub(crate) fn initial(
-    config: &TrainConfig,
-    device: &Device,
-    rank: usize,
-) -> Result<Gpt, ModelError> {
-    match &config.init {
-        Some(file) if rank == 0 => file.load(device),
-        _ => config.model.init(device, config.seed),
+/// Writes the weights that training starts from, made again from the same seed or file.
+pub(crate) fn save_initial(config: &TrainConfig) -> Result<(), ModelError> {
+    match config.model {
+        ModelConfig::Gpt(sizes) => save_initial_of(sizes, config),
+        ModelConfig::Llama(sizes) => save_initial_of(sizes, config),
+        ModelConfig::Gpt2(sizes) => save_initial_of(sizes, config),
     }
+}
+
+fn save_initial_of<A: Architecture>(sizes: A, config: &TrainConfig) -> Result<(), ModelError> {
+    let Some(path) = &config.save_init else {
+        return Ok(());
+    };
+    let model = weights::whole(sizes, config.init.as_deref(), &Device::flex(), config.seed)?;
+    model.write_weights(path)
 }
 
 /// Returns the rank's device as one that can recompute, so that the eager engine may drop full
@@ -30,27 +35,58 @@ pub(crate) fn device(config: &TrainConfig, world: &ProcessGroup) -> Device {
     config.device(world).autodiff().gradient_checkpointing()
 }
 
+/// Makes the model and divides it: from a file each rank reads its shards, and otherwise it gets them of rank 0, which draws
+/// the weights. Collective.
+pub(crate) fn sharded<A: Architecture>(
+    sizes: A,
+    config: &TrainConfig,
+    world: &ProcessGroup,
+    mesh: &ProcessMesh,
+) -> Result<A::Model, RankError> {
+    let device = device(config, world);
+    if config.adapters.is_some() && world.rank() == 0 {
+        // Initial factors are drawn by rank 0 alone, and by Burn's generator.
+        device.seed(config.seed);
+    }
+    let model = match &config.init {
+        None => sizes.init(&device, config.seed)?,
+        Some(_) => sizes.blank(&device)?,
+    };
+    let model = shard(sizes, config, mesh, model)?;
+    match &config.init {
+        None => Ok(model),
+        Some(path) => weights::read_shards(sizes, path, model),
+    }
+}
+
 /// Divides a model as the configuration says.
-pub(crate) fn shard(
+pub(crate) fn shard<A: Architecture>(
+    sizes: A,
     config: &TrainConfig,
     mesh: &ProcessMesh,
-    model: Gpt,
-) -> Result<Gpt, RankError> {
+    model: A::Model,
+) -> Result<A::Model, RankError> {
     let sharding = &config.sharding;
-    let units = match sharding.unit_size {
-        None => vec!["blocks.*".to_owned()],
-        Some(least) => auto_units(&model, least),
-    };
-    let policy = ShardPolicy::new()
-        .units(units)
+    let mut policy = ShardPolicy::new()
+        .units(units::<A, _>(config, &model))
         .strategy(sharding.strategy)
         .prefetch(sharding.prefetch)
         .precision(sharding.precision.clone());
-    let policy = match sharding.replicas {
-        1 => policy,
-        _ => policy.replicate_axis("replicate"),
-    };
+    if sharding.replicas > 1 {
+        policy = policy.replicate_axis("replicate");
+    }
+    if let Some(adapters) = &config.adapters {
+        policy = policy.lora(adapters.lora(sizes));
+    }
     Ok(fully_shard(model, mesh, policy)?)
+}
+
+/// Returns the patterns of the units.
+fn units<A: Architecture, M: Module>(config: &TrainConfig, model: &M) -> Vec<String> {
+    match config.sharding.unit_size {
+        None => vec![A::BLOCKS.to_owned()],
+        Some(least) => auto_units(model, least),
+    }
 }
 
 /// Makes the mesh of the ranks that the configuration asks for.

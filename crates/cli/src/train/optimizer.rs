@@ -1,9 +1,9 @@
 //! The optimizer, with its state in memory or in files.
 
+use burn::module::Module;
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn_fsdp::catch;
 use burn_fsdp::optim::{FileBackedOptimizer, SealedOptimizer, check_elementwise};
-use burn_fsdp_models::Gpt;
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
@@ -23,7 +23,11 @@ pub(crate) enum Optimizer {
 
 impl Optimizer {
     /// Makes the optimizer for a sharded model, and checks that it may be used with shards.
-    pub(crate) fn new(config: &TrainConfig, model: &Gpt, rank: usize) -> Result<Self, RankError> {
+    pub(crate) fn new<M: Module>(
+        config: &TrainConfig,
+        model: &M,
+        rank: usize,
+    ) -> Result<Self, RankError> {
         let optimizer = fresh(config);
         check_elementwise(model, &optimizer)?;
         Ok(match &config.sharding.offload {
@@ -41,12 +45,12 @@ impl Optimizer {
     }
 
     /// Takes a step, and returns the model after it.
-    pub(crate) fn step(
+    pub(crate) fn step<M: Module>(
         &mut self,
         lr: f64,
-        model: Gpt,
+        model: M,
         gradients: GradientsParams,
-    ) -> Result<Gpt, RankError> {
+    ) -> Result<M, RankError> {
         Ok(match self {
             Self::InMemory(optimizer) => catch(|| optimizer.step(lr, model, gradients))?,
             Self::InFiles(optimizer) => catch(|| optimizer.step(lr, model, gradients))??,

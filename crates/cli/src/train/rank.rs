@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use burn_fsdp::{ProcessGroup, ProcessMesh};
+use burn_fsdp_models::{Architecture, ModelConfig};
 
 use crate::args::NotFinite;
 use crate::console;
@@ -36,10 +37,11 @@ pub(crate) fn train(
     if is_first && !config.json {
         console::tell(&config.data);
     }
-    let mut trainer: Box<dyn Trainer> = match config.is_compiled {
-        true => Box::new(Compiled::new(config, world, mesh)?),
-        false => Box::new(Eager::new(config, world, mesh)?),
-    };
+    let mut trainer = match config.model {
+        ModelConfig::Gpt(sizes) => trainer(sizes, config, world, mesh),
+        ModelConfig::Llama(sizes) => trainer(sizes, config, world, mesh),
+        ModelConfig::Gpt2(sizes) => trainer(sizes, config, world, mesh),
+    }?;
     let saving = Saving::begin(config, world)?;
     let mut first_step = 0;
     if let Some(resumed) = config.resumed() {
@@ -99,6 +101,19 @@ pub(crate) fn train(
         result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
+}
+
+/// Makes what trains a model of these sizes. Collective.
+fn trainer<'a, A: Architecture>(
+    sizes: A,
+    config: &'a TrainConfig,
+    world: &'a ProcessGroup,
+    mesh: &'a ProcessMesh,
+) -> Result<Box<dyn Trainer + 'a>, RankError> {
+    Ok(match config.is_compiled {
+        true => Box::new(Compiled::new(sizes, config, world, mesh)?),
+        false => Box::new(Eager::new(sizes, config, world, mesh)?),
+    })
 }
 
 /// The observers of a training: progress bar, metrics and saves.

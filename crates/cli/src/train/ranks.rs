@@ -28,6 +28,14 @@ pub(crate) enum Ranks {
 impl Ranks {
     /// Finds the ranks, of which the user may have given the number.
     pub(crate) fn find(given: Option<usize>) -> Result<Self, InputError> {
+        Self::find_or(given, threads)
+    }
+
+    /// Finds the ranks; where nothing is said, `threads` of this process.
+    pub(crate) fn find_or(
+        given: Option<usize>,
+        threads: impl FnOnce() -> usize,
+    ) -> Result<Self, InputError> {
         let found = processes().map_err(Box::new)?;
         match (found, given) {
             (None, given) => Ok(Self::Threads(given.unwrap_or_else(threads))),

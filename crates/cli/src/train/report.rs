@@ -19,6 +19,9 @@ pub(crate) struct Report {
     pub(crate) ranks: usize,
     /// Number of parameters of the whole model.
     pub(crate) params: usize,
+    /// Number of parameters that are trained: all, or those of adapters.
+    pub(crate) trained_params: usize,
+    pub(crate) model: &'static str,
     pub(crate) layers: usize,
     pub(crate) dim: usize,
     pub(crate) heads: usize,
@@ -118,11 +121,13 @@ impl Report {
             compiled: config.is_compiled,
             ranks: config.ranks.number(),
             params: config.model.num_params(),
-            layers: config.model.layers,
-            dim: config.model.dim,
-            heads: config.model.heads,
-            vocab: config.model.vocab,
-            seq: config.model.seq,
+            trained_params: config.num_trained_params(),
+            model: config.model.name(),
+            layers: config.model.num_layers(),
+            dim: config.model.dim(),
+            heads: config.model.heads(),
+            vocab: config.model.vocab(),
+            seq: config.seq,
             batch: config.batch,
             steps: config.steps,
             warmup: config.warmup,
@@ -167,7 +172,7 @@ fn slowest(results: &[RankOutcome]) -> Vec<f64> {
 /// Collects all remarks, each once.
 fn warnings(config: &TrainConfig, results: &[RankOutcome]) -> Vec<String> {
     let mut warnings = config.data.warnings();
-    if config.eval_every > 0 && config.data.held_out(&config.model, config.batch).is_none() {
+    if config.eval_every > 0 && config.data.held_out(config.batch_shape()).is_none() {
         warnings.push("--eval-every has no effect with --synthetic".to_owned());
     }
     for warning in results.iter().flat_map(|result| &result.warnings) {

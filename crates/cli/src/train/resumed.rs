@@ -1,8 +1,9 @@
 //! The step that a run goes on from.
 
 use burn_fsdp::checkpoint::{Check, Checkpoints, Step};
-use burn_fsdp_models::GptConfig;
+use burn_fsdp_models::ModelConfig;
 
+use crate::adapters::{self, AdapterSizes};
 use crate::args::ResumeFrom;
 use crate::console;
 use crate::error::InputError;
@@ -26,13 +27,13 @@ impl Resumed {
     }
 
     /// Returns a warning if the resumed run trains no step or ignores `--init`.
-    pub(crate) fn idle(&self, steps: usize, has_init: bool) -> Option<String> {
+    pub(crate) fn idle(&self, steps: usize, is_init_idle: bool) -> Option<String> {
         let first = self.first_step();
         match () {
             () if first > steps => Some(format!(
                 "step {first} is beyond the {steps} of --warmup and --steps; nothing is trained"
             )),
-            () if has_init => Some(format!(
+            () if is_init_idle => Some(format!(
                 "--init has no effect: the weights are those of step {first}"
             )),
             () => None,
@@ -43,8 +44,7 @@ impl Resumed {
     pub(crate) fn find(
         folder: &Checkpoints,
         which: ResumeFrom,
-        model: &GptConfig,
-        settings: &Settings,
+        (model, adapters, settings): (&ModelConfig, Option<AdapterSizes>, &Settings),
     ) -> Result<Option<Self>, InputError> {
         if !folder.is_begun()? {
             return Ok(None);
@@ -70,6 +70,7 @@ impl Resumed {
             }
         };
         check_model(&step, model)?;
+        adapters::check_sizes(&step.index().training, adapters)?;
         warnings.extend(settings.differences(&step.index().training));
         // At once: the report comes when it is too late to stop.
         warnings
@@ -85,8 +86,8 @@ impl Resumed {
 
 /// Checks that a step has this model. Its tensors' shapes would not do: they do not depend on the
 /// number of heads.
-fn check_model(step: &Step, expected: &GptConfig) -> Result<(), InputError> {
-    let found: Result<GptConfig, _> = serde_json::from_value(step.index().model.clone());
+fn check_model(step: &Step, expected: &ModelConfig) -> Result<(), InputError> {
+    let found: Result<ModelConfig, _> = serde_json::from_value(step.index().model.clone());
     match found {
         Ok(found) if found == *expected => Ok(()),
         found => Err(InputError::OtherModel {

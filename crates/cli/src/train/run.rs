@@ -3,9 +3,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
-use burn::tensor::Device;
 use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
-use burn_fsdp_models::ModelError;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
@@ -155,7 +153,7 @@ fn known_to_all<T>(world: &ProcessGroup, result: Result<T, RankError>) -> Result
 
 /// Writes the initial weights and begins the metrics.
 fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
-    save_initial_weights(config)?;
+    model::save_initial(config)?;
     let first_step = config.resumed().map_or(0, |resumed| resumed.first_step());
     Metrics::open(config.metrics.as_deref(), first_step)
 }
@@ -177,13 +175,5 @@ fn obey_signals(config: &TrainConfig) {
         // Where the system refuses, signals do what they always did.
         let _ = flag::register_conditional_shutdown(signal, 1, stop.clone());
         let _ = flag::register(signal, stop.clone());
-    }
-}
-
-/// Writes the weights that training starts from, made again from the same seed or file.
-fn save_initial_weights(config: &TrainConfig) -> Result<(), ModelError> {
-    match &config.save_init {
-        Some(path) => model::initial(config, &Device::flex(), 0)?.save(path),
-        None => Ok(()),
     }
 }

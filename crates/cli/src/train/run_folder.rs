@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::checkpoint::{Checkpoints, Error};
-use burn_fsdp_models::GptConfig;
+use burn_fsdp_models::ModelConfig;
 use serde::{Deserialize, Serialize};
 use tempfile::Builder;
 
+use crate::adapters::AdapterSizes;
 use crate::args::CheckpointArgs;
 use crate::console;
 use crate::error::{InputError, RankError};
@@ -32,6 +33,9 @@ const AFTER_RESTART: Duration = Duration::from_secs(300);
 
 /// The time between two looks for it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// What a step must have, so that a run goes on from it: the model, its adapters, and the settings to compare.
+type RunState<'a> = (&'a ModelConfig, Option<AdapterSizes>, &'a Settings);
 
 /// What rank 0 has found in the folder, for other processes.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -69,8 +73,7 @@ impl CheckpointConfig {
     pub(crate) fn new(
         args: CheckpointArgs,
         ranks: &Ranks,
-        model: &GptConfig,
-        settings: &Settings,
+        state: RunState<'_>,
     ) -> Result<Option<Self>, InputError> {
         let Some(path) = args.checkpoint_dir.clone() else {
             return Ok(None);
@@ -93,7 +96,7 @@ impl CheckpointConfig {
         }
         let (folder, resumed) = match ranks.have_first() {
             true => {
-                let (folder, resumed) = take(&args, path, model, settings)?;
+                let (folder, resumed) = take(&args, path, state)?;
                 (folder, OnceLock::from(resumed))
             }
             false => (Checkpoints::new(&path), OnceLock::new()),
@@ -223,8 +226,7 @@ impl CheckpointConfig {
 fn take(
     args: &CheckpointArgs,
     path: PathBuf,
-    model: &GptConfig,
-    settings: &Settings,
+    state: RunState<'_>,
 ) -> Result<(Checkpoints, Option<Resumed>), InputError> {
     let folder = Checkpoints::new(&path);
     let may_have_steps = args.resume.is_some() || args.overwrite;
@@ -242,7 +244,7 @@ fn take(
     if !may_have_steps && folder.is_begun()? {
         return Err(InputError::HasSteps { path });
     }
-    let find = |which| Resumed::find(&folder, which, model, settings);
+    let find = |which| Resumed::find(&folder, which, state);
     let resumed = args.resume.map(find).transpose()?.flatten();
     Ok((folder, resumed))
 }

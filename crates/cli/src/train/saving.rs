@@ -8,6 +8,7 @@ use burn_fsdp::checkpoint::{
 use burn_fsdp::{Checkpointer, LossScaler, ProcessGroup};
 use serde_json::json;
 
+use crate::adapters::Adapters;
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
@@ -117,7 +118,10 @@ impl<'a> Saving<'a> {
             self.contents.keep_last = None;
         }
         let scaler = trainer.scaler();
-        let request = self.contents.request(steps, offered.taken(), scaler);
+        let adapters = trainer.adapters();
+        let request = self
+            .contents
+            .request(steps, offered.taken(), scaler, adapters);
         self.saves.begin(offered, request, is_last)?;
         self.tell();
         Ok(Started::Goes)
@@ -156,7 +160,9 @@ impl<'a> Saving<'a> {
                 ));
             }
             let taken = trainer.snapshot()?;
-            let request = self.contents.request(steps, &taken, trainer.scaler());
+            let request =
+                self.contents
+                    .request(steps, &taken, trainer.scaler(), trainer.adapters());
             failure = self.saves.try_again(taken, request)?;
             self.tell();
         }
@@ -202,6 +208,7 @@ impl Contents<'_> {
         steps: usize,
         taken: &TrainingSnapshot,
         scaler: Option<&LossScaler>,
+        adapters: Option<&Adapters>,
     ) -> SaveRequest {
         let config = self.config;
         let mut training = TrainingState {
@@ -217,6 +224,9 @@ impl Contents<'_> {
             sections: Default::default(),
         };
         config.settings.save_into(&mut training);
+        if let Some(adapters) = adapters {
+            adapters.save_into(&mut training);
+        }
         SaveRequest {
             model: json!(config.model),
             keep_last: self.keep_last,

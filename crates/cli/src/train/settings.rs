@@ -10,6 +10,14 @@ use crate::train::data::Data;
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";
 
+/// Name of the setting that has the tokenizer, `null` for bytes.
+const TOKENIZER: &str = "tokenizer";
+
+/// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and where a step does not say.
+pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
+    saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
+}
+
 /// The settings by flag, as given or by default.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>);
@@ -24,6 +32,7 @@ impl Settings {
         let mut all = json!({
             "--seed": args.model.seed,
             "data": data.identity(),
+            TOKENIZER: data.tokenizer(),
             "--batch": training.batch,
             "--lr": training.lr,
             "--lr-schedule": training.lr_schedule,

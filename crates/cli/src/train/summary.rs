@@ -4,15 +4,21 @@ use std::fmt;
 
 use crate::train::report::Report;
 
-/// Bytes of a parameter and of AdamW's two values for it, in 32 bits.
-const WHOLE_BYTES_PER_PARAMETER: usize = 3 * 4;
+/// Bytes of a parameter in 32 bits.
+const PARAMETER_BYTES: usize = 4;
+/// Bytes of AdamW's two values for a parameter that is trained.
+const MOMENTS_BYTES: usize = 2 * 4;
 const MIB: f64 = (1 << 20) as f64;
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "trained {} parameters on {} ranks ({}{}), {}",
+            "trained {}{} parameters on {} ranks ({}{}), {}",
+            match self.trained_params == self.params {
+                true => String::new(),
+                false => format!("{} of adapters on ", self.trained_params),
+            },
             self.params,
             self.ranks,
             self.strategy,
@@ -72,7 +78,11 @@ impl Report {
             list(&self.state_bytes),
             list(&self.unsharded_peak_bytes)
         )?;
-        let whole = WHOLE_BYTES_PER_PARAMETER * self.params;
+        let mut whole = PARAMETER_BYTES * self.params + MOMENTS_BYTES * self.trained_params;
+        if self.trained_params != self.params {
+            // Adapters are parameters beside those of the model.
+            whole += PARAMETER_BYTES * self.trained_params;
+        }
         let held = self.state_bytes.iter().max().copied().unwrap_or(whole);
         if held < whole {
             writeln!(

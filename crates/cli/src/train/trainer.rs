@@ -6,6 +6,7 @@ use burn_fsdp::LossScaler;
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use serde_json::Value;
 
+use crate::adapters::Adapters;
 use crate::error::RankError;
 
 /// One rank's model and optimizer. All ranks call the same methods in the same order.
@@ -41,6 +42,11 @@ pub(crate) trait Trainer {
 
     /// Returns the loss scaler, if there is one.
     fn scaler(&self) -> Option<&LossScaler> {
+        None
+    }
+
+    /// Returns the adapters that are saved in place of the whole model, if they alone are trained.
+    fn adapters(&self) -> Option<&Adapters> {
         None
     }
 

@@ -48,6 +48,17 @@ impl Folder {
         (header, data.to_vec())
     }
 
+    /// Values of a tensor of a safetensors file.
+    pub(crate) fn tensor(&self, file: &str, name: &str) -> Vec<f32> {
+        let (header, data) = self.weights(file);
+        let header: Value = serde_json::from_str(&header).expect("a header");
+        let offsets = &header[name]["data_offsets"];
+        let offset = |index: usize| offsets[index].as_u64().expect("an offset") as usize;
+        let bytes = data[offset(0)..offset(1)].chunks_exact(4);
+        let value = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().expect("four bytes"));
+        bytes.map(value).collect()
+    }
+
     /// Names of the files that are there, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.0.path()).expect("a readable folder");

@@ -11,6 +11,7 @@ mod faults;
 mod features;
 mod files;
 mod folder;
+mod hugging_face;
 mod input;
 mod interchange;
 mod kill;

@@ -2,12 +2,14 @@
 
 mod gpt;
 mod hugging_face;
+mod key_values;
 mod llama;
 mod pytorch;
 mod ranges;
 
 mod safetensors;
 mod text;
+mod tokenizer;
 mod tokens;
 mod weight_folder;
 mod weights;

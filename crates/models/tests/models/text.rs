@@ -7,7 +7,7 @@ const NO_LIMIT: usize = usize::MAX;
 
 fn slice(stream: &TokenStream) -> &[u8] {
     match stream {
-        TokenStream::Bytes(range) => range.as_slice(),
+        TokenStream::Text(range) => range.as_bytes().expect("bytes"),
         other => panic!("text is bytes, not {other:?}"),
     }
 }

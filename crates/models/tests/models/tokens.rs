@@ -1,9 +1,9 @@
 use burn::tensor::Device;
-use burn_fsdp_models::{Batches, ByteRange, TokenStream};
+use burn_fsdp_models::{Batches, TokenRange, TokenStream};
 
 fn bytes(len: u8) -> TokenStream {
     let bytes: Vec<u8> = (0..len).collect();
-    TokenStream::Bytes(ByteRange::new(bytes.into(), 0..len.into()).unwrap())
+    TokenStream::Text(TokenRange::of_bytes(bytes.into(), 0..len.into()).unwrap())
 }
 
 #[test]
@@ -102,12 +102,12 @@ fn rows_become_tensors_of_their_shape() {
 
 #[test]
 fn windows_are_drawn_by_seed_and_row() {
-    let TokenStream::Bytes(range) = bytes(200) else {
+    let TokenStream::Text(range) = bytes(200) else {
         unreachable!("they are bytes")
     };
     let windows = |seed| Batches {
         stream: TokenStream::Windows {
-            bytes: range.clone(),
+            tokens: range.clone(),
             seed,
         },
         batch: 4,
@@ -140,11 +140,11 @@ fn windows_are_drawn_by_seed_and_row() {
 
 #[test]
 fn a_window_longer_than_the_text_begins_again() {
-    let TokenStream::Bytes(range) = bytes(5) else {
+    let TokenStream::Text(range) = bytes(5) else {
         unreachable!("they are bytes")
     };
     let stream = TokenStream::Windows {
-        bytes: range,
+        tokens: range,
         seed: 1,
     };
     let batches = Batches {

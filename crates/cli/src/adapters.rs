@@ -1,0 +1,173 @@
+//! Low-rank adapters on frozen weights, as a training has them and as its steps keep them: alone, with a checksum of the weights
+//! that they belong to.
+
+use burn::module::{Lora, Module, ParamGroup};
+use burn_fsdp::checkpoint::TrainingState;
+use burn_fsdp::state::{LocalPart, LocalTensor, local_state};
+use burn_fsdp::{ProcessGroup, ProcessMesh};
+use burn_fsdp_models::Architecture;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::error::{InputError, RankError};
+use crate::random::mixed;
+
+/// Name of the section of a saved step.
+const SECTION: &str = "adapters";
+
+/// The sizes of adapters.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) struct AdapterSizes {
+    /// Width between the two factors of an adapter.
+    pub(crate) rank: usize,
+    /// What their product is multiplied by, times the rank.
+    pub(crate) alpha: f64,
+}
+
+/// The adapters of a step, and the frozen weights that they belong to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Adapters {
+    #[serde(flatten)]
+    pub(crate) sizes: AdapterSizes,
+    /// Checksum of the frozen weights, in hexadecimal digits.
+    base: String,
+}
+
+impl AdapterSizes {
+    /// Returns true for sizes that make sense in a model of this width: no rank beyond what a matrix can have.
+    pub(crate) fn is_valid(&self, dim: usize) -> bool {
+        let has_alpha = self.alpha.is_finite() && self.alpha > 0.0;
+        has_alpha && (1..=dim).contains(&self.rank)
+    }
+
+    /// Returns Burn's configuration, for the matrices of the blocks.
+    pub(crate) fn lora<A: Architecture>(&self, model: A) -> Lora {
+        let adapted = ParamGroup::from_paths(adapted(model).map(|(path, _)| path).collect());
+        Lora::new(self.rank, self.alpha).set_param_group(adapted)
+    }
+
+    /// Returns the number of elements of all factors.
+    pub(crate) fn num_params<A: Architecture>(&self, model: A) -> usize {
+        let elements = adapted(model).map(|(_, sides)| self.rank * sides);
+        elements.sum()
+    }
+}
+
+/// Returns the matrices that are adapted: path, and the sum of both sides.
+fn adapted<A: Architecture>(model: A) -> impl Iterator<Item = (String, usize)> {
+    let blocks = A::BLOCKS.trim_end_matches('*');
+    let table = model.parameters().into_iter();
+    let matrices = table.filter(move |spec| spec.path.starts_with(blocks) && spec.shape.len() == 2);
+    matrices.map(|spec| (spec.path, spec.shape.iter().sum()))
+}
+
+/// Returns true for the path of a factor of an adapter.
+pub(crate) fn is_factor(path: &str) -> bool {
+    path.contains(".lora.")
+}
+
+impl Adapters {
+    /// Describes the adapters of a sharded model, whose frozen weights are there. Collective.
+    pub(crate) fn of<M: Module>(
+        sizes: AdapterSizes,
+        model: &M,
+        mesh: &ProcessMesh,
+    ) -> Result<Self, RankError> {
+        let base = format!("{:016x}", checksum(model, mesh)?);
+        Ok(Self { sizes, base })
+    }
+
+    /// Returns those of a saved step; `None` of a step of a whole model.
+    pub(crate) fn of_step(saved: &TrainingState) -> Option<Self> {
+        let section = saved.sections.get(SECTION)?;
+        serde_json::from_value(section.clone()).ok()
+    }
+
+    /// Adds them to the state that is saved.
+    pub(crate) fn save_into(&self, training: &mut TrainingState) {
+        training.sections.insert(SECTION.to_owned(), json!(self));
+    }
+
+    /// Checks that a step's adapters belong to these frozen weights.
+    pub(crate) fn check(&self, saved: &TrainingState) -> Result<(), RankError> {
+        match Self::of_step(saved) {
+            Some(found) if found.base != self.base => Err(Box::new(InputError::OtherBase {
+                expected: found.base,
+                found: self.base.clone(),
+            })
+            .into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Checks, before anything runs, that a step has adapters of these sizes, or none.
+pub(crate) fn check_sizes(
+    saved: &TrainingState,
+    own: Option<AdapterSizes>,
+) -> Result<(), InputError> {
+    let found = Adapters::of_step(saved).map(|adapters| adapters.sizes);
+    match found == own {
+        true => Ok(()),
+        false => Err(InputError::OtherAdapters {
+            step: saved.step,
+            found: described(found),
+            expected: described(own),
+        }),
+    }
+}
+
+fn described(sizes: Option<AdapterSizes>) -> String {
+    match sizes {
+        None => "the whole model".to_owned(),
+        Some(AdapterSizes { rank, alpha }) => {
+            format!("adapters of --lora {rank} --lora-alpha {alpha}")
+        }
+    }
+}
+
+/// Returns a checksum of the frozen weights of a sharded model: the same number however they are divided, as each element counts by
+/// its place and the sum has no order. Collective.
+fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> {
+    let world = mesh.world();
+    let mut sum = 0_u64;
+    for tensor in local_state(model)? {
+        if !is_factor(&tensor.path) && is_counted_here(&tensor, mesh)? {
+            sum = sum.wrapping_add(checksum_of(&tensor));
+        }
+    }
+    total(world, sum)
+}
+
+/// Returns true if this rank counts what it holds: of what several hold alike, the first.
+fn is_counted_here(tensor: &LocalTensor, mesh: &ProcessMesh) -> Result<bool, RankError> {
+    let rank = mesh.world().rank();
+    Ok(match tensor.part {
+        LocalPart::Whole | LocalPart::Own => rank == 0,
+        LocalPart::Shard { .. } => {
+            let mesh = mesh.mesh();
+            mesh.axis("replicate").is_err() || mesh.index_on("replicate", rank)? == 0
+        }
+    })
+}
+
+fn checksum_of(tensor: &LocalTensor) -> u64 {
+    let of_path = tensor.path.bytes();
+    let of_path = of_path.fold(0, |hash, byte| mixed(hash ^ u64::from(byte)));
+    let elements = tensor.elements.as_bytes().chunks_exact(4);
+    let placed = tensor.range().zip(elements);
+    placed.fold(0, |sum: u64, (place, element)| {
+        let bits = element
+            .iter()
+            .fold(0, |bits, byte| bits << 8 | u64::from(*byte));
+        sum.wrapping_add(mixed(mixed(of_path ^ place as u64) ^ bits))
+    })
+}
+
+fn total(world: &ProcessGroup, own: u64) -> Result<u64, RankError> {
+    let notes = world.exchange("checksum of the weights", own.to_le_bytes().to_vec())?;
+    let numbers = notes
+        .iter()
+        .filter_map(|note| note.as_slice().try_into().ok());
+    Ok(numbers.fold(0, |sum, bytes| sum.wrapping_add(u64::from_le_bytes(bytes))))
+}

@@ -1,0 +1,69 @@
+//! The form of adapters that Hugging Face's `peft` loads.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use burn_fsdp::checkpoint::{PlainTensor, Step};
+use burn_fsdp_models::{ModelConfig, ParameterSpec};
+use serde_json::{Value, json};
+
+use crate::adapters::AdapterSizes;
+
+/// Returns, by path, the name and orientation of the factors of a step's adapters. The model's table has the names of the matrices
+/// that they adapt.
+///
+/// The product of Burn's factors, `[in, rank]` and `[rank, out]`, is added to a matrix of `[in, out]`; those of peft are both the
+/// other way round.
+pub(crate) fn table(step: &Step, parameters: &[ParameterSpec]) -> BTreeMap<String, PlainTensor> {
+    let names: BTreeMap<_, _> = parameters
+        .iter()
+        .map(|spec| (spec.path.as_str(), spec.name.as_str()))
+        .collect();
+    let tensors = step.index().tensors.iter();
+    let factors = tensors.filter_map(|tensor| {
+        let (path, factor) = tensor.name.split_once(".lora.")?;
+        let matrix = names.get(path)?.strip_suffix(".weight")?;
+        let factor = match factor {
+            "a" => "lora_A",
+            "b" => "lora_B",
+            _ => return None,
+        };
+        let plain = PlainTensor {
+            name: format!("base_model.model.{matrix}.{factor}.weight"),
+            is_transposed: true,
+        };
+        Some((tensor.name.clone(), plain))
+    });
+    factors.collect()
+}
+
+/// Returns what `adapter_config.json` says of adapters of all matrices of the blocks of a model.
+pub(crate) fn config(model: &ModelConfig, adapters: AdapterSizes) -> Value {
+    let (modules, is_of_conv): (&[&str], bool) = match model {
+        ModelConfig::Gpt(_) => (&["qkv", "proj", "fc", "out"], false),
+        ModelConfig::Llama(_) => (
+            &[
+                "q_proj",
+                "k_proj",
+                "v_proj",
+                "o_proj",
+                "gate_proj",
+                "up_proj",
+                "down_proj",
+            ],
+            false,
+        ),
+        ModelConfig::Gpt2(_) => (&["c_attn", "c_proj", "c_fc"], true),
+    };
+    json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": null,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules.iter().collect::<BTreeSet<_>>(),
+        "fan_in_fan_out": is_of_conv,
+        "inference_mode": true,
+    })
+}

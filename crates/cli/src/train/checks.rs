@@ -1,0 +1,123 @@
+//! Checks of a run before it starts: what a compiled step has not, what cannot be counted, and what does not fit.
+
+use burn_fsdp::Strategy;
+use burn_fsdp_models::ModelConfig;
+
+use crate::args::{Float, TrainArgs};
+use crate::error::InputError;
+use crate::host;
+use crate::train::ranks::Ranks;
+
+/// Refuses flags that a compiled step does not support.
+pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
+    let (training, sharding) = (&args.training, &args.sharding);
+    let refusals = [
+        (
+            args.model.lora.is_some(),
+            "--lora",
+            "the eager engine has the adapters of frozen shards",
+        ),
+        (
+            sharding.offload.is_some(),
+            "--offload",
+            "all their tensors are on the device",
+        ),
+        (
+            !training.device.is_host(),
+            "--device",
+            "their graphs run on the CPU",
+        ),
+        (
+            training.no_sync,
+            "--no-sync",
+            "micro-batches are added up in shards, and never whole",
+        ),
+        (
+            training.precision == Float::F16,
+            "--precision f16",
+            "they do not scale the loss; bf16 needs no scaling",
+        ),
+        (
+            training.reduce_dtype == Some(Float::F16),
+            "--reduce-dtype f16",
+            "they do not scale the loss; bf16 needs no scaling",
+        ),
+    ];
+    if training.memory_budget.is_some() && training.precision != Float::F32 {
+        return Err(InputError::Excludes {
+            first: "--memory-budget",
+            second: "--precision",
+            reason: "steps are planned in the 32 bits of the model",
+        });
+    }
+    if training.activation_checkpointing && sharding.unit_size.is_some() {
+        return Err(InputError::Excludes {
+            first: "--activation-checkpointing",
+            second: "--compile and --unit-size",
+            reason: "a compiled step computes whole units again, and blocks are none of these",
+        });
+    }
+    let refused = refusals.into_iter().find(|(is_given, ..)| *is_given);
+    match refused {
+        Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that the number of all tokens of the run can be counted.
+pub(super) fn check_size(args: &TrainArgs) -> Result<(), InputError> {
+    let steps = args.training.steps.checked_add(args.training.warmup);
+    steps
+        .and_then(|steps| steps.checked_add(1))
+        .and_then(|steps| steps.checked_mul(args.training.batch))
+        .and_then(|rows| rows.checked_mul(args.model.seq))
+        .map(|_| ())
+        .ok_or(InputError::TooManyTokens)
+}
+
+/// Refuses a run that cannot fit, as the allocator would end the process without a message.
+///
+/// The ranks of this process hold parameters, gradients and two moments, divided or not,
+/// and the logits with their gradient. That is a lower bound; a run that passes may still be too
+/// large.
+pub(super) fn check_memory(
+    args: &TrainArgs,
+    model: &ModelConfig,
+    ranks: &Ranks,
+    (strategy, replicas): (Strategy, usize),
+) -> Result<(), InputError> {
+    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
+        return Ok(());
+    };
+    const GIB: u128 = 1 << 30;
+    let params = model.num_params();
+    let (number, own) = (ranks.number() as u128, ranks.of_process() as u128);
+    let copies = match strategy {
+        Strategy::NoShard => number,
+        Strategy::FullShard | Strategy::ShardGradOp => replicas as u128,
+    };
+    let values = match (args.model.lora, &args.sharding.offload) {
+        // What is frozen has neither a gradient nor moments.
+        (Some(_), _) => 1,
+        (None, Some(_)) => 2,
+        (None, None) => 4,
+    };
+    let (batch, seq) = (args.training.batch as u128, args.model.seq as u128);
+    let state = 4 * values * params as u128 * copies * own / number;
+    let logits = 8 * batch * seq * (model.vocab() as u128) * own / number;
+    // A rank has a thread and an entry for each other rank; each of its parameters is an object, however
+    // few elements it has.
+    let per_rank = (64 << 10) + 24 * number + 12 * 1024 * model.num_layers() as u128;
+    let needed = state.saturating_add(logits);
+    let needed = needed.saturating_add(per_rank.saturating_mul(own));
+    let available = u128::from(available);
+    match needed > available {
+        true => Err(InputError::TooLittleMemory {
+            params,
+            ranks: ranks.number(),
+            needed: needed.div_ceil(GIB),
+            available: available / GIB,
+        }),
+        false => Ok(()),
+    }
+}

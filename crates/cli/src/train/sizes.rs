@@ -1,0 +1,131 @@
+//! The sizes of the model that a run trains.
+
+use std::path::Path;
+
+use burn_fsdp_models::{GptConfig, ModelConfig, TextCodec};
+
+use crate::adapters::AdapterSizes;
+use crate::args::{ModelArgs, TrainArgs, TrainedModelArg};
+use crate::error::InputError;
+
+/// The sizes of a GPT where nothing else is said.
+const GPT: GptConfig = GptConfig {
+    layers: 3,
+    dim: 128,
+    heads: 4,
+    vocab: 256,
+    seq: 128,
+};
+
+/// Finds the sizes: those of the command line for a GPT, and those of the folder of `--init` for other models.
+pub(crate) fn model(args: &ModelArgs, codec: &TextCodec) -> Result<ModelConfig, InputError> {
+    let folder = args.init.as_deref().filter(|path| path.is_dir());
+    let has_sizes = folder.is_some_and(|folder| folder.join("config.json").exists());
+    let model = match (args.model, folder) {
+        (Some(TrainedModelArg::Gpt), _) => gpt(args, codec),
+        (None, Some(folder)) if has_sizes => of_folder(args, folder)?,
+        (None, _) => gpt(args, codec),
+        (Some(_), Some(folder)) => of_folder(args, folder)?,
+        (Some(asked), None) => {
+            return Err(InputError::NeedsFolder {
+                model: name_of(asked),
+            });
+        }
+    };
+    model.validate()?;
+    match args.model {
+        Some(asked) if name_of(asked) != name(&model) => Err(InputError::OtherKind {
+            asked: name_of(asked),
+            found: name(&model),
+        }),
+        _ => Ok(model),
+    }
+}
+
+fn gpt(args: &ModelArgs, codec: &TextCodec) -> ModelConfig {
+    ModelConfig::Gpt(GptConfig {
+        layers: args.layers.unwrap_or(GPT.layers),
+        dim: args.dim.unwrap_or(GPT.dim),
+        heads: args.heads.unwrap_or(GPT.heads),
+        vocab: args.vocab.unwrap_or_else(|| codec.num_ids().max(GPT.vocab)),
+        seq: args.seq,
+    })
+}
+
+/// Reads the sizes of a folder in Hugging Face's form, where the command line has none.
+fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError> {
+    let given = [
+        ("--layers", args.layers),
+        ("--dim", args.dim),
+        ("--heads", args.heads),
+        ("--vocab", args.vocab),
+    ];
+    if let Some((flag, _)) = given.into_iter().find(|(_, given)| given.is_some()) {
+        return Err(InputError::SizeOfFolder {
+            flag,
+            path: folder.join("config.json"),
+        });
+    }
+    let model = ModelConfig::from_hugging_face(folder)?;
+    match args.seq > model.seq() {
+        true => Err(InputError::TooLongSequence {
+            seq: args.seq,
+            longest: model.seq(),
+        }),
+        false => Ok(model),
+    }
+}
+
+/// Returns the word of the command line for the kind of a model.
+fn name(model: &ModelConfig) -> &'static str {
+    name_of(match model {
+        ModelConfig::Llama(_) => TrainedModelArg::Llama,
+        ModelConfig::Gpt2(_) => TrainedModelArg::Gpt2,
+        ModelConfig::Gpt(_) => TrainedModelArg::Gpt,
+    })
+}
+
+fn name_of(model: TrainedModelArg) -> &'static str {
+    match model {
+        TrainedModelArg::Gpt => "gpt",
+        TrainedModelArg::Llama => "llama",
+        TrainedModelArg::Gpt2 => "gpt2",
+    }
+}
+
+/// Finds the sizes of the adapters that are trained on the frozen model, if any are.
+pub(crate) fn adapters(
+    args: &TrainArgs,
+    model: &ModelConfig,
+) -> Result<Option<AdapterSizes>, InputError> {
+    let Some(rank) = args.model.lora else {
+        return Ok(None);
+    };
+    if rank == 0 {
+        return Err(InputError::Zero { flag: "--lora" });
+    }
+    let alpha = args.model.lora_alpha.unwrap_or(2.0 * rank as f64);
+    if !(alpha.is_finite() && alpha > 0.0) {
+        return Err(InputError::OutOfRange {
+            flag: "--lora-alpha",
+            value: alpha,
+            expected: "a number above 0",
+        });
+    }
+    let adapters = AdapterSizes { rank, alpha };
+    if !adapters.is_valid(model.dim()) {
+        return Err(InputError::OutOfRange {
+            flag: "--lora",
+            value: rank as f64,
+            expected: "at most the width of the model",
+        });
+    }
+    if args.model.save_init.is_some() {
+        return Err(InputError::Excludes {
+            first: "--save-init",
+            second: "--lora",
+            reason: "the weights that it starts from are those of --init, which stay as they are",
+        });
+    }
+    Ok(Some(adapters))
+}
