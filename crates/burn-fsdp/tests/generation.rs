@@ -70,7 +70,7 @@ fn plainly<A: Architecture>(sizes: A) -> Vec<i64> {
     for _ in 0..NEW {
         let run = |block: &_, x, shared: &_| A::Model::run_block(block, x, shared, None);
         let logits = model.logits_by(input(&tokens), run);
-        let last = logits.slice([tokens.len() - 1..tokens.len()]);
+        let last = logits.narrow(0, tokens.len() - 1, 1);
         tokens.push(likeliest(last));
     }
     tokens

@@ -434,11 +434,11 @@ pub enum Error {
         /// Path of the parameter.
         path: String,
         /// The sum that it should be.
-        expected: String,
+        expected: Box<str>,
         /// What it is instead.
-        got: String,
+        got: Box<str>,
         /// The collectives that carried the unit's gradients in this step, and the order of the step.
-        operations: String,
+        operations: Box<str>,
     },
     /// An error of a collective.
     #[error(transparent)]

@@ -87,7 +87,7 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
             },
         )
         .prop_map(Case::with_whole_tensors)
-        .prop_map(Case::as_documented)
+        .prop_map(Case::within_what_is_documented)
 }
 
 impl Case {
@@ -122,7 +122,7 @@ impl Case {
     }
 
     /// Leaves out what is said not to go together.
-    fn as_documented(mut self) -> Self {
+    fn within_what_is_documented(mut self) -> Self {
         let has_running_states = self.plan.has_running_states();
         let has_adapters = self.plan.adapters.is_some();
         for leg in &mut self.legs {

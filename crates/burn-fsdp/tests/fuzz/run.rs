@@ -37,15 +37,12 @@ impl Strike {
         let Some(death) = death else {
             return Self::default();
         };
-        let fault = Fault {
-            rank: death.rank % world.size(),
-            step: step as u64,
-            at: At::Collective,
-            how: match death.panics {
-                true => How::Panic,
-                false => How::Error,
-            },
+        let how = match death.panics {
+            true => How::Panic,
+            false => How::Error,
         };
+        let rank = death.rank % world.size();
+        let fault = Fault::new(rank, step as u64, At::Collective, how);
         let is_own = fault.rank == world.rank();
         match death.place {
             Place::Layer(layers) => Self {

@@ -52,7 +52,7 @@ impl Optimizer for Turns {
         gradient: Tensor<D>,
         state: Option<TurnsState<D>>,
     ) -> (Tensor<D>, Option<TurnsState<D>>) {
-        let wide = gradient.clone().cast(FloatDType::F64);
+        let wide = gradient.cast(FloatDType::F64);
         let (time, moment, slow) = match state {
             Some(TurnsState { time, moment, slow }) => (
                 time,

@@ -170,9 +170,9 @@ impl AtEnd<'_> {
             rank: self.root.group.rank(),
             unit: label.unwrap_or_default(),
             path: self.path(fault.parameter),
-            expected: format!("{}, each once, {divided} once", fault.expected),
-            got: fault.finding.describe(|parameter| self.path(parameter)),
-            operations: self.operations(unit),
+            expected: format!("{}, each once, {divided} once", fault.expected).into(),
+            got: fault.finding.describe(|parameter| self.path(parameter)).into(),
+            operations: self.operations(unit).into(),
         }
     }
 }

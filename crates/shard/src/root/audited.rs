@@ -108,8 +108,8 @@ impl Audited {
             wish,
             marks,
             used: flags(given.clone()),
-            tags: is_audited.then(|| tags(given)).unwrap_or_default(),
-            told: is_audited.then(|| self.auditor.tell()).unwrap_or_default(),
+            tags: if is_audited { tags(given) } else { Vec::new() },
+            told: if is_audited { self.auditor.tell() } else { Vec::new() },
         }
     }
 
