@@ -307,7 +307,7 @@ fn an_error_leaves_nothing_behind() {
             let fails = path.contains("blocks.1.up") && asked.swap(false, Relaxed);
             // Of another length than it was given.
             if fails {
-                gradient.slice([0..1])
+                gradient.narrow(0, 0, 1)
             } else {
                 gradient
             }
