@@ -184,7 +184,7 @@ fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
             .map(|(dim, _)| dim)
             .collect();
         if let Some(dim) = cut.choose(rng).filter(|_| rng.random_bool(0.8)) {
-            expand = expand.parameter(&*parameter.path, "model", Placement::Shard(*dim));
+            expand = expand.parameter(&parameter.path, "model", Placement::Shard(*dim));
         }
     }
     expand
