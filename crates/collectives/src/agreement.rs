@@ -7,7 +7,7 @@
 //! The checksum is CRC-32, which differs for any one or two bits of a part, and for any bits within 32 of each
 //! other; others go unseen once in four thousand million.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use crate::checksum::checksum;
@@ -146,12 +146,21 @@ pub(crate) struct Replicas {
 #[derive(Debug)]
 struct Open {
     held: Option<Held>,
-    /// What each rank has told.
-    checksums: Vec<Option<u32>>,
+    /// What each rank has told and others have not yet, the earliest first: a value may be told again before all have.
+    checksums: Vec<VecDeque<u32>>,
+}
+
+impl Open {
+    /// Returns what all ranks have told, if the last of them has.
+    fn take(&mut self) -> Option<Vec<u32>> {
+        let is_there = self.checksums.iter().all(|told| !told.is_empty());
+        let mut told = self.checksums.iter_mut();
+        is_there.then(|| told.by_ref().filter_map(VecDeque::pop_front).collect())
+    }
 }
 
 /// What all ranks of a group must hold alike.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Held {
     /// The result of an operation.
     Result(Operation),
@@ -204,10 +213,12 @@ impl Replicas {
         let mut found = None;
         for (sequence, checksum) in results {
             let open = self.open(*sequence, size);
-            open.checksums[from] = Some(*checksum);
-            let told: Option<Vec<u32>> = open.checksums.iter().copied().collect();
-            let Some(told) = told else { continue };
-            let held = self.open.remove(sequence).and_then(|closed| closed.held);
+            open.checksums[from].push_back(*checksum);
+            let Some(told) = open.take() else { continue };
+            let held = match open.checksums.iter().all(VecDeque::is_empty) {
+                true => self.open.remove(sequence).and_then(|closed| closed.held),
+                false => open.held.clone(),
+            };
             let ranks = minority(&told);
             if !ranks.is_empty() {
                 found = found.or(Some(Difference { held, ranks }));
@@ -222,7 +233,7 @@ impl Replicas {
         }
         self.open.entry(sequence).or_insert_with(|| Open {
             held: None,
-            checksums: vec![None; size],
+            checksums: vec![VecDeque::new(); size],
         })
     }
 }
@@ -292,6 +303,18 @@ mod tests {
         let pieces = [told(&bytes[..41]), told(&[]), told(&bytes[41..])];
         let pieces = pieces.iter().zip([41, 0, 59]);
         assert_eq!(Checks::joined(pieces, (1, 2), 1), Some(Checks::of(&bytes)));
+    }
+
+    /// What was told last before a pause is heard with what comes after it.
+    #[test]
+    fn values_of_one_number_are_compared_in_the_order_in_which_they_are_told() {
+        let mut replicas = Replicas::default();
+        let told = [(7, 1), (7, 2)];
+        assert_eq!(replicas.hear(0, 2, &told), None);
+        assert_eq!(replicas.hear(1, 2, &told), None);
+        assert!(replicas.open.is_empty());
+        assert_eq!(replicas.hear(0, 2, &told), None);
+        assert!(replicas.hear(1, 2, &[(7, 1), (7, 3)]).is_some());
     }
 
     #[test]

@@ -134,9 +134,8 @@ impl TrainConfig {
         }
         let seq = args.model.seq;
         let data = Data::read(&args.data, codec, &model, [batch, seq])?;
-        if let Some(path) = &args.model.init {
-            weights::check(&model, path)?;
-        }
+        let init = args.model.init.as_ref();
+        init.map_or(Ok(()), |path| weights::check(&model, path))?;
         // One process writes what there is one of.
         let is_first = all_ranks.have_first();
         if let Some(folder) = sharding.offload.as_ref().filter(|_| is_first) {

@@ -171,7 +171,10 @@ impl AtEnd<'_> {
             unit: label.unwrap_or_default(),
             path: self.path(fault.parameter),
             expected: format!("{}, each once, {divided} once", fault.expected).into(),
-            got: fault.finding.describe(|parameter| self.path(parameter)).into(),
+            got: fault
+                .finding
+                .describe(|parameter| self.path(parameter))
+                .into(),
             operations: self.operations(unit).into(),
         }
     }

@@ -109,7 +109,11 @@ impl Audited {
             marks,
             used: flags(given.clone()),
             tags: if is_audited { tags(given) } else { Vec::new() },
-            told: if is_audited { self.auditor.tell() } else { Vec::new() },
+            told: if is_audited {
+                self.auditor.tell()
+            } else {
+                Vec::new()
+            },
         }
     }
 

@@ -40,7 +40,7 @@ impl Progress {
         if slots.is_empty() {
             return Ok(());
         }
-        tell_replicas(generation, &slots);
+        tell_replicas(root, generation, &slots);
         let mut sources = Vec::with_capacity(slots.len());
         for &index in &slots {
             let slot = &unit.slots[index];
@@ -296,15 +296,15 @@ impl Progress {
 }
 
 /// Tells the ranks that hold the same values of a unit what this one has written there.
-fn tell_replicas(generation: &Generation, slots: &[usize]) {
+fn tell_replicas(root: &Root, generation: &Generation, slots: &[usize]) {
     let groups = &generation.unit.groups;
     for &slot in slots {
         match generation.unit.slots[slot].is_gathered() {
-            false => tell(&groups.reduce, generation, slot),
+            false => tell((root, &groups.reduce), generation, slot),
             true => groups
                 .replicas
                 .iter()
-                .for_each(|group| tell(group, generation, slot)),
+                .for_each(|group| tell((root, group), generation, slot)),
         }
     }
 }
@@ -312,17 +312,17 @@ fn tell_replicas(generation: &Generation, slots: &[usize]) {
 /// Tells all ranks what this one has written in parameters that all keep whole.
 fn tell_whole(root: &Root, leaves: &[(Arc<Generation>, usize)]) {
     for (generation, slot) in leaves {
-        tell(&root.group, generation, *slot);
+        tell((root, &root.group), generation, *slot);
     }
 }
 
 /// Tells a group whose ranks all hold the value of `slot` what this one has written there.
-fn tell(group: &ProcessGroup, generation: &Generation, slot: usize) {
+fn tell((root, group): (&Root, &ProcessGroup), generation: &Generation, slot: usize) {
     let Some(seal) = generation.seal(slot).filter(|_| group.size() > 1) else {
         return;
     };
     let path = &generation.unit.slots[slot].path;
-    let number = Fingerprint::of(&(path, generation.version()));
+    let number = Fingerprint::of(&(root.number, path, generation.version()));
     group.tell_replica(number, &seal, || Label::from(generation.named(slot)));
 }
 

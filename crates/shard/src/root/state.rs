@@ -37,7 +37,7 @@ pub(crate) struct Root {
     pub(super) factors: Option<DivideFactors>,
     /// A number that is equal on all ranks for one module and different for two: it tells their
     /// operations apart.
-    number: u64,
+    pub(super) number: u64,
     units: Mutex<Vec<WeakCopies>>,
     pub(super) rulers: Mutex<Rulers>,
     /// True while some thread is inside a part of a step.

@@ -297,7 +297,11 @@ fn adapters_are_merged() {
         }) {
             assert_eq!(merged, want);
             assert_eq!(summoned, want);
-            assert_eq!(read, loss);
+            // Without a graph Burn may run a product in another way.
+            assert!(
+                (read - loss).abs() <= 1e-6 * loss.abs(),
+                "{read} is not {loss}"
+            );
         }
     }
 }

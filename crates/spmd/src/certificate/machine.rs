@@ -76,7 +76,7 @@ impl Machine {
 
     /// Returns the hash of what a node has written on a rank.
     pub(super) fn written(&self, rank: usize, id: TensorId) -> Option<u64> {
-        self.ranks[rank].written.get(&id).copied()
+        self.ranks.get(rank)?.written.get(&id).copied()
     }
 
     /// Returns a value of a rank.

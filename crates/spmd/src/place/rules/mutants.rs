@@ -108,6 +108,10 @@ impl Mutation {
                 let mut holders: Vec<_> = holders
                     .filter(|input| input.dim_of(shared).is_some())
                     .collect();
+                // A tensor that is read twice lies in one way: such a rule never cuts it.
+                if holders.windows(2).any(|pair| pair[0].id == pair[1].id) {
+                    return None;
+                }
                 let input = rng.random_range(0..holders.len());
                 let dim = holders[input].dim_of(shared)?;
                 holders[input].letters[dim] = None;

@@ -8,7 +8,7 @@ use burn_ir::{OperationIr, TensorId};
 
 use super::SpmdType;
 use super::program::of_program;
-use crate::graph::{Collective, Graph, Node, Parameter, Role, Stage, Trait, Value, is};
+use crate::graph::{Collective, Graph, Node, Parameter, Phase, Role, Stage, Trait, Value, is};
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
 
@@ -151,7 +151,7 @@ impl Flow<'_> {
             format!("{reason} along {name}: it reads {}", inputs.join(", "))
         })?;
         let types = node.outputs().map(|output| {
-            let said = placed(output);
+            let said = placed(output).or_else(|| self.stepped(node, output, axis));
             match way.result(said) {
                 Some(of) => Ok(of),
                 None => Err(format!(
@@ -162,6 +162,20 @@ impl Flow<'_> {
             }
         });
         types.collect()
+    }
+
+    /// Returns the type of what the optimizer makes of nothing for a parameter, such as the zeros that a state begins with:
+    /// it is that of the parameter's elements.
+    fn stepped(&self, node: &Node, output: TensorId, axis: usize) -> Option<SpmdType> {
+        if node.phase != Phase::Optimizer || node.inputs().next().is_some() {
+            return None;
+        }
+        let parameter = self.graph.parameter(node.path.as_deref()?)?;
+        let shape = |id| self.graph.value(id).map(|value| &value.shape);
+        let is_like = shape(output) == shape(parameter.value);
+        is_like
+            .then(|| self.of(parameter.value, axis).ok())
+            .flatten()
     }
 
     fn of(&self, id: TensorId, axis: usize) -> Result<SpmdType, String> {
@@ -237,7 +251,9 @@ impl Flow<'_> {
             )?;
         }
         for parameter in self.graph.parameters() {
-            if let Some(gradient) = parameter.gradient {
+            // A graph that is a part of a step has the gradients of that part.
+            let own = parameter.gradient.filter(|id| self.types.contains_key(id));
+            if let Some(gradient) = own {
                 let what = format!("gradient of {}", parameter.path);
                 self.expect(&what, (parameter.value, gradient), SpmdType::of_gradient)?;
             }
