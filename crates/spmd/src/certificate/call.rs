@@ -74,34 +74,37 @@ impl Call<'_> {
         Ok(self.drawn_from(hash))
     }
 
-    /// Returns results of which each sample, along the first dim, depends on that sample of the operands alone.
-    pub(super) fn by_sample(&self) -> Result<Vec<Tensor>, String> {
+    /// Returns results of which each plane, a channel of a sample, depends on that plane of the operands alone: planes are
+    /// numbered by the first two dims.
+    pub(super) fn by_plane(&self) -> Result<Vec<Tensor>, String> {
         let operation = &self.node.operation;
         let name = operation_name(operation);
         let mut seed = Hash::named(&name);
-        seed.write(parameters_with(operation, |tensor| tensor.shape[0] = 1));
+        seed.write(parameters_with(operation, |tensor| {
+            tensor.shape.iter_mut().take(2).for_each(|size| *size = 1);
+        }));
         let inputs = operation.inputs().map(|input| self.get(input));
         let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
-        let num_samples = inputs.first().map_or(0, |input| input.shape[0]);
+        let planes = |shape: &[usize]| shape.iter().take(2).product::<usize>();
+        let num_planes = inputs.first().map_or(0, |input| planes(&input.shape));
         let outputs = operation.outputs().enumerate().map(|(number, output)| {
-            let mut shape = output.shape.as_slice().to_vec();
-            if inputs.iter().any(|input| input.shape[0] != num_samples) || shape[0] != num_samples {
-                return Err("its operands have different numbers of samples".to_owned());
+            let shape = output.shape.as_slice();
+            let mut alike = inputs.iter().map(|input| planes(&input.shape));
+            if alike.any(|other| other != num_planes) || planes(shape) != num_planes {
+                return Err("its operands have different numbers of planes".to_owned());
             }
-            shape[0] = 1;
-            let samples = (0..num_samples).flat_map(|sample| {
+            let elements = (0..num_planes).flat_map(|plane| {
                 let mut seed = seed;
                 seed.write(number as u64);
                 for input in &inputs {
-                    let len = input.len() / num_samples;
-                    let own = &input.elements[sample * len..][..len];
+                    let len = input.len() / num_planes;
+                    let own = &input.elements[plane * len..][..len];
                     own.iter().for_each(|element| seed.write(*element));
                 }
-                let sample = filled(seed, &shape, Kind::of(output.dtype));
-                sample.elements.to_vec()
+                let own = filled(seed, &shape[2..], Kind::of(output.dtype));
+                own.elements.to_vec()
             });
-            let elements = samples.collect();
-            Ok(Tensor::new(output.shape.as_slice(), elements))
+            Ok(Tensor::new(shape, elements.collect()))
         });
         outputs.collect()
     }

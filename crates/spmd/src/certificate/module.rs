@@ -145,7 +145,7 @@ impl Call<'_> {
             | Op::MaxPool1dWithIndicesBackward(_)
             | Op::MaxPool2dWithIndicesBackward(_)
             | Op::Interpolate(_)
-            | Op::InterpolateBackward(_) => return self.by_sample(),
+            | Op::InterpolateBackward(_) => return self.by_plane(),
             _ => return self.opaque(),
         };
         Ok(vec![one])
