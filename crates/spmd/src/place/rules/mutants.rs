@@ -204,11 +204,19 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
 }
 
 /// Returns true for operations that are linear in their first operand alone, and whose rules do not say so, as it would not
-/// pay: a fault that says it is none.
+/// pay, or that add a number, which is right of the addends of a mean: a fault that says it is none.
 fn is_linear(operation: &OperationIr) -> bool {
     let name = operation_name(operation);
     let linear = [
-        "Mul", "Div", "Cast", "Matmul", "Linear", "MaskFill", "CumSum",
+        "Mul",
+        "Div",
+        "Cast",
+        "Matmul",
+        "Linear",
+        "MaskFill",
+        "CumSum",
+        "AddScalar",
+        "SubScalar",
     ];
     let last = name.rsplit('.').next().unwrap_or_default();
     linear.contains(&last)
