@@ -278,7 +278,11 @@ fn change_number(node: &mut Node, rng: &mut StdRng) {
     });
     let mut floats: Vec<&mut f64> = floats.collect();
     let chosen = rng.random_range(0..floats.len());
-    *floats[chosen] = *floats[chosen] * 0.5 + 3.0;
+    let number = &mut *floats[chosen];
+    *number = match number.is_finite() {
+        true => *number * 0.5 + 3.0,
+        false => 3.0,
+    };
     assert!(node.set_scalar_values(&scalars));
 }
 
@@ -418,6 +422,10 @@ fn refused(seeds: std::ops::Range<u64>) -> BTreeMap<Mutation, [usize; 2]> {
         let (case, mutation, (mutant, what)) = loop {
             let case = cases.choose(&mut rng).unwrap();
             let mutation = *Mutation::ALL.choose(&mut rng).unwrap();
+            // The first addend of a state of zeros is all of the sum.
+            if mutation == Mutation::LostAddend && case.name.starts_with("lstm") {
+                continue;
+            }
             if let Some(found) = mutation.of(&case.plan, &mut rng) {
                 break (case, mutation, found);
             }
