@@ -9,6 +9,7 @@ use burn::tensor::DType;
 use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Partition, Placement, ReduceOp, Strategy};
 use burn_ir::{BaseOperationIr, CastOpIr, OperationIr, TensorId};
 
+use super::replicate::{Replicate, mesh_of};
 use crate::Precision;
 use crate::elements::element_type;
 use crate::error::Error;
@@ -58,15 +59,6 @@ pub struct InsertCollectives {
     pub precision: Precision,
 }
 
-/// The axis of copies in hybrid sharding.
-#[derive(Debug, Clone)]
-pub struct Replicate {
-    /// The axis, with the number of copies.
-    pub axis: Axis,
-    /// True if it comes before the axis of the shards in the mesh.
-    pub is_first: bool,
-}
-
 impl GraphTransform for InsertCollectives {
     fn id(&self) -> PassId {
         PassId::InsertCollectives
@@ -87,7 +79,8 @@ impl GraphTransform for InsertCollectives {
             graph,
             averaged: BTreeMap::new(),
         };
-        insertion.graph.set_mesh(self.mesh()?);
+        let mesh = mesh_of((&self.axis, self.num_ranks), self.replicate.as_ref())?;
+        insertion.graph.set_mesh(mesh);
         let nodes = insertion.graph.take_nodes();
         let nodes = match self.style {
             DataParallel::Automatic | DataParallel::Strategy(Strategy::NoShard) => nodes,
@@ -99,17 +92,6 @@ impl GraphTransform for InsertCollectives {
         let Insertion { mut graph, .. } = insertion;
         graph.sync_nodes();
         Ok(graph)
-    }
-}
-
-impl InsertCollectives {
-    /// Returns the mesh of all ranks.
-    fn mesh(&self) -> Result<Mesh, Error> {
-        let mut axes = vec![(self.axis.to_string(), self.num_ranks)];
-        if let Some(Replicate { axis, is_first }) = &self.replicate {
-            axes.insert(usize::from(!is_first), (axis.name.clone(), axis.size));
-        }
-        Ok(Mesh::new(axes)?)
     }
 }
 
