@@ -350,7 +350,7 @@ impl Graph {
     }
 
     /// Returns the placements of a value, one per axis of the mesh, if
-    /// [`ExpandPlacements`](crate::passes::schedule) has chosen them. What passes add later has none.
+    /// [`ExpandPlacements`](crate::place::ExpandPlacements) has chosen them. What passes add later has none.
     pub fn placements(&self, id: TensorId) -> Option<&[Placement]> {
         self.placements.get(&id).map(Vec::as_slice)
     }
