@@ -138,8 +138,6 @@ impl EagerRun {
 
     /// Puts model and optimizer into a new module, by Burn's records.
     fn renewed(&mut self) -> Result<(), Error> {
-        // Burn's records have running states without what the last batch made of them, until the mode changes.
-        drop(self.net().valid());
         let record = into_record(self.net().clone())?;
         let of_optimizer = self.optimizer.to_record();
         let net = self.case.sharded(&self.eager, &self.mesh, self.leg.ranks)?;

@@ -290,8 +290,9 @@ fn change_number(node: &mut Node, rng: &mut StdRng) {
 fn doubled(plan: &mut Graph, nodes: &mut Vec<Node>, rng: &mut StdRng) -> Option<String> {
     let places = nodes.iter().enumerate().filter(|(_, node)| {
         let collective = node.collective.as_ref();
-        collective
-            .is_some_and(|of| of.kind == CollectiveKind::AllReduce && of.stage == Stage::Whole)
+        collective.is_some_and(|of| {
+            of.kind == CollectiveKind::AllReduce && of.stage == Stage::Whole && !moves_zeros(of)
+        })
     });
     let places: Vec<usize> = places.map(|(index, _)| index).collect();
     let index = *places.choose(rng)?;
