@@ -165,6 +165,7 @@ fn source<B: BackendIr>(
         HandleKind::Quantized(_) => None,
     };
     if let Some(flex) = flex {
+        let memory = flex.clone();
         let flex = match flex.layout().contiguous_offsets() {
             Some(_) => flex.clone(),
             None => flex.to_contiguous(),
@@ -172,8 +173,10 @@ fn source<B: BackendIr>(
         drop(tensor);
         let (start, _) = flex.layout().contiguous_offsets().unwrap_or((0, 0));
         let start = start * flex.dtype().size();
-        let is_whole = start == 0 && num_bytes == flex.bytes().len();
-        let memory = flex.clone();
+        // The seal is of the memory as it lies; elements in another order are other bytes.
+        let is_whole = memory.layout().contiguous_offsets().is_some()
+            && start == 0
+            && num_bytes == flex.bytes().len();
         let source = Source::new(FlexBytes {
             tensor: flex,
             start,
