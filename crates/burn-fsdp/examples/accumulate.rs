@@ -10,6 +10,7 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsAccumulator};
 use burn::tensor::{Device, Distribution, Tensor};
+use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::{
     Error, LaunchConfig, Mesh, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
 };
@@ -36,6 +37,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let mut net = fully_shard(net, &mesh, ShardPolicy::new().units(["layers.*"]))?;
         let mut optim = AdamWConfig::new().init();
+        // Gradients of an accumulator have nothing by which the first step could try the optimizer.
+        check_elementwise(&net, &optim)?;
         let mut means = Vec::new();
         for _ in 0..5 {
             let mut gradients = GradientsAccumulator::new();

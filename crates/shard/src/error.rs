@@ -372,6 +372,18 @@ pub enum Error {
         /// The first parameter of which it is true.
         path: String,
     },
+    /// An optimizer that panicked at a shard before it was known whether it may work on shards.
+    #[error(
+        "the optimizer panicked at the shard of `{path}`, perhaps because it computes with whole tensors, as Muon does: \
+         {panic}; `optim::check_elementwise(&model, &optimizer)` says so before training, and \
+         `ShardPolicy::one_owner([\"**\"])` gives each parameter to one rank, whole"
+    )]
+    Untried {
+        /// The parameter.
+        path: String,
+        /// What the optimizer said.
+        panic: String,
+    },
     /// A parameter that would be trained with each rank's own gradient.
     #[error(
         "parameter `{path}` is trained, but neither sharded nor ignored: each rank would go its own way \

@@ -8,10 +8,10 @@
 //! gradient is no optimizer; and who comes to other bits for the shards than for the same elements of the whole
 //! computes with whole tensors. What remains unseen are groups by ids, as probes have other ones.
 
+use std::any::Any;
 use std::collections::{HashMap, HashSet};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, throw};
 use crate::report;
+use crate::shown::Shown;
 
 /// Number of rows and of columns of the matrix on trial: halves of it are whole vectors of any
 /// processor, so that equal arithmetic gives equal bits.
@@ -92,10 +93,9 @@ fn place_of(id: ParamId) -> u64 {
 
 /// The trial of the optimizer that steps the parameters of a root, parameter by parameter: groups may hold
 /// different optimizers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Trial {
-    /// True if no trained parameter is known that is still to be tried.
-    is_over: AtomicBool,
+    warned: Once,
     parameters: Mutex<Parameters>,
 }
 
@@ -147,12 +147,16 @@ enum Verdict {
     WholeTensors,
 }
 
-impl Trial {
-    /// Returns true if a parameter may still be to be tried.
-    pub(crate) fn is_pending(&self) -> bool {
-        !self.is_over.load(Ordering::Relaxed)
+impl Default for Trial {
+    fn default() -> Self {
+        Self {
+            warned: Once::new(),
+            parameters: Mutex::default(),
+        }
     }
+}
 
+impl Trial {
     /// Registers gradients for the probes of those of `subjects` at which no optimizer was tried yet: all trained
     /// parameters of which optimizers see a part.
     pub(crate) fn register(
@@ -172,8 +176,6 @@ impl Trial {
             probes.register_all(gradients);
             parameters.probes.insert(place, probes);
         }
-        let is_over = parameters.probes.is_empty();
-        self.is_over.store(is_over, Ordering::Relaxed);
     }
 
     /// Notes that the parameter `id` may be stepped by the optimizer that steps it.
@@ -196,13 +198,8 @@ impl Trial {
         if parameters.tried.contains(&param.id) {
             return None;
         }
-        // It may be trained only since the last backward: the next one is to know of it.
-        self.is_over.store(false, Ordering::Relaxed);
         let registered = parameters.probes.get(&place_of(param.id));
         let registered = registered.filter(|probes| probes.shown_with == param.id);
-        if registered.is_none() && WARNED.is_completed() {
-            return None;
-        }
         // Without gradients, in a loop that calls Burn's backward, the control alone has a meaning:
         // whoever changes what has no gradient is not meant.
         Some(registered.cloned().unwrap_or_else(|| Probes::lone(param)))
@@ -211,8 +208,8 @@ impl Trial {
     /// Shows the probes to `mapper`, which is about to map over `param` at `path`. Leaves with an error
     /// if that is an optimizer which computes with whole tensors.
     ///
-    /// Returns the value of `param` if [`compare`](Self::compare) is to say whether it changes: nothing
-    /// is known yet of who maps.
+    /// Returns the value of `param` if nothing is known yet of who maps: [`watched`](Self::watched) then says whether it
+    /// changes.
     pub(crate) fn show<M: ModuleMapper>(
         &self,
         param: &Param<Tensor<1>>,
@@ -223,7 +220,7 @@ impl Trial {
             return None;
         }
         match self.untried(param)?.verdict(mapper) {
-            Verdict::Unmoved => (!WARNED.is_completed()).then(|| param.base()),
+            Verdict::Unmoved => (!self.warned.is_completed()).then(|| param.base()),
             Verdict::NoOptimizer => None,
             Verdict::Elementwise => {
                 self.pass(param.id);
@@ -235,23 +232,45 @@ impl Trial {
         }
     }
 
-    /// Warns once that an optimizer was not tried, if the map has changed `before` to `after`.
-    pub(crate) fn compare(before: Option<Tensor<1>>, after: &Param<Tensor<1>>, path: &str) {
-        let Some(before) = before else { return };
-        if bits(before) == bits(after.base()) {
-            return;
-        }
-        WARNED.call_once(|| {
-            report::warn(format!(
-                "the shard of `{path}` was updated, and it is not known whether by an optimizer that may \
-                 work on shards: the gradients are not straight from `backward(loss, &model)` of this \
-                 crate; call `check_elementwise(&model, &optimizer)` once before training"
-            ));
+    /// Maps over a parameter at `path`, of whose mapper nothing is known if there is `before`, its value until now. Warns
+    /// once if that changes: it may be an optimizer that computes with whole tensors. Leaves with an error if it panics.
+    pub(crate) fn watched(
+        &self,
+        before: Option<Tensor<1>>,
+        path: &str,
+        map: impl FnOnce() -> Shown,
+    ) -> Shown {
+        let Some(before) = before else {
+            return map();
+        };
+        let mapped = catch_unwind(AssertUnwindSafe(map));
+        let mapped = mapped.unwrap_or_else(|panic| match words(&*panic) {
+            None => resume_unwind(panic),
+            Some(panic) => throw(Error::Untried {
+                path: path.to_owned(),
+                panic,
+            }),
         });
+        if let Shown::One(after) = &mapped
+            && bits(before) != bits(after.base())
+        {
+            self.warned.call_once(|| {
+                report::warn(format!(
+                    "the shard of `{path}` was updated, and it is not known whether by an optimizer that may \
+                     work on shards: the gradients are not straight from `backward(loss, &model)` of this \
+                     crate; call `check_elementwise(&model, &optimizer)` once before training"
+                ));
+            });
+        }
+        mapped
     }
 }
 
-static WARNED: Once = Once::new();
+/// Returns the words of a panic; `None` of an error of this crate, which is thrown.
+fn words(panic: &(dyn Any + Send)) -> Option<String> {
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()))
+}
 
 impl Probes {
     fn of(subject: Subject) -> Self {

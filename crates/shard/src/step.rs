@@ -97,15 +97,11 @@ fn reduced_gradients<M: Module, const D: usize>(
     Ok(gradients)
 }
 
-/// Registers the probes by which the first step of an optimizer is tried, for each root.
+/// Registers the probes by which the first step of an optimizer is tried, for each root. A parameter may be trained only since
+/// the last step.
 fn register_probes<M: Module>(module: &M, roots: &[Arc<Root>], gradients: &mut GradientsParams) {
-    let untried = roots.iter().filter(|root| root.trial.is_pending());
-    let untried: Vec<_> = untried.collect();
-    if untried.is_empty() {
-        return;
-    }
     let members = inspect::members(module);
-    for root in untried {
+    for root in roots {
         let own = members.iter().filter(|member| {
             root.owns(&member.generation.unit)
                 && member.slot().is_flattened()

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{
     Checkpoints, LossScale, TrainingSnapshot, loss_scale, restore, restore_scaler, snapshot,
 };
-use burn_fsdp::optim::LossScaling;
+use burn_fsdp::optim::{LossScaling, check_elementwise};
 use burn_fsdp::sharding::Audit;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
@@ -61,7 +61,7 @@ impl EagerRun {
             (net, optimizer) = restore(net, optimizer, &saved)?;
             scaler = scaler.map(|scaler| restore_scaler(scaler, &saved));
         }
-        Ok(Self {
+        let run = Self {
             case: case.clone(),
             leg: leg.clone(),
             eager: eager.clone(),
@@ -69,7 +69,17 @@ impl EagerRun {
             net: Some(net),
             optimizer,
             scaler,
-        })
+        };
+        run.check_optimizer()?;
+        Ok(run)
+    }
+
+    /// Tries the optimizer where its first step has gradients that it cannot be tried with, as the book says.
+    fn check_optimizer(&self) -> Result<(), Error> {
+        match self.eager.accumulation {
+            Accumulation::Burn => Ok(check_elementwise(self.net(), &self.optimizer)?),
+            _ => Ok(()),
+        }
     }
 
     fn net(&self) -> &Net {
@@ -146,7 +156,7 @@ impl EagerRun {
         self.net = Some(net);
         let optimizer = self.case.optimizer.init(self.plan());
         self.optimizer = optimizer.load_record(of_optimizer);
-        Ok(())
+        self.check_optimizer()
     }
 }
 

@@ -24,7 +24,6 @@ use crate::parameter::current::Current;
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
-use crate::probes::Trial;
 use crate::shown::Shown;
 
 /// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
@@ -162,24 +161,23 @@ fn checked(generation: &Owned) -> Result<Option<Current>, Error> {
     }))
 }
 
-/// Tries the optimizer, if `mapper` may be its first step. Returns the value of `shown` if nothing
-/// is known afterwards.
-fn try_optimizer<M: ModuleMapper>(
-    generation: &Owned,
-    shown: &Shown,
-    path: &str,
-    mapper: &mut M,
-) -> Option<Tensor<1>> {
-    let root = generation.root_link().root()?;
+/// Maps over what is shown of a parameter. Tries the optimizer first, if `mapper` may be its first step.
+fn mapped<M: ModuleMapper>(generation: &Owned, shown: Shown, path: &str, mapper: &mut M) -> Shown {
+    let root = generation.root_link().root();
     let slot = &generation.unit.slots[generation.slot];
+    let may_step = slot.is_flattened() && !ambient::is_engine();
+    let root = root.filter(|root| may_step && root.num_finished() > 0);
     // What is whole and has its own shape is to the optimizer what it was before.
-    let Shown::One(shown) = shown else {
-        return None;
+    let unknown = match (&root, &shown) {
+        (Some(root), Shown::One(shown)) => root.trial.show(shown, path, mapper),
+        _ => None,
     };
-    let may_step = slot.is_flattened() && !ambient::is_engine() && root.num_finished() > 0;
-    may_step
-        .then(|| root.trial.show(shown, path, mapper))
-        .flatten()
+    let current = checked(generation).unwrap_or_else(|error| throw(error));
+    let map = || current::at(current, || shown.mapped(mapper));
+    match root {
+        Some(root) => root.trial.watched(unknown, path, map),
+        None => map(),
+    }
 }
 
 impl Reparameterization for ShardedParam {
@@ -274,12 +272,7 @@ impl Module for ShardedParam {
                 let shown = Self::shown(&value, &identity, path);
                 let before = shown.id();
                 mapper.exit_module(NAME, CONTAINER);
-                let unknown = try_optimizer(&generation, &shown, path, mapper);
-                let current = checked(&generation).unwrap_or_else(|error| throw(error));
-                let value = current::at(current, || shown.mapped(mapper));
-                if let Shown::One(value) = &value {
-                    Trial::compare(unknown, value, path);
-                }
+                let value = mapped(&generation, shown, path, mapper);
                 mapper.enter_module(NAME, CONTAINER);
                 let identity = match value.id() == before {
                     true => identity,

@@ -171,7 +171,7 @@ fn what_is_trained_later_is_tried_then() {
         let mut optimizer = AdamWConfig::new().init().with_group(late, lamb, None);
         let mut model = stepped(model, &mut optimizer, &world, &[1e-2, 1e-2])?;
         model.blocks[1] = model.blocks[1].clone().unfreeze();
-        let refused = stepped(model, &mut optimizer, &world, &[1e-2, 1e-2]);
+        let refused = stepped(model, &mut optimizer, &world, &[1e-2]);
         let error = refused.expect_err("a group of whole tensors");
         assert!(matches!(error, Error::WholeTensors { .. }), "{error}");
         Ok(())
@@ -244,6 +244,30 @@ fn gradients_of_probes_come_and_go() {
         check_elementwise(&model, &optimizer)?;
         let gradients = backward(model.loss(world.rank(), 1, &device), &model)?;
         assert_eq!(gradients.len(), own);
+        Ok(())
+    });
+}
+
+/// What an accumulator makes of gradients has none for the matrices of the trial.
+#[test]
+fn an_optimizer_that_panics_at_a_shard_is_named() {
+    on_ranks(2, |world| {
+        let device = device();
+        let accumulated = |model: &Mlp| {
+            let mut accumulator = GradientsAccumulator::new();
+            let loss = model.loss(world.rank(), 0, &device);
+            accumulator.accumulate(model, backward(loss, model)?);
+            Ok::<_, Error>(accumulator.grads())
+        };
+        let model = build(MLP, &world, &device, blocks())?;
+        let gradients = accumulated(&model)?;
+        let refused = catch(|| MuonConfig::new().init().step(1e-2, model, gradients));
+        let error = refused.expect_err("muon");
+        assert!(matches!(error, Error::Untried { .. }), "{error}");
+        let text = error.to_string();
+        for words in ["2D tensors", "check_elementwise", "one_owner"] {
+            assert!(text.contains(words), "{text}");
+        }
         Ok(())
     });
 }
