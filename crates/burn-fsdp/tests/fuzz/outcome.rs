@@ -34,16 +34,26 @@ impl Case {
             ASKED.fetch_add(1, Ordering::Relaxed);
             // What rounding makes of a number depends on the model: some amplify it a thousandfold, and gradients that
             // are zero but for rounding are seen in some of these alone.
-            let nudged: Vec<_> = (1..=6).map(|nudge| self.plainly_nudged(nudge)).collect();
-            self.beyond(got, want, &nudged)
+            let mut nudged: Vec<_> = (1..=6).map(|nudge| self.plainly_nudged(nudge)).collect();
+            self.beyond(got, want, &nudged).and_then(|difference| {
+                // Halves round so far that a few draws may miss what comes of it.
+                if !self.is_halved() {
+                    return Some(difference);
+                }
+                nudged.extend((7..=40).map(|nudge| self.plainly_nudged(nudge)));
+                self.beyond(got, want, &nudged)
+            })
         })
+    }
+
+    fn is_halved(&self) -> bool {
+        self.legs.iter().any(|leg| leg.halves().are_used())
     }
 
     /// As [`difference`](Self::difference), where outcomes of parameters that differ by rounding are known.
     fn beyond(&self, got: &Outcome, want: &Outcome, nudged: &[Outcome]) -> Option<String> {
         // Where halves are nudged by a half of their last bit, that is what they round by.
-        let is_halved = self.legs.iter().any(|leg| leg.halves().are_used());
-        let factor = match is_halved {
+        let factor = match self.is_halved() {
             true => 4.0,
             false => 30.0,
         };
