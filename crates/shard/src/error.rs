@@ -17,7 +17,7 @@ use crate::ambient::{Purpose, is_within, within};
 pub enum Error {
     /// A pattern of the policy that matches nothing that is sharded.
     #[error(
-        "pattern `{pattern}` matches nothing that is sharded; the modules are: {modules}; \
+        "pattern `{pattern}` matches no module with a parameter that is sharded; the modules are: {modules}; \
          correct the pattern (`*` stands for any characters of one path segment, `**` for any segments)"
     )]
     UnmatchedPattern {

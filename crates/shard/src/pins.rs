@@ -24,7 +24,8 @@ impl fmt::Display for Pinned {
             f,
             "unit `{}`: {} of {} bytes of full weights stayed alive from forward to backward; an \
              operation saved a view, a cast or the weight itself. Use a device with \
-             `.autodiff().gradient_checkpointing()`, and keep embeddings in the root",
+             `.autodiff().gradient_checkpointing()`, if it is not one, and leave embeddings to the root: they save their \
+             weight on every device",
             self.unit, self.bytes, self.of
         )
     }

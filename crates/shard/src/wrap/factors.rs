@@ -54,8 +54,9 @@ pub(super) fn with_factors(parameters: Vec<Found>, lora: &Lora) -> Result<Vec<Fo
     }
     match all.len() == num_parameters {
         true => Err(refused(
-            "for a group with such a parameter",
-            "for a group without a parameter of two dims among those that are sharded".to_owned(),
+            "that matches one",
+            "that matches no sharded parameter of two dims (convolutions get no adapters)"
+                .to_owned(),
         )),
         false => Ok(all),
     }

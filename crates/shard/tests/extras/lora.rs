@@ -410,7 +410,7 @@ fn what_no_adapter_can_be_is_refused() {
         let nowhere = ParamGroup::from_predicate("norm.gamma");
         let message = refused(Lora::new(2, 1.0).set_param_group(nowhere));
         assert!(
-            message.contains("without a parameter of two dims"),
+            message.contains("no sharded parameter of two dims"),
             "{message}"
         );
         let mut model = in_rows(&device());

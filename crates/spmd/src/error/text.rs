@@ -10,6 +10,9 @@ pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     } else if reason.contains("do not support autodiff") {
         "inner(), valid() and from_inner() cannot be captured: use detach() for what gets no gradient, or \
          train this model with the eager engine (fully_shard)"
+    } else if reason.contains("DTypeMismatch") || reason.contains("dtype mismatch") {
+        "tensors of two types met: with `Options::precision` the parameters are of the type that computes, and the loss \
+         casts its batch to it (and back, around layers that compute in full)"
     } else if reason.contains("to a capture device with autodiff") {
         "do not move tensors that the loss computes between devices, or train this model with the eager \
          engine (fully_shard)"
