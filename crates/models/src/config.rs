@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 /// Standard deviation of the initial weights, except for those that write to
 /// the residual stream.
 const INIT_STD: f64 = 0.02;
+/// The most layers of a model: each is built, also where a file of a few bytes asks for it.
+pub(crate) const MAX_LAYERS: usize = 1 << 16;
 
 /// Sizes of a [`Gpt`](crate::Gpt).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +79,9 @@ impl GptConfig {
     }
 
     fn checked_num_params(&self) -> Option<usize> {
+        if self.layers > MAX_LAYERS {
+            return None;
+        }
         // Weights 12 dim^2 and vectors 13 dim a block, vectors 2 dim at the end.
         let dim = self.dim;
         let block = dim

@@ -60,7 +60,9 @@ pub enum ModelError {
     },
 
     /// Sizes so large that the parameters cannot be counted.
-    #[error("the model has more parameters than this machine can count; choose smaller sizes")]
+    #[error(
+        "the model has more parameters than this machine can count, or more than 65536 layers; choose smaller sizes"
+    )]
     TooManyParameters,
 
     // === Weights ===
@@ -71,6 +73,15 @@ pub enum ModelError {
         path: PathBuf,
         /// The reason given by the operating system.
         source: std::io::Error,
+    },
+
+    /// A `config.json` that is not one of a model that this crate has.
+    #[error("{}: {problem}", path.display())]
+    MalformedConfig {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
     },
 
     /// A file that is not a well-formed safetensors file.

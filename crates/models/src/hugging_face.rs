@@ -50,12 +50,15 @@ struct KindJson {
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
+    /// Weights in another form than floats.
+    quantization_config: Option<Value>,
 }
 
 /// The rotary positions.
 #[derive(Deserialize)]
 struct RopeJson {
     rope_theta: Option<f64>,
+    partial_rotary_factor: Option<f64>,
     /// From transformers 5 on in place of the others.
     rope_parameters: Option<RopeParameters>,
     rope_scaling: Option<RopeParameters>,
@@ -64,6 +67,7 @@ struct RopeJson {
 #[derive(Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
+    partial_rotary_factor: Option<f64>,
     #[serde(alias = "type")]
     rope_type: Option<String>,
     factor: Option<f64>,
@@ -109,7 +113,7 @@ fn read<T: DeserializeOwned, C>(
     sizes: impl FnOnce(&T) -> Result<C, String>,
 ) -> Result<C, ModelError> {
     let path = folder.join("config.json");
-    let malformed = |problem: String| ModelError::MalformedWeights {
+    let malformed = |problem: String| ModelError::MalformedConfig {
         path: path.clone(),
         problem,
     };
@@ -146,6 +150,7 @@ fn write(folder: &Path, json: &Value) -> Result<(), ModelError> {
 
 /// What `config.json` says of any model.
 #[derive(Deserialize)]
+#[serde(expecting = "an object with a model_type")]
 struct AnyJson {
     model_type: String,
 }
@@ -261,6 +266,11 @@ impl ConfigJson {
         let theta = newer.and_then(|rope| rope.rope_theta);
         let theta = theta.or(rope.rope_theta).unwrap_or(10_000.0);
         let scaling = newer.or(rope.rope_scaling.as_ref());
+        let factors = [
+            rope.partial_rotary_factor,
+            scaling.and_then(|rope| rope.partial_rotary_factor),
+        ];
+        let is_partial = factors.into_iter().flatten().any(|factor| factor != 1.0);
         let scaling = scaling.map_or(Ok(RopeScaling::None), RopeParameters::scaling);
         let (rope_scaling, fault) = match scaling {
             Ok(scaling) => (scaling, ("", "")),
@@ -275,7 +285,13 @@ impl ConfigJson {
             ("attention_bias", kind.attention_bias, "false"),
             ("mlp_bias", kind.mlp_bias, "false"),
             (fault.0, !fault.0.is_empty(), fault.1),
-            ("rope_theta", !is_whole, "a whole number"),
+            ("rope_theta", !is_whole, "a whole number of 1 or more"),
+            ("partial_rotary_factor", is_partial, "1"),
+            (
+                "quantization_config",
+                kind.quantization_config.is_some(),
+                "null",
+            ),
             (
                 "head_dim",
                 self.head_dim.is_some_and(|given| given != head_dim),

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::MAX_LAYERS;
 use crate::{LlamaVariant, ModelError};
 
 /// Standard deviation of all initial weights.
@@ -109,6 +110,9 @@ impl LlamaConfig {
     fn checked_num_params(&self) -> Option<usize> {
         // Queries and output dim^2, keys and values dim * kv_dim, perceptron 3 dim * hidden and two
         // norms a block; a norm at the end, and two tables, or one that is both.
+        if self.layers > MAX_LAYERS {
+            return None;
+        }
         let dim = self.dim;
         let width = dim
             .checked_add(self.kv_dim())?

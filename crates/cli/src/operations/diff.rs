@@ -57,6 +57,15 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
         let problem = format!("one run has {} ranks, the other {}", a.len(), b.len());
         return Err(unreadable(&args.run_b, problem).into());
     }
+    for (folder, run, other) in [(&args.run_a, &a, &b), (&args.run_b, &b, &a)] {
+        let cut = run
+            .iter()
+            .zip(other)
+            .position(|(own, other)| own.is_empty() && !other.is_empty());
+        if let Some(rank) = cut {
+            return Err(unreadable(&folder.join(file_name(rank)), "it is empty").into());
+        }
+    }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
     // The earliest step; in it who gives something else, before those who get it.

@@ -211,6 +211,8 @@ fn what_this_llama_does_not_compute_is_refused_by_name() {
         ("hidden_act", json!("gelu")),
         ("attention_bias", json!(true)),
         ("mlp_bias", json!(true)),
+        ("partial_rotary_factor", json!(0.5)),
+        ("quantization_config", json!({"quant_method": "gptq"})),
         (
             "rope_scaling",
             json!({"rope_type": "llama3", "factor": 8.0}),
@@ -227,6 +229,7 @@ fn what_this_llama_does_not_compute_is_refused_by_name() {
         let mut json = config_json();
         json[setting] = value;
         let message = read_config(&json).expect_err(setting).to_string();
+        assert!(!message.contains("safetensors"), "{message}");
         let names = [
             setting,
             "low_freq_factor",
@@ -282,4 +285,13 @@ fn config_json_is_read_back() {
         serde_json::from_value::<LlamaConfig>(saved).unwrap(),
         CONFIG
     );
+}
+
+/// A file of a few bytes must not build models until memory ends.
+#[test]
+fn layers_without_end_are_refused() {
+    let mut json = config_json();
+    json["num_hidden_layers"] = json!(1_000_000_000_000_u64);
+    let message = read_config(&json).expect_err("too many").to_string();
+    assert!(message.contains("layers"), "{message}");
 }
