@@ -127,7 +127,7 @@ fn a_module_of_nothing_but_ignored_parameters_is_refused() {
     assert!(message.contains("ignore less"), "{message}");
     // The root has no name that a pattern could have.
     let message = refusal(|| Mlp::new(&device()), ShardPolicy::new().ignore([""]));
-    assert!(message.contains("`` matches nothing"), "{message}");
+    assert!(message.contains("`` matches no module"), "{message}");
 }
 
 #[test]
