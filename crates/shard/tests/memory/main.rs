@@ -309,7 +309,7 @@ fn an_embedding_outside_the_root_is_told_to_move() {
     assert!(
         pinned[0]
             .to_string()
-            .contains("keep embeddings in the root")
+            .contains("leave embeddings to the root")
     );
 }
 
