@@ -10,7 +10,6 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_kernels::causal_attention;
 use serde::{Deserialize, Serialize};
 
-use crate::config::MAX_LAYERS;
 use crate::initial::InitialValues;
 use crate::key_values::{Heads, KeyValues};
 use crate::norm::{self, layer_norm};
@@ -102,9 +101,6 @@ impl Gpt2Config {
     fn checked_num_params(&self) -> Option<usize> {
         // Four matrices of the attention and two of the perceptron, their biases, and two norms a block; a norm at the
         // end, and two tables.
-        if self.layers > MAX_LAYERS {
-            return None;
-        }
         let (dim, hidden) = (self.dim, self.hidden);
         let block = dim
             .checked_mul(4)?
