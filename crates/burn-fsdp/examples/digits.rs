@@ -195,3 +195,91 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(right >= 180, "it has learned");
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "../tests/beside_burn/example.rs"]
+mod beside_burn;
+
+#[cfg(test)]
+mod tests {
+    use burn::optim::GradientsParams;
+    use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+
+    use super::beside_burn::{Example, assert_equal, joined, seeded};
+    use super::*;
+
+    const BATCH: usize = 16;
+
+    fn rates() -> ModuleLrScheduler {
+        let config = CosineAnnealingLrSchedulerConfig::new(4e-3, 20);
+        config.init().expect("a schedule")
+    }
+
+    /// The model without what is drawn at random.
+    fn model(device: &Device) -> Model {
+        Model {
+            dropout: DropoutConfig::new(0.0).init(),
+            ..Model::new(device)
+        }
+    }
+
+    /// Returns loss and accuracy of two epochs by plain Burn, where `BatchNorm` sees each rank's images for itself.
+    fn by_hand(items: &[Digit], ranks: usize) -> Vec<[f64; 2]> {
+        let device = Device::flex().autodiff();
+        let (mut model, mut optimizer) = (seeded(model), AdamWConfig::new().init());
+        let mut rates = rates();
+        let epoch = |_| {
+            let mut sums = [0.0; 2];
+            let steps: Vec<_> = joined(items, ranks, BATCH / ranks)
+                .chunks(BATCH)
+                .map(<[_]>::to_vec)
+                .collect();
+            for step in &steps {
+                let each = step.chunks(BATCH / ranks).map(|own| {
+                    let batch = DigitBatcher.batch(own.to_vec(), &device);
+                    let output = model.output(batch);
+                    let right = output.output.clone().argmax(1).flatten::<1>(0, 1);
+                    let right = right.equal(output.targets).int().sum().into_scalar::<i64>();
+                    sums[1] += 100.0 * right as f64 / items.len() as f64;
+                    output.loss
+                });
+                let loss = each.reduce(|a, b| a + b).expect("a rank") / ranks as f64;
+                sums[0] += loss.clone().into_scalar::<f64>() / steps.len() as f64;
+                let gradients = GradientsParams::from_grads(loss.backward(), &model);
+                model = optimizer.step(rates.step(), model.clone(), gradients);
+            }
+            sums
+        };
+        (0..2).map(epoch).collect()
+    }
+
+    #[test]
+    fn metrics_on_ranks_are_those_of_burn_alone() {
+        let example = Example {
+            batcher: DigitBatcher,
+            items: (
+                (0..160).map(drawn).collect(),
+                (800..832).map(drawn).collect(),
+            ),
+            batch: BATCH,
+            accumulation: 1,
+            optimizer: || AdamWConfig::new().init(),
+            rates,
+            policy: || ShardPolicy::new().units(["conv*", "hidden"]),
+        };
+        let expected = example.by_burn(seeded(model), 1);
+        assert_equal(&example.on_ranks(seeded(model), 1), &expected, 1e-4);
+        for ranks in [2, 4] {
+            let got = example.on_ranks(seeded(model), ranks);
+            let trained: Vec<_> = got
+                .into_iter()
+                .filter(|(split, ..)| *split == "train")
+                .collect();
+            let expected = by_hand(&example.items.0, ranks).into_iter().enumerate();
+            let expected = expected
+                .map(|(epoch, of)| ("train", epoch + 1, of))
+                .collect();
+            assert_equal(&trained, &expected, 1e-4);
+        }
+    }
+}

@@ -179,3 +179,37 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(right as usize * 10 >= asked * 8, "it has learned");
     Ok(())
 }
+
+#[cfg(test)]
+#[path = "../tests/beside_burn/example.rs"]
+mod beside_burn;
+
+#[cfg(test)]
+mod tests {
+    use super::beside_burn::{Example, assert_equal, seeded};
+    use super::*;
+
+    #[test]
+    fn metrics_on_ranks_are_those_of_burn_alone() {
+        let mut items = lines();
+        items.truncate(160);
+        let held_out = items.split_off(128);
+        let example = Example {
+            batcher: LineBatcher,
+            items: (items, held_out),
+            batch: 16,
+            accumulation: 1,
+            optimizer: || AdamWConfig::new().init(),
+            rates: || {
+                let config = LinearLrSchedulerConfig::new(3e-3, 1e-4, 16);
+                config.init().expect("a schedule")
+            },
+            policy: || ShardPolicy::new().units(["encoder.layers.*"]),
+        };
+        for ranks in [1, 2, 4] {
+            let expected = example.by_burn(seeded(Model::new), ranks);
+            let got = example.on_ranks(seeded(Model::new), ranks);
+            assert_equal(&got, &expected, 1e-4);
+        }
+    }
+}

@@ -134,11 +134,15 @@ impl Batcher<Vec<u8>, Windows> for WindowBatcher {
     }
 }
 
+fn windows() -> Vec<Vec<u8>> {
+    let windows = TEXT.as_bytes().windows(LEN + 1).step_by(LEN);
+    windows.map(<[u8]>::to_vec).collect()
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = Device::flex().autodiff().gradient_checkpointing();
     let folder = tempfile::tempdir()?;
-    let windows = TEXT.as_bytes().windows(LEN + 1).step_by(LEN);
-    let mut trained: Vec<_> = windows.map(<[u8]>::to_vec).collect();
+    let mut trained = windows();
     let held_out = trained.split_off(trained.len() - 60);
     let loader = |windows: Vec<Vec<u8>>| {
         let builder = DataLoaderBuilder::new(WindowBatcher)
@@ -185,4 +189,45 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
     assert!(loss < 3.0, "it has learned");
     Ok(())
+}
+
+#[cfg(test)]
+#[path = "../tests/beside_burn/example.rs"]
+mod beside_burn;
+
+#[cfg(test)]
+mod tests {
+    use super::beside_burn::{Example, assert_equal, seeded};
+    use super::*;
+
+    #[test]
+    fn metrics_on_ranks_are_those_of_burn_alone() {
+        let mut items = windows();
+        items.truncate(160);
+        let held_out = items.split_off(128);
+        let example = Example {
+            batcher: WindowBatcher,
+            items: (items, held_out),
+            batch: 16,
+            accumulation: 2,
+            optimizer: || {
+                let clipping = GradientClippingConfig::Norm(1.0);
+                AdamConfig::new().with_grad_clipping(Some(clipping)).init()
+            },
+            rates: || {
+                let config = NoamLrSchedulerConfig::new(0.5).with_model_size(DIM);
+                let schedule = config.with_warmup_steps(8).init();
+                schedule.expect("a schedule")
+            },
+            policy: || {
+                let policy = ShardPolicy::new().units(["transformer.layers.*"]);
+                policy.one_owner(["**"])
+            },
+        };
+        for ranks in [1, 2, 4] {
+            let expected = example.by_burn(seeded(Model::new), ranks);
+            let got = example.on_ranks(seeded(Model::new), ranks);
+            assert_equal(&got, &expected, 1e-4);
+        }
+    }
 }

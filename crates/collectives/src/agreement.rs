@@ -4,15 +4,15 @@
 //! is put side by side, the group does, in the buffers; what is combined, the engine does, in the addends. The result
 //! of an all-reduce, which is the same on all ranks, is told with a later operation of the group.
 //!
-//! The checksum is CRC-32, which differs for any one or two bits of a part, and for any bits within 32 of each
-//! other; others go unseen once in four thousand million.
+//! The checksum has 64 bits: that other bytes have the same is as likely as one in 2^64, however many bits have changed.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::checksum::checksum;
+use crate::checksum::{Checksums, Reading, checksum};
 use crate::operation::Signature;
-use crate::{Buffer, Label, Operation, Source};
+use crate::{Buffer, Label, Operation, Seal, Source};
 
 /// What ranks compare of each other, beyond the labels and lengths that they always do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -41,36 +41,50 @@ const VALUE: u64 = 1 << 63;
 pub(crate) struct Checks {
     /// Of each part that the rank gives, for rank 0 of the group, then for rank 1, and so on. Empty without
     /// [`Check::Agreement`].
-    pub(crate) given: Vec<u32>,
+    pub(crate) given: Vec<u64>,
     /// Of results that the rank has got since its last claim, and of values that all ranks hold: the number of the
     /// operation or of the value, and the checksum.
-    pub(crate) results: Vec<(u64, u32)>,
+    pub(crate) results: Vec<(u64, u64)>,
 }
 
 /// A part whose bytes are not those that a rank gave.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct AlteredPart {
     /// The rank of the group that gave it.
     pub(crate) from: usize,
     /// Its index among the parts.
     pub(crate) part: usize,
+    /// The seal that it was given with and what it is, if it was no longer that when it was given.
+    pub(crate) at_rest: Option<Arc<(Seal, Label)>>,
+}
+
+impl AlteredPart {
+    /// Returns a part that has changed after it was given.
+    pub(crate) fn on_its_way(from: usize, part: usize) -> Self {
+        Self {
+            from,
+            part,
+            at_rest: None,
+        }
+    }
 }
 
 impl Checks {
     /// Returns the checksum of some bytes.
-    pub(crate) fn of(bytes: &[u8]) -> u32 {
+    pub(crate) fn of(bytes: &[u8]) -> u64 {
         checksum(bytes)
     }
 
-    /// Returns the checksums of what a rank gives each rank of a group.
+    /// Returns the checksums of what a rank gives each rank of a group. Of a source that is given whole, that of its seal
+    /// `if trusts_seals`; otherwise all is read.
     pub(crate) fn of_given(
         signature: &Signature,
-        rank: usize,
-        size: usize,
+        (rank, size): (usize, usize),
         sources: &[Source],
-    ) -> Vec<u32> {
+        trusts_seals: bool,
+    ) -> Vec<u64> {
         // Most operations give all ranks the same: that is read once.
-        let mut last: Vec<Option<(Range<usize>, u32)>> = vec![None; sources.len()];
+        let mut last: Vec<Option<(Range<usize>, u64)>> = vec![None; sources.len()];
         let mut given = Vec::with_capacity(size * sources.len());
         for to in 0..size {
             let routes = signature.routes(rank, to);
@@ -78,7 +92,11 @@ impl Checks {
                 let range = routes.get(part).map_or(0..0, |route| route.given.clone());
                 let known = last[part].take().filter(|(known, _)| *known == range);
                 let (range, checksum) = known.unwrap_or_else(|| {
-                    let checksum = Self::of(&source.as_bytes()[range.clone()]);
+                    let is_whole = range == (0..source.len());
+                    let sealed = source.seal().filter(|_| trusts_seals && is_whole);
+                    let checksum = sealed.and_then(|sealed| sealed.0.checksums.whole());
+                    let read = || Self::of(&source.as_bytes()[range.clone()]);
+                    let checksum = checksum.unwrap_or_else(read);
                     (range, checksum)
                 });
                 given.push(checksum);
@@ -88,19 +106,26 @@ impl Checks {
         given
     }
 
-    /// Returns the checksum of what rank `to` of the group has of part `part` of `num_parts`, which the ranks have told in
+    /// Returns the checksums of what rank `to` of the group has of part `part` of `num_parts`, which the ranks have told in
     /// pieces; `None` if they have not.
     pub(crate) fn joined<'a>(
         told: impl Iterator<Item = (&'a Self, usize)>,
         (to, num_parts): (usize, usize),
         part: usize,
-    ) -> Option<u32> {
-        let mut whole = crc32fast::Hasher::new();
-        for (checks, len) in told {
+    ) -> Option<Checksums> {
+        let pieces = told.map(|(checks, len)| {
             let piece = *checks.given.get(to * num_parts + part)?;
-            whole.combine(&crc32fast::Hasher::new_with_initial_len(piece, len as u64));
-        }
-        Some(whole.finalize())
+            Some((len, piece))
+        });
+        let pieces: Option<Vec<_>> = pieces.collect();
+        pieces.map(Checksums::of_pieces)
+    }
+
+    /// Returns the checksums that the rank has told of what it gives rank `to`, one for each of its parts; `None` if it has
+    /// told none.
+    pub(crate) fn told_to(&self, to: usize, num_parts: usize) -> Option<&[u64]> {
+        let start = to * num_parts;
+        self.given.get(start..start + num_parts)
     }
 
     /// Compares what rank `to` of the group has of a rank, part by part, with what that rank has told. Returns the
@@ -110,8 +135,7 @@ impl Checks {
         to: usize,
         parts: impl ExactSizeIterator<Item = &'a [u8]>,
     ) -> Option<usize> {
-        let start = to * parts.len();
-        let told = self.given.get(start..start + parts.len())?;
+        let told = self.told_to(to, parts.len())?;
         let mut pairs = told.iter().zip(parts);
         pairs.position(|(told, bytes)| *told != Self::of(bytes))
     }
@@ -130,7 +154,7 @@ impl Checks {
         let placed = buffers.iter().zip(routes);
         let placed = placed.map(|(buffer, route)| &buffer.as_ref()[route.placed]);
         let part = self.first_altered(to, placed)?;
-        Some(AlteredPart { from, part })
+        Some(AlteredPart::on_its_way(from, part))
     }
 }
 
@@ -138,7 +162,7 @@ impl Checks {
 #[derive(Debug, Default)]
 pub(crate) struct Replicas {
     /// What this rank has yet to tell.
-    untold: Vec<(u64, u32)>,
+    untold: Vec<(u64, u64)>,
     /// What not all ranks have told, by the number of the operation or of the value.
     open: BTreeMap<u64, Open>,
 }
@@ -147,12 +171,12 @@ pub(crate) struct Replicas {
 struct Open {
     held: Option<Held>,
     /// What each rank has told and others have not yet, the earliest first: a value may be told again before all have.
-    checksums: Vec<VecDeque<u32>>,
+    checksums: Vec<VecDeque<u64>>,
 }
 
 impl Open {
     /// Returns what all ranks have told, if the last of them has.
-    fn take(&mut self) -> Option<Vec<u32>> {
+    fn take(&mut self) -> Option<Vec<u64>> {
         let is_there = self.checksums.iter().all(|told| !told.is_empty());
         let mut told = self.checksums.iter_mut();
         is_there.then(|| told.by_ref().filter_map(VecDeque::pop_front).collect())
@@ -178,28 +202,27 @@ pub(crate) struct Difference {
 
 impl Replicas {
     /// Keeps the checksums of the result of an operation, one for each part, to be told as one.
-    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, checksums: &[u32]) {
-        let mut together = crc32fast::Hasher::new();
-        checksums
-            .iter()
-            .for_each(|checksum| together.update(&checksum.to_le_bytes()));
+    pub(crate) fn hold(&mut self, operation: &Operation, size: usize, checksums: &[Checksums]) {
+        let mut together = Reading::default();
+        let parts = checksums.iter().map(Checksums::together);
+        parts.for_each(|part| together.update(&part.to_le_bytes()));
         let held = Held::Result(operation.clone());
         self.keep((operation.sequence, together.finalize()), size, held);
     }
 
     /// Keeps the checksum of a value, to be told. Ranks tell of one value under one number, which is that of no operation.
-    pub(crate) fn hold_value(&mut self, told: (u64, u32), size: usize, what: Label) {
+    pub(crate) fn hold_value(&mut self, told: (u64, u64), size: usize, what: Label) {
         let (number, checksum) = told;
         self.keep((number | VALUE, checksum), size, Held::Value(what));
     }
 
-    fn keep(&mut self, told: (u64, u32), size: usize, held: Held) {
+    fn keep(&mut self, told: (u64, u64), size: usize, held: Held) {
         self.untold.push(told);
         self.open(told.0, size).held = Some(held);
     }
 
     /// Returns what this rank has yet to tell.
-    pub(crate) fn take_untold(&mut self) -> Vec<(u64, u32)> {
+    pub(crate) fn take_untold(&mut self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.untold)
     }
 
@@ -208,7 +231,7 @@ impl Replicas {
         &mut self,
         from: usize,
         size: usize,
-        results: &[(u64, u32)],
+        results: &[(u64, u64)],
     ) -> Option<Difference> {
         let mut found = None;
         for (sequence, checksum) in results {
@@ -239,8 +262,8 @@ impl Replicas {
 }
 
 /// Returns the ranks that say something else than most: all of them, if no more than half say the same.
-fn minority(told: &[u32]) -> Vec<usize> {
-    let count = |one: u32| told.iter().filter(|other| **other == one).count();
+fn minority(told: &[u64]) -> Vec<usize> {
+    let count = |one: u64| told.iter().filter(|other| **other == one).count();
     let most = told
         .iter()
         .copied()
@@ -267,7 +290,7 @@ mod tests {
     #[test]
     fn the_rank_that_holds_another_result_is_named_when_all_have_told() {
         let mut replicas = Replicas::default();
-        replicas.hold(&operation(3), 3, &[5]);
+        replicas.hold(&operation(3), 3, &[Checksums::of(&[5])]);
         let told = replicas.take_untold();
         assert_eq!(replicas.hear(0, 3, &told), None);
         // Another operation between, which all agree on.
@@ -302,7 +325,8 @@ mod tests {
         };
         let pieces = [told(&bytes[..41]), told(&[]), told(&bytes[41..])];
         let pieces = pieces.iter().zip([41, 0, 59]);
-        assert_eq!(Checks::joined(pieces, (1, 2), 1), Some(Checks::of(&bytes)));
+        let joined = Checks::joined(pieces, (1, 2), 1).unwrap();
+        assert!(joined.are_of(&bytes) && joined.whole().is_none());
     }
 
     /// What was told last before a pause is heard with what comes after it.

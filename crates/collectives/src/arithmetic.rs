@@ -12,6 +12,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::checksum::{Reading, checksum};
 use crate::{ElementType, Reduction};
 
 /// Elements of a block: an `f32` accumulator and its scratch are 8 KiB each.
@@ -31,6 +32,67 @@ pub(crate) fn copy(from: &[u8], to: &mut [u8]) {
         pieces.for_each(|(to, from)| to.copy_from_slice(from));
     } else {
         to.copy_from_slice(from);
+    }
+}
+
+/// Bytes that are read for their checksum while they are still near, in the core's own cache: from memory, reading them
+/// again would cost what moving them did.
+const NEAR: usize = 1 << 15;
+
+/// Copies as [`copy`] does, and returns the checksum of what is there then.
+pub(crate) fn copy_and_read(from: &[u8], to: &mut [u8]) -> u64 {
+    if is_shared(from.len()) {
+        copy(from, to);
+        return checksum(to);
+    }
+    let mut read = Reading::default();
+    for (to, from) in to.chunks_mut(NEAR).zip(from.chunks(NEAR)) {
+        to.copy_from_slice(from);
+        read.update(to);
+    }
+    read.finalize()
+}
+
+/// The checksums of a reduction.
+pub(crate) struct Combined {
+    /// Of each addend, as it was when it was combined.
+    pub(crate) addends: Vec<u64>,
+    pub(crate) result: u64,
+}
+
+/// Combines as [`reduce`] does, and returns the checksums of what was combined and of what came out.
+pub(crate) fn reduce_and_read(
+    reduction: &Reduction,
+    input: ElementType,
+    addends: &[&[u8]],
+    out: &mut [u8],
+) -> Combined {
+    if is_shared(out.len()) {
+        reduce(reduction, input, addends, out);
+        return Combined {
+            addends: addends.iter().map(|addend| checksum(addend)).collect(),
+            result: checksum(out),
+        };
+    }
+    let output = reduction.output_of(input);
+    let num_elements = NEAR / input.size().max(output.size());
+    let mut read: Vec<Reading> = addends.iter().map(|_| Reading::default()).collect();
+    let mut result = Reading::default();
+    let size = num_elements * input.size();
+    for (piece, out) in out.chunks_mut(num_elements * output.size()).enumerate() {
+        let near = addends.iter().map(|addend| {
+            let end = addend.len().min((piece + 1) * size);
+            &addend[piece * size..end]
+        });
+        let near: Vec<&[u8]> = near.collect();
+        let each = read.iter_mut().zip(&near);
+        each.for_each(|(read, near)| read.update(near));
+        reduce(reduction, input, &near, out);
+        result.update(out);
+    }
+    Combined {
+        addends: read.into_iter().map(Reading::finalize).collect(),
+        result: result.finalize(),
     }
 }
 

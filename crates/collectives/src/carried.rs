@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::Operation;
 
-/// The bytes of one operation of a rank, as checksums (CRC-32).
+/// The bytes of one operation of a rank, as checksums (XXH3 of 64 bits).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Carried {
@@ -14,9 +14,9 @@ pub struct Carried {
     /// was.
     pub step: Option<u64>,
     /// Of what the rank gave: of each part, for rank 0 of the group, then for rank 1, and so on.
-    pub given: Vec<u32>,
+    pub given: Vec<u64>,
     /// Of what the rank got: of each part.
-    pub got: Vec<u32>,
+    pub got: Vec<u64>,
 }
 
 /// Somebody who is told of each operation of a rank when it has ended.

@@ -7,11 +7,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::agreement::AlteredPart;
 use crate::arithmetic::{copy, reduce};
 use crate::contract::Route;
 use crate::control::Control;
-use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
+use crate::engine::{Awaited, Claim, Engine, Findings, Flight, Request, Subgroup, Withdrawn};
 use crate::operation::OperationKind;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
@@ -103,8 +102,8 @@ impl Flight for FakeFlight {
         &self.claim
     }
 
-    fn altered_addend(&self) -> Option<AlteredPart> {
-        None
+    fn findings(&mut self) -> Findings {
+        Findings::default()
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::agreement::{Checks, Replicas};
 use crate::carried::Watcher;
+use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::engine::{Claim, Engine, Received, Request, Subgroup};
 use crate::lock::lock;
@@ -15,7 +16,7 @@ use crate::rank_state::RankState;
 use crate::recording::Recording;
 use crate::{
     At, BufferPool, Carried, Check, CommSpan, CommStage, Error, Fault, GroupId, Label, Ledger,
-    Moment, Operation, OperationCounts, Seal, Source,
+    Moment, Operation, OperationCounts, OperationKind, Seal, Source,
 };
 
 /// The end of one rank of a group of ranks that communicate. Cheap to clone.
@@ -368,16 +369,19 @@ impl ProcessGroup {
             return Ok(Checks::default());
         }
         let (rank, size) = (self.rank(), self.size());
-        let given = Checks::of_given(signature, rank, size, sources);
+        // What a gather gives, its own rank reads in any case where ranks read in place: there it is looked at.
+        let is_gather = signature.kind == OperationKind::AllGather;
+        let trusts_seals = is_gather && self.0.engine.reads_in_place();
+        let given = Checks::of_given(signature, (rank, size), sources, trusts_seals);
         for (part, source) in sources.iter().enumerate() {
-            let Some((seal, what)) = source.seal() else {
+            let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {
                 continue;
             };
             // Most operations give all ranks all of a source: its checksum is there already.
             let to_first = signature.routes(rank, 0);
             let is_whole = to_first.get(part).map(|route| &route.given) == Some(&(0..source.len()));
             match is_whole {
-                true if given[part] == seal.checksum => {}
+                true if Some(given[part]) == seal.checksums.whole() => {}
                 _ => self.check_seal(seal, source.as_bytes(), || what.as_str().to_owned())?,
             }
         }
@@ -392,14 +396,14 @@ impl ProcessGroup {
         self.0.state.moment()
     }
 
-    /// Returns the seal of a value with this checksum, taken now.
-    pub(crate) fn sealed(&self, checksum: u32) -> Seal {
+    /// Returns the seal of a value with these checksums, taken now.
+    pub(crate) fn sealed(&self, checksums: Checksums) -> Seal {
         let written = self.moment();
-        Seal { checksum, written }
+        Seal { checksums, written }
     }
 
     /// Keeps the checksum of a value that all ranks must hold alike, to be told with the next operation.
-    pub(crate) fn hold_value(&self, told: (u64, u32), what: Label) {
+    pub(crate) fn hold_value(&self, told: (u64, u64), what: Label) {
         lock(&self.0.replicas).hold_value(told, self.size(), what);
     }
 

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crate::agreement::{AlteredPart, Checks, Difference, Held, Replicas};
+use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::control::Wait;
 use crate::engine::{Awaited, Claim, Flight, Received, Withdrawn};
@@ -162,12 +163,13 @@ impl<T> Pending<T> {
     }
 
     /// Compares the bytes that this rank has got with what the others have told of them, if ranks do, and seals them.
-    fn verify(&self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
+    fn verify(&mut self, buffers: &[Buffer]) -> Result<Vec<Seal>, Error> {
         let Some(replicas) = &self.peers.replicas else {
             return Ok(Vec::new());
         };
-        let (id, own) = (&self.peers.id, self.peers.rank);
-        let size = id.members().len();
+        let findings = self.flight.findings();
+        let own = self.peers.rank;
+        let size = self.peers.id.members().len();
         let Claim {
             signature, checks, ..
         } = self.flight.claim(own);
@@ -177,13 +179,16 @@ impl<T> Pending<T> {
             checks.first_misplaced(signature, (from, own), buffers)
         };
         let altered = match signature.reduction {
-            None => (0..size).find_map(misplaced),
-            Some(_) => self.flight.altered_addend(),
+            None if !findings.has_compared_placed => (0..size).find_map(misplaced),
+            _ => findings.altered,
         };
-        if let Some(AlteredPart { from, part }) = altered {
-            return Err(self.altered(from, part));
+        if let Some(altered) = altered {
+            return Err(self.altered(altered));
         }
-        let checksums = self.checksums(buffers);
+        let checksums = match findings.results.len() == buffers.len() {
+            true => findings.results,
+            false => self.checksums(buffers),
+        };
         let mut replicas = lock(replicas);
         if signature.kind == OperationKind::AllReduce && !buffers.is_empty() {
             replicas.hold(&self.entry.operation, size, &checksums);
@@ -193,13 +198,13 @@ impl<T> Pending<T> {
             replicas.hear(from, size, told)
         };
         match (0..size).map(difference).fold(None, Option::or) {
-            None => Ok(self.entry.rank.seals(&checksums)),
+            None => Ok(self.entry.rank.seals(checksums)),
             Some(difference) => Err(self.disagreement(difference)),
         }
     }
 
-    /// Returns the checksum of each buffer: of what was put side by side and compared, from what the ranks have told.
-    fn checksums(&self, buffers: &[Buffer]) -> Vec<u32> {
+    /// Returns the checksums of each buffer: of what was put side by side and compared, from what the ranks have told.
+    fn checksums(&self, buffers: &[Buffer]) -> Vec<Checksums> {
         let own = self.peers.rank;
         let signature = &self.flight.claim(own).signature;
         let routes = |from| signature.routes(from, own);
@@ -211,13 +216,13 @@ impl<T> Pending<T> {
             });
             Checks::joined(told, (own, buffers.len()), part)
         };
-        let checksum = |(part, buffer): (usize, &Buffer)| {
+        let checksums = |(part, buffer): (usize, &Buffer)| {
             let joined = signature.reduction.is_none().then(|| joined(part));
             joined
                 .flatten()
-                .unwrap_or_else(|| Checks::of(buffer.as_ref()))
+                .unwrap_or_else(|| Checksums::of(buffer.as_ref()))
         };
-        buffers.iter().enumerate().map(checksum).collect()
+        buffers.iter().enumerate().map(checksums).collect()
     }
 
     /// Tells what the operation carried to whoever wants to know.
@@ -236,20 +241,35 @@ impl<T> Pending<T> {
         }
     }
 
-    fn altered(&self, from: usize, part: usize) -> Error {
+    fn altered(&self, altered: AlteredPart) -> Error {
+        let AlteredPart {
+            from,
+            part,
+            at_rest,
+        } = altered;
         let Peers {
             id,
             world_rank,
             control,
             ..
         } = &self.peers;
-        let error = Error::Altered {
-            operation: Box::new(self.entry.operation.clone()),
-            step: self.entry.rank.step(),
-            rank: *world_rank,
-            peer: id.members()[from],
-            part,
-            ledger: control.report(),
+        let (peer, ledger) = (id.members()[from], control.report());
+        let error = match at_rest.as_deref() {
+            Some((seal, what)) => Error::AlteredAtRest {
+                what: what.as_str().to_owned(),
+                rank: peer,
+                written: Box::new(seal.written.clone()),
+                found: Box::new(self.entry.rank.moment()),
+                ledger,
+            },
+            None => Error::Altered {
+                operation: Box::new(self.entry.operation.clone()),
+                step: self.entry.rank.step(),
+                rank: *world_rank,
+                peer,
+                part,
+                ledger,
+            },
         };
         control.end_with(*world_rank, error)
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use crate::carried::Watcher;
+use crate::checksum::Checksums;
 use crate::lock::lock;
 use crate::recording::Recording;
 use crate::{At, BufferPool, Check, CommStage, Error, Fault, Ledger, Moment, Operation, Seal};
@@ -120,13 +121,13 @@ impl RankState {
     }
 
     /// Returns seals of values with these checksums, taken now.
-    pub(crate) fn seals(&self, checksums: &[u32]) -> Vec<Seal> {
+    pub(crate) fn seals(&self, checksums: Vec<Checksums>) -> Vec<Seal> {
         let written = self.moment();
-        let seal = |checksum: &u32| Seal {
-            checksum: *checksum,
+        let seal = |checksums| Seal {
+            checksums,
             written: written.clone(),
         };
-        checksums.iter().map(seal).collect()
+        checksums.into_iter().map(seal).collect()
     }
 
     /// Returns the step that the rank is in, if anybody has said so.

@@ -3,14 +3,14 @@
 use std::fmt;
 
 use crate::Operation;
-use crate::checksum::checksum;
+use crate::checksum::Checksums;
 
 /// The checksum of some bytes, and when it was taken. Who makes it with [`ProcessGroup::seal`](crate::ProcessGroup::seal)
 /// keeps it beside the bytes, and holds the bytes or has them to itself, so that nobody else writes over them; what
 /// [`ProcessGroup::check_seal`](crate::ProcessGroup::check_seal) then finds different has changed by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seal {
-    pub(crate) checksum: u32,
+    pub(crate) checksums: Checksums,
     pub(crate) written: Moment,
 }
 
@@ -27,7 +27,7 @@ pub struct Moment {
 impl Seal {
     /// Returns true if the bytes are those that were sealed.
     pub(crate) fn is_of(&self, bytes: &[u8]) -> bool {
-        checksum(bytes) == self.checksum
+        self.checksums.are_of(bytes)
     }
 }
 

@@ -1,13 +1,14 @@
 //! What a rank does with seals: takes them, looks at them, tells of them.
 
-use crate::checksum::checksum;
+use crate::checksum::Checksums;
 use crate::{Error, Label, ProcessGroup, Seal};
 
 impl ProcessGroup {
     /// Seals bytes that this rank holds; `None` where ranks do not compare bytes
     /// ([`Check::Agreement`](crate::Check::Agreement)).
     pub fn seal(&self, bytes: &[u8]) -> Option<Seal> {
-        self.compares_bytes().then(|| self.sealed(checksum(bytes)))
+        self.compares_bytes()
+            .then(|| self.sealed(Checksums::of(bytes)))
     }
 
     /// Looks whether bytes are those that were sealed, and ends the failure domain of the group if not. `what` says what
@@ -60,7 +61,7 @@ impl ProcessGroup {
     /// ranks do not compare bytes.
     pub fn tell_replica(&self, number: u64, seal: &Seal, what: impl FnOnce() -> Label) {
         if self.compares_bytes() {
-            self.hold_value((number, seal.checksum), what());
+            self.hold_value((number, seal.checksums.together()), what());
         }
     }
 }

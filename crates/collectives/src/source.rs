@@ -35,8 +35,8 @@ impl Source {
         self
     }
 
-    pub(crate) fn seal(&self) -> Option<&(Seal, Label)> {
-        self.seal.as_deref()
+    pub(crate) fn seal(&self) -> Option<&Arc<(Seal, Label)>> {
+        self.seal.as_ref()
     }
 
     /// Returns a source of no bytes.

@@ -2,6 +2,8 @@
 #![cfg(feature = "train")]
 
 mod network;
+#[path = "../beside_burn/runs.rs"]
+mod runs;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,31 +26,7 @@ use burn_fsdp::train::{FullySharded, Lent};
 use burn_fsdp::{Clip, Error, LaunchConfig, ShardPolicy, Strategy};
 
 use network::{BATCH, Digitizer, Digits, Item, Net, items, loader};
-
-/// Returns the items in the order in which `ranks` go through them together: in each step a batch of each.
-fn joined(items: &[Item], ranks: usize) -> Vec<Item> {
-    let (each, more) = (items.len() / ranks, items.len() % ranks);
-    let mut rest = items;
-    let parts = (0..ranks).map(|rank| {
-        let (part, others) = rest.split_at(each + usize::from(rank < more));
-        rest = others;
-        part.chunks(BATCH)
-    });
-    let mut parts: Vec<_> = parts.collect();
-    let mut order = Vec::new();
-    loop {
-        let step: Vec<Item> = parts
-            .iter_mut()
-            .filter_map(Iterator::next)
-            .flatten()
-            .copied()
-            .collect();
-        if step.is_empty() {
-            return order;
-        }
-        order.extend(step);
-    }
-}
+use runs::{joined, logged};
 
 fn device() -> Device {
     Device::flex().autodiff()
@@ -126,27 +104,6 @@ fn assert_close<M: Module, N: Module>(got: &M, expected: &N, most: f32) {
     }
 }
 
-/// Returns the mean that the log of a metric says for an epoch, weighted by what each entry counts.
-fn logged(folder: &Path, split: &str, epoch: usize, metric: &str) -> (f64, f64) {
-    let file = folder
-        .join(split)
-        .join(format!("epoch-{epoch}"))
-        .join(format!("{metric}.log"));
-    let text = std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{file:?}: {error}"));
-    let entries = text
-        .lines()
-        .filter(|line| !line.contains("final"))
-        .map(|line| {
-            let (value, count) = line.split_once(',').unwrap_or((line, "1"));
-            let number = |text: &str| text.trim().parse::<f64>().expect("a number");
-            (number(value), number(count))
-        });
-    let entries: Vec<_> = entries.collect();
-    let counts: f64 = entries.iter().map(|entry| entry.1).sum();
-    let sum: f64 = entries.iter().map(|(value, count)| value * count).sum();
-    (sum / counts, counts)
-}
-
 fn sharded(
     folder: &Path,
     data: (Vec<Item>, Vec<Item>),
@@ -171,7 +128,10 @@ fn plain(
     ranks: usize,
     change: impl Fn(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
 ) -> LearningResult<Net> {
-    let data = (joined(&trained, ranks), joined(&validated, ranks));
+    let data = (
+        joined(&trained, ranks, BATCH),
+        joined(&validated, ranks, BATCH),
+    );
     change(training(folder, data, ranks * BATCH)).launch(Learner::new(
         Net::new(&device()),
         optimizer(),
@@ -511,7 +471,10 @@ fn optimizers_of_whole_tensors_step_what_a_rank_owns() {
             result.unwrap_or_else(|error| panic!("{error}")).model
         };
         let burns = |folder: &Path, epochs: usize, from: Option<usize>| {
-            let data = (joined(&items(16, 1), 2), joined(&items(4, 2), 2));
+            let data = (
+                joined(&items(16, 1), 2, BATCH),
+                joined(&items(4, 2), 2, BATCH),
+            );
             let training = training(folder, data, 2 * BATCH);
             let training = training.with_default_checkpointers().num_epochs(epochs);
             let training = match from {

@@ -128,7 +128,7 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
         let call = format!("{} {:?}", other.kind, other.label);
         return Some(How::OtherCall(Some(call)));
     }
-    let position = |a: &[u32], b: &[u32]| a.iter().zip(b).position(|(a, b)| a != b);
+    let position = |a: &[u64], b: &[u64]| a.iter().zip(b).position(|(a, b)| a != b);
     // What a rank gives has an entry for each rank and part.
     let parts = line.got.len().max(1);
     let gave = position(&line.given, &other.given).map(|index| How::Gave(index % parts));

@@ -12,8 +12,8 @@ pub(super) struct Line {
     pub(super) sequence: u64,
     pub(super) kind: String,
     pub(super) label: String,
-    pub(super) given: Vec<u32>,
-    pub(super) got: Vec<u32>,
+    pub(super) given: Vec<u64>,
+    pub(super) got: Vec<u64>,
 }
 
 impl From<Carried> for Line {

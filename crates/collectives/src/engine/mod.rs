@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::agreement::{AlteredPart, Checks};
+use crate::checksum::Checksums;
 use crate::control::Control;
 use crate::operation::Signature;
 use crate::{Buffer, Operation, Seal, Source};
@@ -37,6 +38,11 @@ pub(crate) trait Engine: fmt::Debug + Send + Sync {
 
     /// Returns true if bytes move while the rank computes, and not in the time that it waits.
     fn overlaps(&self) -> bool {
+        false
+    }
+
+    /// Returns true if whoever gets what a rank gives, the rank itself among them, reads it in the rank's own source.
+    fn reads_in_place(&self) -> bool {
         false
     }
 
@@ -122,9 +128,20 @@ pub(crate) trait Flight: Send {
     /// As [`begin`](Self::begin).
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn>;
 
-    /// Returns the first of the addends that this rank has combined which is not what its rank has told with its
-    /// [checks](Claim::checks). Called after [`receive`](Self::receive).
-    fn altered_addend(&self) -> Option<AlteredPart>;
+    /// Returns what the engine has found of the bytes that it has moved. Called after [`receive`](Self::receive), where
+    /// ranks compare bytes.
+    fn findings(&mut self) -> Findings;
+}
+
+/// What an engine has found of the bytes that it has moved. Whatever is combined it has compared.
+#[derive(Debug, Default)]
+pub(crate) struct Findings {
+    /// True if it has compared what is put side by side, too; otherwise the group does.
+    pub(crate) has_compared_placed: bool,
+    /// The first part that was not what its rank has told with its [checks](Claim::checks).
+    pub(crate) altered: Option<AlteredPart>,
+    /// The checksums of each buffer; empty if the engine has not read them.
+    pub(crate) results: Vec<Checksums>,
 }
 
 /// A rank took its bytes away, as a rank does when its failure domain has ended.

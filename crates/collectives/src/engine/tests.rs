@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-use super::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
-use crate::agreement::AlteredPart;
+use super::{Awaited, Claim, Engine, Findings, Flight, Request, Subgroup, Withdrawn};
 use crate::control::Control;
 use crate::rank_state::RankState;
 use crate::world::{NobodyElse, World};
@@ -147,8 +146,8 @@ impl Flight for BoardFlight {
         &self.slip(rank).0
     }
 
-    fn altered_addend(&self) -> Option<AlteredPart> {
-        None
+    fn findings(&mut self) -> Findings {
+        Findings::default()
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

@@ -6,7 +6,9 @@ use super::round::{Round, Sources};
 use super::team::Team;
 use super::transfer;
 use crate::agreement::AlteredPart;
-use crate::engine::{Awaited, Claim, Flight, Withdrawn};
+use crate::arithmetic::Combined;
+use crate::checksum::Checksums;
+use crate::engine::{Awaited, Claim, Findings, Flight, Withdrawn};
 use crate::operation::{Extent, OperationKind, Signature};
 use crate::{Buffer, Reduction, Source};
 
@@ -19,8 +21,7 @@ pub(super) struct LocalFlight {
     round: Arc<Round>,
     into: Vec<Buffer>,
     finished: bool,
-    /// The first addend that was not what its rank has told.
-    altered: Option<AlteredPart>,
+    findings: Findings,
 }
 
 impl LocalFlight {
@@ -31,7 +32,10 @@ impl LocalFlight {
             round,
             into,
             finished: false,
-            altered: None,
+            findings: Findings {
+                has_compared_placed: true,
+                ..Findings::default()
+            },
         }
     }
 
@@ -46,21 +50,31 @@ impl LocalFlight {
         match (signature.kind, &signature.reduction) {
             (OperationKind::AllReduce, Some(reduction)) => {
                 let slices = self.all(|rank| self.round.slice(rank))?;
-                transfer::join(reduction, &signature.extents, &slices, self.rank, into);
+                let whose = (self.rank, self.compares());
+                self.findings.results =
+                    transfer::join(reduction, &signature.extents, &slices, whose, into);
             }
             (_, Some(reduction)) => {
                 let tensors = self.all(|rank| self.round.sources(rank))?;
-                transfer::combine(reduction, &signature.extents, &tensors, self.rank, into);
-                if !into.is_empty() {
-                    self.check_addends(&tensors, self.rank);
-                }
+                let whose = (self.rank, self.compares());
+                let combined =
+                    transfer::combine(reduction, &signature.extents, &tensors, whose, into);
+                self.check_addends(&tensors, self.rank, &combined);
+                let results = combined.iter().zip(&*into).map(|(combined, buffer)| {
+                    Checksums::of_pieces([(buffer.len(), combined.result)])
+                });
+                self.findings.results = results.collect();
             }
             (_, None) => {
                 // Begins with itself: so the ranks read from different places at any time.
                 for from in (self.rank..self.team.size()).chain(0..self.rank) {
                     if signature.travels(from, self.rank) && !into.is_empty() {
                         let routes = signature.routes(from, self.rank);
-                        transfer::copy_all(&self.published(from)?, &routes, into);
+                        let checks = &round.claim(from).checks;
+                        let told = checks.told_to(self.rank, into.len());
+                        let sources = self.published(from)?;
+                        let part = transfer::copy_all(&sources, &routes, told, into);
+                        self.note_altered(from, part, &sources);
                     }
                 }
             }
@@ -82,8 +96,9 @@ impl LocalFlight {
         for slice in (self.rank..num_ranks).chain(0..self.rank) {
             if self.round.take_slice(slice, self.rank) {
                 let mut parts = self.slice_buffers(slice, reduction, extents);
-                transfer::combine(reduction, extents, &tensors, slice, &mut parts);
-                self.check_addends(&tensors, slice);
+                let whose = (slice, self.compares());
+                let combined = transfer::combine(reduction, extents, &tensors, whose, &mut parts);
+                self.check_addends(&tensors, slice, &combined);
                 self.round
                     .publish_slice(slice, parts.into_iter().map(Source::new).collect());
                 self.team.bell().ring();
@@ -92,19 +107,36 @@ impl LocalFlight {
         Ok(())
     }
 
-    /// Compares the addends of a slice with what their ranks have told of them.
-    fn check_addends(&mut self, tensors: &[Sources], slice: usize) {
+    /// Returns true if the ranks have told checksums of what they give.
+    fn compares(&self) -> bool {
+        !self.round.claim(self.rank).checks.given.is_empty()
+    }
+
+    /// Compares the addends of a slice, as they were when they were combined, with what their ranks have told of them.
+    fn check_addends(&mut self, tensors: &[Sources], slice: usize, combined: &[Combined]) {
+        let round = self.round.clone();
         for (from, sources) in tensors.iter().enumerate() {
-            let claim = self.round.claim(from);
-            if self.altered.is_some() || claim.checks.given.is_empty() {
-                return;
-            }
-            let routes = claim.signature.routes(from, slice).into_iter();
-            let given = sources.iter().zip(routes);
-            let given = given.map(|(source, route)| &source.as_bytes()[route.given]);
-            let part = claim.checks.first_altered(slice, given);
-            self.altered = part.map(|part| AlteredPart { from, part });
+            let told = round.claim(from).checks.told_to(slice, combined.len());
+            let mut pairs = told.into_iter().flatten().zip(combined);
+            let part = pairs.position(|(told, combined)| *told != combined.addends[from]);
+            self.note_altered(from, part, sources);
         }
+    }
+
+    /// Notes that a part of what a rank gives is not what the rank has told, unless one was noted before.
+    fn note_altered(&mut self, from: usize, part: Option<usize>, sources: &Sources) {
+        let Some(part) = part.filter(|_| self.findings.altered.is_none()) else {
+            return;
+        };
+        let sealed = sources[part].seal().filter(|sealed| {
+            let (seal, _) = &***sealed;
+            !seal.is_of(sources[part].as_bytes())
+        });
+        self.findings.altered = Some(AlteredPart {
+            from,
+            part,
+            at_rest: sealed.cloned(),
+        });
     }
 
     /// Returns memory for a slice, from the pool of the rank that it falls to, whoever combines it:
@@ -190,8 +222,8 @@ impl Flight for LocalFlight {
         }
     }
 
-    fn altered_addend(&self) -> Option<AlteredPart> {
-        self.altered
+    fn findings(&mut self) -> Findings {
+        std::mem::take(&mut self.findings)
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

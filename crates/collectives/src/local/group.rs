@@ -103,6 +103,10 @@ impl Engine for LocalEnd {
         &self.group.team.control
     }
 
+    fn reads_in_place(&self) -> bool {
+        true
+    }
+
     fn start(&self, request: Request) -> Box<dyn Flight> {
         let Request {
             operation,

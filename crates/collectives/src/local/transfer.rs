@@ -6,59 +6,86 @@
 use std::ops::Range;
 
 use super::round::Sources;
-use crate::arithmetic::{copy, reduce};
+use crate::arithmetic::{Combined, copy, copy_and_read, reduce, reduce_and_read};
+use crate::checksum::Checksums;
 use crate::contract::Route;
 use crate::operation::Extent;
 use crate::{Buffer, ElementType, Reduction};
 
-/// Copies what one rank gives another, part by part.
-pub(super) fn copy_all(sources: &Sources, routes: &[Route], into: &mut [Buffer]) {
-    for ((source, route), buffer) in sources.iter().zip(routes).zip(into) {
+/// Copies what one rank gives another, part by part. Returns the first part that is not what the rank has told, if it has.
+pub(super) fn copy_all(
+    sources: &Sources,
+    routes: &[Route],
+    told: Option<&[u64]>,
+    into: &mut [Buffer],
+) -> Option<usize> {
+    let mut altered = None;
+    for (part, ((source, route), buffer)) in sources.iter().zip(routes).zip(into).enumerate() {
         let Route { given, placed } = route.clone();
-        copy(&source.as_bytes()[given], &mut buffer.as_mut()[placed]);
+        let (from, to) = (&source.as_bytes()[given], &mut buffer.as_mut()[placed]);
+        let Some(told) = told else {
+            copy(from, to);
+            continue;
+        };
+        if copy_and_read(from, to) != told[part] {
+            altered = altered.or(Some(part));
+        }
     }
+    altered
 }
 
 /// Fills each buffer with the result of a reduction of which every rank has combined a slice.
 ///
 /// Begins with the slice of rank `first`: when every rank begins with its own, they read from
-/// different places at any time.
+/// different places at any time. Returns the checksums of each buffer, `if reads`.
 pub(super) fn join(
     reduction: &Reduction,
     extents: &[Extent],
     slices: &[Sources],
-    first: usize,
+    (first, reads): (usize, bool),
     into: &mut [Buffer],
-) {
+) -> Vec<Checksums> {
+    let mut checksums = Vec::new();
     for (part, (buffer, extent)) in into.iter_mut().zip(extents).enumerate() {
         let full = buffer.as_mut();
+        let mut pieces = vec![(0, 0); slices.len()];
         for rank in (first..slices.len()).chain(0..first) {
             let range = byte_range(extent, rank, reduction.output_of(extent.element));
-            copy(slices[rank][part].as_bytes(), &mut full[range]);
+            let (from, to) = (slices[rank][part].as_bytes(), &mut full[range]);
+            match reads {
+                true => pieces[rank] = (from.len(), copy_and_read(from, to)),
+                false => copy(from, to),
+            }
+        }
+        if reads {
+            checksums.push(Checksums::of_pieces(pieces));
         }
     }
+    checksums
 }
 
-/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors.
+/// Fills each buffer with the shard of rank `shard` of the combination of the ranks' full tensors. Returns the checksums
+/// of each, `if reads`.
 pub(super) fn combine(
     reduction: &Reduction,
     extents: &[Extent],
     tensors: &[Sources],
-    shard: usize,
+    (shard, reads): (usize, bool),
     into: &mut [Buffer],
-) {
+) -> Vec<Combined> {
+    let mut combined = Vec::new();
     for (part, (buffer, extent)) in into.iter_mut().zip(extents).enumerate() {
         let range = byte_range(extent, shard, extent.element);
         let addends = tensors
             .iter()
             .map(|tensors| &tensors[part].as_bytes()[range.clone()]);
-        reduce(
-            reduction,
-            extent.element,
-            &addends.collect::<Vec<_>>(),
-            buffer.as_mut(),
-        );
+        let (addends, out) = (addends.collect::<Vec<_>>(), buffer.as_mut());
+        match reads {
+            true => combined.push(reduce_and_read(reduction, extent.element, &addends, out)),
+            false => reduce(reduction, extent.element, &addends, out),
+        }
     }
+    combined
 }
 
 /// Returns the range of a shard in its full tensor, in bytes.

@@ -7,9 +7,8 @@ use std::sync::mpsc::Sender;
 use super::header::signature_bytes;
 use super::progress::Command;
 use super::round::{Shared, Start};
-use crate::agreement::AlteredPart;
 use crate::control::{Control, WORLD_DOMAIN};
-use crate::engine::{Awaited, Claim, Engine, Flight, Request, Subgroup, Withdrawn};
+use crate::engine::{Awaited, Claim, Engine, Findings, Flight, Request, Subgroup, Withdrawn};
 use crate::rank_state::RankState;
 use crate::{Buffer, Source};
 
@@ -139,8 +138,11 @@ impl Flight for MpiFlight {
         Ok(())
     }
 
-    fn altered_addend(&self) -> Option<AlteredPart> {
-        self.shared.altered_addend()
+    fn findings(&mut self) -> Findings {
+        Findings {
+            altered: self.shared.altered_addend(),
+            ..Findings::default()
+        }
     }
 
     fn receive(&mut self) -> Result<Vec<Buffer>, Withdrawn> {

@@ -227,11 +227,11 @@ impl Writer {
 
     fn checks(&mut self, checks: &Checks) {
         self.word(checks.given.len() as u64);
-        checks.given.iter().for_each(|one| self.word((*one).into()));
+        checks.given.iter().for_each(|one| self.word(*one));
         self.word(checks.results.len() as u64);
         for (sequence, checksum) in &checks.results {
             self.word(*sequence);
-            self.word((*checksum).into());
+            self.word(*checksum);
         }
     }
 
@@ -270,14 +270,10 @@ impl<'a> Reader<'a> {
         Some(bytes)
     }
 
-    fn checksum(&mut self) -> Option<u32> {
-        self.word()?.try_into().ok()
-    }
-
     fn checks(&mut self) -> Option<Checks> {
-        let given = (0..self.index()?).map(|_| self.checksum());
+        let given = (0..self.index()?).map(|_| self.word());
         let given = given.collect::<Option<_>>()?;
-        let results = (0..self.index()?).map(|_| Some((self.word()?, self.checksum()?)));
+        let results = (0..self.index()?).map(|_| Some((self.word()?, self.word()?)));
         let results = results.collect::<Option<_>>()?;
         Some(Checks { given, results })
     }
@@ -366,7 +362,7 @@ mod tests {
                 signature: signature_bytes(signature),
                 note: vec![1, 2, 3],
                 checks: Checks {
-                    given: vec![7, u32::MAX],
+                    given: vec![7, u64::MAX],
                     results: vec![(u64::MAX, 3)],
                 },
             })

@@ -117,7 +117,7 @@ impl Shared {
                 None => &sources[part].as_bytes()[routes[part].given.clone()],
             });
             if let Some(part) = checks.first_altered(self.rank, given) {
-                let _ = self.altered.set(AlteredPart { from, part });
+                let _ = self.altered.set(AlteredPart::on_its_way(from, part));
                 return;
             }
         }
@@ -125,7 +125,7 @@ impl Shared {
 
     /// Returns the first addend that was not what its rank has told.
     pub(super) fn altered_addend(&self) -> Option<AlteredPart> {
-        self.altered.get().copied()
+        self.altered.get().cloned()
     }
 
     pub(super) fn is_released(&self) -> bool {

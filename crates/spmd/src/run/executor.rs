@@ -224,6 +224,7 @@ impl<B: BackendIr> Executor<B> {
             let carried = self.look_at_taken(index, node)?;
             self.run_node(index, node, scalars)?;
             self.keep_seals(node, carried);
+            self.seal_written(node);
             if let (Some(timeline), Some(start)) = (timeline.as_deref_mut(), start)
                 && !node.is_drop()
             {

@@ -20,6 +20,8 @@ pub(super) struct Sealed {
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     pub(super) of: BTreeMap<TensorId, Sealed>,
+    /// Those of the values of this run that replace others at its end: `None` until a node has written them.
+    pub(super) fresh: BTreeMap<TensorId, Option<Seal>>,
     /// Number of steps that have been sealed.
     pub(super) steps: u64,
 }

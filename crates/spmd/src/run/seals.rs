@@ -1,10 +1,11 @@
 //! The values that the executor holds from one node to another and from one run to the next, and whether they are what was
 //! written there.
 //!
-//! A value is sealed when it is there: what a collective has brought, from what the ranks have told of it, and parameters,
-//! buffers and states at the end of a run. It is looked at where a node takes it, which is its last use, and where a
-//! collective gives it; what no node of a step takes is looked at at its end. Nobody writes over memory that has two
-//! holders, and a node that writes over what it takes does so after the look. Only memory of the host is sealed.
+//! A value is sealed when it is there: what a collective has brought, from what the ranks have told of it, and what becomes a
+//! parameter, a buffer or a state at the end of a run, when a node has written it. It is looked at where a node takes it,
+//! which is its last use, and where a collective gives it; what no node of a step takes is looked at at its end. Nobody
+//! writes over memory that has two holders, and a node that writes over what it takes does so after the look. Only memory of
+//! the host is sealed.
 
 use std::any::Any;
 
@@ -119,7 +120,25 @@ impl<B: BackendIr> Executor<B> {
                 self.seal(id, &role);
             }
         }
+        let updates = graph.updates().iter();
+        let fresh = updates.filter(|_| self.group.compares_bytes());
+        self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
         Ok(())
+    }
+
+    /// Seals what a node has written that replaces another value at the end, while it is still in the cache.
+    pub(super) fn seal_written(&mut self, node: &Node) {
+        if self.seals.fresh.is_empty() {
+            return;
+        }
+        for output in node.operation.outputs() {
+            if !self.seals.fresh.contains_key(&output.id) {
+                continue;
+            }
+            let tensor = self.host(output);
+            let seal = tensor.and_then(|tensor| self.group.seal(tensor.bytes()));
+            self.seals.fresh.insert(output.id, seal);
+        }
     }
 
     /// Looks at the values that a step has read or brought and no node has taken, before it replaces any. An evaluation leaves
@@ -149,9 +168,14 @@ impl<B: BackendIr> Executor<B> {
         if !self.group.compares_bytes() || graph.updates().is_empty() {
             return;
         }
+        let fresh = std::mem::take(&mut self.seals.fresh);
         for update in graph.updates() {
-            if let Some(value) = graph.value(update.into) {
-                self.seal(update.into, &value.role);
+            let Some(value) = graph.value(update.into) else {
+                continue;
+            };
+            match fresh.get(&update.from).cloned().flatten() {
+                Some(seal) => self.keep(update.into, &value.role, seal),
+                None => self.seal(update.into, &value.role),
             }
         }
         self.seals.steps += 1;
@@ -178,11 +202,14 @@ impl<B: BackendIr> Executor<B> {
 
     fn seal(&mut self, id: TensorId, role: &Role) {
         let tensor = self.host_of(id);
-        let seal = tensor.and_then(|tensor| self.group.seal(tensor.bytes()));
-        if let Some(seal) = seal {
-            let what = Label::from(role.to_string());
-            self.seals.of.insert(id, Sealed { seal, what });
+        if let Some(seal) = tensor.and_then(|tensor| self.group.seal(tensor.bytes())) {
+            self.keep(id, role, seal);
         }
+    }
+
+    fn keep(&mut self, id: TensorId, role: &Role, seal: Seal) {
+        let what = Label::from(role.to_string());
+        self.seals.of.insert(id, Sealed { seal, what });
     }
 
     fn host_of(&mut self, id: TensorId) -> Option<FlexTensor> {
