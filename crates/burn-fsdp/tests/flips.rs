@@ -425,3 +425,32 @@ fn nothing_is_found_where_nothing_flips() {
         }
     }
 }
+
+/// One rank exchanges nothing with others, and an evaluation updates nothing: the shard is looked at where it is used.
+#[test]
+fn a_shard_that_flips_in_an_evaluation_is_named_on_any_number_of_ranks() {
+    for num_ranks in 1..=3 {
+        let last = num_ranks - 1;
+        let body = move |world: ProcessGroup| {
+            world.set_fault(Fault::new(last, 1, At::Shard, How::Flip));
+            let device = Device::flex().autodiff();
+            let mesh = ProcessMesh::new(&world, Mesh::line("shard", num_ranks)?)?;
+            let policy = ShardPolicy::new().units(["layers.*", "norms.*"]);
+            let model = fully_shard(Net::init(&device), &mesh, policy)?.valid();
+            let loss = |step| {
+                world.begin_step(step);
+                let inputs = batch(step, world.rank(), &device.clone().without_autodiff());
+                let loss = catch(|| model.loss(inputs).into_scalar::<f32>());
+                loss.map_err(|error| error.to_string())
+            };
+            Ok::<_, Error>((loss(0), loss(1)))
+        };
+        let config = LaunchConfig::new(num_ranks).check(Check::Agreement);
+        for (before, after) in launch(config, body).expect("ranks that return") {
+            before.expect("no flip yet");
+            let text = after.expect_err("a flip");
+            let names = format!("rank {last} finds other bytes in the shard of `");
+            assert!(text.contains(&names), "{num_ranks} ranks: {text}");
+        }
+    }
+}

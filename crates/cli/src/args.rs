@@ -332,7 +332,7 @@ pub(crate) struct PlanArgs {
     /// Architecture
     #[arg(long, value_enum, required_unless_present = "published")]
     pub(crate) model: Option<ModelArg>,
-    /// Size, by its number of parameters: 7b, 13b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b of llama
+    /// Size, by its number of parameters: 7b, 13b, 70b, 175b, 1t of gpt; 7b, 8b, 13b, 34b, 70b, 175b, 1t of llama
     #[arg(long, value_name = "NAME", required_unless_present = "published")]
     pub(crate) preset: Option<String>,
     /// Ranks, one per device
@@ -358,9 +358,9 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_enum, default_value_t = CheckpointingArg::None, num_args = 0..=1,
           default_missing_value = "full")]
     pub(crate) activation_checkpointing: CheckpointingArg,
-    /// What is divided over the ranks
-    #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
-    pub(crate) strategy: StrategyArg,
+    /// What is divided over the ranks; of hybrid-shard, plan one group of shards
+    #[arg(long, value_enum, default_value_t = PlannedStrategyArg::FullShard)]
+    pub(crate) strategy: PlannedStrategyArg,
     /// Units gathered ahead of their use: 1 is what processes do by default, 0 what threads do
     #[arg(long, value_name = "UNITS", default_value_t = 1)]
     pub(crate) prefetch: usize,
@@ -430,6 +430,17 @@ pub(crate) enum StrategyArg {
     NoShard,
     /// Shards inside groups of ranks, copies of them across
     HybridShard,
+}
+
+/// The strategies that are planned: copies of shards across groups of ranks are not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PlannedStrategyArg {
+    /// Parameters, gradients and optimizer state; full weights exist unit by unit
+    FullShard,
+    /// The same, but full weights stay from forward to backward
+    ShardGradOp,
+    /// Nothing: every rank holds everything
+    NoShard,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -281,9 +281,6 @@ pub(crate) enum InputError {
         known: String,
     },
 
-    #[error("`plan` does not know {flag} yet; plan one group of --ranks shards without it")]
-    NotPlanned { flag: &'static str },
-
     #[error("{flag} is not for compiled steps: {reason}; leave out {flag} or --compile")]
     NotCompiled {
         flag: &'static str,

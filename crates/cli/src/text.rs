@@ -43,6 +43,8 @@ pub(crate) struct Sample<'a> {
     /// Maximum number of tokens that the model looks back on.
     pub(crate) seq: usize,
     pub(crate) num_tokens: usize,
+    /// Tokens after which the text is over.
+    pub(crate) ends: Vec<u32>,
     pub(crate) seed: u64,
     /// Divisor of logits; 0 for the likeliest token.
     pub(crate) temperature: f64,
@@ -51,7 +53,7 @@ pub(crate) struct Sample<'a> {
 }
 
 impl Sample<'_> {
-    /// Appends the tokens that the model generates, until there are enough or it is told to stop,
+    /// Appends the tokens that the model generates, until there are enough, the text is over or it is told to stop,
     /// and returns the text of all. The model is without autodiff.
     pub(crate) fn go_on<M: LanguageModel>(
         &self,
@@ -66,12 +68,17 @@ impl Sample<'_> {
             let logits = catch(|| self.next_logits(model, &tokens, &mut cache))?;
             let choice = choose(&logits, self.temperature, random.next_unit());
             match next_token(world, choice, is_stopped())? {
+                NextToken::Is(token) if self.is_end(token) => break,
                 NextToken::Is(token) => tokens.push(token),
                 NextToken::NoNumbers => return Err(RankError::NoNumbers),
                 NextToken::Stop => break,
             }
         }
         Ok(self.codec.decode(&tokens)?)
+    }
+
+    fn is_end(&self, token: i64) -> bool {
+        self.ends.iter().any(|end| i64::from(*end) == token)
     }
 
     /// Returns the logits of the token after `tokens`, of those that the text can have: the vocabulary may be larger.

@@ -1,8 +1,8 @@
 //! Checksums by which the ranks of a group find bytes that have changed on their way.
 //!
 //! A rank that starts an operation tells the checksums of what it gives with its claim. Who gets it compares: what
-//! is put side by side, the group does, in the buffers; what is combined, the engine does, in the addends. The result
-//! of an all-reduce, which is the same on all ranks, is told with a later operation of the group.
+//! is put side by side, the group does, in the buffers, or the engine while it copies it; what is combined, the engine does,
+//! in the addends. The result of an all-reduce, which is the same on all ranks, is told with a later operation of the group.
 //!
 //! The checksum has 64 bits: that other bytes have the same is as likely as one in 2^64, however many bits have changed.
 
@@ -54,7 +54,7 @@ pub(crate) struct AlteredPart {
     pub(crate) from: usize,
     /// Its index among the parts.
     pub(crate) part: usize,
-    /// The seal that it was given with and what it is, if it was no longer that when it was given.
+    /// The seal that it was given with and what it is, if it was no longer that in the giver's memory when it was read.
     pub(crate) at_rest: Option<Arc<(Seal, Label)>>,
 }
 

@@ -144,8 +144,9 @@ pub enum Error {
         ledger: LedgerReport,
     },
 
-    /// A value of this rank whose bytes have changed while nobody wrote them, with
-    /// [`Check::Agreement`](crate::Check::Agreement): in its memory, between two of its operations.
+    /// A value of a rank whose bytes have changed while nobody wrote them, with
+    /// [`Check::Agreement`](crate::Check::Agreement): in its memory, between two of its operations. Found by the rank itself or
+    /// by one that reads it there.
     #[error(
         "{}rank {rank} finds other bytes in {what} than were there {written}, and nobody has written them until now, \
          {found}; the memory of rank {rank} is faulty: go on from the last checkpoint without that machine; {ledger}",

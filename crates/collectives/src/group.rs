@@ -329,7 +329,7 @@ impl ProcessGroup {
             into,
             bytes,
         } = contribution;
-        let checks = self.checks(&signature, &sources)?;
+        let checks = self.checks(&signature, &sources, !into.is_empty())?;
         self.flip_if_told(&mut sources);
         tracing::trace!(rank = self.world_rank(), %operation, bytes, "start");
         let mut entry = Entry::new(self.0.state.clone(), operation.clone(), bytes);
@@ -363,15 +363,21 @@ impl ProcessGroup {
         Ok(Pending::new(peers, flight, entry, |received| received))
     }
 
-    /// Returns what this rank tells with its next claim of the bytes that it gives and has got.
-    fn checks(&self, signature: &Signature, sources: &[Source]) -> Result<Checks, Error> {
+    /// Returns what this rank tells with its next claim of the bytes that it gives and has got. `receives` says whether it
+    /// gets the result.
+    fn checks(
+        &self,
+        signature: &Signature,
+        sources: &[Source],
+        receives: bool,
+    ) -> Result<Checks, Error> {
         if !self.compares_bytes() {
             return Ok(Checks::default());
         }
         let (rank, size) = (self.rank(), self.size());
-        // What a gather gives, its own rank reads in any case where ranks read in place: there it is looked at.
+        // Of a gather that it receives, a rank reads its own part in its own source where ranks read in place: it looks there.
         let is_gather = signature.kind == OperationKind::AllGather;
-        let trusts_seals = is_gather && self.0.engine.reads_in_place();
+        let trusts_seals = is_gather && receives && self.0.engine.reads_in_place();
         let given = Checks::of_given(signature, (rank, size), sources, trusts_seals);
         for (part, source) in sources.iter().enumerate() {
             let Some((seal, what)) = source.seal().map(|sealed| &**sealed) else {

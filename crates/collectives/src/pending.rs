@@ -14,7 +14,7 @@ use crate::identity::GroupId;
 use crate::ledger::EntryState;
 use crate::lock::lock;
 use crate::rank_state::RankState;
-use crate::{Buffer, Carried, CommStage, Error, Operation, OperationKind, Seal, Stage};
+use crate::{Buffer, Carried, CommStage, Error, Moment, Operation, OperationKind, Seal, Stage};
 
 /// An operation that this rank has started and not yet waited for. It owns the operation's sources
 /// and buffers.
@@ -259,7 +259,10 @@ impl<T> Pending<T> {
                 what: what.as_str().to_owned(),
                 rank: peer,
                 written: Box::new(seal.written.clone()),
-                found: Box::new(self.entry.rank.moment()),
+                found: Box::new(Moment {
+                    step: self.entry.rank.step(),
+                    after: Some(self.entry.operation.clone()),
+                }),
                 ledger,
             },
             None => Error::Altered {

@@ -246,6 +246,48 @@ fn each_flipped_bit_is_named_by_operation_tensor_and_rank() {
     }
 }
 
+/// A shard that has changed before it is gathered is one of its rank's memory, whoever receives the gather.
+#[test]
+fn a_sealed_shard_that_has_changed_is_named_whoever_receives_it() {
+    for (size, receivers) in [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, 2)] {
+        let body = move |world: ProcessGroup| {
+            let partition = Partition::flat(7 * size, size)?;
+            let right = vec![5; partition.len(world.rank())];
+            let seal = world.seal(&right);
+            let mut held = right;
+            let is_faulty = world.rank() == size - 1;
+            held[3] ^= u8::from(is_faulty) << 6;
+            let source = Source::new(held).sealed(seal, || "the shard of `a`".into());
+            let parts = vec![Part::new(source, partition, ElementType::U8)];
+            let pending = match world.rank() < receivers {
+                true => {
+                    let into = vec![world.pool().take(7 * size)];
+                    world.start_all_gather("it", vec![], parts, into)
+                }
+                false => world.join_all_gather("it", vec![], parts),
+            };
+            let got = pending.and_then(Pending::wait);
+            Ok::<_, Error>(got.and_then(|_| world.barrier("what it was")))
+        };
+        let config = LaunchConfig::new(size).check(Check::Agreement);
+        let seen = launch(config, body).unwrap();
+        let mut found = false;
+        for seen in seen {
+            match seen {
+                Err(Error::AlteredAtRest { rank, what, .. }) => {
+                    assert_eq!((rank, what.as_str()), (size - 1, "the shard of `a`"));
+                    found = true;
+                }
+                Err(Error::PeerFailed { reason, .. }) => {
+                    assert!(reason.contains("the shard of `a`"), "{reason}");
+                }
+                other => panic!("{size} ranks, {receivers} receive: {other:?}"),
+            }
+        }
+        assert!(found, "{size} ranks, {receivers} receive");
+    }
+}
+
 /// Runs three gathers in two steps with a fault that flips a bit of rank 1 in step 7.
 fn with_fault(check: Check) -> Vec<Result<Vec<u8>, Error>> {
     let fault = Fault::new(1, 7, At::Collective, How::Flip);

@@ -108,17 +108,23 @@ fn default_hidden_act() -> String {
 }
 
 /// Reads `config.json` of a folder, and the sizes of the model in it.
-fn read<T: DeserializeOwned, C>(
+fn read_sizes<T: DeserializeOwned, C>(
     folder: &Path,
     sizes: impl FnOnce(&T) -> Result<C, String>,
 ) -> Result<C, ModelError> {
     let path = folder.join("config.json");
+    let json: T = read(&path)?;
+    sizes(&json).map_err(|problem| ModelError::MalformedConfig { path, problem })
+}
+
+/// Reads a small file of JSON.
+pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let malformed = |problem: String| ModelError::MalformedConfig {
-        path: path.clone(),
+        path: path.to_owned(),
         problem,
     };
     let file_error = |source| ModelError::File {
-        path: path.clone(),
+        path: path.to_owned(),
         source,
     };
     let metadata = path.metadata().map_err(file_error)?;
@@ -126,9 +132,8 @@ fn read<T: DeserializeOwned, C>(
         let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
         return Err(malformed(problem));
     }
-    let text = std::fs::read(&path).map_err(file_error)?;
-    let json: T = serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
-    sizes(&json).map_err(malformed)
+    let text = std::fs::read(path).map_err(file_error)?;
+    serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))
 }
 
 /// Returns the first setting that is not what the model computes, as a problem of the file.
@@ -171,7 +176,7 @@ impl ModelConfig {
                  your own"
             )),
         };
-        Ok(match read(folder, kind)? {
+        Ok(match read_sizes(folder, kind)? {
             false => Self::Llama(LlamaConfig::from_hugging_face(folder)?),
             true => Self::Gpt2(Gpt2Config::from_hugging_face(folder)?),
         })
@@ -198,7 +203,7 @@ impl LlamaConfig {
     /// If the file cannot be read, is of another model, or asks for what this Llama has not: biases, another activation,
     /// rotary positions scaled in another way than by `linear` or `llama3`; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
-        let config = read::<ConfigJson, _>(folder.as_ref(), ConfigJson::sizes)?;
+        let config = read_sizes::<ConfigJson, _>(folder.as_ref(), ConfigJson::sizes)?;
         config.validate()?;
         Ok(config)
     }
@@ -374,7 +379,7 @@ impl Gpt2Config {
     ///
     /// If the file cannot be read, is of another model, or asks for what this GPT-2 has not; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
-        let config = read(folder.as_ref(), Gpt2Json::sizes)?;
+        let config = read_sizes(folder.as_ref(), Gpt2Json::sizes)?;
         config.validate()?;
         Ok(config)
     }

@@ -46,6 +46,7 @@
 mod architecture;
 mod config;
 mod encoder_lm;
+mod end_of_text;
 mod error;
 pub mod fused;
 mod gpt;

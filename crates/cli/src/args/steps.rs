@@ -66,7 +66,7 @@ pub(crate) struct GenerateArgs {
     /// Text to go on from
     #[arg(long)]
     pub(crate) prompt: String,
-    /// Tokens to generate, bytes where there is no tokenizer
+    /// Tokens to generate at most, bytes where there is no tokenizer; a model of --init may end its text before
     #[arg(long, alias = "bytes", default_value_t = 200)]
     pub(crate) tokens: usize,
     /// Divisor of logits: below 1, likely tokens become likelier; 0: always the likeliest

@@ -16,7 +16,7 @@ use burn_fsdp::plan::{
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 
-use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PrecisionArg, StrategyArg};
+use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
 use crate::error::InputError;
 
 use crate::output;
@@ -239,14 +239,9 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
         seq,
         precision,
         strategy: match args.strategy {
-            StrategyArg::FullShard => Strategy::FullShard,
-            StrategyArg::ShardGradOp => Strategy::ShardGradOp,
-            StrategyArg::NoShard => Strategy::NoShard,
-            StrategyArg::HybridShard => {
-                return Err(InputError::NotPlanned {
-                    flag: "--strategy hybrid-shard",
-                });
-            }
+            PlannedStrategyArg::FullShard => Strategy::FullShard,
+            PlannedStrategyArg::ShardGradOp => Strategy::ShardGradOp,
+            PlannedStrategyArg::NoShard => Strategy::NoShard,
         },
         checkpointing: match args.activation_checkpointing {
             CheckpointingArg::None => Checkpointing::None,

@@ -27,6 +27,8 @@ struct Job {
     adapters: Option<AdapterSizes>,
     step: Option<Step>,
     codec: TextCodec,
+    /// Tokens after which the text is over, as the folder of --init says.
+    ends: Vec<u32>,
     prompt: Vec<i64>,
 }
 
@@ -102,6 +104,8 @@ impl Job {
         if let Some(step) = &step {
             check_tokenizer(step, &codec)?;
         }
+        let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
+        let ends = ends.transpose()?.unwrap_or_default();
         let prompt = codec.encode(&args.prompt)?;
         match prompt.is_empty() {
             true => Err(InputError::EmptyPrompt),
@@ -111,6 +115,7 @@ impl Job {
                 adapters,
                 step,
                 codec,
+                ends,
                 prompt,
             }),
         }
@@ -148,6 +153,7 @@ impl Job {
             codec: &self.codec,
             seq: self.model.seq(),
             num_tokens: self.args.tokens,
+            ends: self.ends.clone(),
             seed: self.args.seed,
             temperature: self.args.temperature,
             device: Device::flex(),

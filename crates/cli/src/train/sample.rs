@@ -35,6 +35,8 @@ pub(crate) fn generate<M: LanguageModel>(
         codec: &text.codec,
         seq: config.model.seq(),
         num_tokens: config.sample_tokens,
+        // What it goes on with is the middle of a text.
+        ends: Vec::new(),
         seed: config.seed,
         temperature: TEMPERATURE,
         device: config.device(world),

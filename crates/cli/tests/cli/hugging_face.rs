@@ -535,6 +535,31 @@ fn text_is_generated_by_any_number_of_ranks() {
 }
 
 #[test]
+fn a_text_ends_where_the_folder_says() {
+    let folder = folders();
+    folder.write("llama/tokenizer.json", TOKENIZER);
+    let text = || {
+        let run = "generate --init llama --tokens 6 --ranks 2 --prompt the --temperature 0";
+        let run = folder.run(run);
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        run.stdout.trim_end().to_owned()
+    };
+    assert!(text().len() > "the".len());
+    let ends: Vec<String> = (0..300).map(|id| id.to_string()).collect();
+    let ends = format!("{{\"eos_token_id\": [{}]}}", ends.join(", "));
+    folder.write("llama/generation_config.json", &ends);
+    assert_eq!(text(), "the");
+    folder.write("llama/generation_config.json", "{\"eos_token_id\": -1}");
+    let refused = folder.run("generate --init llama --prompt the");
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("generation_config.json"),
+        "{}",
+        refused.stderr
+    );
+}
+
+#[test]
 fn text_is_generated_from_steps_and_adapters() {
     let folder = folders();
     folder.write("llama/tokenizer.json", TOKENIZER);

@@ -336,6 +336,10 @@ fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     };
     let label = format!("{} whole value", slot.path);
     let received = group.gather(label, Vec::new(), 0, vec![part], into)?;
+    for (seal, buffer) in received.seals.iter().zip(&received.buffers) {
+        let what = || generation.named_as("the full parameter", member.index);
+        group.check_seal(seal, buffer.as_ref(), what)?;
+    }
     Ok(received.buffers.into_iter().next())
 }
 

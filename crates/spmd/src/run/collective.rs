@@ -111,19 +111,21 @@ impl Started {
         let received = self.pending.wait_released()?;
         let buffers = received.buffers.into_iter().zip(self.results);
         let mut seals = received.seals.into_iter();
-        let results = buffers.map(|(buffer, (len, dtype))| {
+        let mut results = Vec::new();
+        for (buffer, (len, dtype)) in buffers {
             let is_whole = buffer.len() == len * dtype.size();
-            let seal = seals.next();
-            let data = data(buffer, len, dtype);
-            match is_whole {
-                true => (data, seal),
-                false => {
-                    let seal = group.seal(data.as_bytes());
-                    (data, seal)
-                }
+            let mut seal = seals.next();
+            if let Some(seal) = seal.as_ref().filter(|_| !is_whole) {
+                // What is padded is a copy, which has a seal of its own.
+                group.check_seal(seal, buffer.as_ref(), || "a result".to_owned())?;
             }
-        });
-        Ok(results.collect())
+            let data = data(buffer, len, dtype);
+            if !is_whole {
+                seal = group.seal(data.as_bytes());
+            }
+            results.push((data, seal));
+        }
+        Ok(results)
     }
 }
 
