@@ -1,7 +1,8 @@
 //! Optimizer state in files.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -18,7 +19,7 @@ use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
 /// large batches help. Values are the same bits as with the plain optimizer.
 ///
 /// State belongs to the run: the files are removed when this is dropped, and a folder with files of
-/// another run is refused. For a checkpoint, go through [`records`](Self::records) and
+/// another run is refused. A file that is not what was written, to the bit, ends the step. For a checkpoint, go through [`records`](Self::records) and
 /// [`restore`](Self::restore).
 ///
 /// ```no_run
@@ -38,7 +39,14 @@ pub struct FileBackedOptimizer {
     optimizer: ModuleOptimizer,
     folder: PathBuf,
     /// The files of the units that have state, by unit.
-    files: BTreeMap<String, PathBuf>,
+    files: BTreeMap<String, StateFile>,
+}
+
+/// A file with the state of a unit.
+struct StateFile {
+    path: PathBuf,
+    /// CRC-32 of the file as it was written.
+    checksum: u32,
 }
 
 impl std::fmt::Debug for FileBackedOptimizer {
@@ -120,8 +128,9 @@ impl FileBackedOptimizer {
     /// Returns the state of each unit that has one, read one at a time when it is asked for, with the path of the unit.
     pub fn records(&self) -> impl Iterator<Item = Result<(&str, OptimizerRecord), Error>> {
         self.files.iter().map(|(unit, file)| {
-            let record = OptimizerRecord::load(file);
-            let record = record.map_err(|error| failure(unit, file, &error, DAMAGED))?;
+            file.check(unit)?;
+            let record = OptimizerRecord::load(&file.path);
+            let record = record.map_err(|error| failure(unit, &file.path, &error, DAMAGED))?;
             Ok((unit.as_str(), record))
         })
     }
@@ -138,7 +147,7 @@ impl FileBackedOptimizer {
 
     /// Returns the bytes of all state, in files.
     pub fn file_bytes(&self) -> u64 {
-        let lens = self.files.values().map(fs::metadata);
+        let lens = self.files.values().map(|file| fs::metadata(&file.path));
         lens.map(|metadata| metadata.map_or(0, |metadata| metadata.len()))
             .sum()
     }
@@ -146,9 +155,11 @@ impl FileBackedOptimizer {
     fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
         let optimizer = self.optimizer.clone();
         match self.files.get(unit) {
-            Some(file) => optimizer
-                .load(file)
-                .map_err(|error| failure(unit, file, &error, DAMAGED)),
+            Some(file) => {
+                file.check(unit)?;
+                let loaded = optimizer.load(&file.path);
+                loaded.map_err(|error| failure(unit, &file.path, &error, DAMAGED))
+            }
             None => Ok(optimizer),
         }
     }
@@ -156,12 +167,41 @@ impl FileBackedOptimizer {
     /// Replaces the file as a whole: a reader sees the old state or the new.
     fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
         let number = self.files.len();
-        let known = self.files.get(&unit).cloned();
-        let file = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
-        let saved = optimizer.save(&file);
-        saved.map_err(|error| failure(&unit, &file, &error, "make room on the disk"))?;
-        self.files.insert(unit, file);
+        let known = self.files.get(&unit).map(|file| file.path.clone());
+        let path = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
+        let saved = optimizer.save(&path);
+        saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
+        let checksum = checksum(&path);
+        let checksum = checksum.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
+        self.files.insert(unit, StateFile { path, checksum });
         Ok(())
+    }
+}
+
+impl StateFile {
+    /// Looks whether the file is what was written.
+    fn check(&self, unit: &str) -> Result<(), Error> {
+        match checksum(&self.path) {
+            Ok(found) if found == self.checksum => Ok(()),
+            Ok(_) => {
+                let reason = "its bytes are not those that were written";
+                Err(failure(unit, &self.path, &reason, DAMAGED))
+            }
+            Err(error) => Err(failure(unit, &self.path, &error, DAMAGED)),
+        }
+    }
+}
+
+/// Returns the CRC-32 of a file.
+fn checksum(path: &Path) -> io::Result<u32> {
+    let mut file = File::open(path)?;
+    let mut hasher = crc32fast::Hasher::new();
+    let mut piece = vec![0; 1 << 16];
+    loop {
+        match file.read(&mut piece)? {
+            0 => return Ok(hasher.finalize()),
+            len => hasher.update(&piece[..len]),
+        }
     }
 }
 
@@ -208,7 +248,7 @@ impl Drop for FileBackedOptimizer {
     fn drop(&mut self) {
         for file in self.files.values() {
             // Nobody could do anything about a file that cannot be removed.
-            let _ = fs::remove_file(file);
+            let _ = fs::remove_file(&file.path);
         }
         let _ = fs::remove_dir(&self.folder);
     }

@@ -196,6 +196,39 @@ fn state_goes_through_records_into_another_run() {
 }
 
 #[test]
+fn a_file_that_changes_in_one_bit_ends_the_step() {
+    let _alone = alone();
+    let scratch = tempfile::tempdir().unwrap();
+    let folder = scratch.path().to_owned();
+    let says = on_ranks(1, move |world| {
+        let device = device();
+        let mut net = build(&world, 3, 5, &device)?;
+        let mut optimizer = FileBackedOptimizer::new(optimizer(), &folder, 0)?;
+        net = optimizer.step(1e-2, net.clone(), backward(net.loss(0, 0, &device), &net)?)?;
+        let mut files: Vec<_> = std::fs::read_dir(folder.join("rank-0")).unwrap().collect();
+        let file = files.pop().expect("a file").unwrap().path();
+        let right = std::fs::read(&file).unwrap();
+        let mut says = Vec::new();
+        // At the end are the numbers of the state, which any reader takes.
+        for place in [0, right.len() / 2, right.len() - 2] {
+            let mut wrong = right.clone();
+            wrong[place] ^= 2;
+            std::fs::write(&file, wrong).unwrap();
+            let gradients = backward(net.loss(0, 1, &device), &net)?;
+            let stepped = optimizer.step(1e-2, net.clone(), gradients);
+            says.push(stepped.map(drop).map_err(|error| error.to_string()));
+            let records: Result<Vec<_>, _> = optimizer.records().collect();
+            says.push(records.map(drop).map_err(|error| error.to_string()));
+        }
+        Ok(says)
+    });
+    for said in says.into_iter().flatten() {
+        let text = said.expect_err("other bytes");
+        assert!(text.contains("not those that were written"), "{text}");
+    }
+}
+
+#[test]
 fn a_folder_of_another_run_is_refused() {
     let _turn = alone();
     let folder = tempfile::tempdir().expect("a folder");

@@ -6,8 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use serde::de::DeserializeOwned;
 
-use super::line::{Line, file_name};
+use super::line::{Header, Line, file_name};
 use crate::console;
 use crate::error::{Failure, InputError};
 
@@ -56,15 +57,6 @@ pub(crate) fn run(args: &DiffArgs) -> Result<(), Failure> {
     if a.len() != b.len() {
         let problem = format!("one run has {} ranks, the other {}", a.len(), b.len());
         return Err(unreadable(&args.run_b, problem).into());
-    }
-    for (folder, run, other) in [(&args.run_a, &a, &b), (&args.run_b, &b, &a)] {
-        let cut = run
-            .iter()
-            .zip(other)
-            .position(|(own, other)| own.is_empty() && !other.is_empty());
-        if let Some(rank) = cut {
-            return Err(unreadable(&folder.join(file_name(rank)), "it is empty").into());
-        }
     }
     let ranks = a.iter().zip(&b).enumerate();
     let firsts = ranks.filter_map(|(rank, (a, b))| Some((rank, first(a, b)?)));
@@ -136,24 +128,56 @@ fn difference(line: &Line, other: Option<&Line>) -> Option<How> {
 }
 
 fn read(folder: &Path) -> Result<Run, InputError> {
-    let mut run = Run::new();
-    loop {
-        let path = folder.join(file_name(run.len()));
-        if !path.exists() {
-            break;
+    if !folder.join(file_name(0)).exists() {
+        let problem = format!("there is no {} in it", file_name(0));
+        return Err(unreadable(folder, problem));
+    }
+    let (ranks, first) = read_rank(folder, 0)?;
+    let others = (1..ranks).map(|rank| {
+        let (of, lines) = read_rank(folder, rank)?;
+        match of == ranks {
+            true => Ok(lines),
+            false => {
+                let problem = format!("it is of a run of {of} ranks, that of rank 0 of {ranks}");
+                Err(unreadable(&folder.join(file_name(rank)), problem))
+            }
         }
-        let text = fs::read_to_string(&path).map_err(|error| unreadable(&path, error))?;
-        let lines = text.lines().map(serde_json::from_str);
-        let lines: Result<Vec<Line>, _> = lines.collect();
-        run.push(lines.map_err(|error| unreadable(&path, error))?);
+    });
+    std::iter::once(Ok(first)).chain(others).collect()
+}
+
+/// Returns the number of ranks that the file of a rank says, and its operations.
+fn read_rank(folder: &Path, rank: usize) -> Result<(usize, Vec<Line>), InputError> {
+    let path = folder.join(file_name(rank));
+    let text = fs::read_to_string(&path).map_err(|error| unreadable(&path, error))?;
+    let mut lines = text.lines().zip(1_usize..);
+    let Some((first, _)) = lines.next() else {
+        return Err(unreadable(&path, "it is empty"));
+    };
+    let header: Header = parsed(&path, (first, 1))?;
+    if header.rank != rank || header.ranks <= rank {
+        let Header { rank, ranks } = header;
+        return Err(unreadable(
+            &path,
+            format!("it says that it is of rank {rank} of {ranks}"),
+        ));
     }
-    match run.is_empty() {
-        true => Err(unreadable(
-            folder,
-            format!("there is no {} in it", file_name(0)),
-        )),
-        false => Ok(run),
-    }
+    let lines = lines.map(|line| parsed(&path, line));
+    Ok((header.ranks, lines.collect::<Result<_, _>>()?))
+}
+
+/// Returns what a line says, which has this number.
+fn parsed<T: DeserializeOwned>(
+    path: &Path,
+    (line, number): (&str, usize),
+) -> Result<T, InputError> {
+    // The reader counts lines for itself, and has seen one.
+    let problem = |error: serde_json::Error| {
+        let text = error.to_string();
+        let text = text.split(" at line ").next().unwrap_or_default();
+        unreadable(path, format!("line {number}: {text}"))
+    };
+    serde_json::from_str(line).map_err(problem)
 }
 
 fn unreadable(path: &Path, problem: impl fmt::Display) -> InputError {

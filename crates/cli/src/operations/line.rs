@@ -1,4 +1,4 @@
-//! One operation of a rank, as a line of a file.
+//! The lines of a rank's file: whose it is, and one for each operation.
 
 use burn_fsdp::collectives::Carried;
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,14 @@ impl From<Carried> for Line {
             got: carried.got,
         }
     }
+}
+
+/// The first line of a file: whose it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Header {
+    pub(super) rank: usize,
+    /// Number of ranks of the run.
+    pub(super) ranks: usize,
 }
 
 /// Returns the name of the file of a rank.

@@ -3,29 +3,41 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Carried;
 
-use super::line::{Line, file_name};
+use super::line::{Header, Line, file_name};
 use crate::console;
 use crate::error::InputError;
 
+/// What was told of operations that could not be written, if anything was.
+pub(crate) type Lost = Arc<OnceLock<String>>;
+
 /// Writes from now on a line for each operation of this rank, into a file of its own in the folder, which is made
-/// where it is not there. Lines that cannot be written are told once; the training goes on.
-pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<(), InputError> {
+/// where it is not there. Lines that cannot be written are told once; the training goes on. Returns where that is kept, for
+/// the report.
+pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<Lost, InputError> {
     let path = folder.join(file_name(world.rank()));
     let created = fs::create_dir_all(folder)
         .and_then(|()| remove_others(folder, world))
-        .and_then(|()| File::create(&path));
+        .and_then(|()| File::create(&path))
+        .and_then(|mut file| {
+            let (rank, ranks) = (world.rank(), world.size());
+            let header = serde_json::to_string(&Header { rank, ranks })?;
+            file.write_all(format!("{header}\n").as_bytes())?;
+            Ok(file)
+        });
     let mut file = created.map_err(|error| InputError::Output {
         flag: "--operations",
         path: path.clone(),
         problem: error.to_string(),
     })?;
-    let mut has_failed = false;
+    let lost = Lost::default();
+    let told = lost.clone();
     world.watch(move |carried: Carried| {
-        if has_failed {
+        if told.get().is_some() {
             return;
         }
         let written = serde_json::to_string(&Line::from(carried))
@@ -33,14 +45,14 @@ pub(crate) fn write(folder: &Path, world: &ProcessGroup) -> Result<(), InputErro
             // In one piece, so that a rank that is stopped leaves no half of a line.
             .and_then(|line| file.write_all(format!("{line}\n").as_bytes()));
         if let Err(error) = written {
-            has_failed = true;
-            console::tell(format_args!(
-                "warning: no more operations are written to {}: {error}",
-                path.display()
-            ));
+            let path = path.display();
+            let problem = format!("no more operations are written to {path}: {error}");
+            console::tell(format_args!("warning: {problem}"));
+            // Set once, as it was not there a moment ago.
+            let _ = told.set(problem);
         }
     });
-    Ok(())
+    Ok(lost)
 }
 
 /// Removes what a run of more ranks has left in the folder; rank 0 does.

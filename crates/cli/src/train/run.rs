@@ -108,9 +108,9 @@ fn run_rank(
     world: &ProcessGroup,
     start: &Start,
 ) -> Result<Vec<RankOutcome>, RankError> {
-    if let Some(folder) = &config.operations {
-        operations::write::write(folder, world).map_err(Box::new)?;
-    }
+    let folder = config.operations.as_ref();
+    let operations = folder.map(|folder| operations::write::write(folder, world));
+    let operations = operations.transpose().map_err(Box::new)?;
     let are_processes = config.ranks.are_processes();
     if are_processes {
         known_to_all(world, ranks::agree(world, config.data.identity()))?;
@@ -137,7 +137,9 @@ fn run_rank(
         true => Instant::now(),
         false => start.origin,
     };
-    let outcome = rank::train(config, world, &mesh, origin, metrics)?;
+    let mut outcome = rank::train(config, world, &mesh, origin, metrics)?;
+    let lost = operations.as_ref().and_then(|lost| lost.get());
+    outcome.warnings.extend(lost.cloned());
     collector.collect(outcome)
 }
 

@@ -121,7 +121,9 @@ fn outputs_must_differ_and_spare_the_inputs() {
 
 #[test]
 fn faults_must_be_readable_and_able_to_strike() {
+    let offloaded = "rank:1,step:0,at:state,how:flip";
     for (fault, word) in [
+        (offloaded, "--offload"),
         ("rank:1", "missing"),
         ("rank:x,step:0,at:forward,how:panic", "rank"),
         ("rank:2,step:0,at:forward,how:panic", "no rank 2"),
@@ -130,7 +132,12 @@ fn faults_must_be_readable_and_able_to_strike() {
         ("rank:1,step:0,at:running,how:flip", "no running states"),
     ] {
         let folder = Folder::new();
-        let run = folder.train_with_fault("--synthetic --steps 2", fault);
+        let extra = if fault == offloaded {
+            "--offload off"
+        } else {
+            ""
+        };
+        let run = folder.train_with_fault(&format!("--synthetic --steps 2 {extra}"), fault);
         assert_eq!(run.code, 2, "{fault}: {}", run.stderr);
         assert!(run.stderr.contains("BURN_FSDP_FAULT"), "{}", run.stderr);
         assert!(run.stderr.contains(word), "{}", run.stderr);

@@ -57,10 +57,17 @@ fn what_cannot_be_compared_is_refused() {
     write(&folder, "a", "--ranks 4");
     write(&folder, "a", "");
     std::fs::create_dir(folder.path("torn")).unwrap();
-    folder.write("torn/rank-0.jsonl", "{\"step\":");
+    let whole = std::fs::read_to_string(folder.path("a/rank-0.jsonl")).unwrap();
+    folder.write("torn/rank-0.jsonl", &whole[..whole.len() - 9]);
+    // A run that was gathered from several machines but for one rank is not one of fewer ranks.
+    write(&folder, "lost", "");
+    std::fs::remove_file(folder.path("lost/rank-1.jsonl")).unwrap();
+    let last = format!("line {}: EOF", whole.lines().count());
     for (other, word) in [
         ("four", "2 ranks, the other 4"),
         ("torn", "rank-0.jsonl"),
+        ("torn", last.as_str()),
+        ("lost", "rank-1.jsonl"),
         ("nowhere", "there is no rank-0.jsonl"),
     ] {
         let run = diff(&folder, ["a", other]);
