@@ -127,7 +127,14 @@ impl TrainConfig {
         check_size(&args)?;
         let is_compiled = args.training.compile;
         let num_steps = steps.saturating_add(warmup);
-        let fault = fault::from_environment(ranks, num_steps, is_compiled, &sharding)?;
+        let is_offloaded = sharding.offload.is_some();
+        let fault = fault::from_environment(
+            ranks,
+            num_steps,
+            is_compiled,
+            sharding.strategy,
+            is_offloaded,
+        )?;
         if args.training.device.is_host() {
             let held = (sharding.strategy, sharding.replicas);
             check_memory(&args, &model, &all_ranks, held)?;

@@ -6,7 +6,6 @@ use burn_fsdp::Strategy;
 use burn_fsdp::testing::{At, Fault, How};
 
 use crate::error::InputError;
-use crate::train::config::Sharding;
 
 const FAULT_VARIABLE: &str = "BURN_FSDP_FAULT";
 
@@ -16,7 +15,8 @@ pub(crate) fn from_environment(
     ranks: usize,
     steps: usize,
     is_compiled: bool,
-    sharding: &Sharding,
+    strategy: Strategy,
+    is_offloaded: bool,
 ) -> Result<Option<Fault>, InputError> {
     let Some(text) = env::var_os(FAULT_VARIABLE) else {
         return Ok(None);
@@ -48,14 +48,14 @@ pub(crate) fn from_environment(
     if fault.at == At::Running {
         return invalid("the model has no running states; choose another place".to_owned());
     }
-    if fault.at == At::State && sharding.offload.is_some() {
+    if fault.at == At::State && is_offloaded {
         return invalid(
             "with --offload the states of the optimizer are in files, which are looked at by their own checksums; leave out \
              --offload, or change a file"
                 .to_owned(),
         );
     }
-    if fault.at == At::Weight && (ranks == 1 || sharding.strategy == Strategy::NoShard) {
+    if fault.at == At::Weight && (ranks == 1 || strategy == Strategy::NoShard) {
         return invalid(
             "no weight is gathered where each rank has all of it; choose --ranks 2 and a strategy with shards, or \
              at:shard"
