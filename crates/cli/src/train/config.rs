@@ -125,16 +125,7 @@ impl TrainConfig {
         }
         let (steps, warmup) = (args.training.steps, args.training.warmup);
         check_size(&args)?;
-        let is_compiled = args.training.compile;
-        let num_steps = steps.saturating_add(warmup);
-        let is_offloaded = sharding.offload.is_some();
-        let fault = fault::from_environment(
-            ranks,
-            num_steps,
-            is_compiled,
-            sharding.strategy,
-            is_offloaded,
-        )?;
+        let fault = asked_fault(&args.training, &sharding, ranks)?;
         if args.training.device.is_host() {
             let held = (sharding.strategy, sharding.replicas);
             check_memory(&args, &model, &all_ranks, held)?;
@@ -319,6 +310,18 @@ fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
         .with_weight_decay(args.weight_decay)
         .with_cautious_weight_decay(false)
         .with_amsgrad(false))
+}
+
+/// Reads the fault that the environment asks for.
+fn asked_fault(
+    training: &TrainingArgs,
+    sharding: &Sharding,
+    ranks: usize,
+) -> Result<Option<Fault>, InputError> {
+    let num_steps = training.steps.saturating_add(training.warmup);
+    let is_offloaded = sharding.offload.is_some();
+    let strategy = sharding.strategy;
+    fault::from_environment(ranks, num_steps, training.compile, strategy, is_offloaded)
 }
 
 fn check_batch(batch: usize, ranks: usize, accumulate: usize) -> Result<(), InputError> {
