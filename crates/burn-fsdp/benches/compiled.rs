@@ -13,49 +13,37 @@
 //! with commit, machine and flags.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
 
-use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::Device;
+use burn_fsdp::compile::CompiledStep;
 use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
 use burn_fsdp::plan::{Machine, MemoryPlan, Plan, Size};
-use burn_fsdp::{
-    LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, backward, fully_shard, launch,
-};
-use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream, fused};
+use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
 use limits::Limits;
 use peak_alloc::PeakAlloc;
 use run::Run;
+use sides::{BATCH, CONFIG, Compiled, Eager, Failure, Operations, Side, Tokens, devices, rows};
+use times::{Begun, Middle, Millis};
 
 #[path = "../../../benches/limits.rs"]
 mod limits;
 #[path = "../../cli/src/bench/origin.rs"]
 mod run;
+mod sides;
+#[path = "../../../benches/times.rs"]
+mod times;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// The default shape of the peer programs.
-const CONFIG: GptConfig = GptConfig {
-    layers: 6,
-    dim: 384,
-    heads: 6,
-    vocab: 4096,
-    seq: 256,
-};
-const BATCH: usize = 8;
 const WARMUP: usize = 3;
-
-type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
-type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 #[derive(Debug, Clone)]
 struct Arguments {
     ranks: usize,
     pairs: usize,
     json: Option<String>,
-    is_composed: bool,
+    operations: Operations,
     is_recomputed: bool,
     is_profiled: bool,
 }
@@ -66,7 +54,7 @@ impl Arguments {
             ranks: 2,
             pairs: 24,
             json: None,
-            is_composed: false,
+            operations: Operations::Fused,
             is_recomputed: true,
             is_profiled: false,
         };
@@ -80,7 +68,7 @@ impl Arguments {
                 "--ranks" => arguments.ranks = number(words.next()),
                 "--pairs" => arguments.pairs = number(words.next()),
                 "--json" => arguments.json = words.next(),
-                "--composed" => arguments.is_composed = true,
+                "--composed" => arguments.operations = Operations::Elementary,
                 "--no-recompute" => arguments.is_recomputed = false,
                 "--profile" => arguments.is_profiled = true,
                 _ => {}
@@ -88,89 +76,14 @@ impl Arguments {
         }
         arguments
     }
-}
 
-/// One side of the comparison.
-trait Side {
-    fn train(&mut self, batch: &Tokens) -> Result<f64, Failure>;
-}
-
-struct Eager {
-    model: Option<Gpt>,
-    optim: ModuleOptimizer,
-}
-
-impl Eager {
-    fn new(world: &ProcessGroup) -> Result<Self, Failure> {
-        let device = Device::flex().autodiff().gradient_checkpointing();
-        let mesh = ProcessMesh::new(world, Mesh::line("shard", world.size())?)?;
-        let policy = ShardPolicy::new().units(["blocks.*"]);
-        Ok(Self {
-            model: Some(fully_shard(CONFIG.init(&device, 1)?, &mesh, policy)?),
-            optim: AdamWConfig::new().init(),
-        })
-    }
-}
-
-impl Side for Eager {
-    fn train(&mut self, (tokens, targets): &Tokens) -> Result<f64, Failure> {
-        let model = self.model.take().ok_or("a side keeps its model")?;
-        let loss = model.loss(tokens.clone(), targets.clone());
-        let value = loss.clone().into_scalar::<f32>();
-        let gradients = backward(loss, &model)?;
-        self.model = Some(self.optim.step(1e-3, model, gradients));
-        Ok(value.into())
-    }
-}
-
-struct Compiled(CompiledStep<Tokens>);
-
-impl Compiled {
-    fn new(world: &ProcessGroup, arguments: &Arguments) -> Result<Self, Failure> {
+    fn options(&self) -> Options {
         let mut options = Options::default();
-        if !arguments.is_recomputed {
+        if !self.is_recomputed {
             options.recompute = None;
         }
-        let is_composed = arguments.is_composed;
-        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
-        let step = compile(
-            |device: &Device| CONFIG.init(device, 1).expect("the sizes are valid"),
-            move |model: &Gpt, (tokens, targets): Tokens| match is_composed {
-                true => model.loss(tokens, targets),
-                false => fused::recorded(|| model.loss(tokens, targets)),
-            },
-            AdamWConfig::new().build(),
-            mode.options(options),
-        )?;
-        Ok(Self(step))
+        options
     }
-}
-
-impl Side for Compiled {
-    fn train(&mut self, batch: &Tokens) -> Result<f64, Failure> {
-        Ok(self.0.step(1e-3, batch)?)
-    }
-}
-
-/// The rows of a step that a rank takes, on a device.
-fn batch(world: &ProcessGroup, step: usize, device: &Device) -> Tokens {
-    let rows = BATCH / world.size();
-    let first = world.rank() * rows;
-    let batches = Batches {
-        stream: TokenStream::Synthetic {
-            vocab: CONFIG.vocab,
-        },
-        batch: BATCH,
-        seq: CONFIG.seq,
-    };
-    batches.rows(step, first..first + rows).to_tensors(device)
-}
-
-fn devices() -> [Device; 2] {
-    [
-        Device::flex().autodiff().gradient_checkpointing(),
-        Device::flex(),
-    ]
 }
 
 /// Bytes of a side, all ranks together.
@@ -191,9 +104,9 @@ fn bytes<S: Side>(
     world.barrier("begun")?;
     let mut side = new()?;
     for step in 0..WARMUP {
-        side.train(&batch(world, step, device))?;
+        side.train(&rows(world, BATCH, step, device))?;
     }
-    let batch = batch(world, WARMUP, device);
+    let batch = rows(world, BATCH, WARMUP, device);
     world.barrier("rest")?;
     let at_rest = ALLOCATOR.current_usage() - before;
     world.barrier("reset")?;
@@ -208,36 +121,16 @@ fn bytes<S: Side>(
     Ok(Bytes { at_rest, peak })
 }
 
-/// Milliseconds of one step: by the clock, from the start of all ranks to the end of the last, and of
-/// processors, all ranks together, which other programs disturb less.
-#[derive(Debug, Clone, Copy)]
-struct Millis {
-    clock: f64,
-    processors: f64,
-}
-
+/// Times one step, from the start of all ranks to the end of the last.
 fn time(world: &ProcessGroup, side: &mut dyn Side, batch: &Tokens) -> Result<Millis, Failure> {
     world.barrier("start of a step")?;
-    let (start, used) = (Instant::now(), processor_millis());
+    let begun = Begun::now();
     world.barrier("clocks are read")?;
     side.train(batch)?;
     world.barrier("end of a step")?;
-    let millis = Millis {
-        clock: start.elapsed().as_secs_f64() * 1e3,
-        processors: processor_millis() - used,
-    };
+    let millis = begun.elapsed();
     world.barrier("clocks are read again")?;
     Ok(millis)
-}
-
-/// What the process has used so far, in steps of ten; 0 where the system does not say.
-fn processor_millis() -> f64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name before may have spaces.
-    let (_, fields) = stat.rsplit_once(')').unwrap_or_default();
-    let ticks = fields.split_whitespace().skip(11).take(2);
-    let ticks = ticks.filter_map(|field| field.parse::<f64>().ok());
-    ticks.sum::<f64>() * 10.0
 }
 
 struct Measured {
@@ -258,16 +151,24 @@ struct Measured {
 fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Failure> {
     let [tracked, plain] = devices();
     let eager = bytes(world, &tracked, || Eager::new(world))?;
-    let compiled = bytes(world, &plain, || Compiled::new(world, arguments))?;
-    let mut sides = (Eager::new(world)?, Compiled::new(world, arguments)?);
+    let compiled = bytes(world, &plain, || {
+        Compiled::new(world, arguments.operations, arguments.options())
+    })?;
+    let mut sides = (
+        Eager::new(world)?,
+        Compiled::new(world, arguments.operations, arguments.options())?,
+    );
     for step in 0..WARMUP {
-        sides.0.train(&batch(world, step, &tracked))?;
-        sides.1.train(&batch(world, step, &plain))?;
+        sides.0.train(&rows(world, BATCH, step, &tracked))?;
+        sides.1.train(&rows(world, BATCH, step, &plain))?;
     }
     let mut pairs = Vec::new();
     for pair in 0..arguments.pairs.max(1) {
         let step = WARMUP + pair;
-        let (first, second) = (batch(world, step, &tracked), batch(world, step, &plain));
+        let (first, second) = (
+            rows(world, BATCH, step, &tracked),
+            rows(world, BATCH, step, &plain),
+        );
         // Which side goes first alternates, so that a drift of the machine favours neither.
         pairs.push(match pair % 2 {
             0 => {
@@ -281,23 +182,23 @@ fn measure(world: &ProcessGroup, arguments: &Arguments) -> Result<Measured, Fail
         });
     }
     let losses = [
-        sides.0.train(&batch(world, 0, &tracked))?,
-        sides.1.train(&batch(world, 0, &plain))?,
+        sides.0.train(&rows(world, BATCH, 0, &tracked))?,
+        sides.1.train(&rows(world, BATCH, 0, &plain))?,
     ];
     let step = &mut sides.1.0;
-    let graph = step.compile_for(1e-3, &batch(world, 0, &plain))?;
+    let graph = step.compile_for(1e-3, &rows(world, BATCH, 0, &plain))?;
     let plan = Plan::new(&graph, &Machine::cpu(), world.rank())?;
-    let keeping = Arguments {
-        is_recomputed: false,
-        ..arguments.clone()
-    };
+    let mut keeping = Options::default();
+    keeping.recompute = None;
     // The same step of the optimizer: the first one has a graph of its own.
-    let mut keeping = Compiled::new(world, &keeping)?;
-    keeping.train(&batch(world, 0, &plain))?;
-    let kept = keeping.0.compile_for(1e-3, &batch(world, 0, &plain))?;
+    let mut keeping = Compiled::new(world, arguments.operations, keeping)?;
+    keeping.train(&rows(world, BATCH, 0, &plain))?;
+    let kept = keeping
+        .0
+        .compile_for(1e-3, &rows(world, BATCH, 0, &plain))?;
     let kept_peak = MemoryPlan::new(&kept, world.rank())?.peak_bytes();
     let profile = match arguments.is_profiled {
-        true => profile(step, &batch(world, 0, &plain))?,
+        true => profile(step, &rows(world, BATCH, 0, &plain))?,
         false => String::new(),
     };
     Ok(Measured {
@@ -328,21 +229,6 @@ fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens) -> Result<String, Fa
     let lines = by_name.iter().take(24);
     let lines = lines.map(|(name, (time, count))| format!("  {time:8.2} ms {count:5} {name}\n"));
     Ok(lines.collect())
-}
-
-fn median(values: impl Iterator<Item = f64>) -> (f64, Vec<f64>) {
-    let mut sorted: Vec<f64> = values.collect();
-    sorted.sort_by(f64::total_cmp);
-    (sorted[sorted.len() / 2], sorted)
-}
-
-/// The 95 % interval of the median, by order statistics.
-fn interval(sorted: &[f64]) -> (f64, f64) {
-    let n = sorted.len() as f64;
-    let half = 0.98 * n.sqrt();
-    let low = (n / 2.0 - half).floor().max(0.0) as usize;
-    let high = ((n / 2.0 + half).ceil() as usize).min(sorted.len() - 1);
-    (sorted[low], sorted[high])
 }
 
 fn main() {
@@ -384,19 +270,17 @@ fn main() {
     }
     let memory = compiled.peak as f64 / eager.peak as f64;
     println!("peak      {memory:9.3} of eager's");
-    let (eager_ms, _) = median(pairs.iter().map(|pair| pair[0].clock));
-    let (compiled_ms, _) = median(pairs.iter().map(|pair| pair[1].clock));
-    let (ratio, sorted) = median(pairs.iter().map(|pair| pair[1].clock / pair[0].clock));
-    let (low, high) = interval(&sorted);
+    let [eager_ms, compiled_ms] =
+        [0, 1].map(|side| Middle::of(pairs.iter().map(|pair| pair[side].clock)).median);
+    let ratio = Middle::of(pairs.iter().map(|pair| pair[1].clock / pair[0].clock));
     println!("eager     {eager_ms:9.1} ms a step (median)");
     println!("compiled  {compiled_ms:9.1} ms a step (median)");
-    println!("time      {ratio:9.3} of eager's  [{low:.3}, {high:.3}]");
+    println!("time, of eager's      {ratio}");
     let used = pairs
         .iter()
         .map(|pair| pair[1].processors / pair[0].processors);
-    let (used, sorted) = median(used);
-    let (used_low, used_high) = interval(&sorted);
-    println!("processor {used:9.3} of eager's  [{used_low:.3}, {used_high:.3}]");
+    let used = Middle::of(used);
+    println!("processor, of eager's {used}");
     let (params, tokens) = (CONFIG.num_params(), BATCH * CONFIG.seq);
     let beside = limits::beside(limits, params, tokens, arguments.ranks, compiled_ms);
     println!("{beside}");
@@ -409,9 +293,9 @@ fn main() {
         let text = serde_json::json!({
             "run": run.to_json(),
             "ranks": arguments.ranks,
-            "time_ratio": ratio,
-            "interval": [low, high],
-            "processor_ratio": used,
+            "time_ratio": ratio.median,
+            "interval": [ratio.low, ratio.high],
+            "processor_ratio": used.median,
             "memory_ratio": memory,
             "eager_peak_bytes": eager.peak,
             "compiled_peak_bytes": compiled.peak,

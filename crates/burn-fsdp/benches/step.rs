@@ -21,11 +21,14 @@ use burn_fsdp::{
 use burn_fsdp_models::{Batches, Gpt, GptConfig, TokenStream};
 use limits::Limits;
 use run::Run;
+use times::Middle;
 
 #[path = "../../../benches/limits.rs"]
 mod limits;
 #[path = "../../cli/src/bench/origin.rs"]
 mod run;
+#[path = "../../../benches/times.rs"]
+mod times;
 
 /// The default shape of the peer programs.
 const CONFIG: GptConfig = GptConfig {
@@ -158,20 +161,6 @@ fn measure(world: &ProcessGroup, pairs: usize) -> Result<Measured, Error> {
     })
 }
 
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
-/// The 95 % interval of the median, by order statistics.
-fn interval(sorted: &[f64]) -> (f64, f64) {
-    let n = sorted.len() as f64;
-    let half = 0.98 * n.sqrt();
-    let low = (n / 2.0 - half).floor().max(0.0) as usize;
-    let high = ((n / 2.0 + half).ceil() as usize).min(sorted.len() - 1);
-    (sorted[low], sorted[high])
-}
-
 fn main() {
     burn_fsdp::allocator::keep_freed_memory();
     let arguments = Arguments::read();
@@ -186,11 +175,9 @@ fn main() {
         limits,
     } = &results[0];
     let run = Run::here("step");
-    let mut ratios: Vec<_> = pairs.iter().map(|p| p.full_shard / p.no_shard).collect();
-    let ratio = median(&mut ratios);
-    let (low, high) = interval(&ratios);
-    let full_shard = median(&mut pairs.iter().map(|p| p.full_shard).collect::<Vec<_>>());
-    let no_shard = median(&mut pairs.iter().map(|p| p.no_shard).collect::<Vec<_>>());
+    let ratio = Middle::of(pairs.iter().map(|p| p.full_shard / p.no_shard));
+    let full_shard = Middle::of(pairs.iter().map(|p| p.full_shard)).median;
+    let no_shard = Middle::of(pairs.iter().map(|p| p.no_shard)).median;
     println!("{run}");
     println!(
         "{params} parameters, {} ranks, {} pairs",
@@ -199,7 +186,7 @@ fn main() {
     );
     println!("full-shard  {full_shard:9.1} ms a step (median)");
     println!("no-shard    {no_shard:9.1} ms a step (median)");
-    println!("ratio       {ratio:9.3}  [{low:.3}, {high:.3}]");
+    println!("ratio       {ratio}");
     let tokens = BATCH * CONFIG.seq;
     println!(
         "{}",
@@ -211,8 +198,8 @@ fn main() {
             "run": run.to_json(),
             "params": params,
             "ranks": arguments.ranks,
-            "ratio": ratio,
-            "interval": [low, high],
+            "ratio": ratio.median,
+            "interval": [ratio.low, ratio.high],
             "copy_bytes_per_s": limits.copy,
             "products_flops_per_s": limits.products,
             "full_shard_no_shard_ms": raw.collect::<Vec<_>>(),

@@ -197,7 +197,7 @@ mod beside_burn;
 
 #[cfg(test)]
 mod tests {
-    use super::beside_burn::{Example, assert_equal, seeded};
+    use super::beside_burn::Example;
     use super::*;
 
     #[test]
@@ -224,10 +224,6 @@ mod tests {
                 policy.one_owner(["**"])
             },
         };
-        for ranks in [1, 2, 4] {
-            let expected = example.by_burn(seeded(Model::new), ranks);
-            let got = example.on_ranks(seeded(Model::new), ranks);
-            assert_equal(&got, &expected, 1e-4);
-        }
+        example.assert_as_by_burn(Model::new, &[1, 2, 4]);
     }
 }

@@ -19,8 +19,8 @@ use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
 /// large batches help. Values are the same bits as with the plain optimizer.
 ///
 /// State belongs to the run: the files are removed when this is dropped, and a folder with files of
-/// another run is refused. A file that is not what was written, to the bit, ends the step. For a checkpoint, go through [`records`](Self::records) and
-/// [`restore`](Self::restore).
+/// another run is refused. A file that is not what was written, to the bit, ends the step. For a
+/// checkpoint, go through [`records`](Self::records) and [`restore`](Self::restore).
 ///
 /// ```no_run
 /// # use burn::{nn::Linear, optim::AdamWConfig, tensor::Tensor};
@@ -127,12 +127,8 @@ impl FileBackedOptimizer {
 
     /// Returns the state of each unit that has one, read one at a time when it is asked for, with the path of the unit.
     pub fn records(&self) -> impl Iterator<Item = Result<(&str, OptimizerRecord), Error>> {
-        self.files.iter().map(|(unit, file)| {
-            file.check(unit)?;
-            let record = OptimizerRecord::load(&file.path);
-            let record = record.map_err(|error| failure(unit, &file.path, &error, DAMAGED))?;
-            Ok((unit.as_str(), record))
-        })
+        let files = self.files.iter();
+        files.map(|(unit, file)| Ok((unit.as_str(), file.read(unit)?)))
     }
 
     /// Sets the state of one unit, as [`records`](Self::records) gave it.
@@ -155,11 +151,7 @@ impl FileBackedOptimizer {
     fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
         let optimizer = self.optimizer.clone();
         match self.files.get(unit) {
-            Some(file) => {
-                file.check(unit)?;
-                let loaded = optimizer.load(&file.path);
-                loaded.map_err(|error| failure(unit, &file.path, &error, DAMAGED))
-            }
+            Some(file) => Ok(optimizer.load_record(file.read(unit)?)),
             None => Ok(optimizer),
         }
     }
@@ -179,16 +171,13 @@ impl FileBackedOptimizer {
 }
 
 impl StateFile {
-    /// Looks whether the file is what was written.
-    fn check(&self, unit: &str) -> Result<(), Error> {
-        match checksum(&self.path) {
-            Ok(found) if found == self.checksum => Ok(()),
-            Ok(_) => {
-                let reason = "its bytes are not those that were written";
-                Err(failure(unit, &self.path, &reason, DAMAGED))
-            }
-            Err(error) => Err(failure(unit, &self.path, &error, DAMAGED)),
+    /// Returns the state, if the file is what was written.
+    fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
+        let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
+        if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
+            return Err(damaged(&"its bytes are not those that were written"));
         }
+        OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 }
 

@@ -1,10 +1,17 @@
 //! The table of `docs/semantics.md` names tests that exist.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+
+/// The folder of this crate as the test runs. What is compiled may come from another clone, by a shared target folder.
+fn crate_folder() -> PathBuf {
+    std::env::var_os("CARGO_MANIFEST_DIR")
+        .expect("cargo runs the test")
+        .into()
+}
 
 /// Where the module of a test lies, by the binary and the module of its name.
 fn file_of(binary: &str, module: Option<&str>) -> PathBuf {
-    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let crates = crate_folder().join("..");
     let module = module.unwrap_or("main");
     match binary {
         "eager" | "extras" => crates.join(format!("shard/tests/{binary}/{module}.rs")),
@@ -45,7 +52,7 @@ fn fault(name: &str) -> Option<String> {
 
 #[test]
 fn every_test_that_a_row_names_exists() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/semantics.md");
+    let page = crate_folder().join("../../docs/semantics.md");
     let page = std::fs::read_to_string(page).expect("the page");
     let mut names = 0;
     let mut faults = Vec::new();
@@ -67,7 +74,7 @@ fn every_test_that_a_row_names_exists() {
 /// A mark says what is missing, and stands at the beginning of what a row says.
 #[test]
 fn marks_are_explained() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/semantics.md");
+    let page = crate_folder().join("../../docs/semantics.md");
     let page = std::fs::read_to_string(page).expect("the page");
     let rows = page.lines().filter(|line| line.starts_with("| "));
     for row in rows {

@@ -70,11 +70,6 @@ impl AlteredPart {
 }
 
 impl Checks {
-    /// Returns the checksum of some bytes.
-    pub(crate) fn of(bytes: &[u8]) -> u64 {
-        checksum(bytes)
-    }
-
     /// Returns the checksums of what a rank gives each rank of a group. Of a source that is given whole, that of its seal
     /// `if trusts_seals`; otherwise all is read.
     pub(crate) fn of_given(
@@ -94,10 +89,10 @@ impl Checks {
                 let (range, checksum) = known.unwrap_or_else(|| {
                     let is_whole = range == (0..source.len());
                     let sealed = source.seal().filter(|_| trusts_seals && is_whole);
-                    let checksum = sealed.and_then(|sealed| sealed.0.checksums.whole());
-                    let read = || Self::of(&source.as_bytes()[range.clone()]);
-                    let checksum = checksum.unwrap_or_else(read);
-                    (range, checksum)
+                    let told = sealed.and_then(|sealed| sealed.0.checksums.whole());
+                    let read = || checksum(&source.as_bytes()[range.clone()]);
+                    let told = told.unwrap_or_else(read);
+                    (range, told)
                 });
                 given.push(checksum);
                 last[part] = Some((range, checksum));
@@ -137,7 +132,7 @@ impl Checks {
     ) -> Option<usize> {
         let told = self.told_to(to, parts.len())?;
         let mut pairs = told.iter().zip(parts);
-        pairs.position(|(told, bytes)| *told != Self::of(bytes))
+        pairs.position(|(told, bytes)| *told != checksum(bytes))
     }
 
     /// Compares what lies in the buffers of rank `to` with what rank `from` has told.
@@ -320,7 +315,7 @@ mod tests {
     fn pieces_have_the_checksum_of_the_whole() {
         let bytes: Vec<u8> = (0..100).collect();
         let told = |piece: &[u8]| Checks {
-            given: vec![0, 0, 0, Checks::of(piece)],
+            given: vec![0, 0, 0, checksum(piece)],
             results: vec![],
         };
         let pieces = [told(&bytes[..41]), told(&[]), told(&bytes[41..])];

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use crate::agreement::{AlteredPart, Checks, Difference, Held, Replicas};
-use crate::checksum::Checksums;
+use crate::checksum::{Checksums, checksum};
 use crate::control::Control;
 use crate::control::Wait;
 use crate::engine::{Awaited, Claim, Flight, Received, Withdrawn};
@@ -231,7 +231,7 @@ impl<T> Pending<T> {
             rank, operation, ..
         } = &self.entry;
         if let Some(watcher) = &mut *lock(&rank.watcher) {
-            let got = buffers.iter().map(|buffer| Checks::of(buffer.as_ref()));
+            let got = buffers.iter().map(|buffer| checksum(buffer.as_ref()));
             watcher.tell(Carried {
                 operation: operation.clone(),
                 step: rank.step(),

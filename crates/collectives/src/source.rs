@@ -28,7 +28,8 @@ impl Source {
     }
 
     /// Returns the source with the seal of its bytes: an operation that gives them looks whether they are still those, when it
-    /// starts, or a gather of ranks that are threads when it reads them. If not, it is an [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) of `what`. Without a seal it stays as it is.
+    /// starts, or a gather of ranks that are threads when it reads them. If not, it is an
+    /// [`Error::AlteredAtRest`](crate::Error::AlteredAtRest) of `what`. Without a seal it stays as it is.
     #[must_use]
     pub fn sealed(mut self, seal: Option<Seal>, what: impl FnOnce() -> Label) -> Self {
         self.seal = seal.map(|seal| Arc::new((seal, what())));

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use crate::hugging_face::read;
+use crate::hugging_face::read_json;
 use crate::{ModelConfig, ModelError};
 
 /// Files that may name them, the first that does so counts: as transformers does it.
@@ -32,7 +32,7 @@ impl ModelConfig {
     pub fn ends_of_text(folder: impl AsRef<Path>) -> Result<Vec<u32>, ModelError> {
         let present = FILES.map(|name| folder.as_ref().join(name));
         for path in present.iter().filter(|path| path.exists()) {
-            let json: EndJson = read(path)?;
+            let json: EndJson = read_json(path)?;
             match json.eos_token_id {
                 None => {}
                 Some(Ids::One(id)) => return Ok(vec![id]),

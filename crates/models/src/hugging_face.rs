@@ -113,12 +113,12 @@ fn read_sizes<T: DeserializeOwned, C>(
     sizes: impl FnOnce(&T) -> Result<C, String>,
 ) -> Result<C, ModelError> {
     let path = folder.join("config.json");
-    let json: T = read(&path)?;
+    let json: T = read_json(&path)?;
     sizes(&json).map_err(|problem| ModelError::MalformedConfig { path, problem })
 }
 
 /// Reads a small file of JSON.
-pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, ModelError> {
     let malformed = |problem: String| ModelError::MalformedConfig {
         path: path.to_owned(),
         problem,

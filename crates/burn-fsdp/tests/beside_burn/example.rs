@@ -84,6 +84,19 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
             .num_epochs(EPOCHS)
     }
 
+    /// Trains a model on each of these numbers of ranks, and asserts that what is measured is what Burn alone measures.
+    pub(crate) fn assert_as_by_burn<T, M>(&self, new: impl Fn(&Device) -> M, ranks: &[usize])
+    where
+        T: Batch,
+        B: Batcher<I, T> + 'static,
+        M: Classifier<T>,
+    {
+        for &ranks in ranks {
+            let expected = self.by_burn(seeded(&new), ranks);
+            assert_equal(&self.on_ranks(seeded(&new), ranks), &expected);
+        }
+    }
+
     /// Trains a model on some ranks, each of which takes its part of every step.
     pub(crate) fn on_ranks<T, M>(&self, model: M, ranks: usize) -> Metrics
     where
@@ -101,7 +114,7 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
     }
 
     /// Trains a model by Burn alone on one device, on what so many ranks have together in each step.
-    pub(crate) fn by_burn<T, M>(&self, model: M, ranks: usize) -> Metrics
+    fn by_burn<T, M>(&self, model: M, ranks: usize) -> Metrics
     where
         T: Batch,
         B: Batcher<I, T> + 'static,
@@ -116,6 +129,9 @@ impl<B: Clone, I: Clone + Send + Sync + Debug + 'static> Example<B, I> {
     }
 }
 
+/// The most by which a metric differs, relative to one and itself.
+const MOST: f64 = 1e-4;
+
 /// Returns a model with the same initial values each time.
 pub(crate) fn seeded<M>(new: impl Fn(&Device) -> M) -> M {
     let device = Device::flex().autodiff();
@@ -124,10 +140,10 @@ pub(crate) fn seeded<M>(new: impl Fn(&Device) -> M) -> M {
 }
 
 /// Asserts that two trainings have measured the same.
-pub(crate) fn assert_equal(got: &Metrics, expected: &Metrics, most: f64) {
+pub(crate) fn assert_equal(got: &Metrics, expected: &Metrics) {
     for ((split, epoch, got), (_, _, expected)) in got.iter().zip(expected) {
         println!("{split} {epoch}: {got:?}, one device {expected:?}");
-        let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= most * (1.0 + b.abs());
+        let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= MOST * (1.0 + b.abs());
         assert!(
             got.iter().zip(expected).all(is_close),
             "{split} {epoch}: {got:?}, one device {expected:?}"

@@ -534,16 +534,25 @@ fn text_is_generated_by_any_number_of_ranks() {
     }
 }
 
+/// Goes on with "the" by its likeliest tokens, on two ranks.
+fn generate(folder: &Folder, arguments: &str) -> Run {
+    folder.run(&format!(
+        "generate {arguments} --prompt the --tokens 6 --temperature 0 --ranks 2"
+    ))
+}
+
+/// Returns the text that was generated.
+fn generated(folder: &Folder, arguments: &str) -> String {
+    let run = generate(folder, arguments);
+    assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
+    run.stdout
+}
+
 #[test]
 fn a_text_ends_where_the_folder_says() {
     let folder = folders();
     folder.write("llama/tokenizer.json", TOKENIZER);
-    let text = || {
-        let run = "generate --init llama --tokens 6 --ranks 2 --prompt the --temperature 0";
-        let run = folder.run(run);
-        assert_eq!(run.code, 0, "{}", run.stderr);
-        run.stdout.trim_end().to_owned()
-    };
+    let text = || generated(&folder, "--init llama").trim_end().to_owned();
     assert!(text().len() > "the".len());
     let ends: Vec<String> = (0..300).map(|id| id.to_string()).collect();
     let ends = format!("{{\"eos_token_id\": [{}]}}", ends.join(", "));
@@ -567,16 +576,7 @@ fn text_is_generated_from_steps_and_adapters() {
     let run = "--init llama --data text --steps 12 --lr 0.05";
     report(&folder, &format!("{run} --checkpoint-dir whole"));
     report(&folder, &format!("{run} --lora 4 --checkpoint-dir adapted"));
-    let generate = |arguments: &str| {
-        folder.run(&format!(
-            "generate {arguments} --prompt the --tokens 6 --temperature 0 --ranks 2"
-        ))
-    };
-    let text = |arguments: &str| {
-        let run = generate(arguments);
-        assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
-        run.stdout
-    };
+    let text = |arguments: &str| generated(&folder, arguments);
     let base = text("--init llama");
     let whole = text("whole --tokenizer llama/tokenizer.json");
     let adapted = text("adapted --init llama");
@@ -606,7 +606,7 @@ fn text_is_generated_from_steps_and_adapters() {
         ("--init gpt2 --ranks 0", "--ranks"),
         ("", "--init"),
     ] {
-        let run = generate(arguments);
+        let run = generate(&folder, arguments);
         assert_eq!(run.code, 2, "{arguments}: {}", run.stderr);
         assert!(run.stderr.contains(problem), "{arguments}: {}", run.stderr);
     }
@@ -630,7 +630,8 @@ fn python() -> Option<PathBuf> {
 }
 
 fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cli/transformers_peer.py");
+    let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
+        .join("tests/cli/transformers_peer.py");
     let output = Command::new(python)
         .arg(script)
         .args(arguments.split_whitespace())

@@ -59,12 +59,15 @@ fn what_cannot_be_compared_is_refused() {
     std::fs::create_dir(folder.path("torn")).unwrap();
     let whole = std::fs::read_to_string(folder.path("a/rank-0.jsonl")).unwrap();
     folder.write("torn/rank-0.jsonl", &whole[..whole.len() - 9]);
+    std::fs::create_dir(folder.path("garbled")).unwrap();
+    folder.write("garbled/rank-0.jsonl", "{\"step\":");
     // A run that was gathered from several machines but for one rank is not one of fewer ranks.
     write(&folder, "lost", "");
     std::fs::remove_file(folder.path("lost/rank-1.jsonl")).unwrap();
     let last = format!("line {}: EOF", whole.lines().count());
     for (other, word) in [
         ("four", "2 ranks, the other 4"),
+        ("garbled", "rank-0.jsonl"),
         ("torn", "rank-0.jsonl"),
         ("torn", last.as_str()),
         ("lost", "rank-1.jsonl"),

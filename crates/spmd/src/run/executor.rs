@@ -219,6 +219,7 @@ impl<B: BackendIr> Executor<B> {
     ) -> Result<(), Error> {
         self.check(graph)?;
         self.seal_given(graph)?;
+        self.await_written(graph);
         for (index, node) in graph.nodes().iter().enumerate() {
             let start = timeline.is_some().then(Instant::now);
             let carried = self.look_at_taken(index, node)?;

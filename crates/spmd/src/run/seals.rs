@@ -120,10 +120,14 @@ impl<B: BackendIr> Executor<B> {
                 self.seal(id, &role);
             }
         }
+        Ok(())
+    }
+
+    /// Says which values of this run are to be sealed when a node has written them.
+    pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();
         let fresh = updates.filter(|_| self.group.compares_bytes());
         self.seals.fresh = fresh.map(|update| (update.from, None)).collect();
-        Ok(())
     }
 
     /// Seals what a node has written that replaces another value at the end, while it is still in the cache.
@@ -132,12 +136,10 @@ impl<B: BackendIr> Executor<B> {
             return;
         }
         for output in node.operation.outputs() {
-            if !self.seals.fresh.contains_key(&output.id) {
-                continue;
+            if self.seals.fresh.contains_key(&output.id) {
+                let seal = self.sealed(output);
+                self.seals.fresh.insert(output.id, seal);
             }
-            let tensor = self.host(output);
-            let seal = tensor.and_then(|tensor| self.group.seal(tensor.bytes()));
-            self.seals.fresh.insert(output.id, seal);
         }
     }
 
@@ -152,7 +154,7 @@ impl<B: BackendIr> Executor<B> {
             let Some(sealed) = self.seals.of.get(&value.id).cloned() else {
                 continue;
             };
-            let tensor = self.host_as(value.id, value.shape.clone(), value.dtype);
+            let tensor = self.host(&ir(value.id, value.shape.clone(), value.dtype));
             if let Some(tensor) = tensor {
                 sealed.check(&self.group, last, &tensor)?;
             }
@@ -201,29 +203,23 @@ impl<B: BackendIr> Executor<B> {
     }
 
     fn seal(&mut self, id: TensorId, role: &Role) {
-        let tensor = self.host_of(id);
-        if let Some(seal) = tensor.and_then(|tensor| self.group.seal(tensor.bytes())) {
+        let Some((shape, dtype)) = self.present.get(&id).cloned() else {
+            return;
+        };
+        if let Some(seal) = self.sealed(&ir(id, shape, dtype)) {
             self.keep(id, role, seal);
         }
+    }
+
+    /// Returns the seal of a value as it is now, if it is in the memory of the host.
+    fn sealed(&mut self, tensor: &TensorIr) -> Option<Seal> {
+        let tensor = self.host(tensor)?;
+        self.group.seal(tensor.bytes())
     }
 
     fn keep(&mut self, id: TensorId, role: &Role, seal: Seal) {
         let what = Label::from(role.to_string());
         self.seals.of.insert(id, Sealed { seal, what });
-    }
-
-    fn host_of(&mut self, id: TensorId) -> Option<FlexTensor> {
-        let (shape, dtype) = self.present.get(&id)?.clone();
-        self.host_as(id, shape, dtype)
-    }
-
-    fn host_as(&mut self, id: TensorId, shape: Vec<usize>, dtype: DType) -> Option<FlexTensor> {
-        self.host(&TensorIr {
-            id,
-            shape: shape.into(),
-            status: TensorStatus::ReadOnly,
-            dtype,
-        })
     }
 
     /// Returns a value, if it is in the memory of the host.
@@ -238,6 +234,15 @@ impl<B: BackendIr> Executor<B> {
             HandleKind::Bool(tensor) => flex(&tensor),
             HandleKind::Quantized(_) => None,
         }
+    }
+}
+
+fn ir(id: TensorId, shape: Vec<usize>, dtype: DType) -> TensorIr {
+    TensorIr {
+        id,
+        shape: shape.into(),
+        status: TensorStatus::ReadOnly,
+        dtype,
     }
 }
 
