@@ -18,6 +18,8 @@ use run::Run;
 use sides::{BATCH, CONFIG, Compiled, Eager, Failure, Operations, Side, devices, rows};
 use times::{Begun, Middle, Millis};
 
+#[path = "../../../benches/flags.rs"]
+mod flags;
 #[path = "../../../benches/limits.rs"]
 mod limits;
 #[path = "../../cli/src/bench/origin.rs"]
@@ -45,20 +47,13 @@ impl Arguments {
             pairs: 24,
             json: None,
         };
-        let mut words = std::env::args().skip(1);
-        while let Some(word) = words.next() {
-            let number = |value: Option<String>| {
-                let value = value.and_then(|value| value.parse().ok());
-                value.unwrap_or_else(|| panic!("{word} takes a number"))
-            };
-            match word.as_str() {
-                "--ranks" => arguments.ranks = number(words.next()),
-                "--batch" => arguments.batch = number(words.next()),
-                "--pairs" => arguments.pairs = number(words.next()),
-                "--json" => arguments.json = words.next(),
-                _ => {}
-            }
-        }
+        flags::for_each(|flag, value| match flag {
+            "--ranks" => arguments.ranks = value.number(),
+            "--batch" => arguments.batch = value.number(),
+            "--pairs" => arguments.pairs = value.number(),
+            "--json" => arguments.json = value.text(),
+            _ => {}
+        });
         arguments
     }
 }

@@ -25,6 +25,8 @@ use run::Run;
 use sides::{BATCH, CONFIG, Compiled, Eager, Failure, Operations, Side, Tokens, devices, rows};
 use times::{Begun, Middle, Millis};
 
+#[path = "../../../benches/flags.rs"]
+mod flags;
 #[path = "../../../benches/limits.rs"]
 mod limits;
 #[path = "../../cli/src/bench/origin.rs"]
@@ -58,22 +60,15 @@ impl Arguments {
             is_recomputed: true,
             is_profiled: false,
         };
-        let mut words = std::env::args().skip(1);
-        while let Some(word) = words.next() {
-            let number = |value: Option<String>| {
-                let value = value.and_then(|value| value.parse().ok());
-                value.unwrap_or_else(|| panic!("{word} takes a number"))
-            };
-            match word.as_str() {
-                "--ranks" => arguments.ranks = number(words.next()),
-                "--pairs" => arguments.pairs = number(words.next()),
-                "--json" => arguments.json = words.next(),
-                "--composed" => arguments.operations = Operations::Elementary,
-                "--no-recompute" => arguments.is_recomputed = false,
-                "--profile" => arguments.is_profiled = true,
-                _ => {}
-            }
-        }
+        flags::for_each(|flag, value| match flag {
+            "--ranks" => arguments.ranks = value.number(),
+            "--pairs" => arguments.pairs = value.number(),
+            "--json" => arguments.json = value.text(),
+            "--composed" => arguments.operations = Operations::Elementary,
+            "--no-recompute" => arguments.is_recomputed = false,
+            "--profile" => arguments.is_profiled = true,
+            _ => {}
+        });
         arguments
     }
 

@@ -23,6 +23,8 @@ use limits::Limits;
 use run::Run;
 use times::Middle;
 
+#[path = "../../../benches/flags.rs"]
+mod flags;
 #[path = "../../../benches/limits.rs"]
 mod limits;
 #[path = "../../cli/src/bench/origin.rs"]
@@ -54,19 +56,12 @@ impl Arguments {
             pairs: 24,
             json: None,
         };
-        let mut words = std::env::args().skip(1);
-        while let Some(word) = words.next() {
-            let number = |value: Option<String>| {
-                let value = value.and_then(|value| value.parse().ok());
-                value.unwrap_or_else(|| panic!("{word} takes a number"))
-            };
-            match word.as_str() {
-                "--ranks" => arguments.ranks = number(words.next()),
-                "--pairs" => arguments.pairs = number(words.next()),
-                "--json" => arguments.json = words.next(),
-                _ => {}
-            }
-        }
+        flags::for_each(|flag, value| match flag {
+            "--ranks" => arguments.ranks = value.number(),
+            "--pairs" => arguments.pairs = value.number(),
+            "--json" => arguments.json = value.text(),
+            _ => {}
+        });
         arguments
     }
 }

@@ -245,3 +245,9 @@ fn merged(arguments: &str) -> Vec<String> {
     merged.extend(given);
     merged.into_iter().map(str::to_owned).collect()
 }
+
+/// The folder of this crate as the test runs. What is compiled may come from another clone, by a shared target folder.
+pub(crate) fn crate_folder() -> PathBuf {
+    let folder = std::env::var_os("CARGO_MANIFEST_DIR");
+    folder.expect("cargo runs the test").into()
+}

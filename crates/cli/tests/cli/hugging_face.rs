@@ -14,7 +14,7 @@ use burn_fsdp_models::{
 };
 use serde_json::Value;
 
-use crate::command::{Folder, Run, last_report, losses, relative_difference};
+use crate::command::{Folder, Run, crate_folder, last_report, losses, relative_difference};
 
 const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
 
@@ -630,8 +630,7 @@ fn python() -> Option<PathBuf> {
 }
 
 fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
-    let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
-        .join("tests/cli/transformers_peer.py");
+    let script = crate_folder().join("tests/cli/transformers_peer.py");
     let output = Command::new(python)
         .arg(script)
         .args(arguments.split_whitespace())

@@ -15,7 +15,7 @@ use burn_fsdp::checkpoint::{
 };
 use serde_json::Value;
 
-use crate::command::{Folder, losses, relative_difference};
+use crate::command::{Folder, crate_folder, losses, relative_difference};
 
 const TORCH_FILE: &[u8] = include_bytes!("../data/torch_gpt.safetensors");
 
@@ -246,8 +246,7 @@ fn python() -> Option<PathBuf> {
 }
 
 fn torch_peer(python: &Path, folder: &Folder, arguments: &str) -> String {
-    let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
-        .join("tests/cli/torch_peer.py");
+    let script = crate_folder().join("tests/cli/torch_peer.py");
     let output = Command::new(python)
         .arg(script)
         .args(arguments.split_whitespace())

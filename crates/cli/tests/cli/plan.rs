@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::command::{Folder, Run};
+use crate::command::{Folder, Run, crate_folder};
 
 fn plan(folder: &Folder, arguments: &str) -> Run {
     let mut command = Command::new(env!("CARGO_BIN_EXE_burn-fsdp"));
@@ -209,8 +209,7 @@ fn wrong_input_is_named() {
 fn published_figures_in_the_documentation_are_recomputed() {
     let run = plan(&Folder::new(), "--published");
     assert_eq!(run.code, 0, "{}", run.stderr);
-    let folder = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test");
-    let path = std::path::Path::new(&folder).join("../../docs/plan.md");
+    let path = crate_folder().join("../../docs/plan.md");
     let page = std::fs::read_to_string(path).expect("docs/plan.md");
     for line in run.stdout.lines() {
         assert!(page.contains(line), "docs/plan.md lacks: {line}");
