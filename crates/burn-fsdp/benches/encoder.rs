@@ -21,6 +21,9 @@ use burn_fsdp::compile::{CompiledStep, Mode, Strategy, compile};
 use burn_fsdp::{LaunchConfig, ProcessGroup, ShardPolicy, backward, fully_shard, launch};
 use burn_fsdp_models::{EncoderLm, EncoderLmConfig};
 
+#[path = "../../../benches/flags.rs"]
+mod flags;
+
 const BATCH: usize = 8;
 
 type Tokens = (Tensor<2, Int>, Tensor<2, Int>);
@@ -50,30 +53,17 @@ impl Arguments {
             prints: false,
             profiles: false,
         };
-        let mut words = std::env::args().skip(1);
-        while let Some(word) = words.next() {
-            let mut value = || {
-                words
-                    .next()
-                    .unwrap_or_else(|| panic!("{word} takes a value"))
-            };
-            let number = |value: String| -> usize {
-                value
-                    .parse()
-                    .unwrap_or_else(|_| panic!("{value} is no number"))
-            };
-            match word.as_str() {
-                "--engine" => arguments.engine = value(),
-                "--ranks" => arguments.ranks = number(value()),
-                "--steps" => arguments.steps = number(value()),
-                "--warmup" => arguments.warmup = number(value()),
-                "--layers" => arguments.layers = number(value()),
-                "--composed" => arguments.composed = true,
-                "--print" => arguments.prints = true,
-                "--profile" => arguments.profiles = true,
-                _ => {}
-            }
-        }
+        flags::for_each(|flag, value| match flag {
+            "--engine" => arguments.engine = value.text().expect("--engine takes a value"),
+            "--ranks" => arguments.ranks = value.number(),
+            "--steps" => arguments.steps = value.number(),
+            "--warmup" => arguments.warmup = value.number(),
+            "--layers" => arguments.layers = value.number(),
+            "--composed" => arguments.composed = true,
+            "--print" => arguments.prints = true,
+            "--profile" => arguments.profiles = true,
+            _ => {}
+        });
         arguments
     }
 }
