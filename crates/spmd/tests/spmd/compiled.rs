@@ -12,7 +12,8 @@ use burn_fsdp_spmd::{Batch, CompiledStep, Mode, compile};
 use crate::eager::{self, adamw};
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
-/// Burn's random numbers are one stream per process.
+/// Burn's random numbers are one stream per process, from which each model draws that is initialised: whoever
+/// compiles a step holds it, also where its own values do not matter, since others count on theirs.
 static SEED: Mutex<()> = Mutex::new(());
 
 pub(crate) fn seeded() -> MutexGuard<'static, ()> {

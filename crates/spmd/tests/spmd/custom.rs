@@ -138,6 +138,7 @@ fn ranks_train_a_gpt_of_fused_operations_like_one_on_the_joined_batch() {
 
 #[test]
 fn operations_that_nobody_knows_are_named() {
+    let _guard = seeded();
     let batch = |step| batch(step, 0..ROWS, &Device::flex());
     let optimizer = adamw().build();
     let graph = trace(init, loss, &optimizer, &batch(0), TraceConfig::default()).unwrap();
@@ -160,6 +161,7 @@ fn operations_that_nobody_knows_are_named() {
 
 #[test]
 fn a_kernel_that_fails_or_lies_is_an_error_that_names_it() {
+    let _guard = seeded();
     let broken = |run: fn() -> usize| {
         let operations = kernels().kernel(
             "models.gelu",

@@ -7,9 +7,12 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::{Error, Mode, Strategy, compile};
 
+use crate::compiled::seeded;
+
 /// What ranks traced for a step that was refused is what they run in the next, whatever its learning rate is.
 #[test]
 fn a_run_goes_on_after_a_refusal_with_another_learning_rate() {
+    let _guard = seeded();
     // Rates and rows of either rank.
     const PLAN: [[(f64, usize); 2]; 6] = [
         [(0.1, 4), (0.1, 5)],
@@ -51,6 +54,7 @@ fn a_run_goes_on_after_a_refusal_with_another_learning_rate() {
 /// Graphs have no numbers of the optimizer, which ranks compare in each step all the same.
 #[test]
 fn optimizers_of_other_settings_are_refused() {
+    let _guard = seeded();
     let body = |world: ProcessGroup| -> Result<_, Error> {
         let beta = if world.rank() == 0 { 0.9 } else { 0.8 };
         let init = |device: &Device| LinearConfig::new(8, 4).init(device);
