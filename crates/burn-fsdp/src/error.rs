@@ -35,14 +35,32 @@ pub enum Error {
     /// Burn's training loop among ranks that are processes.
     #[error(
         "`{launcher}` has started {processes} processes, and the outputs of steps, from which Burn's loop makes its metrics, \
-         do not travel between them; start one process, whose ranks are threads, or write the loop: `launch`, `fully_shard`, \
-         `backward`, `step`"
+         travel between them only where they are `Portable`: call `FullySharded::launch_among_processes`"
     )]
     TrainingAmongProcesses {
         /// What has started them.
         launcher: String,
         /// How many they are.
         processes: usize,
+    },
+    /// Another training in another process, in Burn's training loop.
+    #[error(
+        "{what} on rank {rank}: not what this rank has; every process of a training has to make the same loaders, model, \
+         optimizer and schedule, and to read the same checkpoint"
+    )]
+    OtherTraining {
+        /// What differs.
+        what: &'static str,
+        /// A rank that has it otherwise.
+        rank: usize,
+    },
+    /// An output of a step that does not travel between processes.
+    #[error("an output of a step, as its `Portable` packs and unpacks it: `{name}` {reason}")]
+    Parcel {
+        /// The tensor.
+        name: String,
+        /// What is the matter with it.
+        reason: String,
     },
     /// Trained parameters that the policy ignores, in Burn's training loop.
     #[error(

@@ -6,18 +6,26 @@ use std::sync::{Arc, Mutex};
 use burn::optim::ModuleOptimizer;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::tensor::Device;
-use burn::train::{Learner, LearnerModel, LearningResult, SupervisedTraining, TrainingStrategy};
+use burn::train::logger::InMemoryMetricLogger;
+use burn::train::renderer::CliMetricsRenderer;
+use burn::train::{
+    InferenceStep, Learner, LearnerModel, LearningResult, SupervisedTraining, TrainStep,
+    TrainingStrategy,
+};
 use burn_fsdp_collectives::{LaunchConfig, LaunchError, processes};
 use burn_fsdp_shard::{Clip, ShardPolicy};
 
 use crate::error::Error;
-use crate::train::lead::held;
 use crate::train::lent::Lent;
-use crate::train::settings::Settings;
-use crate::train::strategy::Strategy;
+use crate::train::lock::held;
+use crate::train::outputs::Carriage;
+use crate::train::portable::Portable;
+use crate::train::settings::{Ranks, Settings};
+use crate::train::strategy::{Process, Silently, Strategy};
 
 /// Fully sharded training by Burn's own loop: a strategy for
-/// [`SupervisedTraining`](burn::train::SupervisedTraining), with ranks that are threads of this process.
+/// [`SupervisedTraining`](burn::train::SupervisedTraining), with ranks that are threads of this process, or
+/// [processes](Self::launch_among_processes).
 ///
 /// One line of a program changes: where it says `training.launch(Learner::new(model, optimizer, rates))`, it says
 /// `FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, rates)?`. Everything else of
@@ -48,8 +56,8 @@ use crate::train::strategy::Strategy;
 /// - A policy that ignores trained modules is refused: they would be each rank's own.
 /// - A loss has to come from the model's parameters on every rank: a rank whose step skips the model lets the others wait.
 /// - Metrics that join the outputs of all steps (AUROC) want them on one device.
-/// - Ranks are threads. Outputs of a step are values of any type, which do not travel between processes: where the
-///   program was started by `mpirun`, [`launch`](Self::launch) is refused, and a loop of one's own is the way.
+/// - Outputs of a step are values of any type, which do not travel between processes: where the program was started by
+///   `mpirun`, [`launch`](Self::launch) is refused, and [`launch_among_processes`](Self::launch_among_processes) is the way.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -141,6 +149,7 @@ impl FullySharded {
             policy: ShardPolicy::new(),
             clip: None,
             devices: Vec::new(),
+            among: Ranks::Threads,
         })
     }
 
@@ -183,35 +192,130 @@ impl FullySharded {
         optimizer: ModuleOptimizer,
         rates: impl Into<ModuleLrScheduler>,
     ) -> Result<LearningResult<M>, Error> {
-        if self.0.ranks.ranks() == 0 {
-            return Err(LaunchError::NoRanks.into());
-        }
-        let devices = model.devices();
-        if devices.iter().any(|device| !device.is_autodiff()) {
-            return Err(Error::UntrackedInTraining);
-        }
         if let Some(found) = processes()? {
             return Err(Error::TrainingAmongProcesses {
                 launcher: found.launcher.to_owned(),
                 processes: found.size,
             });
         }
+        self.check(&model)?;
         let outcome = Arc::new(Mutex::new(Ok(())));
-        let strategy = Strategy::new(self.0.clone(), outcome.clone());
-        // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            training
-                .with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)))
-                .launch(Learner::new(Lent::new(model), optimizer, rates))
-        }));
-        std::mem::replace(&mut *held(&outcome), Ok(()))?;
-        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
-        let model = result.model.into_model();
-        Ok(LearningResult {
-            model: model.expect("ranks that did not fail have returned it"),
-            renderer: result.renderer,
-            interrupted: result.interrupted,
-            error: result.error,
-        })
+        let strategy = Strategy::new(self.0.clone(), None, outcome.clone());
+        let training =
+            training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
+        trained(
+            training,
+            Learner::new(Lent::new(model), optimizer, rates),
+            &outcome,
+        )
     }
+
+    /// Does what [`launch`](Self::launch) does, and where a launcher such as `mpirun` has started the program several
+    /// times, each process is one rank.
+    ///
+    /// Every process makes loaders, model, optimizer and training as if it were alone, and calls this, once. What
+    /// they must have alike is compared before the first step: epochs, accumulation, clipping, the number of items, the layers,
+    /// the optimizer's state; in every step, the learning rates of all parameters. The model's values need not be alike:
+    /// all ranks start from those of rank 0. The order of items is each loader's own business: shuffle with the same seed.
+    /// The optimizer's settings are not compared, of which Burn shows nothing.
+    ///
+    /// Rank 0's metrics are those of all rows, and it alone logs, renders, saves, and asks the strategies of early
+    /// stopping and checkpointing; outputs of the others are sent to it after each step, whole: with large logits
+    /// that costs time and, on rank 0, memory. Whoever interrupts one process interrupts all; an error of Burn's loop in
+    /// one is in [`LearningResult::error`](burn::train::LearningResult) of all. Checkpoints are read by every process, so that
+    /// the folder has to be one that all see. Loggers of one's own are made in every process and used on rank 0.
+    ///
+    /// Collective over all processes. Each of them gets the whole model.
+    ///
+    /// ```no_run
+    /// # use burn::optim::ModuleOptimizer;
+    /// # use burn::train::{InferenceStep, LearnerModel, RegressionOutput, SupervisedTraining, TrainStep};
+    /// # use burn_fsdp::train::{FullySharded, Lent};
+    /// # use burn_fsdp::{Error, LaunchConfig, launcher_ranks};
+    /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
+    /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {
+    /// // As many ranks as `mpirun` has started processes, or two threads.
+    /// let ranks = LaunchConfig::new(launcher_ranks().unwrap_or(2));
+    /// let result = FullySharded::new(ranks).launch_among_processes(training, model, optimizer, 1e-2)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`launch`](Self::launch). [`Error::OtherTraining`] on all ranks if a process is about to train something else;
+    /// [`LaunchError::OtherSize`] if there are more or fewer processes than ranks; [`LaunchError::Again`] for a second
+    /// training of the same processes; an output that [`Portable::unpack`] does not take.
+    pub fn launch_among_processes<M>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        model: M,
+        optimizer: ModuleOptimizer,
+        rates: impl Into<ModuleLrScheduler>,
+    ) -> Result<LearningResult<M>, Error>
+    where
+        M: LearnerModel,
+        <M as TrainStep>::Output: Portable,
+        <M as InferenceStep>::Output: Portable,
+    {
+        let Some(found) = processes()? else {
+            return self.launch(training, model, optimizer, rates);
+        };
+        self.check(&model)?;
+        let settings = Settings {
+            among: Ranks::Processes,
+            ..self.0.clone()
+        };
+        let process = Process {
+            rank: found.rank,
+            carriage: Carriage::new(),
+        };
+        let outcome = Arc::new(Mutex::new(Ok(())));
+        let strategy = Strategy::new(settings, Some(process), outcome.clone());
+        let training = match found.rank {
+            0 => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
+            // Files and the terminal are rank 0's.
+            _ => training
+                .with_application_logger(None)
+                .with_metric_logger(InMemoryMetricLogger::default())
+                .renderer(Box::new(CliMetricsRenderer::new()))
+                .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
+        };
+        trained(
+            training,
+            Learner::new(Lent::new(model), optimizer, rates),
+            &outcome,
+        )
+    }
+
+    /// Refuses what no ranks can train.
+    fn check<M: LearnerModel>(&self, model: &M) -> Result<(), Error> {
+        if self.0.ranks.ranks() == 0 {
+            return Err(LaunchError::NoRanks.into());
+        }
+        let devices = model.devices();
+        match devices.iter().all(Device::is_autodiff) {
+            true => Ok(()),
+            false => Err(Error::UntrackedInTraining),
+        }
+    }
+}
+
+/// Has Burn's loop train, and returns what the ranks have left.
+fn trained<M: LearnerModel>(
+    training: SupervisedTraining<Lent<M>>,
+    learner: Learner<Lent<M>>,
+    outcome: &Mutex<Result<(), Error>>,
+) -> Result<LearningResult<M>, Error> {
+    // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
+    let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
+    std::mem::replace(&mut *held(outcome), Ok(()))?;
+    let result = result.unwrap_or_else(|panic| resume_unwind(panic));
+    let model = result.model.into_model();
+    Ok(LearningResult {
+        model: model.expect("ranks that did not fail have returned it"),
+        renderer: result.renderer,
+        interrupted: result.interrupted,
+        error: result.error,
+    })
 }

@@ -1,48 +1,18 @@
 //! What rank 0 does for all: events, checkpoints, and the end that comes early.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use burn::train::metric::store::EventStoreClient;
 use burn::train::{
-    CloneEarlyStoppingStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner,
-    LearnerEvent, LearnerModel, LearningCheckpointer, SupervisedTrainingEventProcessor, TrainStep,
-    TrainingItem,
+    CloneEarlyStoppingStrategy, EventProcessorTraining, Interrupter, Learner, LearnerEvent,
+    LearnerModel, LearningCheckpointer, SupervisedTrainingEventProcessor,
 };
 
 use crate::train::lent::Lent;
+use crate::train::lock::held;
+use crate::train::outputs::Outputs;
 
 type Processor<M> = SupervisedTrainingEventProcessor<Lent<M>>;
-type TrainingItems<M> = Mutex<VecDeque<TrainingItem<<M as TrainStep>::Output>>>;
-type ValidationItems<M> = Mutex<VecDeque<TrainingItem<<M as InferenceStep>::Output>>>;
-
-/// The outputs of steps on their way to rank 0, by rank.
-pub(crate) struct Outputs<M: LearnerModel> {
-    training: Vec<TrainingItems<M>>,
-    validation: Vec<ValidationItems<M>>,
-}
-
-impl<M: LearnerModel> Outputs<M> {
-    pub(crate) fn of_ranks(ranks: usize) -> Self {
-        Self {
-            training: (0..ranks).map(|_| Mutex::default()).collect(),
-            validation: (0..ranks).map(|_| Mutex::default()).collect(),
-        }
-    }
-
-    pub(crate) fn trained(&self, rank: usize, item: TrainingItem<<M as TrainStep>::Output>) {
-        held(&self.training[rank]).push_back(item);
-    }
-
-    pub(crate) fn validated(&self, rank: usize, item: TrainingItem<<M as InferenceStep>::Output>) {
-        held(&self.validation[rank]).push_back(item);
-    }
-}
-
-/// Takes a lock whatever happened to the thread that had it.
-pub(crate) fn held<T>(lock: &Mutex<T>) -> MutexGuard<'_, T> {
-    lock.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// What rank 0 has of Burn's loop, beside its own part of the training.
 pub(crate) struct Lead<M: LearnerModel> {
@@ -97,17 +67,13 @@ impl<M: LearnerModel> Lead<M> {
     /// Passes on the outputs of the round before, one of each rank, in the order of ranks. A rank may be ahead by one.
     pub(crate) fn pass_on(&self) {
         self.processor(|to, interrupter| {
-            for items in &self.outputs.training {
-                if let Some(item) = held(items).pop_front() {
-                    let event = LearnerEvent::ProcessedItem(item);
-                    interrupter.fail_on_error(to.process_train(event));
-                }
+            for item in self.outputs.training.take() {
+                let event = LearnerEvent::ProcessedItem(item);
+                interrupter.fail_on_error(to.process_train(event));
             }
-            for items in &self.outputs.validation {
-                if let Some(item) = held(items).pop_front() {
-                    let event = LearnerEvent::ProcessedItem(item);
-                    interrupter.fail_on_error(to.process_valid(event));
-                }
+            for item in self.outputs.validation.take() {
+                let event = LearnerEvent::ProcessedItem(item);
+                interrupter.fail_on_error(to.process_valid(event));
             }
         });
     }

@@ -1,7 +1,7 @@
 //! The model of Burn's learner, while the ranks have it.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -11,6 +11,7 @@ use burn::tensor::Device;
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainOutput, TrainStep};
 
 use crate::optimizer_record::emptied;
+use crate::train::lock::held;
 
 /// A model as Burn's learner holds it during a sharded training: the model itself before and after, and nothing
 /// while the ranks have it.
@@ -100,7 +101,7 @@ impl<M: LearnerModel> Lent<M> {
     }
 
     fn counter(&self) -> MutexGuard<'_, Counter<M>> {
-        self.counter.lock().unwrap_or_else(PoisonError::into_inner)
+        held(&self.counter)
     }
 
     /// Changes the model, where it is here.

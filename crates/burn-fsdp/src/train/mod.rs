@@ -2,19 +2,29 @@
 //! schedules, early stopping, gradient accumulation and checkpoints.
 //!
 //! - `fully_sharded`: [`FullySharded`], what users call; `settings`: what they say there.
-//! - `lent`: the model of Burn's learner, while the ranks have it.
+//! - `lent`: the model of Burn's learner, while the ranks have it; `lock`: how what threads share is taken.
 //! - `strategy`: Burn's strategy: what is divided among the ranks, and what comes back.
+//! - `course`: what all ranks do; `agreement`: that ranks which are processes are about to do the same.
 //! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: what rank 0 does for all.
+//! - `outputs`: what steps give to the metrics, on its way to rank 0; `portable`: as tensors that travel between processes.
+//! - `stop`: why a rank stops, and how the others learn of it.
 //! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it.
 
+mod agreement;
+mod course;
 mod fully_sharded;
 mod lead;
 mod lent;
+mod lock;
+mod outputs;
+mod portable;
 mod rank;
 mod rounds;
 mod settings;
+mod stop;
 mod strategy;
 mod whole_state;
 
 pub use fully_sharded::FullySharded;
 pub use lent::Lent;
+pub use portable::{Parcel, Portable};

@@ -1,44 +1,31 @@
 //! The training of one rank.
 
 use std::collections::HashSet;
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
 use burn::module::{ModuleVisitor, Param, ParamId};
 use burn::optim::{GradientsAccumulator, GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use burn::train::{InferenceStep, Interrupter, Learner, LearnerModel, TrainStep, TrainingItem};
+use burn::train::{InferenceStep, Learner, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    WriteBack, catch, check_elementwise, clip_grad_norm, fully_shard, into_record, local_ids,
-    summon_full_params,
+    Agreement, WriteBack, catch, check_agreement, check_elementwise, clip_grad_norm, fully_shard,
+    into_record, local_ids, summon_full_params,
 };
+use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::optimizer_record::OptimizerParts;
-use crate::train::lead::{Lead, Outputs};
+use crate::train::agreement::{Rates, check_same};
+use crate::train::course::Course;
+use crate::train::lead::Lead;
 use crate::train::lent::Lent;
+use crate::train::outputs::progress;
 use crate::train::rounds::{Next, Round, Rounds, Share, Weight};
-use crate::train::settings::Settings;
+use crate::train::settings::Ranks;
+use crate::train::stop::{Stop, exchanged};
 use crate::train::whole_state::{divided, joined};
-
-/// What all ranks do.
-#[derive(Clone)]
-pub(crate) struct Course<M: LearnerModel> {
-    pub(crate) settings: Settings,
-    pub(crate) epochs: RangeInclusive<usize>,
-    /// Batches of a rank whose gradients make one step.
-    pub(crate) accumulation: Option<usize>,
-    /// True if epochs may be saved.
-    pub(crate) saves: bool,
-    /// The items of an epoch, of all ranks.
-    pub(crate) items: usize,
-    pub(crate) validated_items: usize,
-    pub(crate) interrupter: Interrupter,
-    pub(crate) outputs: Arc<Outputs<M>>,
-}
 
 /// What a rank begins with.
 pub(crate) struct Start<M: LearnerModel> {
@@ -57,7 +44,7 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) lead: Option<Lead<M>>,
 }
 
-/// Trains on one rank, and returns the whole model on rank 0.
+/// Trains on one rank, and returns the whole model: on rank 0 among threads, on each rank among processes.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(
@@ -86,14 +73,27 @@ pub(crate) fn train<M: LearnerModel>(
     if course.settings.policy.attaches_adapters() {
         return Err(Error::AdaptersInTraining);
     }
+    if course.settings.among == Ranks::Processes {
+        check_same(world, &course, &model, &state)?;
+    }
     let policy = course.settings.policy.clone().gradient_hook(by_items);
     let model = fully_shard(model.fork(&device), world, policy)?;
     check_managed(&model)?;
+    if course.settings.among == Ranks::Processes {
+        // What no unit manages each process has made for itself.
+        check_agreement(&model, Agreement::ParametersAndBuffers)?;
+    }
     check_elementwise(&model, &optimizer)?;
     let optimizer = divided(&model, optimizer, &state)?;
     drop(state);
+    let rates = match course.settings.among {
+        Ranks::Threads => None,
+        Ranks::Processes => Some(Rates::of(&model)?),
+    };
     let mut rank = Rank {
         world,
+        device: device.inner(),
+        rates,
         model: Some(model),
         optimizer,
         learner,
@@ -157,9 +157,21 @@ enum After {
     End,
 }
 
+/// What a rank says at the end of an epoch.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct End {
+    /// True if the user's strategy ends the training here, asked on rank 0.
+    ends: bool,
+    stop: Option<Stop>,
+}
+
 /// One rank in the middle of a training.
 struct Rank<'a, M: LearnerModel> {
     world: &'a ProcessGroup,
+    /// Where outputs of other processes are put together.
+    device: Device,
+    /// What is compared of the schedules of processes.
+    rates: Option<Rates>,
     /// None only while the optimizer has it.
     model: Option<M>,
     optimizer: ModuleOptimizer,
@@ -190,7 +202,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             return Ok(After::End);
         }
         // What failed at the end of the validation must not be judged by its metrics.
-        if self.agreed(self.course.interrupter.should_stop())? == After::End {
+        if self.agreed(false)? == After::End {
             return Ok(After::End);
         }
         self.save(epoch)?;
@@ -198,7 +210,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             .lead
             .as_mut()
             .is_some_and(|lead| lead.ends_early(epoch));
-        self.agreed(ends || self.course.interrupter.should_stop())
+        self.agreed(ends)
     }
 
     /// Trains on all batches of an epoch.
@@ -207,7 +219,10 @@ impl<M: LearnerModel> Rank<'_, M> {
         let mut accumulator = GradientsAccumulator::new();
         let mut accumulated = 0;
         for iteration in 1.. {
-            let next = rounds.next(self.world, self.course.interrupter.should_stop())?;
+            let next = self.next(&mut rounds)?;
+            let rates = Some(self.learner.lr_current());
+            let outputs = &self.course.outputs.training;
+            outputs.carry(self.world, &self.device, rates.as_ref())?;
             self.as_lead(|lead| lead.pass_on());
             let Round {
                 batch,
@@ -218,7 +233,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             } = match next {
                 Next::Round(round) => round,
                 Next::Through => break,
-                Next::Stopped(failure) => return Ok(self.stopped(failure)),
+                Next::Stopped(failure, by) => return Ok(self.stopped(failure, by)),
             };
             self.weight.set(weight);
             let output = catch(|| TrainStep::step(self.model(), batch))?;
@@ -237,7 +252,7 @@ impl<M: LearnerModel> Rank<'_, M> {
                 let progress = progress(had_by_all, self.course.items);
                 let rates = Some(self.learner.lr_current());
                 let item = TrainingItem::new(output.item, progress, Some(iteration), rates);
-                self.course.outputs.trained(self.world.rank(), item);
+                self.course.outputs.training.put(self.world.rank(), item)?;
             }
         }
         Ok(After::Another)
@@ -262,18 +277,23 @@ impl<M: LearnerModel> Rank<'_, M> {
         let model = catch(|| self.model().valid())?;
         let mut rounds = Rounds::new("batches of a validation", share);
         for iteration in 1.. {
-            let next = rounds.next(self.world, self.course.interrupter.should_stop())?;
+            let next = self.next(&mut rounds)?;
+            let outputs = &self.course.outputs.validation;
+            outputs.carry(self.world, &self.device, None)?;
             self.as_lead(|lead| lead.pass_on());
             let round = match next {
                 Next::Round(round) => round,
                 Next::Through => break,
-                Next::Stopped(failure) => return Ok(self.stopped(failure)),
+                Next::Stopped(failure, by) => return Ok(self.stopped(failure, by)),
             };
             let output = catch(|| InferenceStep::step(&model, round.batch))?;
             if round.counts {
                 let progress = progress(round.had_by_all, self.course.validated_items);
                 let item = TrainingItem::new(output, progress, Some(iteration), None);
-                self.course.outputs.validated(self.world.rank(), item);
+                self.course
+                    .outputs
+                    .validation
+                    .put(self.world.rank(), item)?;
             }
         }
         Ok(After::Another)
@@ -296,31 +316,46 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(())
     }
 
-    /// Ends the training of all ranks if it `ends` on one.
+    /// Takes the next batch together with the other ranks.
+    fn next<I>(&self, rounds: &mut Rounds<'_, I>) -> Result<Next<I>, Error> {
+        let rates = self.rates.as_ref();
+        let rates = rates.map_or(0, |rates| rates.fingerprint(&self.learner.lr_current()));
+        rounds.next(self.world, Stop::of(&self.course.interrupter), rates)
+    }
+
+    /// Ends the training of all ranks if it `ends` on one, or is stopped there.
     fn agreed(&self, ends: bool) -> Result<After, Error> {
-        let all = self
-            .world
-            .exchange("end of an epoch", vec![u8::from(ends)])?;
-        Ok(match all.iter().any(|note| note.first() == Some(&1)) {
-            true => After::End,
-            false => After::Another,
+        let stop = Stop::of(&self.course.interrupter);
+        let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;
+        let ends = all.iter().any(|end| end.ends);
+        let mut stops = all.into_iter().enumerate();
+        let stop = stops.find_map(|(rank, end)| Some((rank, end.stop?)));
+        Ok(match stop {
+            Some(by) => self.stopped(None, by),
+            None if ends => After::End,
+            None => After::Another,
         })
     }
 
-    fn stopped(&self, failure: Option<DatasetError>) -> After {
+    /// Stops this rank's loop, too, with what its own loader failed with, or by what another rank said.
+    fn stopped(&self, failure: Option<DatasetError>, (rank, stop): (usize, Stop)) -> After {
         if let Some(failure) = failure {
             self.course.interrupter.fail(failure);
+        }
+        // Threads have one interrupter.
+        if self.course.settings.among == Ranks::Processes {
+            stop.tell(rank, &self.course.interrupter);
         }
         After::End
     }
 
-    /// Returns the whole model on rank 0, as it is for inference.
+    /// Returns the whole model, as it is for inference: on rank 0, and on each rank that is a process.
     fn whole_model(mut self) -> Result<Option<M>, Error> {
         let model = self.model.take().expect("the optimizer gives it back");
         let mut whole = None;
-        let is_first = self.world.rank() == 0;
+        let keeps = self.world.rank() == 0 || self.course.settings.among == Ranks::Processes;
         let keep = |full: M| {
-            if is_first {
+            if keeps {
                 whole = Some(full.clone());
             }
             full
@@ -339,8 +374,4 @@ impl<M: LearnerModel> Rank<'_, M> {
             act(lead);
         }
     }
-}
-
-fn progress(had: usize, of: usize) -> Progress {
-    Progress::new(had, of, Some("items".to_owned()))
 }

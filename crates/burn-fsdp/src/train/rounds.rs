@@ -7,8 +7,10 @@ use burn::data::dataloader::{DataLoader, DataLoaderIterator};
 use burn::data::dataset::DatasetError;
 use burn::tensor::Device;
 use burn_fsdp_collectives::ProcessGroup;
+use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::train::stop::{Stop, exchanged};
 
 /// A rank's part of what a loader gives, and the whole, of which a rank that has run out takes a batch.
 pub(crate) struct Share<I> {
@@ -63,8 +65,8 @@ pub(crate) enum Next<I> {
     Round(Round<I>),
     /// All items are through.
     Through,
-    /// Some rank is to stop, or its loader failed.
-    Stopped(Option<DatasetError>),
+    /// A rank is to stop, or its loader failed: which, and why. The failure is this rank's own, if that is it.
+    Stopped(Option<DatasetError>, (usize, Stop)),
 }
 
 impl<'a, I> Rounds<'a, I> {
@@ -78,10 +80,19 @@ impl<'a, I> Rounds<'a, I> {
         }
     }
 
-    /// Takes this rank's next batch, and agrees with the others on what is done with it. A rank that `stops` stops all.
+    /// Takes this rank's next batch, and agrees with the others on what is done with it. A rank that stops stops all.
     ///
     /// Collective.
-    pub(crate) fn next(&mut self, world: &ProcessGroup, stops: bool) -> Result<Next<I>, Error> {
+    ///
+    /// # Errors
+    ///
+    /// A failed collective, and [`Error::OtherTraining`] if the ranks made the last step at other `rates`.
+    pub(crate) fn next(
+        &mut self,
+        world: &ProcessGroup,
+        stop: Option<Stop>,
+        rates: u64,
+    ) -> Result<Next<I>, Error> {
         let (batch, failure) = match self.own.next() {
             Some(Ok(batch)) => (Some(batch), None),
             Some(Err(failure)) => (None, Some(failure)),
@@ -98,12 +109,23 @@ impl<'a, I> Rounds<'a, I> {
         let note = Note {
             items: items as u64,
             has_more,
-            stops: stops || failure.is_some(),
+            stop: match &failure {
+                Some(failure) => Some(Stop::Failed(failure.to_string())),
+                None => stop,
+            },
+            rates,
         };
-        let notes = world.exchange(self.label, note.bytes())?;
-        let notes: Vec<Note> = notes.iter().map(|bytes| Note::of(bytes)).collect();
-        if notes.iter().any(|note| note.stops) {
-            return Ok(Next::Stopped(failure));
+        let notes = exchanged(world, self.label, &note)?;
+        let stops = notes.iter().enumerate();
+        let mut stops = stops.filter_map(|(rank, note)| Some((rank, note.stop.clone()?)));
+        if let Some(first) = stops.next() {
+            return Ok(Next::Stopped(failure, first));
+        }
+        if let Some(rank) = notes.iter().position(|note| note.rates != rates) {
+            return Err(Error::OtherTraining {
+                what: "the learning rates of the last step",
+                rank,
+            });
         }
         let of_all: u64 = notes.iter().map(|note| note.items).sum();
         if of_all == 0 {
@@ -135,36 +157,13 @@ impl<'a, I> Rounds<'a, I> {
 }
 
 /// What a rank tells the others of its next batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Note {
     items: u64,
     has_more: bool,
-    stops: bool,
-}
-
-impl Note {
-    fn bytes(self) -> Vec<u8> {
-        let mut bytes = self.items.to_le_bytes().to_vec();
-        bytes.extend([u8::from(self.has_more), u8::from(self.stops)]);
-        bytes
-    }
-
-    /// Reads what a rank has written; of less than that, which no rank writes, it stops.
-    fn of(bytes: &[u8]) -> Self {
-        let nothing = Self {
-            items: 0,
-            has_more: false,
-            stops: true,
-        };
-        let Some((items, [has_more, stops])) = bytes.split_first_chunk() else {
-            return nothing;
-        };
-        Self {
-            items: u64::from_le_bytes(*items),
-            has_more: *has_more == 1,
-            stops: *stops == 1,
-        }
-    }
+    stop: Option<Stop>,
+    /// The fingerprint of the rates of the last step.
+    rates: u64,
 }
 
 /// The factor by which a rank's gradients are multiplied before they are reduced.

@@ -2,35 +2,55 @@
 
 use std::sync::{Arc, Mutex};
 
+use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 use burn::tensor::Device;
 use burn::train::{
-    InferenceStep, Learner, LearnerModel, SupervisedLearningStrategy,
-    SupervisedTrainingEventProcessor, TrainLoader, TrainStep, TrainingComponents, ValidLoader,
+    EventProcessorTraining, InferenceStep, Learner, LearnerModel, LearningResult,
+    SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
+    TrainingComponents, ValidLoader,
 };
 use burn_fsdp_collectives::launch;
 
 use crate::error::Error;
 use crate::optimizer_record::{OptimizerParts, emptied};
-use crate::train::lead::{Lead, Outputs, held};
+use crate::train::course::Course;
+use crate::train::lead::Lead;
 use crate::train::lent::Lent;
-use crate::train::rank::{Course, Start, train};
+use crate::train::lock::held;
+use crate::train::outputs::{Carriage, Outputs};
+use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
 /// The strategy as Burn's loop calls it. It returns nothing but a model, so that errors are left in `outcome`.
-pub(crate) struct Strategy {
+pub(crate) struct Strategy<M: LearnerModel> {
     settings: Settings,
+    process: Option<Process<M>>,
     outcome: Arc<Mutex<Result<(), Error>>>,
 }
 
-impl Strategy {
-    pub(crate) fn new(settings: Settings, outcome: Arc<Mutex<Result<(), Error>>>) -> Self {
-        Self { settings, outcome }
+/// The rank that this process is, among others.
+pub(crate) struct Process<M: LearnerModel> {
+    pub(crate) rank: usize,
+    pub(crate) carriage: Carriage<M>,
+}
+
+impl<M: LearnerModel> Strategy<M> {
+    pub(crate) fn new(
+        settings: Settings,
+        process: Option<Process<M>>,
+        outcome: Arc<Mutex<Result<(), Error>>>,
+    ) -> Self {
+        Self {
+            settings,
+            process,
+            outcome,
+        }
     }
 
     /// Returns the device of each rank, with autodiff as the model has it: tensors of one operation must agree on that.
-    fn devices<M: LearnerModel>(&self, model: &M) -> Vec<Device> {
+    fn devices(&self, model: &M) -> Vec<Device> {
         let of_model = model.devices().into_iter().next().unwrap_or_default();
         let given = self.settings.devices.iter();
         let given = given.map(|device| device.clone().with_autodiff_context_from(&of_model));
@@ -43,7 +63,7 @@ impl Strategy {
     }
 }
 
-impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
+impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
     fn fit(
         &self,
         components: TrainingComponents<Lent<M>>,
@@ -56,7 +76,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
         let lent = Lent::take_from(&mut learner);
         let (model, optimizer) = lent.expect("the learner has just been given them");
         let devices = self.devices(&model);
-        let outputs = Arc::new(Outputs::of_ranks(devices.len()));
+        let carriage = self.process.as_ref().map(|process| process.carriage);
+        let outputs = Arc::new(Outputs::of_ranks(devices.len(), carriage));
         let course = Course {
             settings: self.settings.clone(),
             epochs: starting_epoch..=components.num_epochs,
@@ -86,13 +107,23 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
             training: Share::of_ranks(&training, &devices),
             validation: Share::of_ranks(&validation, &inner),
         };
-        let ended = whole.divided(devices, &course, lead).and_then(|starts| {
-            let start = move |rank: usize| held(&starts[rank]).take().expect("a rank starts once");
-            let ranks = launch(self.settings.ranks, move |world| {
-                train(&world, start(world.rank()))
+        let here = |rank: &usize| self.process.as_ref().is_none_or(|of| of.rank == *rank);
+        let ended = whole
+            .divided(devices, &course, lead)
+            .and_then(|mut starts| {
+                // What other processes begin with is theirs to keep.
+                let others = starts
+                    .iter_mut()
+                    .enumerate()
+                    .filter(|(rank, _)| !here(rank));
+                others.for_each(|(_, start)| *start = Mutex::new(None));
+                let start =
+                    move |rank: usize| held(&starts[rank]).take().expect("a rank starts once");
+                let ranks = launch(self.settings.ranks, move |world| {
+                    train(&world, start(world.rank()))
+                });
+                Ok(ranks?)
             });
-            Ok(ranks?)
-        });
         let model = match ended {
             Ok(models) => models.into_iter().flatten().next(),
             Err(error) => {
@@ -104,6 +135,42 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy {
         let processor = held(&processor).take();
         let processor = processor.expect("rank 0 has only used it");
         (Lent::returned(model), processor)
+    }
+}
+
+/// The strategy in a process that is not rank 0: Burn's loop tells nobody here of a training of which rank 0 tells.
+pub(crate) struct Silently<M: LearnerModel>(pub(crate) Strategy<M>);
+
+impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Silently<M> {
+    fn train(
+        &self,
+        learner: Learner<Lent<M>>,
+        training: TrainLoader<Lent<M>>,
+        validation: ValidLoader<Lent<M>>,
+        components: TrainingComponents<Lent<M>>,
+    ) -> LearningResult<Lent<M>> {
+        let starting_epoch = components.checkpoint.unwrap_or(0) + 1;
+        let interrupter = components.interrupter.clone();
+        let (model, processor) =
+            self.fit(components, learner, training, validation, starting_epoch);
+        LearningResult {
+            model: model.valid(),
+            renderer: processor.renderer(),
+            interrupted: interrupter.interruption(),
+            error: interrupter.error(),
+        }
+    }
+
+    fn fit(
+        &self,
+        components: TrainingComponents<Lent<M>>,
+        learner: Learner<Lent<M>>,
+        training: TrainLoader<Lent<M>>,
+        validation: ValidLoader<Lent<M>>,
+        starting_epoch: usize,
+    ) -> (Lent<M>, SupervisedTrainingEventProcessor<Lent<M>>) {
+        let strategy = &self.0;
+        strategy.fit(components, learner, training, validation, starting_epoch)
     }
 }
 

@@ -1,7 +1,11 @@
 //! Burn's own training loop, sharded: against the same loop on one device.
 #![cfg(feature = "train")]
 
+#[path = "../../../collectives/tests/launcher/mod.rs"]
+mod launcher;
 mod network;
+mod portable;
+mod processes;
 #[path = "../beside_burn/runs.rs"]
 mod runs;
 

@@ -27,15 +27,24 @@ pub(crate) struct Net {
 
 impl Net {
     pub(crate) fn new(device: &Device) -> Self {
+        Self::with_hidden(7, device)
+    }
+
+    pub(crate) fn with_hidden(width: usize, device: &Device) -> Self {
         device.seed(7);
         let conv = Conv2dConfig::new([1, 3], [3, 3]).with_padding(PaddingConfig2d::Valid);
         let net = Self {
             conv: conv.init(device),
-            hidden: LinearConfig::new(3 * 4 * 4, 7).init(device),
-            head: LinearConfig::new(7, CLASSES).init(device),
+            hidden: LinearConfig::new(3 * 4 * 4, width).init(device),
+            head: LinearConfig::new(width, CLASSES).init(device),
         };
         // Every training has these values, whoever draws beside it.
         net.map(&mut Fixed(0))
+    }
+
+    /// Returns the network with values that are no other's.
+    pub(crate) fn with_other_values(self) -> Self {
+        self.map(&mut Fixed(500))
     }
 
     fn classify(&self, batch: Digits) -> ClassificationOutput {

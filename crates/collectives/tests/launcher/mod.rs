@@ -45,9 +45,19 @@ pub(crate) fn this_program(processes: usize, scene: &str) -> Option<Command> {
 ///
 /// Does nothing but say so where there is no `mpirun`, or the program is built without the feature `mpi`.
 pub(crate) fn again_as_processes(processes: usize, test: &str) {
+    again_as_changed_processes(processes, test, |_| {});
+}
+
+/// Does [`again_as_processes`], with a command that is changed.
+pub(crate) fn again_as_changed_processes(
+    processes: usize,
+    test: &str,
+    change: impl Fn(&mut Command),
+) {
     let Some(mut command) = this_program(processes, test) else {
         return;
     };
+    change(&mut command);
     command.args(["--exact", test, "--test-threads", "1", "--nocapture"]);
     let output = command.output().expect("mpirun runs");
     let [stdout, stderr] =

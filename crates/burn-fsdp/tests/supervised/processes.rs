@@ -1,0 +1,258 @@
+//! Burn's loop with ranks that are processes: each process is this test once more.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use burn::data::dataloader::DataLoaderBuilder;
+use burn::optim::SgdConfig;
+use burn::train::metric::LossMetric;
+use burn::train::{Interrupter, LearningResult, SupervisedTraining};
+use burn_fsdp::train::{FullySharded, Lent};
+use burn_fsdp::{Error, LaunchConfig, ShardPolicy, launcher_ranks};
+
+use crate::launcher::{again_as_changed_processes, scene};
+use crate::network::{BATCH, Digitizer, Item, Net, items, loader};
+use crate::{
+    AfterTwo, Watched, assert_close, device, folder, logged, optimizer, plain, rates, sharded,
+    training, values,
+};
+
+/// The folder that all processes of a test see.
+const FOLDER: &str = "BURN_FSDP_TEST_FOLDER";
+
+/// Plays the test of this name in processes, whose folder is `at`.
+fn play(processes: usize, test: &str, at: &Path) {
+    let test = format!("processes::{test}");
+    again_as_changed_processes(processes, &test, |command| {
+        command.env(FOLDER, at);
+    });
+}
+
+/// The number of processes, that of this one, and their folder, if the test has started this process.
+fn part() -> Option<(usize, usize, PathBuf)> {
+    scene()?;
+    let found = burn_fsdp::processes().expect("MPI's environment")?;
+    let at = std::env::var_os(FOLDER).expect("the test has set it");
+    Some((found.size, found.rank, at.into()))
+}
+
+fn among(ranks: usize) -> FullySharded {
+    FullySharded::new(LaunchConfig::new(ranks)).policy(ShardPolicy::new().units(["conv", "hidden"]))
+}
+
+fn run(
+    ranks: usize,
+    training: SupervisedTraining<Lent<Net>>,
+) -> Result<LearningResult<Net>, Error> {
+    among(ranks).launch_among_processes(training, Net::new(&device()), optimizer(), rates())
+}
+
+fn done<T>(result: Result<T, Error>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn data(ranks: usize) -> (Vec<Item>, Vec<Item>) {
+    // One rank has more batches than the others; another has nothing to validate.
+    (items(11 * ranks - 1, 1), items(ranks - 1, 2))
+}
+
+#[test]
+fn weights_and_metrics_are_those_of_one_device() {
+    let Some((ranks, rank, at)) = part() else {
+        for processes in [1, 2, 3] {
+            let at = folder();
+            play(
+                processes,
+                "weights_and_metrics_are_those_of_one_device",
+                at.path(),
+            );
+        }
+        return;
+    };
+    // Values of its own, of which those of rank 0 count.
+    let model = match rank {
+        0 => Net::new(&device()),
+        _ => Net::new(&device()).with_other_values(),
+    };
+    let ours = at.join("ours");
+    let data = match ranks {
+        1 => (items(11, 1), items(5, 2)),
+        _ => data(ranks),
+    };
+    let training = training(&ours, data.clone(), BATCH);
+    let result = among(ranks).launch_among_processes(training, model, optimizer(), rates());
+    let result = done(result);
+    assert!(result.error.is_none() && result.interrupted.is_none());
+    let burns = folder();
+    let expected = plain(burns.path(), data, ranks, |training| training);
+    // Every process has the whole model.
+    assert_close(&result.model, &expected.model, 1e-5);
+    if rank > 0 {
+        return;
+    }
+    for epoch in 1..=3 {
+        for split in ["train", "valid"] {
+            let (got, counted) = logged(&ours, split, epoch, "Accuracy");
+            let (expected, all) = logged(burns.path(), split, epoch, "Accuracy");
+            assert_eq!(counted, all, "{ranks} ranks, {split}");
+            assert!(
+                (got - expected).abs() < 1e-3,
+                "{split} {epoch}: {got}, {expected}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_goes_on_among_threads_and_processes() {
+    let Some((ranks, rank, at)) = part() else {
+        let at = folder();
+        let data = || (items(20, 1), items(6, 2));
+        let begun = sharded(at.path(), data(), 2, |training| {
+            training.with_default_checkpointers().num_epochs(1)
+        });
+        done(begun);
+        play(
+            2,
+            "a_checkpoint_goes_on_among_threads_and_processes",
+            at.path(),
+        );
+        let checkpoint = at.path().join("checkpoint");
+        let names = |epoch: usize| {
+            let files = std::fs::read_dir(&checkpoint).expect("the folder of Burn");
+            let files = files.map(|file| file.expect("a file").file_name());
+            let of = format!("-{epoch}.");
+            files
+                .filter(|name| name.to_string_lossy().contains(&of))
+                .count()
+        };
+        // Only if there were processes.
+        if names(2) > 0 {
+            let through = done(sharded(folder().path(), data(), 2, |training| training));
+            let resumed = sharded(at.path(), data(), 2, |training| {
+                training.with_default_checkpointers().checkpoint(2)
+            });
+            assert_eq!(values(&done(resumed).model), values(&through.model));
+        }
+        return;
+    };
+    let data = (items(20, 1), items(6, 2));
+    let training = training(&at, data, BATCH).num_epochs(2);
+    let result = run(ranks, training.with_default_checkpointers().checkpoint(1));
+    let result = done(result);
+    assert!(result.error.is_none(), "rank {rank}: {:?}", result.error);
+}
+
+#[test]
+fn an_early_end_and_an_interruption_are_those_of_all() {
+    let Some((ranks, rank, at)) = part() else {
+        for scene in ["early", "interrupted", "failed"] {
+            let at = folder();
+            let at = at.path().join(scene);
+            std::fs::create_dir(&at).expect("a folder");
+            play(2, "an_early_end_and_an_interruption_are_those_of_all", &at);
+        }
+        return;
+    };
+    let result = |interrupter: Option<Interrupter>| {
+        let own = interrupter.clone().unwrap_or_default();
+        // Rank 1 reads the second half: what happens at its tenth item happens there alone.
+        let dataset = Watched {
+            items: items(80, 1),
+            read: AtomicUsize::new(if rank == 1 { 0 } else { 1_000 }),
+            interrupter,
+        };
+        let builder = DataLoaderBuilder::new(Digitizer).batch_size(BATCH);
+        let training =
+            SupervisedTraining::new(&at, builder.build(dataset), loader(items(8, 1), BATCH))
+                .metrics((LossMetric::new(),))
+                .with_application_logger(None)
+                .with_interrupter(own);
+        done(run(ranks, training))
+    };
+    match at.file_name().and_then(|name| name.to_str()) {
+        Some("early") => {
+            let asked = Arc::new(AtomicUsize::new(0));
+            let training = training(&at, (items(12, 1), items(6, 2)), BATCH);
+            done(run(ranks, training.early_stopping(AfterTwo(asked.clone()))));
+            let asked = asked.load(std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(asked, if rank == 0 { 2 } else { 0 });
+            if rank == 0 {
+                assert!(!at.join("train/epoch-3").exists());
+            }
+        }
+        Some("interrupted") => {
+            let result = result(Some(Interrupter::new()));
+            let reason = result
+                .interrupted
+                .and_then(|interrupted| interrupted.reason);
+            assert_eq!(reason.as_deref(), Some("enough"), "rank {rank}");
+        }
+        _ => {
+            let error = result(None)
+                .error
+                .expect("the loader of rank 1 failed")
+                .to_string();
+            assert!(error.contains("the disk is gone"), "rank {rank}: {error}");
+        }
+    }
+}
+
+#[test]
+fn processes_that_are_about_to_train_something_else_are_refused() {
+    const SCENES: [&str; 6] = ["epochs", "items", "clipping", "layers", "rates", "size"];
+    let Some((ranks, rank, at)) = part() else {
+        for scene in SCENES {
+            let at = folder();
+            let at = at.path().join(scene);
+            std::fs::create_dir(&at).expect("a folder");
+            play(
+                2,
+                "processes_that_are_about_to_train_something_else_are_refused",
+                &at,
+            );
+        }
+        return;
+    };
+    let scene = at
+        .file_name()
+        .and_then(|name| name.to_str())
+        .expect("of SCENES");
+    let differs = |of: &str| rank == 1 && scene == of;
+    let count = if differs("items") { 12 } else { 16 };
+    let training = training(&at, (items(count, 1), items(4, 2)), BATCH);
+    let training = training.num_epochs(if differs("epochs") { 2 } else { 3 });
+    let sharded = among(if scene == "size" { ranks + 1 } else { ranks });
+    let sharded = match differs("clipping") {
+        true => sharded.clip_grad_norm(burn_fsdp::Clip::to(1.0)),
+        false => sharded,
+    };
+    let model = match differs("layers") {
+        true => Net::with_hidden(9, &device()),
+        false => Net::new(&device()),
+    };
+    let rate = if differs("rates") { 1e-3 } else { 1e-2 };
+    let refused = sharded.launch_among_processes(training, model, SgdConfig::new().init(), rate);
+    let refused = refused.err().expect("it is refused").to_string();
+    let told = match scene {
+        "items" => "the number of items",
+        "layers" => "the model's layers",
+        "rates" => "the learning rates",
+        "size" => "3 ranks",
+        other => other,
+    };
+    assert!(refused.contains(told), "rank {rank}: {refused}");
+}
+
+#[test]
+fn where_there_is_one_process_ranks_are_threads() {
+    if scene().is_some() || launcher_ranks().is_some() {
+        return;
+    }
+    let (ours, theirs) = (folder(), folder());
+    let data = || (items(20, 1), items(6, 2));
+    let result = done(run(2, training(ours.path(), data(), BATCH)));
+    let expected = done(sharded(theirs.path(), data(), 2, |training| training));
+    assert_eq!(values(&result.model), values(&expected.model));
+}
