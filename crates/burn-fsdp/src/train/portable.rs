@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-use burn::tensor::{Basic, Bytes, Device, Tensor, TensorData};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bytes, Device, Tensor, TensorData};
 use burn::train::{
     ClassificationOutput, MultiLabelClassificationOutput, RegressionOutput, SequenceOutput,
 };
@@ -115,7 +116,7 @@ impl Parcel {
             return Err(self.error(name, "was put in twice".to_owned()));
         }
         let tensors = self.tensors.into_iter().map(|(name, data)| {
-            let (dtype, shape) = (data.dtype(), data.shape());
+            let (dtype, shape) = (data.dtype(), data.shape().clone());
             PackedTensor::new(name, dtype, shape, None, data.into_bytes())
         });
         let mut writer = Writer::new(tensors.collect());

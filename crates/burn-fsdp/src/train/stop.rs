@@ -1,6 +1,7 @@
 //! Why a rank stops, and how the others learn of it.
 
-use burn::train::{Interrupter, TrainingError, WorkerFailure};
+use burn::train::train::WorkerFailure;
+use burn::train::{Interrupter, TrainingError};
 use burn_fsdp_collectives::ProcessGroup;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

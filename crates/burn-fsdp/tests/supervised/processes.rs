@@ -8,8 +8,9 @@ use burn::data::dataloader::DataLoaderBuilder;
 use burn::optim::SgdConfig;
 use burn::train::metric::LossMetric;
 use burn::train::{Interrupter, LearningResult, SupervisedTraining};
+use burn_fsdp::collectives::{launcher_ranks, processes};
 use burn_fsdp::train::{FullySharded, Lent};
-use burn_fsdp::{Error, LaunchConfig, ShardPolicy, launcher_ranks};
+use burn_fsdp::{Error, LaunchConfig, ShardPolicy};
 
 use crate::launcher::{again_as_changed_processes, scene};
 use crate::network::{BATCH, Digitizer, Item, Net, items, loader};
@@ -32,7 +33,7 @@ fn play(processes: usize, test: &str, at: &Path) {
 /// The number of processes, that of this one, and their folder, if the test has started this process.
 fn part() -> Option<(usize, usize, PathBuf)> {
     scene()?;
-    let found = burn_fsdp::processes().expect("MPI's environment")?;
+    let found = processes().unwrap_or_else(|error| panic!("{error}"))?;
     let at = std::env::var_os(FOLDER).expect("the test has set it");
     Some((found.size, found.rank, at.into()))
 }
