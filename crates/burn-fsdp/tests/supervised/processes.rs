@@ -12,7 +12,7 @@ use burn_fsdp::collectives::{launcher_ranks, processes};
 use burn_fsdp::train::{FullySharded, Lent};
 use burn_fsdp::{Error, LaunchConfig, ShardPolicy};
 
-use crate::launcher::{again_as_changed_processes, scene};
+use crate::launcher::{played, scene};
 use crate::network::{BATCH, Digitizer, Item, Net, items, loader};
 use crate::{
     AfterTwo, Watched, assert_close, device, folder, logged, optimizer, plain, rates, sharded,
@@ -22,12 +22,25 @@ use crate::{
 /// The folder that all processes of a test see.
 const FOLDER: &str = "BURN_FSDP_TEST_FOLDER";
 
-/// Plays the test of this name in processes, whose folder is `at`.
-fn play(processes: usize, test: &str, at: &Path) {
-    let test = format!("processes::{test}");
-    again_as_changed_processes(processes, &test, |command| {
+/// How processes end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Well,
+    /// Their launch failed, as the test wants it.
+    Refused,
+}
+
+/// Plays the test of this name in processes, whose folder is `at`. Returns false if there can be none.
+fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
+    let played = played(processes, &format!("processes::{test}"), |command| {
         command.env(FOLDER, at);
     });
+    let Some(played) = played else {
+        return false;
+    };
+    played.assert_passed(processes);
+    assert_eq!(played.succeeded, end == End::Well, "{}", played.said);
+    true
 }
 
 /// The number of processes, that of this one, and their folder, if the test has started this process.
@@ -63,11 +76,8 @@ fn weights_and_metrics_are_those_of_one_device() {
     let Some((ranks, rank, at)) = part() else {
         for processes in [1, 2, 3] {
             let at = folder();
-            play(
-                processes,
-                "weights_and_metrics_are_those_of_one_device",
-                at.path(),
-            );
+            let test = "weights_and_metrics_are_those_of_one_device";
+            play(processes, test, at.path(), End::Well);
         }
         return;
     };
@@ -114,22 +124,8 @@ fn a_checkpoint_goes_on_among_threads_and_processes() {
             training.with_default_checkpointers().num_epochs(1)
         });
         done(begun);
-        play(
-            2,
-            "a_checkpoint_goes_on_among_threads_and_processes",
-            at.path(),
-        );
-        let checkpoint = at.path().join("checkpoint");
-        let names = |epoch: usize| {
-            let files = std::fs::read_dir(&checkpoint).expect("the folder of Burn");
-            let files = files.map(|file| file.expect("a file").file_name());
-            let of = format!("-{epoch}.");
-            files
-                .filter(|name| name.to_string_lossy().contains(&of))
-                .count()
-        };
-        // Only if there were processes.
-        if names(2) > 0 {
+        let test = "a_checkpoint_goes_on_among_threads_and_processes";
+        if play(2, test, at.path(), End::Well) {
             let through = done(sharded(folder().path(), data(), 2, |training| training));
             let resumed = sharded(at.path(), data(), 2, |training| {
                 training.with_default_checkpointers().checkpoint(2)
@@ -152,7 +148,8 @@ fn an_early_end_and_an_interruption_are_those_of_all() {
             let at = folder();
             let at = at.path().join(scene);
             std::fs::create_dir(&at).expect("a folder");
-            play(2, "an_early_end_and_an_interruption_are_those_of_all", &at);
+            let test = "an_early_end_and_an_interruption_are_those_of_all";
+            play(2, test, &at, End::Well);
         }
         return;
     };
@@ -208,11 +205,13 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
             let at = folder();
             let at = at.path().join(scene);
             std::fs::create_dir(&at).expect("a folder");
-            play(
-                2,
-                "processes_that_are_about_to_train_something_else_are_refused",
-                &at,
-            );
+            let test = "processes_that_are_about_to_train_something_else_are_refused";
+            // Of the wrong number, MPI has not begun.
+            let end = match scene {
+                "size" => End::Well,
+                _ => End::Refused,
+            };
+            play(2, test, &at, end);
         }
         return;
     };
