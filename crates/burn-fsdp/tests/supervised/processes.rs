@@ -40,6 +40,9 @@ fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
     };
     played.assert_passed(processes);
     assert_eq!(played.succeeded, end == End::Well, "{}", played.said);
+    // One of them tells what happens, as Burn's renderer does it.
+    let told = played.said.matches("Starting training").count();
+    assert!(told <= 1, "{}", played.said);
     true
 }
 
