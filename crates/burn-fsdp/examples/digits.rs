@@ -3,6 +3,13 @@
 //! ```text
 //! cargo run --release --example digits
 //! ```
+//!
+//! Built with the feature `mpi`, it has ranks that are processes where `mpirun` has started it:
+//!
+//! ```text
+//! cargo build --release --example digits --features burn-fsdp-cli/mpi
+//! mpirun -n 2 target/release/examples/digits
+//! ```
 
 use burn::data::dataloader::DataLoaderBuilder;
 use burn::data::dataloader::batcher::Batcher;
@@ -18,6 +25,7 @@ use burn::train::metric::{AccuracyMetric, LossMetric};
 use burn::train::{
     ClassificationOutput, InferenceStep, SupervisedTraining, TrainOutput, TrainStep,
 };
+use burn_fsdp::collectives::launcher_ranks;
 use burn_fsdp::train::FullySharded;
 use burn_fsdp::{LaunchConfig, ShardPolicy};
 
@@ -180,9 +188,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .summary();
 
     // The line that shards it. Without: let result = training.launch(Learner::new(model, optimizer, rates));
-    let result = FullySharded::new(LaunchConfig::new(2))
+    let result = FullySharded::new(LaunchConfig::new(launcher_ranks().unwrap_or(2)))
         .policy(ShardPolicy::new().units(["conv*", "hidden"]))
-        .launch(training, model, optimizer, rates)?;
+        .launch_among_processes(training, model, optimizer, rates)?;
 
     let test = DigitBatcher.batch((800..1000).map(drawn).collect(), &Device::flex());
     let guessed = result

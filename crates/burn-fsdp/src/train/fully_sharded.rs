@@ -225,7 +225,7 @@ impl FullySharded {
     /// one is in [`LearningResult::error`](burn::train::LearningResult) of all. Checkpoints are read by every process, so that
     /// the folder has to be one that all see. Loggers of one's own are made in every process and used on rank 0.
     ///
-    /// Collective over all processes. Each of them gets the whole model.
+    /// Collective over all processes. Each of them gets the whole model, with rank 0's running statistics.
     ///
     /// ```no_run
     /// # use burn::optim::ModuleOptimizer;

@@ -10,8 +10,8 @@ use burn::tensor::{Device, Tensor};
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    Agreement, WriteBack, catch, check_agreement, check_elementwise, clip_grad_norm, fully_shard,
-    into_record, local_ids, summon_full_params,
+    Agreement, BufferSync, WriteBack, catch, check_agreement, check_elementwise, clip_grad_norm,
+    fully_shard, into_record, local_ids, summon_full_params, sync_buffers,
 };
 use serde::{Deserialize, Serialize};
 
@@ -351,9 +351,13 @@ impl<M: LearnerModel> Rank<'_, M> {
 
     /// Returns the whole model, as it is for inference: on rank 0, and on each rank that is a process.
     fn whole_model(mut self) -> Result<Option<M>, Error> {
-        let model = self.model.take().expect("the optimizer gives it back");
+        let mut model = self.model.take().expect("the optimizer gives it back");
         let mut whole = None;
-        let keeps = self.world.rank() == 0 || self.course.settings.among == Ranks::Processes;
+        let mut keeps = self.world.rank() == 0;
+        if self.course.settings.among == Ranks::Processes {
+            model = sync_buffers(model, BufferSync::Broadcast)?;
+            keeps = true;
+        }
         let keep = |full: M| {
             if keeps {
                 whole = Some(full.clone());

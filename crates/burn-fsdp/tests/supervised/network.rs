@@ -8,7 +8,7 @@ use burn::data::dataset::InMemDataset;
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Linear, LinearConfig, PaddingConfig2d};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d};
 use burn::tensor::{Device, Int, Tensor, activation};
 use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
 
@@ -87,6 +87,46 @@ impl TrainStep for Net {
 }
 
 impl InferenceStep for Net {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> ClassificationOutput {
+        self.classify(batch)
+    }
+}
+
+/// The network behind a normalisation, whose running statistics are each rank's own.
+#[derive(Module, Debug)]
+pub(crate) struct Normalised {
+    pub(crate) norm: BatchNorm,
+    net: Net,
+}
+
+impl Normalised {
+    pub(crate) fn new(device: &Device) -> Self {
+        Self {
+            norm: BatchNormConfig::new(1).init(device),
+            net: Net::new(device),
+        }
+    }
+
+    fn classify(&self, batch: Digits) -> ClassificationOutput {
+        let images = self.norm.forward(batch.images);
+        self.net.classify(Digits { images, ..batch })
+    }
+}
+
+impl TrainStep for Normalised {
+    type Input = Digits;
+    type Output = ClassificationOutput;
+
+    fn step(&self, batch: Digits) -> TrainOutput<ClassificationOutput> {
+        let output = self.classify(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Normalised {
     type Input = Digits;
     type Output = ClassificationOutput;
 

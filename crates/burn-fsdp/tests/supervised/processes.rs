@@ -13,7 +13,7 @@ use burn_fsdp::train::{FullySharded, Lent};
 use burn_fsdp::{Error, LaunchConfig, ShardPolicy};
 
 use crate::launcher::{played, scene};
-use crate::network::{BATCH, Digitizer, Item, Net, items, loader};
+use crate::network::{BATCH, Digitizer, Item, Net, Normalised, items, loader};
 use crate::{
     AfterTwo, Watched, assert_close, device, folder, logged, optimizer, plain, rates, sharded,
     training, values,
@@ -121,6 +121,30 @@ fn weights_and_metrics_are_those_of_one_device() {
             );
         }
     }
+}
+
+#[test]
+fn every_process_gets_the_running_statistics_of_rank_0() {
+    let Some((ranks, rank, at)) = part() else {
+        let at = folder();
+        let test = "every_process_gets_the_running_statistics_of_rank_0";
+        if play(2, test, at.path(), End::Well) {
+            let read = |rank: usize| {
+                let file = at.path().join(format!("mean-{rank}"));
+                std::fs::read_to_string(file).expect("the process has written it")
+            };
+            assert_eq!(read(0), read(1));
+        }
+        return;
+    };
+    let training = training(&at, (items(20, 1), items(6, 2)), BATCH).label(LABEL);
+    let policy = ShardPolicy::new().units(["net"]);
+    let sharded = FullySharded::new(LaunchConfig::new(ranks)).policy(policy);
+    let model = Normalised::new(&device());
+    let result = done(sharded.launch_among_processes(training, model, optimizer(), rates()));
+    let mean = result.model.norm.running_mean.value();
+    let text = format!("{:?}", mean.into_data());
+    std::fs::write(at.join(format!("mean-{rank}")), text).expect("the folder is there");
 }
 
 #[test]
