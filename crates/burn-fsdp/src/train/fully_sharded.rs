@@ -233,7 +233,7 @@ impl FullySharded {
     /// # use burn_fsdp::train::{FullySharded, Lent};
     /// # use burn_fsdp::{Error, LaunchConfig};
     /// use burn_fsdp::collectives::launcher_ranks;
-
+    ///
     /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
     /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {
     /// // As many ranks as `mpirun` has started processes, or two threads.
