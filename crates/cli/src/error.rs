@@ -109,6 +109,9 @@ pub(crate) enum InputError {
     #[error("cannot read the operations of a run at {}: {problem}; name two folders that `train --operations` has written", path.display())]
     Operations { path: PathBuf, problem: String },
 
+    #[error("--init: cannot read {}: {problem}; name the folder in Hugging Face's form that the training began with", path.display())]
+    Beside { path: PathBuf, problem: String },
+
     #[error(transparent)]
     Device(#[from] DeviceNameError),
 

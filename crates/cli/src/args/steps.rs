@@ -19,6 +19,10 @@ pub(crate) struct ConsolidateArgs {
     /// Names and layout of the tensors [default: torch for the models of this command, else burn]
     #[arg(long, value_enum)]
     pub(crate) names: Option<NamesArg>,
+    /// With --format hugging-face: folder in that form, such as the training's --init, of which the tokenizer, the
+    /// generation_config.json and the ids of tokens in config.json are copied
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) init: Option<PathBuf>,
     /// Replace what is there
     #[arg(long)]
     pub(crate) overwrite: bool,

@@ -13,6 +13,7 @@ use crate::adapters::Adapters;
 use crate::args::{ConsolidateArgs, FormatArg, NamesArg};
 use crate::console;
 use crate::error::{Failure, InputError};
+use crate::steps::beside::Beside;
 use crate::steps::open::with_step;
 use crate::steps::peft;
 
@@ -31,6 +32,14 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
 fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
     if args.format == FormatArg::HuggingFace {
         return write_hugging_face(args, step);
+    }
+    if args.init.is_some() {
+        return Err(InputError::Excludes {
+            first: "--init",
+            second: "--format safetensors",
+            reason: "it writes tensors alone",
+        }
+        .into());
     }
     let adapters = Adapters::of_step(&step.index().training);
     let table = match args.names {
@@ -88,10 +97,13 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     let Some(model) = model_of(step) else {
         return Err(no_table(step).into());
     };
-    let Some(sizes) = model.to_hugging_face() else {
+    let beside = args.init.as_deref().map(Beside::read).transpose()?;
+    let beside = beside.unwrap_or_default();
+    let Some(mut sizes) = model.to_hugging_face() else {
         let model = model.name();
         return Err(InputError::NotInTransformers { path, model }.into());
     };
+    beside.complete(&mut sizes);
     let adapters = Adapters::of_step(&step.index().training);
     let (table, file_name, config_name, config) = match adapters {
         None => (table(step)?, "model", "config.json", sizes),
@@ -102,11 +114,13 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
             peft::config(&model, adapters.sizes),
         ),
     };
+    let mut files = vec![(config_name.to_owned(), text_of(&config))];
+    files.extend(beside.files);
     let config = ConsolidationConfig {
         max_shard_size: args.max_shard_size,
         replace: args.overwrite,
         file_name: file_name.to_owned(),
-        beside: vec![(config_name.to_owned(), text_of(&config))],
+        beside: files,
         ..ConsolidationConfig::default()
     };
     let write_as = |tensor: &TensorEntry| table.get(&tensor.name).cloned();

@@ -1,5 +1,6 @@
 //! The commands for a saved step: `inspect`, `consolidate` and `generate`.
 
+mod beside;
 pub(crate) mod consolidate;
 pub(crate) mod generate;
 pub(crate) mod inspect;

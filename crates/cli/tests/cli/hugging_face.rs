@@ -568,6 +568,40 @@ fn a_text_ends_where_the_folder_says() {
     );
 }
 
+/// Writes the step of `whole` with what its base has beside weights.
+fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
+    let config = folder.read("llama/config.json");
+    let mut config: Value = serde_json::from_str(&config).expect("JSON");
+    config["eos_token_id"] = Value::from([299, 298].to_vec());
+    folder.write("llama/config.json", config.to_string());
+    folder.write("llama/generation_config.json", "{\"temperature\": 0.5}");
+    folder.write("llama/notes.txt", "ours alone");
+    ok(
+        folder,
+        "consolidate whole copied --format hugging-face --init llama",
+    );
+    // With the tokenizer, the text needs no other.
+    assert_eq!(generated(folder, "--init copied"), whole);
+    let got: Value = serde_json::from_str(&folder.read("copied/config.json")).expect("JSON");
+    assert_eq!(got["eos_token_id"], config["eos_token_id"]);
+    assert_eq!(
+        folder.read("copied/generation_config.json"),
+        "{\"temperature\": 0.5}"
+    );
+    assert!(!folder.path("copied/notes.txt").exists());
+    for (arguments, problem) in [
+        ("other --init llama", "leave out one of them"),
+        (
+            "other --format hugging-face --init nowhere",
+            "nowhere/config.json",
+        ),
+    ] {
+        let refused = folder.run(&format!("consolidate whole {arguments} --overwrite"));
+        assert_eq!(refused.code, 2, "{}", refused.stderr);
+        assert!(refused.stderr.contains(problem), "{}", refused.stderr);
+    }
+}
+
 #[test]
 fn text_is_generated_from_steps_and_adapters() {
     let folder = folders();
@@ -588,6 +622,7 @@ fn text_is_generated_from_steps_and_adapters() {
         text("--init written --tokenizer llama/tokenizer.json"),
         whole
     );
+    what_is_beside_weights_is_copied(&folder, &whole);
     for (arguments, problem) in [
         ("adapted", "has adapters alone; give --init FOLDER"),
         (

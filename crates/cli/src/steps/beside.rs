@@ -1,0 +1,75 @@
+//! What a folder in Hugging Face's form has beside weights and sizes: how text becomes tokens, and where it ends.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::error::InputError;
+
+/// The ids of tokens that a `config.json` says, beside sizes.
+const IDS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
+/// The names of the files, or what they begin with.
+const FILES: [&str; 8] = [
+    "added_tokens.json",
+    "chat_template.",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer",
+    "vocab.",
+];
+
+/// The files of such a folder, and the ids of its `config.json`.
+#[derive(Debug, Default)]
+pub(crate) struct Beside {
+    /// By name, in order.
+    pub(crate) files: Vec<(String, Vec<u8>)>,
+    ids: Vec<(&'static str, Value)>,
+}
+
+impl Beside {
+    /// Reads them. A folder without a `config.json` is refused: it is no model's.
+    pub(crate) fn read(folder: &Path) -> Result<Self, InputError> {
+        let unread = |path: &Path, problem: String| InputError::Beside {
+            path: path.to_owned(),
+            problem,
+        };
+        let config = folder.join("config.json");
+        let text = fs::read(&config).map_err(|error| unread(&config, error.to_string()))?;
+        let json: Value =
+            serde_json::from_slice(&text).map_err(|error| unread(&config, error.to_string()))?;
+        let ids = IDS.into_iter();
+        let ids = ids.filter_map(|name| Some((name, json.get(name)?.clone())));
+        let mut beside = Self {
+            ids: ids.collect(),
+            files: Vec::new(),
+        };
+        let entries = fs::read_dir(folder).map_err(|error| unread(folder, error.to_string()))?;
+        for entry in entries {
+            let path = entry
+                .map_err(|error| unread(folder, error.to_string()))?
+                .path();
+            let name = path.file_name().and_then(|name| name.to_str());
+            let is_beside = |name: &&str| FILES.iter().any(|file| name.starts_with(file));
+            let Some(name) = name.filter(is_beside).filter(|_| path.is_file()) else {
+                continue;
+            };
+            let bytes = fs::read(&path).map_err(|error| unread(&path, error.to_string()))?;
+            beside.files.push((name.to_owned(), bytes));
+        }
+        beside.files.sort();
+        Ok(beside)
+    }
+
+    /// Says the ids in a `config.json` of sizes.
+    pub(crate) fn complete(&self, config: &mut Value) {
+        if let Some(config) = config.as_object_mut() {
+            for (name, id) in &self.ids {
+                config.insert((*name).to_owned(), id.clone());
+            }
+        }
+    }
+}
