@@ -38,11 +38,35 @@ pub fn snapshot_compiled<B: Batch, O>(
     mesh: &Mesh,
     axis: &str,
 ) -> Result<TrainingSnapshot, CheckpointError> {
+    snapshot_compiled_matching(step, mesh, axis, |_| true)
+}
+
+/// Takes a snapshot of those tensors of a compiled step whose path `is_wanted`, and of the optimizer's state of these: of
+/// adapters without the frozen weights, say, which [`restore_compiled_matching`] gives back. It is in the form of
+/// [`snapshot_matching`](crate::checkpoint::snapshot_matching), but for the scale of adapters, which a compiled step does not know:
+/// none is saved, and none is compared.
+///
+/// All ranks must want the same. Otherwise as [`snapshot_compiled`].
+///
+/// # Errors
+///
+/// As [`snapshot_compiled`].
+pub fn snapshot_compiled_matching<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
+    mesh: &Mesh,
+    axis: &str,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<TrainingSnapshot, CheckpointError> {
     let mut specs = Vec::new();
     let mut snapshot = Snapshot::new();
     let mut kept: BTreeMap<String, Kept> = BTreeMap::new();
     let mut regions = Vec::new();
-    for parameter in step.parameters().to_vec() {
+    let wanted = step.parameters().iter();
+    let wanted: Vec<_> = wanted
+        .filter(|spec| is_wanted(&spec.path))
+        .cloned()
+        .collect();
+    for parameter in wanted {
         let ParameterSpec {
             path,
             shape,
@@ -179,7 +203,25 @@ pub fn restore_compiled<B: Batch, O>(
     step: &mut CompiledStep<B, Flex, O>,
     saved: &Step,
 ) -> Result<(), CheckpointError> {
-    let specs = step.parameters().to_vec();
+    restore_compiled_matching(step, saved, |_| true)
+}
+
+/// Gives a compiled step those tensors of a step on disk whose path `is_wanted`, and all of the optimizer's state: what
+/// [`snapshot_compiled_matching`] has taken, or [`snapshot_matching`](crate::checkpoint::snapshot_matching). Other tensors stay
+/// as they are.
+///
+/// Not collective. All ranks must want the same. Otherwise as [`restore_compiled`].
+///
+/// # Errors
+///
+/// As [`restore_compiled`], for the wanted tensors, and for every state of the optimizer.
+pub fn restore_compiled_matching<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
+    saved: &Step,
+    is_wanted: impl Fn(&str) -> bool,
+) -> Result<(), CheckpointError> {
+    let mut specs = step.parameters().to_vec();
+    specs.retain(|spec| is_wanted(&spec.path));
     let expected = specs.iter().map(|spec| {
         Ok(ExpectedTensor {
             name: spec.path.to_string(),
@@ -188,7 +230,7 @@ pub fn restore_compiled<B: Batch, O>(
         })
     });
     let expected = expected.collect::<Result<Vec<_>, CheckpointError>>()?;
-    let is_compared = |tensor: &TensorEntry| tensor.kind.is_model();
+    let is_compared = |tensor: &TensorEntry| tensor.kind.is_model() && is_wanted(&tensor.name);
     saved.compare(&expected, is_compared, Extra::Refuse)?;
     let mut parameters = Vec::new();
     for spec in &specs {

@@ -150,7 +150,10 @@ pub mod checkpoint {
 
 /// The compiler of a whole train step to one graph, and the ways from and to sharded modules.
 pub mod compile {
-    pub use crate::compiled::{load_compiled, restore_compiled, snapshot_compiled};
+    pub use crate::compiled::{
+        load_compiled, restore_compiled, restore_compiled_matching, snapshot_compiled,
+        snapshot_compiled_matching,
+    };
     pub use burn_fsdp_spmd::*;
 }
 

@@ -13,11 +13,6 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     let (training, sharding) = (&args.training, &args.sharding);
     let refusals = [
         (
-            args.model.lora.is_some(),
-            "--lora",
-            "the eager engine has the adapters of frozen shards",
-        ),
-        (
             sharding.offload.is_some(),
             "--offload",
             "all their tensors are on the device",

@@ -10,8 +10,8 @@ use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, Mode, certify, compile, kernels, load_compiled, restore_compiled,
-    snapshot_compiled,
+    CompiledStep, Evaluation, Mode, certify, compile, kernels, load_compiled,
+    restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
@@ -21,6 +21,7 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
+use crate::adapters::{AdapterSizes, Adapters, saves};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::{InputError, RankError};
@@ -51,6 +52,8 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     recomputed: Vec<String>,
     /// A sharded model to generate with, made when it is first needed.
     model: Option<A::Model>,
+    /// The adapters, if they alone are trained.
+    adapters: Option<Adapters>,
 }
 
 /// Returns the mode, with passes that divide a step as the configuration says, and the units that are computed again so that a step stays within its budget of memory.
@@ -99,12 +102,12 @@ fn traced<A: Architecture>(
     config: &TrainConfig,
     shape: [usize; 2],
 ) -> Result<Graph, RankError> {
-    let seed = config.seed;
+    let (seed, adapters) = (config.seed, config.adapters);
     sizes.validate()?;
     // One element, seen as many: only the shape is used.
     let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
     let tokens = || one().expand(shape);
-    let init = move |device: &Device| sizes.init(device, seed).expect("the sizes were validated");
+    let init = move |device: &Device| whole(sizes, adapters, device, seed);
     let optimizer = config.optimizer.build();
     let config = TraceConfig::default();
     let batch = (tokens(), tokens());
@@ -124,6 +127,20 @@ fn prove<A: Architecture>(sizes: A, config: &TrainConfig, mode: &Mode) -> Result
     Ok(())
 }
 
+/// Makes the model that is trained, of sizes that were validated, with its adapters.
+fn whole<A: Architecture>(
+    sizes: A,
+    adapters: Option<AdapterSizes>,
+    device: &Device,
+    seed: u64,
+) -> A::Model {
+    let model = sizes.init(device, seed).expect("the sizes were validated");
+    match adapters {
+        Some(adapters) => adapters.attached(sizes, model),
+        None => model,
+    }
+}
+
 fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
     recorded(|| model.mean_loss(inputs, targets))
 }
@@ -141,25 +158,39 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         let file = config.init.as_deref().filter(|_| world.rank() == 0);
         let loaded = file.map(|file| weights::whole(sizes, Some(file), &values, config.seed));
         let loaded = Mutex::new(loaded.transpose()?);
-        let seed = config.seed;
+        let (seed, adapters) = (config.seed, config.adapters);
         sizes.validate()?;
         let init = move |device: &Device| {
             // On other devices the model is only looked at.
             let wanted = *device == values;
             let loaded = loaded.lock().ok().filter(|_| wanted);
             let loaded = loaded.and_then(|mut loaded| loaded.take());
-            loaded.unwrap_or_else(|| sizes.init(device, seed).expect("the sizes were validated"))
+            if wanted && adapters.is_some() {
+                device.seed(seed);
+            }
+            match (loaded, adapters) {
+                (Some(loaded), Some(adapters)) => adapters.attached(sizes, loaded),
+                (Some(loaded), None) => loaded,
+                (None, _) => whole(sizes, adapters, device, seed),
+            }
         };
         let held_out = Evaluation::new(
-            move |device: &Device| sizes.init(device, seed).expect("the sizes were validated"),
+            move |device: &Device| whole(sizes, adapters, device, seed),
             loss::<A::Model>,
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         if config.step.is_certified && world.rank() == 0 {
             prove(sizes, config, &mode)?;
         }
+        // The checksum of the weights is that of shards, of which each rank reads its own, once more.
+        let adapters = config.adapters.map(|adapters| {
+            let model = model::sharded(sizes, config, world, mesh)?;
+            Adapters::of(adapters, &model, mesh)
+        });
+        let adapters = adapters.transpose()?;
         let step = compile(init, loss::<A::Model>, config.optimizer.build(), mode)?;
         Ok(Self {
+            adapters,
             sizes,
             config,
             world,
@@ -274,11 +305,23 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
         let layout = self.mesh.mesh();
-        Ok(snapshot_compiled(&mut self.step, layout, "shard")?)
+        let has_adapters = self.adapters.is_some();
+        let is_saved = |path: &str| saves(has_adapters, path);
+        let step = &mut self.step;
+        Ok(snapshot_compiled_matching(step, layout, "shard", is_saved)?)
+    }
+
+    fn adapters(&self) -> Option<&Adapters> {
+        self.adapters.as_ref()
     }
 
     fn resume(&mut self, saved: &Step) -> Result<(), RankError> {
-        Ok(restore_compiled(&mut self.step, saved)?)
+        if let Some(adapters) = &self.adapters {
+            adapters.check(&saved.index().training)?;
+        }
+        let has_adapters = self.adapters.is_some();
+        let is_saved = |path: &str| saves(has_adapters, path);
+        Ok(restore_compiled_matching(&mut self.step, saved, is_saved)?)
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {

@@ -17,7 +17,7 @@ use burn_fsdp::{
 use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
-use crate::adapters::{Adapters, is_factor};
+use crate::adapters::{Adapters, is_factor, saves};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
@@ -83,11 +83,6 @@ impl<'a, A: Architecture> Eager<'a, A> {
 
     fn model(&self) -> Result<&A::Model, RankError> {
         self.model.as_ref().ok_or(RankError::Ended)
-    }
-
-    /// Returns true for the path of a tensor that is saved: of adapters on frozen weights they alone are.
-    fn saves(&self, path: &str) -> bool {
-        self.adapters.is_none() || is_factor(path)
     }
 
     /// Computes the loss of a micro-batch, and the gradients of its part in the step's.
@@ -234,7 +229,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
         let layout = self.mesh.mesh();
-        let is_saved = |path: &str| self.saves(path);
+        let is_saved = |path: &str| saves(self.adapters.is_some(), path);
         let model = self.model()?;
         Ok(snapshot_matching(
             model, optimizer, layout, "shard", is_saved,
@@ -259,7 +254,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
         }
         let model = self.model.take().ok_or(RankError::Ended)?;
         let fresh = optimizer::fresh(self.config);
-        let is_saved = |path: &str| self.saves(path);
+        let is_saved = |path: &str| saves(self.adapters.is_some(), path);
         let (model, restored) = restore_training(model, fresh, saved, is_saved)?;
         let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");

@@ -2,6 +2,7 @@
 //!
 //! Tests that run transformers say that they did not where it is not installed; `BURN_FSDP_PYTHON` names a Python that has it.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -262,7 +263,14 @@ fn adapters_train_as_those_of_burn() {
             &folder,
             &format!("--init {model} --synthetic --steps 1"),
         ));
-        for extra in ["--ranks 1", "--ranks 2", "--ranks 4"] {
+        for extra in [
+            "--ranks 1",
+            "--ranks 2",
+            "--ranks 4",
+            "--ranks 1 --compile",
+            "--ranks 2 --compile",
+            "--ranks 4 --compile --strategy shard-grad-op --certify",
+        ] {
             let report = report(&folder, &format!("{run} --steps 4 {extra}"));
             let got = losses(&report);
             assert_close(&whole, &got[..1], &format!("{model} {extra}, first step"));
@@ -289,17 +297,43 @@ fn adapters_are_saved_alone_and_resumed() {
     assert_eq!(tensors.len(), 3 * 2 * 7 * 2);
     let name = |tensor: &Value| tensor["name"].as_str().expect("a name").to_owned();
     assert!(tensors.iter().all(|tensor| name(tensor).contains(".lora.")));
-    for ranks in [1, 2, 4] {
-        std::fs::remove_dir_all(folder.path(&format!("steps{ranks}"))).ok();
-        copy_folder(
-            &folder.path("steps"),
-            &folder.path(&format!("steps{ranks}")),
-        );
+    // A compiled step writes the same names, and either engine goes on from both.
+    report(
+        &folder,
+        &format!("{run} --steps 3 --checkpoint-dir compiled --ranks 2 --compile"),
+    );
+    let compiled = ok(&folder, "inspect compiled --json");
+    let compiled: Value = serde_json::from_str(&compiled.stdout).expect("JSON");
+    let names = |of: &Value| -> BTreeSet<String> {
+        let tensors = of["tensors"].as_array().expect("tensors");
+        tensors.iter().map(name).collect()
+    };
+    assert_eq!(names(&compiled), names(&inspected));
+    for (from, ranks, extra) in [
+        ("steps", 1, ""),
+        ("steps", 2, ""),
+        ("steps", 4, ""),
+        ("steps", 2, "--compile"),
+        ("compiled", 1, ""),
+        ("compiled", 4, "--compile"),
+    ] {
+        std::fs::remove_dir_all(folder.path("again")).ok();
+        copy_folder(&folder.path(from), &folder.path("again"));
         let again =
-            format!("{run} --steps 5 --checkpoint-dir steps{ranks} --resume --ranks {ranks}");
+            format!("{run} --steps 5 --checkpoint-dir again --resume --ranks {ranks} {extra}");
         let got = losses(&report(&folder, &again));
-        assert_close(&want[3..], &got, &format!("{ranks} ranks"));
+        assert_close(&want[3..], &got, &format!("{from}, {ranks} ranks {extra}"));
     }
+    let refused = train(
+        &folder,
+        "--init other --lora 2 --synthetic --steps 5 --checkpoint-dir compiled --resume --compile",
+    );
+    assert_eq!(refused.code, 2, "{}", refused.stderr);
+    assert!(
+        refused.stderr.contains("belong to weights with checksum"),
+        "{}",
+        refused.stderr
+    );
     for (arguments, problem) in [
         (
             "--init other --lora 2 --synthetic --steps 5",
@@ -426,10 +460,6 @@ fn what_makes_no_sense_is_refused_by_name() {
         (
             "--init llama --synthetic --lora 2 --lora-alpha -1",
             "--lora-alpha is -1",
-        ),
-        (
-            "--init llama --synthetic --lora 2 --compile",
-            "--lora is not for compiled steps",
         ),
         (
             "--init llama --synthetic --lora 2 --save-init begun.safetensors",
