@@ -119,8 +119,8 @@ pub mod optim {
     pub use crate::file_backed::FileBackedOptimizer;
     pub use burn_fsdp_shard::{
         Clipped, LossScalerState, LossScaling, NonFinite, Norm, SealedOptimizer, SealedState,
-        UnitGradients, check_elementwise, check_elementwise_once, grad_norm, gradients_by_unit,
-        owner_groups, params_with_gradient,
+        UnitGradients, check_elementwise, check_elementwise_once, check_same_optimizer, grad_norm,
+        gradients_by_unit, owner_groups, params_with_gradient,
     };
 }
 

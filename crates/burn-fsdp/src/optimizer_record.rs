@@ -201,6 +201,6 @@ fn is_of_probe(name: &str) -> bool {
 }
 
 /// Returns a name without the id of the parameter that it begins with.
-fn field_of(name: &str) -> &str {
+pub(crate) fn field_of(name: &str) -> &str {
     name.split_once('.').map_or(name, |(_, field)| field)
 }

@@ -9,8 +9,8 @@
 //! The foundation, which knows nothing of units:
 //!
 //! - `policy`, `gradient_hook`: what the user asks for.
-//! - `error`, `report` (warnings), `device`, `path` (walks that know where they are), `pins` (buffers
-//!   by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
+//! - `error`, `thrown` (errors on their way out of Burn), `report` (warnings), `device`, `path` (walks that know
+//!   where they are), `pins` (buffers by their life), `transport` (tensors as bytes; which bytes go where is the collectives' business).
 //! - `probes`: the trial of the optimizer that makes a first step: may it work on shards?
 //! - `ambient`: the purpose of a walk on this thread. `region`: the recomputed region it is in.
 //! - `audit`: whether each gradient of a step was summed and divided once.
@@ -75,6 +75,7 @@ mod staging;
 mod state;
 mod step;
 mod survey;
+mod thrown;
 mod transport;
 mod unit;
 mod unmanaged;
@@ -84,7 +85,7 @@ mod wrapper;
 pub use audit::Audit;
 pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
-pub use error::{Error, catch};
+pub use error::Error;
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
 pub use inspect::order::{Order, num_audited, order};
 pub use inspect::plan::{UnitPlan, WrapPlan, num_params, wrap_plan};
@@ -95,13 +96,14 @@ pub use probes::is_probe;
 pub use recompute::recompute;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, cast_input, reset};
+pub use thrown::catch;
 pub use wrap::{fully_shard, replicate};
 
 pub use inspect::auto::auto_units;
 pub use inspect::names::{check_names, parameter_paths};
 pub use inspect::settle_ids;
 pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
-pub use optim::elementwise::{check_elementwise, check_elementwise_once};
+pub use optim::elementwise::{check_elementwise, check_elementwise_once, check_same_optimizer};
 pub use optim::gradients::{UnitGradients, gradients_by_unit, owner_groups, params_with_gradient};
 pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};
 pub use optim::sealed::{SealedOptimizer, SealedState};

@@ -43,7 +43,8 @@ use burn::tensor::{Shape, Tensor};
 use burn_fsdp_collectives::{Label, Seal};
 
 use crate::audit::Tag;
-use crate::error::{Error, throw};
+use crate::error::Error;
+use crate::thrown::throw;
 
 /// A full parameter in one use of its unit, as backward needs it.
 pub(crate) trait Weight: fmt::Debug + Send + Sync {

@@ -18,9 +18,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use parking_lot::Mutex;
 
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::report;
 use crate::shown::Shown;
+use crate::thrown::throw;
 
 /// Number of rows and of columns of the matrix on trial: halves of it are whole vectors of any
 /// processor, so that equal arithmetic gives equal bits.

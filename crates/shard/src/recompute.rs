@@ -18,9 +18,10 @@ use burn::tensor::{Device, Gradients, Int, Tensor};
 
 use crate::ambient::{self, Purpose};
 use crate::device::tracked;
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::op::{self, HandedOn, Region};
 use crate::region::{self, RegionState, within};
+use crate::thrown::throw;
 
 /// Returns a copy of `module` with its plain parameters as `mapper` makes them.
 fn prepared<M: Module>(module: &M, mapper: &mut impl ModuleMapper) -> M {

@@ -7,13 +7,14 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Gradients, Tensor};
 
-use crate::error::{Error, catch};
+use crate::error::Error;
 use crate::inspect;
 use crate::leaves;
 use crate::op::Reduced;
 use crate::probes::Subject;
 use crate::root::Root;
 use crate::state::buffers::seal_running_states;
+use crate::thrown::catch;
 use crate::transport::cast;
 use crate::unmanaged;
 

@@ -2,21 +2,21 @@
 
 use std::hash::Hash;
 
-use burn::module::{Module, ParamId};
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::tensor::{Bool, Int, Shape, Tensor};
 use burn::train::LearnerModel;
 use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 use burn_fsdp_shard::local_ids;
 
 use crate::error::{Error, optimizer_error};
-use crate::optimizer_record::OptimizerParts;
+use crate::optimizer_record::{OptimizerParts, field_of};
 use crate::train::course::Course;
-use crate::train::stop::exchanged;
+use crate::train::notes::exchanged;
 
 /// Checks that all ranks are about to train the same. What differs is refused by its name.
 ///
-/// The values of the model need not agree: all ranks get those of rank 0. Neither is the optimizer compared, of which Burn
-/// shows nothing but its state.
+/// The values of the model need not agree: all ranks get those of rank 0.
 ///
 /// Collective.
 pub(crate) fn check_same<M: LearnerModel>(
@@ -36,7 +36,7 @@ pub(crate) fn check_same<M: LearnerModel>(
             text(&course.validated_items),
         ),
         ("the clipping", text(&course.settings.clip)),
-        ("the model's layers", Fingerprint::of(&model.to_string())),
+        ("the model's tensors", of_tensors(model)),
         ("the optimizer's state", of_state(state)?),
     ];
     let sums: Vec<u64> = own.iter().map(|(_, sum)| *sum).collect();
@@ -50,13 +50,55 @@ pub(crate) fn check_same<M: LearnerModel>(
     Ok(())
 }
 
+/// Returns the fingerprint of a model's tensors: paths, kinds and shapes, for which nothing is drawn.
+fn of_tensors<M: Module>(model: &M) -> u64 {
+    let mut tensors = Tensors::default();
+    model.visit(&mut tensors);
+    Fingerprint::of(&tensors.found)
+}
+
+#[derive(Default)]
+struct Tensors {
+    path: Vec<String>,
+    /// Path, kind and shape of each.
+    found: Vec<(String, char, Vec<usize>)>,
+}
+
+impl Tensors {
+    fn add(&mut self, kind: char, shape: &Shape) {
+        self.found.push((self.path.join("."), kind, shape.to_vec()));
+    }
+}
+
+impl ModuleVisitor for Tensors {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.add('f', &param.lazy_shape());
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.add('i', &param.lazy_shape());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
+        self.add('b', &param.lazy_shape());
+    }
+}
+
 /// Returns the fingerprint of an optimizer's state. Parameters have other ids in each process, and the same order.
 fn of_state(state: &OptimizerParts) -> Result<u64, Error> {
     let mut sum = Fingerprint::new();
     let mut scalars: Vec<_> = state
         .scalars
         .iter()
-        .map(|(name, number)| (field(name), format!("{number:?}")))
+        .map(|(name, number)| (field_of(name), format!("{number:?}")))
         .collect();
     scalars.sort();
     scalars.hash(&mut sum);
@@ -64,16 +106,11 @@ fn of_state(state: &OptimizerParts) -> Result<u64, Error> {
     for tensor in &state.tensors {
         let bytes = tensor.to_bytes().map_err(optimizer_error)?;
         let shape = tensor.shape.to_vec();
-        tensors.push((field(&tensor.name), shape, Fingerprint::of(&bytes[..])));
+        tensors.push((field_of(&tensor.name), shape, Fingerprint::of(&bytes[..])));
     }
     tensors.sort();
     tensors.hash(&mut sum);
     Ok(std::hash::Hasher::finish(&sum))
-}
-
-/// Returns a name without the id of its parameter.
-fn field(name: &str) -> &str {
-    name.split_once('.').map_or(name, |(_, field)| field)
 }
 
 /// The parameters whose learning rates are compared.
@@ -85,7 +122,7 @@ impl Rates {
         Ok(Self(ids.map(|ids| (ids.id, ids.path)).collect()))
     }
 
-    /// Returns the fingerprint of the rates of all parameters. Before the first step there are none.
+    /// Returns the fingerprint of the rates of all parameters. Before the first step they are 0.
     pub(crate) fn fingerprint(&self, rates: &ModuleLearningRate) -> u64 {
         let of = |(id, path): &(ParamId, String)| rates.lr_from_param(*id, Some(path)).to_bits();
         Fingerprint::of(&self.0.iter().map(of).collect::<Vec<_>>())

@@ -18,9 +18,9 @@ use burn_fsdp_shard::{Clip, ShardPolicy};
 use crate::error::Error;
 use crate::train::lent::Lent;
 use crate::train::lock::held;
-use crate::train::outputs::Carriage;
+use crate::train::outputs::Codecs;
 use crate::train::portable::Portable;
-use crate::train::settings::{Ranks, Settings};
+use crate::train::settings::Settings;
 use crate::train::strategy::{Process, Silently, Strategy};
 
 /// Fully sharded training by Burn's own loop: a strategy for
@@ -149,7 +149,6 @@ impl FullySharded {
             policy: ShardPolicy::new(),
             clip: None,
             devices: Vec::new(),
-            among: Ranks::Threads,
         })
     }
 
@@ -213,17 +212,20 @@ impl FullySharded {
     /// Does what [`launch`](Self::launch) does, and where a launcher such as `mpirun` has started the program several
     /// times, each process is one rank.
     ///
-    /// Every process makes loaders, model, optimizer and training as if it were alone, and calls this, once. What
-    /// they must have alike is compared before the first step: epochs, accumulation, clipping, the number of items, the layers,
-    /// the optimizer's state; in every step, the learning rates of all parameters. The model's values need not be alike:
-    /// all ranks start from those of rank 0. The order of items is each loader's own business: shuffle with the same seed.
-    /// The optimizer's settings are not compared, of which Burn shows nothing.
+    /// Every process makes loaders, model, optimizer and training as if it were alone, and calls this, once. Compared before the
+    /// first step, and refused where they differ: the epochs, the accumulation, the clipping, the numbers of items, the paths and
+    /// shapes of the model's tensors, what the optimizer does with a parameter, and its state; in every step, the learning rates of
+    /// all parameters. Parameters and running states need not be alike: all ranks start from those of rank 0. What nothing
+    /// compares: plain tensors in the model, its settings (as the rate of a dropout), and what the items are. Datasets have to
+    /// have the same items in the same order, of which each rank takes a part. Burn's generator is one per process: seed it with the
+    /// rank, or all ranks drop out alike.
     ///
     /// Rank 0's metrics are those of all rows, and it alone logs, renders, saves, and asks the strategies of early
     /// stopping and checkpointing; outputs of the others are sent to it after each step, whole: with large logits
     /// that costs time and, on rank 0, memory. Whoever interrupts one process interrupts all; an error of Burn's loop in
-    /// one is in [`LearningResult::error`](burn::train::LearningResult) of all. Checkpoints are read by every process, so that
-    /// the folder has to be one that all see. Loggers of one's own are made in every process and used on rank 0.
+    /// one is in [`LearningResult::error`](burn::train::LearningResult) of all. Checkpoints are read by every process, before
+    /// anything else: where one does not see the folder, Burn panics there, and the launcher ends the others. Loggers of one's
+    /// own are made in every process and used on rank 0.
     ///
     /// Collective over all processes. Each of them gets the whole model, with rank 0's running statistics.
     ///
@@ -245,9 +247,11 @@ impl FullySharded {
     ///
     /// # Errors
     ///
-    /// As [`launch`](Self::launch). [`Error::OtherTraining`] on all ranks if a process is about to train something else;
-    /// [`LaunchError::OtherSize`] if there are more or fewer processes than ranks; [`LaunchError::Again`] for a second
-    /// training of the same processes; an output that [`Portable::unpack`] does not take.
+    /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks;
+    /// [`LaunchError::Again`] for a second training of the same processes; [`LaunchError::Failed`] with the text of
+    /// [`Error::OtherTraining`] if a process is about to train something else, with that of the sharding's
+    /// `OptimizersDiffer` or `Disagreement` if its optimizer or a frozen value is another, and with that of an output which
+    /// [`Portable::unpack`] does not take.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,
@@ -264,16 +268,12 @@ impl FullySharded {
             return self.launch(training, model, optimizer, rates);
         };
         self.check(&model)?;
-        let settings = Settings {
-            among: Ranks::Processes,
-            ..self.0.clone()
-        };
         let process = Process {
             rank: found.rank,
-            carriage: Carriage::new(),
+            codecs: Codecs::new(),
         };
         let outcome = Arc::new(Mutex::new(Ok(())));
-        let strategy = Strategy::new(settings, Some(process), outcome.clone());
+        let strategy = Strategy::new(self.0.clone(), Some(process), outcome.clone());
         let training = match found.rank {
             0 => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
             // Files and the terminal are rank 0's.

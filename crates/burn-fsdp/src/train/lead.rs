@@ -90,4 +90,10 @@ impl<M: LearnerModel> Lead<M> {
         let early = self.early_stopping.as_mut();
         early.is_some_and(|early| early.should_stop(epoch, &self.store))
     }
+
+    /// Waits until all outputs are through the metrics, and the last checkpoint is written.
+    pub(crate) fn end(self) {
+        self.processor(|to, interrupter| interrupter.fail_on_error(to.flush()));
+        drop(self.checkpointer);
+    }
 }

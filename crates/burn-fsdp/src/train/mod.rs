@@ -7,7 +7,7 @@
 //! - `course`: what all ranks do; `agreement`: that ranks which are processes are about to do the same.
 //! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: what rank 0 does for all.
 //! - `outputs`: what steps give to the metrics, on its way to rank 0; `portable`: as tensors that travel between processes.
-//! - `stop`: why a rank stops, and how the others learn of it.
+//! - `stop`: why a rank stops, and how the others learn of it; `notes`: what ranks tell each other.
 //! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it.
 
 mod agreement;
@@ -16,6 +16,7 @@ mod fully_sharded;
 mod lead;
 mod lent;
 mod lock;
+mod notes;
 mod outputs;
 mod portable;
 mod rank;

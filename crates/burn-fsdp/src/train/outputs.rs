@@ -1,17 +1,17 @@
 //! The outputs of steps on their way to rank 0, which shows them to the metrics.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Mutex;
 
 use burn::data::dataloader::Progress;
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::{Bytes, Device};
 use burn::train::{InferenceStep, LearnerModel, TrainStep, TrainingItem};
-use burn_fsdp_collectives::{ElementType, Part, ProcessGroup, Source};
+use burn_fsdp_collectives::{BufferPool, ElementType, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 
 use crate::error::Error;
+use crate::snapshot::Elements;
 use crate::train::lock::held;
 use crate::train::portable::{Parcel, Portable};
 
@@ -22,21 +22,21 @@ pub(crate) struct Outputs<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Outputs<M> {
-    pub(crate) fn of_ranks(ranks: usize, carriage: Option<Carriage<M>>) -> Self {
+    pub(crate) fn of_ranks(ranks: usize, codecs: Option<Codecs<M>>) -> Self {
         Self {
-            training: Channel::of_ranks(ranks, carriage.map(|of| of.training)),
-            validation: Channel::of_ranks(ranks, carriage.map(|of| of.validation)),
+            training: Channel::of_ranks(ranks, codecs.map(|of| of.training)),
+            validation: Channel::of_ranks(ranks, codecs.map(|of| of.validation)),
         }
     }
 }
 
 /// How the outputs of a model's steps travel between processes.
-pub(crate) struct Carriage<M: LearnerModel> {
+pub(crate) struct Codecs<M: LearnerModel> {
     training: Codec<<M as TrainStep>::Output>,
     validation: Codec<<M as InferenceStep>::Output>,
 }
 
-impl<M: LearnerModel> Carriage<M>
+impl<M: LearnerModel> Codecs<M>
 where
     <M as TrainStep>::Output: Portable,
     <M as InferenceStep>::Output: Portable,
@@ -49,29 +49,23 @@ where
     }
 }
 
-impl<M: LearnerModel> Clone for Carriage<M> {
+impl<M: LearnerModel> Clone for Codecs<M> {
     fn clone(&self) -> Self {
         *self
     }
 }
 
-impl<M: LearnerModel> Copy for Carriage<M> {}
-
-impl<M: LearnerModel> fmt::Debug for Carriage<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Carriage")
-    }
-}
+impl<M: LearnerModel> Copy for Codecs<M> {}
 
 /// The outputs of one kind. Among threads each rank puts its own where rank 0 finds them; among processes those of
-/// the other ranks are carried there.
+/// the other ranks are brought there.
 pub(crate) struct Channel<O> {
     /// What has come to rank 0, by rank.
     arrived: Vec<Mutex<VecDeque<TrainingItem<O>>>>,
     /// None among threads.
     codec: Option<Codec<O>>,
     /// What this process has for rank 0, if it is another.
-    waiting: Mutex<Vec<u8>>,
+    waiting: Mutex<Option<Bytes>>,
 }
 
 impl<O> Channel<O> {
@@ -83,45 +77,50 @@ impl<O> Channel<O> {
         }
     }
 
-    /// Takes the output of a step of `rank`. It is carried before the rank's next step.
+    /// Takes the output of a step of `rank`. It is brought to rank 0 before the rank's next step.
     pub(crate) fn put(&self, rank: usize, item: TrainingItem<O>) -> Result<(), Error> {
         match self.codec {
-            Some(codec) if rank > 0 => *held(&self.waiting) = (codec.encode)(item)?,
+            Some(codec) if rank > 0 => {
+                let before = held(&self.waiting).replace((codec.encode)(item)?);
+                debug_assert!(before.is_none(), "an output is brought before the next one");
+            }
             _ => held(&self.arrived[rank]).push_back(item),
         }
         Ok(())
     }
 
-    /// Brings what waits in other processes to rank 0, as outputs of a step at these rates, on `device`.
+    /// Returns the bytes that wait in this process.
+    pub(crate) fn waiting(&self) -> usize {
+        held(&self.waiting).as_ref().map_or(0, |bytes| bytes.len())
+    }
+
+    /// Brings what waits in other processes to rank 0, so many bytes in each, as outputs of a step at these rates, on `device`.
     ///
-    /// Collective: two operations among processes, of which the second is left out where no output waits; none among threads.
-    pub(crate) fn carry(
+    /// Collective, one operation; none where nothing waits, as among threads.
+    pub(crate) fn bring(
         &self,
         world: &ProcessGroup,
+        waiting: &[usize],
         device: &Device,
         rates: Option<&ModuleLearningRate>,
     ) -> Result<(), Error> {
-        let Some(codec) = self.codec else {
+        let senders = waiting.iter().enumerate();
+        let senders: Vec<_> = senders.filter(|(_, size)| **size > 0).collect();
+        let Some(codec) = self.codec.filter(|_| !senders.is_empty()) else {
             return Ok(());
         };
         let (rank, ranks) = (world.rank(), world.size());
-        let own = std::mem::take(&mut *held(&self.waiting));
-        let size = (own.len() as u64).to_le_bytes().to_vec();
-        let sizes = world.exchange("sizes of outputs", size)?;
-        let sizes = sizes.iter().map(|bytes| size_in(bytes)).enumerate();
-        let senders: Vec<_> = sizes.filter(|(_, size)| *size > 0).collect();
-        if senders.is_empty() {
-            return Ok(());
-        }
-        let mut own = Some(own);
+        let mut own = held(&self.waiting).take();
+        // Of their own: buffers of the world's pool are for steps, whose sizes come again.
+        let pool = BufferPool::new();
         let (mut parts, mut into) = (Vec::new(), Vec::new());
         for (sender, size) in &senders {
-            let partition = Partition::one_owner(*size, ranks, *sender)?;
+            let partition = Partition::one_owner(**size, ranks, *sender)?;
             let bytes = own.take_if(|_| *sender == rank);
-            let source = bytes.map_or_else(Source::empty, Source::new);
+            let source = bytes.map_or_else(Source::empty, |bytes| Source::new(Elements(bytes)));
             parts.push(Part::new(source, partition, ElementType::U8));
             if rank == 0 {
-                into.push(world.pool().take(*size));
+                into.push(pool.take(**size));
             }
         }
         let received = world.gather("outputs for the metrics", Vec::new(), 0, parts, into)?;
@@ -140,20 +139,11 @@ impl<O> Channel<O> {
     }
 }
 
-/// Reads a size; one that no rank has written is of nothing.
-fn size_in(bytes: &[u8]) -> usize {
-    let bytes = bytes.try_into().map(u64::from_le_bytes);
-    bytes
-        .ok()
-        .and_then(|size| size.try_into().ok())
-        .unwrap_or(0)
-}
-
 type Decode<O> = fn(Bytes, &Device, Option<&ModuleLearningRate>) -> Result<TrainingItem<O>, Error>;
 
 /// How outputs become bytes, and outputs again. Rates are not in the bytes: all ranks have the same.
 struct Codec<O> {
-    encode: fn(TrainingItem<O>) -> Result<Vec<u8>, Error>,
+    encode: fn(TrainingItem<O>) -> Result<Bytes, Error>,
     decode: Decode<O>,
 }
 
@@ -173,18 +163,17 @@ impl<O: Portable> Codec<O> {
     fn new() -> Self {
         Self {
             encode: |item| {
-                // Whatever it was computed on, its data are the host's.
-                let mut parcel = Parcel::new(&Device::default());
+                let mut parcel = Parcel::new();
                 item.item.pack(&mut parcel);
                 let numbers = [
                     (ITERATION, item.iteration.unwrap_or(0) as u64),
                     (HAD, item.progress.items_processed as u64),
                     (OF, item.progress.items_total as u64),
                 ];
-                Ok(parcel.into_bytes(&numbers)?.to_vec())
+                parcel.into_bytes(&numbers)
             },
             decode: |bytes, device, rates| {
-                let (mut parcel, numbers) = Parcel::of_bytes(bytes, device)?;
+                let (mut parcel, numbers) = Parcel::of_bytes(bytes)?;
                 let number = |name: &str| {
                     let number = numbers.get(name).ok_or_else(|| Error::Parcel {
                         name: name.to_owned(),
@@ -194,7 +183,7 @@ impl<O: Portable> Codec<O> {
                 };
                 let progress = progress(number(HAD)?, number(OF)?);
                 let iteration = Some(number(ITERATION)?);
-                let item = O::unpack(&mut parcel)?;
+                let item = O::unpack(&mut parcel, device)?;
                 Ok(TrainingItem::new(item, progress, iteration, rates.cloned()))
             },
         }

@@ -33,48 +33,43 @@ use crate::error::Error;
 ///         parcel.put("picture", self.picture);
 ///     }
 ///
-///     fn unpack(parcel: &mut Parcel) -> Result<Self, Error> {
-///         let (loss, picture) = (parcel.take("loss")?, parcel.take("picture")?);
+///     fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
+///         let (loss, picture) = (parcel.take("loss", device)?, parcel.take("picture", device)?);
 ///         Ok(Self { loss, picture })
 ///     }
 /// }
 ///
 /// let device = Device::flex();
-/// let mut parcel = Parcel::new(&device);
+/// let mut parcel = Parcel::new();
 /// let (loss, picture) = (Tensor::ones([1], &device), Tensor::ones([1, 3, 2, 2], &device));
 /// Reconstruction { loss, picture }.pack(&mut parcel);
-/// assert_eq!(Reconstruction::unpack(&mut parcel)?.picture.dims(), [1, 3, 2, 2]);
+/// assert_eq!(Reconstruction::unpack(&mut parcel, &device)?.picture.dims(), [1, 3, 2, 2]);
 /// # Ok::<(), Error>(())
 /// ```
 pub trait Portable: Sized {
     /// Puts the tensors into a parcel, each under a name of its own.
     fn pack(self, parcel: &mut Parcel);
 
-    /// Puts an output together from what [`pack`](Self::pack) has put into the parcel.
+    /// Puts an output together on `device` from what [`pack`](Self::pack) has put into the parcel.
     ///
     /// # Errors
     ///
     /// [`Error::Parcel`], from [`Parcel::take`].
-    fn unpack(parcel: &mut Parcel) -> Result<Self, Error>;
+    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error>;
 }
 
 /// Tensors by name, on their way from one process to another. Their types and bits stay as they are.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Parcel {
-    device: Device,
     tensors: BTreeMap<String, TensorData>,
     /// A name under which two tensors were put.
     twice: Option<String>,
 }
 
 impl Parcel {
-    /// Returns a parcel with nothing in it, whose tensors are taken out on `device`.
-    pub fn new(device: &Device) -> Self {
-        Self {
-            device: device.clone(),
-            tensors: BTreeMap::new(),
-            twice: None,
-        }
+    /// Returns a parcel with nothing in it.
+    pub fn new() -> Self {
+        Self::default()
     }
 
     /// Puts a tensor in. A second one of the same name is refused when the parcel is sent.
@@ -87,22 +82,26 @@ impl Parcel {
         }
     }
 
-    /// Takes a tensor out.
+    /// Takes a tensor out, on `device`.
     ///
     /// # Errors
     ///
     /// [`Error::Parcel`] if there is none of this name, or one with another number of dims.
-    pub fn take<const D: usize, K: Basic>(&mut self, name: &str) -> Result<Tensor<D, K>, Error> {
+    pub fn take<const D: usize, K: Basic>(
+        &mut self,
+        name: &str,
+        device: &Device,
+    ) -> Result<Tensor<D, K>, Error> {
         let Some(data) = self.tensors.remove(name) else {
-            return Err(self.error(name, "is not in it, or was taken before".to_owned()));
+            return Err(unfit(name, "is not in it, or was taken before".to_owned()));
         };
         let dims = data.shape().num_dims();
         if dims != D {
             let reason = format!("has {dims} dims and is taken out with {D}");
-            return Err(self.error(name, reason));
+            return Err(unfit(name, reason));
         }
         let dtype = data.dtype();
-        Ok(Tensor::from_data(data, (&self.device, dtype)))
+        Ok(Tensor::from_data(data, (device, dtype)))
     }
 
     /// Returns true if a tensor of this name can be taken out.
@@ -113,7 +112,7 @@ impl Parcel {
     /// Returns the tensors, and numbers beside them, as bytes.
     pub(crate) fn into_bytes(self, numbers: &[(&str, u64)]) -> Result<Bytes, Error> {
         if let Some(name) = &self.twice {
-            return Err(self.error(name, "was put in twice".to_owned()));
+            return Err(unfit(name, "was put in twice".to_owned()));
         }
         let tensors = self.tensors.into_iter().map(|(name, data)| {
             let (dtype, shape) = (data.dtype(), data.shape().clone());
@@ -127,10 +126,7 @@ impl Parcel {
     }
 
     /// Reads what [`into_bytes`](Self::into_bytes) has written: the parcel, and the numbers by name.
-    pub(crate) fn of_bytes(
-        bytes: Bytes,
-        device: &Device,
-    ) -> Result<(Self, BTreeMap<String, u64>), Error> {
+    pub(crate) fn of_bytes(bytes: Bytes) -> Result<(Self, BTreeMap<String, u64>), Error> {
         let reader = Reader::from_bytes(bytes).map_err(unreadable)?;
         let numbers = reader.scalars().iter().filter_map(|(name, number)| {
             let number = match number {
@@ -141,7 +137,7 @@ impl Parcel {
             Some((name.clone(), number?))
         });
         let numbers = numbers.collect();
-        let mut parcel = Self::new(device);
+        let mut parcel = Self::new();
         for tensor in reader.into_tensors().map_err(unreadable)? {
             let (name, dtype, shape, _, bytes) = tensor.into_parts().map_err(unreadable)?;
             let data = TensorData::from_bytes(bytes, shape, dtype);
@@ -149,12 +145,12 @@ impl Parcel {
         }
         Ok((parcel, numbers))
     }
+}
 
-    fn error(&self, name: &str, reason: String) -> Error {
-        Error::Parcel {
-            name: name.to_owned(),
-            reason,
-        }
+fn unfit(name: &str, reason: String) -> Error {
+    Error::Parcel {
+        name: name.to_owned(),
+        reason,
     }
 }
 
@@ -173,11 +169,11 @@ impl Portable for ClassificationOutput {
         parcel.put("targets", self.targets);
     }
 
-    fn unpack(parcel: &mut Parcel) -> Result<Self, Error> {
+    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
         Ok(Self {
-            loss: parcel.take("loss")?,
-            output: parcel.take("output")?,
-            targets: parcel.take("targets")?,
+            loss: parcel.take("loss", device)?,
+            output: parcel.take("output", device)?,
+            targets: parcel.take("targets", device)?,
         })
     }
 }
@@ -189,11 +185,11 @@ impl Portable for MultiLabelClassificationOutput {
         parcel.put("targets", self.targets);
     }
 
-    fn unpack(parcel: &mut Parcel) -> Result<Self, Error> {
+    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
         Ok(Self {
-            loss: parcel.take("loss")?,
-            output: parcel.take("output")?,
-            targets: parcel.take("targets")?,
+            loss: parcel.take("loss", device)?,
+            output: parcel.take("output", device)?,
+            targets: parcel.take("targets", device)?,
         })
     }
 }
@@ -205,11 +201,11 @@ impl Portable for RegressionOutput {
         parcel.put("targets", self.targets);
     }
 
-    fn unpack(parcel: &mut Parcel) -> Result<Self, Error> {
+    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
         Ok(Self {
-            loss: parcel.take("loss")?,
-            output: parcel.take("output")?,
-            targets: parcel.take("targets")?,
+            loss: parcel.take("loss", device)?,
+            output: parcel.take("output", device)?,
+            targets: parcel.take("targets", device)?,
         })
     }
 }
@@ -224,15 +220,103 @@ impl Portable for SequenceOutput {
         }
     }
 
-    fn unpack(parcel: &mut Parcel) -> Result<Self, Error> {
+    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
         let predictions = parcel.has("predictions");
         Ok(Self {
-            loss: parcel.take("loss")?,
-            logits: parcel.take("logits")?,
-            targets: parcel.take("targets")?,
+            loss: parcel.take("loss", device)?,
+            logits: parcel.take("logits", device)?,
+            targets: parcel.take("targets", device)?,
             predictions: predictions
-                .then(|| parcel.take("predictions"))
+                .then(|| parcel.take("predictions", device))
                 .transpose()?,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Bool, FloatDType, Int};
+
+    use super::*;
+
+    /// Returns what comes out of the bytes that an output becomes.
+    fn through<O: Portable>(output: O) -> O {
+        let mut parcel = Parcel::new();
+        output.pack(&mut parcel);
+        let bytes = parcel.into_bytes(&[("number", 7)]).expect("it was packed");
+        let (mut parcel, numbers) = Parcel::of_bytes(bytes).expect("it was written");
+        assert_eq!(numbers["number"], 7);
+        let output = O::unpack(&mut parcel, &Device::flex());
+        output.unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    #[test]
+    fn outputs_of_burn_come_out_as_they_went_in() {
+        let device = Device::flex().autodiff();
+        let loss = || Tensor::<1>::from_floats([f32::NAN], &device).require_grad();
+        let scores = || Tensor::<2>::from_floats([[1.0, -0.0, f32::INFINITY]], &device);
+        let classes = || Tensor::<1, Int>::from_ints([2], &device);
+        let labels = || Tensor::<2, Int>::from_ints([[0, 1, 1]], &device);
+        let got = through(ClassificationOutput::new(loss(), scores(), classes()));
+        assert!(got.loss.into_scalar::<f32>().is_nan());
+        assert_eq!(got.output.into_data(), scores().into_data());
+        assert_eq!(got.targets.into_data(), classes().into_data());
+        let output = MultiLabelClassificationOutput::new(loss(), scores(), labels());
+        assert_eq!(through(output).targets.into_data(), labels().into_data());
+        let output = RegressionOutput::new(loss(), scores(), scores());
+        assert_eq!(through(output).targets.into_data(), scores().into_data());
+        let logits = || Tensor::<3>::ones([1, 3, 5], &device).cast(FloatDType::BF16);
+        for predictions in [None, Some(labels())] {
+            let sequences = SequenceOutput::new(loss(), logits(), predictions.clone(), labels());
+            let got = through(sequences);
+            assert_eq!(got.logits.into_data(), logits().into_data());
+            let data = |tensor: Tensor<2, Int>| tensor.into_data();
+            assert_eq!(got.predictions.map(data), predictions.map(data));
+        }
+    }
+
+    /// An output that has a tensor of truths, or packs it twice.
+    struct Masked(Tensor<2, Bool>, bool);
+
+    impl Portable for Masked {
+        fn pack(self, parcel: &mut Parcel) {
+            if self.1 {
+                parcel.put("mask", self.0.clone());
+            }
+            parcel.put("mask", self.0);
+        }
+
+        fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
+            Ok(Self(parcel.take("mask", device)?, false))
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_by_name() {
+        let device = Device::flex();
+        let mask = || Tensor::<2, Bool>::full([1, 2], true, &device);
+        assert_eq!(
+            through(Masked(mask(), false)).0.into_data(),
+            mask().into_data()
+        );
+        let refused = |error: Error| match error {
+            Error::Parcel { name, reason } => (name, reason),
+            other => panic!("{other}"),
+        };
+        let mut parcel = Parcel::new();
+        Masked(mask(), true).pack(&mut parcel);
+        let (name, reason) = refused(parcel.into_bytes(&[]).expect_err("it is in it twice"));
+        assert!(name == "mask" && reason.contains("twice"), "{reason}");
+        let mut parcel = Parcel::new();
+        Masked(mask(), false).pack(&mut parcel);
+        let none = parcel.take::<1, Bool>("loss", &device);
+        let (name, reason) = refused(none.expect_err("it is not in it"));
+        assert!(name == "loss" && reason.contains("not in it"), "{reason}");
+        let other = parcel.take::<1, Bool>("mask", &device);
+        let (name, reason) = refused(other.expect_err("it is of two dims"));
+        assert!(name == "mask" && reason.contains("2 dims"), "{reason}");
+        assert!(!parcel.has("mask"));
+        let bytes = Bytes::from_bytes_vec(vec![1, 2, 3]);
+        assert!(Parcel::of_bytes(bytes).is_err());
     }
 }

@@ -10,21 +10,22 @@ use burn::tensor::{Device, Tensor};
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    Agreement, BufferSync, WriteBack, catch, check_agreement, check_elementwise, clip_grad_norm,
-    fully_shard, into_record, local_ids, summon_full_params, sync_buffers,
+    Agreement, BufferSync, WriteBack, catch, check_agreement, check_elementwise,
+    check_same_optimizer, clip_grad_norm, fully_shard, into_record, local_ids, summon_full_params,
+    sync_buffers,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::optimizer_record::OptimizerParts;
 use crate::train::agreement::{Rates, check_same};
-use crate::train::course::Course;
+use crate::train::course::{Course, Ranks};
 use crate::train::lead::Lead;
 use crate::train::lent::Lent;
+use crate::train::notes::exchanged;
 use crate::train::outputs::progress;
-use crate::train::rounds::{Next, Round, Rounds, Share, Weight};
-use crate::train::settings::Ranks;
-use crate::train::stop::{Stop, exchanged};
+use crate::train::rounds::{Next, Own, Round, Rounds, Share, Turn, Weight};
+use crate::train::stop::Stop;
 use crate::train::whole_state::{divided, joined};
 
 /// What a rank begins with.
@@ -73,26 +74,28 @@ pub(crate) fn train<M: LearnerModel>(
     if course.settings.policy.attaches_adapters() {
         return Err(Error::AdaptersInTraining);
     }
-    if course.settings.among == Ranks::Processes {
+    if course.among == Ranks::Processes {
         check_same(world, &course, &model, &state)?;
     }
     let policy = course.settings.policy.clone().gradient_hook(by_items);
-    let model = fully_shard(model.fork(&device), world, policy)?;
+    let mut model = fully_shard(model.fork(&device), world, policy)?;
     check_managed(&model)?;
-    if course.settings.among == Ranks::Processes {
+    check_elementwise(&model, &optimizer)?;
+    if course.among == Ranks::Processes {
+        check_same_optimizer(&model, &optimizer)?;
+        model = sync_buffers(model, BufferSync::Broadcast)?;
         // What no unit manages each process has made for itself.
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
-    check_elementwise(&model, &optimizer)?;
     let optimizer = divided(&model, optimizer, &state)?;
     drop(state);
-    let rates = match course.settings.among {
+    let rates = match course.among {
         Ranks::Threads => None,
         Ranks::Processes => Some(Rates::of(&model)?),
     };
     let mut rank = Rank {
         world,
-        device: device.inner(),
+        device,
         rates,
         model: Some(model),
         optimizer,
@@ -106,6 +109,7 @@ pub(crate) fn train<M: LearnerModel>(
             break;
         }
     }
+    rank.end()?;
     rank.whole_model()
 }
 
@@ -219,10 +223,10 @@ impl<M: LearnerModel> Rank<'_, M> {
         let mut accumulator = GradientsAccumulator::new();
         let mut accumulated = 0;
         for iteration in 1.. {
-            let next = self.next(&mut rounds)?;
-            let rates = Some(self.learner.lr_current());
             let outputs = &self.course.outputs.training;
-            outputs.carry(self.world, &self.device, rates.as_ref())?;
+            let Turn { next, waiting } = self.next(&mut rounds, outputs.waiting())?;
+            let rates = Some(self.learner.lr_current());
+            outputs.bring(self.world, &waiting, &self.device, rates.as_ref())?;
             self.as_lead(|lead| lead.pass_on());
             let Round {
                 batch,
@@ -274,12 +278,13 @@ impl<M: LearnerModel> Rank<'_, M> {
 
     /// Goes through all batches of the validation.
     fn validate(&mut self, share: &Share<<M as InferenceStep>::Input>) -> Result<After, Error> {
+        let device = self.device.clone().inner();
         let model = catch(|| self.model().valid())?;
         let mut rounds = Rounds::new("batches of a validation", share);
         for iteration in 1.. {
-            let next = self.next(&mut rounds)?;
             let outputs = &self.course.outputs.validation;
-            outputs.carry(self.world, &self.device, None)?;
+            let Turn { next, waiting } = self.next(&mut rounds, outputs.waiting())?;
+            outputs.bring(self.world, &waiting, &device, None)?;
             self.as_lead(|lead| lead.pass_on());
             let round = match next {
                 Next::Round(round) => round,
@@ -317,10 +322,14 @@ impl<M: LearnerModel> Rank<'_, M> {
     }
 
     /// Takes the next batch together with the other ranks.
-    fn next<I>(&self, rounds: &mut Rounds<'_, I>) -> Result<Next<I>, Error> {
+    fn next<I>(&self, rounds: &mut Rounds<'_, I>, waiting: usize) -> Result<Turn<I>, Error> {
         let rates = self.rates.as_ref();
-        let rates = rates.map_or(0, |rates| rates.fingerprint(&self.learner.lr_current()));
-        rounds.next(self.world, Stop::of(&self.course.interrupter), rates)
+        let own = Own {
+            stop: Stop::of(&self.course.interrupter),
+            rates: rates.map_or(0, |rates| rates.fingerprint(&self.learner.lr_current())),
+            waiting,
+        };
+        rounds.next(self.world, own)
     }
 
     /// Ends the training of all ranks if it `ends` on one, or is stopped there.
@@ -328,13 +337,22 @@ impl<M: LearnerModel> Rank<'_, M> {
         let stop = Stop::of(&self.course.interrupter);
         let all = exchanged(self.world, "end of an epoch", &End { ends, stop })?;
         let ends = all.iter().any(|end| end.ends);
-        let mut stops = all.into_iter().enumerate();
-        let stop = stops.find_map(|(rank, end)| Some((rank, end.stop?)));
-        Ok(match stop {
+        Ok(match Stop::first(all.into_iter().map(|end| end.stop)) {
             Some(by) => self.stopped(None, by),
             None if ends => After::End,
             None => After::Another,
         })
+    }
+
+    /// Waits for what rank 0 still shows and writes, and has the other processes know whether that failed.
+    fn end(&mut self) -> Result<(), Error> {
+        if let Some(lead) = self.lead.take() {
+            lead.end();
+        }
+        if self.course.among == Ranks::Processes {
+            self.agreed(true)?;
+        }
+        Ok(())
     }
 
     /// Stops this rank's loop, too, with what its own loader failed with, or by what another rank said.
@@ -343,7 +361,7 @@ impl<M: LearnerModel> Rank<'_, M> {
             self.course.interrupter.fail(failure);
         }
         // Threads have one interrupter.
-        if self.course.settings.among == Ranks::Processes {
+        if self.course.among == Ranks::Processes {
             stop.tell(rank, &self.course.interrupter);
         }
         After::End
@@ -354,7 +372,7 @@ impl<M: LearnerModel> Rank<'_, M> {
         let mut model = self.model.take().expect("the optimizer gives it back");
         let mut whole = None;
         let mut keeps = self.world.rank() == 0;
-        if self.course.settings.among == Ranks::Processes {
+        if self.course.among == Ranks::Processes {
             model = sync_buffers(model, BufferSync::Broadcast)?;
             keeps = true;
         }

@@ -10,7 +10,8 @@ use burn_fsdp_collectives::ProcessGroup;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::train::stop::{Stop, exchanged};
+use crate::train::notes::exchanged;
+use crate::train::stop::Stop;
 
 /// A rank's part of what a loader gives, and the whole, of which a rank that has run out takes a batch.
 pub(crate) struct Share<I> {
@@ -60,6 +61,12 @@ pub(crate) struct Round<I> {
     pub(crate) had_by_all: usize,
 }
 
+/// What the ranks agreed on, and the bytes of the output that waits on each of them.
+pub(crate) struct Turn<I> {
+    pub(crate) next: Next<I>,
+    pub(crate) waiting: Vec<usize>,
+}
+
 /// What the ranks agreed on about a round.
 pub(crate) enum Next<I> {
     Round(Round<I>),
@@ -86,13 +93,8 @@ impl<'a, I> Rounds<'a, I> {
     ///
     /// # Errors
     ///
-    /// A failed collective, and [`Error::OtherTraining`] if the ranks made the last step at other `rates`.
-    pub(crate) fn next(
-        &mut self,
-        world: &ProcessGroup,
-        stop: Option<Stop>,
-        rates: u64,
-    ) -> Result<Next<I>, Error> {
+    /// A failed collective, and [`Error::OtherTraining`] if the ranks made the last step at other rates.
+    pub(crate) fn next(&mut self, world: &ProcessGroup, own: Own) -> Result<Turn<I>, Error> {
         let (batch, failure) = match self.own.next() {
             Some(Ok(batch)) => (Some(batch), None),
             Some(Err(failure)) => (None, Some(failure)),
@@ -109,19 +111,21 @@ impl<'a, I> Rounds<'a, I> {
         let note = Note {
             items: items as u64,
             has_more,
-            stop: match &failure {
-                Some(failure) => Some(Stop::Failed(failure.to_string())),
-                None => stop,
+            own: Own {
+                stop: match &failure {
+                    Some(failure) => Some(Stop::Failed(failure.to_string())),
+                    None => own.stop,
+                },
+                ..own
             },
-            rates,
         };
         let notes = exchanged(world, self.label, &note)?;
-        let stops = notes.iter().enumerate();
-        let mut stops = stops.filter_map(|(rank, note)| Some((rank, note.stop.clone()?)));
-        if let Some(first) = stops.next() {
-            return Ok(Next::Stopped(failure, first));
+        let waiting = notes.iter().map(|note| note.own.waiting).collect();
+        let turn = |next| Ok(Turn { next, waiting });
+        if let Some(first) = Stop::first(notes.iter().map(|note| note.own.stop.clone())) {
+            return turn(Next::Stopped(failure, first));
         }
-        if let Some(rank) = notes.iter().position(|note| note.rates != rates) {
+        if let Some(rank) = notes.iter().position(|note| note.own.rates != own.rates) {
             return Err(Error::OtherTraining {
                 what: "the learning rates of the last step",
                 rank,
@@ -129,7 +133,7 @@ impl<'a, I> Rounds<'a, I> {
         }
         let of_all: u64 = notes.iter().map(|note| note.items).sum();
         if of_all == 0 {
-            return Ok(Next::Through);
+            return turn(Next::Through);
         }
         self.had_by_all += of_all as usize;
         let counts = batch.is_some();
@@ -146,7 +150,7 @@ impl<'a, I> Rounds<'a, I> {
             true => 1.0,
             false => (items * notes.len()) as f64 / of_all as f64,
         };
-        Ok(Next::Round(Round {
+        turn(Next::Round(Round {
             batch,
             counts,
             weight,
@@ -161,9 +165,17 @@ impl<'a, I> Rounds<'a, I> {
 struct Note {
     items: u64,
     has_more: bool,
-    stop: Option<Stop>,
+    own: Own,
+}
+
+/// What a rank tells the others of itself before a round.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Own {
+    pub(crate) stop: Option<Stop>,
     /// The fingerprint of the rates of the last step.
-    rates: u64,
+    pub(crate) rates: u64,
+    /// The bytes of the output that waits to be brought to rank 0.
+    pub(crate) waiting: usize,
 }
 
 /// The factor by which a rank's gradients are multiplied before they are reduced.

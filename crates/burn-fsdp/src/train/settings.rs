@@ -11,14 +11,4 @@ pub(crate) struct Settings {
     pub(crate) clip: Option<Clip>,
     /// That of each rank in turn; empty for the model's.
     pub(crate) devices: Vec<Device>,
-    pub(crate) among: Ranks,
-}
-
-/// What ranks are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ranks {
-    /// Of this process, which has one of all that Burn's loop has.
-    Threads,
-    /// Each with a loop of its own, of which rank 0's speaks for all.
-    Processes,
 }

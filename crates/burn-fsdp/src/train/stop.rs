@@ -2,11 +2,7 @@
 
 use burn::train::train::WorkerFailure;
 use burn::train::{Interrupter, TrainingError};
-use burn_fsdp_collectives::ProcessGroup;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-
-use crate::error::Error;
 
 /// Why a rank stops.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,33 +23,55 @@ impl Stop {
         interrupter.should_stop().then(why)
     }
 
+    /// Returns which of the ranks' stops ends the training of all, if there is one: an error before what the program said.
+    pub(crate) fn first(stops: impl Iterator<Item = Option<Self>>) -> Option<(usize, Self)> {
+        let stops = stops.enumerate();
+        let stops: Vec<_> = stops
+            .filter_map(|(rank, stop)| Some((rank, stop?)))
+            .collect();
+        let failed = stops
+            .iter()
+            .find(|(_, stop)| matches!(stop, Self::Failed(_)));
+        failed.or(stops.first()).cloned()
+    }
+
     /// Says to the interrupter of another process that `rank` stops.
     pub(crate) fn tell(self, rank: usize, interrupter: &Interrupter) {
         match self {
-            _ if interrupter.should_stop() => {}
-            Self::Asked(reason) => interrupter.stop(reason.as_deref()),
-            Self::Failed(message) => {
-                let device_id = rank;
-                let failure = WorkerFailure { device_id, message };
+            Self::Failed(message) if interrupter.error().is_none() => {
+                let failure = WorkerFailure {
+                    device_id: rank,
+                    message: format!("on rank {rank}: {message}"),
+                };
                 interrupter.fail(TrainingError::Workers(vec![failure]));
             }
+            Self::Asked(reason) if !interrupter.should_stop() => {
+                interrupter.stop(reason.as_deref())
+            }
+            Self::Failed(_) | Self::Asked(_) => {}
         }
     }
 }
 
-/// Tells all ranks something, and returns what each says, in the order of ranks.
-///
-/// Collective.
-pub(crate) fn exchanged<T: Serialize + DeserializeOwned>(
-    world: &ProcessGroup,
-    label: &'static str,
-    own: &T,
-) -> Result<Vec<T>, Error> {
-    let bytes = serde_json::to_vec(own).expect("numbers and texts can be written");
-    let all = world.exchange(label, bytes)?;
-    let read = |(rank, bytes): (usize, &Vec<u8>)| {
-        let said = serde_json::from_slice(bytes);
-        said.map_err(|_| Error::OtherTraining { what: label, rank })
-    };
-    all.iter().enumerate().map(read).collect()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_comes_before_what_the_program_said() {
+        let asked = || Some(Stop::Asked(Some("enough".to_owned())));
+        let failed = || Some(Stop::Failed("the disk is gone".to_owned()));
+        assert_eq!(Stop::first([None, None].into_iter()), None);
+        let first = Stop::first([None, asked(), asked()].into_iter());
+        assert_eq!(first, asked().map(|stop| (1, stop)));
+        let first = Stop::first([asked(), None, failed()].into_iter());
+        assert_eq!(first, failed().map(|stop| (2, stop)));
+        // A process that was asked to stop learns of the error, and keeps its own.
+        let interrupter = Interrupter::new();
+        interrupter.stop(Some("enough"));
+        failed().expect("above").tell(2, &interrupter);
+        Stop::Failed("later".to_owned()).tell(1, &interrupter);
+        let error = interrupter.error().expect("told").to_string();
+        assert!(error.contains("on rank 2: the disk is gone"), "{error}");
+    }
 }

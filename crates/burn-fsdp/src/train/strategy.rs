@@ -14,11 +14,11 @@ use burn_fsdp_collectives::launch;
 
 use crate::error::Error;
 use crate::optimizer_record::{OptimizerParts, emptied};
-use crate::train::course::Course;
+use crate::train::course::{Course, Ranks};
 use crate::train::lead::Lead;
 use crate::train::lent::Lent;
 use crate::train::lock::held;
-use crate::train::outputs::{Carriage, Outputs};
+use crate::train::outputs::{Codecs, Outputs};
 use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
@@ -33,7 +33,7 @@ pub(crate) struct Strategy<M: LearnerModel> {
 /// The rank that this process is, among others.
 pub(crate) struct Process<M: LearnerModel> {
     pub(crate) rank: usize,
-    pub(crate) carriage: Carriage<M>,
+    pub(crate) codecs: Codecs<M>,
 }
 
 impl<M: LearnerModel> Strategy<M> {
@@ -76,10 +76,14 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
         let lent = Lent::take_from(&mut learner);
         let (model, optimizer) = lent.expect("the learner has just been given them");
         let devices = self.devices(&model);
-        let carriage = self.process.as_ref().map(|process| process.carriage);
-        let outputs = Arc::new(Outputs::of_ranks(devices.len(), carriage));
+        let codecs = self.process.as_ref().map(|process| process.codecs);
+        let outputs = Arc::new(Outputs::of_ranks(devices.len(), codecs));
         let course = Course {
             settings: self.settings.clone(),
+            among: match self.process {
+                Some(_) => Ranks::Processes,
+                None => Ranks::Threads,
+            },
             epochs: starting_epoch..=components.num_epochs,
             accumulation: components.grad_accumulation,
             saves: components.checkpointer.is_some(),

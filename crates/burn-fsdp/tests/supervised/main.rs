@@ -4,7 +4,6 @@
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod network;
-mod portable;
 mod processes;
 #[path = "../beside_burn/runs.rs"]
 mod runs;

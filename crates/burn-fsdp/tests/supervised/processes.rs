@@ -3,9 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
 
 use burn::data::dataloader::DataLoaderBuilder;
+use burn::module::RunningState;
 use burn::optim::SgdConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::tensor::Tensor;
 use burn::train::metric::LossMetric;
 use burn::train::{Interrupter, LearningResult, SupervisedTraining};
 use burn_fsdp::collectives::{launcher_ranks, processes};
@@ -40,8 +44,16 @@ fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
     let Some(played) = played else {
         return false;
     };
-    played.assert_passed(processes);
     assert_eq!(played.succeeded, end == End::Well, "{}", played.said);
+    match end {
+        End::Well => played.assert_passed(processes),
+        // The launcher ends the others when the first one is through.
+        End::Refused => assert!(
+            (0..processes).all(|rank| passed(at, rank).exists()),
+            "{}",
+            played.said
+        ),
+    }
     // One of them tells what happens, as Burn's renderer does it.
     let told = played
         .said
@@ -49,6 +61,22 @@ fn play(processes: usize, test: &str, at: &Path, end: End) -> bool {
         .count();
     assert_eq!(told, 1, "{}", played.said);
     true
+}
+
+/// The file by which a process says that it has passed.
+fn passed(at: &Path, rank: usize) -> PathBuf {
+    at.join(format!("passed-{rank}"))
+}
+
+/// Waits until all processes have passed.
+fn pass(at: &Path, rank: usize, ranks: usize) {
+    std::fs::write(passed(at, rank), "").expect("the folder is there");
+    for _ in 0..1_000 {
+        if (0..ranks).all(|rank| passed(at, rank).exists()) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// The number of processes, that of this one, and their folder, if the test has started this process.
@@ -100,11 +128,20 @@ fn weights_and_metrics_are_those_of_one_device() {
         _ => data(ranks),
     };
     let training = training(&ours, data.clone(), BATCH).label(LABEL);
+    // Of one process, as of three, several batches make a step.
+    let accumulates = ranks != 2;
+    let training = match accumulates {
+        true => training.grads_accumulation(2),
+        false => training,
+    };
     let result = among(ranks).launch_among_processes(training, model, optimizer(), rates());
     let result = done(result);
     assert!(result.error.is_none() && result.interrupted.is_none());
     let burns = folder();
-    let expected = plain(burns.path(), data, ranks, |training| training);
+    let expected = plain(burns.path(), data, ranks, |training| match accumulates {
+        true => training.grads_accumulation(2),
+        false => training,
+    });
     // Every process has the whole model.
     assert_close(&result.model, &expected.model, 1e-5);
     if rank > 0 {
@@ -140,7 +177,12 @@ fn every_process_gets_the_running_statistics_of_rank_0() {
     let training = training(&at, (items(20, 1), items(6, 2)), BATCH).label(LABEL);
     let policy = ShardPolicy::new().units(["net"]);
     let sharded = FullySharded::new(LaunchConfig::new(ranks)).policy(policy);
-    let model = Normalised::new(&device());
+    // A process may have begun with other statistics, too.
+    let mut model = Normalised::new(&device());
+    if rank == 1 {
+        let other = Tensor::from_floats([5.0], &device().inner());
+        model.norm.running_mean = RunningState::new(other);
+    }
     let result = done(sharded.launch_among_processes(training, model, optimizer(), rates()));
     let mean = result.model.norm.running_mean.value();
     let text = format!("{:?}", mean.into_data());
@@ -232,7 +274,15 @@ fn an_early_end_and_an_interruption_are_those_of_all() {
 
 #[test]
 fn processes_that_are_about_to_train_something_else_are_refused() {
-    const SCENES: [&str; 5] = ["epochs", "items", "clipping", "layers", "rates"];
+    const SCENES: [&str; 7] = [
+        "epochs",
+        "items",
+        "clipping",
+        "tensors",
+        "rates",
+        "optimizer",
+        "accumulation",
+    ];
     let Some((ranks, rank, at)) = part() else {
         for scene in SCENES {
             let at = folder();
@@ -252,24 +302,33 @@ fn processes_that_are_about_to_train_something_else_are_refused() {
     let training = training(&at, (items(count, 1), items(4, 2)), BATCH);
     let training = training.num_epochs(if differs("epochs") { 2 } else { 3 });
     let training = training.label(LABEL);
+    let training = match differs("accumulation") {
+        true => training.grads_accumulation(2),
+        false => training,
+    };
     let sharded = match differs("clipping") {
         true => among(ranks).clip_grad_norm(burn_fsdp::Clip::to(1.0)),
         false => among(ranks),
     };
-    let model = match differs("layers") {
+    let model = match differs("tensors") {
         true => Net::with_hidden(9, &device()),
         false => Net::new(&device()),
     };
     let rate = if differs("rates") { 1e-3 } else { 1e-2 };
-    let refused = sharded.launch_among_processes(training, model, SgdConfig::new().init(), rate);
+    let momentum = if differs("optimizer") { 0.8 } else { 0.9 };
+    let momentum = MomentumConfig::new().with_momentum(momentum);
+    let optimizer = SgdConfig::new().with_momentum(Some(momentum)).init();
+    let refused = sharded.launch_among_processes(training, model, optimizer, rate);
     let refused = refused.err().expect("it is refused").to_string();
     let told = match scene {
         "items" => "the number of items",
-        "layers" => "the model's layers",
+        "tensors" => "the model's tensors",
+        "optimizer" => "configure the same optimizer",
         "rates" => "the learning rates",
         other => other,
     };
     assert!(refused.contains(told), "rank {rank}: {refused}");
+    pass(&at, rank, ranks);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{GradientCheckpointingStrategy, Tensor};
 use burn_fsdp_collectives::BufferPool;
 
-use crate::error::{Error, catch, throw};
+use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::path::{self, Location};
 use crate::pins::Pinned;
@@ -16,6 +16,7 @@ use crate::report;
 use crate::root::Root;
 use crate::staging::Staged;
 use crate::survey::survey;
+use crate::thrown::{catch, throw};
 
 /// Memory of one rank, in bytes.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,8 +6,10 @@ use burn::module::{Devices, Module, ModuleMapper, ModuleVisitor, Param, ParamId}
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, Tensor};
 
+use burn_fsdp_collectives::Fingerprint;
+
 use crate::error::Error;
-use crate::inspect;
+use crate::inspect::{self, Member};
 use crate::probes::{LEN, SIDE, element, gradient_of_halves, tensor_of};
 
 const NUM_STEPS: usize = 3;
@@ -64,13 +66,7 @@ pub fn check_elementwise<M: Module>(module: &M, optimizer: &ModuleOptimizer) -> 
         if !slot.is_flattened() || !member.generation.is_trainable(member.index) {
             continue;
         }
-        let trial = Trial {
-            optimizer,
-            id: member.id,
-            path: path.split('.').map(str::to_owned).collect(),
-            device: member.generation.value(member.index).device(),
-            dtype: slot.elements.stored.dtype,
-        };
+        let trial = Trial::of(optimizer, &path, &member);
         let num_shards = if slot.is_cut() { 2 } else { 1 };
         let mut all = Gradients::ALL.into_iter();
         if !all.all(|gradients| trial.passes(num_shards, gradients)) {
@@ -105,6 +101,44 @@ pub fn check_elementwise_once<M: Module>(
     Ok(())
 }
 
+/// Checks that the optimizers of all ranks do the same, for every trainable parameter of a sharded module: ranks that
+/// step their shards at other betas train a model that nobody configured, in silence.
+///
+/// Burn shows nothing of an optimizer's settings. So a copy of it, without its state, makes a few steps with a small matrix under
+/// the path and id of each parameter, and ranks compare the bits. The learning rate is given with each step, and not
+/// compared.
+///
+/// Collective over all ranks of the module, between steps: one exchange of 8 bytes for each parameter. Where ranks are threads
+/// that run one program, it has nothing to find.
+///
+/// # Errors
+///
+/// [`Error::OptimizersDiffer`] on all ranks, with the first such parameter; [`Error::NotSharded`]; a failed collective.
+pub fn check_same_optimizer<M: Module>(
+    module: &M,
+    optimizer: &ModuleOptimizer,
+) -> Result<(), Error> {
+    let group = inspect::root_of(module)?.group.clone();
+    let (mut paths, mut own) = (Vec::new(), Vec::new());
+    for (path, member) in inspect::places(module) {
+        if !member.generation.is_trainable(member.index) {
+            continue;
+        }
+        let trial = Trial::of(optimizer, &path, &member);
+        let bits = trial.run::<2>([SIDE, SIDE], 0, Gradients::Small);
+        own.extend(Fingerprint::of(&bits).to_le_bytes());
+        paths.push(path);
+    }
+    let all = group.exchange("agreement on the optimizer", own)?;
+    for (index, path) in paths.into_iter().enumerate() {
+        let of = |rank: usize| all[rank].chunks_exact(8).nth(index);
+        if let Some(rank) = (1..all.len()).find(|rank| of(*rank) != of(0)) {
+            return Err(Error::OptimizersDiffer { rank, path });
+        }
+    }
+    Ok(())
+}
+
 struct Trial<'a> {
     optimizer: &'a ModuleOptimizer,
     id: ParamId,
@@ -114,7 +148,18 @@ struct Trial<'a> {
     dtype: DType,
 }
 
-impl Trial<'_> {
+impl<'a> Trial<'a> {
+    /// Returns the trial of an optimizer at the parameter of this path.
+    fn of(optimizer: &'a ModuleOptimizer, path: &str, member: &Member) -> Self {
+        Self {
+            optimizer,
+            id: member.id,
+            path: path.split('.').map(str::to_owned).collect(),
+            device: member.generation.value(member.index).device(),
+            dtype: member.slot().elements.stored.dtype,
+        }
+    }
+
     /// Returns true if the matrix and its shards, in rows and flat, come to the same bits.
     fn passes(&self, num_shards: usize, gradients: Gradients) -> bool {
         let Some(whole) = self.run::<2>([SIDE, SIDE], 0, gradients) else {

@@ -7,8 +7,9 @@ use burn::tensor::{Device, Tensor, TensorData};
 use burn_fsdp_collectives::{At, ProcessGroup, Seal};
 
 use crate::device::is_host;
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::parameter::current::{Current, current};
+use crate::thrown::throw;
 use crate::transport;
 
 /// An optimizer of Burn that seals the states that it keeps of sharded parameters, and looks at each step whether they are

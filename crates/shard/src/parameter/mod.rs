@@ -19,12 +19,13 @@ use std::sync::Arc;
 
 use crate::ambient::{self, Purpose, is_within};
 use crate::copies::{Generation, Transition};
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::parameter::current::Current;
 use crate::parameter::identity::Identity;
 use crate::parameter::owned::{Owned, RootLink};
 use crate::path::{CONTAINER, NAME};
 use crate::shown::Shown;
+use crate::thrown::throw;
 
 /// The name of the container in which the factors of an adapter are shown: parameters of the module, and no part of
 /// what the engine attaches.

@@ -8,8 +8,9 @@ use burn::tensor::{Shape, Tensor};
 use super::state::Root;
 use crate::audit::Tag;
 use crate::copies::Generation;
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::op::{Announce, Reduced, Weight};
+use crate::thrown::throw;
 
 /// A request for a full parameter: one parameter in one use of its unit.
 #[derive(Debug, Clone)]

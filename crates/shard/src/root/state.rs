@@ -15,7 +15,7 @@ use super::reductions::Reductions;
 use super::ruler::Rulers;
 use crate::audit::Audit;
 use crate::copies::{Copied, Copies, Generation, WeakCopies};
-use crate::error::{Error, throw};
+use crate::error::Error;
 use crate::gradient_hook::GradientHook;
 use crate::pins::Watch;
 use crate::policy::{DivideFactors, ShardPolicy};
@@ -23,6 +23,7 @@ use crate::probes::Trial;
 use crate::schedule::Operation;
 use crate::seal::Waiting;
 use crate::staging::Staged;
+use crate::thrown::throw;
 use crate::unit::Unit;
 
 /// The outermost unit's state on one rank.

@@ -8,11 +8,12 @@ use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Buffer, BufferPool, Label, Source};
 
 use crate::ambient::{Purpose, within};
-use crate::error::{Error, catch, throw};
+use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox;
 use crate::path::{self, FACTOR_A, FACTOR_B, Location};
 use crate::state::record;
+use crate::thrown::{catch, throw};
 use crate::transport;
 
 /// The treatment of changes to summoned parameters.

@@ -7,13 +7,14 @@ use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use burn_fsdp_collectives::{Partition, Source};
 
-use crate::error::{Error, catch};
+use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::parameter::identity::counterpart;
 use crate::parameter::mailbox;
 use crate::path::{self, Location};
 use crate::slot::MAX_DIMS;
 use crate::state::full::{self, Held};
+use crate::thrown::catch;
 use crate::transport;
 
 /// A tensor of a module, and this rank's part of it.

@@ -14,10 +14,11 @@ use burn_fsdp_collectives::BufferPool;
 
 use crate::ambient::{Purpose, is_within, within};
 use crate::copies::{Copies, Generation};
-use crate::error::{Error, catch, throw};
+use crate::error::Error;
 use crate::inspect::{self, Member};
 use crate::parameter::mailbox::{Handed, hand};
 use crate::state::buffers;
+use crate::thrown::{catch, throw};
 use crate::transport;
 use crate::unit::Unit;
 

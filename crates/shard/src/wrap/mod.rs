@@ -25,12 +25,13 @@ use burn_fsdp_collectives::{AsMesh, Fingerprint};
 
 use crate::copies::Generation;
 use crate::device;
-use crate::error::{Error, catch};
+use crate::error::Error;
 use crate::inspect;
 use crate::inspect::memory;
 use crate::policy::ShardPolicy;
 use crate::root::Root;
 use crate::survey::{Found, Survey, survey};
+use crate::thrown::catch;
 use burn_fsdp_mesh::Strategy;
 
 use grouping::{Grouping, Ignored};

@@ -12,7 +12,6 @@ use super::initial;
 use super::placed::Placed;
 use crate::adapter::Adapter;
 use crate::copies::{Copies, Generation};
-use crate::error::throw;
 use crate::parameter::ShardedParam;
 use crate::parameter::identity::counterpart;
 use crate::parameter::owned::RootLink;
@@ -20,6 +19,7 @@ use crate::path::{FACTOR_A, FACTOR_B};
 use crate::shown::Shown;
 use crate::state::record;
 use crate::survey::{Declared, Found, Survey, stand_in};
+use crate::thrown::throw;
 use crate::transport;
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value beside it.

@@ -7,7 +7,9 @@ use burn::optim::{
     AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, LambConfig, LionConfig,
     ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
-use burn_fsdp_shard::{Error, ShardPolicy, Strategy, backward, check_elementwise};
+use burn_fsdp_shard::{
+    Error, ShardPolicy, Strategy, backward, check_elementwise, check_same_optimizer,
+};
 
 use super::bench::{build, device, on_ranks};
 use super::nets::{MLP, Mlp};
@@ -151,4 +153,54 @@ fn the_optimizer_and_its_state_are_left_alone() {
         assert!(matches!(plain, Error::NotSharded), "{plain}");
         Ok(())
     });
+}
+
+/// What ranks say whose optimizers are made by rank.
+fn compared(policy: ShardPolicy, optimizer: fn(usize) -> ModuleOptimizer) -> Option<String> {
+    let by_rank = on_ranks(3, move |world| {
+        let model = build(MLP, &world, &device(), policy.clone())?;
+        let verdict = check_same_optimizer(&model, &optimizer(world.rank()));
+        Ok(verdict.err().map(|error| error.to_string()))
+    });
+    assert!(by_rank.iter().all(|verdict| *verdict == by_rank[0]));
+    by_rank.into_iter().next().expect("a rank")
+}
+
+#[test]
+fn optimizers_of_other_settings_are_told_from_each_other() {
+    let own = || blocks().one_owner(["**"]);
+    assert_eq!(compared(blocks(), |_| AdamWConfig::new().init()), None);
+    assert_eq!(compared(own(), |_| AdafactorConfig::new().init()), None);
+    // One rank of three has another setting, another optimizer, or a group.
+    let others: [fn(usize) -> ModuleOptimizer; 4] = [
+        |rank| {
+            let beta = if rank == 2 { 0.8 } else { 0.9 };
+            AdamWConfig::new().with_beta_1(beta).init()
+        },
+        |rank| {
+            let decay = if rank == 2 { 0.1 } else { 0.0 };
+            AdamWConfig::new().with_weight_decay(decay).init()
+        },
+        |rank| match rank {
+            2 => AdamConfig::new().init(),
+            _ => SgdConfig::new().init(),
+        },
+        |rank| {
+            let optimizer = AdamWConfig::new().init();
+            let group = ParamGroup::from_paths(vec!["blocks.1.down.weight".to_owned()]);
+            match rank {
+                2 => optimizer.with_group(group, SgdConfig::new().build(), None),
+                _ => optimizer,
+            }
+        },
+    ];
+    for (index, optimizer) in others.into_iter().enumerate() {
+        let verdict = compared(blocks(), optimizer).unwrap_or_else(|| panic!("pair {index}"));
+        assert!(verdict.contains("optimizer of rank 2"), "{verdict}");
+    }
+    let verdict = compared(own(), |rank| {
+        let decay = if rank == 2 { -0.7 } else { -0.8 };
+        AdafactorConfig::new().with_decay_rate(decay).init()
+    });
+    assert!(verdict.is_some(), "of what a rank owns, too");
 }

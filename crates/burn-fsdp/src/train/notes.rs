@@ -1,0 +1,24 @@
+//! Notes: what ranks tell each other.
+
+use burn_fsdp_collectives::ProcessGroup;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::Error;
+
+/// Tells all ranks something, and returns what each says, in the order of ranks.
+///
+/// Collective.
+pub(crate) fn exchanged<T: Serialize + DeserializeOwned>(
+    world: &ProcessGroup,
+    label: &'static str,
+    own: &T,
+) -> Result<Vec<T>, Error> {
+    let bytes = serde_json::to_vec(own).expect("numbers and texts can be written");
+    let all = world.exchange(label, bytes)?;
+    let read = |(rank, bytes): (usize, &Vec<u8>)| {
+        let said = serde_json::from_slice(bytes);
+        said.map_err(|_| Error::OtherTraining { what: label, rank })
+    };
+    all.iter().enumerate().map(read).collect()
+}

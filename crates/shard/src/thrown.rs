@@ -1,0 +1,45 @@
+//! Errors on their way out of Burn's forward and backward.
+//!
+//! These have no `Result`: an error raised inside them unwinds with an [`Unwound`] payload (no panic message is printed)
+//! until [`catch`], [`backward`](crate::backward) or `launch` turns it back into a value.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use burn_fsdp_collectives::Unwound;
+
+use crate::ambient::{Purpose, is_within, within};
+use crate::error::Error;
+
+/// Leaves Burn's forward or backward with `error`.
+pub(crate) fn throw(error: Error) -> ! {
+    let unwound = Unwound(Box::new(error));
+    // On a thread that nobody watches, an error without a panic's message would end it without a word.
+    if !is_within(Purpose::Catch) && !is_rank() {
+        eprintln!("burn-fsdp: {}", unwound.0);
+    }
+    resume_unwind(Box::new(unwound))
+}
+
+/// Returns true if this is a thread of `launch`, which reports what unwinds out of it.
+fn is_rank() -> bool {
+    let thread = std::thread::current();
+    thread.name().is_some_and(|name| name.starts_with("rank "))
+}
+
+/// Runs `body` and turns an error raised inside Burn's forward or backward into a value.
+///
+/// Other panics go on unwinding.
+///
+/// # Errors
+///
+/// The [`Error`] that the body met.
+pub fn catch<T>(body: impl FnOnce() -> T) -> Result<T, Error> {
+    let body = || within(Purpose::Catch, body);
+    catch_unwind(AssertUnwindSafe(body)).or_else(|payload| match payload.downcast::<Unwound>() {
+        Ok(unwound) => match unwound.0.downcast::<Error>() {
+            Ok(error) => Err(*error),
+            Err(other) => resume_unwind(Box::new(Unwound(other))),
+        },
+        Err(panic) => resume_unwind(panic),
+    })
+}
