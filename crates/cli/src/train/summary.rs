@@ -26,7 +26,11 @@ impl fmt::Display for Report {
             self.data
         )?;
         if self.first_step > 0 {
-            writeln!(f, "resumed    from step {}", self.first_step)?;
+            write!(f, "resumed    from step {}", self.first_step)?;
+            match self.losses.is_empty() {
+                true => writeln!(f, ", with none left to train; raise --steps to go on")?,
+                false => writeln!(f)?,
+            }
         }
         if let (Some(first), Some(last)) = (self.losses.first(), self.losses.last()) {
             write!(f, "loss       {first:.4} -> {last:.4}")?;
