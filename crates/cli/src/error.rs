@@ -109,8 +109,11 @@ pub(crate) enum InputError {
     #[error("cannot read the operations of a run at {}: {problem}; name two folders that `train --operations` has written", path.display())]
     Operations { path: PathBuf, problem: String },
 
-    #[error("--init: cannot read {}: {problem}; name the folder in Hugging Face's form that the training began with", path.display())]
+    #[error("--init {}: {problem}; name the folder in Hugging Face's form that the training began with", path.display())]
     Beside { path: PathBuf, problem: String },
+
+    #[error("--overwrite: {} is a folder with files in it, and only empty ones are replaced; remove it, or choose another name", path.display())]
+    FullFolder { path: PathBuf },
 
     #[error(transparent)]
     Device(#[from] DeviceNameError),

@@ -215,10 +215,14 @@ impl FullySharded {
     /// Every process makes loaders, model, optimizer and training as if it were alone, and calls this, once. Compared before the
     /// first step, and refused where they differ: the epochs, the accumulation, the clipping, the numbers of items, the paths and
     /// shapes of the model's tensors, what the optimizer does with a parameter, and its state; in every step, the learning rates of
-    /// all parameters. Parameters and running states need not be alike: all ranks start from those of rank 0. What nothing
-    /// compares: plain tensors in the model, its settings (as the rate of a dropout), and what the items are. Datasets have to
-    /// have the same items in the same order, of which each rank takes a part. Burn's generator is one per process: seed it with the
-    /// rank, or all ranks drop out alike.
+    /// all parameters. Float parameters and running states need not be alike: all ranks start from those of rank 0; integer and
+    /// boolean parameters must. What nothing compares: plain tensors in the model, its settings (as the rate of a dropout), the
+    /// sizes of batches, and what the items are. Datasets have to have the same items in the same order, of which each rank takes a
+    /// part. Burn's generator is one per process: seed it with the rank, or all ranks drop out alike.
+    ///
+    /// A launcher that has started one process counts as none, as in [`launch`](burn_fsdp_collectives::launch()): ranks are threads
+    /// then. A process that ends before it calls this leaves the others waiting in MPI's own beginning, where no deadline
+    /// counts, unless it ends with an error, which has the launcher end them.
     ///
     /// Rank 0's metrics are those of all rows, and it alone logs, renders, saves, and asks the strategies of early
     /// stopping and checkpointing; outputs of the others are sent to it after each step, whole: with large logits
@@ -238,7 +242,7 @@ impl FullySharded {
     ///
     /// # fn run<M>(training: SupervisedTraining<Lent<M>>, model: M, optimizer: ModuleOptimizer) -> Result<(), Error>
     /// # where M: LearnerModel + TrainStep<Output = RegressionOutput> + InferenceStep<Output = RegressionOutput> {
-    /// // As many ranks as `mpirun` has started processes, or two threads.
+    /// // As many ranks as `mpirun` has started processes, or two threads where it has started one.
     /// let ranks = LaunchConfig::new(launcher_ranks().unwrap_or(2));
     /// let result = FullySharded::new(ranks).launch_among_processes(training, model, optimizer, 1e-2)?;
     /// # Ok(())
@@ -250,8 +254,8 @@ impl FullySharded {
     /// As [`launch`](Self::launch). [`LaunchError::OtherSize`] if there are more or fewer processes than ranks;
     /// [`LaunchError::Again`] for a second training of the same processes; [`LaunchError::Failed`] with the text of
     /// [`Error::OtherTraining`] if a process is about to train something else, with that of the sharding's
-    /// `OptimizersDiffer` or `Disagreement` if its optimizer or a frozen value is another, and with that of an output which
-    /// [`Portable::unpack`] does not take.
+    /// `OptimizersDiffer` or `Disagreement` if its optimizer or an integer parameter is another, and with that of an output
+    /// which [`Portable::unpack`] does not take.
     pub fn launch_among_processes<M>(
         &self,
         training: SupervisedTraining<Lent<M>>,

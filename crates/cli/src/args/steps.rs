@@ -23,7 +23,7 @@ pub(crate) struct ConsolidateArgs {
     /// generation_config.json and the ids of tokens in config.json are copied
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Replace what is there
+    /// Replace a file that is there; a folder has to be empty
     #[arg(long)]
     pub(crate) overwrite: bool,
 }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use burn_fsdp_models::ModelConfig;
 use serde_json::Value;
 
 use crate::error::InputError;
@@ -31,11 +32,27 @@ pub(crate) struct Beside {
 }
 
 impl Beside {
-    /// Reads them. A folder without a `config.json` is refused: it is no model's.
-    pub(crate) fn read(folder: &Path) -> Result<Self, InputError> {
+    /// Reads those of a folder whose model has the sizes of this one. Another's tokens would be no tokens of it.
+    pub(crate) fn of(model: &ModelConfig, folder: &Path) -> Result<Self, InputError> {
+        let unfit = |problem: String| InputError::Beside {
+            path: folder.to_owned(),
+            problem,
+        };
+        let found = ModelConfig::from_hugging_face(folder);
+        let found = found.map_err(|error| unfit(error.to_string()))?;
+        if found != *model {
+            let found = found.name();
+            return Err(unfit(format!(
+                "it is of a {found} of other sizes than the step's"
+            )));
+        }
+        Self::read(folder)
+    }
+
+    fn read(folder: &Path) -> Result<Self, InputError> {
         let unread = |path: &Path, problem: String| InputError::Beside {
             path: path.to_owned(),
-            problem,
+            problem: format!("cannot be read: {problem}"),
         };
         let config = folder.join("config.json");
         let text = fs::read(&config).map_err(|error| unread(&config, error.to_string()))?;

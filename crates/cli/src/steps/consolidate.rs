@@ -1,6 +1,7 @@
 //! The `burn-fsdp consolidate` command.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fs;
 
 use burn_fsdp::checkpoint::{
     Consolidated, ConsolidationConfig, PlainTensor, Step, TensorEntry, consolidate_to_file,
@@ -30,6 +31,12 @@ pub(crate) fn run(args: ConsolidateArgs) -> Result<(), Failure> {
 }
 
 fn write(args: &ConsolidateArgs, step: &Step) -> Result<Consolidated, Failure> {
+    let is_folder = args.format == FormatArg::HuggingFace || args.max_shard_size.is_some();
+    let is_full = || fs::read_dir(&args.out).is_ok_and(|mut entries| entries.next().is_some());
+    if args.overwrite && is_folder && is_full() {
+        let path = args.out.clone();
+        return Err(InputError::FullFolder { path }.into());
+    }
     if args.format == FormatArg::HuggingFace {
         return write_hugging_face(args, step);
     }
@@ -97,7 +104,8 @@ fn write_hugging_face(args: &ConsolidateArgs, step: &Step) -> Result<Consolidate
     let Some(model) = model_of(step) else {
         return Err(no_table(step).into());
     };
-    let beside = args.init.as_deref().map(Beside::read).transpose()?;
+    let beside = args.init.as_deref().map(|init| Beside::of(&model, init));
+    let beside = beside.transpose()?;
     let beside = beside.unwrap_or_default();
     let Some(mut sizes) = model.to_hugging_face() else {
         let model = model.name();

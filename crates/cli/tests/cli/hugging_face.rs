@@ -620,10 +620,15 @@ fn what_is_beside_weights_is_copied(folder: &Folder, whole: &str) {
     );
     assert!(!folder.path("copied/notes.txt").exists());
     for (arguments, problem) in [
-        ("other --init llama", "leave out one of them"),
+        ("elsewhere --init llama", "leave out one of them"),
+        ("elsewhere --format hugging-face --init nowhere", "nowhere"),
         (
-            "other --format hugging-face --init nowhere",
-            "nowhere/config.json",
+            "elsewhere --format hugging-face --init gpt2",
+            "of other sizes than the step's",
+        ),
+        (
+            "copied --format hugging-face",
+            "only empty ones are replaced",
         ),
     ] {
         let refused = folder.run(&format!("consolidate whole {arguments} --overwrite"));
