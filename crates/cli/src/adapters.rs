@@ -46,11 +46,6 @@ impl AdapterSizes {
         Lora::new(self.rank, self.alpha).set_param_group(adapted)
     }
 
-    /// Returns a model with adapters, as Burn attaches them, with factors that it draws.
-    pub(crate) fn attached<A: Architecture>(&self, sizes: A, model: A::Model) -> A::Model {
-        model.apply_lora(self.lora(sizes))
-    }
-
     /// Returns the number of elements of all factors.
     pub(crate) fn num_params<A: Architecture>(&self, model: A) -> usize {
         let elements = adapted(model).map(|(_, sides)| self.rank * sides);
@@ -71,9 +66,10 @@ pub(crate) fn is_factor(path: &str) -> bool {
     path.contains(".lora.")
 }
 
-/// Returns true for the path of a tensor that is saved: of adapters on frozen weights they alone are.
-pub(crate) fn saves(has_adapters: bool, path: &str) -> bool {
-    !has_adapters || is_factor(path)
+/// Returns whether a tensor is saved, by its path: of adapters on frozen weights they alone are.
+pub(crate) fn is_saved(adapters: Option<&Adapters>) -> impl Fn(&str) -> bool + use<> {
+    let saves_all = adapters.is_none();
+    move |path| saves_all || is_factor(path)
 }
 
 impl Adapters {

@@ -197,16 +197,7 @@ impl FullySharded {
                 processes: found.size,
             });
         }
-        self.check(&model)?;
-        let outcome = Arc::new(Mutex::new(Ok(())));
-        let strategy = Strategy::new(self.0.clone(), None, outcome.clone());
-        let training =
-            training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy)));
-        trained(
-            training,
-            Learner::new(Lent::new(model), optimizer, rates),
-            &outcome,
-        )
+        self.train(training, model, (optimizer, rates.into()), None)
     }
 
     /// Does what [`launch`](Self::launch) does, and where a launcher such as `mpirun` has started the program several
@@ -271,57 +262,50 @@ impl FullySharded {
         let Some(found) = processes()? else {
             return self.launch(training, model, optimizer, rates);
         };
-        self.check(&model)?;
         let process = Process {
             rank: found.rank,
             codecs: Codecs::new(),
         };
+        self.train(training, model, (optimizer, rates.into()), Some(process))
+    }
+
+    /// Has Burn's loop train, with ranks that are threads, or the one that is this process.
+    fn train<M: LearnerModel>(
+        &self,
+        training: SupervisedTraining<Lent<M>>,
+        model: M,
+        (optimizer, rates): (ModuleOptimizer, ModuleLrScheduler),
+        process: Option<Process<M>>,
+    ) -> Result<LearningResult<M>, Error> {
+        if self.0.ranks.ranks() == 0 {
+            return Err(LaunchError::NoRanks.into());
+        }
+        if model.devices().iter().any(|device| !device.is_autodiff()) {
+            return Err(Error::UntrackedInTraining);
+        }
         let outcome = Arc::new(Mutex::new(Ok(())));
-        let strategy = Strategy::new(self.0.clone(), Some(process), outcome.clone());
-        let training = match found.rank {
-            0 => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
+        let is_silent = process.as_ref().is_some_and(|process| process.rank > 0);
+        let strategy = Strategy::new(self.0.clone(), process, outcome.clone());
+        let training = match is_silent {
+            false => training.with_training_strategy(TrainingStrategy::Custom(Arc::new(strategy))),
             // Files and the terminal are rank 0's.
-            _ => training
+            true => training
                 .with_application_logger(None)
                 .with_metric_logger(InMemoryMetricLogger::default())
                 .renderer(Box::new(CliMetricsRenderer::new()))
                 .with_training_strategy(TrainingStrategy::Custom(Arc::new(Silently(strategy)))),
         };
-        trained(
-            training,
-            Learner::new(Lent::new(model), optimizer, rates),
-            &outcome,
-        )
+        let learner = Learner::new(Lent::new(model), optimizer, rates);
+        // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
+        let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
+        std::mem::replace(&mut *held(&outcome), Ok(()))?;
+        let result = result.unwrap_or_else(|panic| resume_unwind(panic));
+        let model = result.model.into_model();
+        Ok(LearningResult {
+            model: model.expect("ranks that did not fail have returned it"),
+            renderer: result.renderer,
+            interrupted: result.interrupted,
+            error: result.error,
+        })
     }
-
-    /// Refuses what no ranks can train.
-    fn check<M: LearnerModel>(&self, model: &M) -> Result<(), Error> {
-        if self.0.ranks.ranks() == 0 {
-            return Err(LaunchError::NoRanks.into());
-        }
-        let devices = model.devices();
-        match devices.iter().all(Device::is_autodiff) {
-            true => Ok(()),
-            false => Err(Error::UntrackedInTraining),
-        }
-    }
-}
-
-/// Has Burn's loop train, and returns what the ranks have left.
-fn trained<M: LearnerModel>(
-    training: SupervisedTraining<Lent<M>>,
-    learner: Learner<Lent<M>>,
-    outcome: &Mutex<Result<(), Error>>,
-) -> Result<LearningResult<M>, Error> {
-    // Where a rank failed because the thread of metrics is gone, Burn's loop panics at its end.
-    let result = catch_unwind(AssertUnwindSafe(|| training.launch(learner)));
-    std::mem::replace(&mut *held(outcome), Ok(()))?;
-    let result = result.unwrap_or_else(|panic| resume_unwind(panic));
-    let model = result.model.into_model();
-    Ok(LearningResult {
-        model: model.expect("ranks that did not fail have returned it"),
-        renderer: result.renderer,
-        interrupted: result.interrupted,
-        error: result.error,
-    })
 }

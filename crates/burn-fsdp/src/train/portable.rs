@@ -162,53 +162,28 @@ fn unreadable(error: burn_pack::Error) -> Error {
     }
 }
 
-impl Portable for ClassificationOutput {
-    fn pack(self, parcel: &mut Parcel) {
-        parcel.put("loss", self.loss);
-        parcel.put("output", self.output);
-        parcel.put("targets", self.targets);
-    }
+/// Outputs of a loss, scores and targets.
+macro_rules! portable {
+    ($($output:ty)+) => {$(
+        impl Portable for $output {
+            fn pack(self, parcel: &mut Parcel) {
+                parcel.put("loss", self.loss);
+                parcel.put("output", self.output);
+                parcel.put("targets", self.targets);
+            }
 
-    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
-        Ok(Self {
-            loss: parcel.take("loss", device)?,
-            output: parcel.take("output", device)?,
-            targets: parcel.take("targets", device)?,
-        })
-    }
+            fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
+                Ok(Self {
+                    loss: parcel.take("loss", device)?,
+                    output: parcel.take("output", device)?,
+                    targets: parcel.take("targets", device)?,
+                })
+            }
+        }
+    )+};
 }
 
-impl Portable for MultiLabelClassificationOutput {
-    fn pack(self, parcel: &mut Parcel) {
-        parcel.put("loss", self.loss);
-        parcel.put("output", self.output);
-        parcel.put("targets", self.targets);
-    }
-
-    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
-        Ok(Self {
-            loss: parcel.take("loss", device)?,
-            output: parcel.take("output", device)?,
-            targets: parcel.take("targets", device)?,
-        })
-    }
-}
-
-impl Portable for RegressionOutput {
-    fn pack(self, parcel: &mut Parcel) {
-        parcel.put("loss", self.loss);
-        parcel.put("output", self.output);
-        parcel.put("targets", self.targets);
-    }
-
-    fn unpack(parcel: &mut Parcel, device: &Device) -> Result<Self, Error> {
-        Ok(Self {
-            loss: parcel.take("loss", device)?,
-            output: parcel.take("output", device)?,
-            targets: parcel.take("targets", device)?,
-        })
-    }
-}
+portable!(ClassificationOutput MultiLabelClassificationOutput RegressionOutput);
 
 impl Portable for SequenceOutput {
     fn pack(self, parcel: &mut Parcel) {

@@ -111,16 +111,10 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
             training: Share::of_ranks(&training, &devices),
             validation: Share::of_ranks(&validation, &inner),
         };
-        let here = |rank: &usize| self.process.as_ref().is_none_or(|of| of.rank == *rank);
+        let here = self.process.as_ref().map(|process| process.rank);
         let ended = whole
-            .divided(devices, &course, lead)
-            .and_then(|mut starts| {
-                // What other processes begin with is theirs to keep.
-                let others = starts
-                    .iter_mut()
-                    .enumerate()
-                    .filter(|(rank, _)| !here(rank));
-                others.for_each(|(_, start)| *start = Mutex::new(None));
+            .divided(devices, &course, lead, here)
+            .and_then(|starts| {
                 let start =
                     move |rank: usize| held(&starts[rank]).take().expect("a rank starts once");
                 let ranks = launch(self.settings.ranks, move |world| {
@@ -188,19 +182,22 @@ struct Whole<M: LearnerModel> {
 }
 
 impl<M: LearnerModel> Whole<M> {
-    /// Returns what each rank begins with.
+    /// Returns what each rank begins with that is `here`: all, or the one that this process is.
     fn divided(
         self,
         devices: Vec<Device>,
         course: &Course<M>,
         lead: Lead<M>,
+        here: Option<usize>,
     ) -> Result<Vec<Mutex<Option<Start<M>>>>, Error> {
         let state = Arc::new(OptimizerParts::take(&self.optimizer)?);
         let bare = emptied(&self.optimizer);
         let mut lead = Some(lead);
         let shares = self.training.into_iter().zip(self.validation);
-        let starts = devices.into_iter().zip(shares).map(|(device, shares)| {
-            Mutex::new(Some(Start {
+        let starts = devices.into_iter().zip(shares).enumerate();
+        let starts = starts.map(|(rank, (device, shares))| {
+            let is_here = here.is_none_or(|here| here == rank);
+            Mutex::new(is_here.then(|| Start {
                 model: self.model.clone(),
                 optimizer: bare.clone(),
                 state: state.clone(),
@@ -209,7 +206,7 @@ impl<M: LearnerModel> Whole<M> {
                 validation: shares.1,
                 device,
                 course: course.clone(),
-                lead: lead.take(),
+                lead: lead.take_if(|_| rank == 0),
             }))
         });
         Ok(starts.collect())

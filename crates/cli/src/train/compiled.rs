@@ -3,6 +3,7 @@
 use std::sync::Mutex;
 use std::time::Instant;
 
+use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::graph::Graph;
@@ -21,7 +22,7 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
-use crate::adapters::{AdapterSizes, Adapters, saves};
+use crate::adapters::{AdapterSizes, Adapters, is_saved};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::{InputError, RankError};
@@ -135,8 +136,13 @@ fn whole<A: Architecture>(
     seed: u64,
 ) -> A::Model {
     let model = sizes.init(device, seed).expect("the sizes were validated");
+    adapted(sizes, adapters, model)
+}
+
+/// Attaches adapters to a model, if it is to have them, with factors that Burn draws.
+fn adapted<A: Architecture>(sizes: A, adapters: Option<AdapterSizes>, model: A::Model) -> A::Model {
     match adapters {
-        Some(adapters) => adapters.attached(sizes, model),
+        Some(adapters) => model.apply_lora(adapters.lora(sizes)),
         None => model,
     }
 }
@@ -168,10 +174,9 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             if wanted && adapters.is_some() {
                 device.seed(seed);
             }
-            match (loaded, adapters) {
-                (Some(loaded), Some(adapters)) => adapters.attached(sizes, loaded),
-                (Some(loaded), None) => loaded,
-                (None, _) => whole(sizes, adapters, device, seed),
+            match loaded {
+                Some(loaded) => adapted(sizes, adapters, loaded),
+                None => whole(sizes, adapters, device, seed),
             }
         };
         let held_out = Evaluation::new(
@@ -305,8 +310,7 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
         let layout = self.mesh.mesh();
-        let has_adapters = self.adapters.is_some();
-        let is_saved = |path: &str| saves(has_adapters, path);
+        let is_saved = is_saved(self.adapters.as_ref());
         let step = &mut self.step;
         Ok(snapshot_compiled_matching(step, layout, "shard", is_saved)?)
     }
@@ -319,8 +323,7 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
         if let Some(adapters) = &self.adapters {
             adapters.check(&saved.index().training)?;
         }
-        let has_adapters = self.adapters.is_some();
-        let is_saved = |path: &str| saves(has_adapters, path);
+        let is_saved = is_saved(self.adapters.as_ref());
         Ok(restore_compiled_matching(&mut self.step, saved, is_saved)?)
     }
 

@@ -17,7 +17,7 @@ use burn_fsdp::{
 use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
 
-use crate::adapters::{Adapters, is_factor, saves};
+use crate::adapters::{Adapters, is_factor, is_saved};
 use crate::args::NotFinite;
 use crate::console;
 use crate::error::RankError;
@@ -229,7 +229,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
         };
         let layout = self.mesh.mesh();
-        let is_saved = |path: &str| saves(self.adapters.is_some(), path);
+        let is_saved = is_saved(self.adapters.as_ref());
         let model = self.model()?;
         Ok(snapshot_matching(
             model, optimizer, layout, "shard", is_saved,
@@ -254,7 +254,7 @@ impl<A: Architecture> Trainer for Eager<'_, A> {
         }
         let model = self.model.take().ok_or(RankError::Ended)?;
         let fresh = optimizer::fresh(self.config);
-        let is_saved = |path: &str| saves(self.adapters.is_some(), path);
+        let is_saved = is_saved(self.adapters.as_ref());
         let (model, restored) = restore_training(model, fresh, saved, is_saved)?;
         let Optimizer::InMemory(optimizer) = &mut self.optimizer else {
             unreachable!("the command line keeps --offload and --checkpoint-dir apart");
