@@ -14,21 +14,21 @@ type Recorded = RouterTensor<CaptureClient>;
 /// Records instead of computing.
 impl Kernels for CaptureBackend {
     fn gelu_kernel(x: Recorded) -> Recorded {
-        let shape = x.shape();
-        let [y] = record(FusedOperation::Gelu, [x], [shape], []);
+        let kind = kind(&x);
+        let [y] = record(FusedOperation::Gelu, [x], [kind], []);
         y
     }
 
     fn gelu_gradient(x: Recorded, grad: Recorded) -> Recorded {
-        let shape = x.shape();
-        let [grad] = record(FusedOperation::GeluBackward, [x, grad], [shape], []);
+        let kind = kind(&x);
+        let [grad] = record(FusedOperation::GeluBackward, [x, grad], [kind], []);
         grad
     }
 
     fn layer_norm_kernel(x: Recorded, gamma: Recorded, beta: Recorded, epsilon: f32) -> Recorded {
-        let shape = x.shape();
+        let kind = kind(&x);
         let inputs = [x, gamma, beta];
-        let [y] = record(FusedOperation::LayerNorm, inputs, [shape], [float(epsilon)]);
+        let [y] = record(FusedOperation::LayerNorm, inputs, [kind], [float(epsilon)]);
         y
     }
 
@@ -38,21 +38,21 @@ impl Kernels for CaptureBackend {
         grad: Recorded,
         epsilon: f32,
     ) -> [Recorded; 3] {
-        let shapes = [x.shape(), gamma.shape(), gamma.shape()];
+        let kinds = [kind(&x), kind(&gamma), kind(&gamma)];
         let inputs = [x, gamma, grad];
         record(
             FusedOperation::LayerNormBackward,
             inputs,
-            shapes,
+            kinds,
             [float(epsilon)],
         )
     }
 
     fn causal_attention_kernel(qkv: Recorded, batch: usize, heads: usize) -> Recorded {
         let [rows, width] = qkv.shape().dims();
-        let shape = Shape::new([rows, width / 3]);
+        let kind = (Shape::new([rows, width / 3]), qkv.dtype());
         let scalars = [batch, heads].map(|size| ScalarIr::UInt(size as u64));
-        let [y] = record(FusedOperation::CausalAttention, [qkv], [shape], scalars);
+        let [y] = record(FusedOperation::CausalAttention, [qkv], [kind], scalars);
         y
     }
 
@@ -62,22 +62,23 @@ impl Kernels for CaptureBackend {
         batch: usize,
         heads: usize,
     ) -> Recorded {
-        let shape = qkv.shape();
+        let kind = kind(&qkv);
         let scalars = [batch, heads].map(|size| ScalarIr::UInt(size as u64));
         let operation = FusedOperation::CausalAttentionBackward;
-        let [grad] = record(operation, [qkv, grad], [shape], scalars);
+        let [grad] = record(operation, [qkv, grad], [kind], scalars);
         grad
     }
 
     fn cross_entropy_kernel(logits: Recorded, targets: Recorded) -> [Recorded; 2] {
-        let shapes = [logits.shape(), Shape::new([1])];
-        record(FusedOperation::CrossEntropy, [logits, targets], shapes, [])
+        // The loss is of 32 bits, whatever the logits are.
+        let kinds = [kind(&logits), (Shape::new([1]), DType::F32)];
+        record(FusedOperation::CrossEntropy, [logits, targets], kinds, [])
     }
 
     fn cross_entropy_gradient(logits_gradient: Recorded, grad: Recorded) -> Recorded {
-        let shape = logits_gradient.shape();
+        let kind = kind(&logits_gradient);
         let inputs = [logits_gradient, grad];
-        let [grad] = record(FusedOperation::CrossEntropyBackward, inputs, [shape], []);
+        let [grad] = record(FusedOperation::CrossEntropyBackward, inputs, [kind], []);
         grad
     }
 }
@@ -86,16 +87,23 @@ fn float(value: f32) -> ScalarIr {
     ScalarIr::Float(value.into())
 }
 
+/// The shape and the type of a tensor.
+type TensorKind = (Shape, DType);
+
+fn kind(tensor: &Recorded) -> TensorKind {
+    (tensor.shape(), tensor.dtype())
+}
+
 fn record<const IN: usize, const OUT: usize, const SCALARS: usize>(
     operation: FusedOperation,
     inputs: [Recorded; IN],
-    shapes: [Shape; OUT],
+    kinds: [TensorKind; OUT],
     scalars: [ScalarIr; SCALARS],
 ) -> [Recorded; OUT] {
     let client = inputs[0].client.clone();
     let inputs = inputs.map(RouterTensor::into_ir);
     let outputs =
-        shapes.map(|shape| TensorIr::uninit(client.create_empty_handle(), shape, DType::F32));
+        kinds.map(|(shape, dtype)| TensorIr::uninit(client.create_empty_handle(), shape, dtype));
     let call = CustomOpIr::with_scalars(operation.name(), &inputs, &outputs, scalars.to_vec());
     let recorded = client.register(OperationIr::Custom(call));
     recorded

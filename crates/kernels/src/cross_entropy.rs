@@ -10,7 +10,7 @@ use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
-use crate::rows::{Kernel, contiguous, exp_row, map_chunks, matrix_dims, max, scale};
+use crate::rows::{RowKernel, contiguous, exp_row, map_rows, matrix_dims, max, scale};
 
 #[derive(Debug)]
 struct CrossEntropy;
@@ -39,7 +39,7 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
-/// Returns the gradient of the logits, in their memory, and the loss.
+/// Returns the gradient of the logits, in their memory and of their type, and the loss of 32 bits.
 ///
 /// Logits are the largest tensor of a small model. Nothing needs them after the
 /// loss, and their gradient is at hand when the loss is computed.
@@ -48,33 +48,32 @@ pub(crate) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 
     let [num_rows, vocab] = matrix_dims(&logits);
     let targets = target_indices(targets);
     let share = 1.0 / num_rows as f32;
-    let losses = map_chunks(logits.storage_mut(), vocab, |first_row, rows| Forward {
-        rows,
+    let kernel = Forward {
         vocab,
-        targets: &targets[first_row..],
+        targets: &targets,
         share,
-    });
+    };
+    let losses = map_rows(&mut logits, None, &kernel);
     let loss = losses.iter().sum::<f64>() / num_rows as f64;
     let loss = FlexTensor::from_data(TensorData::new(vec![loss as f32], [1]));
     [logits, loss]
 }
 
 struct Forward<'a> {
-    rows: &'a mut [f32],
     vocab: usize,
     targets: &'a [usize],
     share: f32,
 }
 
-impl Kernel for Forward<'_> {
+impl RowKernel for Forward<'_> {
     /// Sum of the losses of the rows.
     type Output = f64;
 
     #[inline(always)]
-    fn run(self) -> f64 {
+    fn run(&self, first_row: usize, rows: &mut [f32], _: &[f32]) -> f64 {
         let mut sum = 0.0;
-        let rows = self.rows.chunks_exact_mut(self.vocab);
-        for (row, &target) in rows.zip(self.targets) {
+        let rows = rows.chunks_exact_mut(self.vocab);
+        for (row, &target) in rows.zip(&self.targets[first_row..]) {
             sum += f64::from(replace_row(row, target, self.share));
         }
         sum
@@ -92,30 +91,25 @@ fn replace_row(row: &mut [f32], target: usize, share: f32) -> f32 {
 }
 
 pub(crate) fn backward(logits_gradient: FlexTensor, grad: FlexTensor) -> FlexTensor {
-    let grad = contiguous(grad).storage::<f32>()[0];
+    let factor = contiguous(grad).storage::<f32>()[0];
     let mut logits_gradient = logits_gradient;
     // One, unless the loss was scaled or is a part of another one.
-    if grad != 1.0 {
-        let [_, vocab] = matrix_dims(&logits_gradient);
-        map_chunks(logits_gradient.storage_mut(), vocab, |_, rows| Scale {
-            rows,
-            factor: grad,
-        });
+    if factor != 1.0 {
+        map_rows(&mut logits_gradient, None, &Scale { factor });
     }
     logits_gradient
 }
 
-struct Scale<'a> {
-    rows: &'a mut [f32],
+struct Scale {
     factor: f32,
 }
 
-impl Kernel for Scale<'_> {
+impl RowKernel for Scale {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        scale(self.rows, self.factor);
+    fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
+        scale(rows, self.factor);
     }
 }
 

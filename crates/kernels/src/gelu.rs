@@ -12,7 +12,8 @@ use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::exp::exp_nonpositive;
-use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims};
+use crate::halves::Elements;
+use crate::rows::{RowKernel, contiguous, map_rows};
 
 #[derive(Debug)]
 struct Gelu;
@@ -44,47 +45,39 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
 
 pub(crate) fn forward(x: FlexTensor) -> FlexTensor {
     let mut x = contiguous(x);
-    let [_, width] = matrix_dims(&x);
-    map_chunks(x.storage_mut(), width, |_, rows| Forward(rows));
+    map_rows(&mut x, None, &Forward);
     x
 }
 
 pub(crate) fn backward(x: FlexTensor, grad: FlexTensor) -> FlexTensor {
     let x = contiguous(x);
     let mut grad = contiguous(grad);
-    let [_, width] = matrix_dims(&grad);
-    let x = x.storage::<f32>();
-    map_chunks(grad.storage_mut(), width, |first_row, grad| Gradient {
-        grad,
-        x: &x[first_row * width..],
-    });
+    map_rows(&mut grad, Some(Elements::of(&x)), &Gradient);
     grad
 }
 
-struct Forward<'a>(&'a mut [f32]);
+struct Forward;
 
-impl Kernel for Forward<'_> {
+impl RowKernel for Forward {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        for x in self.0 {
+    fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
+        for x in rows {
             *x *= Normal::at(*x).cumulative;
         }
     }
 }
 
-struct Gradient<'a> {
-    grad: &'a mut [f32],
-    x: &'a [f32],
-}
+/// Turns the gradient of the output into that of the input, which is beside.
+struct Gradient;
 
-impl Kernel for Gradient<'_> {
+impl RowKernel for Gradient {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        for (grad, &x) in self.grad.iter_mut().zip(self.x) {
+    fn run(&self, _: usize, grad: &mut [f32], x: &[f32]) {
+        for (grad, &x) in grad.iter_mut().zip(x) {
             let normal = Normal::at(x);
             *grad *= normal.cumulative + x * normal.density;
         }

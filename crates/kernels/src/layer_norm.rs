@@ -6,11 +6,11 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::TensorData;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
-use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, sum_by, sum_pairs_by};
+use crate::halves::{Elements, floats, vector};
+use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, sum_by, sum_pairs_by};
 
 #[derive(Debug)]
 struct LayerNorm;
@@ -72,32 +72,29 @@ pub(crate) fn forward(
     epsilon: f32,
 ) -> FlexTensor {
     let (gamma, beta) = (contiguous(gamma), contiguous(beta));
-    let (gamma, beta) = (gamma.storage::<f32>(), beta.storage::<f32>());
     // Where others hold the input, writing to it makes the one copy we need.
     let mut output = contiguous(x);
-    let [_, width] = matrix_dims(&output);
-    map_chunks(output.storage_mut(), width, |_, rows| Forward {
-        rows,
-        gamma,
-        beta,
+    let kernel = Forward {
+        gamma: &floats(&gamma),
+        beta: &floats(&beta),
         epsilon,
-    });
+    };
+    map_rows(&mut output, None, &kernel);
     output
 }
 
 struct Forward<'a> {
-    rows: &'a mut [f32],
     gamma: &'a [f32],
     beta: &'a [f32],
     epsilon: f32,
 }
 
-impl Kernel for Forward<'_> {
+impl RowKernel for Forward<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        for row in self.rows.chunks_exact_mut(self.gamma.len()) {
+    fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
+        for row in rows.chunks_exact_mut(self.gamma.len()) {
             let moments = Moments::of(row, self.epsilon);
             for ((x, gamma), beta) in row.iter_mut().zip(self.gamma).zip(self.beta) {
                 *x = moments.normalize(*x) * gamma + beta;
@@ -116,38 +113,34 @@ pub(crate) fn backward(
     let (x, gamma) = (contiguous(x), contiguous(gamma));
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
-    let (x, gamma) = (x.storage::<f32>(), gamma.storage::<f32>());
-    let sums = map_chunks(grad.storage_mut(), width, |first_row, rows| Gradient {
-        rows,
-        x: &x[first_row * width..],
-        gamma,
+    let kernel = Gradient {
+        gamma: &floats(&gamma),
         epsilon,
-    });
+    };
+    let sums = map_rows(&mut grad, Some(Elements::of(&x)), &kernel);
     let mut total = VectorSums::zeros(width);
     for sums in &sums {
         total.add(sums);
     }
-    let vector = |values| FlexTensor::from_data(TensorData::new(values, [width]));
-    [grad, vector(total.gamma), vector(total.beta)]
+    let [of_gamma, of_beta] = [total.gamma, total.beta].map(|sum| vector(&sum, gamma.dtype()));
+    [grad, of_gamma, of_beta]
 }
 
+/// Turns the gradient of the output into that of the input, which is beside.
 struct Gradient<'a> {
-    /// Gradient of the output, which becomes that of the input.
-    rows: &'a mut [f32],
-    x: &'a [f32],
     gamma: &'a [f32],
     epsilon: f32,
 }
 
-impl Kernel for Gradient<'_> {
+impl RowKernel for Gradient<'_> {
     type Output = VectorSums;
 
     #[inline(always)]
-    fn run(self) -> VectorSums {
+    fn run(&self, _: usize, rows: &mut [f32], x: &[f32]) -> VectorSums {
         let width = self.gamma.len();
         let mut sums = VectorSums::zeros(width);
-        let x = self.x.chunks_exact(width);
-        for (grad, x) in self.rows.chunks_exact_mut(width).zip(x) {
+        let x = x.chunks_exact(width);
+        for (grad, x) in rows.chunks_exact_mut(width).zip(x) {
             let moments = Moments::of(x, self.epsilon);
             sums.add_row(grad, x, moments);
             replace_row(grad, x, self.gamma, moments);

@@ -1,17 +1,20 @@
 //! The operations as graphs hold them.
 
+use burn::tensor::DType;
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
 use crate::attention::{Fill, Sizes};
 use crate::pointwise::{self, PointwiseProgram};
+use crate::rows::contiguous;
 use crate::softmax::{self, Form};
-use crate::{attention, cross_entropy, gelu, layer_norm};
+use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, rows, sum};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
 ///
-/// Inputs and outputs are those of the kernels, of 32-bit floats:
+/// Inputs and outputs are those of the kernels, all of 32-bit floats or all of halves (`bf16`), which are widened where they
+/// are read and rounded once; the loss, and the factor of `models.cross_entropy_backward`, are of 32 bits:
 ///
 /// | name | inputs | outputs | scalars |
 /// |---|---|---|---|
@@ -29,6 +32,9 @@ use crate::{attention, cross_entropy, gelu, layer_norm};
 /// | `models.softmax_backward` | y, gradient of y | gradient of x | |
 /// | `models.log_softmax` | x | y | |
 /// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
+/// | `models.matmul` | lhs, rhs | product | |
+/// | `models.sum_dim` | x of halves | its sums, of 32 bits inside | dim |
+/// | `models.cast` | x of either type | x of the other | |
 /// | `models.pointwise` | those of the program, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
 ///
 /// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
@@ -65,6 +71,12 @@ pub enum FusedOperation {
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
+    /// The product of matrices, whose sums are of 32 bits.
+    Matmul,
+    /// The sums of halves along a dim.
+    SumDim,
+    /// The same numbers in another type.
+    Cast,
     /// A [program](PointwiseProgram) of operations on the elements of tensors.
     Pointwise,
 }
@@ -82,7 +94,7 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 18] = [
         Self::Gelu,
         Self::GeluBackward,
         Self::LayerNorm,
@@ -97,6 +109,9 @@ impl FusedOperation {
         Self::SoftmaxBackward,
         Self::LogSoftmax,
         Self::LogSoftmaxBackward,
+        Self::Matmul,
+        Self::SumDim,
+        Self::Cast,
         Self::Pointwise,
     ];
 
@@ -117,6 +132,9 @@ impl FusedOperation {
             Self::SoftmaxBackward => "models.softmax_backward",
             Self::LogSoftmax => "models.log_softmax",
             Self::LogSoftmaxBackward => "models.log_softmax_backward",
+            Self::Matmul => "models.matmul",
+            Self::SumDim => "models.sum_dim",
+            Self::Cast => "models.cast",
             Self::Pointwise => "models.pointwise",
         }
     }
@@ -172,6 +190,9 @@ impl FusedOperation {
             Self::SoftmaxBackward => vec![softmax::backward(next(), next(), Form::Plain)],
             Self::LogSoftmax => vec![softmax::forward(next(), Form::Log)],
             Self::LogSoftmaxBackward => vec![softmax::backward(next(), next(), Form::Log)],
+            Self::Matmul => vec![matmul::matmul(next(), next())],
+            Self::SumDim => vec![sum::sum_dim(next(), size(0))],
+            Self::Cast => vec![halves::cast(contiguous(next()), call.outputs[0].dtype)],
             Self::Pointwise => Vec::new(),
         }
     }
@@ -184,7 +205,10 @@ impl FusedOperation {
             Self::CausalAttention
             | Self::CausalAttentionBackward
             | Self::Attention
-            | Self::AttentionBackward => None,
+            | Self::AttentionBackward
+            | Self::Matmul
+            | Self::SumDim
+            | Self::Cast => None,
             Self::Gelu
             | Self::LayerNorm
             | Self::CrossEntropy
@@ -199,7 +223,7 @@ impl FusedOperation {
     /// Returns true if it costs little more than to read and write its operands, so that it is
     /// worth to compute it again to save memory.
     pub fn is_cheap(self) -> bool {
-        matches!(self, Self::LayerNorm | Self::Pointwise)
+        matches!(self, Self::LayerNorm | Self::Cast | Self::Pointwise)
     }
 
     /// Returns the work of a call, and its memory beside operands and results.
@@ -211,14 +235,25 @@ impl FusedOperation {
             Self::Pointwise => return pointwise_cost(call, pointwise),
             Self::CausalAttention | Self::Attention => (2, false),
             Self::CausalAttentionBackward | Self::AttentionBackward => (5, true),
+            Self::Matmul => {
+                let inner = call.inputs[0].shape.as_slice().last().copied();
+                let products = call.outputs[0].shape.num_elements() * inner.unwrap_or(1);
+                return FusedCost {
+                    matmul: products as u64 * 2,
+                    pointwise,
+                    scratch_bytes: scratch_of_product(call),
+                };
+            }
             _ => {
                 return FusedCost {
                     pointwise,
+                    scratch_bytes: self.scratch_of_rows(call),
                     ..FusedCost::default()
                 };
             }
         };
         let shape = &call.inputs[0].shape;
+        let is_half = call.inputs[0].dtype == DType::BF16;
         let (batch, pairs, sizes) = match self {
             Self::Attention | Self::AttentionBackward => {
                 let (keys, values) = (&call.inputs[1].shape, &call.inputs[2].shape);
@@ -227,6 +262,7 @@ impl FusedOperation {
                     times: [shape[1], keys[1]],
                     widths: [shape[3], values[3]],
                     is_masked: call.scalars.len() > 1,
+                    is_half,
                 };
                 (shape[0], shape[0] * shape[1] * keys[1], sizes)
             }
@@ -239,6 +275,7 @@ impl FusedOperation {
                     times: [time; 2],
                     widths: [shape[1] / 3 / heads.max(1); 2],
                     is_masked: false,
+                    is_half,
                 };
                 // Of queries and keys on average half are seen.
                 (batch, shape[0] * (time + 1) / 2, sizes)
@@ -251,6 +288,41 @@ impl FusedOperation {
             pointwise,
             scratch_bytes: (parallel * sizes.scratch_bytes(is_backward)) as u64,
         }
+    }
+}
+
+impl FusedOperation {
+    /// Returns the bytes that an operation on rows allocates and frees, at most.
+    fn scratch_of_rows(self, call: &CustomOpIr) -> u64 {
+        let has_beside = match self {
+            Self::Gelu
+            | Self::LayerNorm
+            | Self::CrossEntropy
+            | Self::CrossEntropyBackward
+            | Self::Softmax
+            | Self::LogSoftmax => false,
+            Self::GeluBackward
+            | Self::LayerNormBackward
+            | Self::SoftmaxBackward
+            | Self::LogSoftmaxBackward => true,
+            _ => return 0,
+        };
+        let input = &call.inputs[0];
+        let width = input.shape.as_slice().last().copied().unwrap_or(1);
+        let rows = input.shape.num_elements() / width.max(1);
+        rows::scratch_bytes([rows, width], input.dtype, has_beside) as u64
+    }
+}
+
+/// Returns the bytes in which sums of 32 bits are kept where a product of halves has many addends, and the library goes over
+/// them in parts: that is so from some 5,000 on, depending on the caches.
+fn scratch_of_product(call: &CustomOpIr) -> u64 {
+    const MANY: usize = 4096;
+    let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
+    let addends = lhs.shape.as_slice().last().copied().unwrap_or(0);
+    match lhs.dtype == DType::BF16 && addends >= MANY {
+        true => (out.shape.num_elements() * size_of::<f32>()) as u64,
+        false => 0,
     }
 }
 

@@ -19,7 +19,7 @@ pub fn gelu(x: Tensor<2>) -> Tensor<2> {
 /// the norm's own, which Burn shows nobody.
 pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     match &norm.beta {
-        Some(beta) if supports(&x) => {
+        Some(beta) if supports(&x) && norm.gamma.val().dtype() == x.dtype() => {
             route::layer_norm(x, norm.gamma.val(), beta.val(), epsilon as f32)
         }
         _ => norm.forward(x),

@@ -5,10 +5,11 @@ use std::cell::Cell;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Autodiff, Backend, Dispatch, DispatchDevice, Flex, backend_extension};
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use burn_capture::CaptureBackend;
 
 use crate::backend::Kernels;
+use crate::halves::is_known;
 
 thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
@@ -56,7 +57,7 @@ pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
         #[allow(unreachable_patterns)]
         _ => false,
     };
-    has_kernels && tensor.dtype() == DType::F32
+    has_kernels && is_known(tensor.dtype())
 }
 
 /// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensors, which must have the kernels.

@@ -1,10 +1,12 @@
 //! Rows of a matrix: their sums, and loops over them on several threads.
 
+use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::exp::exp_nonpositive;
+use crate::halves::{Elements, narrow, widen};
 
 /// Partial sums that are kept apart, so that additions become vector
 /// instructions: the widest vectors have this many floats.
@@ -12,14 +14,18 @@ const LANES: usize = 16;
 
 /// Rows that a thread takes at a time. Fixed, so that sums over rows do not
 /// depend on the number of threads.
-const CHUNK_ROWS: usize = 32;
+pub(crate) const CHUNK_ROWS: usize = 32;
 
 /// Returns the tensor in row-major order from the start of its buffer, copied only if it
 /// is not already.
 pub(crate) fn contiguous(tensor: FlexTensor) -> FlexTensor {
     let elements = tensor.layout().num_elements();
     match tensor.layout().contiguous_offsets() {
-        Some((0, end)) if end == elements && tensor.storage::<f32>().len() == elements => tensor,
+        Some((0, end))
+            if end == elements && tensor.bytes().len() == elements * tensor.dtype().size() =>
+        {
+            tensor
+        }
         _ => tensor.to_contiguous(),
     }
 }
@@ -68,18 +74,81 @@ impl<K: Kernel> WithSimd for Vectorized<K> {
     }
 }
 
-/// Runs a kernel on each chunk of rows, on several threads, and returns what they return in the
-/// order of the rows. `kernel` is given the number of a chunk's first row.
-pub(crate) fn map_chunks<'a, K: Kernel<Output: Send>>(
-    matrix: &'a mut [f32],
-    width: usize,
-    kernel: impl Fn(usize, &'a mut [f32]) -> K + Sync,
+/// A function of whole rows of 32-bit floats, which it replaces.
+///
+/// As [`Kernel::run`], [`run`](Self::run) must be `#[inline(always)]`.
+pub(crate) trait RowKernel: Sync {
+    type Output: Send;
+
+    /// Computes rows from the one of that number on. `beside` has the same rows of another matrix, if there is one.
+    fn run(&self, first_row: usize, rows: &mut [f32], beside: &[f32]) -> Self::Output;
+}
+
+/// Runs a kernel on each chunk of the rows of a tensor that is in order, on several threads, and returns what it
+/// returns in the order of the rows. Halves are widened, and the results rounded, chunk by chunk.
+pub(crate) fn map_rows<K: RowKernel>(
+    tensor: &mut FlexTensor,
+    beside: Option<Elements<'_>>,
+    kernel: &K,
 ) -> Vec<K::Output> {
-    matrix
-        .par_chunks_mut(CHUNK_ROWS * width.max(1))
+    let [_, width] = matrix_dims(tensor);
+    let len = CHUNK_ROWS * width.max(1);
+    let beside = beside.unwrap_or(Elements::Full(&[]));
+    let run = |chunk: usize, rows: &mut [f32], buffer: &mut Vec<f32>| {
+        let start = chunk * len;
+        let beside = beside.part(start..start + rows.len(), buffer);
+        vectorized(RunRows {
+            kernel,
+            first_row: chunk * CHUNK_ROWS,
+            rows,
+            beside,
+        })
+    };
+    if tensor.dtype() == DType::BF16 {
+        let chunks = tensor.storage_mut::<bf16>().par_chunks_mut(len);
+        return chunks
+            .enumerate()
+            .map_init(Default::default, |(floats, buffer), (chunk, rows)| {
+                let floats = widen(rows, floats);
+                let output = run(chunk, floats, buffer);
+                narrow(floats, rows);
+                output
+            })
+            .collect();
+    }
+    let chunks = tensor.storage_mut::<f32>().par_chunks_mut(len);
+    chunks
         .enumerate()
-        .map(|(chunk, rows)| vectorized(kernel(chunk * CHUNK_ROWS, rows)))
+        .map_init(Vec::new, |buffer, (chunk, rows)| run(chunk, rows, buffer))
         .collect()
+}
+
+/// Returns the bytes that [`map_rows`] allocates and frees, at most, for rows of that type.
+pub(crate) fn scratch_bytes([rows, width]: [usize; 2], dtype: DType, has_beside: bool) -> usize {
+    if dtype == DType::F32 {
+        return 0;
+    }
+    let parallel = rows
+        .div_ceil(CHUNK_ROWS)
+        .min(rayon::current_num_threads().max(1));
+    let matrices = 1 + usize::from(has_beside);
+    parallel * matrices * rows.min(CHUNK_ROWS) * width * size_of::<f32>()
+}
+
+struct RunRows<'a, K> {
+    kernel: &'a K,
+    first_row: usize,
+    rows: &'a mut [f32],
+    beside: &'a [f32],
+}
+
+impl<K: RowKernel> Kernel for RunRows<'_, K> {
+    type Output = K::Output;
+
+    #[inline(always)]
+    fn run(self) -> K::Output {
+        self.kernel.run(self.first_row, self.rows, self.beside)
+    }
 }
 
 /// Returns the sum of `f` over the row.

@@ -3,7 +3,8 @@
 use burn_flex::FlexTensor;
 
 use crate::exp::exp_nonpositive;
-use crate::rows::{Kernel, contiguous, map_chunks, matrix_dims, max, scale, sum_by, sum_pairs_by};
+use crate::halves::Elements;
+use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, max, scale, sum_by, sum_pairs_by};
 
 /// The function of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,26 +19,21 @@ pub(crate) enum Form {
 pub(crate) fn forward(x: FlexTensor, form: Form) -> FlexTensor {
     let mut x = contiguous(x);
     let [_, width] = matrix_dims(&x);
-    map_chunks(x.storage_mut(), width, |_, rows| Forward {
-        rows,
-        width,
-        form,
-    });
+    map_rows(&mut x, None, &Forward { width, form });
     x
 }
 
-struct Forward<'a> {
-    rows: &'a mut [f32],
+struct Forward {
     width: usize,
     form: Form,
 }
 
-impl Kernel for Forward<'_> {
+impl RowKernel for Forward {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        for row in self.rows.chunks_exact_mut(self.width) {
+    fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
+        for row in rows.chunks_exact_mut(self.width) {
             let max = max(row);
             match self.form {
                 Form::Plain => {
@@ -71,31 +67,23 @@ pub(crate) fn backward(y: FlexTensor, grad: FlexTensor, form: Form) -> FlexTenso
     let y = contiguous(y);
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
-    let y = y.storage::<f32>();
-    map_chunks(grad.storage_mut(), width, |first_row, rows| Gradient {
-        rows,
-        y: &y[first_row * width..],
-        width,
-        form,
-    });
+    map_rows(&mut grad, Some(Elements::of(&y)), &Gradient { width, form });
     grad
 }
 
-struct Gradient<'a> {
-    /// Gradient of the output, which becomes that of the input.
-    rows: &'a mut [f32],
-    y: &'a [f32],
+/// Turns the gradient of the output into that of the input; the output is beside.
+struct Gradient {
     width: usize,
     form: Form,
 }
 
-impl Kernel for Gradient<'_> {
+impl RowKernel for Gradient {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        let y = self.y.chunks_exact(self.width);
-        for (grad, y) in self.rows.chunks_exact_mut(self.width).zip(y) {
+    fn run(&self, _: usize, rows: &mut [f32], y: &[f32]) {
+        let y = y.chunks_exact(self.width);
+        for (grad, y) in rows.chunks_exact_mut(self.width).zip(y) {
             match self.form {
                 Form::Plain => {
                     let mean = sum_pairs_by(grad, y, |grad, y| grad * y);

@@ -8,6 +8,8 @@ use burn_ir::{CustomOpIr, ScalarIr, TensorId, TensorIr};
 
 use crate::{FusedOperation, composed, layer_norm, route, supports};
 
+mod halves;
+
 const EPSILON: f64 = 1e-5;
 
 fn norm(dim: usize, device: &Device) -> LayerNorm {

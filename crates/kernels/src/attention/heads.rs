@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use burn::backend::Flex;
-use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Element, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
+use bytemuck::Pod;
 use rayon::prelude::*;
 
 use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
+use crate::halves;
+use crate::matmul::matmul;
 use crate::rows::{Kernel, sum_by, vectorized};
 
 /// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
@@ -29,13 +30,6 @@ enum Part {
     Queries = 0,
     Keys = 1,
     Values = 2,
-}
-
-/// Some queries of a sequence.
-#[derive(Clone, Debug)]
-struct Block {
-    sequence: usize,
-    queries: Range<usize>,
 }
 
 /// The attention of each query of a block to some keys, all others having none: `[heads, queries, keys]`.
@@ -99,37 +93,53 @@ impl Operands {
         [Part::Queries, Part::Keys, Part::Values].map(|part| self.dims(part)[3])
     }
 
-    fn blocks(&self, sequence: usize) -> impl Iterator<Item = Block> + use<> {
-        let [time, _] = self.times();
-        (0..time).step_by(BLOCK).map(move |start| Block {
-            sequence,
-            queries: start..time.min(start + BLOCK),
-        })
+    fn dtype(&self) -> DType {
+        self.parts[0].dtype()
     }
 
-    fn part(&self, part: Part, sequence: usize, rows: &Range<usize>) -> FlexTensor {
-        view(&self.parts[part as usize], sequence, rows)
+    /// Returns the operands of one sequence, of 32-bit floats: of a batch of one.
+    fn sequence(&self, index: usize) -> Self {
+        let parts = self.parts.each_ref();
+        Self {
+            parts: parts.map(|part| sequence_of(part, index)),
+            mask: self.mask.of_sequence(index),
+            scale: self.scale,
+        }
+    }
+
+    /// Returns the blocks of queries of a sequence.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let [time, _] = self.times();
+        let starts = (0..time).step_by(BLOCK);
+        starts.map(move |start| start..time.min(start + BLOCK))
+    }
+
+    fn part(&self, part: Part, rows: &Range<usize>) -> FlexTensor {
+        view(&self.parts[part as usize], rows)
     }
 
     /// Returns the values, mixed: `[batch, queries, heads, width]`.
     pub(super) fn forward(&self) -> FlexTensor {
         let ([time, _], [.., width]) = (self.times(), self.widths());
         let shape = Shape::new([self.batch(), time, self.heads(), width]);
-        let mut output = FlexTensor::empty(shape, DType::F32);
         let leaves_out = self.may_leave_out(&[Part::Values], None);
+        let mut output = [halves::zeros(shape, self.dtype())];
+        for_each_sequence(&mut output, |sequence, [output]| {
+            self.sequence(sequence).mix(output, leaves_out);
+        });
+        let [output] = output;
         output
-            .storage_mut::<f32>()
-            .par_chunks_mut((time * self.heads() * width).max(1))
-            .enumerate()
-            .for_each(|(sequence, output)| {
-                for block in self.blocks(sequence) {
-                    let seen = self.probabilities(&block, leaves_out);
-                    let values = self.part(Part::Values, sequence, &seen.keys);
-                    let mixed = matmul(seen.tensor, values);
-                    add_heads(&mixed, (output, self.heads() * width, 0), &block.queries);
-                }
-            });
-        output
+    }
+
+    /// Adds the mixed values of one sequence.
+    fn mix(&self, output: &mut [f32], leaves_out: bool) {
+        let width = self.heads() * self.widths()[2];
+        for block in self.blocks() {
+            let seen = self.probabilities(&block, leaves_out);
+            let values = self.part(Part::Values, &seen.keys);
+            let mixed = matmul(seen.tensor, values);
+            add_heads(&mixed, (output, width, 0), &block);
+        }
     }
 
     /// Returns true if masked keys may be left out of sums: what they would be multiplied by zero is finite.
@@ -140,14 +150,14 @@ impl Operands {
     }
 
     /// Returns the softmax of the scores of a block.
-    fn probabilities(&self, block: &Block, leaves_out: bool) -> Probabilities {
+    fn probabilities(&self, block: &Range<usize>, leaves_out: bool) -> Probabilities {
         let fills = match &self.mask {
             Mask::Causal => {
-                let keys = 0..block.queries.end;
+                let keys = 0..block.end;
                 let mut tensor = self.scores(block, &keys);
                 vectorized(CausalSoftmax {
                     scores: tensor.storage_mut(),
-                    queries: block.queries.clone(),
+                    queries: block.clone(),
                     scale: self.scale,
                 });
                 return Probabilities {
@@ -161,7 +171,7 @@ impl Operands {
         let [_, num_keys] = self.times();
         let all = 0..num_keys;
         let sizes = [self.heads(), num_keys];
-        let codes = Codes::of(fills, block.sequence, &block.queries, sizes);
+        let codes = Codes::of(fills, block, sizes);
         let softmax = |keys: &Range<usize>| {
             let mut tensor = self.scores(block, keys);
             let is_nothing = vectorized(MaskedSoftmax {
@@ -186,9 +196,9 @@ impl Operands {
     }
 
     /// Returns the products of the queries of a block with some keys.
-    fn scores(&self, block: &Block, keys: &Range<usize>) -> FlexTensor {
-        let queries = self.part(Part::Queries, block.sequence, &block.queries);
-        let keys = self.part(Part::Keys, block.sequence, keys);
+    fn scores(&self, block: &Range<usize>, keys: &Range<usize>) -> FlexTensor {
+        let queries = self.part(Part::Queries, block);
+        let keys = self.part(Part::Keys, keys);
         matmul(queries, keys.transpose(1, 2))
     }
 
@@ -197,53 +207,40 @@ impl Operands {
         let [time, _] = self.times();
         let width = 3 * self.heads() * self.widths()[0];
         let shape = Shape::new([self.batch(), time, width]);
-        let mut output = FlexTensor::empty(shape, DType::F32);
-        output
-            .storage_mut::<f32>()
-            .par_chunks_mut(time * width)
-            .enumerate()
-            .for_each(|(sequence, output)| {
-                self.sequence_gradients(sequence, grad, Target::Packed(output), false);
-            });
+        let mut output = [halves::zeros(shape, self.dtype())];
+        for_each_sequence(&mut output, |sequence, [output]| {
+            let grad = sequence_of(grad, sequence);
+            let operands = self.sequence(sequence);
+            operands.add_gradients(&grad, Target::Packed(output), false);
+        });
+        let [output] = output;
         output
     }
 
     /// Returns the gradients of queries, keys and values, each `[batch, time, heads, width]`.
     pub(super) fn gradients(&self, grad: &FlexTensor) -> [FlexTensor; 3] {
         let shapes = self.parts.each_ref().map(dims);
-        let mut outputs = shapes.map(|shape| FlexTensor::empty(Shape::new(shape), DType::F32));
-        let lens = shapes.map(|[_, time, heads, width]| (time * heads * width).max(1));
+        let mut outputs = shapes.map(|shape| halves::zeros(Shape::new(shape), self.dtype()));
         let leaves_out = self.may_leave_out(&[Part::Keys, Part::Values], Some(grad));
-        let [queries, keys, values] = outputs.each_mut().map(|output| output.storage_mut::<f32>());
-        queries
-            .par_chunks_mut(lens[0])
-            .zip(keys.par_chunks_mut(lens[1]))
-            .zip(values.par_chunks_mut(lens[2]))
-            .enumerate()
-            .for_each(|(sequence, ((queries, keys), values))| {
-                let target = Target::Apart([queries, keys, values]);
-                self.sequence_gradients(sequence, grad, target, leaves_out);
-            });
+        for_each_sequence(&mut outputs, |sequence, outputs| {
+            let grad = sequence_of(grad, sequence);
+            let operands = self.sequence(sequence);
+            operands.add_gradients(&grad, Target::Apart(outputs), leaves_out);
+        });
         outputs
     }
 
-    /// Adds the gradients of a sequence, block after block.
-    fn sequence_gradients(
-        &self,
-        sequence: usize,
-        grad: &FlexTensor,
-        mut target: Target<'_>,
-        leaves_out: bool,
-    ) {
-        for block in self.blocks(sequence) {
-            let grad = view(grad, sequence, &block.queries);
+    /// Adds the gradients of one sequence, block after block.
+    fn add_gradients(&self, grad: &FlexTensor, mut target: Target<'_>, leaves_out: bool) {
+        for block in self.blocks() {
+            let grad = view(grad, &block);
             self.block_gradients(&block, grad, &mut target, leaves_out);
         }
     }
 
     fn block_gradients(
         &self,
-        block: &Block,
+        block: &Range<usize>,
         grad: FlexTensor,
         target: &mut Target<'_>,
         leaves_out: bool,
@@ -253,7 +250,7 @@ impl Operands {
             keys,
             codes,
         } = self.probabilities(block, leaves_out);
-        let part = |part, rows| self.part(part, block.sequence, rows);
+        let part = |part, rows| self.part(part, rows);
         let widths = self.widths().map(|width| width * self.heads());
         let mut add = |gradient: &FlexTensor, part: Part, rows| {
             add_heads(gradient, target.part(part, widths), rows);
@@ -277,9 +274,9 @@ impl Operands {
         add(
             &matmul(scores.clone(), part(Part::Keys, &keys)),
             Part::Queries,
-            &block.queries,
+            block,
         );
-        let queries = part(Part::Queries, &block.queries);
+        let queries = part(Part::Queries, block);
         add(&matmul(scores.transpose(1, 2), queries), Part::Keys, &keys);
     }
 }
@@ -300,20 +297,74 @@ fn dims(tensor: &FlexTensor) -> [usize; 4] {
     [shape[0], shape[1], shape[2], shape[3]]
 }
 
-/// Returns a view of some rows of a sequence of `[batch, time, heads, width]`: `[heads, rows, width]`.
-fn view(tensor: &FlexTensor, sequence: usize, rows: &Range<usize>) -> FlexTensor {
+/// Returns a sequence of `[batch, time, heads, width]`, of 32-bit floats: `[1, time, heads, width]`.
+fn sequence_of(tensor: &FlexTensor, index: usize) -> FlexTensor {
+    let sequence = tensor.narrow(0, index, 1);
+    if sequence.dtype() != DType::BF16 {
+        return sequence;
+    }
+    let (layout, [_, time, heads, width]) = (sequence.layout(), dims(tensor));
+    match layout.strides()[1..] {
+        [row, head, 1] if row >= 0 && head >= 0 => {
+            let halves = &sequence.storage::<bf16>()[layout.start_offset()..];
+            let steps = [row, head].map(|stride| stride as usize);
+            halves::widened_heads(halves, [time, heads, width], steps)
+        }
+        _ => halves::cast(sequence.to_contiguous(), DType::F32),
+    }
+}
+
+/// Returns a view of some rows of a sequence, `[1, time, heads, width]`: `[heads, rows, width]`.
+fn view(tensor: &FlexTensor, rows: &Range<usize>) -> FlexTensor {
     let [_, _, heads, width] = dims(tensor);
     let layout = tensor.layout();
     let strides = layout.strides();
-    let start = sequence as isize * strides[0] + rows.start as isize * strides[1];
     let shape = Shape::new([heads, rows.len(), width]);
-    let start = layout.start_offset() as isize + start;
+    let start = layout.start_offset() as isize + rows.start as isize * strides[1];
     let view = Layout::new(
         shape,
         vec![strides[2], strides[1], strides[3]],
         start as usize,
     );
     tensor.clone().with_layout(view)
+}
+
+/// Calls `write` with the parts of outputs, `[batch, ..]`, that belong to each sequence, in parallel. Halves are written
+/// as 32-bit floats, which are rounded afterwards.
+fn for_each_sequence<const N: usize>(
+    outputs: &mut [FlexTensor; N],
+    write: impl Fn(usize, [&mut [f32]; N]) + Sync,
+) {
+    if outputs[0].dtype() == DType::BF16 {
+        let sequences = sequences::<bf16, N>(outputs).into_par_iter().enumerate();
+        return sequences.for_each(|(sequence, halves)| {
+            let mut floats = halves.each_ref().map(|halves| vec![0.0; halves.len()]);
+            write(sequence, floats.each_mut().map(Vec::as_mut_slice));
+            for (floats, halves) in floats.iter().zip(halves) {
+                halves::narrow(floats, halves);
+            }
+        });
+    }
+    let sequences = sequences::<f32, N>(outputs).into_par_iter().enumerate();
+    sequences.for_each(|(sequence, outputs)| write(sequence, outputs));
+}
+
+/// Returns the parts of outputs that belong to each sequence.
+fn sequences<T: Element + Pod, const N: usize>(
+    outputs: &mut [FlexTensor; N],
+) -> Vec<[&mut [T]; N]> {
+    let batch = outputs[0].layout().shape()[0];
+    let mut outputs = outputs.each_mut().map(|output| {
+        let elements = output.storage_mut::<T>();
+        let len = elements.len() / batch.max(1);
+        elements.chunks_mut(len.max(1))
+    });
+    let of_sequence = |_| {
+        outputs
+            .each_mut()
+            .map(|chunks| chunks.next().unwrap_or_default())
+    };
+    (0..batch).map(of_sequence).collect()
 }
 
 /// Adds `[heads, rows, width]` to rows of a matrix from a column on, head beside head.
@@ -338,6 +389,10 @@ fn add_heads(
 
 /// Returns true if a tensor in order has finite elements alone.
 fn is_finite(tensor: &FlexTensor) -> bool {
+    if tensor.dtype() == DType::BF16 {
+        let elements = tensor.as_slice::<bf16>();
+        return elements.is_some_and(|elements| elements.iter().all(|half| half.is_finite()));
+    }
     tensor.as_slice::<f32>().is_some_and(|elements| {
         let chunks = elements.par_chunks(1 << 14);
         chunks.map(|chunk| vectorized(Finite(chunk))).all(|is| is)
@@ -354,8 +409,4 @@ impl Kernel for Finite<'_> {
         // Anything else times zero is not a number.
         sum_by(self.0, |x| x * 0.0) == 0.0
     }
-}
-
-fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
-    Flex::float_matmul(lhs, rhs)
 }

@@ -36,14 +36,19 @@ pub(super) struct Codes {
 /// What is left out of a row of scores counts nothing if it lies below the greatest by more: `exp` of that is zero.
 const NOTHING: f32 = 104.0;
 
+impl Mask {
+    /// Returns the mask of one sequence.
+    pub(super) fn of_sequence(&self, index: usize) -> Self {
+        match self {
+            Self::Causal => Self::Causal,
+            Self::Filled(fills) => Self::Filled(fills.iter().map(|fill| fill.of(index)).collect()),
+        }
+    }
+}
+
 impl Codes {
-    /// Reads the masks for some queries of a sequence.
-    pub(super) fn of(
-        fills: &[Fill],
-        sequence: usize,
-        queries: &Range<usize>,
-        [heads, keys]: [usize; 2],
-    ) -> Self {
+    /// Reads the masks of a sequence for some of its queries.
+    pub(super) fn of(fills: &[Fill], queries: &Range<usize>, [heads, keys]: [usize; 2]) -> Self {
         let has_planes = |fill: &Fill| fill.mask.layout().shape()[1] > 1;
         let planes = if fills.iter().any(has_planes) {
             heads
@@ -56,7 +61,7 @@ impl Codes {
             for query in queries.clone() {
                 let Some(row) = rows.next() else { break };
                 for (number, fill) in (1..).zip(fills) {
-                    fill.mark(row, [sequence, plane, query], number);
+                    fill.mark(row, [plane, query], number);
                 }
             }
         }
@@ -97,10 +102,20 @@ impl Codes {
 }
 
 impl Fill {
+    /// Returns the mask of one sequence.
+    fn of(&self, sequence: usize) -> Self {
+        let is_shared = self.mask.layout().shape()[0] == 1;
+        Self {
+            mask: self.mask.narrow(0, if is_shared { 0 } else { sequence }, 1),
+            value: self.value,
+        }
+    }
+
     /// Writes the number where the mask of a query is set.
-    fn mark(&self, row: &mut [u8], at: [usize; 3], number: u8) {
+    fn mark(&self, row: &mut [u8], [plane, query]: [usize; 2], number: u8) {
         let (shape, strides) = (self.mask.layout().shape(), self.mask.layout().strides());
-        let steps = (0..3).filter(|dim| shape[*dim] > 1);
+        let at = [0, plane, query];
+        let steps = (1..3).filter(|dim| shape[*dim] > 1);
         let offset: isize = steps.map(|dim| at[dim] as isize * strides[dim]).sum();
         let start = self.mask.layout().start_offset() as isize + offset;
         let bytes = self.mask.bytes();

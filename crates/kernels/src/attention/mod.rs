@@ -14,6 +14,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::backend::tensor::FloatTensor;
+use burn::tensor::bf16;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
@@ -107,6 +108,8 @@ pub(crate) struct Sizes {
     /// Widths of a head of keys and of values.
     pub(crate) widths: [usize; 2],
     pub(crate) is_masked: bool,
+    /// Operands of 16 bits, which are widened for each sequence.
+    pub(crate) is_half: bool,
 }
 
 impl Sizes {
@@ -121,6 +124,21 @@ impl Sizes {
             true => scores.max(keys.max(queries) * width.max(values)),
         };
         let codes = if self.is_masked { scores } else { 0 };
-        self.heads * ((scores + beside) * size_of::<f32>() + codes)
+        // Queries, keys and values, and the result; or its gradient, and those of all three.
+        let parts = self.times[0] * width + keys * (width + values);
+        let result = self.times[0] * values;
+        let widened = match (self.is_half, is_backward) {
+            (false, _) => 0,
+            (true, false) => parts + result,
+            (true, true) => 2 * parts + result,
+        };
+        // One of them is put in order before it is widened.
+        let ordered = if self.is_half {
+            self.times[0].max(keys) * width.max(values)
+        } else {
+            0
+        };
+        let floats = scores + beside + widened;
+        self.heads * (floats * size_of::<f32>() + ordered * size_of::<bf16>() + codes)
     }
 }

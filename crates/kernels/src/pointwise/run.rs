@@ -1,10 +1,11 @@
 //! The run of a program, block by block.
 
-use burn::tensor::{Bytes, DType, Shape};
-use burn_flex::{FlexTensor, Layout};
+use burn::tensor::{DType, Shape, bf16};
+use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use super::program::{PointwiseOperand, PointwiseOperation, PointwiseProgram, Step};
+use crate::halves::{self, Elements, narrow_into, round, rounded, widen_into, widened};
 use crate::rows::{Kernel, vectorized};
 
 /// Elements that all steps go over before the next ones: a few results of them fit into the first cache.
@@ -13,19 +14,20 @@ const BLOCK: usize = 1024;
 /// Elements that a thread takes at a time.
 pub(crate) const CHUNK: usize = 16 * BLOCK;
 
-/// Runs a program on inputs that are broadcast to a shape.
+/// Runs a program on inputs that are broadcast to a shape, all of one type. Of halves, the result of every step is one.
 ///
 /// # Panics
 ///
-/// If an input is not one of 32-bit floats that broadcasts to the shape, or there are fewer than the program reads.
+/// If an input does not broadcast to the shape, or there are fewer than the program reads.
 pub(crate) fn run(
     program: &PointwiseProgram,
     inputs: Vec<FlexTensor>,
     shape: &Shape,
 ) -> FlexTensor {
     let num_elements = shape.num_elements();
+    let dtype = inputs.first().map_or(DType::F32, FlexTensor::dtype);
     if num_elements == 0 {
-        return FlexTensor::empty(shape.clone(), DType::F32);
+        return halves::zeros(shape.clone(), dtype);
     }
     let mut inputs: Vec<Option<FlexTensor>> = inputs.into_iter().map(Some).collect();
     let over = program.written_over().and_then(|index| {
@@ -36,11 +38,7 @@ pub(crate) fn run(
     });
     let (over, mut result) = match over {
         Some((index, tensor)) => (Some(index), tensor),
-        None => {
-            let bytes = Bytes::from_elems(vec![0_f32; num_elements]);
-            let layout = Layout::contiguous(shape.clone());
-            (None, FlexTensor::new(bytes, layout, DType::F32))
-        }
+        None => (None, halves::zeros(shape.clone(), dtype)),
     };
     let sources = inputs.iter().enumerate().map(|(index, input)| match input {
         Some(input) => Source::of(input, shape),
@@ -49,27 +47,40 @@ pub(crate) fn run(
         None => panic!("input {index} of a program of pointwise operations is gone"),
     });
     let sources: Vec<Source<'_>> = sources.collect();
-    let numbers: Vec<f32> = program.numbers().collect();
+    let is_half = dtype == DType::BF16;
+    let numbers = program.numbers().map(|number| match is_half {
+        true => rounded(number).to_f32(),
+        false => number,
+    });
+    let numbers: Vec<f32> = numbers.collect();
     let registers = Registers::of(program);
-    let out = &mut result.storage_mut::<f32>()[..num_elements];
-    out.par_chunks_mut(CHUNK)
-        .enumerate()
-        .for_each(|(index, out)| {
-            vectorized(Run {
-                steps: program.steps(),
-                registers: &registers,
-                numbers: &numbers,
-                sources: &sources,
-                start: index * CHUNK,
-                out,
-            });
+    let run = |index: usize, out| {
+        vectorized(Run {
+            steps: program.steps(),
+            registers: &registers,
+            numbers: &numbers,
+            sources: &sources,
+            is_half,
+            start: index * CHUNK,
+            out,
         });
+    };
+    if is_half {
+        let out = &mut result.storage_mut::<bf16>()[..num_elements];
+        let chunks = out.par_chunks_mut(CHUNK).enumerate();
+        chunks.for_each(|(index, out)| run(index, Target::Half(out)));
+    } else {
+        let out = &mut result.storage_mut::<f32>()[..num_elements];
+        let chunks = out.par_chunks_mut(CHUNK).enumerate();
+        chunks.for_each(|(index, out)| run(index, Target::Full(out)));
+    }
     result
 }
 
 /// Returns the bytes that a thread takes beside inputs and result, at most.
 pub(crate) fn scratch_bytes(program: &PointwiseProgram, num_inputs: usize) -> usize {
-    (Registers::of(program).count + num_inputs) * BLOCK * size_of::<f32>()
+    // One more for a result of halves.
+    (Registers::of(program).count + num_inputs + 1) * BLOCK * size_of::<f32>()
 }
 
 /// Returns true if a tensor may be written over and has the elements of that shape in order.
@@ -84,9 +95,11 @@ fn is_whole(tensor: &FlexTensor, shape: &Shape) -> bool {
 enum Source<'a> {
     /// One after the other.
     Flat(&'a [f32]),
+    /// One after the other, of 16 bits.
+    FlatHalves(&'a [bf16]),
     /// At the ends of strides: those of each dim of the result, with its size, zero along dims that are broadcast.
     Strided {
-        elements: &'a [f32],
+        elements: Elements<'a>,
         offset: usize,
         dims: Vec<(usize, isize)>,
     },
@@ -96,11 +109,14 @@ enum Source<'a> {
 
 impl<'a> Source<'a> {
     fn of(tensor: &'a FlexTensor, shape: &Shape) -> Self {
-        let (layout, elements) = (tensor.layout(), tensor.storage::<f32>());
+        let (layout, elements) = (tensor.layout(), Elements::of(tensor));
         if layout.shape() == shape
             && let Some((start, end)) = layout.contiguous_offsets()
         {
-            return Self::Flat(&elements[start..end]);
+            return match elements {
+                Elements::Full(elements) => Self::Flat(&elements[start..end]),
+                Elements::Half(elements) => Self::FlatHalves(&elements[start..end]),
+            };
         }
         let (own, strides) = (layout.shape(), layout.strides());
         let missing = shape.num_dims().checked_sub(own.num_dims());
@@ -137,16 +153,34 @@ impl<'a> Source<'a> {
     /// Copies the elements from one on.
     #[inline(always)]
     fn copy(&self, start: usize, block: &mut [f32]) {
-        let Self::Strided {
-            elements,
-            offset,
-            dims,
-        } = self
-        else {
+        match self {
+            Self::Flat(_) | Self::Result => {}
+            Self::FlatHalves(halves) => widen_into(&halves[start..start + block.len()], block),
+            Self::Strided {
+                elements: Elements::Full(elements),
+                ..
+            } => self.walk(start, block, elements, |element| element),
+            Self::Strided {
+                elements: Elements::Half(elements),
+                ..
+            } => self.walk(start, block, elements, widened),
+        }
+    }
+
+    /// Copies elements that are at the ends of strides.
+    #[inline(always)]
+    fn walk<T: Copy>(
+        &self,
+        start: usize,
+        block: &mut [f32],
+        elements: &[T],
+        float: impl Fn(T) -> f32,
+    ) {
+        let Self::Strided { offset, dims, .. } = self else {
             return;
         };
         let Some((&(width, stride), outer)) = dims.split_last() else {
-            return block.fill(elements[*offset]);
+            return block.fill(float(elements[*offset]));
         };
         let (mut row, mut column) = (start / width, start % width);
         let mut done = 0;
@@ -160,11 +194,16 @@ impl<'a> Source<'a> {
             }
             let part = &mut block[done..done + len];
             match stride {
-                0 => part.fill(elements[at as usize]),
-                1 => part.copy_from_slice(&elements[at as usize..at as usize + len]),
+                0 => part.fill(float(elements[at as usize])),
+                1 => {
+                    let row = &elements[at as usize..at as usize + len];
+                    for (element, of) in part.iter_mut().zip(row) {
+                        *element = float(*of);
+                    }
+                }
                 _ => {
                     for (index, element) in part.iter_mut().enumerate() {
-                        *element = elements[(at + index as isize * stride) as usize];
+                        *element = float(elements[(at + index as isize * stride) as usize]);
                     }
                 }
             }
@@ -213,75 +252,114 @@ impl Registers {
     }
 }
 
+/// The memory of a part of the result.
+enum Target<'a> {
+    Full(&'a mut [f32]),
+    Half(&'a mut [bf16]),
+}
+
 /// The run on a part of the result.
 struct Run<'a> {
     steps: &'a [Step],
     registers: &'a Registers,
     numbers: &'a [f32],
     sources: &'a [Source<'a>],
+    /// True if the result of every step is rounded to a half.
+    is_half: bool,
     /// Index of the part's first element.
     start: usize,
-    out: &'a mut [f32],
+    out: Target<'a>,
+}
+
+/// Blocks of elements that a run goes over.
+struct Blocks {
+    /// Those of each input that is not flat.
+    copies: Vec<Vec<f32>>,
+    /// Those of the steps.
+    results: Vec<Vec<f32>>,
 }
 
 impl Kernel for Run<'_> {
     type Output = ();
 
     #[inline(always)]
-    fn run(self) {
-        let Self {
-            steps,
-            registers,
-            numbers,
-            sources,
-            start,
-            out,
-        } = self;
-        let Some(last) = steps.len().checked_sub(1) else {
+    fn run(mut self) {
+        if self.steps.is_empty() {
             return;
+        }
+        let len = match &self.out {
+            Target::Full(out) => out.len(),
+            Target::Half(out) => out.len(),
         };
-        let block = || vec![0.0; BLOCK.min(out.len())];
-        // Of each input that is not flat.
-        let mut copies: Vec<Vec<f32>> = sources
-            .iter()
-            .map(|source| match source {
-                Source::Flat(_) => Vec::new(),
-                Source::Strided { .. } | Source::Result => block(),
-            })
-            .collect();
-        let Registers { of_step, count } = registers;
-        let mut results: Vec<Vec<f32>> = (0..*count).map(|_| block()).collect();
-        for (number, out) in out.chunks_mut(BLOCK).enumerate() {
-            let (start, len) = (start + number * BLOCK, out.len());
-            for (source, copy) in sources.iter().zip(&mut copies) {
-                match source {
-                    Source::Flat(_) => {}
-                    Source::Strided { .. } => source.copy(start, &mut copy[..len]),
-                    Source::Result => copy[..len].copy_from_slice(out),
+        let block = || vec![0.0; BLOCK.min(len)];
+        let copies = self.sources.iter().map(|source| match source {
+            Source::Flat(_) => Vec::new(),
+            Source::FlatHalves(_) | Source::Strided { .. } | Source::Result => block(),
+        });
+        let mut blocks = Blocks {
+            copies: copies.collect(),
+            results: (0..self.registers.count).map(|_| block()).collect(),
+        };
+        match std::mem::replace(&mut self.out, Target::Full(&mut [])) {
+            Target::Full(out) => {
+                for (number, out) in out.chunks_mut(BLOCK).enumerate() {
+                    self.block(self.start + number * BLOCK, out, &mut blocks);
                 }
             }
-            for (index, step) in steps.iter().enumerate() {
-                let register = (index < last).then(|| of_step[index]);
-                // Never one that the step reads.
-                let mut own = register.map(|register| std::mem::take(&mut results[register]));
-                let operand = |operand| match operand {
-                    PointwiseOperand::Input(input) => Operand::Elements(match &sources[input] {
-                        Source::Flat(elements) => &elements[start..start + len],
-                        Source::Strided { .. } | Source::Result => &copies[input][..len],
-                    }),
-                    PointwiseOperand::Step(step) => {
-                        Operand::Elements(&results[of_step[step]][..len])
-                    }
-                    PointwiseOperand::Number(number) => Operand::Number(numbers[number]),
-                };
-                let operands = [operand(step.first), operand(step.second)];
-                match &mut own {
-                    Some(result) => apply(step.operation, operands, &mut result[..len]),
-                    None => apply(step.operation, operands, out),
+            Target::Half(halves) => {
+                let mut floats = block();
+                for (number, halves) in halves.chunks_mut(BLOCK).enumerate() {
+                    let floats = &mut floats[..halves.len()];
+                    // An input may be there.
+                    widen_into(halves, floats);
+                    self.block(self.start + number * BLOCK, floats, &mut blocks);
+                    narrow_into(floats, halves);
                 }
-                if let (Some(register), Some(own)) = (register, own) {
-                    results[register] = own;
+            }
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Computes one block of the result, from that element on.
+    #[inline(always)]
+    fn block(&self, start: usize, out: &mut [f32], blocks: &mut Blocks) {
+        let len = out.len();
+        let Blocks { copies, results } = blocks;
+        for (source, copy) in self.sources.iter().zip(&mut *copies) {
+            match source {
+                Source::Flat(_) => {}
+                Source::FlatHalves(_) | Source::Strided { .. } => {
+                    source.copy(start, &mut copy[..len]);
                 }
+                Source::Result => copy[..len].copy_from_slice(out),
+            }
+        }
+        let Registers { of_step, .. } = self.registers;
+        let last = self.steps.len() - 1;
+        for (index, step) in self.steps.iter().enumerate() {
+            let register = (index < last).then(|| of_step[index]);
+            // Never one that the step reads.
+            let mut own = register.map(|register| std::mem::take(&mut results[register]));
+            let operand = |operand| match operand {
+                PointwiseOperand::Input(input) => Operand::Elements(match &self.sources[input] {
+                    Source::Flat(elements) => &elements[start..start + len],
+                    _ => &copies[input][..len],
+                }),
+                PointwiseOperand::Step(step) => Operand::Elements(&results[of_step[step]][..len]),
+                PointwiseOperand::Number(number) => Operand::Number(self.numbers[number]),
+            };
+            let operands = [operand(step.first), operand(step.second)];
+            let to = match &mut own {
+                Some(result) => &mut result[..len],
+                None => &mut *out,
+            };
+            apply(step.operation, operands, to);
+            if self.is_half {
+                round(to);
+            }
+            if let (Some(register), Some(own)) = (register, own) {
+                results[register] = own;
             }
         }
     }

@@ -1,8 +1,8 @@
 //! Programs against Burn's operations, to the bit.
 
 use burn::backend::{Backend, Flex};
-use burn::tensor::{Bytes, DType, Shape};
-use burn_flex::{FlexTensor, Layout};
+use burn::tensor::{DType, Shape, TensorData};
+use burn_flex::FlexTensor;
 
 use super::{PointwiseOperand as Operand, PointwiseOperation as Op, PointwiseProgram, run};
 
@@ -48,7 +48,7 @@ const SHAPES: [[usize; 3]; 7] = [
 ];
 
 /// An input that broadcasts to a shape: flat, with dims of one, with fewer dims, transposed, or a part of another.
-fn input(numbers: &mut Numbers, shape: [usize; 3]) -> FlexTensor {
+fn input(numbers: &mut Numbers, shape: [usize; 3], dtype: DType) -> FlexTensor {
     let mut own = shape.to_vec();
     match numbers.below(7) {
         0 => own[0] = 1,
@@ -61,8 +61,7 @@ fn input(numbers: &mut Numbers, shape: [usize; 3]) -> FlexTensor {
     let values = |numbers: &mut Numbers, shape: &[usize]| {
         let len = shape.iter().product();
         let values: Vec<f32> = (0..len).map(|_| numbers.value()).collect();
-        let layout = Layout::contiguous(Shape::from(shape.to_vec()));
-        FlexTensor::new(Bytes::from_elems(values), layout, DType::F32)
+        FlexTensor::from_data(TensorData::new(values, shape.to_vec()).convert_dtype(dtype))
     };
     match numbers.below(4) {
         0 if own.len() == 3 => {
@@ -136,7 +135,8 @@ fn composed<B: Backend>(
 }
 
 fn bits(tensor: FlexTensor) -> Vec<u32> {
-    let values: Vec<f32> = tensor.into_data().try_to_vec().expect("f32 values");
+    let data = tensor.into_data().convert_dtype(DType::F32);
+    let values: Vec<f32> = data.try_to_vec().expect("f32 values");
     // Which of two numbers that are none comes out is not defined.
     let bits = |value: f32| if value.is_nan() { f32::NAN } else { value }.to_bits();
     values.into_iter().map(bits).collect()
@@ -144,25 +144,33 @@ fn bits(tensor: FlexTensor) -> Vec<u32> {
 
 #[test]
 fn any_program_has_burns_bits() {
+    has_burns_bits(DType::F32);
+}
+
+#[test]
+fn any_program_on_halves_has_burns_bits() {
+    has_burns_bits(DType::BF16);
+}
+
+fn has_burns_bits(dtype: DType) {
     let mut num_wide = 0;
     for seed in 1..=400 {
         let mut numbers = Numbers(seed * 0x9E37_79B9_7F4A_7C15);
         let shape = SHAPES[numbers.below(SHAPES.len())];
         let num_inputs = 1 + numbers.below(4);
         let mut inputs: Vec<FlexTensor> = (0..num_inputs)
-            .map(|_| input(&mut numbers, shape))
+            .map(|_| input(&mut numbers, shape, dtype))
             .collect();
         let program = program(&mut numbers, num_inputs);
         let expand = |tensor: &FlexTensor| {
-            let zeros = FlexTensor::zeros(Shape::from(shape), DType::F32);
+            let zeros = FlexTensor::zeros(Shape::from(shape), dtype);
             // The sum with minus zero is the number itself.
             expand::<Flex>(tensor.clone(), zeros)
         };
         let wide: Vec<FlexTensor> = inputs.iter().map(expand).collect();
         let number = |number: f32| {
             let values = vec![number; shape.iter().product()];
-            let layout = Layout::contiguous(Shape::from(shape));
-            FlexTensor::new(Bytes::from_elems(values), layout, DType::F32)
+            FlexTensor::from_data(TensorData::new(values, shape).convert_dtype(dtype))
         };
         let expected = bits(composed::<Flex>(&program, &wide, number));
         let decoded = PointwiseProgram::from_scalars(&program.to_scalars());

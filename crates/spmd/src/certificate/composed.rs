@@ -67,6 +67,11 @@ impl<N: Number> KernelCall<'_, N> {
                 let factor = factor.elements[0];
                 vec![map(&grad.shape, &[grad], |a| a[0].mul(factor))?]
             }
+            (Op::Matmul, [a, b]) => {
+                vec![N::matmul(a, b, self.call.outputs[0].shape.as_slice())?]
+            }
+            (Op::SumDim, [x]) => vec![self.sums(x)?],
+            (Op::Cast, [x]) => vec![Tensor::clone(x)],
             _ => return Ok(None),
         }))
     }
@@ -76,6 +81,25 @@ impl<N: Number> KernelCall<'_, N> {
         scalar
             .map(N::of_scalar)
             .ok_or_else(|| format!("it has no number {index}"))
+    }
+
+    /// Returns the sums along the dim that the call's number is.
+    fn sums(&self, x: &Tensor<N>) -> Result<Tensor<N>, String> {
+        let dim = self
+            .call
+            .scalars
+            .first()
+            .map(|dim| dim.elem::<u64>() as usize);
+        let dim = dim.filter(|dim| *dim < x.shape.len());
+        let dim = dim.ok_or("its number is no dim")?;
+        let (rows, columns) = (x.shape[dim], x.shape[dim + 1..].iter().product::<usize>());
+        let mut shape = x.shape.clone();
+        shape[dim] = 1;
+        Ok(Tensor::from_fn(&shape, |at| {
+            let (matrix, column) = (at / columns, at % columns);
+            let addends = (0..rows).map(|row| x.elements[(matrix * rows + row) * columns + column]);
+            addends.fold(N::default(), N::add)
+        }))
     }
 
     fn program(&self) -> Result<Tensor<N>, String> {

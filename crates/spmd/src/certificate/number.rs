@@ -164,10 +164,13 @@ impl Number for f64 {
         let (Some([m, k]), Some([other, n])) = (a.shape.last_chunk(), b.shape.last_chunk()) else {
             return Err(format!("{:?} times {:?} are no matrices", a.shape, b.shape));
         };
-        let num_matrices = a.len() / (m * k).max(1);
-        if k != other || b.len() != num_matrices * k * n {
+        let batch = shape.len().checked_sub(2).map(|end| &shape[..end]);
+        let Some(batch) = batch.filter(|_| k == other) else {
             return Err(format!("{:?} times {:?}", a.shape, b.shape));
-        }
+        };
+        let with = |matrix: [usize; 2]| [batch, &matrix].concat();
+        let (a, b) = (a.expanded(&with([*m, *k]))?, b.expanded(&with([*k, *n]))?);
+        let num_matrices: usize = batch.iter().product();
         let mut elements = Vec::with_capacity(num_matrices * m * n);
         for matrix in 0..num_matrices {
             let (a, b) = (&a.elements[matrix * m * k..], &b.elements[matrix * k * n..]);

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
+use burn::tensor::DType;
 use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
 use burn_ir::{TensorId, TensorIr};
 
@@ -20,7 +21,7 @@ const MAX_STEPS: usize = 24;
 /// Inputs of one program, at most.
 const MAX_INPUTS: usize = 12;
 
-/// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, which reads and writes
+/// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, or on halves, which reads and writes
 /// memory once: the update of an optimizer, what follows a product, a gate and its gradient.
 ///
 /// ```text
@@ -141,7 +142,7 @@ impl Group {
     fn of(nodes: &[Option<Node>], uses: &Uses, root: usize) -> Option<Self> {
         let last = nodes[root].as_ref()?;
         let form = Form::of(last)?;
-        let shape = &form.out.shape;
+        let (shape, dtype) = (&form.out.shape, form.out.dtype);
         let mut members = BTreeSet::from([root]);
         let mut num_steps = form.num_steps();
         let mut inputs = BTreeSet::new();
@@ -163,6 +164,7 @@ impl Group {
             };
             let out = form.out.id;
             let fits = form.out.shape == *shape
+                && form.out.dtype == dtype
                 && node.phase == last.phase
                 && num_steps + form.num_steps() <= MAX_STEPS
                 && !uses.kept.contains(&out)
@@ -182,8 +184,9 @@ impl Group {
             .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
             .collect();
         inputs.retain(|input| !made.contains(input));
-        let is_chain = members.len() > 1 && inputs.len() <= MAX_INPUTS;
-        is_chain.then(|| Self {
+        // Burn goes over halves one by one.
+        let is_chain = members.len() > 1 || dtype == DType::BF16;
+        (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {
             members,
             inputs: inputs.into_iter().collect(),
         })

@@ -246,5 +246,5 @@ fn by_time(patterns: &mut Patterns, at: usize, of: &[TensorId]) -> Result<Vec<Te
 fn swapped(patterns: &mut Patterns, of: TensorId) -> TensorId {
     let mut shape = patterns.shape(of);
     shape.swap(1, 2);
-    patterns.value(shape)
+    patterns.value(shape, of)
 }

@@ -96,10 +96,10 @@ fn put(
     let shape = patterns.shape(x);
     let width = patterns.shape(gamma);
     let own = match gradient.rest {
-        Some(_) => patterns.value(shape),
+        Some(_) => patterns.value(shape, x),
         None => total,
     };
-    let rows = [patterns.value(width.clone()), patterns.value(width)];
+    let rows = [patterns.value(width.clone(), x), patterns.value(width, x)];
     patterns.insert_kernel(
         gradient.at,
         FusedOperation::LayerNormBackward,

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
 use crate::kernels::fused_node;
 
-/// An operation on 32-bit floats that patterns are made of, without its operands.
+/// An operation on 32-bit floats, or on halves, that patterns are made of, without its operands.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Add,
@@ -208,9 +208,11 @@ impl Patterns {
         Ok(())
     }
 
-    /// Declares a value.
-    pub(super) fn value(&mut self, shape: Vec<usize>) -> TensorId {
-        self.graph.add_value(shape, DType::F32, Role::Temporary)
+    /// Declares a value of the type of another.
+    pub(super) fn value(&mut self, shape: Vec<usize>, like: TensorId) -> TensorId {
+        let of_other = self.graph.value(like).map(|value| value.dtype);
+        let dtype = of_other.unwrap_or(DType::F32);
+        self.graph.add_value(shape, dtype, Role::Temporary)
     }
 
     /// Puts a view of a value as another, with two dims exchanged, where a node is.
@@ -252,7 +254,7 @@ impl Patterns {
 fn fill_of(node: &Node) -> Option<Kind> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
-            if is_f32(&op.tensor) && is_f32(&op.out) && matches!(op.mask.dtype, DType::Bool(_)) =>
+            if is_known([&op.tensor, &op.out]) && matches!(op.mask.dtype, DType::Bool(_)) =>
         {
             Some(Kind::MaskFill(op.value.elem::<f64>()))
         }
@@ -260,15 +262,18 @@ fn fill_of(node: &Node) -> Option<Kind> {
     }
 }
 
-pub(super) fn is_f32(tensor: &TensorIr) -> bool {
-    tensor.dtype == DType::F32
+/// Returns true for tensors of one of the types that the kernels take.
+pub(super) fn is_known<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
+    let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
+    let first = types.next().unwrap_or(DType::F32);
+    matches!(first, DType::F32 | DType::BF16) && types.all(|other| other == first)
 }
 
 fn kind_of(node: &Node) -> Option<Kind> {
     if !node.scalars.is_empty() {
         return None;
     }
-    if !node.operation.nodes().into_iter().all(is_f32) {
+    if !is_known(node.operation.nodes()) {
         return fill_of(node);
     }
     let number = |scalar: &ScalarIr| scalar.elem::<f64>();

@@ -48,13 +48,13 @@ fn one_product(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
         return Ok(());
     };
     let of_source = patterns.shape(source);
-    let flat = patterns.value(of_source[rank - 2..].to_vec());
+    let flat = patterns.value(of_source[rank - 2..].to_vec(), w);
     patterns.insert_reshape(at, source, flat)?;
     let weight = match turned {
         None => flat,
         Some(_) => insert_turned(patterns, at, flat)?,
     };
-    let left = patterns.value(rows.to_vec());
+    let left = patterns.value(rows.to_vec(), a);
     patterns.insert_reshape(at, a, left)?;
     let product = insert_product(patterns, at, left, weight)?;
     patterns.insert_reshape(at, product, out)?;
@@ -86,10 +86,10 @@ fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
     let (Some(rows), Some(columns)) = (matrix(&of_x), matrix(&of_grad)) else {
         return Ok(());
     };
-    let left = patterns.value(rows.to_vec());
+    let left = patterns.value(rows.to_vec(), x);
     patterns.insert_reshape(at, x, left)?;
     let left = insert_turned(patterns, at, left)?;
-    let right = patterns.value(columns.to_vec());
+    let right = patterns.value(columns.to_vec(), grad);
     patterns.insert_reshape(at, grad, right)?;
     let result = insert_product(patterns, at, left, right)?;
     patterns.insert_reshape(at, result, out)?;
@@ -99,7 +99,7 @@ fn weight_gradient(patterns: &mut Patterns, at: usize) -> Result<(), Error> {
 
 fn insert_turned(patterns: &mut Patterns, at: usize, of: TensorId) -> Result<TensorId, Error> {
     let shape = patterns.shape(of);
-    let turned = patterns.value(vec![shape[1], shape[0]]);
+    let turned = patterns.value(vec![shape[1], shape[0]], of);
     patterns.insert_swap(at, (of, turned), (0, 1))?;
     Ok(turned)
 }
@@ -111,7 +111,7 @@ fn insert_product(
     rhs: TensorId,
 ) -> Result<TensorId, Error> {
     let shape = vec![patterns.shape(lhs)[0], patterns.shape(rhs)[1]];
-    let product = patterns.value(shape);
+    let product = patterns.value(shape, lhs);
     let lhs = patterns.graph.read(lhs)?;
     let dtype = lhs.dtype;
     let operation = FloatOperationIr::Matmul(MatmulOpIr {

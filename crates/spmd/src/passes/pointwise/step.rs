@@ -11,7 +11,7 @@ use burn_ir::{
 use crate::graph::Node;
 use burn::tensor::DType;
 
-/// A pointwise operation on 32-bit floats.
+/// A pointwise operation on 32-bit floats, or on halves.
 pub(super) struct Form<'a> {
     operation: Step,
     first: &'a TensorIr,
@@ -43,8 +43,9 @@ impl<'a> Form<'a> {
         // A power that changes may become one of those that Burn computes by other means.
         let is_known =
             !changes || matches!(form.second, Second::Number(_)) && form.operation != Step::Powf;
-        let is_f32 = |tensor: &TensorIr| tensor.dtype == DType::F32;
-        (is_known && is_f32(form.out) && form.inputs().all(is_f32)).then_some(form)
+        let dtype = form.out.dtype;
+        let is_known = is_known && matches!(dtype, DType::F32 | DType::BF16);
+        (is_known && form.inputs().all(|input| input.dtype == dtype)).then_some(form)
     }
 
     /// Returns the tensors that it reads.

@@ -1,0 +1,263 @@
+//! Halves of 16 bits (`bf16`), which kernels widen to 32 bits, and round once at the end.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use burn::tensor::{Bytes, DType, Shape, bf16};
+use burn_flex::{FlexTensor, Layout};
+use rayon::prelude::*;
+
+use crate::rows::{Kernel, vectorized};
+
+/// Elements that a thread converts at a time.
+const CHUNK: usize = 1 << 14;
+
+/// Returns true for the types that the kernels take.
+pub(crate) fn is_known(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::BF16)
+}
+
+/// The elements of a tensor in order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Elements<'a> {
+    /// Of 32 bits.
+    Full(&'a [f32]),
+    /// Of 16 bits.
+    Half(&'a [bf16]),
+}
+
+impl<'a> Elements<'a> {
+    /// Returns the elements of the whole storage of a tensor.
+    pub(crate) fn of(tensor: &'a FlexTensor) -> Self {
+        match tensor.dtype() {
+            DType::BF16 => Self::Half(tensor.storage()),
+            _ => Self::Full(tensor.storage()),
+        }
+    }
+
+    /// Returns some of them as 32-bit floats, widened into `buffer` if they are not. Of no elements at all there
+    /// is no part.
+    pub(crate) fn part<'b>(self, range: Range<usize>, buffer: &'b mut Vec<f32>) -> &'b [f32]
+    where
+        'a: 'b,
+    {
+        match self {
+            Self::Full([]) => &[],
+            Self::Full(elements) => &elements[range],
+            Self::Half(elements) => widen(&elements[range], buffer),
+        }
+    }
+}
+
+/// Returns all elements of a tensor in order as 32-bit floats.
+pub(crate) fn floats(tensor: &FlexTensor) -> Cow<'_, [f32]> {
+    match Elements::of(tensor) {
+        Elements::Full(elements) => Cow::Borrowed(elements),
+        Elements::Half(elements) => {
+            let mut buffer = Vec::new();
+            widen(elements, &mut buffer);
+            Cow::Owned(buffer)
+        }
+    }
+}
+
+/// Returns a tensor of floats, rounded to a type that the kernels take.
+pub(crate) fn vector(values: &[f32], dtype: DType) -> FlexTensor {
+    let layout = Layout::contiguous([values.len()].into());
+    if dtype == DType::BF16 {
+        let mut halves = vec![bf16::ZERO; values.len()];
+        narrow(values, &mut halves);
+        return FlexTensor::new(Bytes::from_elems(halves), layout, dtype);
+    }
+    FlexTensor::new(Bytes::from_elems(values.to_vec()), layout, dtype)
+}
+
+/// Returns a tensor of zeros, in memory that is taken once: Burn's own is copied to where it is aligned.
+pub(crate) fn zeros(shape: Shape, dtype: DType) -> FlexTensor {
+    let len = shape.num_elements();
+    let bytes = match dtype {
+        DType::BF16 => Bytes::from_elems(vec![bf16::ZERO; len]),
+        _ => Bytes::from_elems(vec![0.0_f32; len]),
+    };
+    FlexTensor::new(bytes, Layout::contiguous(shape), dtype)
+}
+
+/// Returns a tensor that is in order in another of the types that the kernels take.
+pub(crate) fn cast(tensor: FlexTensor, dtype: DType) -> FlexTensor {
+    let layout = Layout::contiguous(tensor.layout().shape().clone());
+    let len = layout.num_elements();
+    let bytes = match Elements::of(&tensor) {
+        Elements::Full(elements) if dtype == DType::BF16 => {
+            let mut halves = vec![bf16::ZERO; len];
+            let parts = halves.par_chunks_mut(CHUNK).zip(elements.par_chunks(CHUNK));
+            parts.for_each(|(halves, elements)| narrow(elements, halves));
+            Bytes::from_elems(halves)
+        }
+        Elements::Half(elements) if dtype == DType::F32 => {
+            let mut floats = vec![0.0_f32; len];
+            let parts = floats.par_chunks_mut(CHUNK).zip(elements.par_chunks(CHUNK));
+            parts.for_each(|(floats, halves)| vectorized(Widen { halves, floats }));
+            Bytes::from_elems(floats)
+        }
+        _ => return tensor,
+    };
+    FlexTensor::new(bytes, layout, dtype)
+}
+
+/// Returns `[1, rows, heads, width]` of 32-bit floats: halves that lie at these distances from each other, one head's width
+/// in a row.
+pub(crate) fn widened_heads(
+    halves: &[bf16],
+    [rows, heads, width]: [usize; 3],
+    [row_step, head_step]: [usize; 2],
+) -> FlexTensor {
+    let mut floats = vec![0.0_f32; rows * heads * width];
+    vectorized(WidenHeads {
+        halves,
+        floats: &mut floats,
+        heads,
+        width,
+        row_step,
+        head_step,
+    });
+    let layout = Layout::contiguous([1, rows, heads, width].into());
+    FlexTensor::new(Bytes::from_elems(floats), layout, DType::F32)
+}
+
+struct WidenHeads<'a> {
+    halves: &'a [bf16],
+    floats: &'a mut [f32],
+    heads: usize,
+    width: usize,
+    row_step: usize,
+    head_step: usize,
+}
+
+impl Kernel for WidenHeads<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        let Self { heads, width, .. } = self;
+        let row_len = (heads * width).max(1);
+        for (row, floats) in self.floats.chunks_exact_mut(row_len).enumerate() {
+            for (head, floats) in floats.chunks_exact_mut(width).enumerate() {
+                let start = row * self.row_step + head * self.head_step;
+                widen_into(&self.halves[start..start + width], floats);
+            }
+        }
+    }
+}
+
+/// Widens halves into a buffer, and returns its part with them.
+pub(crate) fn widen<'b>(halves: &[bf16], buffer: &'b mut Vec<f32>) -> &'b mut [f32] {
+    if buffer.len() < halves.len() {
+        buffer.resize(halves.len(), 0.0);
+    }
+    let floats = &mut buffer[..halves.len()];
+    vectorized(Widen { halves, floats });
+    floats
+}
+
+/// Rounds floats to halves.
+pub(crate) fn narrow(floats: &[f32], halves: &mut [bf16]) {
+    vectorized(Narrow { floats, halves });
+}
+
+struct Widen<'a> {
+    halves: &'a [bf16],
+    floats: &'a mut [f32],
+}
+
+impl Kernel for Widen<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        widen_into(self.halves, self.floats);
+    }
+}
+
+struct Narrow<'a> {
+    floats: &'a [f32],
+    halves: &'a mut [bf16],
+}
+
+impl Kernel for Narrow<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        narrow_into(self.floats, self.halves);
+    }
+}
+
+/// Widens halves, as a part of a [`Kernel`].
+#[inline(always)]
+pub(crate) fn widen_into(halves: &[bf16], floats: &mut [f32]) {
+    for (float, half) in floats.iter_mut().zip(halves) {
+        *float = widened(*half);
+    }
+}
+
+/// Rounds floats to halves, as a part of a [`Kernel`].
+#[inline(always)]
+pub(crate) fn narrow_into(floats: &[f32], halves: &mut [bf16]) {
+    for (half, float) in halves.iter_mut().zip(floats) {
+        *half = rounded(*float);
+    }
+}
+
+/// Rounds floats to numbers that halves have, as a part of a [`Kernel`].
+#[inline(always)]
+pub(crate) fn round(floats: &mut [f32]) {
+    for float in floats {
+        *float = widened(rounded(*float));
+    }
+}
+
+/// Returns the same number, without a call.
+#[inline(always)]
+pub(crate) fn widened(half: bf16) -> f32 {
+    f32::from_bits(u32::from(half.to_bits()) << 16)
+}
+
+/// Returns the nearest half, the even one of two, as [`bf16::from_f32`] does, without a branch: a loop over it
+/// becomes vector instructions.
+#[inline(always)]
+pub(crate) fn rounded(float: f32) -> bf16 {
+    let bits = float.to_bits();
+    let nearest = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
+    let not_a_number = (bits >> 16) | 0x40;
+    bf16::from_bits(if float.is_nan() {
+        not_a_number
+    } else {
+        nearest
+    } as u16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_is_that_of_the_type() {
+        // Every upper half, with lower halves about the middle between two.
+        for upper in 0..=u16::MAX {
+            for lower in [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF] {
+                let float = f32::from_bits(u32::from(upper) << 16 | lower);
+                let expected = bf16::from_f32(float).to_bits();
+                assert_eq!(rounded(float).to_bits(), expected, "{:x}", float.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_widened_is_the_same_number() {
+        let halves: Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        let mut buffer = Vec::new();
+        for (float, half) in widen(&halves, &mut buffer).iter().zip(&halves) {
+            assert!(*float == half.to_f32() || float.is_nan() && half.is_nan());
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Kernels on halves: each is the kernel on the same numbers in 32 bits, whose results are rounded once.
+
+use burn::tensor::{DType, TensorData, bf16};
+use burn_flex::FlexTensor;
+use burn_ir::{CustomOpIr, ScalarIr, TensorId, TensorIr};
+
+use crate::FusedOperation as Op;
+
+/// An operand with numbers that halves have.
+#[derive(Clone)]
+struct Operand {
+    values: Vec<f32>,
+    shape: Vec<usize>,
+    kind: DType,
+}
+
+impl Operand {
+    fn floats(shape: &[usize], seed: usize) -> Self {
+        let value = |at: usize| (((at + seed) * 7919 % 1013) as f32 - 506.0) / 350.0;
+        let len = shape.iter().product();
+        Self {
+            values: (0..len)
+                .map(|at| bf16::from_f32(value(at)).to_f32())
+                .collect(),
+            shape: shape.to_vec(),
+            kind: DType::BF16,
+        }
+    }
+
+    /// The same as 32-bit floats, which only some operands of a call are.
+    fn full(self) -> Self {
+        Self {
+            kind: DType::F32,
+            ..self
+        }
+    }
+
+    fn with(mut self, at: usize, value: f32) -> Self {
+        self.values[at] = bf16::from_f32(value).to_f32();
+        self
+    }
+
+    fn indices(values: &[i64]) -> Self {
+        Self {
+            values: values.iter().map(|value| *value as f32).collect(),
+            shape: vec![values.len()],
+            kind: DType::I64,
+        }
+    }
+
+    fn tensor(&self, float: DType) -> FlexTensor {
+        let kind = if self.kind == DType::BF16 {
+            float
+        } else {
+            self.kind
+        };
+        let data = TensorData::new(self.values.clone(), self.shape.clone());
+        FlexTensor::from_data(data.convert_dtype(kind))
+    }
+}
+
+fn run(operation: Op, operands: &[Operand], scalars: &[ScalarIr], float: DType) -> Vec<FlexTensor> {
+    let tensors: Vec<FlexTensor> = operands.iter().map(|of| of.tensor(float)).collect();
+    let declared = tensors.iter().map(|tensor| {
+        let shape = tensor.layout().shape().clone();
+        TensorIr::uninit(TensorId::new(0), shape, tensor.dtype())
+    });
+    let declared: Vec<TensorIr> = declared.collect();
+    let call = CustomOpIr::with_scalars(operation.name(), &declared, &declared, scalars.to_vec());
+    operation.run(&call, tensors)
+}
+
+fn floats(tensor: FlexTensor) -> Vec<f32> {
+    let data = tensor.to_contiguous().into_data().convert_dtype(DType::F32);
+    data.try_to_vec().expect("32-bit floats")
+}
+
+/// Compares a call on halves with the same on 32-bit floats.
+#[track_caller]
+fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
+    let halves = run(operation, operands, scalars, DType::BF16);
+    let full = run(operation, operands, scalars, DType::F32);
+    assert_eq!(halves.len(), full.len());
+    for (number, (half, full)) in halves.into_iter().zip(full).enumerate() {
+        assert_eq!(half.layout().shape(), full.layout().shape());
+        // A loss is of 32 bits, whatever the logits are.
+        let is_loss = operation == Op::CrossEntropy && number == 1;
+        assert_eq!(half.dtype(), if is_loss { DType::F32 } else { DType::BF16 });
+        for (found, expected) in floats(half).into_iter().zip(floats(full)) {
+            let expected = match is_loss {
+                true => expected,
+                false => bf16::from_f32(expected).to_f32(),
+            };
+            let is_same = found == expected || found.is_nan() && expected.is_nan();
+            assert!(is_same, "{operation:?}: {found} is not {expected}");
+        }
+    }
+}
+
+#[test]
+fn rows_of_halves_are_computed_in_32_bits() {
+    // More rows than a chunk, and a width that is no multiple of the lanes; and numbers that are none.
+    for shape in [&[70, 19][..], &[2, 40, 64], &[1, 1], &[3, 1000], &[0, 4]] {
+        let width = shape[shape.len() - 1];
+        let len: usize = shape.iter().product();
+        for special in [None, Some(f32::NAN), Some(f32::INFINITY), Some(3e38)] {
+            let x = match special {
+                Some(special) if len > 0 => Operand::floats(shape, 1).with(len / 2, special),
+                _ => Operand::floats(shape, 1),
+            };
+            let grad = Operand::floats(shape, 2);
+            let [gamma, beta] = [3, 4].map(|seed| Operand::floats(&[width], seed));
+            let epsilon = [ScalarIr::Float(1e-5)];
+            let both = [x.clone(), grad.clone()];
+            assert_rounded(Op::Gelu, &both[..1], &[]);
+            assert_rounded(Op::GeluBackward, &both, &[]);
+            assert_rounded(Op::Softmax, &both[..1], &[]);
+            assert_rounded(Op::SoftmaxBackward, &both, &[]);
+            assert_rounded(Op::LogSoftmax, &both[..1], &[]);
+            assert_rounded(Op::LogSoftmaxBackward, &both, &[]);
+            let norm = [x.clone(), gamma.clone(), beta];
+            assert_rounded(Op::LayerNorm, &norm, &epsilon);
+            assert_rounded(Op::LayerNormBackward, &[x, gamma, grad], &epsilon);
+        }
+    }
+}
+
+#[test]
+fn attention_of_halves_is_computed_in_32_bits() {
+    for (batch, time, heads) in [(1, 1, 1), (3, 5, 2), (2, 130, 2)] {
+        let qkv = Operand::floats(&[batch * time, 3 * 6 * heads], 1);
+        let grad = Operand::floats(&[batch * time, 6 * heads], 2);
+        let sizes = [batch, heads].map(|size| ScalarIr::UInt(size as u64));
+        assert_rounded(Op::CausalAttention, &[qkv.clone()], &sizes);
+        assert_rounded(Op::CausalAttentionBackward, &[qkv, grad], &sizes);
+        let part = |seed| Operand::floats(&[batch, time, heads, 6], seed);
+        let mask = Operand {
+            kind: DType::Bool(burn::tensor::BoolStore::Native),
+            ..Operand::floats(&[1, 1, time, time], 0)
+        };
+        let ahead = |at: usize| f32::from(u8::from(at % time > at / time));
+        let mask = Operand {
+            values: (0..time * time).map(ahead).collect(),
+            ..mask
+        };
+        let scalars = [0.4, -1e4].map(ScalarIr::Float);
+        let [q, k, v, grad] = [1, 2, 3, 4].map(part);
+        let forward = [q.clone(), k.clone(), v.clone(), mask.clone()];
+        assert_rounded(Op::Attention, &forward, &scalars);
+        assert_rounded(Op::AttentionBackward, &[q, k, v, grad, mask], &scalars);
+    }
+}
+
+#[test]
+fn cross_entropy_of_halves_is_computed_in_32_bits() {
+    let logits = Operand::floats(&[70, 19], 1);
+    let targets: Vec<i64> = (0..70).map(|row| row * 7 % 19).collect();
+    let targets = Operand::indices(&targets);
+    assert_rounded(Op::CrossEntropy, &[logits.clone(), targets], &[]);
+    for factor in [1.0, 0.3] {
+        let factor = Operand::floats(&[1], 0).with(0, factor).full();
+        assert_rounded(Op::CrossEntropyBackward, &[logits.clone(), factor], &[]);
+    }
+}
+
+#[test]
+fn a_cast_is_the_number_rounded_once() {
+    let x = Operand::floats(&[5, 7], 1)
+        .full()
+        .with(3, 1.003_9)
+        .with(4, f32::NAN);
+    let full = x.tensor(DType::F32);
+    let declared = |dtype| {
+        let shape = full.layout().shape().clone();
+        [TensorIr::uninit(TensorId::new(0), shape, dtype)]
+    };
+    let cast = |x: FlexTensor, dtype| {
+        let call = CustomOpIr::with_scalars(Op::Cast.name(), &[], &declared(dtype), Vec::new());
+        Op::Cast.run(&call, vec![x]).remove(0)
+    };
+    // Of a view, too.
+    let halves = cast(full.transpose(0, 1), DType::BF16);
+    assert_eq!(halves.dtype(), DType::BF16);
+    let expected = floats(full.transpose(0, 1));
+    for (found, expected) in floats(cast(halves, DType::F32)).into_iter().zip(expected) {
+        let expected = bf16::from_f32(expected).to_f32();
+        assert!(found == expected || found.is_nan() && expected.is_nan());
+    }
+}
