@@ -7,7 +7,7 @@ use burn::tensor::{Bytes, DType, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
 use rayon::prelude::*;
 
-use crate::rows::{Kernel, vectorized};
+use crate::vectors::{Kernel, vectorized};
 
 /// Elements that a thread converts at a time.
 const CHUNK: usize = 1 << 14;

@@ -50,6 +50,7 @@ mod softmax;
 mod sum;
 #[cfg(test)]
 mod tests;
+mod vectors;
 
 pub use operation::{FusedCost, FusedOperation};
 pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};

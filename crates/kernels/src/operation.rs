@@ -223,7 +223,10 @@ impl FusedOperation {
     /// Returns true if it costs little more than to read and write its operands, so that it is
     /// worth to compute it again to save memory.
     pub fn is_cheap(self) -> bool {
-        matches!(self, Self::LayerNorm | Self::Cast | Self::Pointwise)
+        matches!(
+            self,
+            Self::Gelu | Self::LayerNorm | Self::Cast | Self::Pointwise
+        )
     }
 
     /// Returns the work of a call, and its memory beside operands and results.

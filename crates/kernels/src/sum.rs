@@ -5,7 +5,8 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::halves::{narrow, widened, zeros};
-use crate::rows::{Kernel, contiguous, vectorized};
+use crate::rows::contiguous;
+use crate::vectors::{Kernel, vectorized};
 
 /// Columns that a thread adds at a time.
 const COLUMNS: usize = 512;

@@ -4,7 +4,10 @@ use std::any::Any;
 
 use burn::backend::Flex;
 use burn_fsdp_kernels::{FusedCost, FusedOperation};
-use burn_ir::{BackendIr, CustomOpIr, OperationIr, ScalarIr, TensorIr};
+use burn_ir::{
+    BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,
+    NumericOperationIr, OperationIr, ReduceDimOpIr, ScalarIr, TensorIr,
+};
 
 use crate::custom::CustomOperations;
 use crate::graph::{CustomProfile, Flops, Node, Phase};
@@ -53,6 +56,53 @@ pub(crate) fn fused_node(
     let mut node = Node::new(OperationIr::Custom(call), phase);
     node.custom = Some(custom);
     node
+}
+
+/// Returns the operation of Burn that a kernel computes alone: a product, the sums along a dim, or a cast.
+pub fn plain(operation: &OperationIr) -> Option<OperationIr> {
+    let OperationIr::Custom(call) = operation else {
+        return None;
+    };
+    let mut all = FusedOperation::ALL.into_iter();
+    let kernel = all.find(|kernel| kernel.name() == call.id)?;
+    let (inputs, out) = (call.inputs.as_slice(), call.outputs.first()?);
+    Some(match (kernel, inputs) {
+        (FusedOperation::Matmul, [lhs, rhs]) => {
+            let product = MatmulOpIr {
+                lhs: lhs.clone(),
+                rhs: rhs.clone(),
+                out: out.clone(),
+            };
+            OperationIr::Float(out.dtype, FloatOperationIr::Matmul(product))
+        }
+        (FusedOperation::SumDim, [input]) => {
+            let sums = ReduceDimOpIr {
+                input: input.clone(),
+                out: out.clone(),
+                axis: call.scalars.first()?.elem::<u64>() as usize,
+                accumulator_len: 1,
+            };
+            OperationIr::NumericFloat(out.dtype, NumericOperationIr::SumDim(sums))
+        }
+        (FusedOperation::Cast, [input]) => {
+            let cast = CastOpIr {
+                input: input.clone(),
+                out: out.clone(),
+            };
+            OperationIr::BaseFloat(BaseOperationIr::Cast(cast))
+        }
+        _ => return None,
+    })
+}
+
+/// Returns the node with the [plain] operation of its kernel.
+pub(crate) fn plain_node(node: &Node) -> Option<Node> {
+    let mut plain = Node {
+        operation: plain(&node.operation)?,
+        ..node.clone()
+    };
+    plain.custom = None;
+    Some(plain)
 }
 
 /// Returns what passes and plans need to know of a call.

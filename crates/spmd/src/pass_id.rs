@@ -46,6 +46,8 @@ pub enum PassId {
     Accumulate,
     /// [`FusePointwise`](crate::passes::FusePointwise).
     FusePointwise,
+    /// [`SelectKernels`](crate::passes::SelectKernels).
+    SelectKernels,
     /// [`Liveness`](crate::passes::Liveness).
     Liveness,
     /// A pass of the user, by its name.
@@ -75,6 +77,7 @@ impl fmt::Display for PassId {
             Self::DeferOptimizer => "deferred optimizer",
             Self::Accumulate => "accumulate",
             Self::FusePointwise => "fuse pointwise",
+            Self::SelectKernels => "select kernels",
             Self::Liveness => "liveness",
             Self::User(name) => name,
         })

@@ -10,7 +10,8 @@ use rayon::prelude::*;
 use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
 use crate::halves;
 use crate::matmul::matmul;
-use crate::rows::{Kernel, sum_by, vectorized};
+use crate::rows::sum_by;
+use crate::vectors::{Kernel, vectorized};
 
 /// Queries that are handled together. Under a mask they meet only the keys that one of them sees, so that smaller
 /// blocks waste less, and larger ones make better matrix products.

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::program::{PointwiseOperand, PointwiseOperation, PointwiseProgram, Step};
 use crate::halves::{self, Elements, narrow_into, round, rounded, widen_into, widened};
-use crate::rows::{Kernel, vectorized};
+use crate::vectors::{Kernel, vectorized};
 
 /// Elements that all steps go over before the next ones: a few results of them fit into the first cache.
 const BLOCK: usize = 1024;

@@ -327,10 +327,8 @@ impl<'a> Heap<'a> {
         let custom = node.custom.and_then(|custom| custom.written_over);
         let over = custom.and_then(|index| self.backend.written_over(operands.get(index)?, index));
         let first = over.unwrap_or_else(|| self.backend.place(&node.operation, &operands));
-        run.scratch = match node.custom {
-            Some(custom) => custom.scratch_bytes,
-            None => self.backend.scratch(&node.operation, &operands),
-        };
+        let own = node.custom.map_or(0, |custom| custom.scratch_bytes);
+        run.scratch = own + self.backend.scratch(&node.operation, &operands);
         let outputs: Vec<TensorIr> = node.operation.outputs().cloned().collect();
         let mut written = Vec::new();
         let mut places = Some(first).into_iter();

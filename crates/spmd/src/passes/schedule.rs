@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{
     AssignUnits, Bucket, ClipGradients, CommonSubexpressions, DeadCode, Deduplicate,
     EarlyOptimizer, FusePointwise, InsertCollectives, Liveness, Pipeline, Prefetch, Recompute,
-    RecomputeUnits, Regather, SinkWaits, Split, StandIns, Units, UseKernels,
+    RecomputeUnits, Regather, SelectKernels, SinkWaits, Split, StandIns, Units, UseKernels,
 };
 use crate::Precision;
 use crate::error::Error;
@@ -22,8 +22,8 @@ use burn_fsdp_mesh::{Axis, Clip, Pattern, Strategy};
 pub struct Options {
     /// The modules whose parameters travel together: by the paths, unless patterns are given.
     pub units: Units,
-    /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`]: the default, in data
-    /// parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
+    /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`], and of single ones, see
+    /// [`SelectKernels`]: the default, in data parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
     pub kernels: bool,
     /// True to make one operation of chains of pointwise ones, which changes no bit, see [`FusePointwise`]: the default,
     /// on Burn's CPU backend.
@@ -277,11 +277,14 @@ pub(crate) fn pipeline_with(
 
 /// Returns the passes that come last, of each graph of a step.
 pub fn last(options: &Options) -> Pipeline {
-    let fused = match options.fuse {
-        true => Pipeline::new().then(FusePointwise),
-        false => Pipeline::new(),
-    };
-    fused.then(Liveness)
+    let mut pipeline = Pipeline::new();
+    if options.fuse {
+        pipeline = pipeline.then(FusePointwise);
+    }
+    if options.kernels {
+        pipeline = pipeline.then(SelectKernels);
+    }
+    pipeline.then(Liveness)
 }
 
 /// A pass that is used by several pipelines.

@@ -59,7 +59,7 @@ where
         let graph = step.graph().expect("it has run");
         let backward = graph.nodes().iter().filter(|n| n.phase == Phase::Backward);
         let products = backward
-            .filter(|node| node.name() == "Float.Matmul")
+            .filter(|node| node.name() == "Custom.models.matmul" || node.name() == "Float.Matmul")
             .count();
         let paths: Vec<_> = step
             .parameters()

@@ -9,12 +9,8 @@ mod product;
 mod softmax;
 mod walk;
 
-use burn::tensor::DType;
 use burn_fsdp_kernels::FusedOperation;
-use burn_ir::{
-    ActivationOperationIr, BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr,
-    ScalarIr, TensorIr,
-};
+use burn_ir::{ActivationOperationIr, OperationIr, ScalarIr, TensorIr};
 
 use super::dead_code::DeadCode;
 use crate::error::Error;
@@ -26,9 +22,7 @@ use pattern::Patterns;
 
 /// The pass that recognises attention, softmax, its logarithm, layer norms and GELU in any graph, forward and backward,
 /// and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
-/// become one product each. All products become kernels, which write their results once, and
-/// multiply halves (`bf16`) as they are; and so do sums of halves, and casts to halves and back.
-///
+/// become one product each. ///
 /// ```text
 /// before                                      after
 /// %111 = NumericFloat.MaxDim(%110)            %115 = models.softmax(%110)
@@ -79,10 +73,7 @@ impl GraphTransform for UseKernels {
             graph = DeadCode.transform(patterns.finish())?;
         }
         let mut nodes = graph.take_nodes();
-        for node in &mut nodes {
-            use_gelu(node);
-            use_products(node);
-        }
+        nodes.iter_mut().for_each(use_gelu);
         graph.set_nodes(nodes);
         Ok(graph)
     }
@@ -106,37 +97,8 @@ fn use_gelu(node: &mut Node) {
     }
 }
 
-/// Replaces products, sums of halves, and casts to halves and back.
-fn use_products(node: &mut Node) {
-    let (operation, inputs, out) = match &node.operation {
-        OperationIr::Float(DType::F32 | DType::BF16, FloatOperationIr::Matmul(op)) => {
-            let inputs = vec![op.lhs.clone(), op.rhs.clone()];
-            (FusedOperation::Matmul, inputs, &op.out)
-        }
-        OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => {
-            let types = [op.input.dtype, op.out.dtype];
-            if !types.contains(&DType::F32) || !types.contains(&DType::BF16) {
-                return;
-            }
-            (FusedOperation::Cast, vec![op.input.clone()], &op.out)
-        }
-        OperationIr::NumericFloat(DType::BF16, NumericOperationIr::SumDim(op)) => {
-            // Sums along the last dim are taken in an order that vectors do not have.
-            if op.axis + 1 >= op.input.shape.rank() {
-                return;
-            }
-            let (input, out) = (op.input.clone(), op.out.clone());
-            let dim = ScalarIr::UInt(op.axis as u64);
-            return put(node, FusedOperation::SumDim, vec![input], out, vec![dim]);
-        }
-        _ => return,
-    };
-    let out = out.clone();
-    put(node, operation, inputs, out, Vec::new());
-}
-
 /// Puts a kernel in the place of a node.
-fn put(
+pub(super) fn put(
     node: &mut Node,
     operation: FusedOperation,
     inputs: Vec<TensorIr>,

@@ -9,6 +9,7 @@ use burn_ir::{OperationIr, TensorId};
 use super::SpmdType;
 use super::program::of_program;
 use crate::graph::{Collective, Graph, Node, Parameter, Phase, Role, Stage, Trait, Value, is};
+use crate::kernels::plain_node;
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
 
@@ -186,6 +187,8 @@ impl Flow<'_> {
 
     /// Returns the way in which a node runs on operands of these types.
     fn way(&self, node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<Way, &'static str> {
+        let plain = plain_node(node);
+        let node = plain.as_ref().unwrap_or(node);
         let has = |of: fn(&SpmdType) -> bool| inputs.iter().any(|(_, own)| of(own));
         let has_addends = has(|own| matches!(own, SpmdType::Partial(_)));
         let has_parts = has(|own| *own == SpmdType::Shard);

@@ -6,8 +6,8 @@
 //! - A captured tensor can be read once its id is an alias of one that has data. Before a recording ends,
 //!   every tensor of the state is given data of its shape and type, and the next recording begins
 //!   by moving the state to its device, as Burn does before every step.
-//! - That data is a window of zeros that are never touched, so that it takes no memory. The start of the window
-//!   tells which tensor of the state it is.
+//! - That data is a window of zeros that are mapped and never touched, so that it takes no memory, whatever the allocator
+//!   does with what it frees. The start of the window tells which tensor of the state it is.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -15,11 +15,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use burn::optim::{Optimizer, RecordState, StateSource};
-use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn::tensor::{AllocationProperty, Bytes, DType, Tensor, TensorData};
 use burn_capture::{CaptureBackend, CaptureClient};
 use burn_ir::{OperationIr, ScalarIr, TensorId};
 use burn_pack::Scalar;
 use burn_router::RouterClient;
+use memmap2::MmapOptions;
 
 use super::form::{Form, numbers, tensors_of};
 use super::structure::{Slot, Structure, gradient_id, parameter_id, state_id};
@@ -152,9 +153,11 @@ impl<O: Optimizer, const D: usize> TwinOf<O, D> {
         let longest = slots.iter().map(size).max().unwrap_or_default();
         let num_bytes = longest + STRIDE * slots.len();
         if self.zeros.len() < num_bytes {
-            // Of words: bytes would be copied, and so touched, to be aligned.
-            let words = vec![0_u64; num_bytes.div_ceil(size_of::<u64>())];
-            self.zeros = Bytes::from_elems(words).shared();
+            let zeros = MmapOptions::new().len(num_bytes).map_anon();
+            let zeros =
+                zeros.map_err(|error| format!("{num_bytes} bytes cannot be mapped: {error}"))?;
+            let zeros = bytes::Bytes::from_owner(zeros);
+            self.zeros = Bytes::from_shared(zeros, AllocationProperty::Other).shared();
         }
         self.slots = Arc::new(slots);
         Ok(())

@@ -10,6 +10,7 @@ mod convolution;
 mod product;
 
 use burn::tensor::DType;
+use burn_fsdp_spmd::plain;
 use burn_ir::{
     BaseOperationIr as Base, FloatOperationIr as F, MatmulOpIr, ModuleOperationIr as M,
     NumericOperationIr as N, OperationIr, ReduceDimsOpIr, TensorIr,
@@ -30,6 +31,18 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
         OperationIr::NumericInt(_, op) => numeric(op, operands),
         OperationIr::Float(_, F::Matmul(op)) => matmul(op, operands),
         OperationIr::Module(op) => module(op, operands),
+        OperationIr::Custom(_) => kernel(operation, operands),
+        _ => 0,
+    }
+}
+
+/// Returns the bytes of a kernel that are not in its profile, as they depend on the order of its operands. What a product of
+/// halves copies stays with its thread.
+fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
+    match plain(operation) {
+        Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
+            product(false, operands).map_or(0, |product| product.packed_bytes(size_of::<f32>()))
+        }
         _ => 0,
     }
 }
@@ -121,20 +134,9 @@ fn reduced_in_turn(op: &ReduceDimsOpIr, is_in_order: bool) -> u64 {
 /// Returns the bytes of `matmul`: the output is zeroed first, see [`base`], and operands are copied
 /// after that.
 fn matmul(op: &MatmulOpIr, operands: &[Operand]) -> u64 {
-    let [left, right] = operands else { return 0 };
-    let (left_dims, right_dims) = (left.strides.shape.len(), right.strides.shape.len());
-    if left_dims < 2 || right_dims < 2 {
-        return 0;
-    }
     let is_half = op.out.dtype == DType::BF16;
-    let product = Product {
-        m: left.strides.shape[left_dims - 2],
-        n: right.strides.shape[right_dims - 1],
-        k: left.strides.shape[left_dims - 1],
-        is_left_by_row: is_half || left.strides.stride(left_dims - 1) == 1,
-        is_left_by_column: !is_half && left.strides.stride(left_dims - 2) == 1,
-        is_right_by_row: is_half || right.strides.stride(right_dims - 1) == 1,
-        is_right_by_column: !is_half && right.strides.stride(right_dims - 2) == 1,
+    let ([left, right], Some(product)) = (operands, product(is_half, operands)) else {
+        return 0;
     };
     if is_half {
         // Operands and output in 32 bits.
@@ -145,6 +147,24 @@ fn matmul(op: &MatmulOpIr, operands: &[Operand]) -> u64 {
         return copies + operands + output + output.max(product.packed_bytes(4));
     }
     bytes(&op.out).max(product.packed_bytes(op.out.dtype.size()))
+}
+
+/// Returns the product of operands; those of halves are put in order first.
+fn product(is_half: bool, operands: &[Operand]) -> Option<Product> {
+    let [left, right] = operands else { return None };
+    let (left_dims, right_dims) = (left.strides.shape.len(), right.strides.shape.len());
+    if left_dims < 2 || right_dims < 2 {
+        return None;
+    }
+    Some(Product {
+        m: left.strides.shape[left_dims - 2],
+        n: right.strides.shape[right_dims - 1],
+        k: left.strides.shape[left_dims - 1],
+        is_left_by_row: is_half || left.strides.stride(left_dims - 1) == 1,
+        is_left_by_column: !is_half && left.strides.stride(left_dims - 2) == 1,
+        is_right_by_row: is_half || right.strides.stride(right_dims - 1) == 1,
+        is_right_by_column: !is_half && right.strides.stride(right_dims - 2) == 1,
+    })
 }
 
 fn module(op: &M, operands: &[Operand]) -> u64 {

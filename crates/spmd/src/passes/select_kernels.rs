@@ -1,0 +1,85 @@
+//! The pass that takes kernels for single operations of Burn.
+
+use burn::tensor::DType;
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::{
+    BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorIr,
+};
+
+use super::kernels::put;
+use crate::error::Error;
+use crate::graph::{Graph, Node};
+use crate::pass_id::PassId;
+use crate::transform::GraphTransform;
+
+/// The pass that takes kernels for matrix products, for sums of halves (`bf16`) along a dim, and for casts to halves and back,
+/// each of the same function.
+///
+/// ```text
+/// before                                 after
+/// %4 = Float.Matmul(%1, %9)              %4 = models.matmul(%1, %9)
+/// ```
+///
+/// Burn's CPU backend fills the memory of a product with zeros, and copies it to where it is aligned, before it is
+/// written; and goes over halves one by one. Results have the same bits, but for products of halves: their factors are not
+/// converted to 32 bits first, so that the sums, of 32 bits in both, are of another order.
+///
+/// It comes when collectives are placed: what places them knows Burn's operations. What a kernel computes alone is known
+/// to types, plans and proofs as the operation that it replaces.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SelectKernels;
+
+impl GraphTransform for SelectKernels {
+    fn id(&self) -> PassId {
+        PassId::SelectKernels
+    }
+
+    fn after(&self) -> &'static [PassId] {
+        &[PassId::InsertCollectives]
+    }
+
+    fn before(&self) -> &'static [PassId] {
+        &[PassId::Liveness]
+    }
+
+    fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
+        let mut nodes = graph.take_nodes();
+        for node in &mut nodes {
+            if let Some((kernel, inputs, output, scalars)) = kernel_for(node) {
+                put(node, kernel, inputs, output, scalars);
+            }
+        }
+        graph.set_nodes(nodes);
+        Ok(graph)
+    }
+}
+
+/// A kernel, with operands, result and numbers.
+type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
+
+/// Returns the call of the kernel that computes what a node does.
+fn kernel_for(node: &Node) -> Option<Call> {
+    if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
+        return None;
+    }
+    match &node.operation {
+        OperationIr::Float(DType::F32 | DType::BF16, FloatOperationIr::Matmul(op)) => {
+            let inputs = vec![op.lhs.clone(), op.rhs.clone()];
+            Some((FusedOperation::Matmul, inputs, op.out.clone(), Vec::new()))
+        }
+        OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => {
+            let types = [op.input.dtype, op.out.dtype];
+            let is_known = types.contains(&DType::F32) && types.contains(&DType::BF16);
+            let inputs = vec![op.input.clone()];
+            is_known.then(|| (FusedOperation::Cast, inputs, op.out.clone(), Vec::new()))
+        }
+        OperationIr::NumericFloat(DType::BF16, NumericOperationIr::SumDim(op)) => {
+            // Sums along the last dim are taken in an order that vectors do not have.
+            let is_known = op.axis + 1 < op.input.shape.rank();
+            let dim = vec![ScalarIr::UInt(op.axis as u64)];
+            let inputs = vec![op.input.clone()];
+            is_known.then(|| (FusedOperation::SumDim, inputs, op.out.clone(), dim))
+        }
+        _ => None,
+    }
+}
