@@ -125,7 +125,7 @@ fn profile(step: &mut CompiledStep<Tokens>, batch: &Tokens, prints: bool) -> Res
     for span in timeline.spans() {
         // Products by the shapes of their operands: their rates differ.
         let node = step.graph().and_then(|graph| graph.nodes().get(span.node));
-        let operands = node.filter(|node| node.name().ends_with("Matmul"));
+        let operands = node.filter(|node| node.name().to_lowercase().ends_with("matmul"));
         let shapes = operands.map(|node| {
             let shapes = node
                 .operation

@@ -18,8 +18,10 @@ use crate::product::{Factor, Matrix, products};
 ///
 /// As Burn's: if the types differ, or the sizes do not match.
 pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
+    let is_forward = [&lhs, &rhs].map(|tensor| tensor.layout().has_positive_strides());
     match (lhs.dtype(), rhs.dtype()) {
-        (DType::F32, DType::F32) => of_type::<f32>(lhs, rhs),
+        // What is flipped Burn multiplies in another order.
+        (DType::F32, DType::F32) if is_forward == [true; 2] => of_type::<f32>(lhs, rhs),
         (DType::BF16, DType::BF16) => of_type::<bf16>(lhs, rhs),
         _ => Flex::float_matmul(lhs, rhs),
     }
@@ -31,6 +33,7 @@ fn of_type<T: Factor>(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
         false => tensor.to_contiguous(),
     });
     let (left, right) = (Batch::<T>::of(&lhs), Batch::of(&rhs));
+    assert_eq!(left.width, right.height, "the inner sizes must be equal");
     let shape = shape_of(&lhs, &rhs);
     let batch = &shape.as_slice()[..shape.num_dims() - 2];
     let num_products = batch.iter().product();
@@ -229,10 +232,17 @@ mod tests {
     fn the_number_of_threads_changes_nothing() {
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-            let product = || matmul(tensor(&[500, 384], 1), tensor(&[384, 200], 2));
-            let product = pool.expect("a pool can be built").install(product);
-            product.into_data().try_to_vec::<bf16>().expect("halves")
+            let products = || {
+                // Among them such that a part would have few rows.
+                [500, 257, 65, 48].map(|rows| {
+                    let product = matmul(tensor(&[rows, 384], 1), tensor(&[384, 200], 2));
+                    product.into_data().try_to_vec::<bf16>().expect("halves")
+                })
+            };
+            pool.expect("a pool can be built").install(products)
         };
-        assert_eq!(run(1), run(3));
+        for threads in [2, 3, 8] {
+            assert_eq!(run(1), run(threads), "{threads}");
+        }
     }
 }

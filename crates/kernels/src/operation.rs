@@ -1,6 +1,6 @@
 //! The operations as graphs hold them.
 
-use burn::tensor::DType;
+use burn::tensor::{DType, Shape};
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
@@ -8,7 +8,7 @@ use crate::attention::{Fill, Sizes};
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};
-use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, rows, sum};
+use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, product, rows, sum};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
@@ -238,15 +238,7 @@ impl FusedOperation {
             Self::Pointwise => return pointwise_cost(call, pointwise),
             Self::CausalAttention | Self::Attention => (2, false),
             Self::CausalAttentionBackward | Self::AttentionBackward => (5, true),
-            Self::Matmul => {
-                let inner = call.inputs[0].shape.as_slice().last().copied();
-                let products = call.outputs[0].shape.num_elements() * inner.unwrap_or(1);
-                return FusedCost {
-                    matmul: products as u64 * 2,
-                    pointwise,
-                    scratch_bytes: scratch_of_product(call),
-                };
-            }
+            Self::Matmul => return product_cost(call),
             _ => {
                 return FusedCost {
                     pointwise,
@@ -317,15 +309,24 @@ impl FusedOperation {
     }
 }
 
-/// Returns the bytes in which sums of 32 bits are kept where a product of halves has many addends, and the library goes over
-/// them in parts: that is so from some 5,000 on, depending on the caches.
-fn scratch_of_product(call: &CustomOpIr) -> u64 {
-    const MANY: usize = 4096;
+/// Returns the work of a product. What the library of 32-bit floats copies depends on the order of its factors, and is not in
+/// the scratch.
+fn product_cost(call: &CustomOpIr) -> FusedCost {
     let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
-    let addends = lhs.shape.as_slice().last().copied().unwrap_or(0);
-    match lhs.dtype == DType::BF16 && addends >= MANY {
-        true => (out.shape.num_elements() * size_of::<f32>()) as u64,
-        false => 0,
+    let dims = |shape: &Shape| match shape.as_slice() {
+        [.., rows, columns] => [*rows, *columns],
+        _ => [1, 1],
+    };
+    let ([rows, addends], [_, columns]) = (dims(&lhs.shape), dims(&out.shape));
+    let products = (out.shape.num_elements() as u64).saturating_mul(addends as u64);
+    let scratch_bytes = match lhs.dtype {
+        DType::BF16 => product::scratch_of_halves([rows, columns, addends]) as u64,
+        _ => 0,
+    };
+    FusedCost {
+        matmul: products.saturating_mul(2),
+        pointwise: 0,
+        scratch_bytes,
     }
 }
 

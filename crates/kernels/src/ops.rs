@@ -1,7 +1,7 @@
 //! The operations for models to use, on any backend.
 
 use burn::nn::LayerNorm;
-use burn::tensor::{Int, Tensor, activation};
+use burn::tensor::{DType, Int, Tensor, activation};
 
 use crate::composed;
 use crate::route::{self, supports};
@@ -19,11 +19,16 @@ pub fn gelu(x: Tensor<2>) -> Tensor<2> {
 /// the norm's own, which Burn shows nobody.
 pub fn layer_norm(norm: &LayerNorm, epsilon: f64, x: Tensor<2>) -> Tensor<2> {
     match &norm.beta {
-        Some(beta) if supports(&x) && norm.gamma.val().dtype() == x.dtype() => {
+        Some(beta) if supports(&x) && has_type(x.dtype(), [&norm.gamma.val(), &beta.val()]) => {
             route::layer_norm(x, norm.gamma.val(), beta.val(), epsilon as f32)
         }
         _ => norm.forward(x),
     }
+}
+
+/// Returns true if vectors are of a type.
+fn has_type(dtype: DType, vectors: [&Tensor<1>; 2]) -> bool {
+    vectors.iter().all(|vector| vector.dtype() == dtype)
 }
 
 /// Computes causal self-attention over the rows of `qkv`, which are queries, keys and values side

@@ -56,8 +56,12 @@ impl<'a, T> Matrix<'a, T> {
     /// If there are fewer elements.
     pub(crate) fn new(elements: &'a [T], [rows, columns]: [usize; 2], strides: [usize; 2]) -> Self {
         if rows > 0 && columns > 0 {
-            let last = (rows - 1) * strides[0] + (columns - 1) * strides[1];
-            assert!(last < elements.len(), "a matrix ends behind its elements");
+            let [along_rows, along_columns] =
+                [(rows - 1, strides[0]), (columns - 1, strides[1])].map(|(a, b)| a.checked_mul(b));
+            let last = along_rows.zip(along_columns);
+            let last = last.and_then(|(rows, columns)| rows.checked_add(columns));
+            let is_inside = last.is_some_and(|last| last < elements.len());
+            assert!(is_inside, "a matrix ends behind its elements");
         }
         Self {
             elements,
@@ -91,25 +95,27 @@ pub(crate) fn products<'a, T: Factor>(
     [rows, columns]: [usize; 2],
     factors: impl Fn(usize) -> (Matrix<'a, T>, Matrix<'a, T>) + Sync,
 ) -> Vec<T> {
-    let len = rows * columns;
-    let total = num_products * len;
+    let sizes = rows.checked_mul(columns);
+    let sizes = sizes.and_then(|len| Some((len, len.checked_mul(num_products)?)));
+    let (len, total) = sizes.expect("the elements of a product can be counted");
     let mut elements = Vec::with_capacity(total);
     if total == 0 {
         return elements;
     }
     let out = &mut elements.spare_capacity_mut()[..total];
-    let size = len * factors(0).0.columns;
+    let size = len.saturating_mul(factors(0).0.columns);
     let write = |index, out: &mut [MaybeUninit<T>], by| {
         let (lhs, rhs) = factors(index);
         multiply_among_threads(lhs, rhs, out, by);
     };
-    let is_many = num_products >= 4 && num_products * size >= LARGE_BATCH;
+    let of_batch = size.saturating_mul(num_products);
+    let is_many = num_products >= 4 && of_batch >= LARGE_BATCH;
     let by = match size >= LARGE && !is_many {
         true => Threads::Pool,
         false => Threads::One,
     };
     // Each part has the size of one product, which `multiply` checks, and all of them are written.
-    if by == Threads::One && num_products > 1 && num_products * size >= LARGE_BATCH {
+    if by == Threads::One && num_products > 1 && of_batch >= LARGE_BATCH {
         let parts = out.par_chunks_exact_mut(len).enumerate();
         parts.for_each(|(index, out)| write(index, out, by));
     } else {
@@ -133,12 +139,41 @@ fn multiply_among_threads<T: Factor>(
         return multiply(lhs, rhs, out, by);
     }
     let width = rhs.columns;
-    let rows = lhs.rows.div_ceil(num_threads).next_multiple_of(ROWS);
+    let rows = rows_of_part(lhs.rows, num_threads);
     let parts = out.par_chunks_mut(rows * width).enumerate();
     parts.for_each(|(part, out)| {
         let lhs = lhs.part(part * rows, out.len() / width);
         multiply(lhs, rhs, out, Threads::One);
     });
+}
+
+/// Returns the rows of a part of a product of halves. The last part has more than few rows, or there is one part: for a few rows
+/// the library takes another way, whose sums round otherwise, and the bits shall not depend on the threads.
+fn rows_of_part(rows: usize, num_threads: usize) -> usize {
+    const FEW: usize = 16;
+    let mut part = rows.div_ceil(num_threads).next_multiple_of(ROWS);
+    while part < rows && (1..=FEW).contains(&(rows % part)) {
+        part += ROWS;
+    }
+    part
+}
+
+/// Returns the bytes in which the library of halves has copies of a product's factors, and sums of 32 bits where there are many
+/// addends, on the threads of this pool.
+pub(crate) fn scratch_of_halves([rows, columns, addends]: [usize; 3]) -> usize {
+    /// Columns of the right factor that are copied at a time.
+    const COLUMNS: usize = 256;
+    /// Addends from which on the library goes over them in parts, at the earliest: it depends on the caches.
+    const MANY: usize = 5000;
+    let num_threads = rayon::current_num_threads();
+    let part = rows_of_part(rows, num_threads).min(rows);
+    let num_parts = rows.div_ceil(part.max(1)).min(num_threads);
+    let copies = (part + COLUMNS) * addends * size_of::<bf16>();
+    let sums = match addends >= MANY {
+        true => (part * columns * size_of::<f32>()).next_power_of_two(),
+        false => 0,
+    };
+    num_parts * (copies.next_power_of_two() + sums)
 }
 
 /// Writes the product of two matrices, row after row.
@@ -149,7 +184,8 @@ fn multiply<T: Factor>(
     by: Threads,
 ) {
     assert_eq!(lhs.columns, rhs.rows, "the inner sizes must be equal");
-    assert_eq!(out.len(), lhs.rows * rhs.columns, "the size of the result");
+    let len = lhs.rows.checked_mul(rhs.columns);
+    assert_eq!(Some(out.len()), len, "the size of the result");
     if lhs.columns == 0 {
         out.fill(MaybeUninit::new(T::zeroed()));
         return;
@@ -195,9 +231,12 @@ impl Factor for f32 {
 impl Factor for bf16 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, _: Threads) {
         let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
+        // Freed after the product: the library's own would stay with the thread.
+        let mut copies = gemmkit::Workspace::new();
         // SAFETY: the caller's; `out` is not read, as the factor in front of it is zero.
         unsafe {
-            gemmkit::gemm_unchecked(
+            gemmkit::gemm_unchecked_with(
+                &mut copies,
                 lhs.rows,
                 lhs.columns,
                 rhs.columns,

@@ -1,12 +1,15 @@
 //! The schedule of a step that stays within a budget of memory.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use burn_fsdp_spmd::graph::Graph;
+use burn::tensor::DType;
+use burn_fsdp_spmd::graph::{Graph, Phase};
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::passes::{AssignUnits, GraphTransform, UnitVisit, unit_visits};
 use burn_fsdp_spmd::{Error, Mode, lower};
+
+use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use crate::machine::Machine;
 use crate::size::Size;
@@ -64,18 +67,18 @@ pub enum BudgetError {
 ///
 /// # Errors
 ///
-/// [`BudgetError::TooSmall`], with the least of what was tried; [`Error::Precision`] for a mode that computes in other types
-/// than the model's, of which there is no such graph; errors of lowering.
+/// [`BudgetError::TooSmall`], with the least of what was tried; [`Error::Precision`] if the graph was traced without the
+/// [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute; errors of lowering.
 pub fn fit(
     graph: &Graph,
     mode: &Mode,
     options: &Options,
     bytes: u64,
 ) -> Result<Fitted, BudgetError> {
-    if options.precision != Default::default() {
+    if !computes_as(graph, options) {
         return Err(BudgetError::Step(Error::Precision {
-            what: "within a budget of memory, as steps are planned in the types of the model",
-            way_out: "name the units with Options::recompute_units",
+            what: "within a budget of memory for a graph that was traced in the types of the model",
+            way_out: "trace it with the `TraceConfig::precision` of the options",
         }));
     }
     let named = AssignUnits(options.units.clone()).transform(graph.clone())?;
@@ -108,6 +111,28 @@ pub fn fit(
     found.ok_or(BudgetError::TooSmall {
         budget: bytes,
         least: search.least,
+    })
+}
+
+/// Returns true if every parameter that forward reads is cast to the type in which the options compute, if that is another.
+fn computes_as(graph: &Graph, options: &Options) -> bool {
+    let types = graph.parameters().iter().filter(|of| !of.is_buffer);
+    let types = types.filter_map(|parameter| {
+        let own = graph.value(parameter.value)?.dtype;
+        let compute = options.precision.compute_of(&parameter.path, own);
+        Some((parameter.value, (own, compute)))
+    });
+    let types: BTreeMap<TensorId, (DType, DType)> = types.collect();
+    let forward = graph.nodes().iter().filter(|n| n.phase == Phase::Forward);
+    let mut reads = forward.flat_map(|node| node.inputs().map(move |input| (node, input)));
+    reads.all(|(node, input)| {
+        let cast = match &node.operation {
+            OperationIr::BaseFloat(BaseOperationIr::Cast(cast)) => Some(cast.out.dtype),
+            _ => None,
+        };
+        let of = types.get(&input);
+        // Whoever computes in the parameter's own type may cast it as it likes.
+        of.is_none_or(|(own, compute)| own == compute || cast == Some(*compute))
     })
 }
 

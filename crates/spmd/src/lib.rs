@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! trace  ->  dead code, common subexpressions  ->  kernels  ->  recompute  ->  place, insert collectives  ->
-//! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  liveness  ->  run
+//! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  chains, kernels  ->  liveness  ->  run
 //! ```
 //!
 //! | module | stage |

@@ -385,6 +385,17 @@ impl Mode {
         }
     }
 
+    /// Returns the options that the mode uses of these: what places values knows Burn's operations.
+    pub(crate) fn effective(&self, options: &schedule::Options) -> schedule::Options {
+        let is_placed = match &self.division {
+            Division::DataParallel(style) => *style == DataParallel::Automatic,
+            Division::Hybrid { .. } => false,
+            Division::Expand(..) | Division::Least(_) => true,
+        };
+        let kernels = options.kernels && !is_placed;
+        options.clone().kernels(kernels)
+    }
+
     /// Returns the passes of the mode, with these options.
     pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
         let num_ranks = self.ranks.size();
@@ -415,8 +426,7 @@ impl Mode {
             Division::Expand(_, expand) | Division::Least(Some(expand)) => {
                 let mesh = self.ranks.mesh()?;
                 let axes = mesh.axes().to_vec();
-                // What places values knows Burn's operations.
-                let options = options.kernels(false);
+                let options = self.effective(&options);
                 let insert = ExpandPlacements {
                     expand: expand.clone(),
                     mesh,

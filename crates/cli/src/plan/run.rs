@@ -4,7 +4,7 @@ use std::io::{self, Write};
 
 use burn::module::Module;
 use burn::optim::AdamWConfig;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_fsdp::Strategy;
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::schedule::{Options, pipeline};
@@ -125,7 +125,7 @@ fn proof(args: &PlanArgs, preset: &Preset, job: &Job) -> Result<Proof, InputErro
         ..job.clone()
     };
     let traced = traced_graph(&narrow, &job)?;
-    let pipeline = pipeline(ranks, job.strategy, &options(args, preset), &[]);
+    let pipeline = pipeline(ranks, job.strategy, &options(args, preset, &job), &[]);
     Ok(Proof::of(
         &pipeline.stages(traced)?,
         job.model.layers,
@@ -140,7 +140,7 @@ fn traced_blocks(
     job: &Job,
     machine: &Machine,
 ) -> Result<(Plan, u64), InputError> {
-    let options = options(args, preset);
+    let options = options(args, preset, job);
     let graph = traced_graph(preset, job)?;
     let keeping = options.clone().recompute(None).recompute_units([""; 0]);
     let keeping = pipeline(job.ranks, job.strategy, &keeping, &[]).run(graph.clone())?;
@@ -150,8 +150,9 @@ fn traced_blocks(
     Ok((Plan::new(&graph, machine, 0)?, without))
 }
 
-fn options(args: &PlanArgs, preset: &Preset) -> Options {
+fn options(args: &PlanArgs, preset: &Preset, job: &Job) -> Options {
     let options = Options::default().prefetch(args.prefetch > 0);
+    let options = options.precision(compute_types(job));
     match (args.activation_checkpointing, preset) {
         (CheckpointingArg::Full, Preset::Gpt(_)) => options.recompute_units(["blocks.*"]),
         (CheckpointingArg::Full, Preset::Llama(_)) => options.recompute_units(["layers.*"]),
@@ -187,7 +188,11 @@ fn step<M: Module>(
     let tokens = || Tensor::<2, Int>::zeros([1, 1], &Device::flex()).expand([job.batch, job.seq]);
     let optimizer = AdamWConfig::new().build();
     let batch = (tokens(), tokens());
-    let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
+    let config = TraceConfig {
+        precision: compute_types(job),
+        ..TraceConfig::default()
+    };
+    let graph = trace(init, loss, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)
 }
 
@@ -228,7 +233,7 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
         let longest = preset.seq();
         return Err(InputError::TooLongSequence { seq, longest });
     }
-    let precision = precision(args)?;
+    let precision = precision(args);
     if args.compile {
         check_compiled(args)?;
     }
@@ -253,14 +258,18 @@ fn job(args: &PlanArgs, preset: &Preset, name: &str) -> Result<Job, InputError> 
     })
 }
 
-fn precision(args: &PlanArgs) -> Result<Precision, InputError> {
+fn precision(args: &PlanArgs) -> Precision {
     match (args.precision, args.compile) {
-        (Some(PrecisionArg::Bf16), true) => Err(InputError::NotCompiled {
-            flag: "--precision bf16",
-            reason: "they are planned in the 32 bits of the model",
-        }),
-        (Some(PrecisionArg::F32), _) | (None, true) => Ok(Precision::F32),
-        (Some(PrecisionArg::Bf16), false) | (None, false) => Ok(Precision::Bf16),
+        (Some(PrecisionArg::F32), _) | (None, true) => Precision::F32,
+        (Some(PrecisionArg::Bf16), _) | (None, false) => Precision::Bf16,
+    }
+}
+
+/// Returns the types in which a compiled step of a job computes.
+fn compute_types(job: &Job) -> burn_fsdp::Precision {
+    match job.precision {
+        Precision::F32 => burn_fsdp::Precision::default(),
+        Precision::Bf16 => burn_fsdp::Precision::new(FloatDType::BF16),
     }
 }
 

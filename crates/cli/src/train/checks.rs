@@ -38,13 +38,6 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "they do not scale the loss; bf16 needs no scaling",
         ),
     ];
-    if training.memory_budget.is_some() && training.precision != Float::F32 {
-        return Err(InputError::Excludes {
-            first: "--memory-budget",
-            second: "--precision",
-            reason: "steps are planned in the 32 bits of the model",
-        });
-    }
     if training.activation_checkpointing && sharding.unit_size.is_some() {
         return Err(InputError::Excludes {
             first: "--activation-checkpointing",

@@ -110,7 +110,10 @@ fn traced<A: Architecture>(
     let tokens = || one().expand(shape);
     let init = move |device: &Device| whole(sizes, adapters, device, seed);
     let optimizer = config.optimizer.build();
-    let config = TraceConfig::default();
+    let config = TraceConfig {
+        precision: config.sharding.precision.clone(),
+        ..TraceConfig::default()
+    };
     let batch = (tokens(), tokens());
     let graph = trace(init, loss::<A::Model>, &optimizer, &batch, config)?;
     Ok(kernels().describe(graph)?)

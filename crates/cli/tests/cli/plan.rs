@@ -144,6 +144,14 @@ fn the_plan_of_all_blocks_is_proved() {
             run.stdout
         );
     }
+    let peak = |more: &str| {
+        let sizes = "--model gpt --preset 7b --seq 128 --compile";
+        planned(&format!("{sizes} {more}"))["peak"]
+            .as_u64()
+            .expect("a peak")
+    };
+    assert!(peak("--precision bf16") < peak("--precision f32"));
+    assert_eq!(peak(""), peak("--precision f32"));
     assert!(planned("--model gpt --preset 7b --compile")["proof"].is_null());
     refused_saying("--model gpt --preset 7b --certify", &["--compile"]);
 }
@@ -193,7 +201,6 @@ fn wrong_input_is_named() {
         ("--gpu-memory lots", &["lots", "80GiB"]),
         ("--machine abacus", &["abacus", "h100"]),
         ("--compile --offload", &["--offload", "--compile"]),
-        ("--compile --precision bf16", &["bf16", "32 bits"]),
         (
             "--compile --activation-checkpointing selective",
             &["--activation-checkpointing selective"],

@@ -4,13 +4,13 @@ use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::activation::gelu;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_plan::{BudgetError, Machine, MemoryPlan, TimePlan, fit};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
-use burn_fsdp_spmd::{Error, Mode, Strategy, compile, lower};
+use burn_fsdp_spmd::{Error, Mode, Precision, Strategy, compile, lower};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -61,22 +61,19 @@ impl Sizes {
         Tensor::<1>::from_floats(values.as_slice(), &Device::flex()).reshape([self.rows, self.dim])
     }
 
-    fn graph(&self) -> Graph {
+    fn graph(&self, options: &Options) -> Graph {
         let init = |device: &Device| self.init(device);
         let optimizer = AdamWConfig::new().build();
-        trace(
-            init,
-            loss,
-            &optimizer,
-            &self.batch(0),
-            TraceConfig::default(),
-        )
-        .unwrap()
+        let config = TraceConfig {
+            precision: options.precision.clone(),
+            ..TraceConfig::default()
+        };
+        trace(init, loss, &optimizer, &self.batch(0), config).unwrap()
     }
 }
 
 fn loss(net: &Net, x: Tensor<2>) -> Tensor<1> {
-    let mut x = x;
+    let mut x = x.cast(net.head.weight.val().dtype());
     for block in &net.blocks {
         let wide = gelu(block.up.forward(x.clone()));
         x = x + block.down.forward(wide.clone() * wide);
@@ -96,6 +93,10 @@ struct Case {
 impl Case {
     fn random(random: &mut StdRng, most_blocks: usize) -> Self {
         let options = Options::default().kernels(random.random_bool(0.5));
+        let options = match random.random_bool(0.3) {
+            true => options.precision(Precision::new(FloatDType::BF16)),
+            false => options,
+        };
         let place = match random.random_bool(0.5) {
             true => OptimizerPlace::InBackward,
             false => OptimizerPlace::AtEnd,
@@ -157,7 +158,7 @@ fn random_budgets_are_kept_or_refused_with_the_least() {
     let mut kept = 0;
     for number in 0..30 {
         let case = Case::random(&mut random, 9);
-        let graph = case.sizes.graph();
+        let graph = case.sizes.graph(&case.options);
         let (most, _) = case.cost(&graph, &case.options);
         let budget = (most as f64 * random.random_range(0.4..1.05)) as u64;
         match fit(&graph, &case.fake(), &case.options, budget) {
@@ -198,7 +199,7 @@ fn on_small_graphs_nothing_that_fits_is_faster() {
     let mut random = StdRng::seed_from_u64(11);
     for number in 0..12 {
         let case = Case::random(&mut random, 3);
-        let graph = case.sizes.graph();
+        let graph = case.sizes.graph(&case.options);
         let mut names: Vec<String> = (0..case.sizes.wide.len())
             .map(|block| format!("blocks.{block}"))
             .collect();
@@ -230,4 +231,23 @@ fn on_small_graphs_nothing_that_fits_is_faster() {
         let error = fit(&graph, &case.fake(), &case.options, least - 1).unwrap_err();
         assert!(error.to_string().contains(&least.to_string()), "{error}");
     }
+}
+
+#[test]
+fn a_graph_of_other_types_than_those_that_compute_is_refused() {
+    let mut random = StdRng::seed_from_u64(3);
+    let sizes = Sizes::random(&mut random, 2);
+    let full = Options::default();
+    let half = Options::default().precision(Precision::new(FloatDType::BF16));
+    let mode = || Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard);
+    let of_half = mode().options(half.clone());
+    let error = fit(&sizes.graph(&full), &of_half, &half, u64::MAX).unwrap_err();
+    assert!(
+        error.to_string().contains("TraceConfig::precision"),
+        "{error}"
+    );
+    assert!(fit(&sizes.graph(&half), &of_half, &half, u64::MAX).is_ok());
+    // Casts that the model makes itself are its own.
+    let of_full = mode().options(full.clone());
+    assert!(fit(&sizes.graph(&half), &of_full, &full, u64::MAX).is_ok());
 }

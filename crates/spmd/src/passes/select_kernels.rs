@@ -12,8 +12,8 @@ use crate::graph::{Graph, Node};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that takes kernels for matrix products, for sums of halves (`bf16`) along a dim, and for casts to halves and back,
-/// each of the same function.
+/// The pass that takes kernels for matrix products, for sums of halves (`bf16`) along any dim but the last, and for casts to
+/// halves and back, each of the same function.
 ///
 /// ```text
 /// before                                 after
@@ -24,8 +24,8 @@ use crate::transform::GraphTransform;
 /// written; and goes over halves one by one. Results have the same bits, but for products of halves: their factors are not
 /// converted to 32 bits first, so that the sums, of 32 bits in both, are of another order.
 ///
-/// It comes when collectives are placed: what places them knows Burn's operations. What a kernel computes alone is known
-/// to types, plans and proofs as the operation that it replaces.
+/// It comes when collectives are placed: what places them knows Burn's operations. To types, such a kernel
+/// is the [operation that it replaces](crate::plain).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SelectKernels;
 

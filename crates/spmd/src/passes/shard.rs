@@ -103,6 +103,32 @@ fn cast_of(node: &Node) -> Option<&CastOpIr> {
     }
 }
 
+/// Puts casts that make gradients right behind what they cast. Autodiff makes them at the end of backward, until when every
+/// gradient would be whole.
+fn widened_early(nodes: Vec<Node>, gradients: &BTreeMap<TensorId, Vec<usize>>) -> Vec<Node> {
+    let mut waiting: BTreeMap<TensorId, Vec<Node>> = BTreeMap::new();
+    let written: BTreeSet<TensorId> = nodes.iter().flat_map(Node::outputs).collect();
+    let mut rest = Vec::with_capacity(nodes.len());
+    for node in nodes {
+        let cast = cast_of(&node).filter(|_| node.phase == Phase::Backward);
+        let made = cast.filter(|cast| gradients.contains_key(&cast.out.id));
+        match made.map(|cast| cast.input.id) {
+            Some(input) if written.contains(&input) => {
+                waiting.entry(input).or_default().push(node);
+            }
+            _ => rest.push(node),
+        }
+    }
+    let mut scheduled = Vec::with_capacity(rest.len());
+    for node in rest {
+        let outputs: Vec<TensorId> = node.outputs().collect();
+        scheduled.push(node);
+        let casts = outputs.iter().filter_map(|output| waiting.remove(output));
+        scheduled.extend(casts.flatten());
+    }
+    scheduled
+}
+
 struct Insertion<'a> {
     pass: &'a InsertCollectives,
     graph: Graph,
@@ -325,6 +351,7 @@ impl Insertion<'_> {
                 owners.entry(gradient).or_default().push(index);
             }
         }
+        let nodes = widened_early(nodes, &owners);
         let others = nodes.iter().filter(|node| node.phase != Phase::Optimizer);
         let read: BTreeSet<TensorId> = others.flat_map(Node::inputs).collect();
         let mut scheduled: Vec<Node> = Vec::with_capacity(nodes.len() * 2);

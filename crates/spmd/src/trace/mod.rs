@@ -38,21 +38,25 @@ use capture::{Tape, float_id, record_with};
 use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 
 /// The optimizer's step that is traced.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct TraceConfig {
     /// Step of the optimizer with which the graph ends.
     pub step: OptimizerStep,
     /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
     /// uses the same operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
+    /// Types in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
+    /// graph is lowered. Gradients travel as those say, not as this does.
+    pub precision: Precision,
 }
 
 impl Default for TraceConfig {
-    /// Returns a later step at learning rate 0.001.
+    /// Returns a later step at learning rate 0.001, in the types of the module.
     fn default() -> Self {
         Self {
             step: OptimizerStep::Next,
             learning_rate: 1e-3,
+            precision: Precision::default(),
         }
     }
 }
@@ -84,7 +88,11 @@ where
     O: Optimizer,
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
-    trace_joined(init, loss, (batch, &joined), &Types::default(), |leaves| {
+    let types = Types {
+        defaults: None,
+        precision: config.precision,
+    };
+    trace_joined(init, loss, (batch, &joined), &types, |leaves| {
         let trained = leaves.iter().filter(|leaf| leaf.is_trained);
         let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
         let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;

@@ -513,7 +513,7 @@ fn the_verifier_names_the_rule_and_the_node_at_fault() {
     let (rule, at) = fault(|nodes| {
         let matmul = nodes
             .iter()
-            .position(|node| node.name() == "Float.Matmul")
+            .position(|node| node.name() == "Custom.models.matmul")
             .unwrap();
         nodes.remove(matmul);
     });
@@ -525,12 +525,12 @@ fn the_verifier_names_the_rule_and_the_node_at_fault() {
     let (rule, at) = fault(|nodes| {
         let matmul = nodes
             .iter()
-            .position(|node| node.name() == "Float.Matmul")
+            .position(|node| node.name() == "Custom.models.matmul")
             .unwrap();
         nodes.insert(matmul, nodes[matmul].clone());
     });
     assert!(
-        rule.contains("written once") && at.starts_with("Float.Matmul"),
+        rule.contains("written once") && at.starts_with("Custom.models.matmul"),
         "{rule} {at}"
     );
     // A value dropped before its last reader.

@@ -22,7 +22,8 @@ use pattern::Patterns;
 
 /// The pass that recognises attention, softmax, its logarithm, layer norms and GELU in any graph, forward and backward,
 /// and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
-/// become one product each. ///
+/// become one product each.
+///
 /// ```text
 /// before                                      after
 /// %111 = NumericFloat.MaxDim(%110)            %115 = models.softmax(%110)
@@ -34,7 +35,7 @@ use pattern::Patterns;
 ///
 /// A function is replaced with its gradient or not at all: the operations of both must be those that Burn composes,
 /// and no other may read what is between them. Values are those of the operations that are replaced, to about 1e-7 of the largest
-/// of a row: sums are taken in another order, and `exp` and `erf` are of the kernels' own. Of a layer norm the rows must
+/// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in another order, and `exp` and `erf` are of the kernels' own. Of a layer norm the rows must
 /// lie along two dims at least, as in `[batch, time, width]`; others stay as they are.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;

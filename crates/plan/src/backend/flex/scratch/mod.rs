@@ -36,13 +36,14 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
     }
 }
 
-/// Returns the bytes of a kernel that are not in its profile, as they depend on the order of its operands. What a product of
-/// halves copies stays with its thread.
+/// Returns the bytes of a kernel that are not in its profile, as they depend on the order of its operands.
 fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match plain(operation) {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
             product(false, operands).map_or(0, |product| product.packed_bytes(size_of::<f32>()))
         }
+        Some(OperationIr::NumericFloat(_, N::SumDim(op))) => copied(operands.first(), &op.input),
+        Some(OperationIr::BaseFloat(Base::Cast(op))) => copied(operands.first(), &op.input),
         _ => 0,
     }
 }
