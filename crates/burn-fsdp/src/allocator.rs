@@ -7,13 +7,13 @@
 /// so from now on; false where it has no such setting, as everywhere but with glibc on Linux. Programs that bring an
 /// allocator of their own (`#[global_allocator]`) do not need it.
 ///
-/// All threads share one heap then, in which tensors of any size fit.
+/// Blocks above 64 MiB go back all the same where a thread other than the main one allocates them.
 ///
 /// It is for programs that train on the CPU, before they allocate much; the command does it. The process then holds
 /// what its largest moment took, and somewhat more: the gaps between tensors.
 ///
-/// What the user has set by the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `MALLOC_TOP_PAD_`,
-/// `MALLOC_ARENA_MAX` or `GLIBC_TUNABLES` is left alone.
+/// What the user has set by the variables `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `MALLOC_TOP_PAD_` or
+/// `GLIBC_TUNABLES` is left alone.
 ///
 /// ```
 /// burn_fsdp::allocator::keep_freed_memory();
@@ -23,7 +23,6 @@ pub fn keep_freed_memory() -> bool {
         "MALLOC_TRIM_THRESHOLD_",
         "MALLOC_MMAP_THRESHOLD_",
         "MALLOC_TOP_PAD_",
-        "MALLOC_ARENA_MAX",
         "GLIBC_TUNABLES",
     ];
     match names.iter().any(|name| std::env::var_os(name).is_some()) {
@@ -50,10 +49,7 @@ fn keep() -> bool {
     };
     let on_heap = set(libc::M_MMAP_THRESHOLD, MOST) || set(libc::M_MMAP_THRESHOLD, MOST_OF_OLD);
     let grows = set(libc::M_TOP_PAD, GROWTH);
-    // Other arenas than the first are heaps of 64 MiB, at whose ends tensors leave gaps, and larger tensors go back to the
-    // system. Small blocks come from a cache of their thread, whatever the arena.
-    let is_one = set(libc::M_ARENA_MAX, 1);
-    set(libc::M_TRIM_THRESHOLD, MOST) && on_heap && grows && is_one
+    set(libc::M_TRIM_THRESHOLD, MOST) && on_heap && grows
 }
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
