@@ -10,6 +10,7 @@ pub mod verify;
 
 mod accumulate;
 mod bucket;
+mod casts;
 mod clip;
 mod cse;
 mod dead_code;
