@@ -12,8 +12,8 @@ use crate::vectors::{Kernel, vectorized};
 /// Elements that a thread converts at a time.
 const CHUNK: usize = 1 << 14;
 
-/// Returns true for the types that the kernels take.
-pub(crate) fn is_known(dtype: DType) -> bool {
+/// Returns true for the types of floats that the kernels take: of 32 bits, and `bf16`.
+pub fn takes(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16)
 }
 

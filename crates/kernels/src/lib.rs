@@ -52,6 +52,7 @@ mod sum;
 mod tests;
 mod vectors;
 
+pub use halves::takes;
 pub use operation::{FusedCost, FusedOperation};
 pub use ops::{causal_attention, cross_entropy, gelu, layer_norm};
 pub use pointwise::{PointwiseOperand, PointwiseOperation, PointwiseProgram};

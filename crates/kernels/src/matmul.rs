@@ -18,23 +18,28 @@ use crate::product::{Factor, Matrix, products};
 ///
 /// As Burn's: if the types differ, or the sizes do not match.
 pub(crate) fn matmul(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
-    let is_forward = [&lhs, &rhs].map(|tensor| tensor.layout().has_positive_strides());
+    let is_forward = |tensor: &FlexTensor| tensor.layout().has_positive_strides();
     match (lhs.dtype(), rhs.dtype()) {
+        (DType::F32, DType::F32) if is_forward(&lhs) && is_forward(&rhs) => {
+            of_type::<f32>(&lhs, &rhs)
+        }
+        (DType::BF16, DType::BF16) => {
+            let [lhs, rhs] = [lhs, rhs].map(|tensor| match is_forward(&tensor) {
+                true => tensor,
+                false => tensor.to_contiguous(),
+            });
+            of_type::<bf16>(&lhs, &rhs)
+        }
         // What is flipped Burn multiplies in another order.
-        (DType::F32, DType::F32) if is_forward == [true; 2] => of_type::<f32>(lhs, rhs),
-        (DType::BF16, DType::BF16) => of_type::<bf16>(lhs, rhs),
         _ => Flex::float_matmul(lhs, rhs),
     }
 }
 
-fn of_type<T: Factor>(lhs: FlexTensor, rhs: FlexTensor) -> FlexTensor {
-    let [lhs, rhs] = [lhs, rhs].map(|tensor| match tensor.layout().has_positive_strides() {
-        true => tensor,
-        false => tensor.to_contiguous(),
-    });
-    let (left, right) = (Batch::<T>::of(&lhs), Batch::of(&rhs));
+/// Returns the product of tensors without negative strides.
+fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
+    let (left, right) = (Batch::<T>::of(lhs), Batch::of(rhs));
     assert_eq!(left.width, right.height, "the inner sizes must be equal");
-    let shape = shape_of(&lhs, &rhs);
+    let shape = shape_of(lhs, rhs);
     let batch = &shape.as_slice()[..shape.num_dims() - 2];
     let num_products = batch.iter().product();
     let elements = products(num_products, [left.height, right.width], |index| {

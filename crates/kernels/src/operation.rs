@@ -284,9 +284,7 @@ impl FusedOperation {
             scratch_bytes: (parallel * sizes.scratch_bytes(is_backward)) as u64,
         }
     }
-}
 
-impl FusedOperation {
     /// Returns the bytes that an operation on rows allocates and frees, at most.
     fn scratch_of_rows(self, call: &CustomOpIr) -> u64 {
         let has_beside = match self {

@@ -9,7 +9,7 @@ use burn::tensor::{Int, Tensor};
 use burn_capture::CaptureBackend;
 
 use crate::backend::Kernels;
-use crate::halves::is_known;
+use crate::halves::takes;
 
 thread_local! {
     static IS_RECORDED: Cell<bool> = const { Cell::new(false) };
@@ -57,7 +57,7 @@ pub fn supports<const D: usize>(tensor: &Tensor<D>) -> bool {
         #[allow(unreachable_patterns)]
         _ => false,
     };
-    has_kernels && is_known(tensor.dtype())
+    has_kernels && takes(tensor.dtype())
 }
 
 /// Runs [`crate::gelu`](fn@crate::gelu) on the backend of its tensors, which must have the kernels.

@@ -3,7 +3,7 @@
 use std::any::Any;
 
 use burn::backend::Flex;
-use burn_fsdp_kernels::{FusedCost, FusedOperation};
+use burn_fsdp_kernels::{FusedCost, FusedOperation, takes};
 use burn_ir::{
     BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,
     NumericOperationIr, OperationIr, ReduceDimOpIr, ScalarIr, TensorIr,
@@ -37,6 +37,14 @@ pub(crate) fn kernels_of<B: BackendIr>() -> CustomOperations<B> {
 /// Returns true if a backend has the kernels.
 pub(crate) fn has_kernels<B: BackendIr>() -> bool {
     std::any::TypeId::of::<B>() == std::any::TypeId::of::<Flex>()
+}
+
+/// Returns true for tensors of one type, which the kernels take.
+pub(crate) fn are_alike<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
+    let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
+    types
+        .next()
+        .is_none_or(|first| takes(first) && types.all(|other| other == first))
 }
 
 /// Creates the node of a kernel, from inputs to outputs.

@@ -49,7 +49,8 @@ pub enum PointwiseOperand {
 
 macro_rules! operations {
     ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
-        /// An operation of a program, on 32-bit floats, or on halves, to which every result and number is rounded. Each is Burn's on its CPU backend, to the bit.
+        /// An operation of a program, on 32-bit floats, or on halves, to which every result and number is rounded. Each is
+        /// Burn's on its CPU backend, to the bit.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
         pub enum PointwiseOperation { $($(#[$doc])* $name),+ }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use burn::tensor::{DType, TensorData, bf16};
 use burn_flex::FlexTensor;
-use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_kernels::{FusedOperation, takes};
 use burn_ir::{CustomOpIr, OperationIr, ScalarIr, TensorIr};
 
 use super::composed::{KernelCall, Logarithms};
@@ -117,7 +117,7 @@ fn compare(kernel: FusedOperation, call: &CustomOpIr) -> Result<(), String> {
     if call
         .inputs
         .iter()
-        .any(|input| input.dtype.is_float() && !matches!(input.dtype, DType::F32 | DType::BF16))
+        .any(|input| input.dtype.is_float() && !takes(input.dtype))
     {
         return Ok(());
     }

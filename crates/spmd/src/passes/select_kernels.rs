@@ -1,7 +1,7 @@
 //! The pass that takes kernels for single operations of Burn.
 
 use burn::tensor::DType;
-use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_kernels::{FusedOperation, takes};
 use burn_ir::{
     BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorIr,
 };
@@ -63,7 +63,7 @@ fn kernel_for(node: &Node) -> Option<Call> {
         return None;
     }
     match &node.operation {
-        OperationIr::Float(DType::F32 | DType::BF16, FloatOperationIr::Matmul(op)) => {
+        OperationIr::Float(dtype, FloatOperationIr::Matmul(op)) if takes(*dtype) => {
             let inputs = vec![op.lhs.clone(), op.rhs.clone()];
             Some((FusedOperation::Matmul, inputs, op.out.clone(), Vec::new()))
         }

@@ -15,7 +15,7 @@ use burn_ir::{ActivationOperationIr, OperationIr, ScalarIr, TensorIr};
 use super::dead_code::DeadCode;
 use crate::error::Error;
 use crate::graph::{Graph, Node};
-use crate::kernels::fused_node;
+use crate::kernels::{are_alike, fused_node};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
@@ -35,8 +35,8 @@ use pattern::Patterns;
 ///
 /// A function is replaced with its gradient or not at all: the operations of both must be those that Burn composes,
 /// and no other may read what is between them. Values are those of the operations that are replaced, to about 1e-7 of the largest
-/// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in another order, and `exp` and `erf` are of the kernels' own. Of a layer norm the rows must
-/// lie along two dims at least, as in `[batch, time, width]`; others stay as they are.
+/// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in
+/// another order, and `exp` and `erf` are of the kernels' own. Of a layer norm the rows must lie along two dims at least, as in `[batch, time, width]`; others stay as they are.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;
 
@@ -93,7 +93,7 @@ fn use_gelu(node: &mut Node) {
         _ => return,
     };
     let out = out.clone();
-    if pattern::is_known(inputs.iter().chain([&out])) {
+    if are_alike(inputs.iter().chain([&out])) {
         put(node, operation, inputs, out, Vec::new());
     }
 }

@@ -11,7 +11,7 @@ use burn_ir::{
 
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase, Role, Trait, is};
-use crate::kernels::fused_node;
+use crate::kernels::{are_alike, fused_node};
 
 /// An operation on 32-bit floats, or on halves, that patterns are made of, without its operands.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -254,7 +254,7 @@ impl Patterns {
 fn fill_of(node: &Node) -> Option<Kind> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
-            if is_known([&op.tensor, &op.out]) && matches!(op.mask.dtype, DType::Bool(_)) =>
+            if are_alike([&op.tensor, &op.out]) && matches!(op.mask.dtype, DType::Bool(_)) =>
         {
             Some(Kind::MaskFill(op.value.elem::<f64>()))
         }
@@ -262,18 +262,11 @@ fn fill_of(node: &Node) -> Option<Kind> {
     }
 }
 
-/// Returns true for tensors of one of the types that the kernels take.
-pub(super) fn is_known<'a>(tensors: impl IntoIterator<Item = &'a TensorIr>) -> bool {
-    let mut types = tensors.into_iter().map(|tensor| tensor.dtype);
-    let first = types.next().unwrap_or(DType::F32);
-    matches!(first, DType::F32 | DType::BF16) && types.all(|other| other == first)
-}
-
 fn kind_of(node: &Node) -> Option<Kind> {
     if !node.scalars.is_empty() {
         return None;
     }
-    if !is_known(node.operation.nodes()) {
+    if !are_alike(node.operation.nodes()) {
         return fill_of(node);
     }
     let number = |scalar: &ScalarIr| scalar.elem::<f64>();

@@ -9,7 +9,7 @@ use burn_ir::{
 };
 
 use crate::graph::Node;
-use burn::tensor::DType;
+use crate::kernels::are_alike;
 
 /// A pointwise operation on 32-bit floats, or on halves.
 pub(super) struct Form<'a> {
@@ -43,9 +43,7 @@ impl<'a> Form<'a> {
         // A power that changes may become one of those that Burn computes by other means.
         let is_known =
             !changes || matches!(form.second, Second::Number(_)) && form.operation != Step::Powf;
-        let dtype = form.out.dtype;
-        let is_known = is_known && matches!(dtype, DType::F32 | DType::BF16);
-        (is_known && form.inputs().all(|input| input.dtype == dtype)).then_some(form)
+        (is_known && are_alike(form.inputs().chain([form.out]))).then_some(form)
     }
 
     /// Returns the tensors that it reads.
