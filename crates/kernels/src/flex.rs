@@ -4,7 +4,7 @@ use burn::backend::Flex;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
-use crate::{attention, cross_entropy, gelu, layer_norm};
+use crate::{attention, cross_entropy, gelu, norm};
 
 impl Kernels for Flex {
     fn gelu_kernel(x: FlexTensor) -> FlexTensor {
@@ -21,7 +21,7 @@ impl Kernels for Flex {
         beta: FlexTensor,
         epsilon: f32,
     ) -> FlexTensor {
-        layer_norm::forward(x, gamma, beta, epsilon)
+        norm::forward(x, gamma, beta, epsilon)
     }
 
     fn layer_norm_gradients(
@@ -30,7 +30,7 @@ impl Kernels for Flex {
         grad: FlexTensor,
         epsilon: f32,
     ) -> [FlexTensor; 3] {
-        layer_norm::backward(x, gamma, grad, epsilon)
+        norm::backward(x, gamma, grad, epsilon)
     }
 
     fn causal_attention_kernel(qkv: FlexTensor, batch: usize, heads: usize) -> FlexTensor {

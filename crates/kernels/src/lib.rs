@@ -38,8 +38,9 @@ mod exp;
 mod flex;
 mod gelu;
 mod halves;
-mod layer_norm;
 mod matmul;
+mod matrix;
+mod norm;
 mod operation;
 mod ops;
 mod pointwise;
@@ -50,6 +51,8 @@ mod softmax;
 mod sum;
 #[cfg(test)]
 mod tests;
+mod threads;
+mod turned;
 mod vectors;
 
 pub use halves::takes;

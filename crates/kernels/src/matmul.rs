@@ -10,7 +10,8 @@ use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{Bytes, DType, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
 
-use crate::product::{Factor, Matrix, products};
+use crate::matrix::Matrix;
+use crate::product::{Factor, products};
 
 /// Returns the product of the last two dims of tensors, whose other dims are broadcast.
 ///
@@ -190,6 +191,11 @@ mod tests {
                 (&[2, 3, 5, 7], &[3, 7, 4]),
                 (&[4, 0], &[0, 3]),
                 (&[3, 40, 30], &[30, 20]),
+                // Columns of a transposed factor that share sets of a cache.
+                (&[130, 256], &[256, 200]),
+                (&[200, 768], &[768, 129]),
+                (&[128, 4096], &[4096, 383]),
+                (&[3, 150, 512], &[3, 512, 47]),
             ] {
                 let (lhs, rhs) = (floats(lhs, 1), floats(rhs, 2));
                 let expected = Flex::float_matmul(lhs.clone(), rhs.clone());
@@ -198,7 +204,12 @@ mod tests {
                 let turned = floats(lhs.transpose(rank - 2, rank - 1).layout().shape(), 3);
                 let turned = turned.transpose(rank - 2, rank - 1);
                 let expected = Flex::float_matmul(turned.clone(), rhs.clone());
-                assert_eq!(bits(matmul(turned, rhs)), bits(expected));
+                assert_eq!(bits(matmul(turned, rhs.clone())), bits(expected));
+                let rank = rhs.layout().num_dims();
+                let turned = floats(rhs.transpose(rank - 2, rank - 1).layout().shape(), 4);
+                let turned = turned.transpose(rank - 2, rank - 1);
+                let expected = Flex::float_matmul(lhs.clone(), turned.clone());
+                assert_eq!(bits(matmul(lhs, turned)), bits(expected));
             }
         });
     }

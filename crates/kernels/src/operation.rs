@@ -8,7 +8,7 @@ use crate::attention::{Fill, Sizes};
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};
-use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, product, rows, sum};
+use crate::{attention, cross_entropy, gelu, halves, matmul, norm, product, rows, sum};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
@@ -22,6 +22,8 @@ use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, product,
 /// | `models.gelu_backward` | x, gradient of y | gradient of x | |
 /// | `models.layer_norm` | x, gamma, beta | y | epsilon |
 /// | `models.layer_norm_backward` | x, gamma, gradient of y | gradients of x, gamma, beta | epsilon |
+/// | `models.rms_norm` | x, gamma | y | epsilon |
+/// | `models.rms_norm_backward` | x, gamma, gradient of y | gradients of x, gamma | epsilon |
 /// | `models.causal_attention` | qkv | y | batch, heads |
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
 /// | `models.attention` | queries, keys, values, masks | values, mixed | factor on the scores, number for each mask |
@@ -40,7 +42,7 @@ use crate::{attention, cross_entropy, gelu, halves, layer_norm, matmul, product,
 /// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
 /// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number.
 ///
-/// GELU, layer norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
+/// GELU, both norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
     /// `x` times the probability that a normal variable is smaller.
@@ -51,6 +53,10 @@ pub enum FusedOperation {
     LayerNorm,
     /// The gradients of [`LayerNorm`](Self::LayerNorm).
     LayerNormBackward,
+    /// Rows over the root of their mean square, scaled.
+    RmsNorm,
+    /// The gradients of [`RmsNorm`](Self::RmsNorm).
+    RmsNormBackward,
     /// Attention of every position to those before it and itself.
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
@@ -94,11 +100,13 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::Gelu,
         Self::GeluBackward,
         Self::LayerNorm,
         Self::LayerNormBackward,
+        Self::RmsNorm,
+        Self::RmsNormBackward,
         Self::CausalAttention,
         Self::CausalAttentionBackward,
         Self::Attention,
@@ -122,6 +130,8 @@ impl FusedOperation {
             Self::GeluBackward => "models.gelu_backward",
             Self::LayerNorm => "models.layer_norm",
             Self::LayerNormBackward => "models.layer_norm_backward",
+            Self::RmsNorm => "models.rms_norm",
+            Self::RmsNormBackward => "models.rms_norm_backward",
             Self::CausalAttention => "models.causal_attention",
             Self::CausalAttentionBackward => "models.causal_attention_backward",
             Self::Attention => "models.attention",
@@ -164,9 +174,11 @@ impl FusedOperation {
         match self {
             Self::Gelu => vec![gelu::forward(next())],
             Self::GeluBackward => vec![gelu::backward(next(), next())],
-            Self::LayerNorm => vec![layer_norm::forward(next(), next(), next(), epsilon())],
-            Self::LayerNormBackward => {
-                layer_norm::backward(next(), next(), next(), epsilon()).into()
+            Self::LayerNorm => vec![norm::forward(next(), next(), next(), epsilon())],
+            Self::LayerNormBackward => norm::backward(next(), next(), next(), epsilon()).into(),
+            Self::RmsNorm => vec![norm::root_mean_square(next(), next(), epsilon())],
+            Self::RmsNormBackward => {
+                norm::root_mean_square_gradients(next(), next(), next(), epsilon()).into()
             }
             Self::CausalAttention => vec![attention::causal(next(), size(0), size(1))],
             Self::CausalAttentionBackward => {
@@ -211,12 +223,13 @@ impl FusedOperation {
             | Self::Cast => None,
             Self::Gelu
             | Self::LayerNorm
+            | Self::RmsNorm
             | Self::CrossEntropy
             | Self::CrossEntropyBackward
             | Self::Softmax
             | Self::LogSoftmax => Some(0),
             Self::GeluBackward | Self::SoftmaxBackward | Self::LogSoftmaxBackward => Some(1),
-            Self::LayerNormBackward => Some(2),
+            Self::LayerNormBackward | Self::RmsNormBackward => Some(2),
         }
     }
 
@@ -225,7 +238,7 @@ impl FusedOperation {
     pub fn is_cheap(self) -> bool {
         matches!(
             self,
-            Self::Gelu | Self::LayerNorm | Self::Cast | Self::Pointwise
+            Self::Gelu | Self::LayerNorm | Self::RmsNorm | Self::Cast | Self::Pointwise
         )
     }
 
@@ -290,12 +303,14 @@ impl FusedOperation {
         let has_beside = match self {
             Self::Gelu
             | Self::LayerNorm
+            | Self::RmsNorm
             | Self::CrossEntropy
             | Self::CrossEntropyBackward
             | Self::Softmax
             | Self::LogSoftmax => false,
             Self::GeluBackward
             | Self::LayerNormBackward
+            | Self::RmsNormBackward
             | Self::SoftmaxBackward
             | Self::LogSoftmaxBackward => true,
             _ => return 0,

@@ -11,6 +11,10 @@ use burn::tensor::{DType, Element, bf16};
 use bytemuck::Pod;
 use rayon::prelude::*;
 
+use crate::matrix::Matrix;
+use crate::threads::Threads;
+use crate::turned;
+
 /// Rows of a product of halves that are not divided among threads.
 const ROWS: usize = 32;
 
@@ -19,25 +23,6 @@ const LARGE: usize = 192 * 192 * 192;
 
 /// Multiplications from which on a batch of products is.
 const LARGE_BATCH: usize = 128 * 128 * 128;
-
-/// A matrix in memory, from its first element on.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix<'a, T> {
-    elements: &'a [T],
-    rows: usize,
-    columns: usize,
-    /// Distances between rows, and between columns.
-    strides: [usize; 2],
-}
-
-/// Whether a product is divided among threads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Threads {
-    /// It is computed by the calling thread.
-    One,
-    /// It is divided among those of the calling thread's pool, if the library does so.
-    Pool,
-}
 
 /// The types of which there are products.
 pub(crate) trait Factor: Element + Pod + Send + Sync {
@@ -48,39 +33,6 @@ pub(crate) trait Factor: Element + Pod + Send + Sync {
     /// `out` must be valid for writes of the rows of `lhs` times the columns of `rhs`, in order. The
     /// matrices must be as large as they say, the columns of `lhs` as many as the rows of `rhs`, and at least one.
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads);
-}
-
-impl<'a, T> Matrix<'a, T> {
-    /// # Panics
-    ///
-    /// If there are fewer elements.
-    pub(crate) fn new(elements: &'a [T], [rows, columns]: [usize; 2], strides: [usize; 2]) -> Self {
-        if rows > 0 && columns > 0 {
-            let [along_rows, along_columns] =
-                [(rows - 1, strides[0]), (columns - 1, strides[1])].map(|(a, b)| a.checked_mul(b));
-            let last = along_rows.zip(along_columns);
-            let last = last.and_then(|(rows, columns)| rows.checked_add(columns));
-            let is_inside = last.is_some_and(|last| last < elements.len());
-            assert!(is_inside, "a matrix ends behind its elements");
-        }
-        Self {
-            elements,
-            rows,
-            columns,
-            strides,
-        }
-    }
-
-    /// Returns some of the rows.
-    fn part(self, first: usize, rows: usize) -> Self {
-        let elements = &self.elements[first * self.strides[0]..];
-        Self::new(elements, [rows, self.columns], self.strides)
-    }
-
-    /// Returns the distances between rows, and between columns.
-    fn signed(self) -> [isize; 2] {
-        self.strides.map(|stride| stride as isize)
-    }
 }
 
 /// Returns products, each of these sizes, one after the other. `factors` returns the two matrices of each.
@@ -196,35 +148,61 @@ fn multiply<T: Factor>(
 
 impl Factor for f32 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads) {
-        let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
-        let parallelism = match by {
-            Threads::One => gemm::Parallelism::None,
-            Threads::Pool => gemm::Parallelism::Rayon(0),
-        };
-        // SAFETY: the caller's; `out` is not read, as the flag in front of `lhs` says.
-        unsafe {
-            gemm::gemm(
-                lhs.rows,
-                rhs.columns,
-                lhs.columns,
-                out,
-                1,
-                rhs.columns as isize,
-                false,
-                lhs.elements.as_ptr(),
-                lhs_columns,
-                lhs_rows,
-                rhs.elements.as_ptr(),
-                rhs_columns,
-                rhs_rows,
-                0.0,
-                1.0,
-                false,
-                false,
-                false,
-                parallelism,
-            );
+        let width = rhs.columns;
+        if !turned::is_slow_to_read(lhs.rows, rhs.strides, size_of::<Self>()) {
+            // SAFETY: the caller's.
+            return unsafe { multiply_floats(lhs, rhs, out, width, by) };
         }
+        let mut copy = Vec::new();
+        for strip in turned::strips(width) {
+            let part = rhs.of_columns(strip.clone());
+            let part = turned::copy_in_order(part, &mut copy, by);
+            // SAFETY: the strips are parts of the rows that the caller vouches for.
+            unsafe { multiply_floats(lhs, part, out.add(strip.start), width, by) };
+        }
+    }
+}
+
+/// Calls the library of 32-bit floats.
+///
+/// # Safety
+///
+/// As of [`Factor::multiply`], but that the rows of `out` begin that many elements after one another.
+unsafe fn multiply_floats(
+    lhs: Matrix<'_, f32>,
+    rhs: Matrix<'_, f32>,
+    out: *mut f32,
+    row_stride: usize,
+    by: Threads,
+) {
+    let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
+    let parallelism = match by {
+        Threads::One => gemm::Parallelism::None,
+        Threads::Pool => gemm::Parallelism::Rayon(0),
+    };
+    // SAFETY: the caller's; `out` is not read, as the flag in front of `lhs` says.
+    unsafe {
+        gemm::gemm(
+            lhs.rows,
+            rhs.columns,
+            lhs.columns,
+            out,
+            1,
+            row_stride as isize,
+            false,
+            lhs.elements.as_ptr(),
+            lhs_columns,
+            lhs_rows,
+            rhs.elements.as_ptr(),
+            rhs_columns,
+            rhs_rows,
+            0.0,
+            1.0,
+            false,
+            false,
+            false,
+            parallelism,
+        );
     }
 }
 

@@ -170,7 +170,7 @@ impl<B: Kernels, C: CheckpointStrategy> FusedOps for Autodiff<B, C> {
         beta: FloatTensor<Self>,
         epsilon: f32,
     ) -> FloatTensor<Self> {
-        crate::layer_norm::tracked::<B, C>(x, gamma, beta, epsilon)
+        crate::norm::tracked::<B, C>(x, gamma, beta, epsilon)
     }
 
     fn fused_causal_attention(

@@ -1,6 +1,6 @@
 //! The fused operations against the composed ones, values and gradients.
 
-use burn::nn::{LayerNorm, LayerNormConfig};
+use burn::nn::{LayerNorm, LayerNormConfig, RmsNormConfig};
 use burn::tensor::activation;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use burn_flex::FlexTensor;
@@ -105,6 +105,51 @@ fn parameter_gradients(norm: &LayerNorm, output: Tensor<2>) -> [Tensor<1>; 2] {
     let grads = (output * weights).sum().backward();
     let beta = norm.beta.as_ref().expect("the norm has a beta");
     [&norm.gamma, beta].map(|param| param.val().grad(&grads).expect("parameters have gradients"))
+}
+
+#[test]
+fn rms_norm_is_burns() {
+    let device = Device::flex().autodiff();
+    for shape in [[70, 19], [1, 1], [5, 64], [3, 1000]] {
+        for special in [None, Some(f32::NAN), Some(f32::INFINITY), Some(1e-30)] {
+            let mut burns = RmsNormConfig::new(shape[1])
+                .with_epsilon(EPSILON)
+                .init(&device);
+            burns.gamma = burns.gamma.map(|_| random([shape[1]], &device));
+            let mut x = random(shape, &device);
+            if let Some(special) = special {
+                let mut values = values(x);
+                values[0] = special;
+                x = Tensor::from_data(TensorData::new(values, shape), &device).require_grad();
+            }
+            let weights: Tensor<2> = random(shape, &device).detach();
+            let composed = burns.forward(x.clone());
+            let grads = (composed.clone() * weights.clone()).sum().backward();
+            let gamma = burns.gamma.val();
+            let expected = [
+                composed.into_data(),
+                x.grad(&grads).expect("x has a gradient").into_data(),
+                gamma
+                    .grad(&grads)
+                    .expect("gamma has a gradient")
+                    .into_data(),
+            ];
+            let inputs = [x.into_data(), gamma.into_data(), weights.into_data()];
+            let inputs = inputs.map(FlexTensor::from_data).to_vec();
+            let results = |operation: FusedOperation, inputs: &[FlexTensor]| {
+                let call = call(operation, inputs, vec![ScalarIr::Float(EPSILON)]);
+                operation.run(&call, inputs.to_vec())
+            };
+            let mut found = results(FusedOperation::RmsNorm, &inputs[..2]);
+            found.extend(results(FusedOperation::RmsNormBackward, &inputs));
+            for (found, expected) in found.into_iter().zip(expected) {
+                let [found, expected] = [found.into_data(), expected]
+                    .map(|data| data.try_to_vec::<f32>().expect("32-bit floats"));
+                let what = format!("{shape:?} with {special:?}");
+                assert_near(&what, &found, &expected, 1e-5);
+            }
+        }
+    }
 }
 
 #[test]

@@ -6,9 +6,10 @@ use std::time::Instant;
 use burn::tensor::{Device, Distribution, Tensor};
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
+use serde::Serialize;
 
 /// Limits of all ranks together, each at work at the same time.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize)]
 pub(crate) struct Limits {
     /// Bytes per second of copying.
     pub(crate) copy: f64,

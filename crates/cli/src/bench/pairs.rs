@@ -13,6 +13,9 @@ use super::peers::Peers;
 use super::program::{Measurement, json_of};
 use crate::error::{Failure, InputError};
 
+/// Pairs after which the limits are measured again: they are those of the same minutes.
+const PAIRS_A_LIMIT: usize = 4;
+
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 
 /// A run of each side, one right after the other.
@@ -30,10 +33,8 @@ pub(crate) struct CaseResult {
     /// Words by which the peer was fastest, of the forms that it has.
     pub(crate) peer_form: Option<String>,
     pub(crate) pairs: Vec<Pair>,
-    /// Operations per second of matrix products on all cores, of Burn or the peer, whichever has more.
-    pub(crate) product_limit: f64,
-    /// Bytes per second of copies on all cores.
-    pub(crate) copy_limit: f64,
+    /// Measured between the pairs: of products that of Burn or the peer, whichever has more.
+    pub(crate) limits: Vec<Limits>,
 }
 
 /// Measures cases, one after the other.
@@ -99,9 +100,12 @@ impl Bench<'_> {
             Some(peers) => run_peer(peers, case, &peer, form).map(Some),
             None => Ok(None),
         };
-        let mut limits = vec![self.limits()?];
+        let mut limits = Vec::new();
         let mut pairs = Vec::with_capacity(self.pairs);
         for number in 0..self.pairs {
+            if number % PAIRS_A_LIMIT == 0 {
+                limits.push(self.limits()?);
+            }
             // What the machine does to a run that comes second, it does to each side as often.
             let pair = match number % 2 {
                 0 => {
@@ -128,13 +132,11 @@ impl Bench<'_> {
             pairs.push(pair);
         }
         limits.push(self.limits()?);
-        let most = |of: fn(&Limits) -> f64| limits.iter().map(of).fold(0.0, f64::max);
         Ok(CaseResult {
             case,
             peer_form: self.peers.map(|_| form.join(" ")),
             pairs,
-            product_limit: most(|limits| limits.products),
-            copy_limit: most(|limits| limits.copy),
+            limits,
         })
     }
 

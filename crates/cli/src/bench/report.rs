@@ -4,6 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
+use super::limits::Limits;
 use super::origin::Run;
 use super::pairs::{CaseResult, Pair};
 use super::peers::Peers;
@@ -28,6 +29,10 @@ pub(crate) struct Summary {
     ours: Side,
     peer: Option<Side>,
     pub(crate) ratio: Option<Ratio>,
+    /// Operations per second of matrix products on all cores, in the median of the measurements between the pairs.
+    product_limit: f64,
+    /// Bytes per second of copies on all cores, the same.
+    copy_limit: f64,
     /// Greatest relative difference of two losses of a pair, where both sides begin with equal weights.
     losses_differ: Option<f64>,
     /// What it is a summary of.
@@ -77,11 +82,12 @@ impl Side {
     fn of<'a>(
         runs: impl Iterator<Item = &'a Measurement> + Clone,
         case: &CaseResult,
+        product_limit: f64,
     ) -> Option<Self> {
         let tokens_per_s = median(&sorted(runs.clone().map(|run| run.tokens_per_s)))?;
         Some(Self {
             tokens_per_s,
-            share: tokens_per_s * case.case.flop_per_token() / case.product_limit,
+            share: tokens_per_s * case.case.flop_per_token() / product_limit,
             peak_bytes: median(&sorted(runs.filter_map(|run| run.peak_bytes))),
         })
     }
@@ -91,10 +97,15 @@ impl Summary {
     fn of(measured: CaseResult) -> Option<Self> {
         let pairs = &measured.pairs;
         let peers = pairs.iter().filter_map(|pair| pair.peer.as_ref());
+        let limit = |of: fn(&Limits) -> f64| median(&sorted(measured.limits.iter().map(of)));
+        let product_limit = limit(|limits| limits.products)?;
+        let ours = pairs.iter().map(|pair| &pair.ours);
         Some(Self {
             name: measured.case.name(),
-            ours: Side::of(pairs.iter().map(|pair| &pair.ours), &measured)?,
-            peer: Side::of(peers, &measured),
+            ours: Side::of(ours, &measured, product_limit)?,
+            peer: Side::of(peers, &measured, product_limit),
+            product_limit,
+            copy_limit: limit(|limits| limits.copy)?,
             ratio: Ratio::of(pairs),
             losses_differ: measured.case.shape().and_then(|_| difference(pairs)),
             measured,

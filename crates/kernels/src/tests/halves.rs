@@ -120,7 +120,10 @@ fn rows_of_halves_are_computed_in_32_bits() {
             assert_rounded(Op::LogSoftmaxBackward, &both, &[]);
             let norm = [x.clone(), gamma.clone(), beta];
             assert_rounded(Op::LayerNorm, &norm, &epsilon);
-            assert_rounded(Op::LayerNormBackward, &[x, gamma, grad], &epsilon);
+            let of_norm = [x, gamma, grad];
+            assert_rounded(Op::LayerNormBackward, &of_norm, &epsilon);
+            assert_rounded(Op::RmsNorm, &of_norm[..2], &epsilon);
+            assert_rounded(Op::RmsNormBackward, &of_norm, &epsilon);
         }
     }
 }

@@ -49,7 +49,16 @@ impl<N: Number> KernelCall<'_, N> {
             }
             (Op::LayerNorm, [x, gamma, beta]) => vec![self.layer_norm(x, gamma, beta)?],
             (Op::LayerNormBackward, [x, gamma, grad]) => {
-                self.layer_norm_gradients(x, gamma, grad)?
+                self.norm_gradients(x, gamma, grad, Middle::Mean)?.into()
+            }
+            (Op::RmsNorm, [x, gamma]) => {
+                let epsilon = self.scalar(0)?;
+                let normal = each_row(x, |row| Normal::of(row, Middle::Zero, epsilon).row);
+                vec![map(&x.shape, &[&normal, gamma], |a| a[0].mul(a[1]))?]
+            }
+            (Op::RmsNormBackward, [x, gamma, grad]) => {
+                let [of_x, of_gamma, _] = self.norm_gradients(x, gamma, grad, Middle::Zero)?;
+                vec![of_x, of_gamma]
             }
             (Op::Attention, [queries, keys, values, masks @ ..]) => {
                 let probabilities = self.probabilities(queries, keys, masks)?;
@@ -131,28 +140,30 @@ impl<N: Number> KernelCall<'_, N> {
         beta: &Tensor<N>,
     ) -> Result<Tensor<N>, String> {
         let epsilon = self.scalar(0)?;
-        let normal = each_row(x, |row| Normal::of(row, epsilon).row);
+        let normal = each_row(x, |row| Normal::of(row, Middle::Mean, epsilon).row);
         let of = |a: &[N]| a[0].mul(a[1]).add(a[2]);
         map(&x.shape, &[&normal, gamma, beta], of)
     }
 
-    fn layer_norm_gradients(
+    /// Returns the gradients of input and gamma, and the sum of the rows of `grad`.
+    fn norm_gradients(
         &self,
         x: &Tensor<N>,
         gamma: &Tensor<N>,
         grad: &Tensor<N>,
-    ) -> Result<Vec<Tensor<N>>, String> {
+        middle: Middle,
+    ) -> Result<[Tensor<N>; 3], String> {
         let epsilon = self.scalar(0)?;
         let width = gamma.len();
         let share = N::of_integer(width as i64).inverse();
         let mut of_gamma = vec![N::default(); width];
         let mut of_beta = of_gamma.clone();
         let of_x = two_rows(x, grad, |row, grad| {
-            let Normal { row, rate } = Normal::of(row, epsilon);
+            let Normal { row, rate } = Normal::of(row, middle, epsilon);
             let pairs = grad.iter().zip(gamma.elements.iter());
             let scaled: Vec<N> = pairs.map(|(grad, gamma)| grad.mul(*gamma)).collect();
             let along = dot(&scaled, &row).mul(share);
-            let mean = sum(&scaled).mul(share);
+            let mean = middle.of(&scaled);
             for index in 0..width {
                 of_gamma[index] = of_gamma[index].add(grad[index].mul(row[index]));
                 of_beta[index] = of_beta[index].add(grad[index]);
@@ -164,7 +175,7 @@ impl<N: Number> KernelCall<'_, N> {
             };
             both.map(of).collect()
         });
-        Ok(vec![
+        Ok([
             of_x,
             Tensor::new(gamma.shape.clone(), of_gamma),
             Tensor::new(gamma.shape.clone(), of_beta),
@@ -383,7 +394,24 @@ fn softmax_gradient<N: Number>(y: &Tensor<N>, grad: &Tensor<N>) -> Tensor<N> {
     })
 }
 
-/// A row with mean zero and variance one.
+/// What a norm takes away from a row before it looks at squares.
+#[derive(Clone, Copy)]
+enum Middle {
+    Mean,
+    /// Nothing: the norm is one by the root of the mean square.
+    Zero,
+}
+
+impl Middle {
+    fn of<N: Number>(self, row: &[N]) -> N {
+        match self {
+            Self::Mean => sum(row).mul(N::of_integer(row.len() as i64).inverse()),
+            Self::Zero => N::default(),
+        }
+    }
+}
+
+/// A row with its middle at zero and mean square one.
 struct Normal<N> {
     row: Vec<N>,
     /// One over the deviation.
@@ -391,9 +419,9 @@ struct Normal<N> {
 }
 
 impl<N: Number> Normal<N> {
-    fn of(row: &[N], epsilon: N) -> Self {
+    fn of(row: &[N], middle: Middle, epsilon: N) -> Self {
         let share = N::of_integer(row.len() as i64).inverse();
-        let mean = sum(row).mul(share);
+        let mean = middle.of(row);
         let centered: Vec<N> = row.iter().map(|element| element.sub(mean)).collect();
         let variance = dot(&centered, &centered).mul(share);
         let rate = N::function("sqrt", variance.add(epsilon)).inverse();

@@ -7,8 +7,8 @@ use burn::nn::transformer::{
     TransformerDecoder, TransformerDecoderConfig, TransformerDecoderInput, TransformerEncoder,
     TransformerEncoderConfig, TransformerEncoderInput,
 };
-use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::tensor::activation::{log_softmax, softmax};
+use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::{log_softmax, silu, softmax};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
@@ -176,6 +176,47 @@ fn encoders_and_decoders_of_burn_run_kernels() {
     assert_count(&gpt, "Custom.models.attention_backward", 3);
     assert_count(&gpt, "Custom.models.layer_norm_backward", 7);
     assert_count(&gpt, "Custom.models.log_softmax_backward", 1);
+}
+
+/// Root-mean-square norms: of the batch, before and after what is added, one whose result is read twice, one whose rows are read
+/// between its parts, and one after which all is summed.
+#[derive(Module, Debug)]
+struct Normed {
+    norms: Vec<RmsNorm>,
+    linears: Vec<Linear>,
+    last: Linear,
+}
+
+impl Normed {
+    fn new(device: &Device) -> Self {
+        let norm = |_| RmsNormConfig::new(DIM).with_epsilon(1e-5).init(device);
+        let linear = |_| LinearConfig::new(DIM, DIM).init(device);
+        Self {
+            norms: (0..5).map(norm).collect(),
+            linears: (0..4).map(linear).collect(),
+            last: LinearConfig::new(DIM, 5).init(device),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        let x = self.linears[0].forward(self.norms[0].forward(x));
+        // Before what is added, as in a Llama.
+        let x = x.clone() + self.linears[1].forward(self.norms[1].forward(x));
+        // After it.
+        let x = self.norms[2].forward(x.clone() * y + x);
+        let wide = self.norms[3].forward(self.linears[2].forward(x.clone()));
+        let x = x + silu(wide.clone()) * self.linears[3].forward(wide);
+        self.last.forward(self.norms[4].forward(x)).square().mean()
+    }
+}
+
+#[test]
+fn root_mean_square_norms_run_kernels() {
+    let _guard = seeded();
+    let names = check("norms", Normed::new, Normed::loss, pairs);
+    // The first is of the batch, which has no gradient.
+    assert_count(&names, "Custom.models.rms_norm_backward", 4);
+    assert_count(&names, "Custom.models.rms_norm", 4);
 }
 
 /// Functions that look like the kernels' and are not, or whose insides are used elsewhere.

@@ -3,27 +3,20 @@
 use std::collections::BTreeSet;
 
 use burn_fsdp_kernels::FusedOperation;
-use burn_ir::{BinaryOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId};
+use burn_ir::{ScalarIr, TensorId};
 
 use super::pattern::{Kind, Patterns};
+use super::scaled::{Scaled, ScaledGradient, share, the_other, vector};
 use super::walk::Walk;
 use crate::error::Error;
-use crate::graph::{Node, Phase};
 
 /// A layer norm: `y` of `x`.
 struct Forward {
     x: TensorId,
     y: TensorId,
-    gamma: TensorId,
     beta: TensorId,
-    /// Gamma with as many dims as `x`.
-    gamma_row: TensorId,
-    centered: TensorId,
-    /// The variance and epsilon.
-    variance: TensorId,
-    deviation: TensorId,
-    normal: TensorId,
-    epsilon: f64,
+    /// What is scaled are the rows of `x` without their means.
+    scaled: Scaled,
     nodes: BTreeSet<usize>,
     at: usize,
 }
@@ -79,10 +72,9 @@ fn put(
     forward: &Forward,
     gradient: Option<Backward>,
 ) -> Result<(), Error> {
-    let &Forward {
-        x, y, gamma, beta, ..
-    } = forward;
-    let epsilon = vec![ScalarIr::Float(forward.epsilon)];
+    let &Forward { x, y, beta, .. } = forward;
+    let Scaled { gamma, epsilon, .. } = forward.scaled;
+    let epsilon = vec![ScalarIr::Float(epsilon)];
     patterns.insert_kernel(
         forward.at,
         FusedOperation::LayerNorm,
@@ -112,33 +104,9 @@ fn put(
         }
     }
     if let Some(rest) = gradient.rest {
-        let lhs = patterns.graph.read(own)?;
-        let dtype = lhs.dtype;
-        let operation = NumericOperationIr::Add(BinaryOpIr {
-            lhs,
-            rhs: patterns.graph.read(rest)?,
-            out: patterns.graph.write(total)?,
-        });
-        let operation = OperationIr::NumericFloat(dtype, operation);
-        patterns.insert(gradient.sum, Node::new(operation, Phase::Backward));
+        patterns.insert_sum(gradient.sum, (own, rest), total)?;
     }
     Ok(())
-}
-
-/// Returns what a mean over the last dim of a value multiplies its addends by.
-fn scale(patterns: &Patterns, x: TensorId) -> f64 {
-    let width = patterns.shape(x).last().copied().unwrap_or(1);
-    1.0 / width as f64
-}
-
-/// Returns the vector that a row of ones in all dims but the last is made of.
-fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
-    let (node, kind) = patterns.maker(row)?;
-    let of = *patterns.inputs(node).first()?;
-    let (shape, vector) = (patterns.shape(row), patterns.shape(of));
-    let (width, others) = shape.split_last()?;
-    let is_row = vector == [*width] && others.iter().all(|dim| *dim == 1);
-    (kind == Kind::Reshape && is_row).then_some((of, node))
 }
 
 /// Returns the layer norm that ends with a node.
@@ -153,61 +121,24 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
         return None;
     };
     let (beta, beta_node) = vector(patterns, beta_row)?;
-    let scaling = patterns.made_by(scaled, Kind::Mul)?;
-    let [normal, gamma_row] = patterns.inputs(scaling)[..] else {
-        return None;
-    };
-    let (gamma, gamma_node) = vector(patterns, gamma_row)?;
-    let division = patterns.made_by(normal, Kind::Div)?;
-    let [centered, deviation] = patterns.inputs(division)[..] else {
-        return None;
-    };
-    let root = patterns.made_by(deviation, Kind::Sqrt)?;
-    let variance = patterns.inputs(root)[0];
-    let (shift, kind) = patterns.maker(variance)?;
-    let Kind::AddScalar(epsilon) = kind else {
-        return None;
-    };
-    let mean_square = patterns.made_by(patterns.inputs(shift)[0], Kind::MeanDim(last))?;
-    let square = patterns.made_by(patterns.inputs(mean_square)[0], Kind::Mul)?;
-    if patterns.inputs(square) != [centered, centered] {
-        return None;
-    }
-    let center = patterns.made_by(centered, Kind::Sub)?;
+    let scaled = Scaled::ending_with(patterns, patterns.made_by(scaled, Kind::Mul)?)?;
+    let center = patterns.made_by(scaled.rows, Kind::Sub)?;
     let [x, mean] = patterns.inputs(center)[..] else {
         return None;
     };
     let mean = patterns.made_by(mean, Kind::MeanDim(last))?;
-    let nodes = [
-        at,
-        beta_node,
-        scaling,
-        gamma_node,
-        division,
-        root,
-        shift,
-        mean_square,
-        square,
-        center,
-        mean,
-    ];
+    let mut nodes = BTreeSet::from([at, beta_node, center, mean]);
+    nodes.extend(&scaled.nodes);
     let is_whole = patterns.inputs(mean) == [x]
         && patterns.shape(x) == patterns.shape(y)
-        && patterns.shape(gamma).last() == patterns.shape(x).last()
-        && patterns.shape(beta) == patterns.shape(gamma)
+        && patterns.shape(beta) == patterns.shape(scaled.gamma)
         && nodes.iter().all(|node| patterns.phase(*node) == phase);
     is_whole.then_some(Forward {
         x,
         y,
-        gamma,
         beta,
-        gamma_row,
-        centered,
-        variance,
-        deviation,
-        normal,
-        epsilon,
-        nodes: nodes.into(),
+        scaled,
+        nodes,
         at,
     })
 }
@@ -216,7 +147,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
     let (grad, of_centered) = of_centered(&mut walk, forward)?;
     let (sum, rest) = of_input(&mut walk, forward, of_centered)?;
-    let gamma = of_gamma(&mut walk, grad, forward.normal);
+    let gamma = forward.scaled.of_gamma(&mut walk, grad);
     let beta = walk.step(Kind::SumDims, &[grad]);
     // The kernel makes all three gradients at once, where the first of them is made.
     let readers = patterns.readers(grad);
@@ -236,34 +167,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
 
 /// Walks from the gradient of `y` to that of the centered rows, and returns both.
 fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, TensorId)> {
-    let &Forward {
-        centered,
-        variance,
-        deviation,
-        gamma_row,
-        ..
-    } = forward;
-    let patterns = walk.patterns;
-    let last = patterns.shape(forward.x).len() - 1;
-    let inverse = walk.step(Kind::Recip, &[deviation])?;
-    let negative = walk.step(Kind::Neg, &[centered])?;
-    let square = walk.step(Kind::Mul, &[deviation, deviation])?;
-    let slope = walk.step(Kind::Div, &[negative, square])?;
-    // The gradient of the normal rows is what is multiplied by both.
-    let (of_normal, through) = walk.product_by(slope)?;
-    let direct = walk.step(Kind::Mul, &[of_normal, inverse])?;
-    let scaling = patterns.made_by(of_normal, Kind::Mul)?;
-    let grad = patterns.inputs(scaling)[0];
-    walk.step(Kind::Mul, &[grad, gamma_row])
-        .filter(|product| *product == of_normal)?;
-    let of_deviation = walk.step(Kind::SumDim(last), &[through])?;
-    let root = walk.step(Kind::PowfScalar(-0.5), &[variance])?;
-    let half = walk.step(Kind::DivScalar(2.0), &[root])?;
-    let of_variance = walk.step(Kind::Mul, &[of_deviation, half])?;
-    let number = walk.step(Kind::SumDim(last), &[of_variance]);
-    let of_squares = walk.spread(number.unwrap_or(of_variance), scale(patterns, forward.x))?;
-    // A square has two factors, and each has a part.
-    let part = walk.step(Kind::Mul, &[of_squares, centered])?;
+    let ScaledGradient { grad, direct, part } = forward.scaled.gradient(walk)?;
     let some = walk.step(Kind::Add, &[part, direct])?;
     let of_centered = walk.step(Kind::Add, &[part, some])?;
     Some((grad, of_centered))
@@ -280,7 +184,7 @@ fn of_input(
     let last = patterns.shape(forward.x).len() - 1;
     let minus = walk.step(Kind::Neg, &[of_centered])?;
     let of_mean = walk.sum(minus, last)?;
-    let of_mean = walk.spread(of_mean, scale(patterns, forward.x))?;
+    let of_mean = walk.spread(of_mean, share(patterns, forward.x))?;
     let sum = patterns
         .readers(of_mean)
         .find(|node| patterns.kind(*node) == Some(Kind::Add))?;
@@ -294,19 +198,4 @@ fn of_input(
     walk.nodes.insert(before);
     let rest = the_other(&patterns.inputs(before), of_centered)?;
     Some((sum, Some(rest)))
-}
-
-/// Returns the one of two operands that is not this one.
-fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
-    match *operands {
-        [first, second] if first == this && second != this => Some(second),
-        [first, second] if second == this && first != this => Some(first),
-        _ => None,
-    }
-}
-
-/// Returns the gradient of gamma, a row.
-fn of_gamma(walk: &mut Walk<'_>, grad: TensorId, normal: TensorId) -> Option<TensorId> {
-    let product = walk.step(Kind::Mul, &[grad, normal])?;
-    walk.step(Kind::SumDims, &[product])
 }

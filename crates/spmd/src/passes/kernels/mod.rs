@@ -6,6 +6,8 @@ mod attention;
 mod layer_norm;
 mod pattern;
 mod product;
+mod rms_norm;
+mod scaled;
 mod softmax;
 mod walk;
 
@@ -20,7 +22,7 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that recognises attention, softmax, its logarithm, layer norms and GELU in any graph, forward and backward,
+/// The pass that recognises attention, softmax, its logarithm, layer norms, root-mean-square norms and GELU in any graph, forward and backward,
 /// and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
 /// become one product each.
 ///
@@ -65,6 +67,8 @@ impl GraphTransform for UseKernels {
             // Of those, some are attention.
             attention::replace,
             layer_norm::replace,
+            // Of what those left.
+            rms_norm::replace,
             product::replace,
         ];
         for replace in kinds {

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use burn::tensor::DType;
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{
-    BaseOperationIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr, ShapeOpIr,
-    SwapDimsOpIr, TensorId, TensorIr,
+    BaseOperationIr, BinaryOpIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr,
+    ShapeOpIr, SwapDimsOpIr, TensorId, TensorIr,
 };
 
 use crate::error::Error;
@@ -246,6 +246,25 @@ impl Patterns {
         });
         let phase = self.phase(at);
         self.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
+        Ok(())
+    }
+
+    /// Puts the sum of two values where a node of backward is.
+    pub(super) fn insert_sum(
+        &mut self,
+        at: usize,
+        (lhs, rhs): (TensorId, TensorId),
+        to: TensorId,
+    ) -> Result<(), Error> {
+        let lhs = self.graph.read(lhs)?;
+        let dtype = lhs.dtype;
+        let operation = NumericOperationIr::Add(BinaryOpIr {
+            lhs,
+            rhs: self.graph.read(rhs)?,
+            out: self.graph.write(to)?,
+        });
+        let operation = OperationIr::NumericFloat(dtype, operation);
+        self.insert(at, Node::new(operation, Phase::Backward));
         Ok(())
     }
 }

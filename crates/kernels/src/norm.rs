@@ -1,4 +1,4 @@
-//! Layer norms.
+//! Layer norms, and norms by the root of the mean square.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -65,18 +65,44 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
     }
 }
 
+/// What a norm does to a row before it scales it.
+#[derive(Clone, Copy)]
+enum Form {
+    /// Takes its mean away, and divides it by its deviation.
+    Layer,
+    /// Divides it by the root of its mean square.
+    RootMeanSquare,
+}
+
+/// The layer norm of rows, scaled by gamma and shifted by beta.
 pub(crate) fn forward(
     x: FlexTensor,
     gamma: FlexTensor,
     beta: FlexTensor,
     epsilon: f32,
 ) -> FlexTensor {
-    let (gamma, beta) = (contiguous(gamma), contiguous(beta));
+    scaled(x, gamma, Some(beta), (Form::Layer, epsilon))
+}
+
+/// Rows over the root of their mean square, scaled by gamma.
+pub(crate) fn root_mean_square(x: FlexTensor, gamma: FlexTensor, epsilon: f32) -> FlexTensor {
+    scaled(x, gamma, None, (Form::RootMeanSquare, epsilon))
+}
+
+fn scaled(
+    x: FlexTensor,
+    gamma: FlexTensor,
+    beta: Option<FlexTensor>,
+    (form, epsilon): (Form, f32),
+) -> FlexTensor {
+    let (gamma, beta) = (contiguous(gamma), beta.map(contiguous));
+    let beta = beta.as_ref().map(floats);
     // Where others hold the input, writing to it makes the one copy we need.
     let mut output = contiguous(x);
     let kernel = Forward {
         gamma: &floats(&gamma),
-        beta: &floats(&beta),
+        beta: beta.as_deref(),
+        form,
         epsilon,
     };
     map_rows(&mut output, None, &kernel);
@@ -85,7 +111,8 @@ pub(crate) fn forward(
 
 struct Forward<'a> {
     gamma: &'a [f32],
-    beta: &'a [f32],
+    beta: Option<&'a [f32]>,
+    form: Form,
     epsilon: f32,
 }
 
@@ -95,26 +122,53 @@ impl RowKernel for Forward<'_> {
     #[inline(always)]
     fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
         for row in rows.chunks_exact_mut(self.gamma.len()) {
-            let moments = Moments::of(row, self.epsilon);
-            for ((x, gamma), beta) in row.iter_mut().zip(self.gamma).zip(self.beta) {
-                *x = moments.normalize(*x) * gamma + beta;
+            let moments = Moments::of(row, self.form, self.epsilon);
+            for (x, gamma) in row.iter_mut().zip(self.gamma) {
+                *x = moments.normalize(*x) * gamma;
+            }
+            if let Some(beta) = self.beta {
+                for (x, beta) in row.iter_mut().zip(beta) {
+                    *x += beta;
+                }
             }
         }
     }
 }
 
-/// Returns the gradients of input, gamma and beta.
+/// Returns the gradients of input, gamma and beta of a layer norm.
 pub(crate) fn backward(
     x: FlexTensor,
     gamma: FlexTensor,
     grad: FlexTensor,
     epsilon: f32,
 ) -> [FlexTensor; 3] {
+    gradients(x, gamma, grad, (Form::Layer, epsilon))
+}
+
+/// Returns the gradients of input and gamma of [`root_mean_square`].
+pub(crate) fn root_mean_square_gradients(
+    x: FlexTensor,
+    gamma: FlexTensor,
+    grad: FlexTensor,
+    epsilon: f32,
+) -> [FlexTensor; 2] {
+    let [x, gamma, _] = gradients(x, gamma, grad, (Form::RootMeanSquare, epsilon));
+    [x, gamma]
+}
+
+/// Returns the gradients of input and gamma, and the sum of the rows of `grad`.
+fn gradients(
+    x: FlexTensor,
+    gamma: FlexTensor,
+    grad: FlexTensor,
+    (form, epsilon): (Form, f32),
+) -> [FlexTensor; 3] {
     let (x, gamma) = (contiguous(x), contiguous(gamma));
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
     let kernel = Gradient {
         gamma: &floats(&gamma),
+        form,
         epsilon,
     };
     let sums = map_rows(&mut grad, Some(Elements::of(&x)), &kernel);
@@ -129,6 +183,7 @@ pub(crate) fn backward(
 /// Turns the gradient of the output into that of the input, which is beside.
 struct Gradient<'a> {
     gamma: &'a [f32],
+    form: Form,
     epsilon: f32,
 }
 
@@ -141,29 +196,33 @@ impl RowKernel for Gradient<'_> {
         let mut sums = VectorSums::zeros(width);
         let x = x.chunks_exact(width);
         for (grad, x) in rows.chunks_exact_mut(width).zip(x) {
-            let moments = Moments::of(x, self.epsilon);
+            let moments = Moments::of(x, self.form, self.epsilon);
             sums.add_row(grad, x, moments);
-            replace_row(grad, x, self.gamma, moments);
+            for (grad, gamma) in grad.iter_mut().zip(self.gamma) {
+                *grad *= gamma;
+            }
+            let mean = match self.form {
+                Form::Layer => sum_by(grad, |g| g) / width as f32,
+                Form::RootMeanSquare => 0.0,
+            };
+            replace_row(grad, x, mean, moments);
         }
         sums
     }
 }
 
-/// Turns the gradient of a row of the output into that of the input.
+/// Turns the gradient of a row that has been normalized into that of the row. `mean` is that of the gradient, where the norm
+/// takes the row's away.
 #[inline(always)]
-fn replace_row(grad: &mut [f32], x: &[f32], gamma: &[f32], moments: Moments) {
-    for (grad, gamma) in grad.iter_mut().zip(gamma) {
-        *grad *= gamma;
-    }
+fn replace_row(grad: &mut [f32], x: &[f32], mean: f32, moments: Moments) {
     let width = grad.len() as f32;
-    let mean = sum_by(grad, |g| g) / width;
     let slope = sum_pairs_by(grad, x, |g, x| g * moments.normalize(x)) / width;
     for (grad, &x) in grad.iter_mut().zip(x) {
         *grad = (*grad - mean - slope * moments.normalize(x)) * moments.inverse_deviation;
     }
 }
 
-/// Mean and deviation of a row.
+/// Mean and deviation of a row, or zero and the root of its mean square.
 #[derive(Clone, Copy)]
 struct Moments {
     mean: f32,
@@ -172,9 +231,12 @@ struct Moments {
 
 impl Moments {
     #[inline(always)]
-    fn of(row: &[f32], epsilon: f32) -> Self {
+    fn of(row: &[f32], form: Form, epsilon: f32) -> Self {
         let width = row.len() as f32;
-        let mean = sum_by(row, |x| x) / width;
+        let mean = match form {
+            Form::Layer => sum_by(row, |x| x) / width,
+            Form::RootMeanSquare => 0.0,
+        };
         let variance = sum_by(row, |x| (x - mean) * (x - mean)) / width;
         Self {
             mean,

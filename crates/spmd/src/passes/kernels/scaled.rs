@@ -1,0 +1,139 @@
+//! Rows divided by the root of their mean square and scaled: what layer norms and root-mean-square norms have in common.
+
+use std::collections::BTreeSet;
+
+use burn_ir::TensorId;
+
+use super::pattern::{Kind, Patterns};
+use super::walk::Walk;
+
+/// Rows over the root of their mean square plus epsilon, times gamma.
+pub(super) struct Scaled {
+    pub(super) rows: TensorId,
+    pub(super) gamma: TensorId,
+    pub(super) epsilon: f64,
+    pub(super) nodes: BTreeSet<usize>,
+    /// Gamma with as many dims as the rows.
+    gamma_row: TensorId,
+    /// The mean square and epsilon.
+    variance: TensorId,
+    deviation: TensorId,
+    normal: TensorId,
+}
+
+/// Parts of the gradient of the rows.
+pub(super) struct ScaledGradient {
+    /// Gradient of the result.
+    pub(super) grad: TensorId,
+    /// What comes through the rows that are divided.
+    pub(super) direct: TensorId,
+    /// What comes through each factor of the squares: it is added twice.
+    pub(super) part: TensorId,
+}
+
+impl Scaled {
+    /// Returns those that end with a product with gamma.
+    pub(super) fn ending_with(patterns: &Patterns, scaling: usize) -> Option<Self> {
+        let [normal, gamma_row] = patterns.inputs(scaling)[..] else {
+            return None;
+        };
+        let (gamma, gamma_node) = vector(patterns, gamma_row)?;
+        let division = patterns.made_by(normal, Kind::Div)?;
+        let [rows, deviation] = patterns.inputs(division)[..] else {
+            return None;
+        };
+        let last = patterns.shape(rows).len().checked_sub(1)?;
+        let root = patterns.made_by(deviation, Kind::Sqrt)?;
+        let variance = patterns.inputs(root)[0];
+        let (shift, kind) = patterns.maker(variance)?;
+        let Kind::AddScalar(epsilon) = kind else {
+            return None;
+        };
+        let mean_square = patterns.made_by(patterns.inputs(shift)[0], Kind::MeanDim(last))?;
+        let square = patterns.made_by(patterns.inputs(mean_square)[0], Kind::Mul)?;
+        let is_whole = patterns.inputs(square) == [rows, rows]
+            && patterns.shape(gamma).last() == patterns.shape(rows).last();
+        let nodes = [
+            scaling,
+            gamma_node,
+            division,
+            root,
+            shift,
+            mean_square,
+            square,
+        ];
+        is_whole.then_some(Self {
+            rows,
+            gamma,
+            epsilon,
+            nodes: nodes.into(),
+            gamma_row,
+            variance,
+            deviation,
+            normal,
+        })
+    }
+
+    /// Walks from the gradient of the result to that of the rows.
+    pub(super) fn gradient(&self, walk: &mut Walk<'_>) -> Option<ScaledGradient> {
+        let &Self {
+            rows,
+            variance,
+            deviation,
+            gamma_row,
+            ..
+        } = self;
+        let patterns = walk.patterns;
+        let last = patterns.shape(rows).len() - 1;
+        let inverse = walk.step(Kind::Recip, &[deviation])?;
+        let negative = walk.step(Kind::Neg, &[rows])?;
+        let square = walk.step(Kind::Mul, &[deviation, deviation])?;
+        let slope = walk.step(Kind::Div, &[negative, square])?;
+        // The gradient of the normal rows is what is multiplied by both.
+        let (of_normal, through) = walk.product_by(slope)?;
+        let direct = walk.step(Kind::Mul, &[of_normal, inverse])?;
+        let scaling = patterns.made_by(of_normal, Kind::Mul)?;
+        let grad = patterns.inputs(scaling)[0];
+        walk.step(Kind::Mul, &[grad, gamma_row])
+            .filter(|product| *product == of_normal)?;
+        let of_deviation = walk.step(Kind::SumDim(last), &[through])?;
+        let root = walk.step(Kind::PowfScalar(-0.5), &[variance])?;
+        let half = walk.step(Kind::DivScalar(2.0), &[root])?;
+        let of_variance = walk.step(Kind::Mul, &[of_deviation, half])?;
+        let number = walk.step(Kind::SumDim(last), &[of_variance]);
+        let of_squares = walk.spread(number.unwrap_or(of_variance), share(patterns, rows))?;
+        let part = walk.step(Kind::Mul, &[of_squares, rows])?;
+        Some(ScaledGradient { grad, direct, part })
+    }
+
+    /// Returns the gradient of gamma, a row.
+    pub(super) fn of_gamma(&self, walk: &mut Walk<'_>, grad: TensorId) -> Option<TensorId> {
+        let product = walk.step(Kind::Mul, &[grad, self.normal])?;
+        walk.step(Kind::SumDims, &[product])
+    }
+}
+
+/// Returns what a mean over the last dim of a value multiplies its addends by.
+pub(super) fn share(patterns: &Patterns, x: TensorId) -> f64 {
+    let width = patterns.shape(x).last().copied().unwrap_or(1);
+    1.0 / width as f64
+}
+
+/// Returns the vector that a row of ones in all dims but the last is made of.
+pub(super) fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, usize)> {
+    let (node, kind) = patterns.maker(row)?;
+    let of = *patterns.inputs(node).first()?;
+    let (shape, vector) = (patterns.shape(row), patterns.shape(of));
+    let (width, others) = shape.split_last()?;
+    let is_row = vector == [*width] && others.iter().all(|dim| *dim == 1);
+    (kind == Kind::Reshape && is_row).then_some((of, node))
+}
+
+/// Returns the one of two operands that is not this one.
+pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
+    match *operands {
+        [first, second] if first == this && second != this => Some(second),
+        [first, second] if second == this && first != this => Some(first),
+        _ => None,
+    }
+}
