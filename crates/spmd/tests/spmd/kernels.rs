@@ -204,6 +204,8 @@ impl Normed {
         let x = x.clone() + self.linears[1].forward(self.norms[1].forward(x));
         // After it.
         let x = self.norms[2].forward(x.clone() * y + x);
+        // Of two dims, as in the models here.
+        let x = x.flatten::<2>(0, 1);
         let wide = self.norms[3].forward(self.linears[2].forward(x.clone()));
         let x = x + silu(wide.clone()) * self.linears[3].forward(wide);
         self.last.forward(self.norms[4].forward(x)).square().mean()

@@ -148,7 +148,7 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let (grad, of_centered) = of_centered(&mut walk, forward)?;
     let (sum, rest) = of_input(&mut walk, forward, of_centered)?;
     let gamma = forward.scaled.of_gamma(&mut walk, grad);
-    let beta = walk.step(Kind::SumDims, &[grad]);
+    let beta = walk.sum_rows(grad);
     // The kernel makes all three gradients at once, where the first of them is made.
     let readers = patterns.readers(grad);
     let at = readers.filter(|node| walk.nodes.contains(node)).min()?;

@@ -38,7 +38,7 @@ use pattern::Patterns;
 /// A function is replaced with its gradient or not at all: the operations of both must be those that Burn composes,
 /// and no other may read what is between them. Values are those of the operations that are replaced, to about 1e-7 of the largest
 /// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in
-/// another order, and `exp` and `erf` are of the kernels' own. Of a layer norm the rows must lie along two dims at least, as in `[batch, time, width]`; others stay as they are.
+/// another order, and `exp` and `erf` are of the kernels' own.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;
 

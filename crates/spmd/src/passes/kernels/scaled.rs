@@ -109,7 +109,7 @@ impl Scaled {
     /// Returns the gradient of gamma, a row.
     pub(super) fn of_gamma(&self, walk: &mut Walk<'_>, grad: TensorId) -> Option<TensorId> {
         let product = walk.step(Kind::Mul, &[grad, self.normal])?;
-        walk.step(Kind::SumDims, &[product])
+        walk.sum_rows(product)
     }
 }
 

@@ -35,6 +35,14 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
+    /// Goes to the sum over all dims but the last, which Burn writes in another way where there are two.
+    pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
+        match self.patterns.shape(of).len() {
+            2 => self.step(Kind::SumDim(0), &[of]),
+            _ => self.step(Kind::SumDims, &[of]),
+        }
+    }
+
     /// Goes to the first product that a value is the second factor of, and returns the first factor and the product.
     pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
         let is_product = |node: &usize| {
