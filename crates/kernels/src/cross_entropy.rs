@@ -113,7 +113,12 @@ impl RowKernel for Scale {
     }
 }
 
-fn target_indices(targets: &FlexTensor) -> Vec<usize> {
+/// Returns the elements of integers of any type, in order.
+///
+/// # Panics
+///
+/// If one is negative.
+pub(crate) fn target_indices(targets: &FlexTensor) -> Vec<usize> {
     targets
         .clone()
         .into_data()

@@ -196,6 +196,9 @@ mod tests {
                 (&[200, 768], &[768, 129]),
                 (&[128, 4096], &[4096, 383]),
                 (&[3, 150, 512], &[3, 512, 47]),
+                // So few columns that the library sums up in another order.
+                (&[128, 256], &[256, 2]),
+                (&[130, 256], &[256, 16]),
             ] {
                 let (lhs, rhs) = (floats(lhs, 1), floats(rhs, 2));
                 let expected = Flex::float_matmul(lhs.clone(), rhs.clone());
@@ -211,6 +214,11 @@ mod tests {
                 let expected = Flex::float_matmul(lhs.clone(), turned.clone());
                 assert_eq!(bits(matmul(lhs, turned)), bits(expected));
             }
+            // A view of some columns of such a factor: rows that are no multiple of a cache line.
+            let lhs = floats(&[150, 250], 5);
+            let turned = floats(&[200, 256], 6).narrow(1, 3, 250).transpose(0, 1);
+            let expected = Flex::float_matmul(lhs.clone(), turned.clone());
+            assert_eq!(bits(matmul(lhs, turned)), bits(expected));
         });
     }
 

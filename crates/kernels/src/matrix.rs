@@ -34,19 +34,19 @@ impl<'a, T> Matrix<'a, T> {
     }
 
     /// Returns some of the rows.
-    pub(crate) fn part(self, first: usize, rows: usize) -> Self {
-        let elements = &self.elements[first * self.strides[0]..];
-        Self::new(elements, [rows, self.columns], self.strides)
+    pub(crate) fn part_of_rows(self, rows: Range<usize>) -> Self {
+        let elements = &self.elements[rows.start * self.strides[0]..];
+        Self::new(elements, [rows.len(), self.columns], self.strides)
+    }
+
+    /// Returns some of the columns.
+    pub(crate) fn part_of_columns(self, columns: Range<usize>) -> Self {
+        let elements = &self.elements[columns.start * self.strides[1]..];
+        Self::new(elements, [self.rows, columns.len()], self.strides)
     }
 
     /// Returns the distances between rows, and between columns.
     pub(crate) fn signed(self) -> [isize; 2] {
         self.strides.map(|stride| stride as isize)
-    }
-
-    /// Returns some of the columns.
-    pub(crate) fn of_columns(self, columns: Range<usize>) -> Self {
-        let elements = &self.elements[columns.start * self.strides[1]..];
-        Self::new(elements, [self.rows, columns.len()], self.strides)
     }
 }

@@ -123,12 +123,17 @@ impl RowKernel for Forward<'_> {
     fn run(&self, _: usize, rows: &mut [f32], _: &[f32]) {
         for row in rows.chunks_exact_mut(self.gamma.len()) {
             let moments = Moments::of(row, self.form, self.epsilon);
-            for (x, gamma) in row.iter_mut().zip(self.gamma) {
-                *x = moments.normalize(*x) * gamma;
-            }
-            if let Some(beta) = self.beta {
-                for (x, beta) in row.iter_mut().zip(beta) {
-                    *x += beta;
+            let scaled = row.iter_mut().zip(self.gamma);
+            match self.beta {
+                Some(beta) => {
+                    for ((x, gamma), beta) in scaled.zip(beta) {
+                        *x = moments.normalize(*x) * gamma + beta;
+                    }
+                }
+                None => {
+                    for (x, gamma) in scaled {
+                        *x = moments.normalize(*x) * gamma;
+                    }
                 }
             }
         }
@@ -142,7 +147,10 @@ pub(crate) fn backward(
     grad: FlexTensor,
     epsilon: f32,
 ) -> [FlexTensor; 3] {
-    gradients(x, gamma, grad, (Form::Layer, epsilon))
+    let dtype = gamma.dtype();
+    let (of_x, sums) = gradients(x, gamma, grad, (Form::Layer, epsilon));
+    let [of_gamma, of_beta] = [sums.gamma, sums.beta].map(|sum| vector(&sum, dtype));
+    [of_x, of_gamma, of_beta]
 }
 
 /// Returns the gradients of input and gamma of [`root_mean_square`].
@@ -152,17 +160,18 @@ pub(crate) fn root_mean_square_gradients(
     grad: FlexTensor,
     epsilon: f32,
 ) -> [FlexTensor; 2] {
-    let [x, gamma, _] = gradients(x, gamma, grad, (Form::RootMeanSquare, epsilon));
-    [x, gamma]
+    let dtype = gamma.dtype();
+    let (of_x, sums) = gradients(x, gamma, grad, (Form::RootMeanSquare, epsilon));
+    [of_x, vector(&sums.gamma, dtype)]
 }
 
-/// Returns the gradients of input and gamma, and the sum of the rows of `grad`.
+/// Returns the gradient of the input, and those of the vectors.
 fn gradients(
     x: FlexTensor,
     gamma: FlexTensor,
     grad: FlexTensor,
     (form, epsilon): (Form, f32),
-) -> [FlexTensor; 3] {
+) -> (FlexTensor, VectorSums) {
     let (x, gamma) = (contiguous(x), contiguous(gamma));
     let mut grad = contiguous(grad);
     let [_, width] = matrix_dims(&grad);
@@ -172,12 +181,11 @@ fn gradients(
         epsilon,
     };
     let sums = map_rows(&mut grad, Some(Elements::of(&x)), &kernel);
-    let mut total = VectorSums::zeros(width);
+    let mut total = VectorSums::zeros(width, form);
     for sums in &sums {
         total.add(sums);
     }
-    let [of_gamma, of_beta] = [total.gamma, total.beta].map(|sum| vector(&sum, gamma.dtype()));
-    [grad, of_gamma, of_beta]
+    (grad, total)
 }
 
 /// Turns the gradient of the output into that of the input, which is beside.
@@ -193,7 +201,7 @@ impl RowKernel for Gradient<'_> {
     #[inline(always)]
     fn run(&self, _: usize, rows: &mut [f32], x: &[f32]) -> VectorSums {
         let width = self.gamma.len();
-        let mut sums = VectorSums::zeros(width);
+        let mut sums = VectorSums::zeros(width, self.form);
         let x = x.chunks_exact(width);
         for (grad, x) in rows.chunks_exact_mut(width).zip(x) {
             let moments = Moments::of(x, self.form, self.epsilon);
@@ -253,22 +261,28 @@ impl Moments {
 /// Gradients of gamma and beta, summed over rows.
 struct VectorSums {
     gamma: Vec<f32>,
+    /// Empty for a norm that has none.
     beta: Vec<f32>,
 }
 
 impl VectorSums {
-    fn zeros(width: usize) -> Self {
+    fn zeros(width: usize, form: Form) -> Self {
+        let beta = match form {
+            Form::Layer => width,
+            Form::RootMeanSquare => 0,
+        };
         Self {
             gamma: vec![0.0; width],
-            beta: vec![0.0; width],
+            beta: vec![0.0; beta],
         }
     }
 
     #[inline(always)]
     fn add_row(&mut self, grad: &[f32], x: &[f32], moments: Moments) {
-        let sums = self.gamma.iter_mut().zip(&mut self.beta);
-        for ((gamma, beta), (grad, &x)) in sums.zip(grad.iter().zip(x)) {
+        for (gamma, (grad, &x)) in self.gamma.iter_mut().zip(grad.iter().zip(x)) {
             *gamma += grad * moments.normalize(x);
+        }
+        for (beta, grad) in self.beta.iter_mut().zip(grad) {
             *beta += grad;
         }
     }

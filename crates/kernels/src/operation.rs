@@ -4,11 +4,12 @@ use burn::tensor::{DType, Shape};
 use burn_flex::FlexTensor;
 use burn_ir::{CustomOpIr, ScalarIr};
 
-use crate::attention::{Fill, Sizes};
+use crate::attention::{Factors, Fill, Sizes, Weighting};
 use crate::pointwise::{self, PointwiseProgram};
 use crate::rows::contiguous;
 use crate::softmax::{self, Form};
-use crate::{attention, cross_entropy, gelu, halves, matmul, norm, product, rows, sum};
+use crate::{attention, cross_entropy, gelu, halves, likelihood, matmul, norm, product, rows};
+use crate::{silu, sum};
 
 /// A fused operation in a captured graph: there it is an
 /// [`OperationIr::Custom`](burn_ir::OperationIr::Custom) of this [name](Self::name), which [`run`](Self::run) computes.
@@ -20,35 +21,53 @@ use crate::{attention, cross_entropy, gelu, halves, matmul, norm, product, rows,
 /// |---|---|---|---|
 /// | `models.gelu` | x | y | |
 /// | `models.gelu_backward` | x, gradient of y | gradient of x | |
+/// | `models.silu` | x | y | |
+/// | `models.silu_backward` | x, gradient of y | gradient of x | |
+/// | `models.swiglu` | gate, values | values times the SiLU of the gate | |
+/// | `models.swiglu_backward` | gate, values, gradient of the result | gradients of gate, values | |
 /// | `models.layer_norm` | x, gamma, beta | y | epsilon |
 /// | `models.layer_norm_backward` | x, gamma, gradient of y | gradients of x, gamma, beta | epsilon |
 /// | `models.rms_norm` | x, gamma | y | epsilon |
 /// | `models.rms_norm_backward` | x, gamma, gradient of y | gradients of x, gamma | epsilon |
 /// | `models.causal_attention` | qkv | y | batch, heads |
 /// | `models.causal_attention_backward` | qkv, gradient of y | gradient of qkv | batch, heads |
-/// | `models.attention` | queries, keys, values, masks | values, mixed | factor on the scores, number for each mask |
-/// | `models.attention_backward` | queries, keys, values, gradient of the result, masks | gradients of queries, keys, values | as above |
+/// | `models.attention` | queries, keys, values, masks, factors | values, mixed | factor on the scores, number for each mask, factor on all probabilities |
+/// | `models.attention_backward` | queries, keys, values, gradient of the result, masks, factors | gradients of queries, keys, values | as above |
 /// | `models.cross_entropy` | logits, targets | gradient of the logits, loss | |
 /// | `models.cross_entropy_backward` | gradient of the logits, factor `[1]` | their product | |
 /// | `models.softmax` | x | y | |
 /// | `models.softmax_backward` | y, gradient of y | gradient of x | |
 /// | `models.log_softmax` | x | y | |
 /// | `models.log_softmax_backward` | y, gradient of y | gradient of x | |
+/// | `models.log_likelihood` | logits, classes | logarithms of their probabilities, what is kept of each row, of 32 bits | |
+/// | `models.log_likelihood_backward` | logits, classes, what was kept, gradient of the logarithms | gradient of the logits | |
 /// | `models.matmul` | lhs, rhs | product | |
 /// | `models.sum_dim` | x of halves | its sums, of 32 bits inside | dim |
 /// | `models.cast` | x of either type | x of the other | |
 /// | `models.pointwise` | those of the program, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
 ///
 /// Queries, keys and values of `models.attention`, and its result, are `[batch, time, heads, width]`; a mask has bools,
-/// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number.
+/// `[batch or 1, heads or 1, queries or 1, keys or 1]`, and where it is set the scaled score becomes its number. Factors,
+/// `[batch, heads, queries, keys]`, multiply the probabilities, as dropout does; where there are none, neither they nor
+/// their number are given.
 ///
-/// GELU, both norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
+/// Classes are integers, `[.., 1]`, as are the logarithms of their probabilities; what is kept of the rows is `[.., 2]`.
+///
+/// GELU, SiLU, both norms and both kinds of softmax take tensors of any number of dims, whose last is that of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FusedOperation {
     /// `x` times the probability that a normal variable is smaller.
     Gelu,
     /// The gradient of [`Gelu`](Self::Gelu).
     GeluBackward,
+    /// `x` times its sigmoid.
+    Silu,
+    /// The gradient of [`Silu`](Self::Silu).
+    SiluBackward,
+    /// Values times the SiLU of a gate.
+    SwiGlu,
+    /// The gradients of [`SwiGlu`](Self::SwiGlu).
+    SwiGluBackward,
     /// Rows with mean zero and variance one, scaled and shifted.
     LayerNorm,
     /// The gradients of [`LayerNorm`](Self::LayerNorm).
@@ -61,7 +80,7 @@ pub enum FusedOperation {
     CausalAttention,
     /// The gradient of [`CausalAttention`](Self::CausalAttention).
     CausalAttentionBackward,
-    /// Attention of queries to keys, under any number of masks.
+    /// Attention of queries to keys, under any number of masks, with or without factors on the probabilities.
     Attention,
     /// The gradients of [`Attention`](Self::Attention).
     AttentionBackward,
@@ -77,6 +96,10 @@ pub enum FusedOperation {
     LogSoftmax,
     /// The gradient of [`LogSoftmax`](Self::LogSoftmax).
     LogSoftmaxBackward,
+    /// The logarithms of the probabilities of one class of each row.
+    LogLikelihood,
+    /// The gradient of [`LogLikelihood`](Self::LogLikelihood).
+    LogLikelihoodBackward,
     /// The product of matrices, whose sums are of 32 bits.
     Matmul,
     /// The sums of halves along a dim.
@@ -100,9 +123,13 @@ pub struct FusedCost {
 
 impl FusedOperation {
     /// All operations.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 26] = [
         Self::Gelu,
         Self::GeluBackward,
+        Self::Silu,
+        Self::SiluBackward,
+        Self::SwiGlu,
+        Self::SwiGluBackward,
         Self::LayerNorm,
         Self::LayerNormBackward,
         Self::RmsNorm,
@@ -117,6 +144,8 @@ impl FusedOperation {
         Self::SoftmaxBackward,
         Self::LogSoftmax,
         Self::LogSoftmaxBackward,
+        Self::LogLikelihood,
+        Self::LogLikelihoodBackward,
         Self::Matmul,
         Self::SumDim,
         Self::Cast,
@@ -128,6 +157,10 @@ impl FusedOperation {
         match self {
             Self::Gelu => "models.gelu",
             Self::GeluBackward => "models.gelu_backward",
+            Self::Silu => "models.silu",
+            Self::SiluBackward => "models.silu_backward",
+            Self::SwiGlu => "models.swiglu",
+            Self::SwiGluBackward => "models.swiglu_backward",
             Self::LayerNorm => "models.layer_norm",
             Self::LayerNormBackward => "models.layer_norm_backward",
             Self::RmsNorm => "models.rms_norm",
@@ -142,6 +175,8 @@ impl FusedOperation {
             Self::SoftmaxBackward => "models.softmax_backward",
             Self::LogSoftmax => "models.log_softmax",
             Self::LogSoftmaxBackward => "models.log_softmax_backward",
+            Self::LogLikelihood => "models.log_likelihood",
+            Self::LogLikelihoodBackward => "models.log_likelihood_backward",
             Self::Matmul => "models.matmul",
             Self::SumDim => "models.sum_dim",
             Self::Cast => "models.cast",
@@ -174,6 +209,10 @@ impl FusedOperation {
         match self {
             Self::Gelu => vec![gelu::forward(next())],
             Self::GeluBackward => vec![gelu::backward(next(), next())],
+            Self::Silu => vec![silu::forward(next())],
+            Self::SiluBackward => vec![silu::backward(next(), next())],
+            Self::SwiGlu => vec![silu::gated(next(), next())],
+            Self::SwiGluBackward => silu::gated_gradients(next(), next(), next()).into(),
             Self::LayerNorm => vec![norm::forward(next(), next(), next(), epsilon())],
             Self::LayerNormBackward => norm::backward(next(), next(), next(), epsilon()).into(),
             Self::RmsNorm => vec![norm::root_mean_square(next(), next(), epsilon())],
@@ -186,12 +225,11 @@ impl FusedOperation {
             }
             Self::Attention => {
                 let operands = [next(), next(), next()];
-                vec![attention::masked(operands, epsilon(), fills(call, inputs))]
+                vec![attention::weighted(operands, weighting(call, inputs))]
             }
             Self::AttentionBackward => {
                 let (operands, grad) = ([next(), next(), next()], next());
-                let fills = fills(call, inputs);
-                attention::masked_gradients(operands, &grad, epsilon(), fills).into()
+                attention::weighted_gradients(operands, &grad, weighting(call, inputs)).into()
             }
             Self::CrossEntropy => {
                 let logits = next();
@@ -202,6 +240,11 @@ impl FusedOperation {
             Self::SoftmaxBackward => vec![softmax::backward(next(), next(), Form::Plain)],
             Self::LogSoftmax => vec![softmax::forward(next(), Form::Log)],
             Self::LogSoftmaxBackward => vec![softmax::backward(next(), next(), Form::Log)],
+            Self::LogLikelihood => likelihood::forward(&next(), &next()).into(),
+            Self::LogLikelihoodBackward => {
+                let (logits, classes) = (next(), next());
+                vec![likelihood::backward(logits, &classes, next(), next())]
+            }
             Self::Matmul => vec![matmul::matmul(next(), next())],
             Self::SumDim => vec![sum::sum_dim(next(), size(0))],
             Self::Cast => vec![halves::cast(contiguous(next()), call.outputs[0].dtype)],
@@ -218,18 +261,25 @@ impl FusedOperation {
             | Self::CausalAttentionBackward
             | Self::Attention
             | Self::AttentionBackward
+            | Self::LogLikelihood
             | Self::Matmul
             | Self::SumDim
             | Self::Cast => None,
             Self::Gelu
+            | Self::Silu
+            | Self::SwiGlu
             | Self::LayerNorm
             | Self::RmsNorm
             | Self::CrossEntropy
             | Self::CrossEntropyBackward
             | Self::Softmax
-            | Self::LogSoftmax => Some(0),
-            Self::GeluBackward | Self::SoftmaxBackward | Self::LogSoftmaxBackward => Some(1),
-            Self::LayerNormBackward | Self::RmsNormBackward => Some(2),
+            | Self::LogSoftmax
+            | Self::LogLikelihoodBackward => Some(0),
+            Self::GeluBackward
+            | Self::SiluBackward
+            | Self::SoftmaxBackward
+            | Self::LogSoftmaxBackward => Some(1),
+            Self::SwiGluBackward | Self::LayerNormBackward | Self::RmsNormBackward => Some(2),
         }
     }
 
@@ -238,7 +288,13 @@ impl FusedOperation {
     pub fn is_cheap(self) -> bool {
         matches!(
             self,
-            Self::Gelu | Self::LayerNorm | Self::RmsNorm | Self::Cast | Self::Pointwise
+            Self::Gelu
+                | Self::Silu
+                | Self::SwiGlu
+                | Self::LayerNorm
+                | Self::RmsNorm
+                | Self::Cast
+                | Self::Pointwise
         )
     }
 
@@ -269,7 +325,8 @@ impl FusedOperation {
                     heads: shape[2],
                     times: [shape[1], keys[1]],
                     widths: [shape[3], values[3]],
-                    is_masked: call.scalars.len() > 1,
+                    is_masked: call.inputs.iter().any(|input| input.dtype.is_bool()),
+                    has_factors: factors_of(call).is_some(),
                     is_half,
                 };
                 (shape[0], shape[0] * shape[1] * keys[1], sizes)
@@ -283,6 +340,7 @@ impl FusedOperation {
                     times: [time; 2],
                     widths: [shape[1] / 3 / heads.max(1); 2],
                     is_masked: false,
+                    has_factors: false,
                     is_half,
                 };
                 // Of queries and keys on average half are seen.
@@ -300,30 +358,38 @@ impl FusedOperation {
 
     /// Returns the bytes that an operation on rows allocates and frees, at most.
     fn scratch_of_rows(self, call: &CustomOpIr) -> u64 {
+        let input = &call.inputs[0];
         let has_beside = match self {
             Self::Gelu
+            | Self::Silu
             | Self::LayerNorm
             | Self::RmsNorm
             | Self::CrossEntropy
             | Self::CrossEntropyBackward
             | Self::Softmax
-            | Self::LogSoftmax => false,
+            | Self::LogSoftmax
+            | Self::LogLikelihood
+            | Self::LogLikelihoodBackward => false,
             Self::GeluBackward
+            | Self::SiluBackward
+            | Self::SwiGlu
             | Self::LayerNormBackward
             | Self::RmsNormBackward
             | Self::SoftmaxBackward
             | Self::LogSoftmaxBackward => true,
+            Self::SwiGluBackward => {
+                return silu::scratch_bytes(input.shape.num_elements(), input.dtype) as u64;
+            }
             _ => return 0,
         };
-        let input = &call.inputs[0];
         let width = input.shape.as_slice().last().copied().unwrap_or(1);
         let rows = input.shape.num_elements() / width.max(1);
         rows::scratch_bytes([rows, width], input.dtype, has_beside) as u64
     }
 }
 
-/// Returns the work of a product. What the library of 32-bit floats copies depends on the order of its factors, and is not in
-/// the scratch.
+/// Returns the work of a product. What is copied of factors of 32-bit floats depends on their order, and is not in the scratch:
+/// see [`copied_columns`](crate::copied_columns), and the library's own rules.
 fn product_cost(call: &CustomOpIr) -> FusedCost {
     let (lhs, out) = (&call.inputs[0], &call.outputs[0]);
     let dims = |shape: &Shape| match shape.as_slice() {
@@ -360,12 +426,32 @@ fn pointwise_cost(call: &CustomOpIr, num_elements: u64) -> FusedCost {
     }
 }
 
-/// Returns the masks that are left of the inputs of a call, with their numbers.
-fn fills(call: &CustomOpIr, masks: impl Iterator<Item = FlexTensor>) -> Vec<Fill> {
-    let values = call.scalars[1..].iter();
+/// Returns the input of an attention that is its factors: the last, if that is neither a mask nor one of those that all
+/// have.
+fn factors_of(call: &CustomOpIr) -> Option<usize> {
+    let is_backward = call.id == FusedOperation::AttentionBackward.name();
+    let given = if is_backward { 4 } else { 3 };
+    let last = call.inputs.len().checked_sub(1)?;
+    (last >= given && call.inputs[last].dtype.is_float()).then_some(last)
+}
+
+/// Returns what an attention does to its scores: of a call and the inputs behind the operands.
+fn weighting(call: &CustomOpIr, inputs: impl Iterator<Item = FlexTensor>) -> Weighting {
+    let mut inputs: Vec<FlexTensor> = inputs.collect();
+    let number = |scalar: &ScalarIr| scalar.elem::<f32>();
+    let factors = factors_of(call).and_then(|_| inputs.pop());
+    let last = call.scalars.last().map_or(1.0, number);
     let fill = |(mask, value): (FlexTensor, &ScalarIr)| Fill {
         mask,
-        value: value.elem::<f32>(),
+        value: number(value),
     };
-    masks.zip(values).map(fill).collect()
+    Weighting {
+        scale: number(&call.scalars[0]),
+        fills: inputs
+            .into_iter()
+            .zip(&call.scalars[1..])
+            .map(fill)
+            .collect(),
+        factors: factors.map(|factors| Factors::new(factors, last)),
+    }
 }

@@ -94,7 +94,8 @@ fn multiply_among_threads<T: Factor>(
     let rows = rows_of_part(lhs.rows, num_threads);
     let parts = out.par_chunks_mut(rows * width).enumerate();
     parts.for_each(|(part, out)| {
-        let lhs = lhs.part(part * rows, out.len() / width);
+        let first = part * rows;
+        let lhs = lhs.part_of_rows(first..first + out.len() / width);
         multiply(lhs, rhs, out, Threads::One);
     });
 }
@@ -149,13 +150,14 @@ fn multiply<T: Factor>(
 impl Factor for f32 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads) {
         let width = rhs.columns;
-        if !turned::is_slow_to_read(lhs.rows, rhs.strides, size_of::<Self>()) {
+        let copied = turned::copied_columns([lhs.rows, width], rhs.strides);
+        if copied == 0 {
             // SAFETY: the caller's.
             return unsafe { multiply_floats(lhs, rhs, out, width, by) };
         }
-        let mut copy = Vec::new();
+        let mut copy = Vec::with_capacity(rhs.rows * copied);
         for strip in turned::strips(width) {
-            let part = rhs.of_columns(strip.clone());
+            let part = rhs.part_of_columns(strip.clone());
             let part = turned::copy_in_order(part, &mut copy, by);
             // SAFETY: the strips are parts of the rows that the caller vouches for.
             unsafe { multiply_floats(lhs, part, out.add(strip.start), width, by) };

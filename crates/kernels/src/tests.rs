@@ -335,6 +335,53 @@ fn softmax_of_any_rows_is_burns() {
 }
 
 #[test]
+fn the_likelihood_of_classes_is_burns() {
+    let device = Device::flex().autodiff();
+    for shape in [[5, 3], [1, 1], [70, 33], [33, 1000]] {
+        let [rows, width] = shape;
+        for special in [
+            None,
+            Some(f32::NEG_INFINITY),
+            Some(f32::INFINITY),
+            Some(f32::NAN),
+            Some(1e4),
+        ] {
+            let what = format!("{shape:?} with {special:?}");
+            let data = TensorData::new(rows_of([1, rows, width], special), shape);
+            let logits = Tensor::<2>::from_data(data.clone(), (&device, DType::F64)).require_grad();
+            let classes: Vec<i64> = (0..rows).map(|row| (row * 7 % width) as i64).collect();
+            let classes = TensorData::new(classes, [rows, 1]);
+            let grads = TensorData::new(rows_of([1, rows, 1], None), [rows, 1]);
+
+            let chosen = activation::log_softmax(logits.clone(), 1);
+            let chosen = chosen.gather(1, Tensor::<2, Int>::from_data(classes.clone(), &device));
+            let grad = Tensor::<2>::from_data(grads.clone(), (&device, DType::F64));
+            let gradients = (chosen.clone() * grad).sum().backward();
+            let gradient = logits.grad(&gradients).expect("logits have a gradient");
+
+            let fused = |data: &TensorData| FlexTensor::from_data(data.clone());
+            let of = FusedOperation::LogLikelihood;
+            let inputs = vec![fused(&data), fused(&classes)];
+            let mut found = of.run(&call(of, &inputs, Vec::new()), inputs).into_iter();
+            let (found, kept) = (
+                found.next().expect("a result"),
+                found.next().expect("another"),
+            );
+            let found: Vec<f32> = found.into_data().try_to_vec().expect("32-bit floats");
+            assert_near(
+                &what,
+                &found,
+                &values(chosen.inner().cast(DType::F32)),
+                1e-6,
+            );
+            let inputs = vec![fused(&data), fused(&classes), kept, fused(&grads)];
+            let found = run(FusedOperation::LogLikelihoodBackward, inputs);
+            assert_near(&what, &found, &values(gradient.cast(DType::F32)), 1e-5);
+        }
+    }
+}
+
+#[test]
 fn gelu_of_any_rows_is_burns() {
     let device = Device::flex().autodiff();
     for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33]] {
@@ -349,6 +396,50 @@ fn gelu_of_any_rows_is_burns() {
                 &expected,
                 1e-6,
             );
+        }
+    }
+}
+
+#[test]
+fn silu_and_what_it_gates_are_burns() {
+    let device = Device::flex().autodiff();
+    // The last has more elements than one thread takes at a time.
+    for shape in [[2, 3, 5], [1, 1, 1], [4, 7, 33], [0, 3, 2], [3, 41, 67]] {
+        let specials = [f32::NEG_INFINITY, f32::INFINITY, f32::NAN, 0.0, -95.0, 3e38];
+        for special in specials {
+            let what = format!("{shape:?} with {special}");
+            let tensor = |special| {
+                let data = TensorData::new(rows_of(shape, special), shape);
+                Tensor::<3>::from_data(data, &device)
+            };
+            let gate = tensor(Some(special)).require_grad();
+            // Each of another order, so that rows are not mixed up.
+            let up = tensor(None).sin().require_grad();
+            let grad = tensor(None).cos();
+            let fused = |of: Tensor<3>| FlexTensor::from_data(of.inner().into_data());
+
+            let y = activation::silu(gate.clone());
+            let found = run(FusedOperation::Silu, vec![fused(gate.clone())]);
+            assert_near(&what, &found, &values(y.clone().inner()), 1e-6);
+            let gradients = (y * grad.clone()).sum().backward();
+            let expected = values(gate.grad(&gradients).expect("a gradient"));
+            let inputs = vec![fused(gate.clone()), fused(grad.clone())];
+            let found = run(FusedOperation::SiluBackward, inputs);
+            assert_near(&what, &found, &expected, 1e-6);
+
+            let y = activation::silu(gate.clone()) * up.clone();
+            let inputs = vec![fused(gate.clone()), fused(up.clone())];
+            let found = run(FusedOperation::SwiGlu, inputs.clone());
+            assert_near(&what, &found, &values(y.clone().inner()), 1e-6);
+            let gradients = (y * grad.clone()).sum().backward();
+            let inputs = [inputs, vec![fused(grad)]].concat();
+            let of = FusedOperation::SwiGluBackward;
+            let found = of.run(&call(of, &inputs, Vec::new()), inputs);
+            for (found, of) in found.into_iter().zip([&gate, &up]) {
+                let found: Vec<f32> = found.into_data().try_to_vec().expect("32-bit floats");
+                let expected = values(of.grad(&gradients).expect("a gradient"));
+                assert_near(&what, &found, &expected, 1e-6);
+            }
         }
     }
 }

@@ -5,6 +5,6 @@
 pub(crate) enum Threads {
     /// It is computed by the calling thread.
     One,
-    /// It is divided among those of the calling thread's pool, if the library does so.
+    /// It is divided among those of the calling thread's pool, where that pays.
     Pool,
 }

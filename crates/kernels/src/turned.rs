@@ -25,9 +25,19 @@ const MANY_ROWS: usize = 128;
 /// Distance in bytes, of which a multiple between columns lets them share sets of a cache.
 const CONFLICT: usize = 1024;
 
-/// Returns true if the right factor of a product of so many rows is faster copied first.
-pub(crate) fn is_slow_to_read(rows: usize, [row, column]: [usize; 2], size: usize) -> bool {
-    rows >= MANY_ROWS && row == 1 && column > 1 && (column * size).is_multiple_of(CONFLICT)
+/// Returns the columns that are copied at a time of the right factor of a 32-bit product, at most; zero if it is multiplied as
+/// it is. `sizes` are the rows and columns of the result, and `strides` the distances in elements between rows and between columns
+/// of the factor.
+///
+/// A factor of few columns is never copied: where the result is small, the library sums up products of turned factors in
+/// another order, and the bits shall be those of the factor as it is.
+pub fn copied_columns([rows, columns]: [usize; 2], [row, column]: [usize; 2]) -> usize {
+    let shares_sets = column > 1 && (column * size_of::<f32>()).is_multiple_of(CONFLICT);
+    let is_copied = rows >= MANY_ROWS && columns >= BLOCK && row == 1 && shares_sets;
+    match is_copied {
+        true => strips(columns).map(|strip| strip.len()).max().unwrap_or(0),
+        false => 0,
+    }
 }
 
 /// Returns strips of columns, all of which have enough columns that the library sums up each product of the strip as it would in
@@ -43,12 +53,16 @@ pub(crate) fn strips(columns: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Returns a copy of a matrix, row after row.
+/// Returns a copy of a matrix whose columns are in order, row after row.
 pub(crate) fn copy_in_order<'a>(
     of: Matrix<'_, f32>,
     copy: &'a mut Vec<f32>,
     by: Threads,
 ) -> Matrix<'a, f32> {
+    debug_assert_eq!(
+        of.strides[0], 1,
+        "the elements of a column follow each other"
+    );
     copy.resize(of.rows * of.columns, 0.0);
     let len = BLOCK * of.columns.max(1);
     let turn = |(block, rows): (usize, &mut [f32])| {

@@ -3,6 +3,7 @@
 use std::any::Any;
 
 use burn::backend::Flex;
+pub use burn_fsdp_kernels::copied_columns;
 use burn_fsdp_kernels::{FusedCost, FusedOperation, takes};
 use burn_ir::{
     BackendIr, BaseOperationIr, CastOpIr, CustomOpIr, FloatOperationIr, MatmulOpIr,

@@ -84,7 +84,7 @@ pub use compile::{
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::Error;
-pub use kernels::{kernels, plain};
+pub use kernels::{copied_columns, kernels, plain};
 pub use lower::{certify, lower};
 pub use mode::Mode;
 pub use norm::GRAD_NORM;

@@ -13,8 +13,9 @@ use super::peers::Peers;
 use super::program::{Measurement, json_of};
 use crate::error::{Failure, InputError};
 
-/// Pairs after which the limits are measured again: they are those of the same minutes.
-const PAIRS_A_LIMIT: usize = 4;
+/// Pairs after which the limits are measured again: they are those of the same minutes. An odd number, so that they come before a
+/// run of either side as often.
+const PAIRS_A_LIMIT: usize = 5;
 
 const TEMPLATE: &str = "{bar:32} {pos}/{len} {msg}, {eta} left";
 

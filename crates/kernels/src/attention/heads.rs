@@ -7,6 +7,7 @@ use burn_flex::{FlexTensor, Layout};
 use bytemuck::Pod;
 use rayon::prelude::*;
 
+use super::factors::Factors;
 use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
 use crate::halves;
 use crate::matmul::matmul;
@@ -24,6 +25,8 @@ pub(super) struct Operands {
     mask: Mask,
     /// The factor on the scores.
     scale: f32,
+    /// What multiplies the probabilities.
+    factors: Option<Factors>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -65,11 +68,22 @@ impl Operands {
             parts: [part(0), part(1), part(2)],
             mask: Mask::Causal,
             scale: 1.0 / (head_dim as f32).sqrt(),
+            factors: None,
         }
     }
 
-    pub(super) fn apart(parts: [FlexTensor; 3], scale: f32, mask: Mask) -> Self {
-        Self { parts, mask, scale }
+    pub(super) fn apart(
+        parts: [FlexTensor; 3],
+        scale: f32,
+        mask: Mask,
+        factors: Option<Factors>,
+    ) -> Self {
+        Self {
+            parts,
+            mask,
+            scale,
+            factors,
+        }
     }
 
     fn dims(&self, part: Part) -> [usize; 4] {
@@ -105,6 +119,10 @@ impl Operands {
             parts: parts.map(|part| sequence_of(part, index)),
             mask: self.mask.of_sequence(index),
             scale: self.scale,
+            factors: self
+                .factors
+                .as_ref()
+                .map(|factors| factors.of_sequence(index)),
         }
     }
 
@@ -136,7 +154,10 @@ impl Operands {
     fn mix(&self, output: &mut [f32], leaves_out: bool) {
         let width = self.heads() * self.widths()[2];
         for block in self.blocks() {
-            let seen = self.probabilities(&block, leaves_out);
+            let mut seen = self.probabilities(&block, leaves_out);
+            if let Some(factors) = &self.factors {
+                factors.multiply(&mut seen.tensor, &block, &seen.keys);
+            }
             let values = self.part(Part::Values, &seen.keys);
             let mixed = matmul(seen.tensor, values);
             add_heads(&mixed, (output, width, 0), &block);
@@ -147,7 +168,8 @@ impl Operands {
     fn may_leave_out(&self, parts: &[Part], grad: Option<&FlexTensor>) -> bool {
         let operands = parts.iter().map(|part| &self.parts[*part as usize]);
         let is_filled = matches!(&self.mask, Mask::Filled(fills) if !fills.is_empty());
-        is_filled && operands.chain(grad).all(is_finite)
+        let factors = self.factors.iter().map(Factors::tensor);
+        is_filled && operands.chain(grad).chain(factors).all(is_finite)
     }
 
     /// Returns the softmax of the scores of a block.
@@ -258,12 +280,20 @@ impl Operands {
         };
 
         // Each product is freed before the next one is made: that is what the cost says.
+        let mut multiplied = tensor.clone();
+        if let Some(factors) = &self.factors {
+            factors.multiply(&mut multiplied, block, &keys);
+        }
         add(
-            &matmul(tensor.transpose(1, 2), grad.clone()),
+            &matmul(multiplied.transpose(1, 2), grad.clone()),
             Part::Values,
             &keys,
         );
+        drop(multiplied);
         let mut scores = matmul(grad, part(Part::Values, &keys).transpose(1, 2));
+        if let Some(factors) = &self.factors {
+            factors.multiply(&mut scores, block, &keys);
+        }
         vectorized(SoftmaxGradient {
             grad: scores.storage_mut(),
             probabilities: tensor.storage(),

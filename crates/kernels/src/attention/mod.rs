@@ -1,8 +1,10 @@
 //! Attention: causal over one packed tensor, and with any masks over queries, keys and values.
 //!
+//! - `factors`: what multiplies probabilities, as dropout does.
 //! - `heads`: the operands, cut into heads and blocks of queries.
 //! - `mask`: which keys a query sees.
 
+mod factors;
 mod heads;
 mod mask;
 #[cfg(test)]
@@ -19,6 +21,7 @@ use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
 use crate::rows::contiguous;
+pub(crate) use factors::Factors;
 use heads::{BLOCK, Operands};
 pub(crate) use mask::Fill;
 use mask::Mask;
@@ -83,20 +86,35 @@ pub(crate) fn causal_gradient(
     operands.packed_gradient(&grad).reshape(shape)
 }
 
-/// Attention of queries to keys, each `[batch, time, heads, head_dim]`: the values, mixed,
-/// `[batch, time of queries, heads, width of values]`.
-pub(crate) fn masked(qkv: [FlexTensor; 3], scale: f32, fills: Vec<Fill>) -> FlexTensor {
-    Operands::apart(qkv, scale, Mask::Filled(fills)).forward()
+/// What an attention does to its scores and probabilities.
+pub(crate) struct Weighting {
+    /// The factor on the scores.
+    pub(crate) scale: f32,
+    /// What scores become where masks are set.
+    pub(crate) fills: Vec<Fill>,
+    /// What multiplies the probabilities.
+    pub(crate) factors: Option<Factors>,
 }
 
-/// The gradients of queries, keys and values of [`masked`].
-pub(crate) fn masked_gradients(
+impl Weighting {
+    fn of(self, qkv: [FlexTensor; 3]) -> Operands {
+        Operands::apart(qkv, self.scale, Mask::Filled(self.fills), self.factors)
+    }
+}
+
+/// Attention of queries to keys, each `[batch, time, heads, head_dim]`: the values, mixed,
+/// `[batch, time of queries, heads, width of values]`.
+pub(crate) fn weighted(qkv: [FlexTensor; 3], weighting: Weighting) -> FlexTensor {
+    weighting.of(qkv).forward()
+}
+
+/// The gradients of queries, keys and values of [`weighted`].
+pub(crate) fn weighted_gradients(
     qkv: [FlexTensor; 3],
     grad: &FlexTensor,
-    scale: f32,
-    fills: Vec<Fill>,
+    weighting: Weighting,
 ) -> [FlexTensor; 3] {
-    Operands::apart(qkv, scale, Mask::Filled(fills)).gradients(grad)
+    weighting.of(qkv).gradients(grad)
 }
 
 /// The sizes of an attention.
@@ -108,6 +126,7 @@ pub(crate) struct Sizes {
     /// Widths of a head of keys and of values.
     pub(crate) widths: [usize; 2],
     pub(crate) is_masked: bool,
+    pub(crate) has_factors: bool,
     /// Operands of 16 bits, which are widened for each sequence.
     pub(crate) is_half: bool,
 }
@@ -124,6 +143,12 @@ impl Sizes {
             true => scores.max(keys.max(queries) * width.max(values)),
         };
         let codes = if self.is_masked { scores } else { 0 };
+        // Probabilities as they are, and multiplied; and a row of widened factors.
+        let multiplied = match self.has_factors {
+            true if is_backward => scores + keys,
+            true => keys,
+            false => 0,
+        };
         // Queries, keys and values, and the result; or its gradient, and those of all three.
         let parts = self.times[0] * width + keys * (width + values);
         let result = self.times[0] * values;
@@ -138,7 +163,7 @@ impl Sizes {
         } else {
             0
         };
-        let floats = scores + beside + widened;
+        let floats = scores + beside + multiplied + widened;
         self.heads * (floats * size_of::<f32>() + ordered * size_of::<bf16>() + codes)
     }
 }

@@ -4,7 +4,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use burn_flex::FlexTensor;
 
-use super::{Fill, masked, masked_gradients};
+use super::{Factors, Fill, Weighting, weighted, weighted_gradients};
 use crate::rows::contiguous;
 
 /// Batch, heads, queries, keys, width, width of values.
@@ -28,7 +28,12 @@ struct Case {
     parts: [Vec<f32>; 4],
     /// Elements, shape and number of each mask.
     fills: Vec<(Vec<bool>, [usize; 4], f32)>,
+    /// Factors on the probabilities, if there are any.
+    factors: Option<Vec<f32>>,
 }
+
+/// The factor on all probabilities, beside their own.
+const KEPT: f32 = 1.25;
 
 impl Case {
     fn new(sizes: Sizes) -> Self {
@@ -51,7 +56,17 @@ impl Case {
             sizes,
             parts,
             fills: Vec::new(),
+            factors: None,
         }
+    }
+
+    /// Drops some probabilities, and changes others.
+    fn multiplied(mut self) -> Self {
+        let [batch, heads, queries, keys, ..] = self.sizes;
+        let factor = |at: usize| [0.0, 1.0, 1.0, -0.5, 0.0][at * 31 % 5];
+        let all = 0..batch * heads * queries * keys;
+        self.factors = Some(all.map(factor).collect());
+        self
     }
 
     fn fill(mut self, shape: [bool; 4], value: f32, is_set: impl Fn([usize; 4]) -> bool) -> Self {
@@ -97,7 +112,13 @@ impl Case {
             let mask = Tensor::<4, Bool>::from_data(mask, &device);
             scores = scores.mask_fill(mask, *value);
         }
-        let result = softmax(scores, 3).matmul(v.clone());
+        let mut probabilities = softmax(scores, 3);
+        if let Some(factors) = &self.factors {
+            let factors = TensorData::new(factors.clone(), probabilities.dims());
+            let factors = Tensor::<4>::from_data(factors, (&device, DType::F64));
+            probabilities = probabilities * factors * KEPT;
+        }
+        let result = probabilities.matmul(v.clone());
         let grads = (result.clone() * tensor(3)).sum().backward();
         let floats = |tensor: Tensor<4>| tensor.cast(DType::F32).into_data().try_to_vec().unwrap();
         let of = |x: &Tensor<4>| floats(x.grad(&grads).unwrap());
@@ -111,27 +132,36 @@ impl Case {
             let data = TensorData::new(self.parts[index].clone(), shapes[index]);
             FlexTensor::from_data(data).transpose(1, 2)
         };
-        let fills = || {
+        let [batch, heads, queries, keys, ..] = self.sizes;
+        let weighting = || {
             let fill = |(mask, shape, value): &(Vec<bool>, [usize; 4], f32)| Fill {
                 mask: FlexTensor::from_data(TensorData::new(mask.clone(), *shape)),
                 value: *value,
             };
-            self.fills.iter().map(fill).collect::<Vec<_>>()
+            let factors = self.factors.as_ref().map(|factors| {
+                let shape = [batch, heads, queries, keys];
+                FlexTensor::from_data(TensorData::new(factors.clone(), shape))
+            });
+            Weighting {
+                scale: SCALE,
+                fills: self.fills.iter().map(fill).collect(),
+                factors: factors.map(|factors| Factors::new(factors, KEPT)),
+            }
         };
         let operands = || [tensor(0), tensor(1), tensor(2)];
         let floats = |tensor: FlexTensor| {
             let turned = tensor.transpose(1, 2).to_contiguous();
             turned.into_data().try_to_vec().unwrap()
         };
-        let result = masked(operands(), SCALE, fills());
+        let result = weighted(operands(), weighting());
         // In the order of their dims, as they are in a step: what is masked may be left out there.
-        let again = masked(operands().map(contiguous), SCALE, fills());
+        let again = weighted(operands().map(contiguous), weighting());
         assert_eq!(floats(result.clone()).len(), floats(again.clone()).len());
         assert_near("in order", &floats(again), &floats(result.clone()));
         let in_order = || operands().map(contiguous);
         let grad = contiguous(tensor(3));
-        let [q, k, v] = masked_gradients(in_order(), &grad, SCALE, fills());
-        let of_views = masked_gradients(operands(), &tensor(3), SCALE, fills());
+        let [q, k, v] = weighted_gradients(in_order(), &grad, weighting());
+        let of_views = weighted_gradients(operands(), &tensor(3), weighting());
         for (view, ordered) in of_views.into_iter().zip([&q, &k, &v]) {
             assert_near("views", &floats(view), &floats(ordered.clone()));
         }
@@ -179,12 +209,14 @@ fn it_is_the_composed_one_under_any_mask() {
         let [batch, heads, queries, keys, ..] = sizes;
         let case = || Case::new(sizes);
         case().check("no mask");
+        case().multiplied().check("no mask, multiplied");
         for value in [-1e4, f32::NEG_INFINITY, -1.0, 3.0, f32::NAN] {
             let all = [true; 4];
             let causal = |[_, _, query, key]: [usize; 4]| key > query;
-            case()
-                .fill([true, false, true, true], value, causal)
-                .check(&format!("causal, {value}"));
+            let seen = case().fill([true, false, true, true], value, causal);
+            seen.check(&format!("causal, {value}"));
+            seen.multiplied()
+                .check(&format!("causal, {value}, multiplied"));
             let pad = |[batch, _, _, key]: [usize; 4]| key + 1 + 2 * batch >= keys && key > 0;
             let padded = case().fill([true, false, false, true], value, pad);
             padded.clone().check(&format!("padding, {value}"));
@@ -201,9 +233,9 @@ fn it_is_the_composed_one_under_any_mask() {
                 .check(&format!("queries that see nothing, {value}"));
             let some =
                 |[b, h, query, key]: [usize; 4]| (b + h * heads + query * 5 + key * 3) % 4 == batch;
-            case()
-                .fill(all, value, some)
-                .check(&format!("any, {value}"));
+            let any = case().fill(all, value, some);
+            any.check(&format!("any, {value}"));
+            any.multiplied().check(&format!("any, {value}, multiplied"));
         }
     }
 }
@@ -220,10 +252,19 @@ fn what_is_no_number_behind_a_mask_comes_out_as_it_does_when_composed() {
                     let len = case.parts[part].len();
                     case.parts[part][len - 1] = special;
                     let causal = move |[_, _, query, key]: [usize; 4]| key * queries > query * keys;
-                    case.fill([true, false, true, true], value, causal)
-                        .check(&format!("{special} in part {part}, filled with {value}"));
+                    let case = case.fill([true, false, true, true], value, causal);
+                    case.check(&format!("{special} in part {part}, filled with {value}"));
+                    case.multiplied()
+                        .check(&format!("{special} in part {part}, {value}, multiplied"));
                 }
             }
+            let causal = move |[_, _, query, key]: [usize; 4]| key * queries > query * keys;
+            let mut case = Case::new(sizes)
+                .fill([true, false, true, true], -1e4, causal)
+                .multiplied();
+            // That of the last key for the first query, which does not see it.
+            case.factors.as_mut().unwrap()[keys - 1] = special;
+            case.check(&format!("{special} as a factor"));
         }
     }
 }

@@ -83,8 +83,8 @@ fn assert_rounded(operation: Op, operands: &[Operand], scalars: &[ScalarIr]) {
     assert_eq!(halves.len(), full.len());
     for (number, (half, full)) in halves.into_iter().zip(full).enumerate() {
         assert_eq!(half.layout().shape(), full.layout().shape());
-        // A loss is of 32 bits, whatever the logits are.
-        let is_loss = operation == Op::CrossEntropy && number == 1;
+        // A loss is of 32 bits, whatever the logits are, and so is what is kept of their rows.
+        let is_loss = [Op::CrossEntropy, Op::LogLikelihood].contains(&operation) && number == 1;
         assert_eq!(half.dtype(), if is_loss { DType::F32 } else { DType::BF16 });
         for (found, expected) in floats(half).into_iter().zip(floats(full)) {
             let expected = match is_loss {
@@ -114,6 +114,11 @@ fn rows_of_halves_are_computed_in_32_bits() {
             let both = [x.clone(), grad.clone()];
             assert_rounded(Op::Gelu, &both[..1], &[]);
             assert_rounded(Op::GeluBackward, &both, &[]);
+            assert_rounded(Op::Silu, &both[..1], &[]);
+            assert_rounded(Op::SiluBackward, &both, &[]);
+            assert_rounded(Op::SwiGlu, &both, &[]);
+            let gated = [x.clone(), Operand::floats(shape, 5), grad.clone()];
+            assert_rounded(Op::SwiGluBackward, &gated, &[]);
             assert_rounded(Op::Softmax, &both[..1], &[]);
             assert_rounded(Op::SoftmaxBackward, &both, &[]);
             assert_rounded(Op::LogSoftmax, &both[..1], &[]);
@@ -151,7 +156,14 @@ fn attention_of_halves_is_computed_in_32_bits() {
         let [q, k, v, grad] = [1, 2, 3, 4].map(part);
         let forward = [q.clone(), k.clone(), v.clone(), mask.clone()];
         assert_rounded(Op::Attention, &forward, &scalars);
-        assert_rounded(Op::AttentionBackward, &[q, k, v, grad, mask], &scalars);
+        let backward = [q, k, v, grad, mask];
+        assert_rounded(Op::AttentionBackward, &backward, &scalars);
+        let factors = Operand::floats(&[batch, heads, time, time], 9);
+        let scalars = [0.4, -1e4, 1.25].map(ScalarIr::Float);
+        let forward = [&forward[..], std::slice::from_ref(&factors)].concat();
+        let backward = [&backward[..], &[factors]].concat();
+        assert_rounded(Op::Attention, &forward, &scalars);
+        assert_rounded(Op::AttentionBackward, &backward, &scalars);
     }
 }
 
@@ -160,6 +172,11 @@ fn cross_entropy_of_halves_is_computed_in_32_bits() {
     let logits = Operand::floats(&[70, 19], 1);
     let targets: Vec<i64> = (0..70).map(|row| row * 7 % 19).collect();
     let targets = Operand::indices(&targets);
+    let kept = Operand::floats(&[70, 2], 3).full();
+    let grad = Operand::floats(&[70, 1], 4);
+    let given = [logits.clone(), targets.clone(), kept, grad];
+    assert_rounded(Op::LogLikelihood, &given[..2], &[]);
+    assert_rounded(Op::LogLikelihoodBackward, &given, &[]);
     assert_rounded(Op::CrossEntropy, &[logits.clone(), targets], &[]);
     for factor in [1.0, 0.3] {
         let factor = Operand::floats(&[1], 0).with(0, factor).full();

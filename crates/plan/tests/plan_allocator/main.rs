@@ -18,7 +18,8 @@ use burn_fsdp_models::{Gpt, GptConfig};
 use burn_fsdp_plan::{Machine, MemoryPlan, Plan};
 use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
 use burn_fsdp_spmd::passes::{
-    CommonSubexpressions, DeadCode, Liveness, Pipeline, Recompute, StandIns,
+    CommonSubexpressions, DeadCode, FusePointwise, Liveness, Pipeline, Recompute, SelectKernels,
+    StandIns, UseKernels,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{Batch, Error, Mode, Strategy, compile};
@@ -236,8 +237,29 @@ fn has_known_tiles() -> bool {
     return false;
 }
 
-/// Every operation, alone on one rank.
-fn check_kernels<M: Module + 'static, B: Batch>(
+/// Who computes the operations of a graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Engine {
+    /// Burn alone.
+    Burn,
+    /// The crate `kernels`, where it has them.
+    Kernels,
+}
+
+/// Every operation, alone on one rank, by Burn and by kernels.
+fn check_each<M: Module + 'static, B: Batch>(
+    name: &'static str,
+    init: fn(&Device) -> M,
+    loss: fn(&M, B) -> Tensor<1>,
+    batch: fn(&Device) -> B,
+) {
+    for engine in [Engine::Burn, Engine::Kernels] {
+        check_each_by(engine, name, init, loss, batch);
+    }
+}
+
+fn check_each_by<M: Module + 'static, B: Batch>(
+    engine: Engine,
     name: &'static str,
     init: fn(&Device) -> M,
     loss: fn(&M, B) -> Tensor<1>,
@@ -249,13 +271,18 @@ fn check_kernels<M: Module + 'static, B: Batch>(
         let optimizer = AdamWConfig::new().build();
         let batch = batch(&Device::flex());
         let graph = trace(init, loss, &optimizer, &batch, TraceConfig::default())?;
-        let passes = Pipeline::new()
+        let mut passes = Pipeline::new()
             .then(DeadCode)
             .then(CommonSubexpressions)
-            .then(StandIns)
-            .then(Recompute::default())
-            .then(Liveness);
-        let graph = passes.run(graph)?;
+            .then(StandIns);
+        if engine == Engine::Kernels {
+            passes = passes.then(UseKernels);
+        }
+        passes = passes.then(Recompute::default());
+        if engine == Engine::Kernels {
+            passes = passes.then(FusePointwise).then(SelectKernels);
+        }
+        let graph = passes.then(Liveness).run(graph)?;
         let plan = MemoryPlan::new(&graph, 0)?;
         let measured = replay::run(&graph, 3);
         assert_eq!(plan.moments.len(), measured.len());
@@ -271,7 +298,7 @@ fn check_kernels<M: Module + 'static, B: Batch>(
             let node = &graph.nodes()[index];
             let name_of_node = node.name();
             if !has_known_tiles()
-                && ["Matmul", "Conv"]
+                && ["Matmul", "matmul", "attention", "Conv"]
                     .iter()
                     .any(|it| name_of_node.contains(it))
             {
@@ -284,7 +311,7 @@ fn check_kernels<M: Module + 'static, B: Batch>(
                 .collect();
             assert!(
                 (scratch - planned).abs() <= SMALL + planned / 50,
-                "{name}: node {index}, {name_of_node} of {shapes:?}, took {scratch} bytes beside its tensors, and \
+                "{name} by {engine:?}: node {index}, {name_of_node} of {shapes:?}, took {scratch} bytes beside its tensors, and \
                  {planned} were planned"
             );
         }
@@ -295,7 +322,7 @@ fn check_kernels<M: Module + 'static, B: Batch>(
 
 #[test]
 fn each_operation_of_a_gpt_takes_what_was_planned() {
-    check_kernels(
+    check_each(
         "GPT",
         |device| GPT.init(device, 1).expect("the sizes are valid"),
         |model: &Gpt, (tokens, targets): Tokens| model.loss(tokens, targets),
@@ -305,8 +332,8 @@ fn each_operation_of_a_gpt_takes_what_was_planned() {
 
 #[test]
 fn each_operation_of_a_cnn_takes_what_was_planned() {
-    check_kernels("CNN", Cnn::new, Cnn::loss, images);
-    check_kernels(
+    check_each("CNN", Cnn::new, Cnn::loss, images);
+    check_each(
         "CNN with a wide head",
         WideHead::new,
         WideHead::loss,
@@ -316,7 +343,7 @@ fn each_operation_of_a_cnn_takes_what_was_planned() {
 
 #[test]
 fn each_operation_of_an_lstm_takes_what_was_planned() {
-    check_kernels("LSTM", Recurrent::new, Recurrent::loss, sequences);
+    check_each("LSTM", Recurrent::new, Recurrent::loss, sequences);
 }
 
 #[test]

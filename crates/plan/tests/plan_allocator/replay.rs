@@ -2,16 +2,17 @@
 
 use burn::tensor::{Bytes, DType, Shape, TensorData};
 use burn_flex::Flex;
+use burn_fsdp_kernels::FusedOperation;
 use burn_fsdp_spmd::graph::{Graph, Role};
-use burn_ir::{OperationIr, TensorId, TensorIr, TensorStatus};
-use burn_router::TensorInterpreter;
+use burn_ir::{HandleKind, OperationIr, TensorId, TensorIr, TensorStatus};
+use burn_router::{CustomOpRegistry, TensorInterpreter};
 
 use crate::ALLOCATOR;
 
 /// Of every node but drops: its index, and the bytes above those between steps while it ran at most, and after it.
 /// Every step but the last is only there to leave tensors where a step leaves them.
 pub(crate) fn run(graph: &Graph, num_steps: usize) -> Vec<(usize, usize, usize)> {
-    let mut interpreter = TensorInterpreter::<Flex>::new(Default::default());
+    let mut interpreter = TensorInterpreter::with_custom_ops(Default::default(), kernels());
     let given = |interpreter: &mut TensorInterpreter<Flex>, is_input: bool| {
         for value in graph.values() {
             let is_chosen = matches!(value.role, Role::Input(_)) == is_input;
@@ -43,6 +44,28 @@ pub(crate) fn run(graph: &Graph, num_steps: usize) -> Vec<(usize, usize, usize)>
         finish(&mut interpreter, graph);
     }
     measured
+}
+
+/// Returns the kernels, as the interpreter calls them.
+fn kernels() -> CustomOpRegistry<Flex> {
+    let mut registry = CustomOpRegistry::new();
+    for kernel in FusedOperation::ALL {
+        registry.register(kernel.name(), move |handles, call, _| {
+            let inputs = call.inputs.iter().map(|input| {
+                match handles.get_handle(&input.id, &input.status) {
+                    HandleKind::Float(tensor)
+                    | HandleKind::Int(tensor)
+                    | HandleKind::Bool(tensor) => tensor,
+                    HandleKind::Quantized(_) => unreachable!("no kernel takes it"),
+                }
+            });
+            let inputs = inputs.collect();
+            for (output, tensor) in call.outputs.iter().zip(kernel.run(call, inputs)) {
+                handles.register_handle(output.id, HandleKind::Float(tensor));
+            }
+        });
+    }
+    registry
 }
 
 /// Makes the interpreter's table of tensors far larger than the graph needs.

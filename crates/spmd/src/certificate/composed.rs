@@ -1,13 +1,14 @@
 //! Kernels as what they are composed of, on numbers of any kind.
 
 use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
-use burn_ir::{CustomOpIr, ScalarIr};
+use burn_ir::CustomOpIr;
 
+use super::attention::{Attention, Causal};
 use super::lanes::rows;
 use super::number::Number;
 use super::pointwise::map;
-use super::products::transposed;
 use super::scalar::Scalar;
+use super::softmax::{Softmax, dot, each_row, softmax, softmax_gradient, sum, two_rows};
 use super::tensor::Tensor;
 
 /// A call of a kernel.
@@ -40,6 +41,20 @@ impl<N: Number> KernelCall<'_, N> {
                 let of = |a: &[N]| a[1].mul(N::function("gelu gradient", a[0]));
                 vec![map(&x.shape, &[x, grad], of)?]
             }
+            (Op::Silu, [x]) => vec![map(&x.shape, &[x], |a| silu(a[0]))?],
+            (Op::SiluBackward, [x, grad]) => {
+                vec![map(&x.shape, &[x, grad], |a| silu_gradient(a[0], a[1]))?]
+            }
+            (Op::SwiGlu, [gate, values]) => {
+                vec![map(&gate.shape, &[gate, values], |a| silu(a[0]).mul(a[1]))?]
+            }
+            (Op::SwiGluBackward, [gate, values, grad]) => {
+                let all = [*gate, *values, *grad];
+                let of_gate = |a: &[N]| silu_gradient(a[0], a[2].mul(a[1]));
+                let of_values = |a: &[N]| a[2].mul(silu(a[0]));
+                let shape = &gate.shape;
+                vec![map(shape, &all, of_gate)?, map(shape, &all, of_values)?]
+            }
             (Op::Softmax, [x]) => vec![each_row(x, |row| softmax(row).probabilities)],
             (Op::SoftmaxBackward, [y, grad]) => vec![softmax_gradient(y, grad)],
             (Op::LogSoftmax, [x]) => vec![each_row(x, |row| log_softmax(row, known))],
@@ -60,12 +75,12 @@ impl<N: Number> KernelCall<'_, N> {
                 let [of_x, of_gamma, _] = self.norm_gradients(x, gamma, grad, Middle::Zero)?;
                 vec![of_x, of_gamma]
             }
-            (Op::Attention, [queries, keys, values, masks @ ..]) => {
-                let probabilities = self.probabilities(queries, keys, masks)?;
-                vec![by_time(&product(&probabilities, &by_head(values))?)]
+            (Op::Attention, [queries, keys, values, behind @ ..]) => {
+                vec![self.attention([queries, keys, values], behind)?.result()?]
             }
-            (Op::AttentionBackward, [queries, keys, values, grad, masks @ ..]) => {
-                self.attention_gradients([queries, keys, values, grad], masks)?
+            (Op::AttentionBackward, [queries, keys, values, grad, behind @ ..]) => {
+                let attention = self.attention([queries, keys, values], behind)?;
+                attention.gradients(grad)?.into()
             }
             (Op::CausalAttention, [qkv]) => vec![self.causal(qkv)?.result(qkv)?],
             (Op::CausalAttentionBackward, [qkv, grad]) => {
@@ -75,6 +90,11 @@ impl<N: Number> KernelCall<'_, N> {
             (Op::CrossEntropyBackward, [grad, factor]) => {
                 let factor = factor.elements[0];
                 vec![map(&grad.shape, &[grad], |a| a[0].mul(factor))?]
+            }
+            (Op::LogLikelihood, [logits, classes]) => log_likelihood(logits, classes, known),
+            (Op::LogLikelihoodBackward, &[logits, classes, kept, grad]) => {
+                let all = [logits, classes, kept, grad];
+                vec![log_likelihood_gradient(all, known)]
             }
             (Op::Matmul, [a, b]) => {
                 vec![N::matmul(a, b, self.call.outputs[0].shape.as_slice())?]
@@ -182,45 +202,24 @@ impl<N: Number> KernelCall<'_, N> {
         ])
     }
 
-    /// Returns the probabilities of an attention, `[batch, heads, queries, keys]`.
-    fn probabilities(
+    /// Returns an attention, of its operands and what comes behind all of them.
+    fn attention<'a>(
         &self,
-        queries: &Tensor<N>,
-        keys: &Tensor<N>,
-        masks: &[&Tensor<N>],
-    ) -> Result<Tensor<N>, String> {
-        let factor = self.scalar(0)?;
-        let scores = product(&by_head(queries), &transposed(&by_head(keys)))?;
-        let shape = scores.shape.clone();
-        let mut scores = map(&shape, &[&scores], |a| a[0].mul(factor))?;
-        for (number, mask) in masks.iter().enumerate() {
-            let fill = self.scalar(number + 1)?;
-            let choose = |a: &[N]| if is_set(a[1]) { fill } else { a[0] };
-            scores = map(&shape, &[&scores, mask], choose)?;
-        }
-        Ok(each_row(&scores, |row| softmax(row).probabilities))
-    }
-
-    fn attention_gradients(
-        &self,
-        [queries, keys, values, grad]: [&Tensor<N>; 4],
-        masks: &[&Tensor<N>],
-    ) -> Result<Vec<Tensor<N>>, String> {
-        let factor = self.scalar(0)?;
-        let probabilities = self.probabilities(queries, keys, masks)?;
-        let all = gradients(
-            &probabilities,
-            [queries, keys, values, grad],
-            |mut of_scores| {
-                let shape = of_scores.shape.clone();
-                for mask in masks {
-                    let keep = |a: &[N]| if is_set(a[1]) { N::default() } else { a[0] };
-                    of_scores = map(&shape, &[&of_scores, mask], keep)?;
-                }
-                map(&shape, &[&of_scores], |a| a[0].mul(factor))
-            },
-        )?;
-        Ok(all.into())
+        operands: [&'a Tensor<N>; 3],
+        behind: &'a [&'a Tensor<N>],
+    ) -> Result<Attention<'a, N>, String> {
+        let inputs = &self.call.inputs[self.inputs.len() - behind.len()..];
+        let num_masks = inputs.iter().take_while(|input| input.dtype.is_bool());
+        let (masks, factors) = behind.split_at(num_masks.count());
+        let factors = match factors {
+            [] => None,
+            [factors] => Some((*factors, self.scalar(masks.len() + 1)?)),
+            _ => return Err("it has more operands than an attention".to_owned()),
+        };
+        let fills = masks.iter().zip(1..);
+        let fills = fills.map(|(mask, number)| Ok((*mask, self.scalar(number)?)));
+        let fills = fills.collect::<Result<Vec<_>, String>>()?;
+        Attention::of(operands, self.scalar(0)?, fills, factors)
     }
 
     fn causal(&self, qkv: &Tensor<N>) -> Result<Causal<N>, String> {
@@ -235,89 +234,6 @@ impl<N: Number> KernelCall<'_, N> {
             .ok_or("it does not say of how many heads it is")?;
         Causal::of(qkv, sizes)
     }
-}
-
-/// An attention of every position to those before it and itself, of queries, keys and values that are one tensor.
-struct Causal<N> {
-    /// Queries, keys, values: `[batch, time, heads, width]`.
-    parts: [Tensor<N>; 3],
-    factor: N,
-    /// `[batch, heads, queries, keys]`.
-    probabilities: Tensor<N>,
-}
-
-impl<N: Number> Causal<N> {
-    fn of(qkv: &Tensor<N>, (batch, heads): (usize, usize)) -> Result<Self, String> {
-        let &[rows, columns] = qkv.shape.as_slice() else {
-            return Err(format!("{:?} is no matrix", qkv.shape));
-        };
-        let (time, dim) = (rows / batch, columns / 3);
-        let part = |index: usize| {
-            let view = qkv.view().sliced(1, index * dim..(index + 1) * dim, 1);
-            qkv.taken(&view)
-                .reshaped(&[batch, time, heads, dim / heads])
-        };
-        let parts = [part(0)?, part(1)?, part(2)?];
-        let scale = ((dim / heads) as f64).sqrt().recip();
-        let factor = N::of_scalar(Scalar::Number(ScalarIr::Float(scale)));
-        let scores = product(&by_head(&parts[0]), &transposed(&by_head(&parts[1])))?;
-        let mut query = 0;
-        let probabilities = each_row(&scores, |row| {
-            let seen: Vec<N> = row[..=query % time]
-                .iter()
-                .map(|score| score.mul(factor))
-                .collect();
-            query += 1;
-            let mut probabilities = softmax(&seen).probabilities;
-            probabilities.resize(row.len(), N::default());
-            probabilities
-        });
-        Ok(Self {
-            parts,
-            factor,
-            probabilities,
-        })
-    }
-
-    fn result(&self, qkv: &Tensor<N>) -> Result<Tensor<N>, String> {
-        let mixed = by_time(&product(&self.probabilities, &by_head(&self.parts[2]))?);
-        mixed.reshaped(&[qkv.shape[0], qkv.shape[1] / 3])
-    }
-
-    /// Returns the gradient of queries, keys and values, side by side.
-    fn gradient(&self, qkv: &Tensor<N>, grad: &Tensor<N>) -> Result<Tensor<N>, String> {
-        let [queries, keys, values] = &self.parts;
-        let grad = grad.reshaped(&queries.shape)?;
-        let scaled = |of_scores: Tensor<N>| {
-            let shape = of_scores.shape.clone();
-            map(&shape, &[&of_scores], |a| a[0].mul(self.factor))
-        };
-        let all = gradients(&self.probabilities, [queries, keys, values, &grad], scaled)?;
-        let dim = qkv.shape[1] / 3;
-        let rows = (0..qkv.shape[0]).flat_map(|row| {
-            let own = all
-                .iter()
-                .flat_map(move |of| &of.elements[row * dim..][..dim]);
-            own.copied()
-        });
-        Ok(Tensor::new(qkv.shape.clone(), rows.collect()))
-    }
-}
-
-/// Returns the gradients of queries, keys and values from that of an attention's result; `through` brings the gradient of
-/// the scaled scores to that of the scores.
-fn gradients<N: Number>(
-    probabilities: &Tensor<N>,
-    [queries, keys, values, grad]: [&Tensor<N>; 4],
-    through: impl FnOnce(Tensor<N>) -> Result<Tensor<N>, String>,
-) -> Result<[Tensor<N>; 3], String> {
-    let grad = by_head(grad);
-    let of_values = product(&transposed(probabilities), &grad)?;
-    let of_probabilities = product(&grad, &transposed(&by_head(values)))?;
-    let of_scores = through(softmax_gradient(probabilities, &of_probabilities))?;
-    let of_queries = product(&of_scores, &by_head(keys))?;
-    let of_keys = product(&transposed(&of_scores), &by_head(queries))?;
-    Ok([of_queries, of_keys, of_values].map(|of| by_time(&of)))
 }
 
 /// Returns the gradient of the logits and the loss, the mean of minus the logarithms of the targets' probabilities.
@@ -343,6 +259,53 @@ fn cross_entropy<N: Number>(logits: &Tensor<N>, targets: &Tensor<N>) -> Vec<Tens
     vec![gradient, Tensor::new([1], vec![loss.mul(share)])]
 }
 
+/// Returns the logarithms of the probabilities of classes; and of each row the largest logit, and the logarithm of the sum of the
+/// exponentials of the row without it.
+fn log_likelihood<N: Number>(
+    logits: &Tensor<N>,
+    classes: &Tensor<N>,
+    known: &impl Logarithms<N>,
+) -> Vec<Tensor<N>> {
+    let of_row = |(row, class): (&[N], &N)| {
+        let Softmax { shifted, total, .. } = softmax(row);
+        let largest = row[0].sub(shifted[0]);
+        let at = class.index().min(row.len() - 1);
+        let chosen = log_softmax(row, known)[at];
+        (chosen, [largest, N::function("log", total)])
+    };
+    let rows = rows(logits).zip(classes.elements.iter());
+    let (chosen, kept): (Vec<N>, Vec<[N; 2]>) = rows.map(of_row).unzip();
+    let mut shape = classes.shape.clone();
+    let chosen = Tensor::new(shape.clone(), chosen);
+    if let Some(last) = shape.last_mut() {
+        *last = 2;
+    }
+    vec![chosen, Tensor::new(shape, kept.concat())]
+}
+
+fn log_likelihood_gradient<N: Number>(
+    [logits, classes, kept, grad]: [&Tensor<N>; 4],
+    known: &impl Logarithms<N>,
+) -> Tensor<N> {
+    let chosen = classes.elements.iter().zip(grad.elements.iter());
+    let mut given = chosen.zip(rows(kept));
+    each_row(logits, |row| {
+        let Some(((class, grad), &[largest, log])) = given.next() else {
+            return Vec::new();
+        };
+        let of = |(at, x): (usize, &N)| {
+            let probability = known.probability(x.sub(largest).sub(log));
+            let own = if at == class.index() {
+                *grad
+            } else {
+                N::default()
+            };
+            own.sub(grad.mul(probability))
+        };
+        row.iter().enumerate().map(of).collect()
+    })
+}
+
 /// Returns the logarithms of probabilities, and notes of which.
 fn log_softmax<N: Number>(row: &[N], known: &impl Logarithms<N>) -> Vec<N> {
     let Softmax {
@@ -365,33 +328,14 @@ fn log_softmax_gradient<N: Number>(y: &[N], grad: &[N], known: &impl Logarithms<
     pairs.map(of).collect()
 }
 
-struct Softmax<N> {
-    shifted: Vec<N>,
-    probabilities: Vec<N>,
-    total: N,
+fn silu<N: Number>(x: N) -> N {
+    x.mul(N::function("sigmoid", x))
 }
 
-fn softmax<N: Number>(row: &[N]) -> Softmax<N> {
-    let higher = |a: N, b: &N| if b.is_above(a) { *b } else { a };
-    let first = row.first().copied().unwrap_or_default();
-    let largest = row.iter().fold(first, higher);
-    let shifted: Vec<N> = row.iter().map(|of| of.sub(largest)).collect();
-    let powers: Vec<N> = shifted.iter().map(|of| N::function("exp", *of)).collect();
-    let total = sum(&powers);
-    let rate = total.inverse();
-    Softmax {
-        shifted,
-        probabilities: powers.iter().map(|power| power.mul(rate)).collect(),
-        total,
-    }
-}
-
-fn softmax_gradient<N: Number>(y: &Tensor<N>, grad: &Tensor<N>) -> Tensor<N> {
-    two_rows(y, grad, |y, grad| {
-        let along = dot(y, grad);
-        let pairs = y.iter().zip(grad);
-        pairs.map(|(y, grad)| y.mul(grad.sub(along))).collect()
-    })
+fn silu_gradient<N: Number>(x: N, grad: N) -> N {
+    let sigmoid = N::function("sigmoid", x);
+    let slope = sigmoid.mul(N::ONE.sub(sigmoid));
+    grad.mul(sigmoid.add(x.mul(slope)))
 }
 
 /// What a norm takes away from a row before it looks at squares.
@@ -430,51 +374,4 @@ impl<N: Number> Normal<N> {
             rate,
         }
     }
-}
-
-fn is_set<N: Number>(mask: N) -> bool {
-    mask.index() == 1
-}
-
-fn sum<N: Number>(lane: &[N]) -> N {
-    lane.iter()
-        .fold(N::default(), |sum, element| sum.add(*element))
-}
-
-fn dot<N: Number>(a: &[N], b: &[N]) -> N {
-    let products = a.iter().zip(b).map(|(a, b)| a.mul(*b));
-    products.fold(N::default(), N::add)
-}
-
-fn each_row<N: Copy>(x: &Tensor<N>, of: impl FnMut(&[N]) -> Vec<N>) -> Tensor<N> {
-    Tensor::new(x.shape.clone(), rows(x).flat_map(of).collect())
-}
-
-fn two_rows<N: Copy>(
-    a: &Tensor<N>,
-    b: &Tensor<N>,
-    mut of: impl FnMut(&[N], &[N]) -> Vec<N>,
-) -> Tensor<N> {
-    let pairs = rows(a).zip(rows(b));
-    let elements = pairs.flat_map(|(a, b)| of(a, b)).collect();
-    Tensor::new(a.shape.clone(), elements)
-}
-
-/// Returns the products of matrices of the same batch.
-fn product<N: Number>(a: &Tensor<N>, b: &Tensor<N>) -> Result<Tensor<N>, String> {
-    let mut shape = a.shape.clone();
-    if let (Some(last), Some(columns)) = (shape.last_mut(), b.shape.last()) {
-        *last = *columns;
-    }
-    N::matmul(a, b, &shape)
-}
-
-/// Returns `[batch, time, heads, width]` as `[batch, heads, time, width]`.
-fn by_head<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
-    tensor.taken(&tensor.view().swapped(1, 2))
-}
-
-/// Returns `[batch, heads, time, width]` as `[batch, time, heads, width]`.
-fn by_time<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
-    by_head(tensor)
 }

@@ -2,6 +2,7 @@
 //!
 //! The README beside the code says what is proved, under which assumptions, and what is not seen.
 
+mod attention;
 mod base;
 mod call;
 mod composed;
@@ -20,6 +21,7 @@ mod products;
 mod proof;
 mod reference;
 mod scalar;
+mod softmax;
 mod tensor;
 mod transport;
 

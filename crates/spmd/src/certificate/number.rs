@@ -123,6 +123,7 @@ impl Number for f64 {
             "exp" => x.exp(),
             "log" => x.ln(),
             "sqrt" => x.sqrt(),
+            "sigmoid" => 1.0 / (1.0 + (-x).exp()),
             "gelu" => x * normal(),
             "gelu gradient" => {
                 let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();

@@ -9,7 +9,8 @@ use super::pattern::{Kind, Patterns};
 use super::walk::Walk;
 use crate::error::Error;
 
-/// A softmax of products of queries with keys, times values: all operands `[batch, heads, time, width]`.
+/// A softmax of products of queries with keys, times values: all operands `[batch, heads, time, width]`. What multiplies
+/// the probabilities in between, as dropout does, is a part of it.
 struct Forward {
     queries: TensorId,
     keys: TensorId,
@@ -19,10 +20,22 @@ struct Forward {
     scale: Option<Kind>,
     /// Masks with the numbers that they fill in, the last one last.
     fills: Vec<(TensorId, f64)>,
-    probabilities: TensorId,
+    weights: Weights,
     nodes: BTreeSet<usize>,
     /// The node that makes the result.
     at: usize,
+}
+
+/// What values are multiplied by.
+struct Weights {
+    /// Result of the softmax.
+    probabilities: TensorId,
+    /// What comes of them, and is multiplied by the values.
+    multiplied: TensorId,
+    /// Factors on the probabilities, one for each.
+    factors: Option<TensorId>,
+    /// A factor on all of them, which comes after those.
+    scale: Option<Kind>,
 }
 
 /// The gradients of an attention.
@@ -49,22 +62,21 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         nodes.extend(gradients.iter().flat_map(|gradients| &gradients.nodes));
         let mut results = vec![patterns.output(forward.at)];
         results.extend(gradients.iter().flat_map(|of| of.gradients).flatten());
-        let made = nodes.iter().map(|node| patterns.output(*node));
-        let inner: Vec<TensorId> = made.filter(|id| !results.contains(id)).collect();
-        if !inner.iter().all(|id| patterns.is_read_by(*id, &nodes)) {
-            continue;
+        if patterns.is_closed(&nodes, &results) {
+            insert(patterns, &forward, gradients.as_ref())?;
+            patterns.remove(&nodes);
         }
-        insert(patterns, &forward, gradients.as_ref())?;
-        patterns.remove(&nodes);
     }
     Ok(())
 }
 
 /// Returns the attention that ends with a node.
 fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
-    let [probabilities, values] = operands(patterns, at)?;
-    let softmax = patterns.made_by(probabilities, Kind::Softmax)?;
-    let mut nodes = BTreeSet::from([at, softmax]);
+    let [multiplied, values] = operands(patterns, at)?;
+    let mut nodes = BTreeSet::from([at]);
+    let weights = weights(patterns, multiplied, &mut nodes)?;
+    let softmax = patterns.made_by(weights.probabilities, Kind::Softmax)?;
+    nodes.insert(softmax);
     let mut scores = patterns.inputs(softmax)[0];
     let (mut fills, mut scale) = (Vec::new(), None);
     let product = loop {
@@ -105,9 +117,46 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
         values,
         scale,
         fills,
-        probabilities,
+        weights,
         nodes,
         at,
+    })
+}
+
+/// Goes from what values are multiplied by to the probabilities.
+fn weights(
+    patterns: &Patterns,
+    multiplied: TensorId,
+    nodes: &mut BTreeSet<usize>,
+) -> Option<Weights> {
+    let mut probabilities = multiplied;
+    let scale = match patterns.maker(probabilities)? {
+        (node, kind @ (Kind::MulScalar(_) | Kind::DivScalar(_))) => {
+            nodes.insert(node);
+            probabilities = patterns.inputs(node)[0];
+            Some(kind)
+        }
+        _ => None,
+    };
+    let mut factors = None;
+    if let Some(product) = patterns.made_by(probabilities, Kind::Mul) {
+        let [weights, of_each] = patterns.inputs(product)[..] else {
+            return None;
+        };
+        let is_for_each = patterns.shape(of_each) == patterns.shape(weights);
+        if !is_for_each || !patterns.is_in_order(of_each) || of_each == weights {
+            return None;
+        }
+        nodes.insert(product);
+        probabilities = weights;
+        factors = Some(of_each);
+    }
+    // A scale alone is no part of it.
+    (factors.is_some() || scale.is_none()).then_some(Weights {
+        probabilities,
+        multiplied,
+        factors,
+        scale,
     })
 }
 
@@ -132,16 +181,18 @@ fn fits(patterns: &Patterns, operands: [TensorId; 3]) -> bool {
 
 fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
-    let (of_probabilities, mut scores) = walk.softmax_gradient(forward.probabilities)?;
+    let (of_probabilities, mut scores) =
+        walk.gradient_of(Kind::SoftmaxBackward, forward.weights.probabilities)?;
+    let of_multiplied = forward.weights.of_multiplied(&mut walk, of_probabilities)?;
     // The gradient of the result is what is multiplied by the values. Several attentions whose results are added up
     // have that product in common.
-    let product = patterns.made_by(of_probabilities, Kind::Matmul)?;
+    let product = patterns.made_by(of_multiplied, Kind::Matmul)?;
     let [grad, turned_values] = operands(patterns, product)?;
     let turn = patterns.made_by(turned_values, TURN)?;
     if patterns.inputs(turn) != [forward.values] {
         return None;
     }
-    let values = walk.step(TURN, &[forward.probabilities]);
+    let values = walk.step(TURN, &[forward.weights.multiplied]);
     let values = values.and_then(|turned| walk.step(Kind::Matmul, &[turned, grad]));
     for (mask, _) in forward.fills.iter().rev() {
         scores = walk.step(Kind::MaskFill(0.0), &[scores, *mask])?;
@@ -166,20 +217,47 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     })
 }
 
+impl Weights {
+    /// Goes back from the gradient of the probabilities to that of what the values are multiplied by.
+    fn of_multiplied(&self, walk: &mut Walk<'_>, of_probabilities: TensorId) -> Option<TensorId> {
+        let patterns = walk.patterns;
+        let Some(factors) = self.factors else {
+            return Some(of_probabilities);
+        };
+        let product = patterns.made_by(of_probabilities, Kind::Mul)?;
+        walk.nodes.insert(product);
+        let [of_multiplied, by] = patterns.inputs(product)[..] else {
+            return None;
+        };
+        if by != factors {
+            return None;
+        }
+        if self.scale.is_none() {
+            return Some(of_multiplied);
+        }
+        let (scaling, kind) = patterns.maker(of_multiplied)?;
+        walk.nodes.insert(scaling);
+        scales_alike(kind, factor(self.scale)).then(|| patterns.inputs(scaling)[0])
+    }
+}
+
 /// Goes through the gradient of a scaling, which Burn writes as a product with a number.
 fn unscaled(walk: &mut Walk<'_>, scale: Kind, scores: TensorId) -> Option<TensorId> {
     let factor = factor(Some(scale));
     let patterns = walk.patterns;
-    let is_scaling = |node: &usize| match patterns.kind(*node) {
-        Some(kind @ (Kind::MulScalar(_) | Kind::DivScalar(_))) => {
-            let by = self::factor(Some(kind));
-            (by - factor).abs() <= 1e-6 * factor.abs()
-        }
-        _ => false,
+    let is_scaling = |node: &usize| {
+        let kind = patterns.kind(*node);
+        kind.is_some_and(|kind| scales_alike(kind, factor))
     };
     let node = patterns.readers(scores).find(is_scaling)?;
     walk.nodes.insert(node);
     Some(patterns.output(node))
+}
+
+/// Returns true for a scaling by that number, to rounding.
+fn scales_alike(kind: Kind, factor: f64) -> bool {
+    let is_scaling = matches!(kind, Kind::MulScalar(_) | Kind::DivScalar(_));
+    is_scaling && (self::factor(Some(kind)) - factor).abs() <= 1e-6 * factor.abs()
 }
 
 /// Returns the number that a scaling multiplies by.
@@ -200,11 +278,15 @@ fn insert(
     let mut scalars = vec![ScalarIr::Float(factor(forward.scale))];
     let values = forward.fills.iter().map(|(_, value)| *value);
     scalars.extend(values.map(ScalarIr::Float));
-    let masks: Vec<TensorId> = forward.fills.iter().map(|(mask, _)| *mask).collect();
+    let mut behind: Vec<TensorId> = forward.fills.iter().map(|(mask, _)| *mask).collect();
+    if let Some(factors) = forward.weights.factors {
+        behind.push(factors);
+        scalars.push(ScalarIr::Float(factor(forward.weights.scale)));
+    }
     let operands = [forward.queries, forward.keys, forward.values];
 
     let mut inputs = by_time(patterns, forward.at, &operands)?;
-    inputs.extend(&masks);
+    inputs.extend(&behind);
     let result = patterns.output(forward.at);
     let mixed = swapped(patterns, result);
     let operation = FusedOperation::Attention;
@@ -217,7 +299,7 @@ fn insert(
     let at = backward.at;
     let mut inputs = by_time(patterns, at, &operands)?;
     inputs.extend(by_time(patterns, at, &[backward.grad])?);
-    inputs.extend(&masks);
+    inputs.extend(&behind);
     let made = operands.map(|operand| swapped(patterns, operand));
     let operation = FusedOperation::AttentionBackward;
     patterns.insert_kernel(at, operation, (&inputs, &made), scalars)?;

@@ -6,8 +6,8 @@ use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ScalarIr, TensorId};
 
 use super::pattern::{Kind, Patterns};
-use super::scaled::{Scaled, ScaledGradient, share, the_other, vector};
-use super::walk::Walk;
+use super::scaled::{Scaled, ScaledGradient, share, vector};
+use super::walk::{Total, Walk};
 use crate::error::Error;
 
 /// A layer norm: `y` of `x`.
@@ -27,9 +27,8 @@ struct Backward {
     grad: TensorId,
     /// The first of its nodes.
     at: usize,
-    /// The node that adds the two parts of the gradient of `x`, and what else is added there.
-    sum: usize,
-    rest: Option<TensorId>,
+    /// Gradient of `x`.
+    of_x: Total,
     /// Gradients of gamma and beta, each a row.
     gamma: Option<TensorId>,
     beta: Option<TensorId>,
@@ -43,26 +42,18 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
             continue;
         };
         let gradient = backward(patterns, &forward);
+        // Rows of gamma and beta may be read by others, and are left to them.
         let mut nodes = forward.nodes.clone();
         let mut results = vec![forward.y];
         if let Some(gradient) = &gradient {
             nodes.extend(&gradient.nodes);
-            results.push(patterns.output(gradient.sum));
+            results.push(gradient.of_x.value(patterns));
             results.extend(gradient.gamma.iter().chain(&gradient.beta));
         }
-        let inner = nodes.iter().map(|node| patterns.output(*node));
-        let inner: Vec<TensorId> = inner.filter(|id| !results.contains(id)).collect();
-        // Rows of gamma and beta may be read by others, and are left to them.
-        let is_shared = |id: &TensorId| patterns.made_by(*id, Kind::Reshape).is_some();
-        if !inner
-            .iter()
-            .all(|id| patterns.is_read_by(*id, &nodes) || is_shared(id))
-        {
-            continue;
+        if patterns.is_closed(&nodes, &results) {
+            put(patterns, &forward, gradient)?;
+            patterns.remove(&nodes);
         }
-        nodes.retain(|node| !is_shared(&patterns.output(*node)));
-        put(patterns, &forward, gradient)?;
-        patterns.remove(&nodes);
     }
     Ok(())
 }
@@ -84,18 +75,13 @@ fn put(
     let Some(gradient) = gradient else {
         return Ok(());
     };
-    let total = patterns.output(gradient.sum);
-    let shape = patterns.shape(x);
+    let parts = gradient.of_x.of_parts(patterns);
     let width = patterns.shape(gamma);
-    let own = match gradient.rest {
-        Some(_) => patterns.value(shape, x),
-        None => total,
-    };
     let rows = [patterns.value(width.clone(), x), patterns.value(width, x)];
     patterns.insert_kernel(
         gradient.at,
         FusedOperation::LayerNormBackward,
-        (&[x, gamma, gradient.grad], &[own, rows[0], rows[1]]),
+        (&[x, gamma, gradient.grad], &[parts, rows[0], rows[1]]),
         epsilon,
     )?;
     for (row, result) in rows.into_iter().zip([gradient.gamma, gradient.beta]) {
@@ -103,10 +89,7 @@ fn put(
             patterns.insert_reshape(gradient.at, row, result)?;
         }
     }
-    if let Some(rest) = gradient.rest {
-        patterns.insert_sum(gradient.sum, (own, rest), total)?;
-    }
-    Ok(())
+    gradient.of_x.add_rest(patterns, parts)
 }
 
 /// Returns the layer norm that ends with a node.
@@ -120,15 +103,15 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
     let [scaled, beta_row] = patterns.inputs(at)[..] else {
         return None;
     };
-    let (beta, beta_node) = vector(patterns, beta_row)?;
+    let (beta, _) = vector(patterns, beta_row)?;
     let scaled = Scaled::ending_with(patterns, patterns.made_by(scaled, Kind::Mul)?)?;
     let center = patterns.made_by(scaled.rows, Kind::Sub)?;
     let [x, mean] = patterns.inputs(center)[..] else {
         return None;
     };
     let mean = patterns.made_by(mean, Kind::MeanDim(last))?;
-    let mut nodes = BTreeSet::from([at, beta_node, center, mean]);
-    nodes.extend(&scaled.nodes);
+    let mut nodes = BTreeSet::from([at, center, mean]);
+    nodes.extend(scaled.own_nodes(patterns));
     let is_whole = patterns.inputs(mean) == [x]
         && patterns.shape(x) == patterns.shape(y)
         && patterns.shape(beta) == patterns.shape(scaled.gamma)
@@ -146,19 +129,17 @@ fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
 fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
     let (grad, of_centered) = of_centered(&mut walk, forward)?;
-    let (sum, rest) = of_input(&mut walk, forward, of_centered)?;
+    let of_x = of_input(&mut walk, forward, of_centered)?;
     let gamma = forward.scaled.of_gamma(&mut walk, grad);
-    let beta = walk.sum_rows(grad);
-    // The kernel makes all three gradients at once, where the first of them is made.
-    let readers = patterns.readers(grad);
-    let at = readers.filter(|node| walk.nodes.contains(node)).min()?;
-    let results = gamma.iter().chain(&beta);
+    // A gradient of one row is that of beta, and nothing is summed up.
+    let beta = walk.sum_rows(grad).filter(|beta| *beta != grad);
+    let at = walk.first_reader(grad)?;
     let is_later = |id: &TensorId| patterns.first_reader(*id) > at;
-    results.clone().all(is_later).then_some(Backward {
+    let mut results = gamma.iter().chain(&beta);
+    results.all(is_later).then_some(Backward {
         grad,
         at,
-        sum,
-        rest,
+        of_x,
         gamma,
         beta,
         nodes: walk.nodes,
@@ -173,29 +154,12 @@ fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, Tens
     Some((grad, of_centered))
 }
 
-/// Walks from the gradient of the centered rows to that of `x`. Returns the node that adds its last part, and what
-/// else it adds.
-fn of_input(
-    walk: &mut Walk<'_>,
-    forward: &Forward,
-    of_centered: TensorId,
-) -> Option<(usize, Option<TensorId>)> {
+/// Walks from the gradient of the centered rows to that of `x`: what comes through the mean is added to it.
+fn of_input(walk: &mut Walk<'_>, forward: &Forward, of_centered: TensorId) -> Option<Total> {
     let patterns = walk.patterns;
     let last = patterns.shape(forward.x).len() - 1;
     let minus = walk.step(Kind::Neg, &[of_centered])?;
     let of_mean = walk.sum(minus, last)?;
     let of_mean = walk.spread(of_mean, share(patterns, forward.x))?;
-    let sum = patterns
-        .readers(of_mean)
-        .find(|node| patterns.kind(*node) == Some(Kind::Add))?;
-    walk.nodes.insert(sum);
-    let other = the_other(&patterns.inputs(sum), of_mean)?;
-    if other == of_centered {
-        return Some((sum, None));
-    }
-    // What came to x from elsewhere was added to one part before the other came.
-    let before = patterns.made_by(other, Kind::Add)?;
-    walk.nodes.insert(before);
-    let rest = the_other(&patterns.inputs(before), of_centered)?;
-    Some((sum, Some(rest)))
+    walk.total(of_centered, &[of_mean])
 }

@@ -4,10 +4,12 @@
 
 mod attention;
 mod layer_norm;
+mod likelihood;
 mod pattern;
 mod product;
 mod rms_norm;
 mod scaled;
+mod silu;
 mod softmax;
 mod walk;
 
@@ -22,8 +24,8 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that recognises attention, softmax, its logarithm, layer norms, root-mean-square norms and GELU in any graph, forward and backward,
-/// and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
+/// The pass that recognises attention (with what dropout does to its probabilities), softmax, its logarithm and what a cross entropy reads of it, layer norms,
+/// root-mean-square norms, GELU, SiLU and the products that it gates in any graph, forward and backward, and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
 /// become one product each.
 ///
 /// ```text
@@ -66,9 +68,12 @@ impl GraphTransform for UseKernels {
             softmax::replace,
             // Of those, some are attention.
             attention::replace,
+            // Of their logarithms, some are read for one class alone.
+            likelihood::replace,
             layer_norm::replace,
             // Of what those left.
             rms_norm::replace,
+            silu::replace,
             product::replace,
         ];
         for replace in kinds {

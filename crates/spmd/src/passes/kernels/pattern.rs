@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn::tensor::DType;
+use burn::tensor::{DType, IndexingUpdateOp};
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{
-    BaseOperationIr, BinaryOpIr, FloatOperationIr, NumericOperationIr, OperationIr, ScalarIr,
-    ShapeOpIr, SwapDimsOpIr, TensorId, TensorIr,
+    ActivationOperationIr, BaseOperationIr, BinaryOpIr, FloatOperationIr, MatmulOpIr,
+    NumericOperationIr, OperationIr, ScalarIr, ShapeOpIr, SwapDimsOpIr, TensorId,
 };
 
 use crate::error::Error;
@@ -32,15 +32,26 @@ pub(super) enum Kind {
     SumDim(usize),
     MeanDim(usize),
     MaxDim(usize),
-    SumDims,
+    /// Along several dims, a bit for each.
+    SumDims(u64),
     AddScalar(f64),
     MulScalar(f64),
     DivScalar(f64),
     PowfScalar(f64),
     /// Of a tensor, then a mask.
     MaskFill(f64),
+    Sigmoid,
+    /// Of a result, then its gradient.
+    SigmoidBackward,
     Softmax,
     SoftmaxBackward,
+    LogSoftmax,
+    LogSoftmaxBackward,
+    Zeros,
+    /// Along a dim: of a tensor, then indices.
+    Gather(usize),
+    /// Along a dim: to a tensor, at indices, values.
+    ScatterAdd(usize),
 }
 
 /// A graph in which operations are looked for and replaced.
@@ -158,6 +169,13 @@ impl Patterns {
         is_inner && self.readers(id).all(|reader| nodes.contains(&reader))
     }
 
+    /// Returns true if nothing but these nodes reads what they make, the results excepted.
+    pub(super) fn is_closed(&self, nodes: &BTreeSet<usize>, results: &[TensorId]) -> bool {
+        let made = nodes.iter().map(|node| self.output(*node));
+        let mut inner = made.filter(|id| !results.contains(id));
+        inner.all(|id| self.is_read_by(id, nodes))
+    }
+
     /// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells: a
     /// reshape moves none then.
     pub(super) fn is_in_order(&self, id: TensorId) -> bool {
@@ -249,29 +267,54 @@ impl Patterns {
         Ok(())
     }
 
-    /// Puts the sum of two values where a node of backward is.
-    pub(super) fn insert_sum(
+    /// Puts an operation on two values where a node is.
+    pub(super) fn insert_binary(
         &mut self,
         at: usize,
+        of: BinaryKind,
         (lhs, rhs): (TensorId, TensorId),
         to: TensorId,
     ) -> Result<(), Error> {
-        let lhs = self.graph.read(lhs)?;
-        let dtype = lhs.dtype;
-        let operation = NumericOperationIr::Add(BinaryOpIr {
-            lhs,
-            rhs: self.graph.read(rhs)?,
-            out: self.graph.write(to)?,
-        });
-        let operation = OperationIr::NumericFloat(dtype, operation);
-        self.insert(at, Node::new(operation, Phase::Backward));
+        let (lhs, rhs) = (self.graph.read(lhs)?, self.graph.read(rhs)?);
+        let (dtype, out) = (lhs.dtype, self.graph.write(to)?);
+        let operation = match of {
+            BinaryKind::Add => {
+                let add = NumericOperationIr::Add(BinaryOpIr { lhs, rhs, out });
+                OperationIr::NumericFloat(dtype, add)
+            }
+            BinaryKind::Matmul => {
+                let product = FloatOperationIr::Matmul(MatmulOpIr { lhs, rhs, out });
+                OperationIr::Float(dtype, product)
+            }
+        };
+        let phase = self.phase(at);
+        self.insert(at, Node::new(operation, phase));
         Ok(())
     }
 }
 
-/// Returns the kind of a fill, whose mask is no float.
-fn fill_of(node: &Node) -> Option<Kind> {
+/// An operation on two values that passes put in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BinaryKind {
+    Add,
+    Matmul,
+}
+
+/// Returns the kind of an operation with an operand that is no float: a mask, or indices.
+fn mixed_kind_of(node: &Node) -> Option<Kind> {
     match &node.operation {
+        OperationIr::BaseFloat(BaseOperationIr::Gather(op))
+            if are_alike([&op.tensor, &op.out]) && op.indices.dtype.is_int() =>
+        {
+            Some(Kind::Gather(op.dim))
+        }
+        OperationIr::BaseFloat(BaseOperationIr::Scatter(op))
+            if are_alike([&op.tensor, &op.value, &op.out])
+                && op.indices.dtype.is_int()
+                && op.update == IndexingUpdateOp::Add =>
+        {
+            Some(Kind::ScatterAdd(op.dim))
+        }
         OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
             if are_alike([&op.tensor, &op.out]) && matches!(op.mask.dtype, DType::Bool(_)) =>
         {
@@ -286,7 +329,7 @@ fn kind_of(node: &Node) -> Option<Kind> {
         return None;
     }
     if !are_alike(node.operation.nodes()) {
-        return fill_of(node);
+        return mixed_kind_of(node);
     }
     let number = |scalar: &ScalarIr| scalar.elem::<f64>();
     Some(match &node.operation {
@@ -299,9 +342,7 @@ fn kind_of(node: &Node) -> Option<Kind> {
             NumericOperationIr::SumDim(op) => Kind::SumDim(op.axis),
             NumericOperationIr::MeanDim(op) => Kind::MeanDim(op.axis),
             NumericOperationIr::MaxDim(op) => Kind::MaxDim(op.axis),
-            NumericOperationIr::SumDims(op) if sums_all_but_last(&op.axes, &op.input) => {
-                Kind::SumDims
-            }
+            NumericOperationIr::SumDims(op) => Kind::SumDims(bits(&op.axes)?),
             NumericOperationIr::AddScalar(op) => Kind::AddScalar(number(&op.rhs)),
             NumericOperationIr::MulScalar(op) => Kind::MulScalar(number(&op.rhs)),
             NumericOperationIr::DivScalar(op) => Kind::DivScalar(number(&op.rhs)),
@@ -316,24 +357,42 @@ fn kind_of(node: &Node) -> Option<Kind> {
             FloatOperationIr::PowfScalar(op) => Kind::PowfScalar(number(&op.rhs)),
             _ => return None,
         },
+        OperationIr::Activation(operation) => match operation {
+            ActivationOperationIr::Sigmoid(_) => Kind::Sigmoid,
+            ActivationOperationIr::SigmoidBackward(_) => Kind::SigmoidBackward,
+            _ => return None,
+        },
         OperationIr::BaseFloat(operation) => match operation {
             BaseOperationIr::Ones(_) => Kind::Ones,
+            BaseOperationIr::Zeros(_) => Kind::Zeros,
             BaseOperationIr::Reshape(_) => Kind::Reshape,
             BaseOperationIr::SwapDims(op) => {
                 Kind::SwapDims(op.dim1.min(op.dim2), op.dim1.max(op.dim2))
             }
             _ => return None,
         },
-        OperationIr::Custom(call) if call.id == FusedOperation::Softmax.name() => Kind::Softmax,
-        OperationIr::Custom(call) if call.id == FusedOperation::SoftmaxBackward.name() => {
-            Kind::SoftmaxBackward
-        }
+        OperationIr::Custom(call) => kernel_kind(&call.id)?,
         _ => return None,
     })
 }
 
-fn sums_all_but_last(axes: &[usize], input: &TensorIr) -> bool {
-    let mut axes = axes.to_vec();
-    axes.sort_unstable();
-    axes.into_iter().eq(0..input.shape.rank().saturating_sub(1))
+fn kernel_kind(name: &str) -> Option<Kind> {
+    let all = [
+        (FusedOperation::Softmax, Kind::Softmax),
+        (FusedOperation::SoftmaxBackward, Kind::SoftmaxBackward),
+        (FusedOperation::LogSoftmax, Kind::LogSoftmax),
+        (FusedOperation::LogSoftmaxBackward, Kind::LogSoftmaxBackward),
+    ];
+    let known = all.into_iter().find(|(kernel, _)| kernel.name() == name);
+    known.map(|(_, kind)| kind)
+}
+
+/// Returns a bit for each dim, where there are not too many.
+pub(super) fn bits(dims: &[usize]) -> Option<u64> {
+    dims.iter().try_fold(0, |bits, dim| {
+        let bit = u32::try_from(*dim)
+            .ok()
+            .and_then(|dim| 1_u64.checked_shl(dim));
+        bit.map(|bit| bits | bit)
+    })
 }

@@ -1,11 +1,10 @@
 //! Products of batches of matrices with one matrix.
 
-use burn_ir::{FloatOperationIr, MatmulOpIr, OperationIr, TensorId};
+use burn_ir::TensorId;
 use std::collections::BTreeSet;
 
-use super::pattern::{Kind, Patterns};
+use super::pattern::{BinaryKind, Kind, Patterns};
 use crate::error::Error;
-use crate::graph::Node;
 
 /// Replaces products that Burn makes for each matrix of a batch.
 pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
@@ -112,14 +111,6 @@ fn insert_product(
 ) -> Result<TensorId, Error> {
     let shape = vec![patterns.shape(lhs)[0], patterns.shape(rhs)[1]];
     let product = patterns.value(shape, lhs);
-    let lhs = patterns.graph.read(lhs)?;
-    let dtype = lhs.dtype;
-    let operation = FloatOperationIr::Matmul(MatmulOpIr {
-        lhs,
-        rhs: patterns.graph.read(rhs)?,
-        out: patterns.graph.write(product)?,
-    });
-    let phase = patterns.phase(at);
-    patterns.insert(at, Node::new(OperationIr::Float(dtype, operation), phase));
+    patterns.insert_binary(at, BinaryKind::Matmul, (lhs, rhs), product)?;
     Ok(product)
 }

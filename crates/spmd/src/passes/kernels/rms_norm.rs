@@ -6,8 +6,8 @@ use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ScalarIr, TensorId};
 
 use super::pattern::{Kind, Patterns};
-use super::scaled::{Scaled, ScaledGradient, the_other};
-use super::walk::Walk;
+use super::scaled::{Scaled, ScaledGradient};
+use super::walk::{Total, Walk};
 use crate::error::Error;
 
 /// The gradients of a norm.
@@ -16,18 +16,10 @@ struct Backward {
     grad: TensorId,
     /// The first of its nodes.
     at: usize,
-    of_rows: OfRows,
+    of_rows: Total,
     /// Gradient of gamma, a row.
     gamma: Option<TensorId>,
     nodes: BTreeSet<usize>,
-}
-
-/// The gradient of the rows, which Burn adds up from three parts.
-struct OfRows {
-    /// The node that adds the last part.
-    sum: usize,
-    /// What else is added.
-    rest: Option<TensorId>,
 }
 
 /// Replaces every norm whose gradients are all known, too.
@@ -37,22 +29,17 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
             continue;
         };
         let gradient = backward(patterns, &norm);
-        let mut nodes = norm.nodes.clone();
+        let mut nodes = norm.own_nodes(patterns);
         let mut results = vec![patterns.output(index)];
         if let Some(gradient) = &gradient {
             nodes.extend(&gradient.nodes);
-            results.push(patterns.output(gradient.of_rows.sum));
+            results.push(gradient.of_rows.value(patterns));
             results.extend(gradient.gamma);
         }
-        // The row of gamma may be read by others, and is left to them.
-        nodes.retain(|node| patterns.kind(*node) != Some(Kind::Reshape));
-        let inner = nodes.iter().map(|node| patterns.output(*node));
-        let mut inner = inner.filter(|id| !results.contains(id));
-        if !inner.all(|id| patterns.is_read_by(id, &nodes)) {
-            continue;
+        if patterns.is_closed(&nodes, &results) {
+            put(patterns, &norm, index, gradient)?;
+            patterns.remove(&nodes);
         }
-        put(patterns, &norm, index, gradient)?;
-        patterns.remove(&nodes);
     }
     Ok(())
 }
@@ -70,43 +57,18 @@ fn norm(patterns: &Patterns, at: usize) -> Option<Scaled> {
 fn backward(patterns: &Patterns, norm: &Scaled) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
     let gradient = norm.gradient(&mut walk)?;
-    let of_rows = of_rows(&mut walk, &gradient)?;
-    let grad = gradient.grad;
+    let ScaledGradient { grad, direct, part } = gradient;
+    let of_rows = walk.total(direct, &[part, part])?;
     let gamma = norm.of_gamma(&mut walk, grad);
-    // The kernel makes both gradients at once, where the first of them is made.
-    let readers = patterns.readers(grad);
-    let at = readers.filter(|node| walk.nodes.contains(node)).min()?;
-    gamma
-        .iter()
-        .all(|id| patterns.first_reader(*id) > at)
-        .then_some(Backward {
-            grad,
-            at,
-            of_rows,
-            gamma,
-            nodes: walk.nodes,
-        })
-}
-
-/// Walks along the sums of the parts, between which one other gradient of the rows may come.
-fn of_rows(walk: &mut Walk<'_>, gradient: &ScaledGradient) -> Option<OfRows> {
-    let patterns = walk.patterns;
-    let &ScaledGradient { direct, part, .. } = gradient;
-    let (mut total, mut parts_left, mut rest) = (direct, 2, None);
-    loop {
-        let mut sums = patterns.readers(total);
-        let sum = sums.find(|node| patterns.kind(*node) == Some(Kind::Add))?;
-        walk.nodes.insert(sum);
-        match the_other(&patterns.inputs(sum), total)? {
-            other if other == part => parts_left -= 1,
-            other if rest.is_none() => rest = Some(other),
-            _ => return None,
-        }
-        if parts_left == 0 {
-            return Some(OfRows { sum, rest });
-        }
-        total = patterns.output(sum);
-    }
+    let at = walk.first_reader(grad)?;
+    let is_later = |id: &TensorId| patterns.first_reader(*id) > at;
+    gamma.iter().all(is_later).then_some(Backward {
+        grad,
+        at,
+        of_rows,
+        gamma,
+        nodes: walk.nodes,
+    })
 }
 
 fn put(
@@ -132,24 +94,16 @@ fn put(
     let Some(gradient) = gradient else {
         return Ok(());
     };
-    let OfRows { sum, rest } = gradient.of_rows;
-    let total = patterns.output(sum);
-    let own = match rest {
-        Some(_) => patterns.value(patterns.shape(rows), rows),
-        None => total,
-    };
+    let parts = gradient.of_rows.of_parts(patterns);
     let of_gamma = patterns.value(patterns.shape(gamma), rows);
     patterns.insert_kernel(
         gradient.at,
         FusedOperation::RmsNormBackward,
-        (&[rows, gamma, gradient.grad], &[own, of_gamma]),
+        (&[rows, gamma, gradient.grad], &[parts, of_gamma]),
         epsilon,
     )?;
     if let Some(result) = gradient.gamma {
         patterns.insert_reshape(gradient.at, of_gamma, result)?;
     }
-    if let Some(rest) = rest {
-        patterns.insert_sum(sum, (own, rest), total)?;
-    }
-    Ok(())
+    gradient.of_rows.add_rest(patterns, parts)
 }

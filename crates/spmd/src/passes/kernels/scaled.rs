@@ -74,6 +74,12 @@ impl Scaled {
         })
     }
 
+    /// Returns its nodes, without the one that makes a row of gamma, which others may read: it is left to them.
+    pub(super) fn own_nodes(&self, patterns: &Patterns) -> BTreeSet<usize> {
+        let is_own = |node: &usize| patterns.kind(*node) != Some(Kind::Reshape);
+        self.nodes.iter().copied().filter(is_own).collect()
+    }
+
     /// Walks from the gradient of the result to that of the rows.
     pub(super) fn gradient(&self, walk: &mut Walk<'_>) -> Option<ScaledGradient> {
         let &Self {
@@ -127,13 +133,4 @@ pub(super) fn vector(patterns: &Patterns, row: TensorId) -> Option<(TensorId, us
     let (width, others) = shape.split_last()?;
     let is_row = vector == [*width] && others.iter().all(|dim| *dim == 1);
     (kind == Kind::Reshape && is_row).then_some((of, node))
-}
-
-/// Returns the one of two operands that is not this one.
-pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
-    match *operands {
-        [first, second] if first == this && second != this => Some(second),
-        [first, second] if second == this && first != this => Some(first),
-        _ => None,
-    }
 }

@@ -45,15 +45,9 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         };
         let mut nodes = forward.nodes.clone();
         nodes.extend(gradient.iter().flat_map(|gradient| &gradient.nodes));
-        let inner = nodes.iter().map(|node| patterns.output(*node));
-        let is_result = |id: &TensorId| {
-            *id == forward.y
-                || gradient
-                    .as_ref()
-                    .is_some_and(|g| patterns.output(g.at) == *id)
-        };
-        let inner: Vec<TensorId> = inner.filter(|id| !is_result(id)).collect();
-        if !inner.iter().all(|id| patterns.is_read_by(*id, &nodes)) {
+        let mut results = vec![forward.y];
+        results.extend(gradient.iter().map(|gradient| patterns.output(gradient.at)));
+        if !patterns.is_closed(&nodes, &results) {
             continue;
         }
         let (of, gradient_of) = match forward.is_log {

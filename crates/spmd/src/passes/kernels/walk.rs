@@ -4,7 +4,8 @@ use std::collections::BTreeSet;
 
 use burn_ir::TensorId;
 
-use super::pattern::{Kind, Patterns};
+use super::pattern::{BinaryKind, Kind, Patterns, bits};
+use crate::error::Error;
 use crate::graph::Phase;
 
 /// A walk along operations of backward, which notes them.
@@ -35,30 +36,75 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Goes to the sum over all dims but the last, which Burn writes in another way where there are two.
+    /// Goes to the sum over all dims but the last. Burn does not sum along dims of one element, and writes the sum along one dim in
+    /// another way than that along several.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
-        match self.patterns.shape(of).len() {
-            2 => self.step(Kind::SumDim(0), &[of]),
-            _ => self.step(Kind::SumDims, &[of]),
+        let shape = self.patterns.shape(of);
+        let (_, rows) = shape.split_last()?;
+        let dims = rows.iter().enumerate().filter(|(_, size)| **size != 1);
+        match dims.map(|(dim, _)| dim).collect::<Vec<_>>().as_slice() {
+            [] => Some(of),
+            [dim] => self.step(Kind::SumDim(*dim), &[of]),
+            dims => self.step(Kind::SumDims(bits(dims)?), &[of]),
         }
     }
 
-    /// Goes to the first product that a value is the second factor of, and returns the first factor and the product.
+    /// Goes along the sums that begin with a value and add the parts to it, in any order. One value from elsewhere may be
+    /// added in between.
+    pub(super) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
+        let patterns = self.patterns;
+        let mut parts_left = parts.to_vec();
+        let (mut total, mut rest) = (first, None);
+        loop {
+            let mut sums = patterns.readers(total);
+            let node = sums.find(|node| patterns.kind(*node) == Some(Kind::Add))?;
+            self.nodes.insert(node);
+            let other = the_other(&patterns.inputs(node), total)?;
+            match parts_left.iter().position(|part| *part == other) {
+                Some(part) => {
+                    parts_left.swap_remove(part);
+                }
+                None if rest.is_none() => rest = Some(other),
+                None => return None,
+            }
+            if parts_left.is_empty() {
+                return Some(Total { node, rest });
+            }
+            total = patterns.output(node);
+        }
+    }
+
+    /// Returns the first node of the walk that reads a value.
+    pub(super) fn first_reader(&self, of: TensorId) -> Option<usize> {
+        let readers = self.patterns.readers(of);
+        readers.filter(|node| self.nodes.contains(node)).min()
+    }
+
+    /// Goes to the first product of backward that a value is the second factor of, and returns the first factor and the
+    /// product.
     pub(super) fn product_by(&mut self, factor: TensorId) -> Option<(TensorId, TensorId)> {
         let is_product = |node: &usize| {
             let is_second = self.patterns.inputs(*node).get(1) == Some(&factor);
-            self.patterns.kind(*node) == Some(Kind::Mul) && is_second
+            self.patterns.kind(*node) == Some(Kind::Mul)
+                && self.patterns.phase(*node) == Phase::Backward
+                && is_second
         };
         let node = self.patterns.readers(factor).find(is_product)?;
         self.nodes.insert(node);
         Some((self.patterns.inputs(node)[0], self.patterns.output(node)))
     }
 
-    /// Goes to the gradient of a softmax, and returns that of its result and that of its input.
-    pub(super) fn softmax_gradient(&mut self, of: TensorId) -> Option<(TensorId, TensorId)> {
+    /// Goes to the gradient of a function whose result is its first operand, and returns that of the result and that of the
+    /// function's input.
+    pub(super) fn gradient_of(
+        &mut self,
+        kind: Kind,
+        result: TensorId,
+    ) -> Option<(TensorId, TensorId)> {
+        let of = result;
         let is_gradient = |node: &usize| {
             let is_first = self.patterns.inputs(*node).first() == Some(&of);
-            self.patterns.kind(*node) == Some(Kind::SoftmaxBackward) && is_first
+            self.patterns.kind(*node) == Some(kind) && is_first
         };
         let node = self.patterns.readers(of).find(is_gradient)?;
         self.nodes.insert(node);
@@ -94,5 +140,47 @@ impl<'a> Walk<'a> {
         let node = spread?;
         self.nodes.insert(node);
         Some(patterns.output(node))
+    }
+}
+
+/// A gradient that Burn adds up from several parts, and perhaps a value from elsewhere.
+pub(super) struct Total {
+    /// The node that adds the last part.
+    node: usize,
+    /// The value from elsewhere.
+    rest: Option<TensorId>,
+}
+
+impl Total {
+    /// Returns all that is added up.
+    pub(super) fn value(&self, patterns: &Patterns) -> TensorId {
+        patterns.output(self.node)
+    }
+
+    /// Returns the value that the parts alone are to be written to: a new one where there is a rest to be added.
+    pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
+        let total = self.value(patterns);
+        match self.rest {
+            Some(_) => patterns.value(patterns.shape(total), total),
+            None => total,
+        }
+    }
+
+    /// Adds the rest to the parts, where the last of them was added.
+    pub(super) fn add_rest(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
+        let total = self.value(patterns);
+        match self.rest {
+            Some(rest) => patterns.insert_binary(self.node, BinaryKind::Add, (parts, rest), total),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Returns the one of two operands that is not this one.
+pub(super) fn the_other(operands: &[TensorId], this: TensorId) -> Option<TensorId> {
+    match *operands {
+        [first, second] if first == this && second != this => Some(second),
+        [first, second] if second == this && first != this => Some(first),
+        _ => None,
     }
 }

@@ -10,7 +10,7 @@ mod convolution;
 mod product;
 
 use burn::tensor::DType;
-use burn_fsdp_spmd::plain;
+use burn_fsdp_spmd::{copied_columns, plain};
 use burn_ir::{
     BaseOperationIr as Base, FloatOperationIr as F, MatmulOpIr, ModuleOperationIr as M,
     NumericOperationIr as N, OperationIr, ReduceDimsOpIr, TensorIr,
@@ -40,12 +40,33 @@ pub(super) fn scratch(operation: &OperationIr, operands: &[Operand]) -> u64 {
 fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
     match plain(operation) {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
-            product(false, operands).map_or(0, |product| product.packed_bytes(size_of::<f32>()))
+            product(false, operands).map_or(0, |product| kernel_product(product, &operands[1]))
         }
         Some(OperationIr::NumericFloat(_, N::SumDim(op))) => copied(operands.first(), &op.input),
         Some(OperationIr::BaseFloat(Base::Cast(op))) => copied(operands.first(), &op.input),
         _ => 0,
     }
+}
+
+/// Returns the bytes of a product of 32-bit floats by the kernel, which copies some right factors strip by strip.
+fn kernel_product(product: Product, right: &Operand) -> u64 {
+    let (sizes, dims) = ([product.m, product.n], right.strides.shape.len());
+    let strides = [dims - 2, dims - 1].map(|dim| usize::try_from(right.strides.stride(dim)));
+    let columns = match strides {
+        [Ok(row), Ok(column)] => copied_columns(sizes, [row, column]),
+        // What is flipped Burn multiplies.
+        _ => 0,
+    };
+    if columns == 0 {
+        return product.packed_bytes(size_of::<f32>());
+    }
+    let strip = Product {
+        n: columns,
+        is_right_by_row: true,
+        is_right_by_column: false,
+        ..product
+    };
+    (product.k * columns * size_of::<f32>()) as u64 + strip.packed_bytes(size_of::<f32>())
 }
 
 fn bytes(tensor: &TensorIr) -> u64 {

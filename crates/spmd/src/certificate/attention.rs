@@ -1,0 +1,191 @@
+//! Attentions as what they are composed of, on numbers of any kind.
+
+use burn_ir::ScalarIr;
+
+use super::number::Number;
+use super::pointwise::map;
+use super::products::transposed;
+use super::scalar::Scalar;
+use super::softmax::{each_row, softmax, softmax_gradient};
+use super::tensor::Tensor;
+
+/// An attention of queries to keys, each `[batch, time, heads, width]`.
+pub(super) struct Attention<'a, N> {
+    /// Queries, keys, values.
+    operands: [&'a Tensor<N>; 3],
+    /// The factor on the scores.
+    scale: N,
+    /// Masks, and what scores become where they are set.
+    fills: Vec<(&'a Tensor<N>, N)>,
+    /// Factors on the probabilities, and one for all of them.
+    factors: Option<(&'a Tensor<N>, N)>,
+    /// `[batch, heads, queries, keys]`.
+    probabilities: Tensor<N>,
+}
+
+impl<'a, N: Number> Attention<'a, N> {
+    pub(super) fn of(
+        operands: [&'a Tensor<N>; 3],
+        scale: N,
+        fills: Vec<(&'a Tensor<N>, N)>,
+        factors: Option<(&'a Tensor<N>, N)>,
+    ) -> Result<Self, String> {
+        let [queries, keys, _] = operands;
+        let scores = product(&by_head(queries), &transposed(&by_head(keys)))?;
+        let shape = scores.shape.clone();
+        let mut scores = map(&shape, &[&scores], |a| a[0].mul(scale))?;
+        for &(mask, fill) in &fills {
+            let choose = |a: &[N]| if is_set(a[1]) { fill } else { a[0] };
+            scores = map(&shape, &[&scores, mask], choose)?;
+        }
+        Ok(Self {
+            operands,
+            scale,
+            fills,
+            factors,
+            probabilities: each_row(&scores, |row| softmax(row).probabilities),
+        })
+    }
+
+    pub(super) fn result(&self) -> Result<Tensor<N>, String> {
+        let weights = self.multiplied(self.probabilities.clone())?;
+        Ok(by_time(&product(&weights, &by_head(self.operands[2]))?))
+    }
+
+    /// Returns probabilities, or their gradient, times the factors.
+    fn multiplied(&self, of: Tensor<N>) -> Result<Tensor<N>, String> {
+        match self.factors {
+            None => Ok(of),
+            Some((factors, number)) => {
+                map(&of.shape, &[&of, factors], |a| a[0].mul(a[1]).mul(number))
+            }
+        }
+    }
+
+    /// Returns the gradients of queries, keys and values.
+    pub(super) fn gradients(&self, grad: &Tensor<N>) -> Result<[Tensor<N>; 3], String> {
+        let multiplied = |of| self.multiplied(of);
+        let through = |mut of_scores: Tensor<N>| {
+            let shape = of_scores.shape.clone();
+            for (mask, _) in &self.fills {
+                let keep = |a: &[N]| if is_set(a[1]) { N::default() } else { a[0] };
+                of_scores = map(&shape, &[&of_scores, mask], keep)?;
+            }
+            map(&shape, &[&of_scores], |a| a[0].mul(self.scale))
+        };
+        let [queries, keys, values] = self.operands;
+        let operands = [queries, keys, values, grad];
+        gradients(&self.probabilities, operands, multiplied, through)
+    }
+}
+
+/// An attention of every position to those before it and itself, of queries, keys and values that are one tensor.
+pub(super) struct Causal<N> {
+    /// Queries, keys, values: `[batch, time, heads, width]`.
+    parts: [Tensor<N>; 3],
+    factor: N,
+    /// `[batch, heads, queries, keys]`.
+    probabilities: Tensor<N>,
+}
+
+impl<N: Number> Causal<N> {
+    pub(super) fn of(qkv: &Tensor<N>, (batch, heads): (usize, usize)) -> Result<Self, String> {
+        let &[rows, columns] = qkv.shape.as_slice() else {
+            return Err(format!("{:?} is no matrix", qkv.shape));
+        };
+        let (time, dim) = (rows / batch, columns / 3);
+        let part = |index: usize| {
+            let view = qkv.view().sliced(1, index * dim..(index + 1) * dim, 1);
+            qkv.taken(&view)
+                .reshaped(&[batch, time, heads, dim / heads])
+        };
+        let parts = [part(0)?, part(1)?, part(2)?];
+        let scale = ((dim / heads) as f64).sqrt().recip();
+        let factor = N::of_scalar(Scalar::Number(ScalarIr::Float(scale)));
+        let scores = product(&by_head(&parts[0]), &transposed(&by_head(&parts[1])))?;
+        let mut query = 0;
+        let probabilities = each_row(&scores, |row| {
+            let seen: Vec<N> = row[..=query % time]
+                .iter()
+                .map(|score| score.mul(factor))
+                .collect();
+            query += 1;
+            let mut probabilities = softmax(&seen).probabilities;
+            probabilities.resize(row.len(), N::default());
+            probabilities
+        });
+        Ok(Self {
+            parts,
+            factor,
+            probabilities,
+        })
+    }
+
+    pub(super) fn result(&self, qkv: &Tensor<N>) -> Result<Tensor<N>, String> {
+        let mixed = by_time(&product(&self.probabilities, &by_head(&self.parts[2]))?);
+        mixed.reshaped(&[qkv.shape[0], qkv.shape[1] / 3])
+    }
+
+    /// Returns the gradient of queries, keys and values, side by side.
+    pub(super) fn gradient(&self, qkv: &Tensor<N>, grad: &Tensor<N>) -> Result<Tensor<N>, String> {
+        let [queries, keys, values] = &self.parts;
+        let grad = grad.reshaped(&queries.shape)?;
+        let scaled = |of_scores: Tensor<N>| {
+            let shape = of_scores.shape.clone();
+            map(&shape, &[&of_scores], |a| a[0].mul(self.factor))
+        };
+        let operands = [queries, keys, values, &grad];
+        let all = gradients(&self.probabilities, operands, Ok, scaled)?;
+        let dim = qkv.shape[1] / 3;
+        let rows = (0..qkv.shape[0]).flat_map(|row| {
+            let own = all
+                .iter()
+                .flat_map(move |of| &of.elements[row * dim..][..dim]);
+            own.copied()
+        });
+        Ok(Tensor::new(qkv.shape.clone(), rows.collect()))
+    }
+}
+
+/// Returns the gradients of queries, keys and values from that of an attention's result; `multiplied` makes
+/// of the probabilities, and of their gradient, what it is behind the factors, and `through` brings the gradient of the scaled scores
+/// to that of the scores.
+fn gradients<N: Number>(
+    probabilities: &Tensor<N>,
+    [queries, keys, values, grad]: [&Tensor<N>; 4],
+    multiplied: impl Fn(Tensor<N>) -> Result<Tensor<N>, String>,
+    through: impl FnOnce(Tensor<N>) -> Result<Tensor<N>, String>,
+) -> Result<[Tensor<N>; 3], String> {
+    let grad = by_head(grad);
+    let weights = multiplied(probabilities.clone())?;
+    let of_values = product(&transposed(&weights), &grad)?;
+    let of_weights = product(&grad, &transposed(&by_head(values)))?;
+    let of_probabilities = multiplied(of_weights)?;
+    let of_scores = through(softmax_gradient(probabilities, &of_probabilities))?;
+    let of_queries = product(&of_scores, &by_head(keys))?;
+    let of_keys = product(&transposed(&of_scores), &by_head(queries))?;
+    Ok([of_queries, of_keys, of_values].map(|of| by_time(&of)))
+}
+
+fn is_set<N: Number>(mask: N) -> bool {
+    mask.index() == 1
+}
+
+/// Returns the products of matrices of the same batch.
+fn product<N: Number>(a: &Tensor<N>, b: &Tensor<N>) -> Result<Tensor<N>, String> {
+    let mut shape = a.shape.clone();
+    if let (Some(last), Some(columns)) = (shape.last_mut(), b.shape.last()) {
+        *last = *columns;
+    }
+    N::matmul(a, b, &shape)
+}
+
+/// Returns `[batch, time, heads, width]` as `[batch, heads, time, width]`.
+fn by_head<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
+    tensor.taken(&tensor.view().swapped(1, 2))
+}
+
+/// Returns `[batch, heads, time, width]` as `[batch, time, heads, width]`.
+fn by_time<N: Copy>(tensor: &Tensor<N>) -> Tensor<N> {
+    by_head(tensor)
+}

@@ -1,0 +1,112 @@
+//! Logarithms of the probabilities of chosen classes, of which a cross entropy is the mean.
+
+use std::collections::BTreeSet;
+
+use burn::tensor::DType;
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::TensorId;
+
+use super::pattern::{Kind, Patterns};
+use super::walk::Walk;
+use crate::error::Error;
+use crate::graph::Role;
+
+/// A logarithm of a softmax of which one element of each row is read.
+struct Forward {
+    logits: TensorId,
+    /// Logarithms of all probabilities.
+    all: TensorId,
+    /// Indices along the last dim, one for each row.
+    classes: TensorId,
+    nodes: BTreeSet<usize>,
+}
+
+/// The gradient of the logits.
+struct Backward {
+    /// Gradient of the logarithms that are read.
+    grad: TensorId,
+    /// The node that makes the gradient.
+    at: usize,
+    nodes: BTreeSet<usize>,
+}
+
+/// Replaces every one whose gradient is known, too.
+pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+    for index in 0..patterns.len() {
+        let Some(forward) = forward(patterns, index) else {
+            continue;
+        };
+        let gradient = backward(patterns, &forward);
+        let chosen = patterns.output(index);
+        let mut nodes = forward.nodes.clone();
+        let mut results = vec![chosen];
+        if let Some(gradient) = &gradient {
+            nodes.extend(&gradient.nodes);
+            results.push(patterns.output(gradient.at));
+        }
+        if !patterns.is_closed(&nodes, &results) {
+            continue;
+        }
+        let Forward {
+            logits, classes, ..
+        } = forward;
+        let mut shape = patterns.shape(chosen);
+        if let Some(last) = shape.last_mut() {
+            *last = 2;
+        }
+        let kept = patterns.graph.add_value(shape, DType::F32, Role::Temporary);
+        let operation = FusedOperation::LogLikelihood;
+        let operands = (&[logits, classes][..], &[chosen, kept][..]);
+        patterns.insert_kernel(index, operation, operands, Vec::new())?;
+        if let Some(Backward { grad, at, .. }) = gradient {
+            let result = patterns.output(at);
+            let operation = FusedOperation::LogLikelihoodBackward;
+            let operands = (&[logits, classes, kept, grad][..], &[result][..]);
+            patterns.insert_kernel(at, operation, operands, Vec::new())?;
+        }
+        patterns.remove(&nodes);
+    }
+    Ok(())
+}
+
+/// Returns the one that ends with a node.
+fn forward(patterns: &Patterns, at: usize) -> Option<Forward> {
+    let Kind::Gather(dim) = patterns.kind(at)? else {
+        return None;
+    };
+    let [all, classes] = patterns.inputs(at)[..] else {
+        return None;
+    };
+    let softmax = patterns.made_by(all, Kind::LogSoftmax)?;
+    let (mut of_all, of_classes) = (patterns.shape(all), patterns.shape(classes));
+    let is_last = dim + 1 == of_all.len();
+    if let Some(last) = of_all.last_mut() {
+        *last = 1;
+    }
+    let is_one_of_each = is_last && of_all == of_classes && !of_all.contains(&0);
+    let is_whole = is_one_of_each && patterns.phase(softmax) == patterns.phase(at);
+    is_whole.then(|| Forward {
+        logits: patterns.inputs(softmax)[0],
+        all,
+        classes,
+        nodes: BTreeSet::from([at, softmax]),
+    })
+}
+
+fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
+    let mut walk = Walk::new(patterns);
+    let (of_all, result) = walk.gradient_of(Kind::LogSoftmaxBackward, forward.all)?;
+    let dim = patterns.shape(forward.all).len() - 1;
+    let scatter = patterns.made_by(of_all, Kind::ScatterAdd(dim))?;
+    let [zeros, classes, grad] = patterns.inputs(scatter)[..] else {
+        return None;
+    };
+    patterns.made_by(zeros, Kind::Zeros)?;
+    walk.nodes.insert(scatter);
+    let (at, _) = patterns.maker(result)?;
+    (classes == forward.classes).then_some(Backward {
+        grad,
+        at,
+        nodes: walk.nodes,
+    })
+}

@@ -1,0 +1,160 @@
+//! SiLU, alone and as a gate.
+
+use std::collections::BTreeSet;
+
+use burn_fsdp_kernels::FusedOperation;
+use burn_ir::TensorId;
+
+use super::pattern::{Kind, Patterns};
+use super::walk::{Total, Walk, the_other};
+use crate::error::Error;
+use crate::graph::Phase;
+
+/// A value times its sigmoid.
+struct Silu {
+    x: TensorId,
+    y: TensorId,
+    sigmoid: TensorId,
+    nodes: BTreeSet<usize>,
+    at: usize,
+}
+
+/// The gradient of a SiLU.
+struct SiluGradient {
+    /// Gradient of `y`.
+    grad: TensorId,
+    of_x: Total,
+}
+
+/// Replaces every SiLU whose gradient is known, too; with what it gates, where nothing else reads it.
+pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
+    for index in 0..patterns.len() {
+        let Some(silu) = silu(patterns, index) else {
+            continue;
+        };
+        if !gate(patterns, &silu)? {
+            alone(patterns, &silu)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the SiLU that ends with a node.
+fn silu(patterns: &Patterns, at: usize) -> Option<Silu> {
+    patterns.kind(at).filter(|kind| *kind == Kind::Mul)?;
+    let phase = patterns.phase(at);
+    let factors = patterns.inputs(at);
+    factors.iter().find_map(|sigmoid| {
+        let node = patterns.made_by(*sigmoid, Kind::Sigmoid)?;
+        let x = the_other(&factors, *sigmoid)?;
+        let is_whole = patterns.inputs(node) == [x] && patterns.phase(node) == phase;
+        is_whole.then(|| Silu {
+            x,
+            y: patterns.output(at),
+            sigmoid: *sigmoid,
+            nodes: BTreeSet::from([at, node]),
+            at,
+        })
+    })
+}
+
+impl Silu {
+    fn gradient(&self, walk: &mut Walk<'_>) -> Option<SiluGradient> {
+        // Burn computes the sigmoid again.
+        let again = walk.step(Kind::Sigmoid, &[self.x]);
+        let mut candidates = again.into_iter().chain([self.sigmoid]);
+        let (grad, direct) = candidates.find_map(|sigmoid| walk.product_by(sigmoid))?;
+        let of_sigmoid = walk.step(Kind::Mul, &[grad, self.x])?;
+        let mut candidates = again.into_iter().chain([self.sigmoid]);
+        let through = candidates
+            .find_map(|sigmoid| walk.step(Kind::SigmoidBackward, &[sigmoid, of_sigmoid]))?;
+        let of_x = walk.total(direct, &[through])?;
+        Some(SiluGradient { grad, of_x })
+    }
+}
+
+/// Replaces a SiLU.
+fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
+    let mut walk = Walk::new(patterns);
+    let gradient = silu.gradient(&mut walk);
+    let mut nodes = silu.nodes.clone();
+    let mut results = vec![silu.y];
+    let at = gradient.as_ref().and_then(|of| walk.first_reader(of.grad));
+    if let Some(gradient) = &gradient {
+        nodes.extend(&walk.nodes);
+        results.push(gradient.of_x.value(patterns));
+    }
+    if !patterns.is_closed(&nodes, &results) {
+        return Ok(());
+    }
+    let operation = FusedOperation::Silu;
+    patterns.insert_kernel(silu.at, operation, (&[silu.x], &[silu.y]), Vec::new())?;
+    if let Some((gradient, at)) = gradient.zip(at) {
+        let parts = gradient.of_x.of_parts(patterns);
+        let operation = FusedOperation::SiluBackward;
+        let operands = (&[silu.x, gradient.grad][..], &[parts][..]);
+        patterns.insert_kernel(at, operation, operands, Vec::new())?;
+        gradient.of_x.add_rest(patterns, parts)?;
+    }
+    patterns.remove(&nodes);
+    Ok(())
+}
+
+/// Replaces a SiLU with the product that it gates. Returns false if there is none, or others read what is between.
+fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
+    let phase = patterns.phase(silu.at);
+    let mut products = patterns
+        .readers(silu.y)
+        .filter(|node| patterns.kind(*node) == Some(Kind::Mul) && patterns.phase(*node) == phase);
+    let Some(product) = products.next() else {
+        return Ok(false);
+    };
+    let Some(values) = the_other(&patterns.inputs(product), silu.y) else {
+        return Ok(false);
+    };
+    // Nothing is broadcast.
+    if patterns.shape(values) != patterns.shape(silu.y) {
+        return Ok(false);
+    }
+    let result = patterns.output(product);
+    let mut nodes = silu.nodes.clone();
+    nodes.insert(product);
+    let mut results = vec![result];
+    let mut walk = Walk::new(patterns);
+    let gradient = silu.gradient(&mut walk).and_then(|of_silu| {
+        let grad = patterns.made_by(of_silu.grad, Kind::Mul)?;
+        let grad = the_other(&patterns.inputs(grad), values)?;
+        walk.step(Kind::Mul, &[grad, values])
+            .filter(|product| *product == of_silu.grad)?;
+        let of_values = walk.step(Kind::Mul, &[grad, silu.y]);
+        Some((of_silu.of_x, of_values, grad))
+    });
+    let at = gradient
+        .as_ref()
+        .and_then(|(_, _, grad)| walk.first_reader(*grad));
+    if let Some((of_gate, of_values, _)) = &gradient {
+        nodes.extend(&walk.nodes);
+        results.push(of_gate.value(patterns));
+        results.extend(*of_values);
+    }
+    if !patterns.is_closed(&nodes, &results) {
+        return Ok(false);
+    }
+    let operation = FusedOperation::SwiGlu;
+    patterns.insert_kernel(
+        product,
+        operation,
+        (&[silu.x, values], &[result]),
+        Vec::new(),
+    )?;
+    if let Some(((of_gate, of_values, grad), at)) = gradient.zip(at) {
+        let parts = of_gate.of_parts(patterns);
+        let made = of_values.unwrap_or_else(|| patterns.value(patterns.shape(values), values));
+        let operation = FusedOperation::SwiGluBackward;
+        let operands = (&[silu.x, values, grad][..], &[parts, made][..]);
+        patterns.insert_kernel(at, operation, operands, Vec::new())?;
+        of_gate.add_rest(patterns, parts)?;
+    }
+    patterns.remove(&nodes);
+    Ok(true)
+}

@@ -1,0 +1,58 @@
+//! SiLU, alone and as a gate.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig, SwiGlu, SwiGluConfig};
+use burn::tensor::activation::{sigmoid, silu};
+use burn::tensor::{Device, Tensor};
+
+use super::{DIM, assert_count, check, pairs};
+use crate::compiled::seeded;
+
+/// SiLU alone, as a gate in either order, of values without a gradient, of what is read elsewhere, too, and lookalikes.
+#[derive(Module, Debug)]
+struct Gated {
+    linears: Vec<Linear>,
+    swiglu: SwiGlu,
+    last: Linear,
+}
+
+impl Gated {
+    fn new(device: &Device) -> Self {
+        let linear = |_| LinearConfig::new(DIM, DIM).init(device);
+        Self {
+            linears: (0..5).map(linear).collect(),
+            swiglu: SwiGluConfig::new(DIM, DIM).init(device),
+            last: LinearConfig::new(DIM, 5).init(device),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        let of = |index: usize, x: &Tensor<3>| self.linears[index].forward(x.clone());
+        let x = self.swiglu.forward(x);
+        // Alone, and read twice.
+        let alone = silu(of(0, &x));
+        let twice = silu(of(1, &x));
+        let x = alone + twice.clone() * twice.clone().sin();
+        // Values first; values of the batch; a gate that is added to what it gates, and gates itself.
+        let x = of(2, &x) * silu(of(3, &x)) + silu(of(4, &x)) * y;
+        let x = x.clone() + silu(x.clone()) * x.clone().cos();
+        // A sigmoid of something else, one that is read twice, and values for all rows.
+        let other = x.clone() * sigmoid(x.clone() * 1.5);
+        let own = sigmoid(x.clone() * 0.7);
+        let shared = (x.clone() * 0.7) * own.clone() + own;
+        let row = x.clone().mean_dim(1) * silu(x.clone());
+        self.last.forward(other + shared + row).square().mean()
+    }
+}
+
+#[test]
+fn silu_and_what_it_gates_run_kernels() {
+    let _guard = seeded();
+    let names = check("gates", Gated::new, Gated::loss, pairs);
+    // One of Burn's own, two of which one is of values without a gradient, and one of a gate that is added to it.
+    assert_count(&names, "Custom.models.swiglu", 4);
+    assert_count(&names, "Custom.models.swiglu_backward", 4);
+    // One alone, one that is read twice, and one that is broadcast to.
+    assert_count(&names, "Custom.models.silu", 3);
+    assert_count(&names, "Custom.models.silu_backward", 3);
+}

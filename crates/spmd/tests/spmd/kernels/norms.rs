@@ -1,0 +1,106 @@
+//! Norms.
+
+use burn::module::Module;
+use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
+use burn::tensor::activation::silu;
+use burn::tensor::{Device, Tensor};
+
+use super::{DIM, assert_count, check, check_on, pairs};
+use crate::compiled::seeded;
+
+/// Layer norms of two dims, and root-mean-square norms: of the batch, before and after what is added, one whose result is read twice, one whose rows are read
+/// between its parts, and one after which all is summed.
+#[derive(Module, Debug)]
+struct Normed {
+    norms: Vec<RmsNorm>,
+    layers: Vec<LayerNorm>,
+    linears: Vec<Linear>,
+    last: Linear,
+}
+
+impl Normed {
+    fn new(device: &Device) -> Self {
+        let norm = |_| RmsNormConfig::new(DIM).with_epsilon(1e-5).init(device);
+        let linear = |_| LinearConfig::new(DIM, DIM).init(device);
+        Self {
+            norms: (0..5).map(norm).collect(),
+            layers: (0..2)
+                .map(|_| LayerNormConfig::new(DIM).init(device))
+                .collect(),
+            linears: (0..4).map(linear).collect(),
+            last: LinearConfig::new(DIM, 5).init(device),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        let x = self.linears[0].forward(self.norms[0].forward(x));
+        // Before what is added, as in a Llama.
+        let x = x.clone() + self.linears[1].forward(self.norms[1].forward(x));
+        // After it.
+        let x = self.norms[2].forward(x.clone() * y + x);
+        // Of two dims, as in the models here.
+        let x = x.flatten::<2>(0, 1);
+        let wide = self.norms[3].forward(self.linears[2].forward(x.clone()));
+        let x = x + silu(wide.clone()) * self.linears[3].forward(wide);
+        let x = x.clone() + self.layers[0].forward(x);
+        let x = self.layers[1].forward(x).sin();
+        self.last.forward(self.norms[4].forward(x)).square().mean()
+    }
+}
+
+#[test]
+fn root_mean_square_norms_run_kernels() {
+    let _guard = seeded();
+    let names = check("norms", Normed::new, Normed::loss, pairs);
+    // The first is of the batch, which has no gradient.
+    assert_count(&names, "Custom.models.rms_norm_backward", 4);
+    assert_count(&names, "Custom.models.rms_norm", 4);
+    assert_count(&names, "Custom.models.layer_norm_backward", 2);
+    assert_count(&names, "Custom.models.swiglu_backward", 1);
+}
+
+/// Norms of rows of which there is one along some dims, or one in all: Burn sums their gradients along the others.
+#[derive(Module, Debug)]
+struct FewRows {
+    linear: Linear,
+    root: RmsNorm,
+    layer: LayerNorm,
+    whole: Linear,
+    last: RmsNorm,
+    end: LayerNorm,
+}
+
+impl FewRows {
+    fn new(device: &Device) -> Self {
+        Self {
+            linear: LinearConfig::new(DIM, DIM).init(device),
+            root: RmsNormConfig::new(DIM).init(device),
+            layer: LayerNormConfig::new(DIM).init(device),
+            whole: LinearConfig::new(DIM, DIM).init(device),
+            last: RmsNormConfig::new(DIM).init(device),
+            end: LayerNormConfig::new(DIM).init(device),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        // A batch of one; one position of it; and all of it as one row.
+        let x = self.linear.forward(x).flatten::<2>(0, 1).unsqueeze::<4>();
+        let x = self.root.forward(x.clone()) + self.layer.forward(x * 0.5);
+        let [.., rows, _] = x.dims();
+        let one = x.clone().reshape([rows, 1, DIM]);
+        let one = self.layer.forward(self.root.forward(one).sin());
+        let row = self.whole.forward(x.mean_dim(2)).reshape([1, DIM]);
+        let row = self.end.forward(self.last.forward(row).sin());
+        let y = y.flatten::<2>(0, 1).mean_dim(0);
+        (row * y).square().mean() + one.square().mean()
+    }
+}
+
+#[test]
+fn norms_of_few_rows_run_kernels() {
+    let _guard = seeded();
+    // The mean over rows is not that of the ranks' means.
+    let names = check_on(&[1], "few rows", FewRows::new, FewRows::loss, pairs);
+    assert_count(&names, "Custom.models.rms_norm_backward", 3);
+    assert_count(&names, "Custom.models.layer_norm_backward", 3);
+}
