@@ -89,7 +89,7 @@ fn put(
             patterns.insert_reshape(gradient.at, row, result)?;
         }
     }
-    gradient.of_x.add_rest(patterns, parts)
+    gradient.of_x.add_rests(patterns, parts)
 }
 
 /// Returns the layer norm that ends with a node.

@@ -105,5 +105,5 @@ fn put(
     if let Some(result) = gradient.gamma {
         patterns.insert_reshape(gradient.at, of_gamma, result)?;
     }
-    gradient.of_rows.add_rest(patterns, parts)
+    gradient.of_rows.add_rests(patterns, parts)
 }

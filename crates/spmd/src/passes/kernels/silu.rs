@@ -8,7 +8,6 @@ use burn_ir::TensorId;
 use super::pattern::{Kind, Patterns};
 use super::walk::{Total, Walk, the_other};
 use crate::error::Error;
-use crate::graph::Phase;
 
 /// A value times its sigmoid.
 struct Silu {
@@ -94,66 +93,88 @@ fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
         let operation = FusedOperation::SiluBackward;
         let operands = (&[silu.x, gradient.grad][..], &[parts][..]);
         patterns.insert_kernel(at, operation, operands, Vec::new())?;
-        gradient.of_x.add_rest(patterns, parts)?;
+        gradient.of_x.add_rests(patterns, parts)?;
     }
     patterns.remove(&nodes);
     Ok(())
 }
 
+/// What a SiLU gates.
+struct Gated {
+    /// The node of the product.
+    product: usize,
+    values: TensorId,
+}
+
+/// Returns the first product that a SiLU gates, if nothing is broadcast in it.
+fn gated(patterns: &Patterns, silu: &Silu) -> Option<Gated> {
+    let phase = patterns.phase(silu.at);
+    let is_product =
+        |node: &usize| patterns.kind(*node) == Some(Kind::Mul) && patterns.phase(*node) == phase;
+    let product = patterns.readers(silu.y).find(is_product)?;
+    let values = the_other(&patterns.inputs(product), silu.y)?;
+    let is_alike = patterns.shape(values) == patterns.shape(silu.y);
+    is_alike.then_some(Gated { product, values })
+}
+
+/// The gradients of a gate and of what it gates.
+struct GatedGradient {
+    /// Gradient of the result.
+    grad: TensorId,
+    of_gate: Total,
+    /// Gradient of the values, where anything asks for it.
+    of_values: Option<TensorId>,
+}
+
+impl Gated {
+    fn gradient(&self, silu: &Silu, walk: &mut Walk<'_>) -> Option<GatedGradient> {
+        let patterns = walk.patterns;
+        let SiluGradient { grad: of_y, of_x } = silu.gradient(walk)?;
+        let product = patterns.made_by(of_y, Kind::Mul)?;
+        let grad = the_other(&patterns.inputs(product), self.values)?;
+        walk.step(Kind::Mul, &[grad, self.values])
+            .filter(|product| *product == of_y)?;
+        Some(GatedGradient {
+            grad,
+            of_gate: of_x,
+            of_values: walk.step(Kind::Mul, &[grad, silu.y]),
+        })
+    }
+}
+
 /// Replaces a SiLU with the product that it gates. Returns false if there is none, or others read what is between.
 fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
-    let phase = patterns.phase(silu.at);
-    let mut products = patterns
-        .readers(silu.y)
-        .filter(|node| patterns.kind(*node) == Some(Kind::Mul) && patterns.phase(*node) == phase);
-    let Some(product) = products.next() else {
+    let Some(gated) = gated(patterns, silu) else {
         return Ok(false);
     };
-    let Some(values) = the_other(&patterns.inputs(product), silu.y) else {
-        return Ok(false);
-    };
-    // Nothing is broadcast.
-    if patterns.shape(values) != patterns.shape(silu.y) {
-        return Ok(false);
-    }
-    let result = patterns.output(product);
+    let result = patterns.output(gated.product);
     let mut nodes = silu.nodes.clone();
-    nodes.insert(product);
+    nodes.insert(gated.product);
     let mut results = vec![result];
     let mut walk = Walk::new(patterns);
-    let gradient = silu.gradient(&mut walk).and_then(|of_silu| {
-        let grad = patterns.made_by(of_silu.grad, Kind::Mul)?;
-        let grad = the_other(&patterns.inputs(grad), values)?;
-        walk.step(Kind::Mul, &[grad, values])
-            .filter(|product| *product == of_silu.grad)?;
-        let of_values = walk.step(Kind::Mul, &[grad, silu.y]);
-        Some((of_silu.of_x, of_values, grad))
-    });
-    let at = gradient
-        .as_ref()
-        .and_then(|(_, _, grad)| walk.first_reader(*grad));
-    if let Some((of_gate, of_values, _)) = &gradient {
+    let gradient = gated.gradient(silu, &mut walk);
+    let at = gradient.as_ref().and_then(|of| walk.first_reader(of.grad));
+    if let Some(gradient) = &gradient {
         nodes.extend(&walk.nodes);
-        results.push(of_gate.value(patterns));
-        results.extend(*of_values);
+        results.push(gradient.of_gate.value(patterns));
+        results.extend(gradient.of_values);
     }
     if !patterns.is_closed(&nodes, &results) {
         return Ok(false);
     }
-    let operation = FusedOperation::SwiGlu;
-    patterns.insert_kernel(
-        product,
-        operation,
-        (&[silu.x, values], &[result]),
-        Vec::new(),
-    )?;
-    if let Some(((of_gate, of_values, grad), at)) = gradient.zip(at) {
-        let parts = of_gate.of_parts(patterns);
-        let made = of_values.unwrap_or_else(|| patterns.value(patterns.shape(values), values));
+    let (x, values) = (silu.x, gated.values);
+    let operands = (&[x, values][..], &[result][..]);
+    patterns.insert_kernel(gated.product, FusedOperation::SwiGlu, operands, Vec::new())?;
+    if let Some((gradient, at)) = gradient.zip(at) {
+        let parts = gradient.of_gate.of_parts(patterns);
+        let of_values = match gradient.of_values {
+            Some(of_values) => of_values,
+            None => patterns.value(patterns.shape(values), values),
+        };
+        let operands = (&[x, values, gradient.grad][..], &[parts, of_values][..]);
         let operation = FusedOperation::SwiGluBackward;
-        let operands = (&[silu.x, values, grad][..], &[parts, made][..]);
         patterns.insert_kernel(at, operation, operands, Vec::new())?;
-        of_gate.add_rest(patterns, parts)?;
+        gradient.of_gate.add_rests(patterns, parts)?;
     }
     patterns.remove(&nodes);
     Ok(true)

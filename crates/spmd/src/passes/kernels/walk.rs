@@ -49,12 +49,12 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Goes along the sums that begin with a value and add the parts to it, in any order. One value from elsewhere may be
-    /// added in between.
+    /// Goes along the sums that begin with a value and add the parts to it, in any order, and values from elsewhere in
+    /// between.
     pub(super) fn total(&mut self, first: TensorId, parts: &[TensorId]) -> Option<Total> {
         let patterns = self.patterns;
         let mut parts_left = parts.to_vec();
-        let (mut total, mut rest) = (first, None);
+        let (mut total, mut rests) = (first, Vec::new());
         loop {
             let mut sums = patterns.readers(total);
             let node = sums.find(|node| patterns.kind(*node) == Some(Kind::Add))?;
@@ -64,11 +64,10 @@ impl<'a> Walk<'a> {
                 Some(part) => {
                     parts_left.swap_remove(part);
                 }
-                None if rest.is_none() => rest = Some(other),
-                None => return None,
+                None => rests.push(other),
             }
             if parts_left.is_empty() {
-                return Some(Total { node, rest });
+                return Some(Total { node, rests });
             }
             total = patterns.output(node);
         }
@@ -143,12 +142,12 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// A gradient that Burn adds up from several parts, and perhaps a value from elsewhere.
+/// A gradient that Burn adds up from several parts, and values from elsewhere.
 pub(super) struct Total {
     /// The node that adds the last part.
     node: usize,
-    /// The value from elsewhere.
-    rest: Option<TensorId>,
+    /// The values from elsewhere.
+    rests: Vec<TensorId>,
 }
 
 impl Total {
@@ -157,22 +156,28 @@ impl Total {
         patterns.output(self.node)
     }
 
-    /// Returns the value that the parts alone are to be written to: a new one where there is a rest to be added.
+    /// Returns the value that the parts alone are to be written to: a new one where others are to be added.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);
-        match self.rest {
-            Some(_) => patterns.value(patterns.shape(total), total),
-            None => total,
+        match self.rests.is_empty() {
+            false => patterns.value(patterns.shape(total), total),
+            true => total,
         }
     }
 
-    /// Adds the rest to the parts, where the last of them was added.
-    pub(super) fn add_rest(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
+    /// Adds the values from elsewhere to the parts, where the last of them was added.
+    pub(super) fn add_rests(&self, patterns: &mut Patterns, parts: TensorId) -> Result<(), Error> {
+        let Some((last, others)) = self.rests.split_last() else {
+            return Ok(());
+        };
         let total = self.value(patterns);
-        match self.rest {
-            Some(rest) => patterns.insert_binary(self.node, BinaryKind::Add, (parts, rest), total),
-            None => Ok(()),
+        let mut sum = parts;
+        for other in others {
+            let next = patterns.value(patterns.shape(total), total);
+            patterns.insert_binary(self.node, BinaryKind::Add, (sum, *other), next)?;
+            sum = next;
         }
+        patterns.insert_binary(self.node, BinaryKind::Add, (sum, *last), total)
     }
 }
 
