@@ -62,14 +62,14 @@ pub(crate) fn floats(tensor: &FlexTensor) -> Cow<'_, [f32]> {
 }
 
 /// Returns a tensor of floats, rounded to a type that the kernels take.
-pub(crate) fn vector(values: &[f32], dtype: DType) -> FlexTensor {
+pub(crate) fn vector(values: Vec<f32>, dtype: DType) -> FlexTensor {
     let layout = Layout::contiguous([values.len()].into());
     if dtype == DType::BF16 {
         let mut halves = vec![bf16::ZERO; values.len()];
-        narrow(values, &mut halves);
+        narrow(&values, &mut halves);
         return FlexTensor::new(Bytes::from_elems(halves), layout, dtype);
     }
-    FlexTensor::new(Bytes::from_elems(values.to_vec()), layout, dtype)
+    FlexTensor::new(Bytes::from_elems(values), layout, dtype)
 }
 
 /// Returns a tensor of zeros, in memory that is taken once: Burn's own is copied to where it is aligned.

@@ -49,9 +49,14 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
         shape
     };
     [
-        vector(&chosen, logits.dtype()).reshape(shape(1).into()),
-        vector(&kept, DType::F32).reshape(shape(KEPT).into()),
+        vector(chosen, logits.dtype()).reshape(shape(1).into()),
+        vector(kept, DType::F32).reshape(shape(KEPT).into()),
     ]
+}
+
+/// Returns the bytes that the classes of so many rows take, as they are read and as indices.
+pub(crate) fn scratch_bytes(rows: usize) -> usize {
+    rows * (size_of::<i64>() + size_of::<usize>())
 }
 
 /// Returns the rows of a chunk.

@@ -149,7 +149,7 @@ pub(crate) fn backward(
 ) -> [FlexTensor; 3] {
     let dtype = gamma.dtype();
     let (of_x, sums) = gradients(x, gamma, grad, (Form::Layer, epsilon));
-    let [of_gamma, of_beta] = [sums.gamma, sums.beta].map(|sum| vector(&sum, dtype));
+    let [of_gamma, of_beta] = [sums.gamma, sums.beta].map(|sum| vector(sum, dtype));
     [of_x, of_gamma, of_beta]
 }
 
@@ -162,7 +162,7 @@ pub(crate) fn root_mean_square_gradients(
 ) -> [FlexTensor; 2] {
     let dtype = gamma.dtype();
     let (of_x, sums) = gradients(x, gamma, grad, (Form::RootMeanSquare, epsilon));
-    [of_x, vector(&sums.gamma, dtype)]
+    [of_x, vector(sums.gamma, dtype)]
 }
 
 /// Returns the gradient of the input, and those of the vectors.

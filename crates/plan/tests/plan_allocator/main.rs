@@ -18,8 +18,8 @@ use burn_fsdp_models::{Gpt, GptConfig};
 use burn_fsdp_plan::{Machine, MemoryPlan, Plan};
 use burn_fsdp_spmd::passes::schedule::{Options, pipeline};
 use burn_fsdp_spmd::passes::{
-    CommonSubexpressions, DeadCode, FusePointwise, Liveness, Pipeline, Recompute, SelectKernels,
-    StandIns, UseKernels,
+    CommonSubexpressions, DeadCode, FusePointwise, GraphTransform, Liveness, Pipeline, Recompute,
+    SelectKernels, StandIns, UseKernels,
 };
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{Batch, Error, Mode, Strategy, compile};
@@ -278,11 +278,12 @@ fn check_each_by<M: Module + 'static, B: Batch>(
         if engine == Engine::Kernels {
             passes = passes.then(UseKernels);
         }
-        passes = passes.then(Recompute::default());
+        let mut graph = passes.then(Recompute::default()).run(graph)?;
         if engine == Engine::Kernels {
-            passes = passes.then(FusePointwise).then(SelectKernels);
+            // Behind the collectives, of which there are none here.
+            graph = SelectKernels.transform(FusePointwise.transform(graph)?)?;
         }
-        let graph = passes.then(Liveness).run(graph)?;
+        let graph = Liveness.transform(graph)?;
         let plan = MemoryPlan::new(&graph, 0)?;
         let measured = replay::run(&graph, 3);
         assert_eq!(plan.moments.len(), measured.len());
@@ -309,8 +310,13 @@ fn check_each_by<M: Module + 'static, B: Batch>(
                 .inputs()
                 .map(|input| input.shape.to_vec())
                 .collect();
+            // Of a chain the plan says the most that its steps may take.
+            let unused = match name_of_node.contains("pointwise") {
+                true => planned,
+                false => SMALL + planned / 50,
+            };
             assert!(
-                (scratch - planned).abs() <= SMALL + planned / 50,
+                scratch <= planned + SMALL + planned / 50 && scratch >= planned - unused,
                 "{name} by {engine:?}: node {index}, {name_of_node} of {shapes:?}, took {scratch} bytes beside its tensors, and \
                  {planned} were planned"
             );
