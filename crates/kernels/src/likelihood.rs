@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use burn::tensor::{DType, bf16};
+use burn::tensor::DType;
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::cross_entropy::target_indices;
-use crate::halves::{Elements, vector};
+use crate::halves::{Elements, floats, vector};
 use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, max, sum_by};
 use crate::softmax::exp_or_zero;
 use crate::vectors::{Kernel, vectorized};
@@ -54,9 +54,10 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
     ]
 }
 
-/// Returns the bytes that the classes of so many rows take, as they are read and as indices.
-pub(crate) fn scratch_bytes(rows: usize) -> usize {
-    rows * (size_of::<i64>() + size_of::<usize>())
+/// Returns the bytes that the classes of so many rows take as indices, and beside them, in backward, a gradient for each.
+pub(crate) fn scratch_bytes(rows: usize, is_backward: bool) -> usize {
+    let gradient = if is_backward { size_of::<f32>() } else { 0 };
+    rows * (size_of::<usize>() + gradient)
 }
 
 /// Returns the rows of a chunk.
@@ -98,15 +99,11 @@ pub(crate) fn backward(
     let mut logits = contiguous(logits);
     let [_, width] = matrix_dims(&logits);
     let (kept, grad) = (contiguous(kept), contiguous(grad));
-    let grads = match Elements::of(&grad) {
-        Elements::Full(grads) => grads.to_vec(),
-        Elements::Half(grads) => grads.iter().map(|grad: &bf16| grad.to_f32()).collect(),
-    };
     let kernel = Gradient {
         width,
         classes: &target_indices(classes),
         kept: kept.storage(),
-        grads: &grads,
+        grads: &floats(&grad),
     };
     map_rows(&mut logits, None, &kernel);
     logits

@@ -385,7 +385,8 @@ impl FusedOperation {
         let width = input.shape.as_slice().last().copied().unwrap_or(1);
         let rows = input.shape.num_elements() / width.max(1);
         let of_classes = match self {
-            Self::LogLikelihood | Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows),
+            Self::LogLikelihood => likelihood::scratch_bytes(rows, false),
+            Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows, true),
             _ => 0,
         };
         (of_classes + rows::scratch_bytes([rows, width], input.dtype, has_beside)) as u64
