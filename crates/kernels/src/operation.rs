@@ -384,12 +384,14 @@ impl FusedOperation {
         };
         let width = input.shape.as_slice().last().copied().unwrap_or(1);
         let rows = input.shape.num_elements() / width.max(1);
-        let of_classes = match self {
+        let own = match self {
             Self::LogLikelihood => likelihood::scratch_bytes(rows, false),
             Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows, true),
+            Self::LayerNormBackward => norm::scratch_bytes([rows, width], 2),
+            Self::RmsNormBackward => norm::scratch_bytes([rows, width], 1),
             _ => 0,
         };
-        (of_classes + rows::scratch_bytes([rows, width], input.dtype, has_beside)) as u64
+        (own + rows::scratch_bytes([rows, width], input.dtype, has_beside)) as u64
     }
 }
 
