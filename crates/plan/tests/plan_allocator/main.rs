@@ -310,8 +310,11 @@ fn check_each_by<M: Module + 'static, B: Batch>(
                 .inputs()
                 .map(|input| input.shape.to_vec())
                 .collect();
-            // Of a chain the plan says the most that its steps may take.
-            let unused = match name_of_node.contains("pointwise") {
+            // Of chains and norms the plan says the most that their parts take at once.
+            let is_most = ["pointwise", "norm"]
+                .iter()
+                .any(|it| name_of_node.contains(it));
+            let unused = match is_most {
                 true => planned,
                 false => SMALL + planned / 50,
             };
