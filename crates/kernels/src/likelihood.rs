@@ -54,10 +54,12 @@ pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor;
     ]
 }
 
-/// Returns the bytes that the classes of so many rows take as indices, and beside them, in backward, a gradient for each.
-pub(crate) fn scratch_bytes(rows: usize, is_backward: bool) -> usize {
-    let gradient = if is_backward { size_of::<f32>() } else { 0 };
-    rows * (size_of::<usize>() + gradient)
+/// Returns the bytes that the classes of so many rows take as indices, and beside them a number for each: in backward the
+/// gradient, and in forward, of halves, the result before it is rounded.
+pub(crate) fn scratch_bytes(rows: usize, dtype: DType, is_backward: bool) -> usize {
+    let is_beside = is_backward || dtype == DType::BF16;
+    let beside = if is_beside { size_of::<f32>() } else { 0 };
+    rows * (size_of::<usize>() + beside)
 }
 
 /// Returns the rows of a chunk.

@@ -385,8 +385,8 @@ impl FusedOperation {
         let width = input.shape.as_slice().last().copied().unwrap_or(1);
         let rows = input.shape.num_elements() / width.max(1);
         let own = match self {
-            Self::LogLikelihood => likelihood::scratch_bytes(rows, false),
-            Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows, true),
+            Self::LogLikelihood => likelihood::scratch_bytes(rows, input.dtype, false),
+            Self::LogLikelihoodBackward => likelihood::scratch_bytes(rows, input.dtype, true),
             Self::LayerNormBackward => norm::scratch_bytes([rows, width], 2),
             Self::RmsNormBackward => norm::scratch_bytes([rows, width], 1),
             _ => 0,

@@ -62,12 +62,23 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         nodes.extend(gradients.iter().flat_map(|gradients| &gradients.nodes));
         let mut results = vec![patterns.output(forward.at)];
         results.extend(gradients.iter().flat_map(|of| of.gradients).flatten());
-        if patterns.is_closed(&nodes, &results) {
+        let mut operands = forward.operands();
+        operands.extend(gradients.iter().map(|of| of.grad));
+        if patterns.is_closed(&nodes, &operands, &results) {
             insert(patterns, &forward, gradients.as_ref())?;
             patterns.remove(&nodes);
         }
     }
     Ok(())
+}
+
+impl Forward {
+    /// Returns all that the kernel reads: queries, keys, values, and what comes behind them.
+    fn operands(&self) -> Vec<TensorId> {
+        let masks = self.fills.iter().map(|(mask, _)| *mask);
+        let operands = [self.queries, self.keys, self.values].into_iter();
+        operands.chain(masks).chain(self.weights.factors).collect()
+    }
 }
 
 /// Returns the attention that ends with a node.

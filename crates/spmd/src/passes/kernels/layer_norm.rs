@@ -44,13 +44,16 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         let gradient = backward(patterns, &forward);
         // Rows of gamma and beta may be read by others, and are left to them.
         let mut nodes = forward.nodes.clone();
+        let mut operands = vec![forward.x, forward.scaled.gamma, forward.beta];
         let mut results = vec![forward.y];
         if let Some(gradient) = &gradient {
             nodes.extend(&gradient.nodes);
+            operands.push(gradient.grad);
+            operands.extend(gradient.of_x.rests());
             results.push(gradient.of_x.value(patterns));
             results.extend(gradient.gamma.iter().chain(&gradient.beta));
         }
-        if patterns.is_closed(&nodes, &results) {
+        if patterns.is_closed(&nodes, &operands, &results) {
             put(patterns, &forward, gradient)?;
             patterns.remove(&nodes);
         }

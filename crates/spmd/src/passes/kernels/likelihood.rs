@@ -39,12 +39,14 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         let gradient = backward(patterns, &forward);
         let chosen = patterns.output(index);
         let mut nodes = forward.nodes.clone();
+        let mut operands = vec![forward.logits, forward.classes];
         let mut results = vec![chosen];
         if let Some(gradient) = &gradient {
             nodes.extend(&gradient.nodes);
+            operands.push(gradient.grad);
             results.push(patterns.output(gradient.at));
         }
-        if !patterns.is_closed(&nodes, &results) {
+        if !patterns.is_closed(&nodes, &operands, &results) {
             continue;
         }
         let Forward {

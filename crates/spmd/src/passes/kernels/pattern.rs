@@ -169,11 +169,17 @@ impl Patterns {
         is_inner && self.readers(id).all(|reader| nodes.contains(&reader))
     }
 
-    /// Returns true if nothing but these nodes reads what they make, the results excepted.
-    pub(super) fn is_closed(&self, nodes: &BTreeSet<usize>, results: &[TensorId]) -> bool {
+    /// Returns true if nodes that make these results of these operands can be taken out, and others put in that do: nothing
+    /// else reads what is between, and no operand is made there.
+    pub(super) fn is_closed(
+        &self,
+        nodes: &BTreeSet<usize>,
+        operands: &[TensorId],
+        results: &[TensorId],
+    ) -> bool {
         let made = nodes.iter().map(|node| self.output(*node));
         let mut inner = made.filter(|id| !results.contains(id));
-        inner.all(|id| self.is_read_by(id, nodes))
+        inner.all(|id| !operands.contains(&id) && self.is_read_by(id, nodes))
     }
 
     /// Returns true if the elements of a value are in memory in the order of its dims, as far as the graph tells: a

@@ -30,13 +30,16 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         };
         let gradient = backward(patterns, &norm);
         let mut nodes = norm.own_nodes(patterns);
+        let mut operands = vec![norm.rows, norm.gamma];
         let mut results = vec![patterns.output(index)];
         if let Some(gradient) = &gradient {
             nodes.extend(&gradient.nodes);
+            operands.push(gradient.grad);
+            operands.extend(gradient.of_rows.rests());
             results.push(gradient.of_rows.value(patterns));
             results.extend(gradient.gamma);
         }
-        if patterns.is_closed(&nodes, &results) {
+        if patterns.is_closed(&nodes, &operands, &results) {
             put(patterns, &norm, index, gradient)?;
             patterns.remove(&nodes);
         }

@@ -77,13 +77,15 @@ fn alone(patterns: &mut Patterns, silu: &Silu) -> Result<(), Error> {
     let mut walk = Walk::new(patterns);
     let gradient = silu.gradient(&mut walk);
     let mut nodes = silu.nodes.clone();
-    let mut results = vec![silu.y];
+    let (mut operands, mut results) = (vec![silu.x], vec![silu.y]);
     let at = gradient.as_ref().and_then(|of| walk.first_reader(of.grad));
     if let Some(gradient) = &gradient {
         nodes.extend(&walk.nodes);
+        operands.push(gradient.grad);
+        operands.extend(gradient.of_x.rests());
         results.push(gradient.of_x.value(patterns));
     }
-    if !patterns.is_closed(&nodes, &results) {
+    if !patterns.is_closed(&nodes, &operands, &results) {
         return Ok(());
     }
     let operation = FusedOperation::Silu;
@@ -150,19 +152,21 @@ fn gate(patterns: &mut Patterns, silu: &Silu) -> Result<bool, Error> {
     let result = patterns.output(gated.product);
     let mut nodes = silu.nodes.clone();
     nodes.insert(gated.product);
-    let mut results = vec![result];
+    let (x, values) = (silu.x, gated.values);
+    let (mut operands, mut results) = (vec![x, values], vec![result]);
     let mut walk = Walk::new(patterns);
     let gradient = gated.gradient(silu, &mut walk);
     let at = gradient.as_ref().and_then(|of| walk.first_reader(of.grad));
     if let Some(gradient) = &gradient {
         nodes.extend(&walk.nodes);
+        operands.push(gradient.grad);
+        operands.extend(gradient.of_gate.rests());
         results.push(gradient.of_gate.value(patterns));
         results.extend(gradient.of_values);
     }
-    if !patterns.is_closed(&nodes, &results) {
+    if !patterns.is_closed(&nodes, &operands, &results) {
         return Ok(false);
     }
-    let (x, values) = (silu.x, gated.values);
     let operands = (&[x, values][..], &[result][..]);
     patterns.insert_kernel(gated.product, FusedOperation::SwiGlu, operands, Vec::new())?;
     if let Some((gradient, at)) = gradient.zip(at) {

@@ -45,9 +45,11 @@ pub(super) fn replace(patterns: &mut Patterns) -> Result<(), Error> {
         };
         let mut nodes = forward.nodes.clone();
         nodes.extend(gradient.iter().flat_map(|gradient| &gradient.nodes));
+        let mut operands = vec![forward.x];
+        operands.extend(gradient.iter().map(|gradient| gradient.grad));
         let mut results = vec![forward.y];
         results.extend(gradient.iter().map(|gradient| patterns.output(gradient.at)));
-        if !patterns.is_closed(&nodes, &results) {
+        if !patterns.is_closed(&nodes, &operands, &results) {
             continue;
         }
         let (of, gradient_of) = match forward.is_log {

@@ -156,6 +156,11 @@ impl Total {
         patterns.output(self.node)
     }
 
+    /// Returns the values from elsewhere.
+    pub(super) fn rests(&self) -> &[TensorId] {
+        &self.rests
+    }
+
     /// Returns the value that the parts alone are to be written to: a new one where others are to be added.
     pub(super) fn of_parts(&self, patterns: &mut Patterns) -> TensorId {
         let total = self.value(patterns);

@@ -50,7 +50,7 @@ impl Attentions {
             Tensor::<2, Bool>::tril_mask([time, time], 1, &device).reshape([1, 1, time, time]);
         let pad = y.slice([0..rows, 0..time, 0..1]).greater_elem(0.7);
         let pad = pad.reshape([rows, 1, 1, time]);
-        let scores = q.clone().matmul(fixed.transpose()).div_scalar(2.0);
+        let scores = q.clone().matmul(fixed.clone().transpose()).div_scalar(2.0);
         let scores = scores
             .mask_fill(mask, -1e4)
             .mask_fill(pad, f32::NEG_INFINITY);
@@ -64,7 +64,10 @@ impl Attentions {
             Tensor::<2, Bool>::tril_mask([time, time], 0, &device).reshape([1, 1, time, time]);
         let early = q.matmul(k.transpose()).mask_fill(ahead, -30.0) * 0.25;
         let early = softmax(early, 3).matmul(v);
-        let all = masked + seen + one + early;
+        // Of the batch alone, probabilities that are values, too.
+        let own = softmax(fixed.clone().matmul(fixed.clone().transpose()), 3);
+        let own = own.clone().matmul(own).matmul(fixed);
+        let all = masked + seen + one + early + own;
         let all = all.swap_dims(1, 2).reshape([rows, time, DIM]);
         self.last.forward(all).square().mean() + few.square().mean()
     }

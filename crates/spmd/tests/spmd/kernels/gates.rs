@@ -1,7 +1,7 @@
 //! SiLU, alone and as a gate.
 
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig, SwiGlu, SwiGluConfig};
+use burn::nn::{Linear, LinearConfig, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig};
 use burn::tensor::activation::{sigmoid, silu};
 use burn::tensor::{Device, Tensor};
 
@@ -43,6 +43,51 @@ impl Gated {
         let row = x.clone().mean_dim(1) * silu(x.clone());
         self.last.forward(other + shared + row).square().mean()
     }
+}
+
+/// What is added to a gradient is made inside of the pattern, or an operand is.
+#[derive(Module, Debug)]
+struct Entangled {
+    linears: Vec<Linear>,
+    norm: RmsNorm,
+    last: Linear,
+}
+
+impl Entangled {
+    fn new(device: &Device) -> Self {
+        let linear = |_| LinearConfig::new(DIM, DIM).init(device);
+        Self {
+            linears: (0..8).map(linear).collect(),
+            norm: RmsNormConfig::new(DIM).init(device),
+            last: LinearConfig::new(DIM, 5).init(device),
+        }
+    }
+
+    fn loss(&self, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+        let of = |index: usize| self.linears[index].forward(x.clone());
+        let a = of(0);
+        let mut all = silu(a.clone()) + a.clone() * a;
+        let a = of(1);
+        all = all + a.clone() * a.clone() + silu(a);
+        let a = of(2);
+        all = all + silu(a.clone()) + a.clone() * a.detach();
+        let (a, v) = (of(3), of(4));
+        all = all + silu(a.clone()) * v.clone() + a * v;
+        let (a, v) = (of(5), of(6));
+        all = all + a.clone() * v.clone() + v * silu(a);
+        let a = of(7);
+        let gain = self.norm.gamma.val().reshape([1, 1, DIM]);
+        all = all + self.norm.forward(a.clone()) + a * gain;
+        // Of the batch alone.
+        all = all + silu(y.clone()) * sigmoid(y.clone()) + sigmoid(y.clone()) * y;
+        self.last.forward(all).square().mean()
+    }
+}
+
+#[test]
+fn what_reads_its_own_insides_is_left_or_kept_right() {
+    let _guard = seeded();
+    check("entangled", Entangled::new, Entangled::loss, pairs);
 }
 
 #[test]
