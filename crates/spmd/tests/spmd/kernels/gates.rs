@@ -32,15 +32,15 @@ impl Gated {
         // Alone, and read twice.
         let alone = silu(of(0, &x));
         let twice = silu(of(1, &x));
-        let x = alone + twice.clone() * twice.clone().sin();
+        let x = alone + twice.clone() * twice.sin();
         // Values first; values of the batch; a gate that is added to what it gates, and gates itself.
         let x = of(2, &x) * silu(of(3, &x)) + silu(of(4, &x)) * y;
-        let x = x.clone() + silu(x.clone()) * x.clone().cos();
+        let x = x.clone() + silu(x.clone()) * x.cos();
         // A sigmoid of something else, one that is read twice, and values for all rows.
         let other = x.clone() * sigmoid(x.clone() * 1.5);
         let own = sigmoid(x.clone() * 0.7);
         let shared = (x.clone() * 0.7) * own.clone() + own;
-        let row = x.clone().mean_dim(1) * silu(x.clone());
+        let row = x.clone().mean_dim(1) * silu(x);
         self.last.forward(other + shared + row).square().mean()
     }
 }

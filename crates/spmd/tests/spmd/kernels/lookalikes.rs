@@ -80,7 +80,7 @@ impl Lookalikes {
         let row = gain.clone().reshape([1, 1, DIM]);
         let read_twice = root(x, x, 1e-3);
         let read_twice = read_twice.clone() * row.clone() + read_twice.sin();
-        let by_position = gain.slice([0..time]).reshape([1, time, 1]);
+        let by_position = gain.narrow(0, 0, time).reshape([1, time, 1]);
         let by_position = root(&(x.clone() * 0.5), &(x.clone() * 0.5), 1e-4) * by_position;
         let of_other = root(x, &(x.clone() + 0.1), 1e-5) * row;
         read_twice + by_position + of_other
