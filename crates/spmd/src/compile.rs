@@ -25,7 +25,7 @@ use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
-    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, Types, parameters_with,
+    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, TraceOptions, parameters_with,
     trace_joined,
 };
 
@@ -200,9 +200,10 @@ where
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
     mode.check_precision(&specs)?;
-    let types = Types {
+    let options = TraceOptions {
         defaults,
         precision: mode.options.precision.clone(),
+        activations: mode.asked_activations(),
     };
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();
@@ -213,7 +214,7 @@ where
         };
         let loss = |model: &M, batch: B| loss(model, batch);
         let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-        let traced = trace_joined(init, loss, (batch, &joined), &types, |_| Ok(step.clone()));
+        let traced = trace_joined(init, loss, (batch, &joined), &options, |_| Ok(step.clone()));
         let (mut graph, outputs) = traced?;
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
         graph.set_template(kept.len());

@@ -55,6 +55,10 @@
 //! each gradient that is a sum on both axes.
 #![forbid(unsafe_code)]
 
+// Models of the tests, which unit tests use, too, know this crate by its name.
+#[cfg(test)]
+extern crate self as burn_fsdp_spmd;
+
 mod certificate;
 mod compile;
 mod custom;
@@ -89,7 +93,7 @@ pub use lower::{certify, lower};
 pub use mode::Mode;
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};
-pub use trace::{Batch, BatchMapper, Loss};
+pub use trace::{Batch, BatchMapper, Loss, named_activation};
 
 /// Burn's types of a custom operation's call and tensors, for [`CustomOperation`].
 pub use burn_ir::{CustomOpIr, HandleKind};

@@ -222,6 +222,14 @@ impl Mode {
         }
     }
 
+    /// Returns the patterns of the activations of which placements are asked.
+    pub(crate) fn asked_activations(&self) -> Vec<Pattern> {
+        match &self.division {
+            Division::Expand(_, expand) => expand.asked_activations(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Returns the layout of a parameter or buffer until there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
         let mesh = self.ranks.mesh()?;

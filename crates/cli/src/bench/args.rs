@@ -40,7 +40,7 @@ pub(crate) struct BenchArgs {
     /// Measure our side alone
     #[arg(long, conflicts_with_all = ["peers", "python"])]
     pub(crate) no_peers: bool,
-    /// Write every measurement to this file, as JSON
+    /// Write every measurement to this file, as JSON, after each pair
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
     /// Draw the ratios of all pairs into this SVG file

@@ -24,6 +24,8 @@ use crate::error::{Failure, InputError};
 use crate::{console, output};
 use args::BenchArgs;
 use case::Case;
+use origin::Run;
+use pairs::CaseResult;
 use peers::Peers;
 use report::Report;
 
@@ -62,11 +64,18 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     };
     let mut seen = Vec::new();
     cases.retain(|case| !seen.contains(case) && (seen.push(*case), true).1);
-    let results = pairs::measure(args, peers.as_ref(), &cases)?;
-    let report = Report::new(peers.as_ref(), results);
-    if let Some(path) = &args.out {
-        output::write_whole("--out", path, report.to_json().as_bytes())?;
-    }
+    // What was built, and not what the working tree has become until the last case ends.
+    let run = Run::here("bench");
+    // Written after every pair: a benchmark takes hours, and what stops it leaves what it has measured.
+    let write = |results: &[CaseResult]| match &args.out {
+        Some(path) => {
+            let report = Report::new(&run, peers.as_ref(), results.to_vec());
+            Ok(output::write_whole("--out", path, report.to_json().as_bytes())?)
+        }
+        None => Ok(()),
+    };
+    let results = pairs::measure(args, peers.as_ref(), &cases, &write)?;
+    let report = Report::new(&run, peers.as_ref(), results);
     if let Some(path) = &args.svg {
         output::write_whole("--svg", path, picture::draw(&report.cases).as_bytes())?;
     }

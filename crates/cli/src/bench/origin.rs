@@ -11,6 +11,8 @@ pub(crate) struct Run {
     commit: String,
     date: String,
     processor: String,
+    /// Those of its instructions that decide how fast products are.
+    instructions: String,
     cores: usize,
     memory_gib: f64,
     flags: String,
@@ -29,6 +31,7 @@ impl Run {
             commit: output_of("git", &["describe", "--always", "--dirty", "--abbrev=12"]),
             date: output_of("date", &["-u", "+%Y-%m-%d %H:%M UTC"]),
             processor: line_of("/proc/cpuinfo", "model name"),
+            instructions: instructions().join(" "),
             cores: std::thread::available_parallelism().map_or(0, usize::from),
             memory_gib: kibibytes.unwrap_or(0.0) / f64::from(1 << 20),
             flags: flags.collect::<Vec<_>>().join(" "),
@@ -42,6 +45,7 @@ impl Run {
             "commit": self.commit,
             "date": self.date,
             "processor": self.processor,
+            "instructions": self.instructions,
             "cores": self.cores,
             "memory_gib": (10.0 * self.memory_gib).round() / 10.0,
             "flags": self.flags,
@@ -53,11 +57,12 @@ impl fmt::Display for Run {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} {}, commit {}, {}, {} cores, {:.1} GiB, flags: {}",
+            "{} {}, commit {}, {} ({}), {} cores, {:.1} GiB, flags: {}",
             self.name,
             self.date,
             self.commit,
             self.processor,
+            self.instructions,
             self.cores,
             self.memory_gib,
             match self.flags.is_empty() {
@@ -66,6 +71,14 @@ impl fmt::Display for Run {
             }
         )
     }
+}
+
+/// Returns the sets of vector instructions that the processor has, of those that products use.
+fn instructions() -> Vec<&'static str> {
+    let flags = line_of("/proc/cpuinfo", "flags");
+    let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
+    let of_products = ["avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16"];
+    of_products.into_iter().filter(|name| has(name)).collect()
 }
 
 /// What a program prints; `unknown` where it is not there.

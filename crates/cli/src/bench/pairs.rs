@@ -38,11 +38,15 @@ pub(crate) struct CaseResult {
     pub(crate) limits: Vec<Limits>,
 }
 
+/// What is told of all measurements so far, after every pair.
+type Keep<'a> = &'a dyn Fn(&[CaseResult]) -> Result<(), Failure>;
+
 /// Measures cases, one after the other.
 pub(crate) fn measure(
     args: &BenchArgs,
     peers: Option<&Peers>,
     cases: &[Case],
+    keep: Keep<'_>,
 ) -> Result<Vec<CaseResult>, Failure> {
     let scratch = tempfile::tempdir().map_err(|error| InputError::CannotRun {
         program: "the benchmark".to_owned(),
@@ -71,9 +75,10 @@ pub(crate) fn measure(
         scratch: scratch.path(),
         bar: &bar,
     };
-    let results = cases.iter().map(|case| bench.measure(*case)).collect();
+    let mut results = Vec::new();
+    let measured = cases.iter().try_for_each(|case| bench.measure(*case, &mut results, keep));
     bar.finish_and_clear();
-    results
+    measured.map(|()| results)
 }
 
 struct Bench<'a> {
@@ -87,7 +92,13 @@ struct Bench<'a> {
 }
 
 impl Bench<'_> {
-    fn measure(&self, case: Case) -> Result<CaseResult, Failure> {
+    /// Measures a case, and adds it to the results of those before.
+    fn measure(
+        &self,
+        case: Case,
+        results: &mut Vec<CaseResult>,
+        keep: Keep<'_>,
+    ) -> Result<(), Failure> {
         self.bar.set_message(case.name());
         let weights = self.weights(case)?;
         let ours = case.ours(self.steps, weights.as_deref(), self.scratch);
@@ -101,11 +112,16 @@ impl Bench<'_> {
             Some(peers) => run_peer(peers, case, &peer, form).map(Some),
             None => Ok(None),
         };
-        let mut limits = Vec::new();
-        let mut pairs = Vec::with_capacity(self.pairs);
+        let own = results.len();
+        results.push(CaseResult {
+            case,
+            peer_form: self.peers.map(|_| form.join(" ")),
+            pairs: Vec::with_capacity(self.pairs),
+            limits: Vec::new(),
+        });
         for number in 0..self.pairs {
             if number % PAIRS_A_LIMIT == 0 {
-                limits.push(self.limits()?);
+                results[own].limits.push(self.limits()?);
             }
             // What the machine does to a run that comes second, it does to each side as often.
             let pair = match number % 2 {
@@ -130,15 +146,11 @@ impl Bench<'_> {
             };
             self.bar.set_message(format!("{}: {last}", case.name()));
             self.bar.inc(1);
-            pairs.push(pair);
+            results[own].pairs.push(pair);
+            keep(results)?;
         }
-        limits.push(self.limits()?);
-        Ok(CaseResult {
-            case,
-            peer_form: self.peers.map(|_| form.join(" ")),
-            pairs,
-            limits,
-        })
+        results[own].limits.push(self.limits()?);
+        keep(results)
     }
 
     /// Writes the weights that both sides begin with, where both can read them.

@@ -114,8 +114,7 @@ impl Summary {
 }
 
 impl Report {
-    pub(crate) fn new(peers: Option<&Peers>, results: Vec<CaseResult>) -> Self {
-        let run = Run::here("bench");
+    pub(crate) fn new(run: &Run, peers: Option<&Peers>, results: Vec<CaseResult>) -> Self {
         Self {
             about: run.to_string(),
             run: run.to_json(),

@@ -16,7 +16,7 @@ use crate::graph::Graph;
 use crate::lower::lower_forward;
 use crate::mode::Mode;
 use crate::trace::{
-    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, Types, fill, fixed_of, specs_of,
+    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, TraceOptions, fill, fixed_of, specs_of,
     trace_forward,
 };
 
@@ -87,11 +87,12 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         let defaults = Some(Defaults::of(device));
         let tracer = move |batch: &B, mode: &Mode| {
             let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-            let types = Types {
+            let options = TraceOptions {
                 defaults,
                 precision: mode.options.precision.clone(),
+                activations: mode.asked_activations(),
             };
-            trace_forward(&init, &forward, (batch, &joined), &types)
+            trace_forward(&init, &forward, (batch, &joined), &options)
         };
         Self {
             tracer: Box::new(tracer),

@@ -32,6 +32,7 @@ use crate::graph::AxisPlacement;
 pub struct Expand {
     parameters: Vec<Wish>,
     inputs: Vec<Wish>,
+    activations: Vec<Wish>,
 }
 
 /// The placement that a pattern asks for on an axis.
@@ -64,6 +65,46 @@ impl Expand {
     pub fn input(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
         self.inputs.push(Wish::new(pattern, axis, placement));
         self
+    }
+
+    /// Places the activations that [`named_activation`](crate::named_activation) has given a name that matches `pattern`
+    /// on `axis`. On other axes they lie as what computes them leaves them; so do their gradients on all.
+    ///
+    /// What reads such an activation starts from there: a norm or a dropout of one that is cut along the tokens runs on
+    /// the tokens of each rank (sequence parallelism), and the product behind it gathers them.
+    #[must_use]
+    pub fn activation(mut self, pattern: &str, axis: &str, placement: Placement) -> Self {
+        self.activations.push(Wish::new(pattern, axis, placement));
+        self
+    }
+
+    /// Returns the patterns of the activations of which placements are asked.
+    pub(crate) fn asked_activations(&self) -> Vec<Pattern> {
+        let wishes = self.activations.iter();
+        wishes.map(|wish| wish.pattern.clone()).collect()
+    }
+
+    /// Returns the placements of an activation: those that are asked, and `now` on the other axes. `shape` is that on one
+    /// rank that has everything.
+    pub(super) fn of_activation(
+        &self,
+        name: &str,
+        shape: &[usize],
+        now: &[AxisPlacement],
+    ) -> Result<Vec<AxisPlacement>, Error> {
+        let mut placed = now.to_vec();
+        for axis in placed.iter_mut().filter(|axis| axis.num_ranks > 1) {
+            if let Some(wish) = last_wish(&self.activations, &axis.axis, name) {
+                axis.placement = wish.placement;
+            }
+        }
+        let is_asked = |axis: &&AxisPlacement| {
+            last_wish(&self.activations, &axis.axis, name).is_some()
+                || matches!(axis.placement, Placement::Shard(_))
+        };
+        let checked: Vec<_> = placed.iter().filter(is_asked).cloned().collect();
+        check("activation", name, shape, &checked)?;
+        Ok(placed)
     }
 
     /// Returns the first of these inputs that no pattern matches, if some inputs are cut: the others of the step say how
@@ -124,6 +165,10 @@ impl Expand {
         inputs: impl Iterator<Item = &'a str> + Clone,
     ) -> Result<(), Error> {
         check_names("parameter", &self.parameters, mesh, parameters)?;
+        // Names of activations are known once the loss has been traced.
+        for wish in &self.activations {
+            mesh.axis(&wish.axis)?;
+        }
         check_names("input", &self.inputs, mesh, inputs)
     }
 }
@@ -140,10 +185,7 @@ impl Wish {
 
 fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
     let axes = mesh.axes().iter().map(|axis| {
-        let wanted = wishes
-            .iter()
-            .rev()
-            .find(|wish| wish.axis == axis.name && wish.pattern.matches(name));
+        let wanted = last_wish(wishes, &axis.name, name);
         AxisPlacement {
             axis: Arc::from(axis.name.as_str()),
             num_ranks: axis.size,
@@ -151,6 +193,12 @@ fn placements(wishes: &[Wish], mesh: &Mesh, name: &str) -> Vec<AxisPlacement> {
         }
     });
     axes.collect()
+}
+
+/// Returns the wish that counts for a name on an axis.
+fn last_wish<'a>(wishes: &'a [Wish], axis: &str, name: &str) -> Option<&'a Wish> {
+    let mut latest = wishes.iter().rev();
+    latest.find(|wish| wish.axis == axis && wish.pattern.matches(name))
 }
 
 /// Replicates on axes of one rank.

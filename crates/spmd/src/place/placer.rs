@@ -7,7 +7,8 @@ use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
 use super::assignment::{Assignment, Candidate};
-use super::located::{Located, On, Values, Version};
+use super::expand::Expand;
+use super::located::{Located, On, Values, Version, on};
 use super::redistribute::{Reader, Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
@@ -24,10 +25,14 @@ pub(super) struct Destination {
     pub(super) outputs: Vec<Arc<str>>,
     /// Indices of the updates that the value is the source of.
     pub(super) updates: Vec<usize>,
+    /// Names under which placements are asked of it.
+    pub(super) activations: Vec<Arc<str>>,
 }
 
 /// A graph whose nodes are placed one after the other.
 pub(super) struct Placer {
+    /// The user's own placements.
+    pub(super) expand: Expand,
     pub(super) values: Values,
     pub(super) scheduled: Vec<Node>,
     pub(super) destinations: HashMap<TensorId, Destination>,
@@ -194,6 +199,7 @@ impl Placer {
 
     /// Gives a value that leaves the graph, or goes to the optimizer, the placements of its destination.
     pub(super) fn settle(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
+        self.settle_activation(id, writer)?;
         let Some(destination) = self.destinations.get(&id).cloned() else {
             return Ok(());
         };
@@ -244,6 +250,41 @@ impl Placer {
             self.values.graph.updates_mut()[index].from = new;
         }
         self.destinations.remove(&id);
+        Ok(())
+    }
+
+    /// Brings a named activation to the placements that are asked of it. What reads it then finds it nowhere else, but
+    /// where it is given from outside.
+    pub(super) fn settle_activation(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
+        let destination = self.destinations.get_mut(&id);
+        let names = destination.map(|of| std::mem::take(&mut of.activations));
+        let names = names.unwrap_or_default();
+        let whole = self.values.whole.get(&id).cloned();
+        let (Some((shape, _)), false) = (whole, names.is_empty()) else {
+            return Ok(());
+        };
+        let now = match self.values.located.get(&id) {
+            Some(Located::Placed(versions)) => versions[0].on.clone(),
+            _ => vec![Placement::Replicate; self.values.axes.len()],
+        };
+        let mut asked = self.values.described(&now);
+        for name in &names {
+            asked = self.expand.of_activation(name, &shape, &asked)?;
+        }
+        for name in &names {
+            if self.expand.of_activation(name, &shape, &asked)? != asked {
+                return Err(Error::Activation {
+                    name: name.to_string(),
+                    reason: "it has another name, of which another placement is asked".to_owned(),
+                });
+            }
+        }
+        let new = self.fetch(id, &on(&asked), writer)?;
+        if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id)
+            && !self.values.graph.is_given(id)
+        {
+            versions.retain(|version| version.id == new);
+        }
         Ok(())
     }
 

@@ -10,10 +10,11 @@ use burn_ir::{OperationIr, TensorId};
 use super::expand::Expand;
 use super::located::{Located, Values, Version, on};
 use super::placer::{Destination, Placer};
+use super::redistribute::Reader;
 use super::rules;
 use super::signature::Signature;
 use crate::error::Error;
-use crate::graph::{AxisPlacement, Graph, Node, Phase, Role, local_shape};
+use crate::graph::{AxisPlacement, Graph, NamedActivation, Node, Phase, Role, local_shape};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
@@ -152,6 +153,11 @@ impl ExpandPlacements {
             let destination = destinations.entry(*id).or_default();
             destination.outputs.push(name.clone());
         }
+        let activations = graph.take_activations();
+        for NamedActivation { name, value } in activations.iter().cloned() {
+            let destination = destinations.entry(value).or_default();
+            destination.activations.push(name);
+        }
         let located = locate(&mut graph, &whole, |id| given.get(id).unwrap_or(&axes));
         let values = Values {
             axes,
@@ -159,7 +165,8 @@ impl ExpandPlacements {
             whole,
             located,
         };
-        Ok(Placer {
+        let mut placer = Placer {
+            expand: self.expand.clone(),
             values,
             scheduled: Vec::new(),
             destinations,
@@ -168,7 +175,18 @@ impl ExpandPlacements {
             is_optimizing: false,
             before: BTreeMap::new(),
             moved: 0.0,
-        })
+        };
+        // What is given from outside, such as an input, is written by no node.
+        let first = Reader {
+            phase: Phase::Forward,
+            path: None,
+        };
+        for activation in activations {
+            if placer.values.graph.is_given(activation.value) {
+                placer.settle_activation(activation.value, &first)?;
+            }
+        }
+        Ok(placer)
     }
 
     /// Returns the placements of the tensors of the batch.
@@ -226,6 +244,7 @@ impl Placer {
                 self.values
                     .located
                     .insert(output, Located::Floating(node.clone()));
+                self.settle_activation(output, &Reader::of(&node))?;
             }
             return Ok(());
         }

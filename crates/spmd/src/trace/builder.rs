@@ -7,13 +7,14 @@ use burn::tensor::TensorData;
 use burn_fsdp_mesh::Layout;
 use burn_ir::{OperationIr, TensorId};
 
+use super::activation::Activations;
 use super::batch::InputSpec;
 use super::capture::{Captured, Recording};
 use super::module::Leaf;
 use super::optimizer::{self, StepScalars};
 use super::outputs::{PREFIX, Taken};
 use crate::error::Error;
-use crate::graph::{Graph, Node, Parameter, Phase, Role, ScalarSlot, Update};
+use crate::graph::{Graph, NamedActivation, Node, Parameter, Phase, Role, ScalarSlot, Update};
 use crate::graph::{Trait, is, operation_name, rename, set_status};
 
 /// The tensors of the module, the batch and the loss on the capture device.
@@ -29,6 +30,8 @@ pub(super) struct Captures {
     pub(super) loss: Option<Captured>,
     /// The tensors beside the loss that come out of a step.
     pub(super) outputs: Taken,
+    /// Activations of which placements are asked.
+    pub(super) activations: Activations,
 }
 
 /// A graph in the making.
@@ -43,6 +46,7 @@ pub(super) struct Builder {
     changed: Vec<(TensorId, TensorId)>,
     loss: Option<TensorId>,
     outputs: Taken,
+    activations: Activations,
 }
 
 impl Builder {
@@ -59,6 +63,7 @@ impl Builder {
             inputs,
             loss,
             outputs,
+            activations,
         } = recording.result;
         let mut graph = Graph::new();
         let mut ids = BTreeMap::new();
@@ -123,6 +128,7 @@ impl Builder {
             changed,
             loss: loss.map(|loss| loss.id),
             outputs,
+            activations,
         })
     }
 
@@ -133,6 +139,7 @@ impl Builder {
         self.add_states(step);
         self.add_forward_and_backward()?;
         self.add_outputs()?;
+        self.add_activations()?;
         for index in 0..self.leaves.len() {
             self.add_optimizer(index, step)?;
         }
@@ -145,6 +152,7 @@ impl Builder {
     pub(super) fn build_forward(mut self) -> Result<Graph, Error> {
         self.add_forward_and_backward()?;
         self.add_outputs()?;
+        self.add_activations()?;
         let mut graph = self.graph;
         graph.prune();
         Ok(graph)
@@ -180,7 +188,8 @@ impl Builder {
         let wanted = gradients.keys().copied();
         let wanted = wanted
             .chain(self.changed.iter().map(|(_, after)| *after))
-            .chain(self.results());
+            .chain(self.results())
+            .chain(self.activations.iter().filter_map(|(_, activation)| Some(activation.as_ref()?.id)));
         let wanted = wanted.collect();
         let operations = needed(std::mem::take(&mut self.operations), &self.ids, wanted)?;
         let last_forward = operations
@@ -267,6 +276,26 @@ impl Builder {
                 });
             }
             self.graph.set_output(name, id);
+        }
+        Ok(())
+    }
+
+    /// Declares the activations of which placements are asked.
+    fn add_activations(&mut self) -> Result<(), Error> {
+        for (name, captured) in std::mem::take(&mut self.activations) {
+            let refused = |reason: &str| Error::Activation {
+                name: name.to_string(),
+                reason: reason.to_owned(),
+            };
+            let captured = captured.ok_or_else(|| refused("it is on another device"))?;
+            let value = self.ids.get(&captured.id).copied();
+            let value = value.ok_or_else(|| refused("no recorded operation makes it"))?;
+            if self.is_of_parameter(value) {
+                return Err(refused(
+                    "it is a parameter or a view of one, which Expand::parameter places",
+                ));
+            }
+            self.graph.add_activation(NamedActivation { name, value });
         }
         Ok(())
     }

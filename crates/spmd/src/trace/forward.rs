@@ -7,7 +7,8 @@ use super::batch::{self, Batch, JoinedShape, specs_of};
 use super::builder::{Builder, Captures};
 use super::capture::record_with;
 use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};
-use super::{Types, outputs};
+use super::activation::Naming;
+use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;
 
@@ -20,7 +21,7 @@ pub(crate) fn trace_forward<M, B, O>(
     init: impl Fn(&Device) -> M,
     forward: impl FnOnce(&M, B) -> O,
     (batch, joined): (&B, JoinedShape<'_>),
-    types: &Types,
+    options: &TraceOptions,
 ) -> Result<(Graph, O), Error>
 where
     M: Module,
@@ -28,7 +29,7 @@ where
     O: Batch,
 {
     let specs = specs_of(batch)?;
-    let recording = record_with("the module", types.defaults, |device, progress| {
+    let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let known = with_fakes(init(&tracked), device, &tracked);
         let shapes = leaves(&known, None);
@@ -44,7 +45,8 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the evaluation");
-        let computing = computing(model, &types.precision, &running);
+        let computing = computing(model, &options.precision, &running);
+        let naming = Naming::begin();
         let (template, outputs) = outputs::take(forward(&computing, fake));
         let captures = Captures {
             with_gradients: before.clone(),
@@ -54,6 +56,7 @@ where
             inputs,
             loss: None,
             outputs,
+            activations: naming.asked(&options.activations),
         };
         Ok((captures, template))
     })?;

@@ -5,6 +5,7 @@
 //! [`Graph`] of forward, backward and optimizer in which every tensor is known by path, without the
 //! operations that initialise parameters. The model is not changed, and may be any Burn module.
 
+mod activation;
 mod batch;
 mod builder;
 mod capture;
@@ -17,7 +18,9 @@ mod parameters;
 use burn::module::Module;
 use burn::optim::Optimizer;
 use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_mesh::Pattern;
 
+pub use activation::named_activation;
 pub use batch::{Batch, BatchMapper, InputSpec, data_of, specs_of};
 pub use optimizer::{HostScalars, OptimizerStep, StepScalars};
 pub use outputs::Loss;
@@ -33,6 +36,7 @@ use crate::Precision;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::panics::caught;
+use activation::Naming;
 use builder::{Builder, Captures};
 use capture::{Tape, float_id, record_with};
 use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
@@ -45,7 +49,7 @@ pub struct TraceConfig {
     /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
     /// uses the same operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
-    /// Types in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
+    /// TraceOptions in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
     /// graph is lowered. Gradients travel as those say, not as this does.
     pub precision: Precision,
 }
@@ -88,11 +92,11 @@ where
     O: Optimizer,
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
-    let types = Types {
-        defaults: None,
+    let options = TraceOptions {
         precision: config.precision,
+        ..TraceOptions::default()
     };
-    trace_joined(init, loss, (batch, &joined), &types, |leaves| {
+    trace_joined(init, loss, (batch, &joined), &options, |leaves| {
         let trained = leaves.iter().filter(|leaf| leaf.is_trained);
         let trained = trained.map(|leaf| (leaf.path.clone(), leaf.shape.clone(), leaf.dtype));
         let mut scalars = HostScalars::new(optimizer, config.learning_rate, trained)?;
@@ -109,23 +113,25 @@ where
     .map(|(graph, ())| graph)
 }
 
-/// The types of a trace.
+/// What a trace takes from the mode of the step: types, and the names that it keeps.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Types {
+pub(crate) struct TraceOptions {
     /// The default types of the device.
     pub(crate) defaults: Option<Defaults>,
     /// The types in which parameters compute.
     pub(crate) precision: Precision,
+    /// The activations of which placements are asked.
+    pub(crate) activations: Vec<Pattern>,
 }
 
-/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these types, and with the step that
+/// Traces as [`trace`] does, over batches of the shapes that `joined` gives, with these options, and with the step that
 /// `optimizer` gives for the tensors of the module. Returns the tensors beside the loss, too, with
 /// small ones in their places.
 pub(crate) fn trace_joined<M, B, L>(
     init: impl FnOnce(&Device) -> M,
     loss: impl FnOnce(&M, B) -> L,
     (batch, joined): (&B, JoinedShape<'_>),
-    types: &Types,
+    options: &TraceOptions,
     optimizer: impl FnOnce(&[Leaf]) -> Result<StepScalars, Error>,
 ) -> Result<(Graph, L::Outputs), Error>
 where
@@ -134,10 +140,10 @@ where
     L: Loss,
 {
     let specs = specs_of(batch)?;
-    let recording = record_with("the module", types.defaults, |device, progress| {
+    let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
-        let (model, running) = with_running(model, &types.precision, device, &tracked);
+        let (model, running) = with_running(model, &options.precision, device, &tracked);
         let before = leaves(&model, None);
         let mut inputs = Vec::new();
         let fake = batch.clone().map(&mut batch::Fake {
@@ -147,8 +153,9 @@ where
             found: |_, captured| inputs.push(captured),
         });
         progress.enter("the loss");
-        let computing = computing(model.clone(), &types.precision, &running);
+        let computing = computing(model.clone(), &options.precision, &running);
         let begun = leaves(&computing, None);
+        let naming = Naming::begin();
         let (value, outputs) = match caught(|| loss(&computing, fake).into_parts()) {
             Ok(value) => value,
             Err(panic) => match running_twice(&computing, &begun) {
@@ -156,6 +163,8 @@ where
                 None => std::panic::resume_unwind(Box::new(panic.text())),
             },
         };
+        naming.check(&options.activations)?;
+        let activations = naming.asked(&options.activations);
         let shape = value.dims();
         if shape != [1] {
             return Err(Error::LossShape {
@@ -182,6 +191,7 @@ where
             inputs,
             loss: Some(loss),
             outputs,
+            activations,
         };
         Ok((captures, template))
     })?;

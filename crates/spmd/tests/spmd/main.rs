@@ -29,4 +29,5 @@ mod recompute_units;
 mod redistribution;
 mod refusals;
 mod scale;
+mod sequence_parallel;
 mod units;

@@ -17,6 +17,7 @@ use burn::nn::{
 };
 use burn::tensor::activation::{gelu, relu, silu};
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn_fsdp_spmd::named_activation;
 
 /// A GPT block and model of Burn's layers.
 #[derive(Module, Debug)]
@@ -80,13 +81,14 @@ impl Gpt {
         let [batch, time] = tokens.dims();
         let device = tokens.device();
         let positions = Tensor::<1, Int>::arange(0..time as i64, &device).unsqueeze();
-        let mut x = self.wte.forward(tokens) + self.wpe.forward(positions);
+        let x = self.wte.forward(tokens) + self.wpe.forward(positions);
+        let mut x = named_activation("residual", x);
         for block in &self.blocks {
             let mask = burn::nn::attention::generate_autoregressive_mask(batch, time, &device);
             let input = MhaInput::self_attn(block.ln1.forward(x.clone())).mask_attn(mask);
-            x = x + block.attention.forward(input).context;
+            x = named_activation("residual", x + block.attention.forward(input).context);
             let wide = gelu(block.fc.forward(block.ln2.forward(x.clone())));
-            x = x + block.out.forward(wide);
+            x = named_activation("residual", x + block.out.forward(wide));
         }
         self.head.forward(self.lnf.forward(x))
     }

@@ -15,11 +15,11 @@ use crate::compiled::seeded;
 use crate::eager::{self, adamw};
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
-const STEPS: usize = 10;
-const ROWS: usize = 12;
+pub(crate) const STEPS: usize = 10;
+pub(crate) const ROWS: usize = 12;
 
 /// A block after Megatron-LM: what follows the norms is cut by columns, then by rows.
-fn tensor_parallel() -> Expand {
+pub(crate) fn tensor_parallel() -> Expand {
     let by_columns = ["attention.query", "attention.key", "attention.value", "fc"];
     let mut expand = Expand::new();
     for layer in by_columns {
@@ -33,10 +33,10 @@ fn tensor_parallel() -> Expand {
     expand
 }
 
-type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
+pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
 /// What `steps` steps of a mode give on every rank, all of them the same.
-fn trained<M, B>(
+pub(crate) fn trained<M, B>(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
     init: fn(&Device) -> M,
@@ -73,7 +73,7 @@ where
     results.swap_remove(0)
 }
 
-fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
+pub(crate) fn assert_close(what: &str, (losses, parameters): &Trained, expected: &eager::Trained) {
     for (step, (loss, expected)) in losses.iter().zip(&expected.losses).enumerate() {
         let difference = (loss - f64::from(*expected)).abs() / f64::from(*expected).abs();
         assert!(
@@ -107,7 +107,7 @@ fn assert_same((losses, parameters): &Trained, expected: &eager::Trained) {
     }
 }
 
-fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<ProcessMesh, Error> {
+pub(crate) fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<ProcessMesh, Error> {
     let layout = Mesh::new(axes.iter().copied())?;
     ProcessMesh::new(world, layout).map_err(|source| Error::Collective {
         node: 0,
@@ -116,7 +116,7 @@ fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<ProcessMesh, Err
 }
 
 /// A GPT by those placements on a mesh, whose data axis comes first.
-fn gpt(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
+pub(crate) fn gpt(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
     let num_ranks = axes.iter().map(|axis| axis.1).product();
     let num_data = axes.iter().find(|axis| axis.0 == "data").map_or(1, |a| a.1);
     trained(
@@ -297,7 +297,7 @@ fn placements_found_by_least_communication_train_like_one_rank() {
 }
 
 /// Collectives of the third step, by kind.
-fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
+pub(crate) fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
     let num_ranks = axes.iter().map(|axis| axis.1).product();
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();

@@ -1,0 +1,99 @@
+//! Activations that the user names, so that placements may be asked of them.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+use burn_fsdp_mesh::Pattern;
+
+use super::capture::{Captured, float_id};
+use crate::error::Error;
+
+/// The activations that a trace has named, in the order in which the closure did.
+pub(super) type Activations = Vec<(Arc<str>, Option<Captured>)>;
+
+thread_local! {
+    /// The names of the trace that runs on this thread; `None` outside of traces.
+    static NAMED: RefCell<Option<Activations>> = const { RefCell::new(None) };
+}
+
+/// Names an activation, so that [`Expand::activation`](crate::Expand::activation) may ask a placement of it, and returns
+/// it as it is. Several may have one name, such as that of each layer, and then lie alike. Outside of a step that is
+/// compiled by placements, a name changes nothing.
+///
+/// ```
+/// use burn::module::Module;
+/// use burn::nn::{LayerNorm, Linear};
+/// use burn::tensor::Tensor;
+/// use burn_fsdp_mesh::Placement::Shard;
+/// use burn_fsdp_spmd::{Expand, named_activation};
+///
+/// #[derive(Module, Debug)]
+/// struct FeedForward {
+///     norm: LayerNorm,
+///     fc: Linear,
+///     out: Linear,
+/// }
+///
+/// impl FeedForward {
+///     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
+///         let x = named_activation("residual", x);
+///         let inner = self.out.forward(self.fc.forward(self.norm.forward(x.clone())).relu());
+///         named_activation("residual", x + inner)
+///     }
+/// }
+///
+/// // Tensor parallelism between the products, sequence parallelism of what is between two blocks.
+/// let expand = Expand::new()
+///     .parameter("**.fc.weight", "model", Shard(1))
+///     .parameter("**.fc.bias", "model", Shard(0))
+///     .parameter("**.out.weight", "model", Shard(0))
+///     .activation("residual", "model", Shard(1));
+/// ```
+pub fn named_activation<const D: usize>(name: &str, activation: Tensor<D>) -> Tensor<D> {
+    NAMED.with_borrow_mut(|named| {
+        if let Some(named) = named {
+            named.push((name.into(), float_id(&activation)));
+        }
+    });
+    activation
+}
+
+/// The names of one trace; those of the trace around it, if any, are back when it is dropped.
+pub(super) struct Naming(Option<Activations>);
+
+impl Naming {
+    pub(super) fn begin() -> Self {
+        Self(NAMED.replace(Some(Vec::new())))
+    }
+
+    /// Returns the activations so far of which a placement is asked, by these patterns.
+    pub(super) fn asked(&self, patterns: &[Pattern]) -> Activations {
+        let named = NAMED.with_borrow(|named| named.clone().unwrap_or_default());
+        let asked = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+        named.into_iter().filter(|(name, _)| asked(name)).collect()
+    }
+
+    /// Refuses patterns that match no activation that has a name.
+    pub(super) fn check(&self, patterns: &[Pattern]) -> Result<(), Error> {
+        let named = NAMED.with_borrow(|named| named.clone().unwrap_or_default());
+        let is_there = |pattern: &&Pattern| !named.iter().any(|(name, _)| pattern.matches(name));
+        let Some(pattern) = patterns.iter().find(is_there) else {
+            return Ok(());
+        };
+        let mut known: Vec<_> = named.iter().map(|(name, _)| name.as_ref()).collect();
+        known.sort_unstable();
+        known.dedup();
+        Err(Error::UnknownName {
+            what: "activation",
+            name: pattern.to_string(),
+            known: known.join(", "),
+        })
+    }
+}
+
+impl Drop for Naming {
+    fn drop(&mut self) {
+        NAMED.set(self.0.take());
+    }
+}
