@@ -70,7 +70,11 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), Failure> {
     let write = |results: &[CaseResult]| match &args.out {
         Some(path) => {
             let report = Report::new(&run, peers.as_ref(), results.to_vec());
-            Ok(output::write_whole("--out", path, report.to_json().as_bytes())?)
+            Ok(output::write_whole(
+                "--out",
+                path,
+                report.to_json().as_bytes(),
+            )?)
         }
         None => Ok(()),
     };

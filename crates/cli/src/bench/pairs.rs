@@ -76,7 +76,9 @@ pub(crate) fn measure(
         bar: &bar,
     };
     let mut results = Vec::new();
-    let measured = cases.iter().try_for_each(|case| bench.measure(*case, &mut results, keep));
+    let measured = cases
+        .iter()
+        .try_for_each(|case| bench.measure(*case, &mut results, keep));
     bar.finish_and_clear();
     measured.map(|()| results)
 }

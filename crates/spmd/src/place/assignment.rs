@@ -6,7 +6,7 @@ use burn_fsdp_mesh::{Placement, ReduceOp};
 use burn_ir::TensorId;
 
 use super::located::{Located, On, Values, Version};
-use super::redistribute::cost;
+use super::redistribute::{cost, moved};
 use super::signature::{Letter, Signature};
 use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
@@ -38,9 +38,11 @@ impl Values {
                 let Some(next) = self.extend(signature, &assignment, axis, &candidate) else {
                     continue;
                 };
-                let Some(cost) = self.cost(&next, axis) else {
+                let asked = self.asked_of(&next, axis);
+                let Some(cost) = self.cost(&next, axis, asked.is_some()) else {
                     continue;
                 };
+                let cost = cost + asked.unwrap_or(0.0);
                 let rank = match candidate {
                     Candidate::Whole => 1,
                     _ if self.is_given(&next, axis) => 0,
@@ -181,12 +183,31 @@ impl Values {
         })
     }
 
-    /// Returns the cost of the redistributions on one axis before a node can run; `None` where there is no way.
-    fn cost(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
+    /// Returns the cost of bringing results on one axis to where they are asked to be; `None` if nothing is asked.
+    fn asked_of(&self, assignment: &Assignment, axis: usize) -> Option<f64> {
+        let costs = assignment.outputs.iter().filter_map(|(id, on)| {
+            let asked = (*self.asked.get(id)?.get(axis)?)?;
+            let num_bytes = self.num_bytes(id)?;
+            // Nothing brings a value there: it is refused when it is settled.
+            let way = moved(on[axis], asked, num_bytes, self.axes[axis].num_ranks);
+            Some(way.unwrap_or(f64::INFINITY))
+        });
+        costs.reduce(|a, b| a + b)
+    }
+
+    /// Returns the bytes of a value on one rank that has everything.
+    fn num_bytes(&self, id: &TensorId) -> Option<f64> {
+        let (shape, dtype) = self.whole.get(id)?;
+        Some((shape.iter().product::<usize>() * dtype.size()) as f64)
+    }
+
+    /// Returns the cost of the redistributions on one axis before a node can run; `None` where there is no way. With
+    /// `is_asked` a placement is asked of the result: a reduce-scatter then costs what it moves.
+    fn cost(&self, assignment: &Assignment, axis: usize, is_asked: bool) -> Option<f64> {
         let mut total = 0.0;
         for (id, on) in &assignment.inputs {
-            let (shape, dtype) = self.whole.get(id)?;
-            let num_bytes = (shape.iter().product::<usize>() * dtype.size()) as f64;
+            let (_, dtype) = self.whole.get(id)?;
+            let num_bytes = self.num_bytes(id)?;
             let Located::Placed(versions) = self.located.get(id)? else {
                 continue;
             };
@@ -202,7 +223,10 @@ impl Values {
                 if from != to && !movable {
                     return None;
                 }
-                cost(from, to, num_bytes, num_ranks)
+                match is_asked {
+                    true => moved(from, to, num_bytes, num_ranks),
+                    false => cost(from, to, num_bytes, num_ranks),
+                }
             });
             total += ways.min_by(f64::total_cmp)?;
         }

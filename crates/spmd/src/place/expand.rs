@@ -84,6 +84,15 @@ impl Expand {
         wishes.map(|wish| wish.pattern.clone()).collect()
     }
 
+    /// Returns the placements that are asked of an activation, on the axes of several ranks where they are.
+    pub(super) fn asked(&self, name: &str, axes: &[AxisPlacement]) -> Vec<Option<Placement>> {
+        let asked = |axis: &AxisPlacement| {
+            let wish = last_wish(&self.activations, &axis.axis, name)?;
+            (axis.num_ranks > 1).then_some(wish.placement)
+        };
+        axes.iter().map(asked).collect()
+    }
+
     /// Returns the placements of an activation: those that are asked, and `now` on the other axes. `shape` is that on one
     /// rank that has everything.
     pub(super) fn of_activation(
@@ -92,17 +101,17 @@ impl Expand {
         shape: &[usize],
         now: &[AxisPlacement],
     ) -> Result<Vec<AxisPlacement>, Error> {
-        let mut placed = now.to_vec();
-        for axis in placed.iter_mut().filter(|axis| axis.num_ranks > 1) {
-            if let Some(wish) = last_wish(&self.activations, &axis.axis, name) {
-                axis.placement = wish.placement;
-            }
-        }
-        let is_asked = |axis: &&AxisPlacement| {
-            last_wish(&self.activations, &axis.axis, name).is_some()
-                || matches!(axis.placement, Placement::Shard(_))
-        };
-        let checked: Vec<_> = placed.iter().filter(is_asked).cloned().collect();
+        let asked = self.asked(name, now);
+        let placed = now.iter().zip(&asked).map(|(axis, asked)| AxisPlacement {
+            placement: asked.unwrap_or(axis.placement),
+            ..axis.clone()
+        });
+        let placed: Vec<_> = placed.collect();
+        // Addends on an axis of which nothing is asked stay addends.
+        let checked = placed.iter().zip(&asked).filter(|(axis, asked)| {
+            asked.is_some() || !matches!(axis.placement, Placement::Partial(_))
+        });
+        let checked: Vec<_> = checked.map(|(axis, _)| axis.clone()).collect();
         check("activation", name, shape, &checked)?;
         Ok(placed)
     }

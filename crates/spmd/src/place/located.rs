@@ -36,6 +36,9 @@ pub(super) struct Values {
     /// Shapes and types on one rank that has everything.
     pub(super) whole: HashMap<TensorId, (Vec<usize>, DType)>,
     pub(super) located: HashMap<TensorId, Located>,
+    /// The placements that are asked of a value, on the axes where they are: of a named activation, and of what it is
+    /// computed of element by element.
+    pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
 }
 
 impl Values {

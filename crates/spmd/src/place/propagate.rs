@@ -51,6 +51,7 @@ impl GraphTransform for ExpandPlacements {
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let nodes = graph.take_nodes();
         let mut placer = self.begin(graph)?;
+        placer.look_ahead(&nodes);
         for (index, node) in nodes.into_iter().enumerate() {
             let signature = rules::signature(&node.operation);
             if let Some(reason) = signature.fault() {
@@ -164,6 +165,7 @@ impl ExpandPlacements {
             graph,
             whole,
             located,
+            asked: HashMap::new(),
         };
         let mut placer = Placer {
             expand: self.expand.clone(),
@@ -234,6 +236,38 @@ fn locate<'a>(
 }
 
 impl Placer {
+    /// Notes what is asked of named activations, and of the values from which they are computed element by element: the
+    /// sum of a product's addends and a bias is then reduced to where it is asked to be, and not to the whole first.
+    fn look_ahead(&mut self, nodes: &[Node]) {
+        let axes = &self.values.axes;
+        for (id, destination) in &self.destinations {
+            for name in &destination.activations {
+                let asked = self.expand.asked(name, axes);
+                self.values.asked.entry(*id).or_insert(asked);
+            }
+        }
+        for node in nodes
+            .iter()
+            .rev()
+            .filter(|node| rules::is_pointwise(&node.operation))
+        {
+            let mut outputs = node.outputs();
+            let Some((output, asked)) =
+                outputs.find_map(|id| Some((id, self.values.asked.get(&id)?.clone())))
+            else {
+                continue;
+            };
+            let whole = &self.values.whole;
+            let shape = |id: &TensorId| whole.get(id).map(|(shape, _)| shape);
+            for input in node.inputs().filter(|input| shape(input) == shape(&output)) {
+                self.values
+                    .asked
+                    .entry(input)
+                    .or_insert_with(|| asked.clone());
+            }
+        }
+    }
+
     fn place(&mut self, node: &Node, signature: &Signature) -> Result<(), Error> {
         if node.phase == Phase::Optimizer && !self.is_optimizing {
             self.begin_optimizer();

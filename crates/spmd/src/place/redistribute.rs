@@ -40,6 +40,22 @@ pub(super) fn cost(
     })
 }
 
+/// Returns the cost as [`cost`] does, where a reduce-scatter costs the bytes that a rank receives: of values of which it is
+/// known that they are to be cut.
+pub(super) fn moved(
+    from: Placement,
+    to: Placement,
+    num_bytes: f64,
+    num_ranks: usize,
+) -> Option<f64> {
+    match (from, to) {
+        (Placement::Partial(_), Placement::Shard(_)) => {
+            Some(num_bytes * (num_ranks as f64 - 1.0) / num_ranks as f64)
+        }
+        _ => cost(from, to, num_bytes, num_ranks),
+    }
+}
+
 /// The node for which a value is redistributed.
 #[derive(Debug, Clone)]
 pub(super) struct Reader {

@@ -189,7 +189,11 @@ impl Builder {
         let wanted = wanted
             .chain(self.changed.iter().map(|(_, after)| *after))
             .chain(self.results())
-            .chain(self.activations.iter().filter_map(|(_, activation)| Some(activation.as_ref()?.id)));
+            .chain(
+                self.activations
+                    .iter()
+                    .filter_map(|(_, activation)| Some(activation.as_ref()?.id)),
+            );
         let wanted = wanted.collect();
         let operations = needed(std::mem::take(&mut self.operations), &self.ids, wanted)?;
         let last_forward = operations

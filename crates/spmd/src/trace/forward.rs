@@ -3,11 +3,11 @@
 use burn::module::Module;
 use burn::tensor::Device;
 
+use super::activation::Naming;
 use super::batch::{self, Batch, JoinedShape, specs_of};
 use super::builder::{Builder, Captures};
 use super::capture::record_with;
 use super::module::{computing, leaves, off_tape, running, with_fakes, with_marks};
-use super::activation::Naming;
 use super::{TraceOptions, outputs};
 use crate::error::Error;
 use crate::graph::Graph;

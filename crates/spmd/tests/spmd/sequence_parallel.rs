@@ -2,17 +2,15 @@
 
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
-use burn_fsdp_mesh::Placement::{self, Partial, Replicate, Shard};
+use burn_fsdp_mesh::Placement::{Partial, Replicate, Shard};
 use burn_fsdp_mesh::ReduceOp;
-use burn_fsdp_spmd::graph::Phase;
-use burn_fsdp_spmd::{Batch, Error, Evaluation, Expand, Mode, compile, named_activation};
+use burn_fsdp_spmd::graph::{CollectiveKind, Graph, Phase};
+use burn_fsdp_spmd::{Error, Evaluation, Expand, Mode, compile, named_activation};
 
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
 use crate::models::{Gpt, TIME, TokenBatch, tokens};
-use crate::placement::{
-    ROWS, STEPS, assert_close, counts, gpt, mesh, tensor_parallel, trained,
-};
+use crate::placement::{ROWS, STEPS, assert_close, gpt, mesh, tensor_parallel};
 
 /// Tensor parallelism between the products of a block, and what is between two blocks cut along the tokens.
 fn sequence_parallel() -> Expand {
@@ -44,28 +42,128 @@ fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
     }
 }
 
-/// Shapes of the norms' inputs in forward, as far as they have three dims.
-fn squared(expand: Expand) -> Vec<Vec<usize>> {
+/// The graph of each rank of two, for the loss of a batch.
+fn graph(expand: Expand, loss: fn(&Gpt, TokenBatch) -> Tensor<1>) -> Result<Graph, String> {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let mode = Mode::expand(mesh(&world, &[("model", 2)])?, expand.clone());
-        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
-        step.step(1e-2, &tokens(0, 0, ROWS, &Device::flex()))?;
-        let graph = step.graph().unwrap();
-        let forward = graph.nodes().iter().filter(|node| node.phase == Phase::Forward);
-        let means = forward.filter(|node| node.name().contains("MeanDim"));
-        let shapes = means.filter_map(|node| {
-            let input = graph.value(node.inputs().next()?)?;
-            (input.shape.len() == 3).then(|| input.shape.clone())
+        let mode = mode.verified().certified();
+        let result = compile(Gpt::new, loss, adamw().build(), mode).and_then(|mut step| {
+            step.step(1e-2, &tokens(0, 0, ROWS, &Device::flex()))?;
+            Ok(step.graph().unwrap().clone())
         });
-        Ok(shapes.collect())
+        Ok(result.map_err(|error| error.to_string()))
     };
-    launch(LaunchConfig::new(2), body).unwrap().swap_remove(0)
+    launch(LaunchConfig::new(2), body).unwrap().swap_remove(1)
+}
+
+/// Shapes of the inputs of the norms' means in forward.
+fn of_norms(graph: &Graph) -> Vec<Vec<usize>> {
+    let forward = graph.nodes().iter();
+    let forward = forward.filter(|node| node.phase == Phase::Forward);
+    let means = forward.filter(|node| node.name().contains("MeanDim"));
+    let shapes = means.map(|node| graph.value(node.inputs().next().unwrap()).unwrap());
+    shapes.map(|value| value.shape.clone()).collect()
+}
+
+/// Collectives of activations in forward, by kind.
+fn of_activations(graph: &Graph, kind: CollectiveKind) -> usize {
+    let forward = graph.nodes().iter();
+    let forward = forward.filter(|node| node.phase == Phase::Forward);
+    let collectives = forward.filter_map(|node| node.collective.as_ref());
+    let of_kind = collectives.filter(|collective| collective.kind == kind);
+    let labels = of_kind.filter(|of| of.parts.iter().any(|part| part.path.starts_with('%')));
+    labels.count()
 }
 
 #[test]
-fn norms_of_cut_tokens_run_on_the_tokens_of_each_rank() {
+fn norms_run_on_the_tokens_of_each_rank_and_addends_are_scattered_to_them() {
     let _guard = seeded();
-    println!("{:?}", squared(tensor_parallel()));
-    println!("{:?}", squared(sequence_parallel()));
-    println!("{:?}", counts(&[("model", 3)], sequence_parallel()));
+    let cut = graph(sequence_parallel(), Gpt::loss).unwrap();
+    let norms = 2 * 3 + 1;
+    assert_eq!(of_norms(&cut), vec![[ROWS, TIME / 2, 12]; 2 * norms]);
+    // The addends of a product, to which a bias and the residual are added before the name.
+    assert_eq!(of_activations(&cut, CollectiveKind::AllReduce), 0);
+    assert!(of_activations(&cut, CollectiveKind::ReduceScatter) >= 3);
+    let whole = tensor_parallel().activation("residual", "model", Replicate);
+    let whole = graph(whole, Gpt::loss).unwrap();
+    assert!(of_activations(&whole, CollectiveKind::AllReduce) >= 3);
+    assert!(of_norms(&whole).contains(&vec![ROWS, TIME, 12]));
+}
+
+/// The loss of a model whose activations have other names, too.
+fn named_twice(model: &Gpt, (tokens, targets): TokenBatch) -> Tensor<1> {
+    let logits = named_activation("logits", model.logits(tokens.clone()));
+    let scores = named_activation("scores", logits);
+    let loss = model.loss((tokens.clone(), targets));
+    let inputs = named_activation("inputs", tokens.float());
+    loss + scores.mean() * 0.0 + inputs.mean() * 0.0
+}
+
+fn named_weight(model: &Gpt, batch: TokenBatch) -> Tensor<1> {
+    let weight = named_activation("weight", model.head_weight().transpose());
+    model.loss(batch) + weight.mean() * 0.0
+}
+
+#[test]
+fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
+    let _guard = seeded();
+    let refused = |expand: Expand, loss| graph(expand, loss).err().unwrap_or_default();
+    let ask = |name: &str, placement| Expand::new().activation(name, "model", placement);
+    let unknown = refused(ask("resid", Shard(1)), Gpt::loss);
+    assert!(unknown.contains("no activation \"resid\""), "{unknown}");
+    assert!(unknown.contains("residual"), "{unknown}");
+    let uneven = refused(ask("logits", Shard(2)), named_twice);
+    assert!(
+        uneven.contains("activation \"logits\" of shape [12, 6, 31]"),
+        "{uneven}"
+    );
+    assert!(
+        uneven.contains("31 cannot be cut in 2 equal parts"),
+        "{uneven}"
+    );
+    assert!(refused(ask("residual", Shard(3)), Gpt::loss).contains("it has 3 dims"));
+    let addends = refused(ask("residual", Partial(ReduceOp::Sum)), Gpt::loss);
+    assert!(addends.contains("nobody adds it up"), "{addends}");
+    let axis = Expand::new().activation("residual", "data", Shard(1));
+    let axis = refused(axis, Gpt::loss);
+    assert!(axis.contains("data"), "{axis}");
+    let both = ask("logits", Shard(0)).activation("scores", "model", Shard(1));
+    let both = refused(both, named_twice);
+    assert!(both.contains("another placement is asked"), "{both}");
+    let weight = refused(ask("weight", Shard(0)), named_weight);
+    assert!(weight.contains("Expand::parameter places"), "{weight}");
+    // Equal wishes, and one of what is computed of nothing but the batch.
+    let alike = ask("logits", Shard(1)).activation("scores", "model", Shard(1));
+    graph(alike.activation("inputs", "model", Shard(1)), named_twice).unwrap();
+}
+
+#[test]
+fn evaluations_have_the_names_that_they_use() {
+    let _guard = seeded();
+    let body = |world: ProcessGroup| -> Result<_, Error> {
+        let device = Device::flex();
+        let mode = Mode::expand(
+            mesh(&world, &[("model", world.size())])?,
+            sequence_parallel(),
+        );
+        let mut step = compile(Gpt::new, Gpt::loss, adamw().build(), mode)?;
+        let batch = tokens(0, 0, ROWS, &device);
+        step.step(1e-2, &batch)?;
+        let mut logits = Evaluation::new(Gpt::new, |model: &Gpt, (tokens, _): TokenBatch| {
+            model.logits(tokens)
+        });
+        let logits = step.evaluate(&mut logits, &batch)?;
+        Ok(logits.into_data().try_to_vec::<f32>().unwrap())
+    };
+    let mut expected: Option<Vec<f32>> = None;
+    for num_ranks in [1, 2, 3] {
+        // The same initial parameters.
+        Device::flex().seed(7);
+        for own in launch(LaunchConfig::new(num_ranks), body).unwrap() {
+            let expected = expected.get_or_insert_with(|| own.clone());
+            for (own, expected) in own.iter().zip(expected) {
+                assert!((own - *expected).abs() <= 1e-4, "{own} is not {expected}");
+            }
+        }
+    }
 }

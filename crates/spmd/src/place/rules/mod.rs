@@ -70,6 +70,11 @@ pub(super) fn localize(operation: &mut OperationIr) {
     slicing::localize(operation);
 }
 
+/// Returns true if an operation computes its results element by element.
+pub(super) fn is_pointwise(operation: &OperationIr) -> bool {
+    pointwise::signature(operation).is_some()
+}
+
 /// Returns true if an operation may be deferred until a node reads its results, if its inputs are deferred, too: random
 /// numbers, constants, pointwise operations and views.
 pub(super) fn may_wait(operation: &OperationIr) -> bool {
