@@ -24,7 +24,7 @@ thread_local! {
 /// ```
 /// use burn::module::Module;
 /// use burn::nn::{LayerNorm, Linear};
-/// use burn::tensor::Tensor;
+/// use burn::tensor::{Tensor, activation::relu};
 /// use burn_fsdp_mesh::Placement::Shard;
 /// use burn_fsdp_spmd::{Expand, named_activation};
 ///
@@ -38,8 +38,8 @@ thread_local! {
 /// impl FeedForward {
 ///     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
 ///         let x = named_activation("residual", x);
-///         let inner = self.out.forward(self.fc.forward(self.norm.forward(x.clone())).relu());
-///         named_activation("residual", x + inner)
+///         let inner = relu(self.fc.forward(self.norm.forward(x.clone())));
+///         named_activation("residual", x + self.out.forward(inner))
 ///     }
 /// }
 ///
