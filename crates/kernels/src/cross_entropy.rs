@@ -46,7 +46,7 @@ pub(crate) fn tracked<B: Kernels, C: CheckpointStrategy>(
 pub(crate) fn forward(logits: FlexTensor, targets: &FlexTensor) -> [FlexTensor; 2] {
     let mut logits = contiguous(logits);
     let [num_rows, vocab] = matrix_dims(&logits);
-    let targets = target_indices(targets);
+    let targets = target_indices(targets, vocab);
     let share = 1.0 / num_rows as f32;
     let kernel = Forward {
         vocab,
@@ -113,16 +113,20 @@ impl RowKernel for Scale {
     }
 }
 
-/// Returns the elements of integers of any type, in order.
+/// Returns the classes of rows, integers of any type, in order.
 ///
 /// # Panics
 ///
-/// If one is negative.
-pub(crate) fn target_indices(targets: &FlexTensor) -> Vec<usize> {
-    targets
-        .clone()
-        .into_data()
-        .iter::<i64>()
-        .map(|target| usize::try_from(target).expect("targets are not negative"))
-        .collect()
+/// If one is not of these classes.
+pub(crate) fn target_indices(targets: &FlexTensor, num_classes: usize) -> Vec<usize> {
+    let data = targets.clone().into_data();
+    let targets = data.iter::<i64>().enumerate();
+    let index = |(row, target): (usize, i64)| match usize::try_from(target) {
+        Ok(index) if index < num_classes => index,
+        _ => panic!(
+            "the target of row {row} is class {target}, and the logits have {num_classes} classes; mask targets that are \
+             none, or pad with a class that the loss leaves out"
+        ),
+    };
+    targets.map(index).collect()
 }

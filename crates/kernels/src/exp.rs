@@ -16,7 +16,7 @@ const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// The code has no branch and no call, so that a loop over it becomes vector instructions. The
 /// polynomial is that of the Cephes library.
 #[inline(always)]
-pub(crate) fn exp_nonpositive(x: f32) -> f32 {
+fn exp_nonpositive(x: f32) -> f32 {
     // Written so that NaN stays NaN.
     let x = if x < SMALLEST_EXPONENT {
         SMALLEST_EXPONENT
@@ -34,6 +34,14 @@ pub(crate) fn exp_nonpositive(x: f32) -> f32 {
     // 2^n by its exponent bits: 127 is the bias.
     let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits());
     exp_r * f32::from_bits(exponent.wrapping_add(127) << 23)
+}
+
+/// Returns `e^x` for `x <= 0`, and zero where that is less than a normal number: what is masked counts nothing, however
+/// large it is multiplied with.
+#[inline(always)]
+pub(crate) fn exp_or_zero(x: f32) -> f32 {
+    let exp = exp_nonpositive(x);
+    if x < SMALLEST_EXPONENT { 0.0 } else { exp }
 }
 
 #[cfg(test)]

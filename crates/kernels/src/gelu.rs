@@ -11,7 +11,7 @@ use burn::backend::tensor::FloatTensor;
 use burn_flex::FlexTensor;
 
 use crate::backend::Kernels;
-use crate::exp::exp_nonpositive;
+use crate::exp::exp_or_zero;
 use crate::halves::Elements;
 use crate::rows::{RowKernel, contiguous, map_rows};
 
@@ -96,7 +96,7 @@ impl Normal {
     /// vectorized `erf` does; its error is at most 7.5e-8.
     #[inline(always)]
     fn at(x: f32) -> Self {
-        let exp = exp_nonpositive(-0.5 * x * x);
+        let exp = exp_or_zero(-0.5 * x * x);
         let t = 1.0 / (1.0 + 0.327_591_1 * FRAC_1_SQRT_2 * x.abs());
         let mut series = 1.061_405_4;
         for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
@@ -117,6 +117,15 @@ mod tests {
     #[test]
     fn the_density_of_zero_is_one_over_the_root_of_two_pi() {
         assert!((Normal::at(0.0).density - 0.398_942_3).abs() < 1e-7);
+    }
+
+    #[test]
+    fn the_density_of_what_is_huge_is_zero() {
+        // However large the value is that it is multiplied with: the gradient there is that of the value itself.
+        for x in [20.0, 1e19, 1e35, 3e38] {
+            assert_eq!(x * Normal::at(x).density, 0.0);
+            assert_eq!(x * Normal::at(-x).cumulative, 0.0);
+        }
     }
 
     #[test]

@@ -7,9 +7,9 @@ use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
 use crate::cross_entropy::target_indices;
+use crate::exp::exp_or_zero;
 use crate::halves::{Elements, floats, vector};
 use crate::rows::{CHUNK_ROWS, RowKernel, contiguous, map_rows, matrix_dims, max, sum_by};
-use crate::softmax::exp_or_zero;
 use crate::vectors::{Kernel, vectorized};
 
 /// What is kept of a row: its greatest logit, and the logarithm of the sum of the exponentials of the row less that.
@@ -19,11 +19,11 @@ const KEPT: usize = 2;
 ///
 /// # Panics
 ///
-/// If a class is not below the width of a row.
+/// If a class is negative, or not below the width of a row.
 pub(crate) fn forward(logits: &FlexTensor, classes: &FlexTensor) -> [FlexTensor; 2] {
     let logits = contiguous(logits.clone());
     let [rows, width] = matrix_dims(&logits);
-    let classes = target_indices(classes);
+    let classes = target_indices(classes, width);
     let mut chosen = vec![0.0; rows];
     let mut kept = vec![0.0; rows * KEPT];
     let elements = Elements::of(&logits);
@@ -103,7 +103,7 @@ pub(crate) fn backward(
     let (kept, grad) = (contiguous(kept), contiguous(grad));
     let kernel = Gradient {
         width,
-        classes: &target_indices(classes),
+        classes: &target_indices(classes, width),
         kept: kept.storage(),
         grads: &floats(&grad),
     };

@@ -4,7 +4,7 @@ use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
-use crate::exp::exp_nonpositive;
+use crate::exp::exp_or_zero;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
@@ -171,7 +171,7 @@ pub(crate) fn max(row: &[f32]) -> f32 {
 #[inline(always)]
 pub(crate) fn exp_row(row: &mut [f32], max: f32, scale: f32) -> f32 {
     for x in &mut *row {
-        *x = exp_nonpositive((*x - max) * scale);
+        *x = exp_or_zero((*x - max) * scale);
     }
     sum_by(row, |x| x)
 }

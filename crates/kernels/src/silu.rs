@@ -4,9 +4,9 @@ use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
+use crate::exp::exp_or_zero;
 use crate::halves::{Elements, narrow, widen, zeros};
 use crate::rows::{RowKernel, contiguous, map_rows};
-use crate::softmax::exp_or_zero;
 use crate::vectors::{Kernel, vectorized};
 
 /// Elements that a thread takes at a time, where there are more than two operands.

@@ -2,7 +2,7 @@
 
 use burn_flex::FlexTensor;
 
-use crate::exp::exp_nonpositive;
+use crate::exp::exp_or_zero;
 use crate::halves::Elements;
 use crate::rows::{RowKernel, contiguous, map_rows, matrix_dims, max, scale, sum_by, sum_pairs_by};
 
@@ -53,13 +53,6 @@ impl RowKernel for Forward {
             }
         }
     }
-}
-
-/// Returns `e^x` for `x <= 0`, and zero where that is less than a normal number: what is masked counts nothing.
-#[inline(always)]
-pub(crate) fn exp_or_zero(x: f32) -> f32 {
-    let exp = exp_nonpositive(x);
-    if x < -87.0 { 0.0 } else { exp }
 }
 
 /// Returns the gradient of the input, in the memory of that of the output `y`.

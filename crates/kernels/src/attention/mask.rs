@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use burn_flex::FlexTensor;
 
+use crate::exp::exp_or_zero;
 use crate::rows::{exp_row, max, scale, sum_by, sum_pairs_by};
-use crate::softmax::exp_or_zero;
 use crate::vectors::Kernel;
 
 /// The keys that queries see.

@@ -110,6 +110,28 @@ fn a_counter_in_the_loss_is_noticed() {
 }
 
 #[test]
+fn a_constant_that_is_no_number_is_the_same_each_time() {
+    let _guard = seeded();
+    let loss = |model: &Linear, x: Tensor<2>| {
+        let y = model.forward(x);
+        let filled = y.clone().mask_fill(y.clone().greater_elem(0.0), f32::NAN);
+        let is_none = filled.clone().is_nan();
+        filled.mask_fill(is_none, 0.5).square().mean()
+    };
+    let batch = |index, device: &Device| data(index, [4, 4], device);
+    let expected = eager::train(layer, loss, batch, 4, |_| 0.1, SgdConfig::new().init());
+    Device::flex().seed(1);
+    let mut step = compile(layer, loss, SgdConfig::new().build(), Mode::single()).unwrap();
+    for (index, expected) in expected.losses.iter().enumerate() {
+        let loss = step.step(0.1, &batch(index, &Device::flex())).unwrap();
+        assert!(
+            (loss - f64::from(*expected)).abs() <= 1e-6 * loss.abs(),
+            "{loss} is not {expected}"
+        );
+    }
+}
+
+#[test]
 fn a_schedule_is_a_tensor_of_the_batch() {
     let _guard = seeded();
     let loss = |model: &Linear, (x, factor): (Tensor<2>, Tensor<1>)| {

@@ -3,8 +3,10 @@
 use burn::module::Module;
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig};
+use burn::optim::SgdConfig;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
+use burn_fsdp_spmd::{Mode, compile};
 
 use super::{DIM, TIME, assert_count, check_on, pairs};
 use crate::compiled::seeded;
@@ -69,4 +71,27 @@ fn cross_entropies_run_kernels() {
     assert_count(&names, "Custom.models.log_likelihood", 4);
     assert_count(&names, "Custom.models.log_likelihood_backward", 4);
     assert_count(&names, "Custom.models.log_softmax_backward", 3);
+}
+
+#[test]
+fn a_target_that_is_no_class_is_named_with_its_row() {
+    let _guard = seeded();
+    for (class, rows) in [(CLASSES as i64, 2), (-1, 3)] {
+        let head = |device: &Device| LinearConfig::new(DIM, CLASSES).init(device);
+        let loss = move |head: &Linear, x: Tensor<2>| {
+            let device = x.device();
+            let mut targets = vec![0; rows];
+            targets[rows - 1] = class;
+            let targets = Tensor::<1, Int>::from_data(targets.as_slice(), &device);
+            CrossEntropyLossConfig::new()
+                .init(&device)
+                .forward(head.forward(x), targets)
+        };
+        let mut step = compile(head, loss, SgdConfig::new().build(), Mode::single()).unwrap();
+        let batch = Tensor::<2>::ones([rows, DIM], &Device::flex());
+        let error = step.step(0.1, &batch).unwrap_err().to_string();
+        let expected = format!("the target of row {} is class {class}", rows - 1);
+        assert!(error.contains(&expected), "{error}");
+        assert!(error.contains("7 classes"), "{error}");
+    }
 }
