@@ -246,18 +246,6 @@ pub enum Error {
         reason: &'static str,
     },
 
-    /// A named activation that cannot be placed.
-    #[error(
-        "the activation \"{name}\" cannot be placed: {reason}; name what is computed of the model and the batch, \
-         or take the placement that is asked of it away"
-    )]
-    Activation {
-        /// Its name.
-        name: String,
-        /// The reason.
-        reason: String,
-    },
-
     /// Hybrid sharding on a mesh, or with a strategy, that has it not.
     #[error(
         "hybrid sharding takes a mesh of two axes and a strategy with shards, not {axes} and {strategy}; give a mesh such \

@@ -31,6 +31,7 @@
 //! update %0 <- %9
 //! ```
 
+mod activation;
 mod arithmetic;
 mod collective;
 mod fingerprint;
@@ -57,6 +58,7 @@ pub use operation::operation_name;
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
+pub(crate) use activation::NamedActivation;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
 
@@ -77,8 +79,6 @@ pub struct Graph {
     parameters: Vec<Parameter>,
     updates: Vec<Update>,
     results: Results,
-    /// Values of which placements are asked by name, until they are placed.
-    activations: Vec<NamedActivation>,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
     /// The ranks that run the graph, once it is one of several ranks.
@@ -89,7 +89,7 @@ pub struct Graph {
     next_id: u64,
 }
 
-/// What comes out of a step and is gone afterwards.
+/// What comes out of a step and is gone afterwards, and what the user has named on the way.
 #[derive(Debug, Clone, Default)]
 struct Results {
     loss: Option<TensorId>,
@@ -97,13 +97,8 @@ struct Results {
     outputs: BTreeMap<Arc<str>, TensorId>,
     /// Number of the trace, by which the outputs are put together again.
     template: usize,
-}
-
-/// A value that the user has named, so that a placement may be asked of it.
-#[derive(Debug, Clone)]
-pub(crate) struct NamedActivation {
-    pub(crate) name: Arc<str>,
-    pub(crate) value: TensorId,
+    /// Values of which placements are asked, until they are placed.
+    activations: Vec<NamedActivation>,
 }
 
 impl Graph {
@@ -326,20 +321,10 @@ impl Graph {
             .chain(self.results.outputs.values().copied())
     }
 
-    /// Declares that a placement is asked of a value by a name: until it is placed, every pass leaves it there.
-    pub(crate) fn add_activation(&mut self, activation: NamedActivation) {
-        self.activations.push(activation);
-    }
-
-    /// Takes the values of which placements are asked out, to be placed.
-    pub(crate) fn take_activations(&mut self) -> Vec<NamedActivation> {
-        std::mem::take(&mut self.activations)
-    }
-
     /// Forgets batch, loss and outputs: the graph that is left needs no input.
     pub fn detach_batch(&mut self) {
         self.inputs.clear();
-        self.activations.clear();
+        self.results.activations.clear();
         self.results.loss = None;
         self.results.outputs.clear();
     }
@@ -420,7 +405,7 @@ impl Graph {
         given
             .map(|v| v.id)
             .chain(self.results())
-            .chain(self.activations.iter().map(|activation| activation.value))
+            .chain(self.activations())
             .chain(self.updates.iter().map(|u| u.from))
             .collect()
     }

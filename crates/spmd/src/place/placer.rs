@@ -273,8 +273,11 @@ impl Placer {
         }
         for name in &names {
             if self.expand.of_activation(name, &shape, &asked)? != asked {
-                return Err(Error::Activation {
+                return Err(Error::Placement {
+                    what: "activation",
                     name: name.to_string(),
+                    placement: "placed by its name".to_owned(),
+                    shape,
                     reason: "it has another name, of which another placement is asked".to_owned(),
                 });
             }
@@ -286,6 +289,23 @@ impl Placer {
             versions.retain(|version| version.id == new);
         }
         Ok(())
+    }
+
+    /// Brings named activations that are given from outside, such as inputs, which no node writes, to where they are
+    /// asked to be.
+    pub(super) fn settle_given(&mut self) -> Result<(), Error> {
+        let named = self.destinations.iter();
+        let named = named.filter(|(_, destination)| !destination.activations.is_empty());
+        let given = named.filter(|(id, _)| self.values.graph.is_given(**id));
+        let mut given: Vec<_> = given.map(|(id, _)| *id).collect();
+        given.sort_unstable();
+        let first = Reader {
+            phase: Phase::Forward,
+            path: None,
+        };
+        given
+            .into_iter()
+            .try_for_each(|id| self.settle_activation(id, &first))
     }
 
     fn set_role(&mut self, id: TensorId, role: Role) {

@@ -143,22 +143,7 @@ impl ExpandPlacements {
             };
         }
         given.extend(self.inputs(&graph)?);
-        for (index, update) in graph.updates().iter().enumerate() {
-            let destination = destinations.entry(update.from).or_default();
-            destination.updates.push(index);
-        }
-        if let Some(loss) = graph.loss() {
-            destinations.entry(loss).or_default().is_loss = true;
-        }
-        for (name, id) in graph.outputs() {
-            let destination = destinations.entry(*id).or_default();
-            destination.outputs.push(name.clone());
-        }
-        let activations = graph.take_activations();
-        for NamedActivation { name, value } in activations.iter().cloned() {
-            let destination = destinations.entry(value).or_default();
-            destination.activations.push(name);
-        }
+        add_results(&mut graph, &mut destinations);
         let located = locate(&mut graph, &whole, |id| given.get(id).unwrap_or(&axes));
         let values = Values {
             axes,
@@ -178,16 +163,7 @@ impl ExpandPlacements {
             before: BTreeMap::new(),
             moved: 0.0,
         };
-        // What is given from outside, such as an input, is written by no node.
-        let first = Reader {
-            phase: Phase::Forward,
-            path: None,
-        };
-        for activation in activations {
-            if placer.values.graph.is_given(activation.value) {
-                placer.settle_activation(activation.value, &first)?;
-            }
-        }
+        placer.settle_given()?;
         Ok(placer)
     }
 
@@ -208,6 +184,28 @@ impl ExpandPlacements {
             given.insert(*input, placements);
         }
         Ok(given)
+    }
+}
+
+/// Adds what the user reads or has named, and what replaces given values.
+fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destination>) {
+    for (index, update) in graph.updates().iter().enumerate() {
+        let destination = destinations.entry(update.from).or_default();
+        destination.updates.push(index);
+    }
+    if let Some(loss) = graph.loss() {
+        destinations.entry(loss).or_default().is_loss = true;
+    }
+    for (name, id) in graph.outputs() {
+        let destination = destinations.entry(*id).or_default();
+        destination.outputs.push(name.clone());
+    }
+    for NamedActivation { name, value } in graph.take_activations() {
+        destinations
+            .entry(value)
+            .or_default()
+            .activations
+            .push(name);
     }
 }
 

@@ -287,8 +287,12 @@ impl Builder {
     /// Declares the activations of which placements are asked.
     fn add_activations(&mut self) -> Result<(), Error> {
         for (name, captured) in std::mem::take(&mut self.activations) {
-            let refused = |reason: &str| Error::Activation {
+            let shape = captured.as_ref().map(|captured| captured.shape.clone());
+            let refused = |reason: &str| Error::Placement {
+                what: "activation",
                 name: name.to_string(),
+                placement: "placed by its name".to_owned(),
+                shape: shape.clone().unwrap_or_default(),
                 reason: reason.to_owned(),
             };
             let captured = captured.ok_or_else(|| refused("it is on another device"))?;

@@ -1,0 +1,32 @@
+//! Values that the user has named, so that placements may be asked of them.
+
+use std::sync::Arc;
+
+use burn_ir::TensorId;
+
+use super::Graph;
+
+/// A value with its name, of which others may be named, too.
+#[derive(Debug, Clone)]
+pub(crate) struct NamedActivation {
+    pub(crate) name: Arc<str>,
+    pub(crate) value: TensorId,
+}
+
+impl Graph {
+    /// Declares that a placement is asked of a value by a name: until it is placed, every pass leaves it there.
+    pub(crate) fn add_activation(&mut self, activation: NamedActivation) {
+        self.results.activations.push(activation);
+    }
+
+    /// Takes the values of which placements are asked out, to be placed.
+    pub(crate) fn take_activations(&mut self) -> Vec<NamedActivation> {
+        std::mem::take(&mut self.results.activations)
+    }
+
+    /// Returns the values of which placements are asked.
+    pub(super) fn activations(&self) -> impl Iterator<Item = TensorId> + '_ {
+        let activations = self.results.activations.iter();
+        activations.map(|activation| activation.value)
+    }
+}
