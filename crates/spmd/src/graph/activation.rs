@@ -1,17 +1,9 @@
 //! Values that the user has named, so that placements may be asked of them.
 
-use std::sync::Arc;
-
 use burn_ir::TensorId;
 
 use super::Graph;
-
-/// A value with its name, of which others may be named, too.
-#[derive(Debug, Clone)]
-pub(crate) struct NamedActivation {
-    pub(crate) name: Arc<str>,
-    pub(crate) value: TensorId,
-}
+use super::value::NamedActivation;
 
 impl Graph {
     /// Declares that a placement is asked of a value by a name: until it is placed, every pass leaves it there.

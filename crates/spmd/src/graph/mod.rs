@@ -58,9 +58,9 @@ pub use operation::operation_name;
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
-pub(crate) use activation::NamedActivation;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
+pub(crate) use value::NamedActivation;
 
 use crate::error::Error;
 use crate::pass_id::PassId;

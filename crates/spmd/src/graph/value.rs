@@ -152,3 +152,10 @@ pub struct Update {
     /// The value that replaces it.
     pub from: TensorId,
 }
+
+/// A value that the user has named, so that a placement may be asked of it; several may have one name.
+#[derive(Debug, Clone)]
+pub(crate) struct NamedActivation {
+    pub(crate) name: Arc<str>,
+    pub(crate) value: TensorId,
+}
