@@ -25,8 +25,7 @@ use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
 use crate::trace::{
-    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, TraceOptions, parameters_with,
-    trace_joined,
+    Batch, Defaults, HostScalars, Loss, ParameterSpec, StepScalars, parameters_with, trace_joined,
 };
 
 pub use evaluation::Evaluation;
@@ -200,11 +199,7 @@ where
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
     mode.check_precision(&specs)?;
-    let options = TraceOptions {
-        defaults,
-        precision: mode.options.precision.clone(),
-        activations: mode.asked_activations(),
-    };
+    let options = mode.trace_options(defaults);
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();
     let tracer = move |batch: &B, step: &StepScalars, mode: &Mode| {

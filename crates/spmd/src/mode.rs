@@ -14,7 +14,7 @@ use crate::passes::schedule;
 use crate::passes::{InsertCollectives, Pipeline, Replicate};
 use crate::place::{DataParallel, Expand, ExpandPlacements, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
-use crate::trace::{InputSpec, ParameterSpec};
+use crate::trace::{Defaults, InputSpec, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
 
 /// The ranks that a step is compiled for, and the passes that compile it.
@@ -222,11 +222,15 @@ impl Mode {
         }
     }
 
-    /// Returns the patterns of the activations of which placements are asked.
-    pub(crate) fn asked_activations(&self) -> Vec<Pattern> {
-        match &self.division {
-            Division::Expand(_, expand) => expand.asked_activations(),
-            _ => Vec::new(),
+    /// Returns what a trace on a device of these default types takes from the mode.
+    pub(crate) fn trace_options(&self, defaults: Option<Defaults>) -> TraceOptions {
+        TraceOptions {
+            defaults,
+            precision: self.options.precision.clone(),
+            activations: match &self.division {
+                Division::Expand(_, expand) => expand.asked_activations(),
+                _ => Vec::new(),
+            },
         }
     }
 

@@ -16,8 +16,7 @@ use crate::graph::Graph;
 use crate::lower::lower_forward;
 use crate::mode::Mode;
 use crate::trace::{
-    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, TraceOptions, fill, fixed_of, specs_of,
-    trace_forward,
+    Batch, Defaults, InputSpec, ParameterSpec, StepScalars, fill, fixed_of, specs_of, trace_forward,
 };
 
 type Tracer<B, O> = Box<dyn Fn(&B, &Mode) -> Result<(Graph, O), Error> + Send>;
@@ -87,11 +86,7 @@ impl<B: Batch, O: Batch + Send> Evaluation<B, O> {
         let defaults = Some(Defaults::of(device));
         let tracer = move |batch: &B, mode: &Mode| {
             let joined = |name: &str, shape: &[usize]| mode.joined_shape(name, shape);
-            let options = TraceOptions {
-                defaults,
-                precision: mode.options.precision.clone(),
-                activations: mode.asked_activations(),
-            };
+            let options = mode.trace_options(defaults);
             trace_forward(&init, &forward, (batch, &joined), &options)
         };
         Self {

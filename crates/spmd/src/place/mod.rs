@@ -24,7 +24,8 @@
 //! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
 //! Constants and random numbers are deferred: they have no placement until a node reads them, and are emitted with the
-//! placement that this reader needs. A value that has been redistributed once is not moved again.
+//! placement that this reader needs, or where their name asks them to be. A value that has been redistributed once is not
+//! moved again.
 
 mod assignment;
 mod expand;

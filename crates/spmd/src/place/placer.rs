@@ -257,12 +257,12 @@ impl Placer {
     /// where it is given from outside.
     pub(super) fn settle_activation(&mut self, id: TensorId, writer: &Reader) -> Result<(), Error> {
         let destination = self.destinations.get_mut(&id);
-        let names = destination.map(|of| std::mem::take(&mut of.activations));
-        let names = names.unwrap_or_default();
-        let whole = self.values.whole.get(&id).cloned();
-        let (Some((shape, _)), false) = (whole, names.is_empty()) else {
+        let Some(destination) = destination.filter(|of| !of.activations.is_empty()) else {
             return Ok(());
         };
+        let names = std::mem::take(&mut destination.activations);
+        let whole = self.values.whole.get(&id);
+        let shape = whole.map_or_else(Vec::new, |(shape, _)| shape.clone());
         let now = match self.values.located.get(&id) {
             Some(Located::Placed(versions)) => versions[0].on.clone(),
             _ => vec![Placement::Replicate; self.values.axes.len()],

@@ -67,18 +67,22 @@ impl Naming {
         Self(NAMED.replace(Some(Vec::new())))
     }
 
+    fn named() -> Activations {
+        NAMED.with_borrow(|named| named.clone().unwrap_or_default())
+    }
+
     /// Returns the activations so far of which a placement is asked, by these patterns.
     pub(super) fn asked(&self, patterns: &[Pattern]) -> Activations {
-        let named = NAMED.with_borrow(|named| named.clone().unwrap_or_default());
         let asked = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-        named.into_iter().filter(|(name, _)| asked(name)).collect()
+        let named = Self::named().into_iter();
+        named.filter(|(name, _)| asked(name)).collect()
     }
 
     /// Refuses patterns that match no activation that has a name.
     pub(super) fn check(&self, patterns: &[Pattern]) -> Result<(), Error> {
-        let named = NAMED.with_borrow(|named| named.clone().unwrap_or_default());
-        let is_there = |pattern: &&Pattern| !named.iter().any(|(name, _)| pattern.matches(name));
-        let Some(pattern) = patterns.iter().find(is_there) else {
+        let named = Self::named();
+        let is_unknown = |pattern: &&Pattern| !named.iter().any(|(name, _)| pattern.matches(name));
+        let Some(pattern) = patterns.iter().find(is_unknown) else {
             return Ok(());
         };
         let mut known: Vec<_> = named.iter().map(|(name, _)| name.as_ref()).collect();

@@ -257,6 +257,21 @@ impl Builder {
         matches!(role, Some(Role::Parameter(_)))
     }
 
+    /// Returns the value of a tensor that the closure has given out, or why there is none: `of_parameter` if it is one.
+    fn computed(
+        &self,
+        captured: Option<&Captured>,
+        of_parameter: &'static str,
+    ) -> Result<TensorId, &'static str> {
+        let captured = captured.ok_or("it is on another device")?;
+        let id = self.ids.get(&captured.id).copied();
+        let id = id.ok_or("no recorded operation makes it")?;
+        match self.is_of_parameter(id) {
+            true => Err(of_parameter),
+            false => Ok(id),
+        }
+    }
+
     /// Declares the tensors beside the loss.
     fn add_outputs(&mut self) -> Result<(), Error> {
         for (name, captured) in std::mem::take(&mut self.outputs) {
@@ -264,15 +279,13 @@ impl Builder {
                 name: name.strip_prefix(PREFIX).unwrap_or(&name).to_owned(),
                 reason,
             };
-            let captured = captured.ok_or_else(|| refused("it is on another device"))?;
-            self.declare_constant(captured.id);
-            let id = self.ids.get(&captured.id).copied();
-            let id = id.ok_or_else(|| refused("no recorded operation makes it"))?;
-            if self.is_of_parameter(id) {
-                return Err(refused(
-                    "it is a parameter or a view of one, which CompiledStep::parameter reads",
-                ));
+            if let Some(captured) = &captured {
+                self.declare_constant(captured.id);
             }
+            let of_parameter =
+                "it is a parameter or a view of one, which CompiledStep::parameter reads";
+            let id = self.computed(captured.as_ref(), of_parameter);
+            let id = id.map_err(refused)?;
             if self.graph.outputs().contains_key(&name) {
                 return Err(Error::DuplicateName {
                     what: "output",
@@ -292,17 +305,12 @@ impl Builder {
                 what: "activation",
                 name: name.to_string(),
                 placement: "placed by its name".to_owned(),
-                shape: shape.clone().unwrap_or_default(),
+                shape: shape.unwrap_or_default(),
                 reason: reason.to_owned(),
             };
-            let captured = captured.ok_or_else(|| refused("it is on another device"))?;
-            let value = self.ids.get(&captured.id).copied();
-            let value = value.ok_or_else(|| refused("no recorded operation makes it"))?;
-            if self.is_of_parameter(value) {
-                return Err(refused(
-                    "it is a parameter or a view of one, which Expand::parameter places",
-                ));
-            }
+            let of_parameter = "it is a parameter or a view of one, which Expand::parameter places";
+            let value = self.computed(captured.as_ref(), of_parameter);
+            let value = value.map_err(refused)?;
             self.graph.add_activation(NamedActivation { name, value });
         }
         Ok(())

@@ -49,7 +49,7 @@ pub struct TraceConfig {
     /// Learning rate of the traced step. The graph holds for others, too, as long as the optimizer
     /// uses the same operations for them; see [`StepScalars::structure`].
     pub learning_rate: f64,
-    /// TraceOptions in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
+    /// Types in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
     /// graph is lowered. Gradients travel as those say, not as this does.
     pub precision: Precision,
 }

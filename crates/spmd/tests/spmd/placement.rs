@@ -36,7 +36,7 @@ pub(crate) fn tensor_parallel() -> Expand {
 pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
 /// What `steps` steps of a mode give on every rank, all of them the same.
-pub(crate) fn trained<M, B>(
+fn trained<M, B>(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
     init: fn(&Device) -> M,
@@ -297,7 +297,7 @@ fn placements_found_by_least_communication_train_like_one_rank() {
 }
 
 /// Collectives of the third step, by kind.
-pub(crate) fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
+fn counts(axes: &'static [(&'static str, usize)], expand: Expand) -> [u64; 3] {
     let num_ranks = axes.iter().map(|axis| axis.1).product();
     let body = move |world: ProcessGroup| -> Result<_, Error> {
         let device = Device::flex();
