@@ -26,9 +26,12 @@ impl Run {
         let kibibytes = line_of("/proc/meminfo", "MemTotal:");
         let kibibytes = kibibytes.split_whitespace().next();
         let kibibytes = kibibytes.and_then(|number| number.parse::<f64>().ok());
+        // Of the sources that this program is built from, wherever it is started.
+        let sources = env!("CARGO_MANIFEST_DIR");
+        let describe = ["describe", "--always", "--dirty", "--abbrev=12"];
         Self {
             name,
-            commit: output_of("git", &["describe", "--always", "--dirty", "--abbrev=12"]),
+            commit: output_of("git", &[&["-C", sources], &describe[..]].concat()),
             date: output_of("date", &["-u", "+%Y-%m-%d %H:%M UTC"]),
             processor: line_of("/proc/cpuinfo", "model name"),
             instructions: instructions().join(" "),
@@ -83,10 +86,7 @@ fn instructions() -> Vec<&'static str> {
 
 /// What a program prints; `unknown` where it is not there.
 fn output_of(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program)
-        .args(arguments)
-        .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .output();
+    let output = Command::new(program).args(arguments).output();
     let text = output.ok().filter(|output| output.status.success());
     let text = text.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
     text.unwrap_or_else(|| "unknown".to_owned())
