@@ -151,7 +151,14 @@ fn backward(patterns: &Patterns, forward: &Forward) -> Option<Backward> {
 
 /// Walks from the gradient of `y` to that of the centered rows, and returns both.
 fn of_centered(walk: &mut Walk<'_>, forward: &Forward) -> Option<(TensorId, TensorId)> {
-    let ScaledGradient { grad, direct, part } = forward.scaled.gradient(walk)?;
+    let ScaledGradient {
+        grad,
+        direct,
+        parts,
+    } = forward.scaled.gradient(walk)?;
+    let [part, _] = parts[..] else {
+        return None;
+    };
     let some = walk.step(Kind::Add, &[part, direct])?;
     let of_centered = walk.step(Kind::Add, &[part, some])?;
     Some((grad, of_centered))

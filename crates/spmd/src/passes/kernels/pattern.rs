@@ -21,6 +21,10 @@ pub(super) enum Kind {
     Mul,
     Div,
     Neg,
+    /// Of halves, to 32 bits.
+    Widen,
+    /// Of 32 bits, to halves.
+    Narrow,
     Exp,
     Log,
     Sqrt,
@@ -306,7 +310,7 @@ pub(super) enum BinaryKind {
     Matmul,
 }
 
-/// Returns the kind of an operation with an operand that is no float: a mask, or indices.
+/// Returns the kind of an operation whose operands are of several types: one is a mask, or indices, or a float of another type.
 fn mixed_kind_of(node: &Node) -> Option<Kind> {
     match &node.operation {
         OperationIr::BaseFloat(BaseOperationIr::Gather(op))
@@ -326,6 +330,11 @@ fn mixed_kind_of(node: &Node) -> Option<Kind> {
         {
             Some(Kind::MaskFill(op.value.elem::<f64>()))
         }
+        OperationIr::BaseFloat(BaseOperationIr::Cast(op)) => match (op.input.dtype, op.out.dtype) {
+            (DType::BF16, DType::F32) => Some(Kind::Widen),
+            (DType::F32, DType::BF16) => Some(Kind::Narrow),
+            _ => None,
+        },
         _ => None,
     }
 }

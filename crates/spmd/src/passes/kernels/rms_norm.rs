@@ -60,8 +60,12 @@ fn norm(patterns: &Patterns, at: usize) -> Option<Scaled> {
 fn backward(patterns: &Patterns, norm: &Scaled) -> Option<Backward> {
     let mut walk = Walk::new(patterns);
     let gradient = norm.gradient(&mut walk)?;
-    let ScaledGradient { grad, direct, part } = gradient;
-    let of_rows = walk.total(direct, &[part, part])?;
+    let ScaledGradient {
+        grad,
+        direct,
+        parts,
+    } = gradient;
+    let of_rows = walk.total(direct, &parts)?;
     let gamma = norm.of_gamma(&mut walk, grad);
     let at = walk.first_reader(grad)?;
     let is_later = |id: &TensorId| patterns.first_reader(*id) > at;

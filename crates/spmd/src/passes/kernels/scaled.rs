@@ -19,6 +19,8 @@ pub(super) struct Scaled {
     variance: TensorId,
     deviation: TensorId,
     normal: TensorId,
+    /// The rows of which squares are taken: in halves, Burn's root-mean-square norm widens them to 32 bits.
+    squared: TensorId,
 }
 
 /// Parts of the gradient of the rows.
@@ -27,8 +29,8 @@ pub(super) struct ScaledGradient {
     pub(super) grad: TensorId,
     /// What comes through the rows that are divided.
     pub(super) direct: TensorId,
-    /// What comes through each factor of the squares: it is added twice.
-    pub(super) part: TensorId,
+    /// What comes through the factors of the squares: one part for each, or one for both.
+    pub(super) parts: Vec<TensorId>,
 }
 
 impl Scaled {
@@ -43,7 +45,9 @@ impl Scaled {
             return None;
         };
         let last = patterns.shape(rows).len().checked_sub(1)?;
-        let root = patterns.made_by(deviation, Kind::Sqrt)?;
+        let narrow = patterns.made_by(deviation, Kind::Narrow);
+        let of_root = narrow.map_or(deviation, |node| patterns.inputs(node)[0]);
+        let root = patterns.made_by(of_root, Kind::Sqrt)?;
         let variance = patterns.inputs(root)[0];
         let (shift, kind) = patterns.maker(variance)?;
         let Kind::AddScalar(epsilon) = kind else {
@@ -51,7 +55,16 @@ impl Scaled {
         };
         let mean_square = patterns.made_by(patterns.inputs(shift)[0], Kind::MeanDim(last))?;
         let square = patterns.made_by(patterns.inputs(mean_square)[0], Kind::Mul)?;
-        let is_whole = patterns.inputs(square) == [rows, rows]
+        let [squared, again] = patterns.inputs(square)[..] else {
+            return None;
+        };
+        let widen = match narrow {
+            Some(_) => Some(patterns.made_by(squared, Kind::Widen)?),
+            None => None,
+        };
+        let of_squares = widen.map_or(squared, |node| patterns.inputs(node)[0]);
+        let is_whole = squared == again
+            && of_squares == rows
             && patterns.shape(gamma).last() == patterns.shape(rows).last();
         let nodes = [
             scaling,
@@ -66,11 +79,12 @@ impl Scaled {
             rows,
             gamma,
             epsilon,
-            nodes: nodes.into(),
+            nodes: nodes.into_iter().chain(narrow).chain(widen).collect(),
             gamma_row,
             variance,
             deviation,
             normal,
+            squared,
         })
     }
 
@@ -87,8 +101,10 @@ impl Scaled {
             variance,
             deviation,
             gamma_row,
+            squared,
             ..
         } = self;
+        let is_wide = squared != rows;
         let patterns = walk.patterns;
         let last = patterns.shape(rows).len() - 1;
         let inverse = walk.step(Kind::Recip, &[deviation])?;
@@ -102,14 +118,26 @@ impl Scaled {
         let grad = patterns.inputs(scaling)[0];
         walk.step(Kind::Mul, &[grad, gamma_row])
             .filter(|product| *product == of_normal)?;
-        let of_deviation = walk.step(Kind::SumDim(last), &[through])?;
+        let mut of_deviation = walk.step(Kind::SumDim(last), &[through])?;
+        if is_wide {
+            of_deviation = walk.step(Kind::Widen, &[of_deviation])?;
+        }
         let root = walk.step(Kind::PowfScalar(-0.5), &[variance])?;
         let half = walk.step(Kind::DivScalar(2.0), &[root])?;
         let of_variance = walk.step(Kind::Mul, &[of_deviation, half])?;
         let number = walk.step(Kind::SumDim(last), &[of_variance]);
         let of_squares = walk.spread(number.unwrap_or(of_variance), share(patterns, rows))?;
-        let part = walk.step(Kind::Mul, &[of_squares, rows])?;
-        Some(ScaledGradient { grad, direct, part })
+        let part = walk.step(Kind::Mul, &[of_squares, squared])?;
+        let mut parts = vec![part, part];
+        if is_wide {
+            let sum = walk.step(Kind::Add, &[part, part])?;
+            parts = vec![walk.step(Kind::Narrow, &[sum])?];
+        }
+        Some(ScaledGradient {
+            grad,
+            direct,
+            parts,
+        })
     }
 
     /// Returns the gradient of gamma, a row.

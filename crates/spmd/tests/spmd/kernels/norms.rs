@@ -1,12 +1,18 @@
 //! Norms.
 
+use std::collections::BTreeMap;
+
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig};
 use burn::tensor::activation::silu;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn_fsdp_spmd::passes::schedule::Options;
+use burn_fsdp_spmd::{Mode, Precision, compile};
 
-use super::{DIM, assert_count, check, check_on, pairs};
+use super::{DIM, ROWS, STEPS, assert_count, check, check_on, pairs};
+use crate::clipping::sgd;
 use crate::compiled::seeded;
+use crate::eager;
 
 /// Layer norms of two dims, and root-mean-square norms: of the batch, before and after what is added, one whose result is read twice, one whose rows are read
 /// between its parts, and one after which all is summed.
@@ -103,4 +109,76 @@ fn norms_of_few_rows_run_kernels() {
     let names = check_on(&[1], "few rows", FewRows::new, FewRows::loss, pairs);
     assert_count(&names, "Custom.models.rms_norm_backward", 3);
     assert_count(&names, "Custom.models.layer_norm_backward", 3);
+}
+
+fn loss_of_halves(model: &Normed, (x, y): (Tensor<3>, Tensor<3>)) -> Tensor<1> {
+    let loss = model.loss((x.cast(DType::BF16), y.cast(DType::BF16)));
+    loss.cast(DType::F32)
+}
+
+/// Parameters by path.
+type Parameters = BTreeMap<String, Vec<f32>>;
+
+/// Parameters after some steps in halves, and how often each operation is in the step.
+fn in_halves(options: Options) -> (Parameters, BTreeMap<String, usize>) {
+    let device = Device::flex();
+    device.seed(1);
+    let options = options.precision(Precision::new(FloatDType::BF16));
+    let mode = Mode::single().options(options).verified().certified();
+    let mut step = compile(Normed::new, loss_of_halves, sgd().build(), mode).unwrap();
+    for index in 0..STEPS {
+        step.step(1e-2, &pairs(index, 0, ROWS, &device)).unwrap();
+    }
+    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    for node in step.graph().unwrap().nodes() {
+        let name = format!("{} {}", node.phase, node.name());
+        *names.entry(name).or_default() += 1;
+    }
+    let paths: Vec<_> = step.parameters().iter().map(|s| s.path.clone()).collect();
+    let mut parameters = BTreeMap::new();
+    for path in paths {
+        let values = step.parameter(&path).unwrap().try_to_vec().unwrap();
+        parameters.insert(path.to_string(), values);
+    }
+    (parameters, names)
+}
+
+/// By how much parameters differ, as a share of what training has changed.
+fn error(found: &Parameters, expected: &Parameters, initial: &Parameters) -> f64 {
+    let distance = |a: &Parameters, b: &Parameters| {
+        let pairs = a.iter().flat_map(|(path, a)| a.iter().zip(&b[path]));
+        let squares = pairs.map(|(a, b)| f64::from(a - b).powi(2));
+        squares.sum::<f64>().sqrt()
+    };
+    distance(found, expected) / distance(expected, initial)
+}
+
+#[test]
+fn root_mean_square_norms_of_halves_run_kernels() {
+    let _guard = seeded();
+    let batch = |step: usize, device: &Device| pairs(step, 0, ROWS, device);
+    let of_burn = |steps| {
+        let trained = eager::train(
+            Normed::new,
+            Normed::loss,
+            batch,
+            steps,
+            |_| 1e-2,
+            sgd().init(),
+        );
+        let parameters = trained.parameters.into_iter();
+        let parameters = parameters.map(|(path, data)| (path, data.try_to_vec().unwrap()));
+        parameters.collect::<Parameters>()
+    };
+    let (initial, expected) = (of_burn(0), of_burn(STEPS));
+    let (parameters, names) = in_halves(Options::default());
+    assert_count(&names, "Custom.models.rms_norm_backward", 4);
+    assert_count(&names, "Custom.models.rms_norm", 4);
+    assert_count(&names, "Custom.models.layer_norm_backward", 2);
+    let (composed, names) = in_halves(Options::default().kernels(false));
+    assert_count(&names, "Custom.models.rms_norm", 0);
+    let [kernels, composed] = [parameters, composed].map(|of| error(&of, &expected, &initial));
+    println!("of 32 bits: kernels {kernels:.4}, composed {composed:.4}");
+    assert!(kernels <= 0.05, "{kernels}");
+    assert!(kernels <= 1.5 * composed, "{kernels}, composed {composed}");
 }
