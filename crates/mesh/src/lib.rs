@@ -8,6 +8,7 @@
 //! - [`Strategy`]: the choice of what ranks divide, and until when full parameters stay.
 //! - [`Clip`]: the greatest norm that gradients may have; [`Measure`]: what each element adds to a norm.
 //! - [`Precision`]: the types in which parameters compute and gradients travel.
+//! - [`LossScaling`]: the scale of a loss in half precision, from step to step.
 //! - [`Pattern`]: a set of dotted paths.
 //! - [`transfers`]: the pieces that move when a tensor is cut anew.
 //! - [`field`]: arithmetic without rounding, by which both engines check what they do to gradients.
@@ -41,6 +42,7 @@ mod pattern;
 mod placement;
 mod precision;
 mod region;
+mod scaling;
 mod strategy;
 mod transfer;
 
@@ -53,5 +55,6 @@ pub use pattern::Pattern;
 pub use placement::{Placement, ReduceOp};
 pub use precision::Precision;
 pub use region::{Region, num_elements};
+pub use scaling::{LossScalerState, LossScaling, ScalingFault};
 pub use strategy::Strategy;
 pub use transfer::{Transfer, transfers};

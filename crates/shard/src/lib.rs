@@ -83,7 +83,7 @@ mod wrap;
 mod wrapper;
 
 pub use audit::Audit;
-pub use burn_fsdp_mesh::{Clip, Cut, NonFinite, Norm, Strategy};
+pub use burn_fsdp_mesh::{Clip, Cut, LossScalerState, LossScaling, NonFinite, Norm, Strategy};
 pub use copies::UnitState;
 pub use error::Error;
 pub use inspect::memory::{LiveBytes, Memory, dummy_forward, memory, reset_peak, trim};
@@ -105,7 +105,7 @@ pub use inspect::settle_ids;
 pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
 pub use optim::elementwise::{check_elementwise, check_elementwise_once, check_same_optimizer};
 pub use optim::gradients::{UnitGradients, gradients_by_unit, owner_groups, params_with_gradient};
-pub use optim::scaler::{LossScaler, LossScalerState, LossScaling};
+pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};
 pub use parameter::param_id;
 pub use staging::{Staged, Transfers};

@@ -4,9 +4,12 @@ mod agree;
 mod cache;
 mod evaluation;
 mod idle;
+mod inputs;
 mod micro;
 mod repeat;
 mod restored;
+mod scaled;
+mod scaler;
 mod state;
 mod step;
 

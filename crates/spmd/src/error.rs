@@ -1,12 +1,15 @@
 //! Errors of tracing, transforming and running a step.
 
+mod made;
+mod scale;
 mod text;
 
 use std::sync::Arc;
 
-use burn::tensor::{DType, TensorData};
+use burn::tensor::DType;
 
 use crate::pass_id::PassId;
+pub use scale::ScaleError;
 use text::{After, At, Pass, Produced, advice};
 
 /// The reason why a step could not be traced, transformed or run.
@@ -195,7 +198,7 @@ pub enum Error {
     /// Random numbers that all ranks of an axis should share.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
-         each, and no dim can be cut in equal parts; give it a dim that can, or switch dropout off"
+         each, and no dim can be cut in equal parts; draw them of a seed (Mode::seeded), or switch dropout off"
     )]
     RandomReplicated {
         /// The operation.
@@ -464,33 +467,11 @@ pub enum Error {
     #[error(transparent)]
     Mesh(#[from] burn_fsdp_mesh::Error),
 
+    /// A loss that cannot be scaled.
+    #[error(transparent)]
+    LossScale(#[from] ScaleError),
+
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]
     Internal(String),
-}
-
-impl Error {
-    /// Wraps the error of a collective that is not a node of a graph.
-    pub(crate) fn among_ranks(source: burn_fsdp_collectives::Error) -> Self {
-        Self::Collective {
-            node: 0,
-            source: Arc::new(source),
-        }
-    }
-
-    /// Returns the error for a tensor of another shape or type.
-    pub(crate) fn mismatch(
-        what: &'static str,
-        name: impl Into<String>,
-        expected: (&[usize], DType),
-        data: &TensorData,
-    ) -> Self {
-        let text = |shape: &[usize], dtype: DType| format!("{dtype:?} {shape:?}");
-        Self::TensorMismatch {
-            what,
-            name: name.into(),
-            expected: text(expected.0, expected.1),
-            got: text(&data.shape().to_vec(), data.dtype()),
-        }
-    }
 }

@@ -80,14 +80,14 @@ pub mod run;
 pub mod trace;
 mod transform;
 
-pub use burn_fsdp_mesh::Strategy;
+pub use burn_fsdp_mesh::{LossScalerState, LossScaling, Strategy};
 pub use certificate::{Certificate, prove};
 pub use compile::{
     CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile, compile_on,
     compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
-pub use error::Error;
+pub use error::{Error, ScaleError};
 pub use kernels::{copied_columns, kernels, plain};
 pub use lower::{certify, lower};
 pub use mode::Mode;

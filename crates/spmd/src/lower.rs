@@ -7,7 +7,7 @@ use burn_fsdp_mesh::Pattern;
 use crate::certificate::{Certificate, Parts};
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::mode::Mode;
+use crate::mode::{Mode, Purpose};
 use crate::passes::schedule::{self, OptimizerPlace, Options};
 use crate::passes::verify::{verify, verify_types};
 use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps};
@@ -30,15 +30,6 @@ pub(crate) enum StepGraphs {
     Micro(Box<MicroSteps>),
 }
 
-/// What a graph is made for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Purpose {
-    /// A step of one batch.
-    Step,
-    /// A step of that many micro-batches.
-    Micro(usize),
-}
-
 /// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
 /// optimizer runs in the next forward, the result is the main graph.
 ///
@@ -48,7 +39,7 @@ pub(crate) enum Purpose {
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone();
     mode.decide(&graph)?;
-    Ok(match lower_all(graph, &mode, Purpose::Step)?.graphs {
+    Ok(match lower_all(graph, &mode, mode.purpose(1))?.graphs {
         StepGraphs::Whole(graph) => *graph,
         StepGraphs::Iteration(iteration) => iteration.main,
         StepGraphs::Micro(steps) => steps.next,
@@ -64,11 +55,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
     let mut mode = mode.clone().certified();
     mode.decide(&graph)?;
-    let purpose = match num_batches {
-        0 | 1 => Purpose::Step,
-        several => Purpose::Micro(several),
-    };
-    let certificate = lower_all(graph, &mode, purpose)?.certificate;
+    let certificate = lower_all(graph, &mode, mode.purpose(num_batches))?.certificate;
     let certificate =
         certificate.ok_or_else(|| Error::Internal("nothing was proved".to_owned()))?;
     Ok(Certificate::clone(&certificate))
@@ -146,6 +133,7 @@ struct Passed {
 /// Applies the passes of a mode, and proves them where it is to be.
 fn passed(graph: Graph, mode: &Mode, options: &Options) -> Result<Passed, Error> {
     let pipeline = mode.pipeline(options)?;
+    let graph = mode.number_draws(graph);
     if !mode.is_proved(&graph) {
         return Ok(Passed {
             plan: pipeline.run(graph)?,

@@ -1,21 +1,24 @@
 //! The mode of a compiled step, and its application to a graph.
 
+mod division;
+
 use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Pattern, Strategy};
+use burn_fsdp_mesh::{Cut, Layout, Pattern, Strategy};
 
 use crate::Precision;
 use crate::certificate::{Proof, work};
-use crate::error::Error;
+use crate::error::{Error, ScaleError};
 use crate::graph::Graph;
 use crate::passes::schedule;
-use crate::passes::{InsertCollectives, Pipeline, Replicate};
-use crate::place::{DataParallel, Expand, ExpandPlacements, cut_inputs, least_communication_with};
+use crate::passes::{Pipeline, Replicate};
+use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{Defaults, InputSpec, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
+use division::Division;
 
 /// The ranks that a step is compiled for, and the passes that compile it.
 #[derive(Debug, Clone)]
@@ -28,7 +31,18 @@ pub struct Mode {
     pub(crate) cache: usize,
     pub(crate) verify: bool,
     certified: Certify,
+    /// The seed of random numbers; without one the backend draws them.
+    seed: Option<u64>,
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
+}
+
+/// What a graph is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Purpose {
+    /// A step of one batch.
+    Step,
+    /// A step of that many micro-batches.
+    Micro(usize),
 }
 
 /// The plans that are proved before they run.
@@ -42,23 +56,6 @@ enum Certify {
 
 /// Products of elements in a step on all ranks up to which a debug build proves a plan by itself.
 const SMALL_PLAN: u64 = 1 << 22;
-
-/// The division of batch and parameters among the ranks.
-#[derive(Debug, Clone)]
-enum Division {
-    /// Division of the batch: each rank runs the step on its part.
-    DataParallel(DataParallel),
-    /// Hybrid sharding: division of the batch among all ranks, of the parameters along the axis of the shards.
-    Hybrid {
-        strategy: Strategy,
-        shard: Axis,
-        replicate: Replicate,
-    },
-    /// Division of every value by its placements on a mesh.
-    Expand(Mesh, Expand),
-    /// Division of every value on one axis, by the placements that move the fewest bytes; `None` until the first graph.
-    Least(Option<Expand>),
-}
 
 impl Mode {
     /// Creates the mode of a single rank.
@@ -137,8 +134,64 @@ impl Mode {
                 true => Certify::Small,
                 false => Certify::Never,
             },
+            seed: None,
             transforms: Vec::new(),
         }
+    }
+
+    /// Draws the random numbers of steps, such as those of dropout, from a seed that all ranks give alike, and not from
+    /// Burn's generator, which a process has one of.
+    ///
+    /// What is drawn is then a function of the seed, the number of the step ([`CompiledStep::num_steps`]) and of its
+    /// micro-batch, of the place of the operation among those that draw, and of the place of the element. Runs repeat, and
+    /// one that is [resumed](crate::CompiledStep::resume) goes on as if it had not stopped. By placements
+    /// ([`expand`](Self::expand), [`DataParallel::Automatic`]) the element's place is that in the whole tensor: the step
+    /// draws what one rank, compiled with that seed, draws for the joined batch, and nothing is gathered for it. Otherwise every rank
+    /// draws numbers of its own for its part of the batch.
+    ///
+    /// The numbers are not those that Burn's generator gives for that seed. Evaluations, initial values and random numbers of
+    /// an optimizer are Burn's, as they are without a seed.
+    ///
+    /// ```
+    /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
+    /// use burn::module::Module;
+    /// use burn::optim::SgdConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use burn_fsdp_spmd::{Mode, compile};
+    ///
+    /// #[derive(Module, Debug)]
+    /// struct Model {
+    ///     fc: Linear,
+    ///     dropout: Dropout,
+    /// }
+    ///
+    /// let losses = || {
+    ///     let init = |device: &Device| Model {
+    ///         fc: LinearConfig::new(3, 1).with_initializer(burn::nn::Initializer::Ones).init(device),
+    ///         dropout: DropoutConfig::new(0.5).init(),
+    ///     };
+    ///     let loss = |model: &Model, x: Tensor<2>| model.fc.forward(model.dropout.forward(x)).square().mean();
+    ///     let mut step = compile(init, loss, SgdConfig::new().build(), Mode::single().seeded(7))?;
+    ///     let x = Tensor::ones([8, 3], &Device::flex());
+    ///     Ok::<_, burn_fsdp_spmd::Error>([step.step(1e-2, &x)?, step.step(1e-2, &x)?])
+    /// };
+    /// assert_eq!(losses()?, losses()?);
+    /// # Ok::<(), burn_fsdp_spmd::Error>(())
+    /// ```
+    ///
+    /// [`CompiledStep::num_steps`]: crate::CompiledStep::num_steps
+    #[must_use]
+    pub fn seeded(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// Says of a traced step which random numbers each node draws, where the mode has a seed.
+    pub(crate) fn number_draws(&self, graph: Graph) -> Graph {
+        let Some(seed) = self.seed else {
+            return graph;
+        };
+        graph.with_draws(seed, !self.division.is_placed())
     }
 
     /// Sets the passes that schedule the graph, and their options.
@@ -227,6 +280,7 @@ impl Mode {
         TraceOptions {
             defaults,
             precision: self.options.precision.clone(),
+            scales_loss: self.options.loss_scaling.is_some(),
             activations: match &self.division {
                 Division::Expand(_, expand) => expand.asked_activations(),
                 _ => Vec::new(),
@@ -299,6 +353,17 @@ impl Mode {
     /// Refuses types that the mode cannot compute in.
     pub(crate) fn check_precision(&self, specs: &[ParameterSpec]) -> Result<(), Error> {
         let precision = &self.options.precision;
+        if let Some(scaling) = &self.options.loss_scaling {
+            if let Some(fault) = scaling.fault() {
+                return Err(ScaleError::from(fault).into());
+            }
+            if self.division.is_placed() {
+                return Err(Error::Precision {
+                    what: "with its loss scaled, by placements",
+                    way_out: "use bf16 by casts in the model, or Mode::data_parallel or Mode::hybrid",
+                });
+            }
+        }
         if *precision == Precision::default() {
             return Ok(());
         }
@@ -328,11 +393,22 @@ impl Mode {
                 what: "from or to f64, which is not reduced to other types",
                 way_out: "build the model in f32",
             }),
-            _ if types.iter().any(has_halves) => Err(Error::Precision {
-                what: "in f16, as they do not scale the loss",
-                way_out: "use bf16, or the eager engine with LossScaler",
-            }),
+            _ if types.iter().any(has_halves) && self.options.loss_scaling.is_none() => {
+                Err(Error::Precision {
+                    what: "in f16 with a loss that is not scaled",
+                    way_out: "scale it (Options::scale_loss), or use bf16",
+                })
+            }
             _ => Ok(()),
+        }
+    }
+
+    /// Returns what a graph is made for, of a step of so many micro-batches. Of a loss that is scaled the host looks at the
+    /// gradients before the optimizer takes them.
+    pub(crate) fn purpose(&self, num_batches: usize) -> Purpose {
+        match num_batches {
+            0 | 1 if self.options.loss_scaling.is_none() => Purpose::Step,
+            several => Purpose::Micro(several.max(1)),
         }
     }
 
@@ -399,53 +475,17 @@ impl Mode {
 
     /// Returns the options that the mode uses of these: what places values knows Burn's operations.
     pub(crate) fn effective(&self, options: &schedule::Options) -> schedule::Options {
-        let is_placed = match &self.division {
-            Division::DataParallel(style) => *style == DataParallel::Automatic,
-            Division::Hybrid { .. } => false,
-            Division::Expand(..) | Division::Least(_) => true,
-        };
-        let kernels = options.kernels && !is_placed;
+        let kernels = options.kernels && !self.division.is_placed();
         options.clone().kernels(kernels)
     }
 
     /// Returns the passes of the mode, with these options.
     pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
-        let num_ranks = self.ranks.size();
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
-        let options = options.clone().prefetch(prefetch);
-        let pipeline = match &self.division {
-            Division::DataParallel(style) => {
-                schedule::pipeline(num_ranks, *style, &options, &self.transforms)
-            }
-            Division::Hybrid {
-                strategy,
-                shard,
-                replicate,
-            } => {
-                let insert = InsertCollectives {
-                    num_ranks: shard.size,
-                    style: (*strategy).into(),
-                    axis: shard.name.as_str().into(),
-                    replicate: Some(replicate.clone()),
-                    precision: options.precision.clone(),
-                };
-                let axes = self.ranks.mesh()?.axes().to_vec();
-                schedule::divided(insert, &options, axes, &self.transforms)
-            }
-            Division::Least(None) => {
-                return Err(Error::Internal("placements are not decided".to_owned()));
-            }
-            Division::Expand(_, expand) | Division::Least(Some(expand)) => {
-                let mesh = self.ranks.mesh()?;
-                let axes = mesh.axes().to_vec();
-                let options = self.effective(&options);
-                let insert = ExpandPlacements {
-                    expand: expand.clone(),
-                    mesh,
-                };
-                schedule::pipeline_with(insert, &options, axes, &self.transforms)
-            }
-        };
+        let options = self.effective(options).prefetch(prefetch);
+        let pipeline = self
+            .division
+            .pipeline(&self.ranks, &options, &self.transforms)?;
         Ok(match self.verify {
             true => pipeline.verified(),
             false => pipeline,

@@ -28,16 +28,18 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "micro-batches are added up in shards, and never whole",
         ),
         (
-            training.precision == Float::F16,
-            "--precision f16",
-            "they do not scale the loss; bf16 needs no scaling",
-        ),
-        (
-            training.reduce_dtype == Some(Float::F16),
+            training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16,
             "--reduce-dtype f16",
-            "they do not scale the loss; bf16 needs no scaling",
+            "only --precision f16 scales the loss; bf16 needs no scaling",
         ),
     ];
+    if training.memory_budget.is_some() && training.precision == Float::F16 {
+        return Err(InputError::Excludes {
+            first: "--memory-budget",
+            second: "--precision f16",
+            reason: "a step whose loss is scaled is several graphs, as one of micro-batches is",
+        });
+    }
     if training.activation_checkpointing && sharding.unit_size.is_some() {
         return Err(InputError::Excludes {
             first: "--activation-checkpointing",

@@ -5,19 +5,19 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_scaler};
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, Mode, certify, compile, kernels, load_compiled,
+    CompiledStep, Evaluation, LossScaling, Mode, certify, compile, kernels, load_compiled,
     restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
-use burn_fsdp::{ProcessGroup, ProcessMesh};
+use burn_fsdp::{LossScaler, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Architecture, Batches, LanguageModel};
 use serde_json::Value;
@@ -47,6 +47,8 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     unsharded: Option<(usize, usize)>,
     /// The norm of the last step's gradients, if it is not finite and the run is to stop at that.
     norm_not_finite: Option<f64>,
+    /// The scale of the step's loss, as it is saved, if it is scaled.
+    scaler: Option<LossScaler>,
     /// The loss alone, for text that was held out.
     loss: Evaluation<Tokens, Tensor<1>>,
     /// Units that are computed again in backward so that a step stays within its budget of memory.
@@ -69,6 +71,7 @@ fn mode<A: Architecture>(
     let options = Options::default().prefetch(prefetch);
     let options = options.clip_grad_norm(config.step.clip);
     let options = options.precision(sharding.precision.clone());
+    let options = options.scale_loss(config.step.scales_loss.then(LossScaling::default));
     let options = match sharding.unit_size {
         Some(least) => {
             let model = sizes.init(&Device::flex(), config.seed)?;
@@ -209,6 +212,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             step,
             unsharded: None,
             norm_not_finite: None,
+            scaler: config.step.scales_loss.then(LossScaler::default),
             loss: held_out,
             recomputed,
             model: None,
@@ -228,6 +232,9 @@ impl<'a, A: Architecture> Compiled<'a, A> {
 
     /// Looks at what a step has left behind.
     fn end(&mut self) -> Result<(), RankError> {
+        let scale = self.step.loss_scale();
+        let scaler = self.scaler.take().zip(scale);
+        self.scaler = scaler.map(|(scaler, scale)| scaler.restored(scale));
         let norm = self.step.grad_norm();
         let stops = self.config.not_finite == NotFinite::Stop;
         self.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
@@ -318,6 +325,10 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
         Ok(snapshot_compiled_matching(step, layout, "shard", is_saved)?)
     }
 
+    fn scaler(&self) -> Option<&LossScaler> {
+        self.scaler.as_ref()
+    }
+
     fn adapters(&self) -> Option<&Adapters> {
         self.adapters.as_ref()
     }
@@ -325,6 +336,11 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
     fn resume(&mut self, saved: &Step) -> Result<(), RankError> {
         if let Some(adapters) = &self.adapters {
             adapters.check(&saved.index().training)?;
+        }
+        if let Some(scaler) = self.scaler.take() {
+            let scaler = restore_scaler(scaler, saved);
+            self.step.set_loss_scale(scaler.state())?;
+            self.scaler = Some(scaler);
         }
         let is_saved = is_saved(self.adapters.as_ref());
         Ok(restore_compiled_matching(&mut self.step, saved, is_saved)?)

@@ -44,6 +44,11 @@ fn ways_to_make_a_step_agree() {
             0.02,
         ),
         ("--ranks 2 --reduce-dtype bf16 --compile", 0.02),
+        ("--ranks 2 --precision f16 --compile", 0.02),
+        (
+            "--ranks 3 --precision f16 --reduce-dtype f16 --compile --accumulate 2",
+            0.02,
+        ),
     ] {
         assert_close(&losses_of(arguments), &want, tolerance, arguments);
     }

@@ -76,6 +76,7 @@ fn losses_and_saved_files_are_those_of_threads() {
         (2, "--compile --accumulate 2 --clip-grad-norm 0.5"),
         (4, "--compile --strategy hybrid-shard"),
         (2, "--compile --precision bf16"),
+        (2, "--compile --precision f16"),
     ] {
         let arguments = format!(
             "{flags} --synthetic --warmup 0 --steps {steps} --checkpoint-dir steps --save-every 3"

@@ -4,48 +4,12 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, FloatDType, Tensor};
 use burn_fsdp_collectives::Reduction;
-use serde::{Deserialize, Serialize};
+use burn_fsdp_mesh::{LossScalerState, LossScaling, ScalingFault};
 
 use crate::error::Error;
 use crate::inspect;
 use crate::optim::clip;
 use crate::optim::gradients;
-
-/// The options of a [`LossScaler`]. The defaults are PyTorch's.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct LossScaling {
-    /// The scale of the first step. Default 65536.
-    pub initial_scale: f64,
-    /// The factor of the scale after `growth_interval` steps without overflow. Default 2.
-    pub growth_factor: f64,
-    /// The factor of the scale after an overflow. Default 0.5.
-    pub backoff_factor: f64,
-    /// Steps without overflow before the scale grows. Default 2000.
-    pub growth_interval: u32,
-}
-
-impl Default for LossScaling {
-    fn default() -> Self {
-        Self {
-            initial_scale: 65536.0,
-            growth_factor: 2.0,
-            backoff_factor: 0.5,
-            growth_interval: 2000,
-        }
-    }
-}
-
-/// The state of a [`LossScaler`], which changes from step to step: put it into checkpoints. The
-/// same on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct LossScalerState {
-    /// The factor of the loss.
-    pub scale: f64,
-    /// Steps without overflow since the scale last changed.
-    pub growth_tracker: u32,
-}
 
 /// A scaler of the loss, which keeps small gradients of `f16` from vanishing: the loss is
 /// multiplied by a scale, the gradients are divided by it, and a step in which a gradient
@@ -78,10 +42,7 @@ impl Default for LossScaler {
         let scaling = LossScaling::default();
         Self {
             scaling,
-            state: LossScalerState {
-                scale: scaling.initial_scale,
-                growth_tracker: 0,
-            },
+            state: scaling.begin(),
         }
     }
 }
@@ -94,38 +55,21 @@ impl LossScaler {
     /// [`Error::Option`] if the initial scale is not positive and finite, the growth factor not
     /// above 1, the backoff factor not between 0 and 1, or the interval 0.
     pub fn new(scaling: LossScaling) -> Result<Self, Error> {
-        let refuse = |option, expected, got: f64| {
-            Err(Error::Option {
+        match scaling.fault() {
+            Some(ScalingFault {
+                option,
+                expected,
+                got,
+            }) => Err(Error::Option {
                 option,
                 expected,
                 got: got.to_string(),
-            })
-        };
-        let LossScaling {
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-        } = scaling;
-        if !(initial_scale.is_finite() && initial_scale > 0.0) {
-            return refuse("initial_scale", "positive and finite", initial_scale);
+            }),
+            None => Ok(Self {
+                scaling,
+                state: scaling.begin(),
+            }),
         }
-        if !(growth_factor.is_finite() && growth_factor > 1.0) {
-            return refuse("growth_factor", "above 1 and finite", growth_factor);
-        }
-        if !(backoff_factor > 0.0 && backoff_factor < 1.0) {
-            return refuse("backoff_factor", "between 0 and 1", backoff_factor);
-        }
-        if growth_interval == 0 {
-            return refuse("growth_interval", "at least 1", 0.0);
-        }
-        Ok(Self {
-            scaling,
-            state: LossScalerState {
-                scale: initial_scale,
-                growth_tracker: 0,
-            },
-        })
     }
 
     /// Goes on from the state of a checkpoint.
@@ -171,37 +115,13 @@ impl LossScaler {
         drop(entries);
         let found_anywhere = clip::all_reduce(&root.group, found, Reduction::max())? > 0.0;
         if found_anywhere {
-            self.back_off()?;
+            let LossScalerState { scale, .. } = self.state;
+            let smaller = self.scaling.back_off(self.state);
+            self.state = smaller.ok_or(Error::LossScale { scale })?;
             return Ok(None);
         }
         let gradients = gradients::scaled(module, gradients, self.state.scale.recip())?;
-        self.grow();
+        self.state = self.scaling.grow(self.state);
         Ok(Some(gradients))
-    }
-
-    fn back_off(&mut self) -> Result<(), Error> {
-        let scale = self.state.scale * self.scaling.backoff_factor;
-        // Below, the product of loss and scale is zero: every step would be skipped, in silence.
-        if scale < f64::from(f32::MIN_POSITIVE) {
-            return Err(Error::LossScale {
-                scale: self.state.scale,
-            });
-        }
-        self.state = LossScalerState {
-            scale,
-            growth_tracker: 0,
-        };
-        Ok(())
-    }
-
-    fn grow(&mut self) {
-        self.state.growth_tracker += 1;
-        if self.state.growth_tracker >= self.scaling.growth_interval {
-            let scale = self.state.scale * self.scaling.growth_factor;
-            if scale <= f64::from(f32::MAX) {
-                self.state.scale = scale;
-            }
-            self.state.growth_tracker = 0;
-        }
     }
 }

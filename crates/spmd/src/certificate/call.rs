@@ -12,7 +12,7 @@ use super::field::{Element, Hash};
 use super::given::cut;
 use super::scalar::Scalar;
 use super::tensor::{Kind, Tensor, filled};
-use crate::graph::{Node, operation_name};
+use crate::graph::{Draw, Node, operation_name};
 
 /// The tensors of one rank.
 pub(super) type Values = HashMap<TensorId, Tensor>;
@@ -120,6 +120,10 @@ impl Call<'_> {
         } = &self.place;
         let mut seed = Hash::named("random");
         seed.write(*run);
+        if let Some(draw) = self.node.draw.as_ref().filter(|draw| !draw.is_own) {
+            seed.write(u64::from(draw.number));
+            return self.part_of(draw, seed);
+        }
         let first = self.node.outputs().next();
         seed.write(first.map_or(0, |id| id.value()));
         let Some(draws) = draws else {
@@ -143,6 +147,29 @@ impl Call<'_> {
                     cut(&whole, &layout, mesh, *rank, shape)
                 }
             }
+        });
+        parts.collect()
+    }
+
+    /// Returns the rank's part of what all ranks draw together.
+    fn part_of(&self, draw: &Draw, seed: Hash) -> Result<Vec<Tensor>, String> {
+        let Place { mesh, rank, .. } = self.place;
+        let mut start = vec![0; draw.whole.len()];
+        for shift in &draw.shifts {
+            let index = mesh.index_on(&shift.axis, rank);
+            let start = start.get_mut(shift.dim).ok_or("it has no such dim")?;
+            *start += index.map_err(|error| error.to_string())? * shift.len;
+        }
+        let parts = self.node.operation.outputs().map(|output| {
+            let whole = filled(seed, &draw.whole, Kind::of(output.dtype));
+            let mut view = whole.view();
+            for (dim, (start, size)) in start.iter().zip(output.shape.as_slice()).enumerate() {
+                if start + size > draw.whole[dim] {
+                    return Err("it draws more than the whole".to_owned());
+                }
+                view = view.sliced(dim, *start..start + size, 1);
+            }
+            Ok(whole.taken(&view))
         });
         parts.collect()
     }

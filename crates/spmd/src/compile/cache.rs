@@ -12,8 +12,8 @@ use crate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
-use crate::lower::{Lowered, Purpose, StepGraphs, lower_all};
-use crate::mode::Mode;
+use crate::lower::{Lowered, StepGraphs, lower_all};
+use crate::mode::{Mode, Purpose};
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;

@@ -10,7 +10,7 @@ use super::cache::{Compiled, Made};
 use super::step::{CompiledStep, Outputs, grad_norm};
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::lower::Purpose;
+use crate::mode::Purpose;
 use crate::run::{Results, Timeline};
 use crate::trace::{Batch, StepScalars};
 
@@ -54,7 +54,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok((loss, timeline))
     }
 
-    fn run_micro(
+    pub(super) fn run_micro(
         &mut self,
         learning_rate: f64,
         batches: &[B],
@@ -67,7 +67,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 let _ = agree::<B>(group, None, learning_rate, None);
                 return Err(Error::NoBatch);
             }
-            [batch] => return self.run(learning_rate, batch, timeline),
+            [batch] if self.scaler.is_none() => return self.run(learning_rate, batch, timeline),
             _ => {}
         }
         let prepared = self.prepare_micro(learning_rate, batches)?;
@@ -79,6 +79,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let mut outputs: Vec<Outputs> = Vec::new();
         for (graph, batch) in prepared.graphs.iter().zip(batches) {
             self.feed(graph, batch);
+            let micro = u32::try_from(outputs.len()).unwrap_or(u32::MAX);
+            self.executor.draw_for(self.done.steps, micro);
             let ran = self.run_graph(graph, scalars, timeline.as_deref_mut());
             let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
             let loss = results.loss.as_ref();
@@ -86,14 +88,19 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             total += loss.ok_or_else(|| Error::Internal("the loss is empty".to_owned()))?;
             outputs.push((graph.template(), results.outputs));
         }
-        let ran = self.run_graph(&prepared.update, scalars, timeline);
-        let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
+        let unscaled = self.unscale(&prepared.update);
+        let is_taken = unscaled.inspect_err(|error| self.poison_after(outputs.len(), error))?;
+        self.done.grad_norm = None;
+        if is_taken {
+            let ran = self.run_graph(&prepared.update, scalars, timeline);
+            let results = ran.inspect_err(|error| self.poison_after(outputs.len(), error))?;
+            let stepped = &prepared.made.stepped;
+            self.scalars
+                .advance(scalars, |path| stepped.contains_key(path));
+            self.done.grad_norm = grad_norm(&results);
+        }
         self.forget_pending(&prepared.update);
-        let stepped = &prepared.made.stepped;
-        self.scalars
-            .advance(scalars, |path| stepped.contains_key(path));
         self.done.steps += 1;
-        self.done.grad_norm = grad_norm(&results);
         self.done.outputs = outputs;
         Ok(total / batches.len() as f64)
     }
@@ -116,6 +123,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
+    /// Returns the graph of the first of such micro-batches, without the optimizer.
+    pub(super) fn micro_graph(
+        &mut self,
+        learning_rate: f64,
+        batches: &[B],
+    ) -> Result<Arc<Graph>, Error> {
+        let graphs = self.prepare_micro(learning_rate, batches)?.graphs;
+        graphs.into_iter().next().ok_or(Error::NoBatch)
+    }
+
     /// Returns the graphs for such micro-batches. All ranks must call it; they agree on all of them before anything
     /// changes, which takes one exchange of 8 bytes for each.
     fn prepare_micro(&mut self, learning_rate: f64, batches: &[B]) -> Result<Prepared, Error> {
@@ -126,7 +143,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
         // Zero where there are none: then there is nothing to say.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
-        let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars));
+        let scale = self.scaler.map_or(0, |scaler| scaler.state.scale.to_bits());
+        let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, scale));
         let mut made: Vec<Made> = Vec::new();
         for batch in batches {
             let own = scalars.clone().and_then(|scalars| {

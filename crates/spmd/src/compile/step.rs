@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::slice::from_ref;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::backend::Flex;
@@ -13,16 +14,16 @@ use super::agree::agree;
 use super::cache::{Compiled, Graphs, Made, Setting, Stepped, Tracer};
 use super::idle::IdleState;
 use super::restored::Restored;
+use super::scaler::Scaler;
 use crate::certificate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Role};
 use crate::initial::InitialValues;
-use crate::lower::Purpose;
-use crate::mode::Mode;
+use crate::mode::{Mode, Purpose};
 use crate::norm::GRAD_NORM;
 use crate::run::{Executor, MemoryTable, Results, Timeline};
-use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, data_of, fill};
+use crate::trace::{Batch, HostScalars, ParameterSpec, StepScalars, fill};
 
 /// An optimizer's step that has been put off, with gradients that wait for it.
 pub(super) struct Pending {
@@ -64,6 +65,8 @@ pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     /// The graph of the last step, or of the batch prepared last: it knows parameters, layouts and ids.
     pub(super) current: Option<Arc<Graph>>,
     pub(super) poisoned: Option<String>,
+    /// The scale of the loss, if it is scaled.
+    pub(super) scaler: Option<Scaler>,
     pub(super) done: Done<O>,
 }
 
@@ -96,6 +99,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         executor: Executor<Be>,
         initial: InitialValues,
     ) -> Self {
+        let scaler = mode.options.loss_scaling.map(Scaler::new);
         Self {
             graphs: Graphs::new(tracer),
             mode,
@@ -108,6 +112,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             loaded: None,
             current: None,
             poisoned: None,
+            scaler,
             done: Done {
                 steps: 0,
                 outputs: Vec::new(),
@@ -163,6 +168,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         batch: &B,
         mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
+        if self.scaler.is_some() {
+            return self.run_micro(learning_rate, from_ref(batch), timeline);
+        }
         let Prepared {
             graph,
             scalars,
@@ -176,6 +184,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             *timeline = Timeline::new();
         }
         self.feed(&graph, batch);
+        self.executor.draw_for(self.done.steps, 0);
         let results = self.executor.run(&graph, &scalars, timeline);
         let results = results.inspect_err(|error| self.poison(error))?;
         self.scalars
@@ -382,13 +391,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.graphs.of(purpose, batch, step, setting)
     }
 
-    /// Gives the executor the tensors of a batch, or micro-batch.
-    pub(super) fn feed<E: Batch>(&mut self, graph: &Graph, batch: &E) {
-        for (id, (_, data)) in graph.inputs().iter().zip(data_of(batch)) {
-            self.executor.set(*id, data);
-        }
-    }
-
     /// Loads a graph's constants into the executor.
     pub(super) fn load(&mut self, graph: &Arc<Graph>) {
         let loaded = self.loaded.as_ref();
@@ -416,7 +418,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// Those of tracing.
     pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
-        Ok(self.prepare(learning_rate, batch)?.graph)
+        match self.scaler {
+            Some(_) => self.micro_graph(learning_rate, from_ref(batch)),
+            None => Ok(self.prepare(learning_rate, batch)?.graph),
+        }
     }
 
     /// Returns the number of graphs traced so far.

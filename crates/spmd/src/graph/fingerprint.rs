@@ -22,7 +22,7 @@ impl Graph {
                 true => node.operation.hash(&mut hasher),
                 false => without_slots(node).hash(&mut hasher),
             }
-            (node.phase, &node.scalars, &node.shift).hash(&mut hasher);
+            (node.phase, &node.scalars, &node.shift, &node.draw).hash(&mut hasher);
             if let Some(collective) = &node.collective {
                 (&collective.label, collective.kind, collective.stage).hash(&mut hasher);
                 let reduction = collective.reduction.map(|op| op.to_string());

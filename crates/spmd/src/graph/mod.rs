@@ -34,6 +34,7 @@
 mod activation;
 mod arithmetic;
 mod collective;
+mod draw;
 mod fingerprint;
 mod flops;
 mod node;
@@ -52,6 +53,7 @@ pub use arithmetic::touched_bytes;
 pub use burn_fsdp_mesh::{AxisPlacement, local_shape};
 use burn_fsdp_mesh::{Mesh, Placement};
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
+pub use draw::Draw;
 pub use flops::Flops;
 pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot};
 pub use operation::operation_name;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn_ir::{IrVisitorMut, OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 
 use super::collective::Collective;
+use super::draw::Draw;
 use super::flops::Flops;
 use super::operation::{Trait, is, operation_name};
 use super::value::Value;
@@ -27,6 +28,9 @@ pub struct Node {
     /// Part of a slice that each rank takes; `None` for all other operations, and for slices that are equal on all
     /// ranks.
     pub shift: Option<AxisShift>,
+    /// The random numbers of a seed that the node draws; `None` for all other operations, and for numbers of the
+    /// backend's generator.
+    pub draw: Option<Draw>,
     /// Properties of an operation that is not Burn's; `None` for all others, and before it is
     /// [described](crate::CustomOperations::describe).
     pub custom: Option<CustomProfile>,
@@ -121,6 +125,7 @@ impl Node {
             scalars: Vec::new(),
             path: None,
             shift: None,
+            draw: None,
             custom: None,
         }
     }

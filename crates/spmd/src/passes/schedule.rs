@@ -14,7 +14,7 @@ use crate::pass_id::PassId;
 use crate::place::DataParallel;
 use crate::ranks::DATA_AXIS;
 use crate::transform::GraphTransform;
-use burn_fsdp_mesh::{Axis, Clip, Pattern, Strategy};
+use burn_fsdp_mesh::{Axis, Clip, LossScaling, Pattern, Strategy};
 
 /// The choice of the passes that schedule a graph, and their parameters.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,6 +40,8 @@ pub struct Options {
     pub reshard_after_forward: bool,
     /// Scaling of the gradients so that their norm stays below a limit; `None`, the default, for none.
     pub clip: Option<Clip>,
+    /// Scaling of the loss, so that gradients of 16 bits do not vanish; `None`, the default, for none.
+    pub loss_scaling: Option<LossScaling>,
     /// Sizes of joined collectives; `None` for one collective per tensor.
     pub bucket: Option<Bucket>,
     /// True to start the next unit's gather before this unit computes. `None`, the default, is true where the group
@@ -72,6 +74,7 @@ impl Default for Options {
             recompute_units: Vec::new(),
             reshard_after_forward: true,
             clip: None,
+            loss_scaling: None,
             bucket: Some(Bucket::default()),
             prefetch: None,
             optimizer: OptimizerPlace::InBackward,
@@ -103,7 +106,7 @@ impl Options {
 
     /// Sets mixed precision: parameters are cast before they are gathered, their gradients arrive at the shards as wide
     /// as these, and the loss that comes out is one of 32 bits. Tensors of the batch keep their types: the loss closure
-    /// casts those that meet parameters. Not by placements, and not in `f16`, which needs its loss scaled.
+    /// casts those that meet parameters. Not by placements; `f16` needs its loss [scaled](Self::scale_loss).
     ///
     /// All shards are cast when the step begins, and the copies stay until their last gather. With
     /// [`OptimizerPlace::InNextForward`] the whole optimizer therefore comes before the first gather.
@@ -148,6 +151,16 @@ impl Options {
         self
     }
 
+    /// Sets how the loss is scaled, which keeps small gradients of `f16` from vanishing; `None` for not at all. Gradients
+    /// are divided by the scale when all micro-batches are added up, before they are clipped. If one has overflowed on any rank,
+    /// all skip the step, with a smaller scale from there on ([`CompiledStep::was_skipped`](crate::CompiledStep::was_skipped)).
+    /// A step is then one over micro-batches, be it of one, and its optimizer at the end. Losses come out as they are. Not by placements.
+    #[must_use]
+    pub fn scale_loss(mut self, scaling: impl Into<Option<LossScaling>>) -> Self {
+        self.loss_scaling = scaling.into();
+        self
+    }
+
     /// Sets how collectives are joined; `None` for one per tensor.
     #[must_use]
     pub fn bucket(mut self, bucket: impl Into<Option<Bucket>>) -> Self {
@@ -180,6 +193,7 @@ impl Options {
             recompute_units: Vec::new(),
             reshard_after_forward: false,
             clip: None,
+            loss_scaling: None,
             bucket: None,
             prefetch: Some(false),
             optimizer: OptimizerPlace::AtEnd,

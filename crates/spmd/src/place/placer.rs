@@ -87,6 +87,9 @@ impl Placer {
         rename(&mut local.operation, &ids);
         self.values.graph.sync_node(&mut local);
         rules::localize(&mut local.operation);
+        if let (Some(draw), Some(on)) = (&mut local.draw, assignment.outputs.values().next()) {
+            draw.place(&self.values.described(on));
+        }
         self.scheduled.push(local);
         for (id, on) in assignment.outputs {
             let version = Version { id, on };
@@ -166,7 +169,9 @@ impl Placer {
                 self.values
                     .extend(&signature, &assignment, axis, &Candidate::Cut(letter))
             });
-            let is_random = node.is_opaque() && self.values.axes[axis].num_ranks > 1;
+            // Of a seed all ranks draw the same.
+            let is_random = node.is_opaque() && node.draw.is_none();
+            let is_random = is_random && self.values.axes[axis].num_ranks > 1;
             let next = match cut {
                 Some(next) => Some(next),
                 // Ranks draw other numbers each: they draw parts, and gather them.

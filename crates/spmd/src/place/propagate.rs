@@ -294,6 +294,7 @@ impl Placer {
         }
         if let Some(axis) = self.values.axes.iter().find(|axis| axis.num_ranks > 1)
             && node.is_opaque()
+            && node.draw.is_none()
         {
             let shape = node
                 .operation

@@ -18,11 +18,12 @@ use burn_router::TensorInterpreter;
 use super::collective::{self, Failure, Started};
 use super::memory::{Address, MemoryTable};
 use super::patched::{failed, patched};
+use super::random::{Drawing, Moment};
 use super::sealed::Seals;
 use super::timeline::Timeline;
 use crate::custom::CustomOperations;
 use crate::error::Error;
-use crate::graph::{AxisShift, Graph, Node, Stage};
+use crate::graph::{AxisShift, Draw, Graph, Node, Stage};
 use crate::kernels::kernels_of;
 use crate::norm::with_norms;
 use crate::panics::message;
@@ -55,6 +56,8 @@ pub struct Executor<B: BackendIr> {
     constants: Vec<TensorId>,
     operations: CustomOperations<B>,
     pub(super) seals: Seals,
+    /// The run of which random numbers are drawn, where they are of a seed.
+    moment: Moment,
 }
 
 impl<B: BackendIr> Executor<B> {
@@ -70,6 +73,7 @@ impl<B: BackendIr> Executor<B> {
             constants: Vec::new(),
             operations: with_norms(kernels_of()),
             seals: Seals::default(),
+            moment: Moment::default(),
         }
     }
 
@@ -88,6 +92,12 @@ impl<B: BackendIr> Executor<B> {
     /// Returns the operations beside Burn's that graphs may use.
     pub fn operations(&self) -> &CustomOperations<B> {
         &self.operations
+    }
+
+    /// Sets the step, and the micro-batch in it, of which the next run draws random numbers, where these are of a seed
+    /// ([`Mode::seeded`](crate::Mode::seeded)): without it all runs draw the same. All ranks must set the same.
+    pub fn draw_for(&mut self, step: u64, micro: u32) {
+        self.moment = Moment { step, micro };
     }
 
     /// Returns the ranks that run together.
@@ -278,6 +288,10 @@ impl<B: BackendIr> Executor<B> {
                     }
                 }
             }
+        } else if let Some(draw) = &node.draw {
+            catch_unwind(AssertUnwindSafe(|| self.draw(node, draw)))
+                .unwrap_or_else(|payload| Err(message(payload.as_ref())))
+                .map_err(|reason| failed(index, node, reason))?;
         } else {
             let mut operation = node.operation.clone();
             if let Some(shift) = &node.shift {
@@ -327,6 +341,18 @@ impl<B: BackendIr> Executor<B> {
         if let Some(range) = op.ranges.get_mut(shift.dim) {
             range.start = start as isize;
             range.end = Some((start + shift.len) as isize);
+        }
+        Ok(())
+    }
+
+    /// Draws this rank's part of random numbers of a seed.
+    fn draw(&mut self, node: &Node, draw: &Draw) -> Result<(), String> {
+        let moment = self.moment;
+        let along = |axis: &str| Ok(self.along(axis)?.rank());
+        let drawing = Drawing::new(draw, moment, self.group.rank(), along)?;
+        let data = drawing.of(&node.operation)?;
+        if let Some(output) = node.outputs().next() {
+            self.interpreter.register_tensor_data_id(output, data);
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ mod collective;
 mod executor;
 mod memory;
 mod patched;
+mod random;
 mod sealed;
 mod seals;
 mod timeline;

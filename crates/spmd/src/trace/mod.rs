@@ -120,6 +120,8 @@ pub(crate) struct TraceOptions {
     pub(crate) defaults: Option<Defaults>,
     /// The types in which parameters compute.
     pub(crate) precision: Precision,
+    /// True for a graph that takes a factor of the loss, behind the tensors of the batch.
+    pub(crate) scales_loss: bool,
     /// The activations of which placements are asked.
     pub(crate) activations: Vec<Pattern>,
 }
@@ -139,7 +141,9 @@ where
     B: Batch,
     L: Loss,
 {
-    let specs = specs_of(batch)?;
+    let mut specs = specs_of(batch)?;
+    let factor = options.scales_loss.then(loss_factor);
+    specs.extend(factor.clone());
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
@@ -173,6 +177,16 @@ where
         }
         let value = wide(value);
         let captured = float_id(&value);
+        // The loss itself comes out as it is.
+        let value = match &factor {
+            Some(factor) => {
+                let like = (&tracked, factor.dtype);
+                let factor = Tensor::<1>::empty(factor.shape.clone(), like);
+                inputs.push(float_id(&factor));
+                value * factor
+            }
+            None => value,
+        };
         let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
         let (Some(loss), Ok(value)) = (captured, tracked_value) else {
@@ -199,6 +213,15 @@ where
     let builder = Builder::new(recording, specs)?;
     let step = optimizer(&builder.leaves)?;
     Ok((builder.build(&step)?, template))
+}
+
+/// The factor of the loss among the inputs of a graph.
+fn loss_factor() -> InputSpec {
+    InputSpec {
+        name: "scale of the loss".to_owned(),
+        shape: vec![1],
+        dtype: DType::F32,
+    }
 }
 
 /// Returns the loss in 32 bits at least, as its mean over the ranks is.

@@ -29,5 +29,7 @@ mod recompute_units;
 mod redistribution;
 mod refusals;
 mod scale;
+mod scaled;
+mod seed;
 mod sequence_parallel;
 mod units;

@@ -36,7 +36,7 @@ pub(crate) fn tensor_parallel() -> Expand {
 pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
 /// What `steps` steps of a mode give on every rank, all of them the same.
-fn trained<M, B>(
+pub(crate) fn trained<M, B>(
     num_ranks: usize,
     mode: impl Fn(&ProcessGroup) -> Result<Mode, Error> + Send + Sync + Clone + 'static,
     init: fn(&Device) -> M,

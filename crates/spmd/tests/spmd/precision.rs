@@ -24,7 +24,7 @@ use crate::eager::floats;
 use crate::models::{TokenBatch, VOCAB, tokens};
 
 const STEPS: usize = 6;
-const ROWS: usize = 12;
+pub(crate) const ROWS: usize = 12;
 const DIM: usize = 10;
 
 #[derive(Module, Debug)]
@@ -36,14 +36,14 @@ struct Block {
 
 /// A residual network whose norms compute in 32 bits, as its author writes it.
 #[derive(Module, Debug)]
-struct Net {
+pub(crate) struct Net {
     embed: Embedding,
     blocks: Vec<Block>,
     head: Linear,
 }
 
 impl Net {
-    fn new(device: &Device) -> Self {
+    pub(crate) fn new(device: &Device) -> Self {
         let block = || Block {
             norm: LayerNormConfig::new(DIM).init(device),
             up: LinearConfig::new(DIM, 3 * DIM).init(device),
@@ -56,7 +56,7 @@ impl Net {
         }
     }
 
-    fn loss(&self, (tokens, targets): TokenBatch) -> Tensor<1> {
+    pub(crate) fn loss(&self, (tokens, targets): TokenBatch) -> Tensor<1> {
         let mut x = self.embed.forward(tokens);
         for block in &self.blocks {
             let dtype = x.dtype();
@@ -73,11 +73,11 @@ impl Net {
 }
 
 /// The type in which the parameter at a path computes, and that in which gradients of a type travel.
-#[derive(Debug, Clone, Copy)]
-struct Case {
-    compute: Option<FloatDType>,
-    reduce: Option<FloatDType>,
-    wide_norms: bool,
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Case {
+    pub(crate) compute: Option<FloatDType>,
+    pub(crate) reduce: Option<FloatDType>,
+    pub(crate) wide_norms: bool,
 }
 
 const CASES: [Case; 5] = [
@@ -109,7 +109,7 @@ const CASES: [Case; 5] = [
 ];
 
 impl Case {
-    fn precision(self) -> Precision {
+    pub(crate) fn precision(self) -> Precision {
         let precision = match self.compute {
             Some(compute) => Precision::new(compute),
             None => Precision::default(),
@@ -133,7 +133,7 @@ impl Case {
 }
 
 /// Casts every parameter, so that gradients come back to the one that was cast.
-struct Cast(Case, Vec<String>);
+pub(crate) struct Cast(pub(crate) Case, pub(crate) Vec<String>);
 
 impl ModuleMapper for Cast {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -149,11 +149,11 @@ impl ModuleMapper for Cast {
 }
 
 /// The mean of the gradients of all parts, each rounded to the type in which it travels.
-struct Mean<'a> {
-    case: Case,
-    path: Vec<String>,
-    parts: &'a [GradientsParams],
-    mean: GradientsParams,
+pub(crate) struct Mean<'a> {
+    pub(crate) case: Case,
+    pub(crate) path: Vec<String>,
+    pub(crate) parts: &'a [GradientsParams],
+    pub(crate) mean: GradientsParams,
 }
 
 impl ModuleVisitor for Mean<'_> {
@@ -179,7 +179,7 @@ impl ModuleVisitor for Mean<'_> {
     }
 }
 
-type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
+pub(crate) type Trained = (Vec<f64>, BTreeMap<String, Vec<f32>>);
 
 /// Burn's loop over the parts of each batch.
 fn expected(case: Case, parts: usize) -> Trained {
@@ -246,7 +246,7 @@ fn trained(
 }
 
 /// With sums of 32 bits in the same order, all is equal but for what the order of factors rounds.
-fn assert_close(what: &str, got: &Trained, want: &Trained) {
+pub(crate) fn assert_close(what: &str, got: &Trained, want: &Trained) {
     for (step, (loss, wanted)) in got.0.iter().zip(&want.0).enumerate() {
         assert!(
             (loss - wanted).abs() <= 1e-4 * wanted,
@@ -374,7 +374,7 @@ fn what_cannot_be_computed_in_halves_is_refused() {
     let full = DataParallel::from(Strategy::FullShard);
     let said = compiled(solo(Precision::new(FloatDType::F16), full));
     assert!(
-        said.contains("f16") && said.contains("LossScaler"),
+        said.contains("f16") && said.contains("Options::scale_loss"),
         "{said}"
     );
     let said = compiled(solo(Precision::default().reduce(FloatDType::F16), full));

@@ -353,8 +353,10 @@ impl std::fmt::Display for Way {
     }
 }
 
+/// Returns true for random numbers that are other ones on each rank.
 fn is_drawn(node: &Node) -> bool {
-    node.is_opaque() && node.custom.is_none()
+    let is_shared = node.draw.as_ref().is_some_and(|draw| !draw.is_own);
+    node.is_opaque() && node.custom.is_none() && !is_shared
 }
 
 /// Returns true if a result has a dim that no operand has.

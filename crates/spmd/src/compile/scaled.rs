@@ -1,0 +1,110 @@
+//! Steps whose loss is scaled: gradients that have overflowed, and the step that is skipped then.
+
+use burn::tensor::{DType, TensorData};
+use burn_fsdp_mesh::{LossScalerState, LossScaling};
+use burn_ir::{BackendIr, TensorId};
+
+use super::step::CompiledStep;
+use crate::error::{Error, ScaleError};
+use crate::graph::{Graph, Role};
+use crate::trace::Batch;
+
+impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
+    /// Returns the scale of the next step's loss, to be saved with the run; `None` where
+    /// [`Options`](crate::passes::schedule::Options::scale_loss) scale none. The same on all ranks.
+    pub fn loss_scale(&self) -> Option<LossScalerState> {
+        Some(self.scaler.as_ref()?.state)
+    }
+
+    /// Sets the scale of the next step's loss, to go on from a run that was saved. All ranks must set the same.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::LossScale`] if the step scales no loss, or the scale is not positive and finite.
+    pub fn set_loss_scale(&mut self, state: LossScalerState) -> Result<(), Error> {
+        let Some(scaler) = &mut self.scaler else {
+            return Err(ScaleError::Off.into());
+        };
+        let like = LossScaling {
+            initial_scale: state.scale,
+            ..scaler.scaling
+        };
+        match like.fault() {
+            Some(fault) => Err(ScaleError::from(fault).into()),
+            None => {
+                scaler.state = state;
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns true if the last step was skipped, since a gradient of a rank had overflowed: parameters and the optimizer's
+    /// states and step numbers are those of before, running statistics are not. The same on all ranks.
+    pub fn was_skipped(&self) -> bool {
+        self.scaler.is_some_and(|scaler| scaler.has_skipped)
+    }
+
+    /// Divides the gradients that wait for this graph's optimizer by the scale of the loss, where it is scaled. Returns false
+    /// if one of any rank is infinite or not a number: the scale is smaller then, and the step is to be skipped. All ranks
+    /// must call it; they exchange one byte.
+    pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
+        let Some(mut scaler) = self.scaler else {
+            return Ok(true);
+        };
+        let gradients: Vec<TensorId> = {
+            let pending = update.values();
+            let pending = pending.filter(|value| matches!(value.role, Role::Pending(_)));
+            let ids = pending.map(|value| value.id);
+            ids.filter(|id| self.executor.has(*id)).collect()
+        };
+        let mut is_finite = true;
+        for id in &gradients {
+            is_finite &= self::is_finite(&self.executor.get(*id)?);
+        }
+        let group = self.mode.ranks().group();
+        let all = group.exchange("overflow of gradients", vec![u8::from(is_finite)]);
+        let all = all.map_err(Error::among_ranks)?;
+        scaler.has_skipped = all.iter().any(|of_rank| *of_rank != [1]);
+        if scaler.has_skipped {
+            let scale = scaler.state.scale;
+            let smaller = scaler.scaling.back_off(scaler.state);
+            scaler.state = smaller.ok_or(ScaleError::Vanished { scale })?;
+        } else {
+            let inverse = scaler.state.scale.recip();
+            for id in gradients {
+                let scaled = scaled(self.executor.get(id)?, inverse)?;
+                self.executor.set(id, scaled);
+            }
+            scaler.state = scaler.scaling.grow(scaler.state);
+        }
+        self.scaler = Some(scaler);
+        Ok(!scaler.has_skipped)
+    }
+}
+
+fn is_finite(gradient: &TensorData) -> bool {
+    match gradient.dtype() {
+        DType::F32 => gradient
+            .as_slice::<f32>()
+            .is_ok_and(|all| all.iter().all(|of| of.is_finite())),
+        _ => gradient.iter::<f64>().all(f64::is_finite),
+    }
+}
+
+/// Returns a gradient times a factor, in its own type.
+fn scaled(mut gradient: TensorData, factor: f64) -> Result<TensorData, Error> {
+    let wrong = |error| Error::Internal(format!("a gradient cannot be scaled: {error:?}"));
+    match gradient.dtype() {
+        DType::F32 => {
+            let factor = factor as f32;
+            let all = gradient.as_mut_slice::<f32>().map_err(wrong)?;
+            all.iter_mut().for_each(|of| *of *= factor);
+            Ok(gradient)
+        }
+        dtype => {
+            let all = gradient.iter::<f64>().map(|of| of * factor).collect();
+            let shape = gradient.shape().to_vec();
+            Ok(TensorData::new::<f64, _>(all, shape).convert_dtype(dtype))
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! Errors of scaling the loss.
+
+use burn_fsdp_mesh::ScalingFault;
+
+/// The reason why a loss cannot be scaled.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScaleError {
+    /// An option of the scaling is out of its range.
+    #[error("loss scaling has {option} {got}, and it must be {expected}")]
+    Option {
+        /// Name of the option.
+        option: &'static str,
+        /// The range, in words.
+        expected: &'static str,
+        /// The number that was given.
+        got: f64,
+    },
+
+    /// The scale has come to nothing: gradients overflow, however small it is.
+    #[error(
+        "gradients overflow at every scale of the loss down to {scale:e}; look for infinities in the model or the \
+         batch, or compute in bf16"
+    )]
+    Vanished {
+        /// The last scale.
+        scale: f64,
+    },
+
+    /// The step scales no loss.
+    #[error("this step scales no loss; compile it with Options::scale_loss")]
+    Off,
+}
+
+impl From<ScalingFault> for ScaleError {
+    fn from(fault: ScalingFault) -> Self {
+        Self::Option {
+            option: fault.option,
+            expected: fault.expected,
+            got: fault.got,
+        }
+    }
+}

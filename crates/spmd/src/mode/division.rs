@@ -1,0 +1,80 @@
+//! The division of batch and parameters among the ranks of a compiled step.
+
+use std::sync::Arc;
+
+use burn_fsdp_mesh::{Axis, Mesh, Strategy};
+
+use crate::error::Error;
+use crate::passes::schedule::{self, Options};
+use crate::passes::{InsertCollectives, Pipeline, Replicate};
+use crate::place::{DataParallel, Expand, ExpandPlacements};
+use crate::ranks::Ranks;
+use crate::transform::GraphTransform;
+
+/// The division of batch and parameters among the ranks.
+#[derive(Debug, Clone)]
+pub(super) enum Division {
+    /// Division of the batch: each rank runs the step on its part.
+    DataParallel(DataParallel),
+    /// Hybrid sharding: division of the batch among all ranks, of the parameters along the axis of the shards.
+    Hybrid {
+        strategy: Strategy,
+        shard: Axis,
+        replicate: Replicate,
+    },
+    /// Division of every value by its placements on a mesh.
+    Expand(Mesh, Expand),
+    /// Division of every value on one axis, by the placements that move the fewest bytes; `None` until the first graph.
+    Least(Option<Expand>),
+}
+
+impl Division {
+    /// Returns true if values are divided by placements: the step is that of the joined batch then.
+    pub(super) fn is_placed(&self) -> bool {
+        match self {
+            Self::DataParallel(_) | Self::Hybrid { .. } => false,
+            Self::Expand(..) | Self::Least(_) => true,
+        }
+    }
+
+    /// Returns the passes that divide a step among the ranks and schedule it.
+    pub(super) fn pipeline(
+        &self,
+        ranks: &Ranks,
+        options: &Options,
+        transforms: &[Arc<dyn GraphTransform>],
+    ) -> Result<Pipeline, Error> {
+        Ok(match self {
+            Self::DataParallel(style) => {
+                schedule::pipeline(ranks.size(), *style, options, transforms)
+            }
+            Self::Hybrid {
+                strategy,
+                shard,
+                replicate,
+            } => {
+                let insert = InsertCollectives {
+                    num_ranks: shard.size,
+                    style: (*strategy).into(),
+                    axis: shard.name.as_str().into(),
+                    replicate: Some(replicate.clone()),
+                    precision: options.precision.clone(),
+                };
+                let axes = ranks.mesh()?.axes().to_vec();
+                schedule::divided(insert, options, axes, transforms)
+            }
+            Self::Least(None) => {
+                return Err(Error::Internal("placements are not decided".to_owned()));
+            }
+            Self::Expand(_, expand) | Self::Least(Some(expand)) => {
+                let mesh = ranks.mesh()?;
+                let axes = mesh.axes().to_vec();
+                let insert = ExpandPlacements {
+                    expand: expand.clone(),
+                    mesh,
+                };
+                schedule::pipeline_with(insert, options, axes, transforms)
+            }
+        })
+    }
+}
