@@ -1,6 +1,7 @@
 //! The mode of a compiled step, and its application to a graph.
 
 mod division;
+mod draws;
 
 use std::sync::Arc;
 
@@ -188,10 +189,10 @@ impl Mode {
 
     /// Says of a traced step which random numbers each node draws, where the mode has a seed.
     pub(crate) fn number_draws(&self, graph: Graph) -> Graph {
-        let Some(seed) = self.seed else {
-            return graph;
-        };
-        graph.with_draws(seed, !self.division.is_placed())
+        match self.seed {
+            Some(seed) => draws::numbered(graph, seed, !self.division.is_placed()),
+            None => graph,
+        }
     }
 
     /// Sets the passes that schedule the graph, and their options.

@@ -45,10 +45,7 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     /// Number of traces so far, and maximum of the bytes of full parameters and gradients at once
     /// in the graph that was traced last.
     unsharded: Option<(usize, usize)>,
-    /// The norm of the last step's gradients, if it is not finite and the run is to stop at that.
-    norm_not_finite: Option<f64>,
-    /// The scale of the step's loss, as it is saved, if it is scaled.
-    scaler: Option<LossScaler>,
+    gradients: Gradients,
     /// The loss alone, for text that was held out.
     loss: Evaluation<Tokens, Tensor<1>>,
     /// Units that are computed again in backward so that a step stays within its budget of memory.
@@ -57,6 +54,14 @@ pub(crate) struct Compiled<'a, A: Architecture> {
     model: Option<A::Model>,
     /// The adapters, if they alone are trained.
     adapters: Option<Adapters>,
+}
+
+/// What the last step has found out about gradients.
+struct Gradients {
+    /// Their norm, if it is not finite and the run is to stop at that.
+    norm_not_finite: Option<f64>,
+    /// The scale of the loss, as it is saved, if it is scaled.
+    scaler: Option<LossScaler>,
 }
 
 /// Returns the mode, with passes that divide a step as the configuration says, and the units that are computed again so that a step stays within its budget of memory.
@@ -211,8 +216,10 @@ impl<'a, A: Architecture> Compiled<'a, A> {
                 .training(config.model.vocab(), config.batch_shape(), config.seed),
             step,
             unsharded: None,
-            norm_not_finite: None,
-            scaler: config.step.scales_loss.then(LossScaler::default),
+            gradients: Gradients {
+                norm_not_finite: None,
+                scaler: config.step.scales_loss.then(LossScaler::default),
+            },
             loss: held_out,
             recomputed,
             model: None,
@@ -233,11 +240,11 @@ impl<'a, A: Architecture> Compiled<'a, A> {
     /// Looks at what a step has left behind.
     fn end(&mut self) -> Result<(), RankError> {
         let scale = self.step.loss_scale();
-        let scaler = self.scaler.take().zip(scale);
-        self.scaler = scaler.map(|(scaler, scale)| scaler.restored(scale));
+        let scaler = self.gradients.scaler.take().zip(scale);
+        self.gradients.scaler = scaler.map(|(scaler, scale)| scaler.restored(scale));
         let norm = self.step.grad_norm();
         let stops = self.config.not_finite == NotFinite::Stop;
-        self.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
+        self.gradients.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
         self.look_at_graph()
     }
 
@@ -315,7 +322,7 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
     }
 
     fn norm_not_finite(&self) -> Option<f64> {
-        self.norm_not_finite
+        self.gradients.norm_not_finite
     }
 
     fn snapshot(&mut self) -> Result<TrainingSnapshot, RankError> {
@@ -326,7 +333,7 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
     }
 
     fn scaler(&self) -> Option<&LossScaler> {
-        self.scaler.as_ref()
+        self.gradients.scaler.as_ref()
     }
 
     fn adapters(&self) -> Option<&Adapters> {
@@ -337,10 +344,10 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
         if let Some(adapters) = &self.adapters {
             adapters.check(&saved.index().training)?;
         }
-        if let Some(scaler) = self.scaler.take() {
+        if let Some(scaler) = self.gradients.scaler.take() {
             let scaler = restore_scaler(scaler, saved);
             self.step.set_loss_scale(scaler.state())?;
-            self.scaler = Some(scaler);
+            self.gradients.scaler = Some(scaler);
         }
         let is_saved = is_saved(self.adapters.as_ref());
         Ok(restore_compiled_matching(&mut self.step, saved, is_saved)?)

@@ -13,7 +13,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         for ((_, data), id) in data_of(batch).into_iter().zip(&mut inputs) {
             self.executor.set(*id, data);
         }
-        if let (Some(scaler), Some(id)) = (&self.scaler, inputs.next()) {
+        if let (Some(scaler), Some(id)) = (&self.done.scaler, inputs.next()) {
             self.executor.set(*id, scaler.factor());
         }
     }

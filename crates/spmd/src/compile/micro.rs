@@ -67,7 +67,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 let _ = agree::<B>(group, None, learning_rate, None);
                 return Err(Error::NoBatch);
             }
-            [batch] if self.scaler.is_none() => return self.run(learning_rate, batch, timeline),
+            [batch] if self.done.scaler.is_none() => {
+                return self.run(learning_rate, batch, timeline);
+            }
             _ => {}
         }
         let prepared = self.prepare_micro(learning_rate, batches)?;
@@ -143,7 +145,10 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
         // Zero where there are none: then there is nothing to say.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
-        let scale = self.scaler.map_or(0, |scaler| scaler.state.scale.to_bits());
+        let scale = self
+            .done
+            .scaler
+            .map_or(0, |scaler| scaler.state.scale.to_bits());
         let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, scale));
         let mut made: Vec<Made> = Vec::new();
         for batch in batches {

@@ -13,7 +13,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns the scale of the next step's loss, to be saved with the run; `None` where
     /// [`Options`](crate::passes::schedule::Options::scale_loss) scale none. The same on all ranks.
     pub fn loss_scale(&self) -> Option<LossScalerState> {
-        Some(self.scaler.as_ref()?.state)
+        Some(self.done.scaler.as_ref()?.state)
     }
 
     /// Sets the scale of the next step's loss, to go on from a run that was saved. All ranks must set the same.
@@ -22,7 +22,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// [`Error::LossScale`] if the step scales no loss, or the scale is not positive and finite.
     pub fn set_loss_scale(&mut self, state: LossScalerState) -> Result<(), Error> {
-        let Some(scaler) = &mut self.scaler else {
+        let Some(scaler) = &mut self.done.scaler else {
             return Err(ScaleError::Off.into());
         };
         let like = LossScaling {
@@ -41,14 +41,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns true if the last step was skipped, since a gradient of a rank had overflowed: parameters and the optimizer's
     /// states and step numbers are those of before, running statistics are not. The same on all ranks.
     pub fn was_skipped(&self) -> bool {
-        self.scaler.is_some_and(|scaler| scaler.has_skipped)
+        self.done.scaler.is_some_and(|scaler| scaler.has_skipped)
     }
 
     /// Divides the gradients that wait for this graph's optimizer by the scale of the loss, where it is scaled. Returns false
     /// if one of any rank is infinite or not a number: the scale is smaller then, and the step is to be skipped. All ranks
     /// must call it; they exchange one byte.
     pub(super) fn unscale(&mut self, update: &Graph) -> Result<bool, Error> {
-        let Some(mut scaler) = self.scaler else {
+        let Some(mut scaler) = self.done.scaler else {
             return Ok(true);
         };
         let gradients: Vec<TensorId> = {
@@ -77,7 +77,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             }
             scaler.state = scaler.scaling.grow(scaler.state);
         }
-        self.scaler = Some(scaler);
+        self.done.scaler = Some(scaler);
         Ok(!scaler.has_skipped)
     }
 }

@@ -65,8 +65,6 @@ pub struct CompiledStep<B, Be: BackendIr = Flex, O = ()> {
     /// The graph of the last step, or of the batch prepared last: it knows parameters, layouts and ids.
     pub(super) current: Option<Arc<Graph>>,
     pub(super) poisoned: Option<String>,
-    /// The scale of the loss, if it is scaled.
-    pub(super) scaler: Option<Scaler>,
     pub(super) done: Done<O>,
 }
 
@@ -78,6 +76,8 @@ pub(super) struct Done<O> {
     pub(super) outputs: Vec<Outputs>,
     /// The norm of the gradients of the last step, if they were clipped.
     pub(super) grad_norm: Option<f64>,
+    /// The scale of the next loss, if it is scaled.
+    pub(super) scaler: Option<Scaler>,
     /// States that no step changes.
     pub(super) idle: Vec<IdleState>,
     templates: Templates<O>,
@@ -112,11 +112,11 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             loaded: None,
             current: None,
             poisoned: None,
-            scaler,
             done: Done {
                 steps: 0,
                 outputs: Vec::new(),
                 grad_norm: None,
+                scaler,
                 idle: Vec::new(),
                 templates,
             },
@@ -168,7 +168,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         batch: &B,
         mut timeline: Option<&mut Timeline>,
     ) -> Result<f64, Error> {
-        if self.scaler.is_some() {
+        if self.done.scaler.is_some() {
             return self.run_micro(learning_rate, from_ref(batch), timeline);
         }
         let Prepared {
@@ -418,7 +418,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// Those of tracing.
     pub fn compile_for(&mut self, learning_rate: f64, batch: &B) -> Result<Arc<Graph>, Error> {
-        match self.scaler {
+        match self.done.scaler {
             Some(_) => self.micro_graph(learning_rate, from_ref(batch)),
             None => Ok(self.prepare(learning_rate, batch)?.graph),
         }

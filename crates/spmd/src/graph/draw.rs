@@ -3,10 +3,8 @@
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{AxisPlacement, Placement};
-use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr};
 
-use super::Graph;
-use super::node::{AxisShift, Node, Phase};
+use super::shift::AxisShift;
 
 /// The place of random numbers among all that a step of a seed draws. See [`Mode::seeded`](crate::Mode::seeded).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -39,36 +37,4 @@ impl Draw {
             }
         }
     }
-}
-
-impl Graph {
-    /// Says of a traced step which random numbers each node draws. Those of the optimizer stay the backend's.
-    pub(crate) fn with_draws(mut self, seed: u64, is_own: bool) -> Self {
-        let mut nodes = self.take_nodes();
-        let drawing = nodes.iter_mut().filter(|node| draws(node));
-        for (number, node) in (0..).zip(drawing) {
-            let out = node.operation.outputs().next();
-            let whole = out.map_or_else(Vec::new, |out| out.shape.to_vec());
-            node.draw = Some(Draw {
-                seed,
-                number,
-                whole,
-                shifts: Vec::new(),
-                is_own,
-            });
-        }
-        self.set_nodes(nodes);
-        self
-    }
-}
-
-/// Returns true for a node that draws random numbers for the loss or its gradients.
-fn draws(node: &Node) -> bool {
-    let is_random = matches!(
-        node.operation,
-        OperationIr::Float(_, FloatOperationIr::Random(_))
-            | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
-            | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
-    );
-    is_random && node.phase != Phase::Optimizer
 }

@@ -37,9 +37,11 @@ mod collective;
 mod draw;
 mod fingerprint;
 mod flops;
+mod ir;
 mod node;
 mod operation;
 mod print;
+mod shift;
 mod storage;
 mod value;
 
@@ -55,8 +57,9 @@ use burn_fsdp_mesh::{Mesh, Placement};
 pub use collective::{Collective, CollectiveKind, CollectivePart, Payload, Stage};
 pub use draw::Draw;
 pub use flops::Flops;
-pub use node::{AxisShift, CustomProfile, Node, Phase, ScalarSlot};
+pub use node::{CustomProfile, Node, Phase, ScalarSlot};
 pub use operation::operation_name;
+pub use shift::AxisShift;
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
@@ -483,17 +486,5 @@ impl Graph {
     /// Returns true if the value is given: no node writes it.
     pub fn is_given(&self, id: TensorId) -> bool {
         self.values.get(&id).is_some_and(|v| v.role.is_given())
-    }
-}
-
-/// Takes the operations as a graph of Burn's.
-impl From<&Graph> for burn_ir::GraphIr {
-    fn from(graph: &Graph) -> Self {
-        let operations: Vec<OperationIr> = graph
-            .nodes
-            .iter()
-            .map(|node| node.operation.clone())
-            .collect();
-        Self::new(operations)
     }
 }

@@ -10,6 +10,7 @@ use super::collective::Collective;
 use super::draw::Draw;
 use super::flops::Flops;
 use super::operation::{Trait, is, operation_name};
+use super::shift::AxisShift;
 use super::value::Value;
 
 /// An operation of the schedule.
@@ -66,18 +67,6 @@ impl Default for CustomProfile {
             scratch_bytes: 0,
         }
     }
-}
-
-/// The dependence of a slice on the rank: the operation has the ranges of the first rank of an axis, and those of `dim`
-/// begin `len` elements later on every next one.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct AxisShift {
-    /// The mesh axis.
-    pub axis: Arc<str>,
-    /// The dim that is cut.
-    pub dim: usize,
-    /// Length of each rank's part.
-    pub len: usize,
 }
 
 /// Part of a train step.

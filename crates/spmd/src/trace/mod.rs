@@ -38,7 +38,7 @@ use crate::graph::Graph;
 use crate::panics::caught;
 use activation::Naming;
 use builder::{Builder, Captures};
-use capture::{Tape, float_id, record_with};
+use capture::{Captured, Tape, float_id, record_with};
 use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 
 /// The optimizer's step that is traced.
@@ -142,8 +142,7 @@ where
     L: Loss,
 {
     let mut specs = specs_of(batch)?;
-    let factor = options.scales_loss.then(loss_factor);
-    specs.extend(factor.clone());
+    specs.extend(options.scales_loss.then(loss_factor));
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
@@ -178,15 +177,8 @@ where
         let value = wide(value);
         let captured = float_id(&value);
         // The loss itself comes out as it is.
-        let value = match &factor {
-            Some(factor) => {
-                let like = (&tracked, factor.dtype);
-                let factor = Tensor::<1>::empty(factor.shape.clone(), like);
-                inputs.push(float_id(&factor));
-                value * factor
-            }
-            None => value,
-        };
+        let (value, factor) = scaled(value, options.scales_loss, &tracked);
+        inputs.extend(factor);
         let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
         let (Some(loss), Ok(value)) = (captured, tracked_value) else {
@@ -222,6 +214,21 @@ fn loss_factor() -> InputSpec {
         shape: vec![1],
         dtype: DType::F32,
     }
+}
+
+/// Returns what is differentiated: the loss, times a factor that the graph takes where it is scaled; and that factor.
+fn scaled(
+    loss: Tensor<1>,
+    is_scaled: bool,
+    device: &Device,
+) -> (Tensor<1>, Option<Option<Captured>>) {
+    if !is_scaled {
+        return (loss, None);
+    }
+    let InputSpec { shape, dtype, .. } = loss_factor();
+    let factor = Tensor::<1>::empty(shape, (device, dtype));
+    let captured = float_id(&factor);
+    (loss * factor, Some(captured))
 }
 
 /// Returns the loss in 32 bits at least, as its mean over the ranks is.

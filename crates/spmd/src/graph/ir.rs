@@ -1,0 +1,17 @@
+//! Graphs as Burn's.
+
+use burn_ir::OperationIr;
+
+use super::Graph;
+
+/// Takes the operations as a graph of Burn's.
+impl From<&Graph> for burn_ir::GraphIr {
+    fn from(graph: &Graph) -> Self {
+        let operations: Vec<OperationIr> = graph
+            .nodes
+            .iter()
+            .map(|node| node.operation.clone())
+            .collect();
+        Self::new(operations)
+    }
+}
