@@ -68,13 +68,20 @@ pub enum BudgetError {
 /// # Errors
 ///
 /// [`BudgetError::TooSmall`], with the least of what was tried; [`Error::Precision`] if the graph was traced without the
-/// [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute; errors of lowering.
+/// [types](burn_fsdp_spmd::trace::TraceConfig::precision) in which the options compute, or for a loss that is
+/// [scaled](Options::scale_loss); errors of lowering.
 pub fn fit(
     graph: &Graph,
     mode: &Mode,
     options: &Options,
     bytes: u64,
 ) -> Result<Fitted, BudgetError> {
+    if options.loss_scaling.is_some() {
+        return Err(BudgetError::Step(Error::Precision {
+            what: "with its loss scaled, within a budget of memory",
+            way_out: "use bf16, or choose units by Options::recompute_units: such a step is several graphs",
+        }));
+    }
     if !computes_as(graph, options) {
         return Err(BudgetError::Step(Error::Precision {
             what: "within a budget of memory for a graph that was traced in the types of the model",

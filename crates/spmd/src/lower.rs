@@ -31,7 +31,8 @@ pub(crate) enum StepGraphs {
 }
 
 /// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
-/// optimizer runs in the next forward, the result is the main graph.
+/// optimizer runs in the next forward, the result is the main graph; of a loss that is
+/// [scaled](schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer.
 ///
 /// # Errors
 ///

@@ -10,7 +10,7 @@ use burn_fsdp_plan::{BudgetError, Machine, MemoryPlan, TimePlan, fit};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
 use burn_fsdp_spmd::trace::{TraceConfig, trace};
-use burn_fsdp_spmd::{Error, Mode, Precision, Strategy, compile, lower};
+use burn_fsdp_spmd::{Error, LossScaling, Mode, Precision, Strategy, compile, lower};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -247,6 +247,11 @@ fn a_graph_of_other_types_than_those_that_compute_is_refused() {
         "{error}"
     );
     assert!(fit(&sizes.graph(&half), &of_half, &half, u64::MAX).is_ok());
+    // Several graphs, of which none has the memory of all.
+    let scaled = half.clone().scale_loss(LossScaling::default());
+    let of_scaled = mode().options(scaled.clone());
+    let error = fit(&sizes.graph(&half), &of_scaled, &scaled, u64::MAX).unwrap_err();
+    assert!(error.to_string().contains("loss scaled"), "{error}");
     // Casts that the model makes itself are its own.
     let of_full = mode().options(full.clone());
     assert!(fit(&sizes.graph(&half), &of_full, &full, u64::MAX).is_ok());

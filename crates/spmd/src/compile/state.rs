@@ -124,8 +124,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
 
     /// Continues a run after that many steps at that learning rate, in all of which every parameter was trained:
     /// the optimizer's numbers are what they are then, and every state must be set with
-    /// [`set_state`](Self::set_state) before the next step. For a run at other rates or with other routes, see
-    /// [`resume_with`](Self::resume_with).
+    /// [`set_state`](Self::set_state) before the next step. For a run at other rates or with other routes, or one that has
+    /// [skipped](Self::was_skipped) steps, see [`resume_with`](Self::resume_with).
     ///
     /// # Errors
     ///
