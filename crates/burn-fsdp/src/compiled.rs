@@ -14,7 +14,7 @@ use burn_fsdp_checkpoint::{
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::load_local_state;
 use burn_fsdp_spmd::trace::ParameterSpec;
-use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
+use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, LossScalerState, OptimizerState};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
@@ -190,7 +190,7 @@ fn regions_of(
 }
 
 /// Gives a compiled step the state of a step on disk, whichever engine saved it on however many ranks. Each rank
-/// reads the bytes that it needs.
+/// reads the bytes that it needs. The scale of the loss, where both scale it, is the saved one.
 ///
 /// Not collective. The optimizer is configured as the one that was saved. States of parameters that are frozen in the step
 /// are kept, and saved with the next checkpoint.
@@ -241,7 +241,14 @@ pub fn restore_compiled_matching<B: Batch, O>(
         parameters.push((spec.path.to_string(), data));
     }
     let states = states_of(step, saved)?;
-    step.resume_with(saved.index().training.step, states.own)?;
+    let training = &saved.index().training;
+    step.resume_with(training.step, states.own)?;
+    if let (Some(_), Some(saved)) = (step.loss_scale(), training.loss_scale) {
+        step.set_loss_scale(LossScalerState {
+            scale: saved.scale,
+            growth_tracker: u32::try_from(saved.good_steps).unwrap_or(u32::MAX),
+        })?;
+    }
     for (path, data) in parameters {
         step.set_shard(&path, data)?;
     }

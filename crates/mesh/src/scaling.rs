@@ -57,12 +57,13 @@ impl LossScaling {
             backoff_factor,
             growth_interval,
         } = *self;
-        let is_positive = |number: f64| number.is_finite() && number > 0.0;
+        // The factor of the loss is one of 32 bits.
+        let range = f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX);
         let all = [
             (
-                is_positive(initial_scale),
+                range.contains(&initial_scale),
                 "initial_scale",
-                "positive and finite",
+                "positive, finite and normal in 32 bits",
                 initial_scale,
             ),
             (
@@ -176,6 +177,12 @@ mod tests {
         assert_eq!(of(|s| s.growth_factor = 1.0), Some("growth_factor"));
         assert_eq!(of(|s| s.backoff_factor = 1.0), Some("backoff_factor"));
         assert_eq!(of(|s| s.growth_interval = 0), Some("growth_interval"));
-        assert_eq!(of(|s| s.initial_scale = f64::NAN), Some("initial_scale"));
+        for scale in [f64::NAN, 1e-40, 1e39, -1.0] {
+            let scaling = LossScaling {
+                initial_scale: scale,
+                ..LossScaling::default()
+            };
+            assert!(scaling.fault().is_some(), "{scale}");
+        }
     }
 }

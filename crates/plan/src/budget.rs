@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_fsdp_spmd::graph::{Graph, Phase};
 use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::passes::{AssignUnits, GraphTransform, UnitVisit, unit_visits};
-use burn_fsdp_spmd::{Error, Mode, lower};
+use burn_fsdp_spmd::{Error, Mode, ScaleError, lower};
 
 use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
@@ -77,10 +77,7 @@ pub fn fit(
     bytes: u64,
 ) -> Result<Fitted, BudgetError> {
     if options.loss_scaling.is_some() {
-        return Err(BudgetError::Step(Error::Precision {
-            what: "with its loss scaled, within a budget of memory",
-            way_out: "use bf16, or choose units by Options::recompute_units: such a step is several graphs",
-        }));
+        return Err(BudgetError::Step(ScaleError::Budget.into()));
     }
     if !computes_as(graph, options) {
         return Err(BudgetError::Step(Error::Precision {

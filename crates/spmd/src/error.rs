@@ -1,6 +1,6 @@
 //! Errors of tracing, transforming and running a step.
 
-mod made;
+mod constructors;
 mod scale;
 mod text;
 
@@ -198,7 +198,7 @@ pub enum Error {
     /// Random numbers that all ranks of an axis should share.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
-         each, and no dim can be cut in equal parts; draw them of a seed (Mode::seeded), or switch dropout off"
+         each, and no dim can be cut in equal parts; draw them from a seed (Mode::seeded), or switch dropout off"
     )]
     RandomReplicated {
         /// The operation.

@@ -39,7 +39,7 @@ pub(crate) enum StepGraphs {
 /// Those of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let mut mode = mode.clone();
-    mode.decide(&graph)?;
+    let graph = mode.prepare(graph)?;
     Ok(match lower_all(graph, &mode, mode.purpose(1))?.graphs {
         StepGraphs::Whole(graph) => *graph,
         StepGraphs::Iteration(iteration) => iteration.main,
@@ -55,7 +55,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 /// Those of the passes; [`Error::NotCertified`]; [`Error::NotProvable`].
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
     let mut mode = mode.clone().certified();
-    mode.decide(&graph)?;
+    let graph = mode.prepare(graph)?;
     let certificate = lower_all(graph, &mode, mode.purpose(num_batches))?.certificate;
     let certificate =
         certificate.ok_or_else(|| Error::Internal("nothing was proved".to_owned()))?;
@@ -134,7 +134,6 @@ struct Passed {
 /// Applies the passes of a mode, and proves them where it is to be.
 fn passed(graph: Graph, mode: &Mode, options: &Options) -> Result<Passed, Error> {
     let pipeline = mode.pipeline(options)?;
-    let graph = mode.number_draws(graph);
     if !mode.is_proved(&graph) {
         return Ok(Passed {
             plan: pipeline.run(graph)?,

@@ -7,17 +7,17 @@ use std::sync::Arc;
 
 use burn::tensor::DType;
 use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
-use burn_fsdp_mesh::{Cut, Layout, Pattern, Strategy};
+use burn_fsdp_mesh::{Layout, Pattern, Strategy};
 
 use crate::Precision;
 use crate::certificate::{Proof, work};
 use crate::error::{Error, ScaleError};
-use crate::graph::Graph;
+use crate::graph::{Graph, Role};
 use crate::passes::schedule;
 use crate::passes::{Pipeline, Replicate};
 use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
-use crate::trace::{Defaults, InputSpec, ParameterSpec, TraceOptions};
+use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
 use division::Division;
 
@@ -150,8 +150,8 @@ impl Mode {
     /// draws what one rank, compiled with that seed, draws for the joined batch, and nothing is gathered for it. Otherwise every rank
     /// draws numbers of its own for its part of the batch.
     ///
-    /// The numbers are not those that Burn's generator gives for that seed. Evaluations, initial values and random numbers of
-    /// an optimizer are Burn's, as they are without a seed.
+    /// The numbers are not those that Burn's generator gives for that seed, and another version of the crate `rand` may give
+    /// others. Evaluations, initial values, custom operations and random numbers of an optimizer draw as they do without a seed.
     ///
     /// ```
     /// use burn::nn::{Dropout, DropoutConfig, Linear, LinearConfig};
@@ -185,14 +185,6 @@ impl Mode {
     pub fn seeded(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
-    }
-
-    /// Says of a traced step which random numbers each node draws, where the mode has a seed.
-    pub(crate) fn number_draws(&self, graph: Graph) -> Graph {
-        match self.seed {
-            Some(seed) => draws::numbered(graph, seed, !self.division.is_placed()),
-            None => graph,
-        }
     }
 
     /// Sets the passes that schedule the graph, and their options.
@@ -232,8 +224,8 @@ impl Mode {
     /// one thread, for all ranks one after the other and the same on every rank: prove a small batch, or a small model
     /// with the options of the large one, as the passes are the same.
     ///
-    /// By placements, operations of which only whole tensors are known and random numbers cannot be proved, and are
-    /// refused ([`Error::NotProvable`]).
+    /// By placements, operations of which only whole tensors are known cannot be proved, and are refused
+    /// ([`Error::NotProvable`]).
     #[must_use]
     pub fn certified(mut self) -> Self {
         self.certified = Certify::Always;
@@ -291,23 +283,7 @@ impl Mode {
 
     /// Returns the layout of a parameter or buffer until there is a graph.
     pub(crate) fn initial_layout(&self, spec: &ParameterSpec) -> Result<Layout, Error> {
-        let mesh = self.ranks.mesh()?;
-        match &self.division {
-            Division::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
-                Ok(Layout::flat(&mesh, DATA_AXIS)?)
-            }
-            Division::Hybrid { shard, .. } if !spec.is_buffer => {
-                Ok(Layout::flat(&mesh, &shard.name)?)
-            }
-            Division::Expand(mesh, expand) if !spec.is_buffer => {
-                let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
-                Ok(Layout {
-                    placements: placed.into_iter().map(|axis| axis.placement).collect(),
-                    cut: Cut::Dims,
-                })
-            }
-            _ => Ok(Layout::replicated(&mesh)),
-        }
+        self.division.initial_layout(&self.ranks.mesh()?, spec)
     }
 
     /// Refuses patterns that match no parameter or input.
@@ -359,10 +335,7 @@ impl Mode {
                 return Err(ScaleError::from(fault).into());
             }
             if self.division.is_placed() {
-                return Err(Error::Precision {
-                    what: "with its loss scaled, by placements",
-                    way_out: "use bf16 by casts in the model, or Mode::data_parallel or Mode::hybrid",
-                });
+                return Err(ScaleError::Placed.into());
             }
         }
         if *precision == Precision::default() {
@@ -421,6 +394,25 @@ impl Mode {
     /// Reverts the decision of [`decide`](Self::decide).
     pub(crate) fn reopen(&mut self) {
         self.division = Division::Least(None);
+    }
+
+    /// Says of a traced step which random numbers each node draws, where the mode has a seed, and decides the placements that
+    /// are left open.
+    pub(crate) fn prepare(&mut self, graph: Graph) -> Result<Graph, Error> {
+        if self.options.loss_scaling.is_some() && !takes_loss_factor(&graph) {
+            return Err(ScaleError::NotTraced.into());
+        }
+        let graph = match self.seed {
+            Some(seed) => draws::numbered(graph, seed, !self.division.is_placed()),
+            None => graph,
+        };
+        self.decide(&graph)?;
+        Ok(graph)
+    }
+
+    /// Returns true if random numbers come from a seed.
+    pub(crate) fn is_seeded(&self) -> bool {
+        self.seed.is_some()
     }
 
     /// Decides the placements that are left open, by the first graph of the joined batch; those of inputs that come
@@ -492,4 +484,10 @@ impl Mode {
             false => pipeline,
         })
     }
+}
+
+/// Returns true if a graph was traced with a factor of the loss.
+fn takes_loss_factor(graph: &Graph) -> bool {
+    let mut inputs = graph.inputs().iter().filter_map(|id| graph.value(*id));
+    inputs.any(|value| value.role == Role::Input(LOSS_FACTOR.into()))
 }

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
-use burn_fsdp::checkpoint::{Step, TrainingSnapshot, restore_scaler};
+use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
@@ -120,6 +120,7 @@ fn traced<A: Architecture>(
     let optimizer = config.optimizer.build();
     let config = TraceConfig {
         precision: config.sharding.precision.clone(),
+        scales_loss: config.step.scales_loss,
         ..TraceConfig::default()
     };
     let batch = (tokens(), tokens());
@@ -237,11 +238,15 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         Ok(micro.collect())
     }
 
+    /// Takes over the scale of the loss, for what is saved.
+    fn look_at_scale(&mut self) {
+        let scale = self.step.loss_scale();
+        self.gradients.scaler = scale.map(|scale| LossScaler::default().restored(scale));
+    }
+
     /// Looks at what a step has left behind.
     fn end(&mut self) -> Result<(), RankError> {
-        let scale = self.step.loss_scale();
-        let scaler = self.gradients.scaler.take().zip(scale);
-        self.gradients.scaler = scaler.map(|(scaler, scale)| scaler.restored(scale));
+        self.look_at_scale();
         let norm = self.step.grad_norm();
         let stops = self.config.not_finite == NotFinite::Stop;
         self.gradients.norm_not_finite = norm.filter(|norm| stops && !norm.is_finite());
@@ -344,13 +349,10 @@ impl<A: Architecture> Trainer for Compiled<'_, A> {
         if let Some(adapters) = &self.adapters {
             adapters.check(&saved.index().training)?;
         }
-        if let Some(scaler) = self.gradients.scaler.take() {
-            let scaler = restore_scaler(scaler, saved);
-            self.step.set_loss_scale(scaler.state())?;
-            self.gradients.scaler = Some(scaler);
-        }
         let is_saved = is_saved(self.adapters.as_ref());
-        Ok(restore_compiled_matching(&mut self.step, saved, is_saved)?)
+        restore_compiled_matching(&mut self.step, saved, is_saved)?;
+        self.look_at_scale();
+        Ok(())
     }
 
     fn state_bytes(&self) -> Result<usize, RankError> {

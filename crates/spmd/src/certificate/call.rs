@@ -154,12 +154,10 @@ impl Call<'_> {
     /// Returns the rank's part of what all ranks draw together.
     fn part_of(&self, draw: &Draw, seed: Hash) -> Result<Vec<Tensor>, String> {
         let Place { mesh, rank, .. } = self.place;
-        let mut start = vec![0; draw.whole.len()];
-        for shift in &draw.shifts {
-            let index = mesh.index_on(&shift.axis, rank);
-            let start = start.get_mut(shift.dim).ok_or("it has no such dim")?;
-            *start += index.map_err(|error| error.to_string())? * shift.len;
-        }
+        let start = draw.start(|axis| {
+            let index = mesh.index_on(axis, rank);
+            index.map_err(|error| error.to_string())
+        })?;
         let parts = self.node.operation.outputs().map(|output| {
             let whole = filled(seed, &draw.whole, Kind::of(output.dtype));
             let mut view = whole.view();

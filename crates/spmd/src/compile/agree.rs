@@ -44,7 +44,9 @@ pub(super) fn agree<B: Batch>(
     let text = |rank: usize| String::from_utf8_lossy(&texts[rank]).into_owned();
     let (first, other) = (text(0), text(rank));
     let difference = match first == other {
-        true => format!("both have {first}, but the model, the loss or the mode differ"),
+        true => format!(
+            "both have {first}, but the model, the loss, the mode, the number of steps or the scale of the loss differ"
+        ),
         false => format!("rank 0 has {first}, rank {rank} has {other}"),
     };
     Err(Error::GraphsDiffer { rank, difference })

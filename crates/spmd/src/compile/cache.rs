@@ -181,7 +181,7 @@ impl<B: Batch> Graphs<B> {
         let traced = (self.tracer)(batch, step, mode)?;
         let graph = setting.operations.describe(traced.clone())?;
         check_optimizer(&graph, mode, setting.scalars)?;
-        mode.decide(&graph)?;
+        let graph = mode.prepare(graph)?;
         let stepped = Arc::new(stepped(&graph));
         let Lowered {
             graphs,

@@ -1,5 +1,7 @@
-//! What a graph is given anew at each step.
+//! The tensors and numbers that a step is given anew each time.
 
+use burn_fsdp_collectives::Fingerprint;
+use burn_fsdp_mesh::LossScalerState;
 use burn_ir::BackendIr;
 
 use super::step::CompiledStep;
@@ -16,5 +18,23 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         if let (Some(scaler), Some(id)) = (&self.done.scaler, inputs.next()) {
             self.executor.set(*id, scaler.factor());
         }
+    }
+
+    /// Returns a number for what a run depends on beside its graph and the optimizer's numbers, and what all ranks must have
+    /// alike: the step of which it draws, and the scale of the loss.
+    pub(super) fn given(&self) -> u64 {
+        let draws_for = self.mode.is_seeded().then_some(self.done.steps);
+        let scale = self.done.scaler.map(|scaler| {
+            let LossScalerState {
+                scale,
+                growth_tracker,
+            } = scaler.state;
+            (
+                scale.to_bits(),
+                growth_tracker,
+                format!("{:?}", scaler.scaling),
+            )
+        });
+        Fingerprint::of(&(draws_for, scale))
     }
 }

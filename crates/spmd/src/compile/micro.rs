@@ -145,11 +145,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let scalars = flushed.and_then(|()| self.scalars.peek(learning_rate));
         // Zero where there are none: then there is nothing to say.
         let of_scalars = scalars.as_ref().map_or(0, StepScalars::fingerprint);
-        let scale = self
-            .done
-            .scaler
-            .map_or(0, |scaler| scaler.state.scale.to_bits());
-        let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, scale));
+        let given = self.given();
+        let said = |own: &Made| Fingerprint::of(&(own.fingerprint, of_scalars, given));
         let mut made: Vec<Made> = Vec::new();
         for batch in batches {
             let own = scalars.clone().and_then(|scalars| {

@@ -141,8 +141,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks where they have not all the same to run,
     /// because one has a batch of another shape, say: nothing has changed then, and the run may go on.
     /// [`Error::NotRepeatable`], see [`compile`](crate::compile()).
-    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
-    /// every call returns [`Error::Poisoned`].
+    /// [`Error::Execution`] and [`Error::Collective`] from the step itself, and [`Error::LossScale`] if gradients overflow
+    /// at every scale; after those, every call returns [`Error::Poisoned`].
     pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
         self.run(learning_rate, batch, None)
     }
@@ -274,7 +274,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let was_open = self.mode.is_open();
         let prepared = self.prepare_own(learning_rate, batch);
         // The scalars, too: the optimizers' settings may differ.
-        let said = |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint()));
+        let given = self.given();
+        let said =
+            |own: &Prepared| Fingerprint::of(&(own.fingerprint, own.own.fingerprint(), given));
         let prepared = self.agreed(prepared, said, learning_rate, (batch, 1));
         let prepared = prepared.inspect_err(|_| self.reopen(was_open))?;
         self.begin(&prepared.graph)?;
@@ -456,7 +458,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         outputs.collect()
     }
 
-    /// Returns the number of steps done.
+    /// Returns the number of steps done, skipped ones among them.
     pub fn num_steps(&self) -> u64 {
         self.done.steps
     }

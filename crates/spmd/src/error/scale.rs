@@ -27,6 +27,25 @@ pub enum ScaleError {
         scale: f64,
     },
 
+    /// A loss is to be scaled by placements.
+    #[error(
+        "by placements no loss is scaled; use Mode::data_parallel or Mode::hybrid, or compute in bf16 by casts in the model"
+    )]
+    Placed,
+
+    /// A loss is to be scaled within a budget of memory.
+    #[error(
+        "a step whose loss is scaled is several graphs, of which no budget of memory is kept; use bf16, or choose units by \
+         Options::recompute_units"
+    )]
+    Budget,
+
+    /// The graph takes no factor of the loss.
+    #[error(
+        "the graph was traced without the factor of its loss; trace it with TraceConfig::scales_loss"
+    )]
+    NotTraced,
+
     /// The step scales no loss.
     #[error("this step scales no loss; compile it with Options::scale_loss")]
     Off,

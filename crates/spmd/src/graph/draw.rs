@@ -1,12 +1,13 @@
-//! The random numbers of a seed that a node draws.
+//! Random numbers that a node draws from a seed.
 
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{AxisPlacement, Placement};
+use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, RandomOpIr};
 
 use super::shift::AxisShift;
 
-/// The place of random numbers among all that a step of a seed draws. See [`Mode::seeded`](crate::Mode::seeded).
+/// The place of random numbers among all that a step draws from a seed. See [`Mode::seeded`](crate::Mode::seeded).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Draw {
     /// The seed.
@@ -15,7 +16,7 @@ pub struct Draw {
     pub number: u32,
     /// Shape of what is drawn, of which ranks take parts.
     pub whole: Vec<usize>,
-    /// The parts that a rank takes, one cut after the other; empty where it takes all.
+    /// The parts that a rank takes, each along another dim; empty where it takes all.
     pub shifts: Vec<AxisShift>,
     /// True if every rank draws for rows of its own, and numbers of its own for them.
     pub is_own: bool,
@@ -36,5 +37,28 @@ impl Draw {
                 });
             }
         }
+    }
+
+    /// Returns where the part of a rank begins in each dim, which is at `along` of each mesh axis.
+    pub(crate) fn start(
+        &self,
+        along: impl Fn(&str) -> Result<usize, String>,
+    ) -> Result<Vec<usize>, String> {
+        let mut start = vec![0; self.whole.len()];
+        for shift in &self.shifts {
+            let start = start.get_mut(shift.dim).ok_or("it has no such dim")?;
+            *start += along(&shift.axis)? * shift.len;
+        }
+        Ok(start)
+    }
+}
+
+/// Returns what an operation draws, if it draws random numbers.
+pub(crate) fn random_of(operation: &OperationIr) -> Option<&RandomOpIr> {
+    match operation {
+        OperationIr::Float(_, FloatOperationIr::Random(op))
+        | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(op))
+        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(op)) => Some(op),
+        _ => None,
     }
 }

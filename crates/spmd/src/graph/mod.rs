@@ -63,6 +63,7 @@ pub use shift::AxisShift;
 pub use storage::{Storage, storage_of};
 pub use value::{Parameter, Role, Update, Value};
 
+pub(crate) use draw::random_of;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
 pub(crate) use value::NamedActivation;

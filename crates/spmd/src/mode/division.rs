@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
-use burn_fsdp_mesh::{Axis, Mesh, Strategy};
+use burn_fsdp_mesh::{Axis, Cut, Layout, Mesh, Strategy};
 
 use crate::error::Error;
 use crate::passes::schedule::{self, Options};
 use crate::passes::{InsertCollectives, Pipeline, Replicate};
 use crate::place::{DataParallel, Expand, ExpandPlacements};
-use crate::ranks::Ranks;
+use crate::ranks::{DATA_AXIS, Ranks};
+use crate::trace::ParameterSpec;
 use crate::transform::GraphTransform;
 
 /// The division of batch and parameters among the ranks.
@@ -34,6 +35,28 @@ impl Division {
         match self {
             Self::DataParallel(_) | Self::Hybrid { .. } => false,
             Self::Expand(..) | Self::Least(_) => true,
+        }
+    }
+
+    /// Returns the layout of a parameter or buffer until there is a graph.
+    pub(super) fn initial_layout(
+        &self,
+        mesh: &Mesh,
+        spec: &ParameterSpec,
+    ) -> Result<Layout, Error> {
+        match self {
+            Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
+                Ok(Layout::flat(mesh, DATA_AXIS)?)
+            }
+            Self::Hybrid { shard, .. } if !spec.is_buffer => Ok(Layout::flat(mesh, &shard.name)?),
+            Self::Expand(mesh, expand) if !spec.is_buffer => {
+                let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;
+                Ok(Layout {
+                    placements: placed.into_iter().map(|axis| axis.placement).collect(),
+                    cut: Cut::Dims,
+                })
+            }
+            _ => Ok(Layout::replicated(mesh)),
         }
     }
 

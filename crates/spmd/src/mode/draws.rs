@@ -1,35 +1,27 @@
 //! The numbers of the draws of a step.
 
-use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr};
+use crate::graph::{Draw, Graph, Phase, random_of};
 
-use crate::graph::{Draw, Graph, Node, Phase};
-
-/// Says of a traced step which random numbers of a seed each node draws. Those of the optimizer stay the backend's.
+/// Says of a traced step which random numbers each node draws from a seed. Those of the optimizer stay the backend's.
 pub(super) fn numbered(mut graph: Graph, seed: u64, is_own: bool) -> Graph {
+    let mut number = 0;
     let mut nodes = graph.take_nodes();
-    let drawing = nodes.iter_mut().filter(|node| draws(node));
-    for (number, node) in (0..).zip(drawing) {
-        let out = node.operation.outputs().next();
-        let whole = out.map_or_else(Vec::new, |out| out.shape.to_vec());
+    for node in nodes
+        .iter_mut()
+        .filter(|node| node.phase != Phase::Optimizer)
+    {
+        let Some(random) = random_of(&node.operation) else {
+            continue;
+        };
         node.draw = Some(Draw {
             seed,
             number,
-            whole,
+            whole: random.out.shape.to_vec(),
             shifts: Vec::new(),
             is_own,
         });
+        number += 1;
     }
     graph.set_nodes(nodes);
     graph
-}
-
-/// Returns true for a node that draws random numbers for the loss or its gradients.
-fn draws(node: &Node) -> bool {
-    let is_random = matches!(
-        node.operation,
-        OperationIr::Float(_, FloatOperationIr::Random(_))
-            | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(_))
-            | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(_))
-    );
-    is_random && node.phase != Phase::Optimizer
 }

@@ -1,13 +1,13 @@
-//! Random numbers of a seed: the same elements, however the ranks divide the whole.
+//! Random numbers from a seed: the same elements, however the ranks divide the whole.
 
 use burn::tensor::{DType, Distribution, TensorData, bf16, f16};
 use burn_backend::Element;
-use burn_ir::{FloatOperationIr, NumericOperationIr, OperationIr, RandomOpIr};
+use burn_ir::{OperationIr, RandomOpIr};
 use burn_std::rand::{SeedableRng, StdRng};
 
-use crate::graph::Draw;
+use crate::graph::{Draw, random_of};
 
-/// A run among all that draw of a seed.
+/// The step and micro-batch of a run, which key its random numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Moment {
     /// Number of the step.
@@ -33,12 +33,7 @@ impl<'a> Drawing<'a> {
         rank: usize,
         along: impl Fn(&str) -> Result<usize, String>,
     ) -> Result<Self, String> {
-        let mut start = vec![0; draw.whole.len()];
-        for shift in &draw.shifts {
-            if let Some(start) = start.get_mut(shift.dim) {
-                *start += along(&shift.axis)? * shift.len;
-            }
-        }
+        let start = draw.start(along)?;
         Ok(Self {
             draw,
             moment,
@@ -49,12 +44,7 @@ impl<'a> Drawing<'a> {
 
     /// Returns the rank's part of what an operation draws.
     pub(super) fn of(&self, operation: &OperationIr) -> Result<TensorData, String> {
-        let (OperationIr::Float(_, FloatOperationIr::Random(op))
-        | OperationIr::NumericFloat(_, NumericOperationIr::IntRandom(op))
-        | OperationIr::NumericInt(_, NumericOperationIr::IntRandom(op))) = operation
-        else {
-            return Err("it draws nothing".to_owned());
-        };
+        let op = random_of(operation).ok_or("it draws nothing")?;
         match op.out.dtype {
             DType::F64 => self.part::<f64>(op),
             DType::F32 => self.part::<f32>(op),
@@ -68,7 +58,9 @@ impl<'a> Drawing<'a> {
             DType::U32 => self.part::<u32>(op),
             DType::U16 => self.part::<u16>(op),
             DType::U8 => self.part::<u8>(op),
-            other => Err(format!("no numbers of type {other:?} are drawn of a seed")),
+            other => Err(format!(
+                "no numbers of type {other:?} are drawn from a seed"
+            )),
         }
     }
 

@@ -123,6 +123,29 @@ impl<B: BackendIr> Executor<B> {
         Ok(())
     }
 
+    /// Reads a given value back to the host, after a look whether it is what was sealed.
+    pub(crate) fn get_sealed(&mut self, id: TensorId) -> Result<TensorData, Error> {
+        if let Some(sealed) = self.seals.get(id).cloned()
+            && let Some((shape, dtype)) = self.present.get(&id).cloned()
+            && let Some(tensor) = self.host(&ir(id, shape, dtype))
+        {
+            sealed.check(&self.group, 0, &tensor)?;
+        }
+        self.get(id)
+    }
+
+    /// Gives a given value other elements, and seals it again if it was sealed.
+    pub(crate) fn replace(&mut self, id: TensorId, data: TensorData) {
+        let sealed = self.seals.get(id).cloned();
+        let like = ir(id, data.shape().to_vec(), data.dtype());
+        self.set(id, data);
+        if let Some(Sealed { what, .. }) = sealed
+            && let Some(seal) = self.sealed(&like)
+        {
+            self.seals.of.insert(id, Sealed { seal, what });
+        }
+    }
+
     /// Says which values of this run are to be sealed when a node has written them.
     pub(super) fn await_written(&mut self, graph: &Graph) {
         let updates = graph.updates().iter();

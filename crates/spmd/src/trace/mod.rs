@@ -38,7 +38,7 @@ use crate::graph::Graph;
 use crate::panics::caught;
 use activation::Naming;
 use builder::{Builder, Captures};
-use capture::{Captured, Tape, float_id, record_with};
+use capture::{Tape, float_id, record_with};
 use module::{Leaf, computing, leaves, updates, with_fakes, with_running};
 
 /// The optimizer's step that is traced.
@@ -52,6 +52,9 @@ pub struct TraceConfig {
     /// Types in which parameters compute: those of the [`Options`](crate::passes::schedule::Options::precision) with which the
     /// graph is lowered. Gradients travel as those say, not as this does.
     pub precision: Precision,
+    /// True to multiply the loss by a factor that the graph takes behind the batch, as
+    /// [`Options::scale_loss`](crate::passes::schedule::Options::scale_loss) ask for.
+    pub scales_loss: bool,
 }
 
 impl Default for TraceConfig {
@@ -61,6 +64,7 @@ impl Default for TraceConfig {
             step: OptimizerStep::Next,
             learning_rate: 1e-3,
             precision: Precision::default(),
+            scales_loss: false,
         }
     }
 }
@@ -94,6 +98,7 @@ where
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
     let options = TraceOptions {
         precision: config.precision,
+        scales_loss: config.scales_loss,
         ..TraceOptions::default()
     };
     trace_joined(init, loss, (batch, &joined), &options, |leaves| {
@@ -142,7 +147,7 @@ where
     L: Loss,
 {
     let mut specs = specs_of(batch)?;
-    specs.extend(options.scales_loss.then(loss_factor));
+    specs.extend(options.scales_loss.then(InputSpec::of_factor));
     let recording = record_with("the module", options.defaults, |device, progress| {
         let tracked = device.clone().autodiff();
         let model = with_fakes(init(&tracked), device, &tracked);
@@ -155,6 +160,9 @@ where
             joined,
             found: |_, captured| inputs.push(captured),
         });
+        // Before the loss: whatever comes before the last given value is taken for the module's initialisation.
+        let factor = options.scales_loss.then(|| loss_factor(&tracked));
+        inputs.extend(factor.as_ref().map(float_id));
         progress.enter("the loss");
         let computing = computing(model.clone(), &options.precision, &running);
         let begun = leaves(&computing, None);
@@ -177,8 +185,7 @@ where
         let value = wide(value);
         let captured = float_id(&value);
         // The loss itself comes out as it is.
-        let (value, factor) = scaled(value, options.scales_loss, &tracked);
-        inputs.extend(factor);
+        let value = times(value, factor);
         let (template, outputs) = outputs::take(outputs);
         let tracked_value = value.try_into_primitive::<Tape>();
         let (Some(loss), Ok(value)) = (captured, tracked_value) else {
@@ -207,28 +214,32 @@ where
     Ok((builder.build(&step)?, template))
 }
 
-/// The factor of the loss among the inputs of a graph.
-fn loss_factor() -> InputSpec {
-    InputSpec {
-        name: "scale of the loss".to_owned(),
-        shape: vec![1],
-        dtype: DType::F32,
+/// Name of the factor of the loss among the inputs of a graph.
+pub(crate) const LOSS_FACTOR: &str = "scale of the loss";
+
+impl InputSpec {
+    /// Returns that of the factor of the loss.
+    fn of_factor() -> Self {
+        Self {
+            name: LOSS_FACTOR.to_owned(),
+            shape: vec![1],
+            dtype: DType::F32,
+        }
     }
 }
 
-/// Returns what is differentiated: the loss, times a factor that the graph takes where it is scaled; and that factor.
-fn scaled(
-    loss: Tensor<1>,
-    is_scaled: bool,
-    device: &Device,
-) -> (Tensor<1>, Option<Option<Captured>>) {
-    if !is_scaled {
-        return (loss, None);
+/// Returns the factor of the loss on the capture device.
+fn loss_factor(device: &Device) -> Tensor<1> {
+    let InputSpec { shape, dtype, .. } = InputSpec::of_factor();
+    Tensor::empty(shape, (device, dtype))
+}
+
+/// Returns the loss times a factor, if there is one.
+fn times(loss: Tensor<1>, factor: Option<Tensor<1>>) -> Tensor<1> {
+    match factor {
+        Some(factor) => factor.cast(loss.dtype()) * loss,
+        None => loss,
     }
-    let InputSpec { shape, dtype, .. } = loss_factor();
-    let factor = Tensor::<1>::empty(shape, (device, dtype));
-    let captured = float_id(&factor);
-    (loss * factor, Some(captured))
 }
 
 /// Returns the loss in 32 bits at least, as its mean over the ranks is.

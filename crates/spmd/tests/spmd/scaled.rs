@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, FloatDType, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
@@ -15,7 +16,7 @@ use burn_fsdp_spmd::{
 use crate::clipping::sgd;
 use crate::compiled::seeded;
 use crate::eager::{adamw, floats};
-use crate::models::tokens;
+use crate::models::{Encoder, sequences, tokens};
 use crate::precision::{Case, Cast, Mean, Net, ROWS, Trained, assert_close};
 
 const STEPS: usize = 10;
@@ -314,7 +315,7 @@ fn a_scale_is_carried_on_and_ranks_agree_on_it() {
         ..state
     };
     let error = step.set_loss_scale(zero).unwrap_err().to_string();
-    assert!(error.contains("positive and finite"), "{error}");
+    assert!(error.contains("normal in 32 bits"), "{error}");
 
     let mut plain = compile(Net::new, Net::loss, sgd().build(), Mode::single()).unwrap();
     assert_eq!(plain.loss_scale(), None);
@@ -365,7 +366,7 @@ fn what_cannot_be_scaled_is_refused() {
     let mesh = ProcessMesh::new(&ProcessGroup::solo(), mesh).unwrap();
     let options = Options::default().scale_loss(SCALING);
     let said = compiled(Mode::expand(mesh, Expand::new()).options(options));
-    assert!(said.contains("scaled, by placements"), "{said}");
+    assert!(said.contains("by placements no loss is scaled"), "{said}");
 
     // Infinities at every scale.
     let scaling = LossScaling {
@@ -388,4 +389,65 @@ fn what_cannot_be_scaled_is_refused() {
         matches!(error, Error::LossScale(ScaleError::Vanished { .. })),
         "{error}"
     );
+}
+
+/// Dropout, and a model of 64 bits, beside the factor of the loss.
+#[test]
+fn a_scale_that_is_a_power_of_two_changes_nothing_else() {
+    let _guard = seeded();
+    let run = |scaling: Option<LossScaling>, is_seeded: bool| {
+        let device = Device::flex();
+        device.seed(1);
+        let options = Options::default().scale_loss(scaling);
+        let mode = Mode::single().options(options);
+        let mode = match is_seeded {
+            true => mode.seeded(5),
+            false => mode,
+        };
+        let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode).unwrap();
+        let mut losses = Vec::new();
+        for index in 0..4 {
+            device.seed(index);
+            let batch = sequences(index as usize, 8, &device);
+            losses.push(step.step_accumulated(1e-2, &[batch]).unwrap());
+        }
+        losses
+    };
+    for is_seeded in [true, false] {
+        let (scaled, plain) = (
+            run(Some(LossScaling::default()), is_seeded),
+            run(None, is_seeded),
+        );
+        for (got, want) in scaled.iter().zip(&plain) {
+            assert!(
+                (got - want).abs() <= 1e-6 * want.abs(),
+                "{got} is not {want}"
+            );
+        }
+    }
+    let double = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
+    let init = |device: &Device| {
+        let model = LinearConfig::new(3, 2).init(device);
+        Linear {
+            weight: Param::from_tensor(model.weight.val().cast(FloatDType::F64)),
+            bias: None,
+        }
+    };
+    let train = |scaling: Option<LossScaling>| {
+        Device::flex().seed(3);
+        let options = Options::default().scale_loss(scaling);
+        let mut step =
+            compile(init, double, sgd().build(), Mode::single().options(options)).unwrap();
+        let x = Tensor::<2>::ones([4, 3], &Device::flex()).cast(FloatDType::F64);
+        for _ in 0..3 {
+            step.step(1e-2, &x).unwrap();
+        }
+        step.parameter("weight")
+            .unwrap()
+            .try_to_vec::<f64>()
+            .unwrap()
+    };
+    for (got, want) in train(Some(LossScaling::default())).iter().zip(train(None)) {
+        assert!((got - want).abs() <= 1e-14, "{got} is not {want}");
+    }
 }

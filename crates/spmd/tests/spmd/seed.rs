@@ -320,40 +320,127 @@ fn what_all_ranks_need_is_drawn_by_each_and_not_gathered() {
     assert_eq!(moved(&graph(Some(SEED))), 0);
 }
 
-/// A pass that takes the first part for every rank.
+/// A pass of the crate's own, by its name, that changes the parts that ranks draw: what a user's pass does to a step is not
+/// proved.
 #[derive(Debug)]
-struct FirstPart;
+struct WrongPart(fn(&mut Draw));
 
-impl GraphTransform for FirstPart {
+impl GraphTransform for WrongPart {
     fn id(&self) -> PassId {
-        // A user's own pass may change what the step means, and is taken as it is: this one is none.
         PassId::Split
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let mut nodes = graph.take_nodes();
         let draws = nodes.iter_mut().filter_map(|node| node.draw.as_mut());
-        draws.for_each(|draw: &mut Draw| draw.shifts.clear());
+        draws.for_each(self.0);
         graph.set_nodes(nodes);
         Ok(graph)
     }
 }
 
-#[test]
-fn a_plan_whose_ranks_draw_the_wrong_part_is_refused() {
-    let _guard = seeded();
-    let errors = launch(LaunchConfig::new(2), |world: ProcessGroup| {
+/// The error of a plan whose draws are changed so.
+fn refused(change: fn(&mut Draw), is_certified: bool) -> Error {
+    let errors = launch(LaunchConfig::new(2), move |world: ProcessGroup| {
         let expand = Expand::new().input("**", "data", Shard(0));
         let mode = Mode::expand(mesh(&world, &[("data", 2)])?, expand).seeded(SEED);
         // That pass is not in it otherwise.
         let options = Options::default().bucket(None).prefetch(false);
-        let mode = mode.options(options).transform(FirstPart).certified();
+        let mode = mode.options(options).transform(WrongPart(change));
+        let mode = match is_certified {
+            true => mode.certified(),
+            false => mode,
+        };
         let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode)?;
         let x = rows_of_sequences(0, 8, 0..2, &Device::flex());
         Ok::<_, Error>(step.step(1e-2, &x).unwrap_err())
     });
-    for error in errors.unwrap() {
-        assert!(matches!(error, Error::NotCertified { .. }), "{error}");
+    errors.unwrap().remove(1)
+}
+
+#[test]
+fn a_plan_whose_ranks_draw_the_wrong_part_is_refused() {
+    let _guard = seeded();
+    // Every rank draws the part of the first.
+    let error = refused(
+        |draw| draw.shifts.iter_mut().for_each(|of| of.len = 0),
+        true,
+    );
+    assert!(matches!(error, Error::NotCertified { .. }), "{error}");
+    // The types see by themselves that nothing is cut.
+    let error = refused(|draw| draw.shifts.clear(), false).to_string();
+    assert!(error.contains("it draws what is"), "{error}");
+}
+
+/// Noise of a shape that no number of ranks divides.
+fn shared_noise(model: &Linear, x: Tensor<3>) -> (Tensor<1>, Drawn) {
+    let shape = [1, 1, SHAPE[2] + 1];
+    let noise = Tensor::<3>::random(shape, Distribution::Default, &x.device());
+    let own = x * noise.clone().narrow(2, 0, SHAPE[2]);
+    (model.forward(own.clone()).mean(), (own, noise))
+}
+
+#[test]
+fn what_cannot_be_cut_is_drawn_by_all() {
+    let _guard = seeded();
+    let run = |num_ranks: usize, is_placed: bool| {
+        let body = move |world: ProcessGroup| -> Result<_, Error> {
+            let size = world.size();
+            let mode = match is_placed {
+                true => placed(&[("data", 3, Some(0))])(&world)?,
+                false => Mode::data_parallel(world, DataParallel::Automatic).seeded(SEED),
+            };
+            let mut step = compile(init, shared_noise, adamw().build(), mode.verified())?;
+            let x = Tensor::ones([12 / size, 6, 12], &Device::flex());
+            step.step(1e-2, &x)?;
+            Ok(bits(&step.outputs()?[0]))
+        };
+        launch(LaunchConfig::new(num_ranks), body).unwrap()
+    };
+    let expected = run(1, false).remove(0);
+    for (num_ranks, is_placed) in [(2, false), (3, false), (3, true)] {
+        for got in run(num_ranks, is_placed) {
+            assert_eq!(got, expected, "{num_ranks} ranks");
+        }
+    }
+}
+
+/// Losses of micro-batches by placements, of units that are computed again.
+#[test]
+fn micro_batches_and_units_that_are_computed_again_draw_what_one_rank_draws() {
+    let _guard = seeded();
+    let run = |num_ranks: usize| {
+        Device::flex().seed(1);
+        let body = move |world: ProcessGroup| -> Result<_, Error> {
+            let (size, rank) = (world.size(), world.rank());
+            let expand = Expand::new().input("**", "data", Shard(0));
+            let mode = Mode::expand(mesh(&world, &[("data", size)])?, expand).seeded(SEED);
+            let options = Options::default().recompute_units(["encoder.layers.*"]);
+            let mode = mode.options(options).verified();
+            let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode)?;
+            let rows = 4 / size;
+            let part = |of: usize| {
+                rows_of_sequences(of, 8, rank * rows..(rank + 1) * rows, &Device::flex())
+            };
+            let mut losses = Vec::new();
+            for index in 0..4 {
+                losses.push(step.step_accumulated(1e-2, &[part(index), part(index + 9)])?);
+            }
+            Ok(losses)
+        };
+        launch(LaunchConfig::new(num_ranks), body)
+            .unwrap()
+            .remove(0)
+    };
+    let expected = run(1);
+    for num_ranks in [2, 4] {
+        for (got, expected) in run(num_ranks).iter().zip(&expected) {
+            let difference = (got - expected).abs() / expected.abs();
+            assert!(
+                difference <= 1e-5,
+                "{num_ranks} ranks: {got} is not {expected}"
+            );
+        }
     }
 }
 
@@ -420,18 +507,25 @@ fn a_resumed_run_goes_on_and_micro_batches_draw_their_own() {
 }
 
 #[test]
-fn ranks_of_different_seeds_are_refused() {
+fn ranks_of_different_seeds_or_steps_are_refused() {
     let _guard = seeded();
-    let results = launch(LaunchConfig::new(2), |world: ProcessGroup| {
-        let mode = Mode::data_parallel(world.clone(), Strategy::FullShard);
-        let mode = mode.seeded(world.rank() as u64);
-        let mut step = compile(Encoder::new, Encoder::loss, adamw().build(), mode)?;
-        Ok::<_, Error>(
-            step.step(1e-2, &sequences(0, 8, &Device::flex()))
-                .unwrap_err(),
-        )
-    });
-    for error in results.unwrap() {
-        assert!(matches!(error, Error::GraphsDiffer { .. }), "{error}");
+    for by_seed in [true, false] {
+        let results = launch(LaunchConfig::new(2), move |world: ProcessGroup| {
+            let rank = world.rank() as u64;
+            let mode = Mode::data_parallel(world, Strategy::FullShard);
+            let mode = mode.seeded(if by_seed { rank } else { SEED });
+            let sgd = burn::optim::SgdConfig::new().build();
+            let mut step = compile(Encoder::new, Encoder::loss, sgd, mode)?;
+            if !by_seed {
+                step.resume(2 + rank, 1e-2)?;
+            }
+            Ok::<_, Error>(
+                step.step(1e-2, &sequences(0, 8, &Device::flex()))
+                    .unwrap_err(),
+            )
+        });
+        for error in results.unwrap() {
+            assert!(matches!(error, Error::GraphsDiffer { .. }), "{error}");
+        }
     }
 }

@@ -144,6 +144,21 @@ impl Flow<'_> {
                 )),
             };
         }
+        if let Some(draw) = node.draw.as_ref().filter(|draw| !draw.is_own) {
+            let is_cut = draw.shifts.iter().any(|shift| &*shift.axis == name);
+            let of = if is_cut {
+                SpmdType::Shard
+            } else {
+                SpmdType::Replicate
+            };
+            let mut said = node.outputs().filter_map(placed);
+            return match said.find(|said| *said != of) {
+                None => Ok(node.outputs().map(|_| of).collect()),
+                Some(said) => Err(format!(
+                    "it draws what is {of} along {name}, and is said to be {said}"
+                )),
+            };
+        }
         let way = self.way(node, &inputs).map_err(|reason| {
             let inputs = inputs
                 .iter()
@@ -353,10 +368,8 @@ impl std::fmt::Display for Way {
     }
 }
 
-/// Returns true for random numbers that are other ones on each rank.
 fn is_drawn(node: &Node) -> bool {
-    let is_shared = node.draw.as_ref().is_some_and(|draw| !draw.is_own);
-    node.is_opaque() && node.custom.is_none() && !is_shared
+    node.is_opaque() && node.custom.is_none()
 }
 
 /// Returns true if a result has a dim that no operand has.

@@ -1,4 +1,4 @@
-//! Errors that are made in several places.
+//! Constructors of errors that several places return.
 
 use std::sync::Arc;
 

@@ -57,13 +57,18 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
             let ids = pending.map(|value| value.id);
             ids.filter(|id| self.executor.has(*id)).collect()
         };
-        let mut is_finite = true;
-        for id in &gradients {
-            is_finite &= self::is_finite(&self.executor.get(*id)?);
-        }
+        let own = self.are_finite(&gradients);
+        let answer = match own {
+            Ok(is_finite) => u8::from(is_finite),
+            Err(_) => FAILED,
+        };
         let group = self.mode.ranks().group();
-        let all = group.exchange("overflow of gradients", vec![u8::from(is_finite)]);
+        let all = group.exchange("overflow of gradients", vec![answer]);
+        own?;
         let all = all.map_err(Error::among_ranks)?;
+        if let Some(rank) = all.iter().position(|of_rank| *of_rank == [FAILED]) {
+            return Err(Error::PeerNotReady { rank });
+        }
         scaler.has_skipped = all.iter().any(|of_rank| *of_rank != [1]);
         if scaler.has_skipped {
             let scale = scaler.state.scale;
@@ -72,32 +77,47 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         } else {
             let inverse = scaler.state.scale.recip();
             for id in gradients {
-                let scaled = scaled(self.executor.get(id)?, inverse)?;
-                self.executor.set(id, scaled);
+                let scaled = scaled(self.executor.get_sealed(id)?, inverse)?;
+                self.executor.replace(id, scaled);
             }
             scaler.state = scaler.scaling.grow(scaler.state);
         }
         self.done.scaler = Some(scaler);
         Ok(!scaler.has_skipped)
     }
+
+    fn are_finite(&mut self, gradients: &[TensorId]) -> Result<bool, Error> {
+        let mut are_finite = true;
+        for id in gradients {
+            are_finite &= is_finite(&self.executor.get_sealed(*id)?)?;
+        }
+        Ok(are_finite)
+    }
 }
 
-fn is_finite(gradient: &TensorData) -> bool {
+/// The answer of a rank that cannot read its gradients.
+const FAILED: u8 = 2;
+
+fn is_finite(gradient: &TensorData) -> Result<bool, Error> {
     match gradient.dtype() {
-        DType::F32 => gradient
-            .as_slice::<f32>()
-            .is_ok_and(|all| all.iter().all(|of| of.is_finite())),
-        _ => gradient.iter::<f64>().all(f64::is_finite),
+        DType::F32 => {
+            let all = gradient.as_slice::<f32>().map_err(unreadable)?;
+            Ok(all.iter().all(|of| of.is_finite()))
+        }
+        _ => Ok(gradient.iter::<f64>().all(f64::is_finite)),
     }
+}
+
+fn unreadable(error: impl std::fmt::Debug) -> Error {
+    Error::Internal(format!("a gradient cannot be read: {error:?}"))
 }
 
 /// Returns a gradient times a factor, in its own type.
 fn scaled(mut gradient: TensorData, factor: f64) -> Result<TensorData, Error> {
-    let wrong = |error| Error::Internal(format!("a gradient cannot be scaled: {error:?}"));
     match gradient.dtype() {
         DType::F32 => {
             let factor = factor as f32;
-            let all = gradient.as_mut_slice::<f32>().map_err(wrong)?;
+            let all = gradient.as_mut_slice::<f32>().map_err(unreadable)?;
             all.iter_mut().for_each(|of| *of *= factor);
             Ok(gradient)
         }
