@@ -3,6 +3,7 @@
 
 use burn_fsdp::Clip;
 use burn_fsdp::Strategy as Sharding;
+use burn_fsdp::optim::LossScaling;
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -10,6 +11,7 @@ use super::batch::Place;
 use super::legs::{Engine, Leg, Ranks, legs};
 use super::model::{Plan, plans};
 use super::optimizer::{OPTIMIZERS, Optimizer};
+use super::plain::GROWTH_INTERVAL;
 use super::precision::Halves;
 
 /// A training.
@@ -91,6 +93,15 @@ pub(crate) fn cases(engines: Engines) -> impl Strategy<Value = Case> {
 }
 
 impl Case {
+    /// How losses are scaled, where they are.
+    pub(crate) fn scaling(&self) -> LossScaling {
+        LossScaling {
+            initial_scale: 2_f64.powi(self.scale),
+            growth_interval: GROWTH_INTERVAL,
+            ..LossScaling::default()
+        }
+    }
+
     /// Lets an optimizer that needs whole tensors have them.
     fn with_whole_tensors(mut self) -> Self {
         if self.optimizer.needs_whole_tensors() {
@@ -131,6 +142,12 @@ impl Case {
                 Engine::Eager(eager) if has_running_states => eager.recomputes = false,
                 // Gradients of regions are added in the type in which they travel, so that fewer sums overflow.
                 Engine::Eager(eager) if eager.recomputes && eager.halves.are_scaled() => {
+                    self.scale = self.scale.min(8);
+                }
+                // Each micro-batch's gradients travel by themselves.
+                Engine::Compiled(compiled)
+                    if self.micro_batches > 1 && compiled.halves.are_scaled() =>
+                {
                     self.scale = self.scale.min(8);
                 }
                 _ => {}

@@ -92,7 +92,11 @@ impl Run for CompiledRun {
     }
 
     fn loss_scale(&self) -> Option<LossScale> {
-        None
+        let state = self.step.loss_scale()?;
+        Some(LossScale {
+            scale: state.scale,
+            good_steps: state.growth_tracker.into(),
+        })
     }
 }
 
@@ -136,6 +140,7 @@ impl Case {
             .units(units)
             .kernels(compiled.kernels)
             .precision(compiled.halves.precision(&self.plan))
+            .scale_loss(compiled.halves.are_scaled().then(|| self.scaling()))
             .fuse(compiled.fuse)
             .reshard_after_forward(compiled.reshards)
             .prefetch(compiled.prefetches)

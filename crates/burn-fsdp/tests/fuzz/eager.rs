@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp::checkpoint::{
     Checkpoints, LossScale, TrainingSnapshot, loss_scale, restore, restore_scaler, snapshot,
 };
-use burn_fsdp::optim::{LossScaling, check_elementwise};
+use burn_fsdp::optim::check_elementwise;
 use burn_fsdp::sharding::Audit;
 use burn_fsdp::state::{BufferSync, into_record, sync_buffers};
 use burn_fsdp::{
@@ -19,7 +19,7 @@ use burn_fsdp::{
 use super::case::Case;
 use super::legs::{Accumulation, Eager, Leg, Ranks};
 use super::model::{Net, Plan};
-use super::plain::{GROWTH_INTERVAL, RATE};
+use super::plain::RATE;
 use super::run::{KILLED, Run, Strike};
 
 pub(crate) struct EagerRun {
@@ -49,11 +49,7 @@ impl EagerRun {
         let mut net = case.sharded(eager, mesh, leg.ranks)?;
         let mut optimizer = case.optimizer.init(&case.plan);
         let mut scaler = match eager.halves.are_scaled() {
-            true => Some(LossScaler::new(LossScaling {
-                initial_scale: 2_f64.powi(case.scale),
-                growth_interval: GROWTH_INTERVAL,
-                ..LossScaling::default()
-            })?),
+            true => Some(LossScaler::new(case.scaling())?),
             false => None,
         };
         if start > 0 {

@@ -329,7 +329,7 @@ fn compiled() -> impl Strategy<Value = Engine> {
         select(units.to_vec()),
         any::<[bool; 7]>(),
         select(places.to_vec()),
-        halves(&[FloatDType::BF16]),
+        halves(&[FloatDType::BF16, FloatDType::F16]),
     )
         .prop_map(|(strategy, units, flags, place, halves)| {
             let [
