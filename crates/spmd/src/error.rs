@@ -10,7 +10,7 @@ use burn::tensor::DType;
 
 use crate::pass_id::PassId;
 pub use scale::ScaleError;
-use text::{After, At, Pass, Produced, advice};
+use text::{After, At, Known, Pass, Produced, advice};
 
 /// The reason why a step could not be traced, transformed or run.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -139,7 +139,7 @@ pub enum Error {
     },
 
     /// A name that nothing has.
-    #[error("there is no {what} \"{name}\"; there are {known}")]
+    #[error("there is no {what} \"{name}\"; there {}", Known(known))]
     UnknownName {
         /// Kind of the thing that is named: an input, a parameter.
         what: &'static str,
@@ -198,7 +198,7 @@ pub enum Error {
     /// Random numbers that all ranks of an axis should share.
     #[error(
         "{operation} of shape {shape:?} cannot be the same on all ranks of axis {axis}: they draw a part \
-         each, and no dim can be cut in equal parts; draw them from a seed (Mode::seeded), or switch dropout off"
+         each, and no dim can be cut in equal parts; in a train step, draw them from a seed (Mode::seeded), or switch dropout off"
     )]
     RandomReplicated {
         /// The operation.
@@ -408,6 +408,17 @@ pub enum Error {
         expected: usize,
         /// Ranks of the group.
         got: usize,
+    },
+
+    /// A run cannot go back.
+    #[error(
+        "{done} steps are done, so that a run cannot be resumed after {steps}; restore it from a checkpoint (resume_with)"
+    )]
+    Backwards {
+        /// Steps done.
+        done: u64,
+        /// Steps after which it was to go on.
+        steps: u64,
     },
 
     /// The ranks do not run the same graph.

@@ -181,7 +181,7 @@ impl Run<'_> {
         }
         // No saved step is without its metrics.
         let problem = observers.metrics.sync();
-        let started = saving.start(step + 1, trainer, is_last)?;
+        let started = saving.start(step + 1, trainer, (is_last, end.loss.is_finite()))?;
         observers.note(problem);
         Ok(match started {
             Started::Goes => None,
@@ -193,7 +193,7 @@ impl Run<'_> {
     }
 
     /// Describes the numbers of a step that are not finite, if there are any. Those of a loss that
-    /// is scaled overflow now and then, which the scaler deals with.
+    /// is scaled overflow now and then, which the scaler deals with: the run ends when no scale is left.
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(

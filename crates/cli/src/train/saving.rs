@@ -99,7 +99,7 @@ impl<'a> Saving<'a> {
         &mut self,
         steps: usize,
         trainer: &mut dyn Trainer,
-        is_last: bool,
+        (is_last, has_finite_loss): (bool, bool),
     ) -> Result<Started, RankError> {
         let offered = self.saves.offer(trainer.snapshot()?);
         self.tell();
@@ -107,6 +107,10 @@ impl<'a> Saving<'a> {
         // Whether a step gives finite losses shows in the next one, so the one before it stays, too.
         let least = |keep: NonZeroUsize| keep.max(NonZeroUsize::MIN.saturating_add(1));
         self.contents.keep_last = self.contents.checkpoints.keep_last.map(least);
+        // Nor does one whose loss was no number, where that does not end the run.
+        if !has_finite_loss {
+            self.contents.keep_last = None;
+        }
         if let Some(not_finite) = offered.not_finite() {
             if self.contents.config.not_finite == NotFinite::Stop {
                 return Ok(Started::NotFinite {

@@ -52,7 +52,7 @@ impl LossScaler {
     ///
     /// # Errors
     ///
-    /// [`Error::Option`] if the initial scale is not positive and finite, the growth factor not
+    /// [`Error::Option`] if the initial scale is not positive, finite and normal in 32 bits, the growth factor not
     /// above 1, the backoff factor not between 0 and 1, or the interval 0.
     pub fn new(scaling: LossScaling) -> Result<Self, Error> {
         match scaling.fault() {
@@ -63,7 +63,7 @@ impl LossScaler {
             }) => Err(Error::Option {
                 option,
                 expected,
-                got: got.to_string(),
+                got: format!("{got:e}"),
             }),
             None => Ok(Self {
                 scaling,

@@ -45,7 +45,7 @@ pub(super) fn agree<B: Batch>(
     let (first, other) = (text(0), text(rank));
     let difference = match first == other {
         true => format!(
-            "both have {first}, but the model, the loss, the mode, the number of steps or the scale of the loss differ"
+            "both have {first}, but the model, the loss, the mode (options, seed), the number of steps or the scale of the loss differ"
         ),
         false => format!("rank 0 has {first}, rank {rank} has {other}"),
     };

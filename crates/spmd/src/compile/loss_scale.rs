@@ -4,6 +4,7 @@ use burn::tensor::{DType, TensorData};
 use burn_fsdp_mesh::{LossScalerState, LossScaling};
 use burn_ir::{BackendIr, TensorId};
 
+use super::scaler::{Last, Scaler};
 use super::step::CompiledStep;
 use crate::error::{Error, ScaleError};
 use crate::graph::{Graph, Role};
@@ -20,7 +21,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::LossScale`] if the step scales no loss, or the scale is not positive and finite.
+    /// [`Error::LossScale`] if the step scales no loss, or the scale is not positive, finite and normal in 32 bits.
     pub fn set_loss_scale(&mut self, state: LossScalerState) -> Result<(), Error> {
         let Some(scaler) = &mut self.done.scaler else {
             return Err(ScaleError::Off.into());
@@ -41,7 +42,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// Returns true if the last step was skipped, since a gradient of a rank had overflowed: parameters and the optimizer's
     /// states and step numbers are those of before, running statistics are not. The same on all ranks.
     pub fn was_skipped(&self) -> bool {
-        self.done.scaler.is_some_and(|scaler| scaler.has_skipped)
+        self.done
+            .scaler
+            .is_some_and(|scaler| scaler.last != Last::Taken)
     }
 
     /// Divides the gradients that wait for this graph's optimizer by the scale of the loss, where it is scaled. Returns false
@@ -69,21 +72,34 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         if let Some(rank) = all.iter().position(|of_rank| *of_rank == [FAILED]) {
             return Err(Error::PeerNotReady { rank });
         }
-        scaler.has_skipped = all.iter().any(|of_rank| *of_rank != [1]);
-        if scaler.has_skipped {
-            let scale = scaler.state.scale;
-            let smaller = scaler.scaling.back_off(scaler.state);
-            scaler.state = smaller.ok_or(ScaleError::Vanished { scale })?;
-        } else {
+        if all.iter().all(|of_rank| *of_rank == [1]) {
             let inverse = scaler.state.scale.recip();
             for id in gradients {
                 let scaled = scaled(self.executor.get_sealed(id)?, inverse)?;
                 self.executor.replace(id, scaled);
             }
             scaler.state = scaler.scaling.grow(scaler.state);
+            scaler.last = Last::Taken;
+        } else if let Some(smaller) = scaler.scaling.back_off(scaler.state) {
+            scaler.state = smaller;
+            scaler.last = Last::Skipped;
+        } else {
+            scaler.last = Last::Vanished;
         }
         self.done.scaler = Some(scaler);
-        Ok(!scaler.has_skipped)
+        Ok(scaler.last == Last::Taken)
+    }
+
+    /// Returns the error of a step whose gradients overflow at every scale.
+    pub(super) fn vanished(&self) -> Result<(), Error> {
+        match self.done.scaler {
+            Some(Scaler {
+                last: Last::Vanished,
+                state: LossScalerState { scale, .. },
+                ..
+            }) => Err(ScaleError::Vanished { scale }.into()),
+            _ => Ok(()),
+        }
     }
 
     fn are_finite(&mut self, gradients: &[TensorId]) -> Result<bool, Error> {

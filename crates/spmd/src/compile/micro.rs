@@ -104,6 +104,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         self.forget_pending(&prepared.update);
         self.done.steps += 1;
         self.done.outputs = outputs;
+        self.vanished()?;
         Ok(total / batches.len() as f64)
     }
 

@@ -8,8 +8,19 @@ use burn_fsdp_mesh::{LossScalerState, LossScaling};
 pub(super) struct Scaler {
     pub(super) scaling: LossScaling,
     pub(super) state: LossScalerState,
-    /// True if gradients of the last step have overflowed.
-    pub(super) has_skipped: bool,
+    /// What became of the last step.
+    pub(super) last: Last,
+}
+
+/// What became of a step by its gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Last {
+    /// All were finite.
+    Taken,
+    /// One has overflowed: the scale is smaller now.
+    Skipped,
+    /// One has overflowed, and no smaller scale is left.
+    Vanished,
 }
 
 impl Scaler {
@@ -17,7 +28,7 @@ impl Scaler {
         Self {
             scaling,
             state: scaling.begin(),
-            has_skipped: false,
+            last: Last::Taken,
         }
     }
 

@@ -129,13 +129,17 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     ///
     /// # Errors
     ///
-    /// [`Error::UntraceableOptimizer`].
+    /// [`Error::Backwards`] if more steps are done; [`Error::UntraceableOptimizer`].
     pub fn resume(&mut self, steps: u64, learning_rate: f64) -> Result<(), Error> {
+        let done = self.done.steps;
+        if steps < done {
+            return Err(Error::Backwards { done, steps });
+        }
         for _ in self.done.steps..steps {
             let step = self.scalars.peek(learning_rate)?;
             self.scalars.advance(&step, |_| true);
         }
-        self.done.steps = self.done.steps.max(steps);
+        self.done.steps = steps;
         Ok(())
     }
 

@@ -141,8 +141,9 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     /// [`Error::GraphsDiffer`] or [`Error::PeerNotReady`] on all ranks where they have not all the same to run,
     /// because one has a batch of another shape, say: nothing has changed then, and the run may go on.
     /// [`Error::NotRepeatable`], see [`compile`](crate::compile()).
-    /// [`Error::Execution`] and [`Error::Collective`] from the step itself, and [`Error::LossScale`] if gradients overflow
-    /// at every scale; after those, every call returns [`Error::Poisoned`].
+    /// [`Error::LossScale`] if gradients overflow at every scale: the step was skipped.
+    /// [`Error::Execution`] and [`Error::Collective`] from the step itself; after those,
+    /// every call returns [`Error::Poisoned`].
     pub fn step(&mut self, learning_rate: f64, batch: &B) -> Result<f64, Error> {
         self.run(learning_rate, batch, None)
     }
@@ -432,7 +433,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
     }
 
     /// Returns the norm that the gradients of the last step had before they were clipped, the same on all ranks; `None`
-    /// before a step, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
+    /// before a step, after a skipped one, and where [`Options`](crate::passes::schedule::Options::clip_grad_norm) clip none.
     pub fn grad_norm(&self) -> Option<f64> {
         self.done.grad_norm
     }

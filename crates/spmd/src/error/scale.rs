@@ -7,20 +7,13 @@ use burn_fsdp_mesh::ScalingFault;
 #[non_exhaustive]
 pub enum ScaleError {
     /// An option of the scaling is out of its range.
-    #[error("loss scaling has {option} {got}, and it must be {expected}")]
-    Option {
-        /// Name of the option.
-        option: &'static str,
-        /// The range, in words.
-        expected: &'static str,
-        /// The number that was given.
-        got: f64,
-    },
+    #[error(transparent)]
+    Option(#[from] ScalingFault),
 
     /// The scale has come to nothing: gradients overflow, however small it is.
     #[error(
-        "gradients overflow at every scale of the loss down to {scale:e}; look for infinities in the model or the \
-         batch, or compute in bf16"
+        "gradients overflow at every scale of the loss down to {scale:e}; the step was skipped: look for infinities in \
+         the model or the batch, lower the learning rate, or compute in bf16"
     )]
     Vanished {
         /// The last scale.
@@ -49,14 +42,4 @@ pub enum ScaleError {
     /// The step scales no loss.
     #[error("this step scales no loss; compile it with Options::scale_loss")]
     Off,
-}
-
-impl From<ScalingFault> for ScaleError {
-    fn from(fault: ScalingFault) -> Self {
-        Self::Option {
-            option: fault.option,
-            expected: fault.expected,
-            got: fault.got,
-        }
-    }
 }

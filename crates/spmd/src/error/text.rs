@@ -25,6 +25,18 @@ pub(super) fn advice(reason: &str, produced_by: Option<&str>) -> &'static str {
     }
 }
 
+/// Lists the names that there are.
+pub(super) struct Known<'a>(pub(super) &'a String);
+
+impl std::fmt::Display for Known<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0.as_str() {
+            "" => f.write_str("is none"),
+            known => write!(f, "are {known}"),
+        }
+    }
+}
+
 /// Names the operation that has produced a value.
 pub(super) struct Produced<'a>(pub(super) &'a Option<String>);
 

@@ -7,6 +7,9 @@ use burn_std::rand::{SeedableRng, StdRng};
 
 use crate::graph::{Draw, random_of};
 
+/// Elements of the whole that one generator draws.
+const BLOCK: usize = 256;
+
 /// The step and micro-batch of a run, which key its random numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Moment {
@@ -64,8 +67,8 @@ impl<'a> Drawing<'a> {
         }
     }
 
-    /// Draws each row of the part, along the last dim, from a generator of its own, and takes the rank's elements of it: so
-    /// no rank draws the rows of others.
+    /// Draws the blocks of consecutive elements of the whole that the part has elements of, each from a generator of its own:
+    /// so a rank draws little of what others do.
     fn part<E: Element>(&self, op: &RandomOpIr) -> Result<TensorData, String> {
         let (whole, part) = (&self.draw.whole, op.out.shape.to_vec());
         let fits = |((size, start), whole): ((&usize, &usize), &usize)| size + start <= *whole;
@@ -73,34 +76,47 @@ impl<'a> Drawing<'a> {
         if part.len() != whole.len() || !dims.all(fits) {
             return Err(format!("a rank's {part:?} is no part of {whole:?}"));
         }
-        let (Some((width, rows)), Some(full_width)) = (part.split_last(), whole.last()) else {
+        let Some((width, rows)) = part.split_last() else {
             return Err("it has no dims".to_owned());
         };
-        let from = self.start[rows.len()];
-        let distribution = op.distribution;
+        let len: usize = whole.iter().product();
         let mut elements: Vec<E> = Vec::with_capacity(part.iter().product());
+        let mut block: (usize, Vec<E>) = (usize::MAX, Vec::new());
         for row in 0..rows.iter().product::<usize>() {
-            let mut generator = self.generator(self.place(row, rows));
-            let drawn = drawn::<E>(*full_width, distribution, &mut generator)?;
-            elements.extend(&drawn[from..from + width]);
+            let first = self.place(row, rows);
+            let (mut at, end) = (first, first + width);
+            while at < end {
+                let (number, from) = (at / BLOCK, at % BLOCK);
+                if block.0 != number {
+                    let num = BLOCK.min(len - number * BLOCK);
+                    let mut generator = self.generator(number);
+                    block = (number, drawn(num, op.distribution, &mut generator)?);
+                }
+                let to = block.1.len().min(from + end - at);
+                elements.extend(&block.1[from..to]);
+                at += to - from;
+            }
         }
         Ok(TensorData::new(elements, part))
     }
 
-    /// Returns the number that a row of the part has among those of the whole.
+    /// Returns the place in the whole, in the order of its dims, of the first element of a row of the part.
     fn place(&self, row: usize, rows: &[usize]) -> usize {
-        let (mut row, mut place, mut stride) = (row, 0, 1);
-        for (dim, size) in rows.iter().enumerate().rev() {
-            place += (row % size + self.start[dim]) * stride;
+        let Some((width, dims)) = self.draw.whole.split_last() else {
+            return 0;
+        };
+        let (mut row, mut place, mut stride) = (row, self.start[rows.len()], *width);
+        for ((size, start), whole) in rows.iter().zip(&self.start).zip(dims).rev() {
+            place += (row % size + start) * stride;
             row /= size;
-            stride *= self.draw.whole[dim];
+            stride *= whole;
         }
         place
     }
 
-    /// Returns the generator of a row. All that distinguishes it is in the key, so that no two are alike: a step's number has
-    /// 64 bits, a row's 48, a rank's 16.
-    fn generator(&self, row: usize) -> StdRng {
+    /// Returns the generator of a block. All that distinguishes it is in the key, so that no two are alike: a step's number has
+    /// 64 bits, a block's 48, a rank's 16.
+    fn generator(&self, block: usize) -> StdRng {
         let Draw {
             seed,
             number,
@@ -113,7 +129,7 @@ impl<'a> Drawing<'a> {
             *seed,
             step,
             u64::from(*number) << 32 | u64::from(micro),
-            rank << 48 | row as u64,
+            rank << 48 | block as u64,
         ];
         let mut key = [0; 32];
         for (bytes, word) in key.chunks_exact_mut(8).zip(words) {

@@ -384,11 +384,19 @@ fn what_cannot_be_scaled_is_refused() {
         Tensor::from_floats([f32::INFINITY], &device),
     );
     step.step(1e-2, &batch).unwrap();
-    let error = step.step(1e-2, &batch).unwrap_err();
-    assert!(
-        matches!(error, Error::LossScale(ScaleError::Vanished { .. })),
-        "{error}"
-    );
+    let before = step.parameter("head.weight").unwrap();
+    for done in [2, 3] {
+        let error = step.step(1e-2, &batch).unwrap_err();
+        let has_vanished = matches!(error, Error::LossScale(ScaleError::Vanished { .. }));
+        assert!(has_vanished && step.was_skipped(), "{error}");
+        assert_eq!(step.num_steps(), done);
+    }
+    assert_eq!(step.parameter("head.weight").unwrap(), before);
+    let (inputs, targets, _) = batch;
+    let right = (inputs, targets, Tensor::ones([1], &device));
+    step.step(1e-2, &right).unwrap();
+    assert!(!step.was_skipped());
+    assert!(step.parameter("head.weight").unwrap() != before);
 }
 
 /// Dropout, and a model of 64 bits, beside the factor of the loss.

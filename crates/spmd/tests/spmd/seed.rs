@@ -493,6 +493,11 @@ fn a_resumed_run_goes_on_and_micro_batches_draw_their_own() {
     step.resume(2, 1e-2).unwrap();
     step.step(1e-2, &x).unwrap();
     assert_eq!(bits(&step.outputs().unwrap()[0]), expected[2]);
+    let error = step.resume(1, 1e-2).unwrap_err();
+    assert!(
+        matches!(error, Error::Backwards { done: 3, steps: 1 }),
+        "{error}"
+    );
 
     let mut step = compile(init, loss, sgd(), Mode::single().seeded(SEED)).unwrap();
     step.step_accumulated(1e-2, &[x.clone(), x.clone(), x.clone()])
