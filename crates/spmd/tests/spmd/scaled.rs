@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::Linear;
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::{Clip, Mesh};
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
@@ -435,9 +435,9 @@ fn a_scale_that_is_a_power_of_two_changes_nothing_else() {
     }
     let double = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
     let init = |device: &Device| {
-        let model = LinearConfig::new(3, 2).init(device);
+        let weight = Tensor::full([3, 2], 0.3, (device, DType::F64));
         Linear {
-            weight: Param::from_tensor(model.weight.val().cast(FloatDType::F64)),
+            weight: Param::from_tensor(weight),
             bias: None,
         }
     };
