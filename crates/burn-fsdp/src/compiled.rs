@@ -14,12 +14,13 @@ use burn_fsdp_checkpoint::{
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::load_local_state;
 use burn_fsdp_spmd::trace::ParameterSpec;
-use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, LossScalerState, OptimizerState};
+use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, RANK_KEY, kept_in, owner_of, state_name};
 use crate::restore::region_of;
+use crate::scaler::saved_scale;
 use crate::snapshot::{Elements, TrainingSnapshot};
 
 /// Takes a snapshot of a compiled step, as [`snapshot`](crate::checkpoint::snapshot) does of a sharded model and its
@@ -241,13 +242,9 @@ pub fn restore_compiled_matching<B: Batch, O>(
         parameters.push((spec.path.to_string(), data));
     }
     let states = states_of(step, saved)?;
-    let training = &saved.index().training;
-    step.resume_with(training.step, states.own)?;
-    if let (Some(_), Some(saved)) = (step.loss_scale(), training.loss_scale) {
-        step.set_loss_scale(LossScalerState {
-            scale: saved.scale,
-            growth_tracker: u32::try_from(saved.good_steps).unwrap_or(u32::MAX),
-        })?;
+    step.resume_with(saved.index().training.step, states.own)?;
+    if let (Some(_), Some(scale)) = (step.loss_scale(), saved_scale(saved)) {
+        step.set_loss_scale(scale)?;
     }
     for (path, data) in parameters {
         step.set_shard(&path, data)?;

@@ -1,7 +1,7 @@
 //! The state of a loss scaler in saved steps.
 
 use burn_fsdp_checkpoint::{LossScale, Step};
-use burn_fsdp_shard::LossScaler;
+use burn_fsdp_shard::{LossScaler, LossScalerState};
 
 /// Returns the state of a loss scaler, for
 /// [`TrainingState::loss_scale`](burn_fsdp_checkpoint::TrainingState::loss_scale).
@@ -16,11 +16,17 @@ pub fn loss_scale(scaler: &LossScaler) -> LossScale {
 /// Returns a loss scaler with the state that it had when `step` was saved; as it is if nothing scaled the loss then.
 #[must_use]
 pub fn restore_scaler(scaler: LossScaler, step: &Step) -> LossScaler {
-    let Some(saved) = step.index().training.loss_scale else {
-        return scaler;
-    };
-    let mut state = scaler.state();
-    state.scale = saved.scale;
-    state.growth_tracker = u32::try_from(saved.good_steps).unwrap_or(u32::MAX);
-    scaler.restored(state)
+    match saved_scale(step) {
+        Some(state) => scaler.restored(state),
+        None => scaler,
+    }
+}
+
+/// Returns the scale of the loss in a saved step, if something scaled it.
+pub(crate) fn saved_scale(step: &Step) -> Option<LossScalerState> {
+    let saved = step.index().training.loss_scale?;
+    Some(LossScalerState {
+        scale: saved.scale,
+        growth_tracker: u32::try_from(saved.good_steps).unwrap_or(u32::MAX),
+    })
 }
