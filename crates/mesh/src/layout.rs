@@ -245,15 +245,16 @@ impl fmt::Display for AxisPlacement {
     }
 }
 
-/// Returns the shape of one rank's part of a tensor of which all parts are equal: every dim that is cut is that many
-/// times shorter.
+/// Returns the shape in which every rank holds its part of a tensor that a step computes with: each dim that is cut is that
+/// many times shorter, rounded up. Of a dim that does not divide the last ranks have fewer rows than that, in the sizes of
+/// [`Cut::Dims`], and padding behind them.
 pub fn local_shape(shape: &[usize], placements: &[AxisPlacement]) -> Vec<usize> {
     let mut local = shape.to_vec();
     for placement in placements {
         if let Placement::Shard(dim) = placement.placement
             && let Some(size) = local.get_mut(dim)
         {
-            *size /= placement.num_ranks;
+            *size = size.div_ceil(placement.num_ranks);
         }
     }
     local

@@ -81,13 +81,17 @@ impl Divided<'_> {
             let all = gather(group, path, &joined, partition, &[num_elements])?;
             joined = join_along(all.as_bytes(), &joined, dim, group.size());
         }
-        Ok(joined)
+        Ok(resized(joined, self.shape))
     }
 
-    /// Returns a part as the executor holds it: flat shards are padded to one length.
+    /// Returns a part as the executor holds it: flat shards are padded to one length, and so are parts along dims.
     pub(crate) fn padded(&self, data: TensorData) -> Result<TensorData, Error> {
         let Some(partition) = self.partition()? else {
-            return Ok(data);
+            let mut shape = self.shape.to_vec();
+            for (dim, group) in self.cuts()? {
+                shape[dim] = shape[dim].div_ceil(group.size());
+            }
+            return Ok(resized(data, &shape));
         };
         let dtype = data.dtype();
         let mut bytes = data.as_bytes().to_vec();
@@ -100,7 +104,7 @@ impl Divided<'_> {
     pub(crate) fn unpadded(&self, data: TensorData) -> Result<TensorData, Error> {
         Ok(match self.partition()? {
             Some(partition) => slice(&data, 0..partition.len(self.flat_group()?.rank())),
-            None => data,
+            None => resized(data, &self.part_shape()?),
         })
     }
 
@@ -111,16 +115,53 @@ impl Divided<'_> {
     }
 }
 
-/// Returns part `index` of `num_parts` along a dim.
+/// Returns part `index` of `num_parts` along a dim, with zeros behind the end of the whole.
 fn part_along(data: &TensorData, dim: usize, num_parts: usize, index: usize) -> TensorData {
     let mut shape = data.shape().to_vec();
     let whole = shape[dim];
-    shape[dim] /= num_parts;
+    shape[dim] = whole.div_ceil(num_parts);
     let inner: usize = shape[dim + 1..].iter().product::<usize>() * data.dtype().size();
     let (row, part) = (whole * inner, shape[dim] * inner);
+    let (start, end) = ((index * part).min(row), ((index + 1) * part).min(row));
     let rows = data.as_bytes().chunks_exact(row.max(1));
-    let bytes = rows.flat_map(|row| row[index * part..(index + 1) * part].iter().copied());
+    let padding = std::iter::repeat_n(0, part - (end - start));
+    let bytes = rows.flat_map(|row| row[start..end].iter().copied().chain(padding.clone()));
     TensorData::from_bytes_vec(bytes.collect(), shape, data.dtype())
+}
+
+/// Returns a tensor in another shape of as many dims: elements behind the end of a dim are left out, and zeros are put where it
+/// is longer.
+fn resized(data: TensorData, shape: &[usize]) -> TensorData {
+    let from = data.shape().to_vec();
+    // What is of another number of dims is refused where it is used.
+    if from == shape || from.len() != shape.len() {
+        return data;
+    }
+    let size = data.dtype().size();
+    let mut bytes = vec![0; shape.iter().product::<usize>() * size];
+    let common: Vec<usize> = from.iter().zip(shape).map(|(a, b)| *a.min(b)).collect();
+    let inner = common.last().copied().unwrap_or(1);
+    let rows = &common[..common.len().saturating_sub(1)];
+    let mut index = vec![0; rows.len()];
+    let start = |index: &[usize], of: &[usize]| {
+        let outer = index
+            .iter()
+            .zip(of)
+            .fold(0, |at, (index, size)| at * size + index);
+        outer * of.last().copied().unwrap_or(1) * size
+    };
+    for _ in 0..rows.iter().product::<usize>() {
+        let (read, write) = (start(&index, &from), start(&index, shape));
+        bytes[write..write + inner * size]
+            .copy_from_slice(&data.as_bytes()[read..][..inner * size]);
+        for (at, size) in index.iter_mut().zip(rows).rev() {
+            *at = (*at + 1) % size;
+            if *at > 0 {
+                break;
+            }
+        }
+    }
+    TensorData::from_bytes_vec(bytes, shape.to_vec(), data.dtype())
 }
 
 /// Joins the parts of all ranks, which are one after the other in `bytes`, along a dim.
@@ -223,6 +264,33 @@ mod tests {
                 .collect();
             assert_eq!(join_along(&bytes, &parts[0], dim, 2), whole);
         }
+        for (num_parts, dim) in [(4, 0), (4, 1), (5, 1), (7, 1), (3, 2)] {
+            let parts: Vec<_> = (0..num_parts)
+                .map(|index| part_along(&whole, dim, num_parts, index))
+                .collect();
+            let bytes: Vec<u8> = parts
+                .iter()
+                .flat_map(|part| part.as_bytes().to_vec())
+                .collect();
+            let joined = join_along(&bytes, &parts[0], dim, num_parts);
+            assert_eq!(
+                resized(joined, &[2, 6, 2]),
+                whole,
+                "{num_parts} parts of dim {dim}"
+            );
+        }
+        let last = part_along(&whole, 1, 4, 2);
+        assert_eq!(
+            last.try_to_vec::<i32>().unwrap(),
+            [8, 9, 10, 11, 20, 21, 22, 23]
+        );
+        let nothing = part_along(&whole, 1, 4, 3);
+        assert_eq!(nothing.try_to_vec::<i32>().unwrap(), [0; 8]);
+        let padded = resized(resized(last.clone(), &[1, 1, 2]), &[2, 2, 3]);
+        assert_eq!(
+            padded.try_to_vec::<i32>().unwrap(),
+            [8, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        );
         let middle = part_along(&whole, 1, 3, 1);
         assert_eq!(
             middle.try_to_vec::<i32>().unwrap(),

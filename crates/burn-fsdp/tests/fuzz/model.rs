@@ -249,13 +249,13 @@ impl Plan {
             };
             let dim = |drawn: u64| drawn as usize % shape.len();
             let (first, second) = (dim(drawn >> 8), dim(drawn >> 16));
-            let is_even = shape[first].is_multiple_of(parts);
-            let mut cuts = match is_even {
+            let fits = shape[first] >= parts;
+            let mut cuts = match fits {
                 true => vec![(path.clone(), axis, first)],
                 false => Vec::new(),
             };
             // Two axes that cut one dim are refused by name.
-            let is_free = (first != second || !is_even) && shape[second].is_multiple_of(depth);
+            let is_free = (first != second || !fits) && shape[second] >= depth;
             if depth > 1 && drawn >> 24 & 1 == 0 && is_free {
                 cuts.push((path, "depth", second));
             }

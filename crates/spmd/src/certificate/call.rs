@@ -144,7 +144,7 @@ impl Call<'_> {
                         cut: Cut::Dims,
                     };
                     let whole = filled(seed, &whole_shape(shape, placements, mesh), kind);
-                    cut(&whole, &layout, mesh, *rank, shape)
+                    cut((&whole, kind), &layout, mesh, *rank, shape)
                 }
             }
         });

@@ -59,9 +59,13 @@ impl Given<'_> {
                 let whole = |shape: &[usize]| filled(seed, shape, kind);
                 match part_of(graph, path, value) {
                     None => Ok(whole(&value.shape)),
-                    Some((layout, shape)) => {
-                        cut(&whole(shape), layout, &self.mesh, rank, &value.shape)
-                    }
+                    Some((layout, shape)) => cut(
+                        (&whole(shape), kind),
+                        layout,
+                        &self.mesh,
+                        rank,
+                        &value.shape,
+                    ),
                 }
             }
             Role::Pending(path) => Err(format!("no step has left a gradient of `{path}`")),
@@ -90,7 +94,7 @@ impl Given<'_> {
             cut: Cut::Dims,
         };
         let whole = filled(seed, &shape, kind);
-        cut(&whole, &layout, &self.mesh, rank, &value.shape)
+        cut((&whole, kind), &layout, &self.mesh, rank, &value.shape)
     }
 
     fn seed(&self, role: &Role, words: &[u64]) -> Hash {
@@ -111,42 +115,68 @@ pub(super) fn part_of<'a>(
     is_cut.then_some((&parameter.layout, parameter.shape.as_slice()))
 }
 
-/// Returns a rank's part of a whole tensor, padded with zeros to its shape.
+/// Returns a rank's part of a whole tensor of a kind, padded to its shape: flat shards with zeros, which norms add up, and parts
+/// along dims with what no other rank has, which nothing may read.
 pub(super) fn cut(
-    whole: &Tensor,
+    (whole, kind): (&Tensor, Kind),
     layout: &Layout,
     mesh: &Mesh,
     rank: usize,
     shape: &[usize],
 ) -> Result<Tensor, String> {
-    let places = places(layout, &whole.shape, mesh, rank)?;
-    let mut elements: Vec<u64> = places.iter().map(|at| whole.elements[*at]).collect();
-    elements.resize(shape.iter().product(), 0);
+    let mut elements = match layout.cut {
+        Cut::Elements => vec![0; shape.iter().product()],
+        Cut::Dims => {
+            let mut seed = Hash::named("padding");
+            seed.write(rank as u64);
+            filled(seed, shape, kind).elements.to_vec()
+        }
+    };
+    for (at, own) in places(layout, (&whole.shape, shape), mesh, rank)? {
+        elements[own] = whole.elements[at];
+    }
     Ok(Tensor::new(shape, elements))
 }
 
-/// Returns the flat places, in a whole tensor, of the elements that a rank holds.
+/// Returns the flat places of the elements that a rank holds, each in the whole tensor and in the rank's padded part.
 pub(super) fn places(
     layout: &Layout,
-    shape: &[usize],
+    (whole, part): (&[usize], &[usize]),
     mesh: &Mesh,
     rank: usize,
-) -> Result<Vec<usize>, String> {
-    let region = layout.region(shape, mesh, rank);
-    Ok(match region.map_err(|error| error.to_string())? {
-        Region::Flat(range) => range.collect(),
+) -> Result<Vec<(usize, usize)>, String> {
+    let region = layout.region(whole, mesh, rank);
+    let places: Vec<(usize, usize)> = match region.map_err(|error| error.to_string())? {
+        Region::Flat(range) => range.zip(0..).collect(),
         Region::Box { offsets, sizes } => {
-            let mut view = View {
-                shape: shape.to_vec(),
-                strides: strides(shape),
-                start: 0,
-            };
-            for (dim, (offset, size)) in offsets.iter().zip(&sizes).enumerate() {
-                view = view.sliced(dim, *offset..offset + size, 1);
+            if sizes.iter().zip(part).any(|(size, held)| size > held) || sizes.len() != part.len() {
+                return Err(format!("{part:?} holds no {sizes:?}"));
             }
-            view.places()
+            let own = boxed(part, &vec![0; part.len()], &sizes);
+            boxed(whole, &offsets, &sizes)
+                .into_iter()
+                .zip(own)
+                .collect()
         }
-    })
+    };
+    let len: usize = part.iter().product();
+    match places.iter().any(|(_, own)| *own >= len) {
+        true => Err(format!("{len} elements of {}", places.len())),
+        false => Ok(places),
+    }
+}
+
+/// Returns the flat places of a box in a tensor.
+fn boxed(shape: &[usize], offsets: &[usize], sizes: &[usize]) -> Vec<usize> {
+    let mut view = View {
+        shape: shape.to_vec(),
+        strides: strides(shape),
+        start: 0,
+    };
+    for (dim, (offset, size)) in offsets.iter().zip(sizes).enumerate() {
+        view = view.sliced(dim, *offset..offset + size, 1);
+    }
+    view.places()
 }
 
 fn within(drawn: &Tensor, bound: u64) -> Tensor {

@@ -140,8 +140,8 @@ fn whole(
     let Some((layout, shape)) = part_of(graph, path, into) else {
         return Ok(parts);
     };
-    let whole = joined(machine, shape, &parts, &|rank| {
-        places(layout, shape, machine.mesh(), rank)
+    let whole = joined(machine, shape, &parts, &|rank, part| {
+        places(layout, (shape, part), machine.mesh(), rank)
     });
     let whole = whole.map_err(|(rank, reason)| Fault {
         node: graph.nodes().len(),
@@ -156,17 +156,15 @@ fn joined(
     machine: &Machine,
     shape: &[usize],
     parts: &[Tensor],
-    places_of: &dyn Fn(usize) -> Result<Vec<usize>, String>,
+    places_of: &dyn Fn(usize, &[usize]) -> Result<Vec<(usize, usize)>, String>,
 ) -> Result<Tensor, (usize, String)> {
     let mut whole: Vec<Option<Element>> = vec![None; shape.iter().product()];
     for (rank, part) in parts.iter().enumerate().take(machine.num_ranks()) {
-        let places = places_of(rank).map_err(|reason| (rank, reason))?;
-        if part.len() < places.len() {
-            return Err((rank, format!("{} elements of {}", part.len(), places.len())));
-        }
-        for (place, element) in places.into_iter().zip(part.elements.iter()) {
-            match whole[place].replace(*element) {
-                Some(other) if other != *element => {
+        let places = places_of(rank, &part.shape).map_err(|reason| (rank, reason))?;
+        for (place, own) in places {
+            let element = part.elements[own];
+            match whole[place].replace(element) {
+                Some(other) if other != element => {
                     return Err((rank, format!("copies differ in element {place}")));
                 }
                 _ => {}

@@ -29,6 +29,10 @@ impl Draw {
         self.shifts.clear();
         for of in placements.iter().filter(|of| of.num_ranks > 1) {
             if let Placement::Shard(dim) = of.placement {
+                debug_assert!(
+                    local[dim].is_multiple_of(of.num_ranks),
+                    "what is drawn is cut in equal parts"
+                );
                 local[dim] /= of.num_ranks;
                 self.shifts.push(AxisShift {
                     axis: Arc::clone(&of.axis),

@@ -110,7 +110,11 @@ impl Values {
         axis: usize,
         candidate: &Candidate,
     ) -> Option<Assignment> {
-        let num_ranks = self.axes[axis].num_ranks;
+        if let Candidate::Cut(letter) = candidate
+            && !self.divides(signature, axis, *letter)
+        {
+            return None;
+        }
         let is_cut =
             |on: Option<&On>, dim: usize| on.is_some_and(|on| on.contains(&Placement::Shard(dim)));
         let mut next = assignment.clone();
@@ -125,9 +129,7 @@ impl Values {
                 Candidate::Cut(letter) => match input.dim_of(*letter) {
                     None => Placement::Replicate,
                     Some(dim) => {
-                        if !input.shape[dim].is_multiple_of(num_ranks)
-                            || is_cut(assignment.inputs.get(&input.id), dim)
-                        {
+                        if is_cut(assignment.inputs.get(&input.id), dim) {
                             return None;
                         }
                         Placement::Shard(dim)
@@ -147,9 +149,7 @@ impl Values {
                 Candidate::Addends(_, placement) => *placement,
                 Candidate::Cut(letter) => match output.dim_of(*letter) {
                     Some(dim) => {
-                        if !output.shape[dim].is_multiple_of(num_ranks)
-                            || is_cut(assignment.outputs.get(&output.id), dim)
-                        {
+                        if is_cut(assignment.outputs.get(&output.id), dim) {
                             return None;
                         }
                         Placement::Shard(dim)
@@ -168,6 +168,13 @@ impl Values {
             next.outputs.entry(output.id).or_default().push(placement);
         }
         Some(next)
+    }
+
+    /// Returns true if a letter can be cut on an axis: with padding only where the user's placements need it.
+    fn divides(&self, signature: &Signature, axis: usize, letter: Letter) -> bool {
+        let num_ranks = self.axes[axis].num_ranks;
+        signature.divides(letter, num_ranks)
+            || self.is_padded[axis] && signature.divides_padded(letter, num_ranks)
     }
 
     /// Returns true if an input is cut, or an addend, on that axis as the assignment needs it.

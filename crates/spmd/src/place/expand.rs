@@ -14,6 +14,9 @@ use crate::graph::AxisPlacement;
 /// for any number of names. Where several match, the last one given for an axis counts. Optimizer states lie like their
 /// parameter, gradients are brought there, and buffers are always replicated.
 ///
+/// A dim of a parameter or named activation need not divide: its parts are those of `torch.chunk`, and the last ranks have
+/// fewer rows, or none. Reductions over such a dim that are no sums, and operations that index along it, run on all of it.
+///
 /// The feed-forward part of a transformer over the axis `model`, after Megatron-LM: the first layer
 /// is cut by columns, the second by rows, and one all-reduce joins its results:
 ///
@@ -257,8 +260,12 @@ fn check(
         };
         let reason = match shape.get(dim) {
             None => format!("it has {} dims", shape.len()),
-            Some(size) if size % axis.num_ranks != 0 => {
+            // Every rank passes its own part of an input, and all pass as much.
+            Some(size) if what == "input" && !size.is_multiple_of(axis.num_ranks) => {
                 format!("{size} cannot be cut in {} equal parts", axis.num_ranks)
+            }
+            Some(size) if *size < axis.num_ranks => {
+                format!("{size} cannot be cut among {} ranks", axis.num_ranks)
             }
             Some(_) if cut.contains(&dim) => "another axis cuts this dim".to_owned(),
             Some(_) => {

@@ -39,6 +39,8 @@ pub(super) struct Values {
     /// The placements that are asked of a value, on the axes where they are: of a named activation, and of what it is
     /// computed of element by element.
     pub(super) asked: HashMap<TensorId, Vec<Option<Placement>>>,
+    /// For each axis, whether the user's placements cut a dim on it that does not divide.
+    pub(super) is_padded: Vec<bool>,
 }
 
 impl Values {

@@ -23,6 +23,8 @@
 //! | `partial(sum or mean)` | `shard(d)` | reduce-scatter |
 //! | `shard(c)` | `shard(d)` | all-to-all; all-gather and slice where another axis cuts `d` |
 //!
+//! Parts of a dim that does not divide are padded, see `padding.rs`.
+//!
 //! Constants and random numbers are deferred: they have no placement until a node reads them, and are emitted with the
 //! placement that this reader needs, or where their name asks them to be. A value that has been redistributed once is not
 //! moved again.
@@ -30,6 +32,7 @@
 mod assignment;
 mod expand;
 mod located;
+mod padding;
 mod placer;
 mod propagate;
 mod redistribute;

@@ -9,6 +9,7 @@ use burn_ir::TensorId;
 use super::assignment::{Assignment, Candidate};
 use super::expand::Expand;
 use super::located::{Located, On, Values, Version, on};
+use super::padding::Padding;
 use super::redistribute::{Reader, Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
@@ -45,6 +46,8 @@ pub(super) struct Placer {
     pub(super) before: BTreeMap<TensorId, On>,
     /// Bytes that a rank has received so far.
     pub(super) moved: f64,
+    /// What was made of padding so far.
+    pub(super) padding: Padding,
 }
 
 impl Placer {
@@ -74,7 +77,14 @@ impl Placer {
     ) -> Result<(), Error> {
         let mut ids = BTreeMap::new();
         for (id, on) in &assignment.inputs {
-            ids.insert(*id, self.fetch(*id, on, &Reader::of(node))?);
+            let local = self.fetch(*id, on, &Reader::of(node))?;
+            let is_summed = |dim: usize| {
+                let operands = signature.inputs.iter().filter(|input| input.id == *id);
+                let mut letters = operands.filter_map(|input| input.letters[dim]);
+                letters.any(|letter| signature.contracted.contains_key(&letter))
+            };
+            let local = self.cleared((*id, local), on, is_summed, &Reader::of(node))?;
+            ids.insert(*id, local);
         }
         for output in &signature.outputs {
             let placements = self.values.described(&assignment.outputs[&output.id]);
@@ -130,19 +140,11 @@ impl Placer {
             .min_by(|a, b| distance(a).total_cmp(&distance(b)))
             .cloned()
             .ok_or_else(undeclared)?;
-        let (label, payload) = self.named(id);
         let (from, target) = (
             self.values.described(&nearest.on),
             self.values.described(to),
         );
-        let mut redistribution = Redistribution {
-            graph: &mut self.values.graph,
-            scheduled: &mut self.scheduled,
-            label,
-            payload,
-            reader,
-            moved: &mut self.moved,
-        };
+        let mut redistribution = self.redistribution(id, reader)?;
         let new = redistribution.run(nearest.id, &from, &target)?;
         if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
             versions.push(Version {
@@ -151,6 +153,49 @@ impl Placer {
             });
         }
         Ok(new)
+    }
+
+    /// Returns the redistribution of a value for a node.
+    fn redistribution<'a>(
+        &'a mut self,
+        id: TensorId,
+        reader: &'a Reader,
+    ) -> Result<Redistribution<'a>, Error> {
+        let (label, payload) = self.named(id);
+        let whole = self.values.whole.get(&id);
+        let (whole, _) =
+            whole.ok_or_else(|| Error::Internal(format!("value {} has no shape", id.value())))?;
+        Ok(Redistribution {
+            graph: &mut self.values.graph,
+            scheduled: &mut self.scheduled,
+            label,
+            payload,
+            reader,
+            moved: &mut self.moved,
+            whole,
+            padding: &mut self.padding,
+        })
+    }
+
+    /// Clears the padding of a copy of a value along some of the dims that are cut, if they have any.
+    fn cleared(
+        &mut self,
+        (id, copy): (TensorId, TensorId),
+        on: &On,
+        dims: impl Fn(usize) -> bool,
+        reader: &Reader,
+    ) -> Result<TensorId, Error> {
+        let mut copy = copy;
+        for axis in self.values.described(on) {
+            let mut redistribution = self.redistribution(id, reader)?;
+            if let Placement::Shard(dim) = axis.placement
+                && !redistribution.whole[dim].is_multiple_of(axis.num_ranks)
+                && dims(dim)
+            {
+                copy = redistribution.cleared(copy, &axis, dim)?;
+            }
+        }
+        Ok(copy)
     }
 
     /// Emits a deferred node with the placements that its first reader needs.
@@ -211,16 +256,18 @@ impl Placer {
         let replicated = vec![Placement::Replicate; self.values.axes.len()];
         for index in destination.gradients {
             let on = self.parameters[index].clone();
-            let new = self.fetch(id, &on, writer)?;
+            let settled = self.settled.get(&id).into_iter().flatten();
+            let known = settled.filter(|version| version.on == on);
+            let known = known.map(|version| version.id).next();
+            let new = match known {
+                Some(known) => known,
+                None => self.gradient(id, &on, writer)?,
+            };
             let parameter = &mut self.values.graph.parameters_mut()[index];
             parameter.gradient = Some(new);
             let role = Role::Gradient(parameter.path.clone());
             if new != id {
                 self.set_role(id, Role::Temporary);
-                // Backward goes on with what was there: this one may wait for others.
-                if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
-                    versions.retain(|version| version.id != new);
-                }
             }
             self.set_role(new, role);
             let settled = self.settled.entry(id).or_default();
@@ -256,6 +303,18 @@ impl Placer {
         }
         self.destinations.remove(&id);
         Ok(())
+    }
+
+    /// Returns a gradient as its parameter lies, without padding that a norm would add up.
+    fn gradient(&mut self, id: TensorId, on: &On, writer: &Reader) -> Result<TensorId, Error> {
+        let fetched = self.fetch(id, on, writer)?;
+        // Backward goes on with what was there: this one may wait for others.
+        if fetched != id
+            && let Some(Located::Placed(versions)) = self.values.located.get_mut(&id)
+        {
+            versions.retain(|version| version.id != fetched);
+        }
+        self.cleared((id, fetched), on, |_| true, writer)
     }
 
     /// Brings a named activation to the placements that are asked of it. What reads it then finds it nowhere else, but
@@ -327,11 +386,28 @@ impl Placer {
         match self.destinations.get(&id) {
             Some(Destination { gradients, .. }) if !gradients.is_empty() => {
                 let path = self.values.graph.parameters()[gradients[0]].path.clone();
-                (path, Payload::Gradient)
+                // Padding is cleared where the gradient comes: it cannot wait for others.
+                let mut all = gradients.iter();
+                let payload = match all.any(|index| self.is_padded(id, &self.parameters[*index])) {
+                    true => Payload::Activation,
+                    false => Payload::Gradient,
+                };
+                (path, payload)
             }
             Some(Destination { is_loss: true, .. }) => ("loss".into(), Payload::Gradient),
             _ => (format!("%{}", id.value()).into(), Payload::Activation),
         }
+    }
+
+    /// Returns true if copies of a value that lie so have padding.
+    fn is_padded(&self, id: TensorId, on: &On) -> bool {
+        let whole = self.values.whole.get(&id);
+        let axes = self.values.axes.iter().zip(on);
+        let mut cut = axes.filter_map(|(axis, placement)| match placement {
+            Placement::Shard(dim) => Some((whole?.0.get(*dim)?, axis.num_ranks)),
+            _ => None,
+        });
+        cut.any(|(size, num_ranks)| !size.is_multiple_of(num_ranks))
     }
 
     /// Settles the values that nothing has read so far, and returns the graph.
@@ -354,6 +430,7 @@ impl Placer {
         });
         let versions = placed.chain(self.settled.values()).flatten();
         let mut placements = std::mem::take(&mut self.before);
+        placements.append(&mut self.padding.lengthened);
         placements.extend(versions.map(|version| (version.id, version.on.clone())));
         placements
     }

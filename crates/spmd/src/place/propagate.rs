@@ -9,6 +9,7 @@ use burn_ir::{OperationIr, TensorId};
 
 use super::expand::Expand;
 use super::located::{Located, Values, Version, on};
+use super::padding::Padding;
 use super::placer::{Destination, Placer};
 use super::redistribute::Reader;
 use super::rules;
@@ -68,6 +69,9 @@ impl GraphTransform for ExpandPlacements {
         placer.finish()
     }
 }
+
+/// Shapes and types of values on one rank that has everything.
+type Shapes = HashMap<TensorId, (Vec<usize>, DType)>;
 
 /// A graph whose nodes' signatures are known, to be placed many times.
 #[derive(Debug)]
@@ -145,12 +149,14 @@ impl ExpandPlacements {
         given.extend(self.inputs(&graph)?);
         add_results(&mut graph, &mut destinations);
         let located = locate(&mut graph, &whole, |id| given.get(id).unwrap_or(&axes));
+        let is_padded = self.is_padded(&axes, (&graph, &whole), &destinations);
         let values = Values {
             axes,
             graph,
             whole,
             located,
             asked: HashMap::new(),
+            is_padded,
         };
         let mut placer = Placer {
             expand: self.expand.clone(),
@@ -162,9 +168,43 @@ impl ExpandPlacements {
             is_optimizing: false,
             before: BTreeMap::new(),
             moved: 0.0,
+            padding: Padding::default(),
         };
         placer.settle_given()?;
         Ok(placer)
+    }
+
+    /// Returns for each axis whether the user's placements cut a dim on it that does not divide.
+    fn is_padded(
+        &self,
+        axes: &[AxisPlacement],
+        (graph, whole): (&Graph, &Shapes),
+        destinations: &HashMap<TensorId, Destination>,
+    ) -> Vec<bool> {
+        let cuts = |placement: &Placement, shape: &[usize], axis: &AxisPlacement| match placement {
+            Placement::Shard(dim) => {
+                let size = shape.get(*dim);
+                size.is_some_and(|size| !size.is_multiple_of(axis.num_ranks))
+            }
+            _ => false,
+        };
+        let is_padded = |(index, axis): (usize, &AxisPlacement)| {
+            let mut parameters = graph.parameters().iter();
+            let is_cut = parameters.any(|parameter| {
+                let placements = parameter.layout.placements.get(index);
+                placements.is_some_and(|placement| cuts(placement, &parameter.shape, axis))
+            });
+            is_cut
+                || destinations.iter().any(|(id, destination)| {
+                    let shape = whole.get(id).map(|(shape, _)| shape.as_slice());
+                    let mut names = destination.activations.iter();
+                    names.any(|name| {
+                        let asked = self.expand.asked(name, axes)[index];
+                        asked.is_some_and(|asked| cuts(&asked, shape.unwrap_or_default(), axis))
+                    })
+                })
+        };
+        axes.iter().enumerate().map(is_padded).collect()
     }
 
     /// Returns the placements of the tensors of the batch.
@@ -212,7 +252,7 @@ fn add_results(graph: &mut Graph, destinations: &mut HashMap<TensorId, Destinati
 /// Gives every given value the shape of its part, and returns the placements of each.
 fn locate<'a>(
     graph: &mut Graph,
-    whole: &HashMap<TensorId, (Vec<usize>, DType)>,
+    whole: &Shapes,
     given: impl Fn(&TensorId) -> &'a Vec<AxisPlacement>,
 ) -> HashMap<TensorId, Located> {
     let mut located = HashMap::new();

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
+use super::padding::Padding;
 use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
 use crate::graph::AxisPlacement;
@@ -107,6 +108,10 @@ pub(super) struct Redistribution<'a> {
     pub(super) reader: &'a Reader,
     /// Bytes that this rank has received so far.
     pub(super) moved: &'a mut f64,
+    /// Shape of the whole value.
+    pub(super) whole: &'a [usize],
+    /// What was made of padding so far.
+    pub(super) padding: &'a mut Padding,
 }
 
 impl Redistribution<'_> {
@@ -135,7 +140,7 @@ impl Redistribution<'_> {
             })
         };
         while let Some((axis, from, dim)) = crossing(&now) {
-            id = self.all_to_all(id, &now[axis], from, dim)?;
+            id = self.all_to_all(id, (&now, axis), from, dim)?;
             now[axis].placement = Placement::Shard(dim);
         }
         // First what makes dims longer, then what makes them shorter, so that as little as possible is
@@ -152,7 +157,7 @@ impl Redistribution<'_> {
             if let (Placement::Replicate, Placement::Shard(dim)) =
                 (now[axis].placement, to[axis].placement)
             {
-                id = self.slice(id, &now[axis], dim)?;
+                id = self.slice(id, (&now, axis), dim)?;
                 now[axis].placement = Placement::Shard(dim);
             }
         }
@@ -170,12 +175,12 @@ impl Redistribution<'_> {
                 .any(|(now, to)| now.placement != to.placement);
             match to[axis].placement {
                 Placement::Shard(dim) if matches!(op, ReduceOp::Sum | ReduceOp::Mean) => {
-                    id = self.reduce_scatter(id, &now[axis], op, dim, is_last)?;
+                    id = self.reduce_scatter(id, (&now, axis), op, dim, is_last)?;
                 }
                 Placement::Shard(dim) => {
                     id = self.all_reduce(id, &now[axis], op, false)?;
                     now[axis].placement = Placement::Replicate;
-                    id = self.slice(id, &now[axis], dim)?;
+                    id = self.slice(id, (&now, axis), dim)?;
                 }
                 _ => id = self.all_reduce(id, &now[axis], op, is_last)?,
             }
@@ -195,7 +200,7 @@ impl Redistribution<'_> {
     }
 
     /// Returns the shape of a value on this rank.
-    fn shape(&self, id: TensorId) -> Result<Vec<usize>, Error> {
+    pub(super) fn shape(&self, id: TensorId) -> Result<Vec<usize>, Error> {
         Ok(self.graph.read(id)?.shape.to_vec())
     }
 
@@ -212,7 +217,8 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    /// Gathers a value along `dim`: the pieces are put one after the other, and then side by side.
+    /// Gathers a value along `dim`: the pieces are put one after the other, and then side by side, and what lies behind the
+    /// end of the whole is left out.
     fn all_gather(
         &mut self,
         id: TensorId,
@@ -230,17 +236,20 @@ impl Redistribution<'_> {
             (id, gathered),
             false,
         )?;
-        self.side_by_side(gathered, &local, dim, axis.num_ranks)
+        let joined = self.side_by_side(gathered, &local, dim, axis.num_ranks)?;
+        self.trimmed(joined, dim)
     }
 
     fn reduce_scatter(
         &mut self,
         id: TensorId,
-        axis: &AxisPlacement,
+        (now, axis): (&[AxisPlacement], usize),
         op: ReduceOp,
         dim: usize,
         is_last: bool,
     ) -> Result<TensorId, Error> {
+        let id = self.lengthened(id, (now, axis), dim)?;
+        let axis = &now[axis];
         let mut local = self.shape(id)?;
         local[dim] /= axis.num_ranks;
         let pieces = self.one_after_the_other(id, &local, dim, axis.num_ranks)?;
@@ -255,10 +264,12 @@ impl Redistribution<'_> {
     fn all_to_all(
         &mut self,
         id: TensorId,
-        axis: &AxisPlacement,
+        (now, axis): (&[AxisPlacement], usize),
         from: usize,
         to: usize,
     ) -> Result<TensorId, Error> {
+        let id = self.lengthened(id, (now, axis), to)?;
+        let axis = &now[axis];
         let num_ranks = axis.num_ranks;
         let local = self.shape(id)?;
         let mut piece = local.clone();
@@ -274,7 +285,8 @@ impl Redistribution<'_> {
         };
         let kind = CollectiveKind::AllToAll;
         self.collective(kind, axis, None, cut, (pieces, received), false)?;
-        self.side_by_side(received, &piece, from, num_ranks)
+        let joined = self.side_by_side(received, &piece, from, num_ranks)?;
+        self.trimmed(joined, from)
     }
 
     /// Puts the pieces of a value along a dim one after the other in memory, in the order of their ranks.
@@ -328,26 +340,44 @@ impl Redistribution<'_> {
     }
 
     /// Takes this rank's part of a dim: the slice of rank 0, shifted when the step runs.
-    fn slice(&mut self, id: TensorId, axis: &AxisPlacement, dim: usize) -> Result<TensorId, Error> {
-        let mut local = self.shape(id)?;
-        local[dim] /= axis.num_ranks;
-        let ranges = local
+    fn slice(
+        &mut self,
+        id: TensorId,
+        (now, axis): (&[AxisPlacement], usize),
+        dim: usize,
+    ) -> Result<TensorId, Error> {
+        let id = self.lengthened(id, (now, axis), dim)?;
+        let len = self.shape(id)?[dim] / now[axis].num_ranks;
+        let shift = AxisShift {
+            axis: now[axis].axis.clone(),
+            dim,
+            len,
+        };
+        self.taken(id, dim, Some(shift), len)
+    }
+
+    /// Takes the first `len` elements along a dim, or as many of each rank where there is a shift.
+    pub(super) fn taken(
+        &mut self,
+        id: TensorId,
+        dim: usize,
+        shift: Option<AxisShift>,
+        len: usize,
+    ) -> Result<TensorId, Error> {
+        let mut shape = self.shape(id)?;
+        shape[dim] = len;
+        let ranges = shape
             .iter()
             .map(|size| Slice::new(0, Some(*size as isize), 1))
             .collect();
-        let len = local[dim];
-        let out = self.temporary(local, id)?;
+        let out = self.temporary(shape, id)?;
         let op = Base::Slice(SliceOpIr {
             tensor: self.graph.read(id)?,
             ranges,
             out: self.graph.write(out)?,
         });
         let mut node = self.node(id, op)?;
-        node.shift = Some(AxisShift {
-            axis: axis.axis.clone(),
-            dim,
-            len,
-        });
+        node.shift = shift;
         self.scheduled.push(node);
         Ok(out)
     }
@@ -366,7 +396,7 @@ impl Redistribution<'_> {
         Ok(out)
     }
 
-    fn reshape(&mut self, id: TensorId, shape: Vec<usize>) -> Result<TensorId, Error> {
+    pub(super) fn reshape(&mut self, id: TensorId, shape: Vec<usize>) -> Result<TensorId, Error> {
         let out = self.temporary(shape, id)?;
         let op = Base::Reshape(ShapeOpIr {
             input: self.graph.read(id)?,
@@ -378,7 +408,7 @@ impl Redistribution<'_> {
     }
 
     /// Creates the node of a base operation, for the kind of tensor that `id` is.
-    fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
+    pub(super) fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
         let operation = match self.dtype(id)? {
             DType::Bool(_) => OperationIr::BaseBool(op),
             dtype if dtype.is_float() => OperationIr::BaseFloat(op),
@@ -389,7 +419,11 @@ impl Redistribution<'_> {
         Ok(node)
     }
 
-    fn temporary(&mut self, shape: Vec<usize>, like: TensorId) -> Result<TensorId, Error> {
+    pub(super) fn temporary(
+        &mut self,
+        shape: Vec<usize>,
+        like: TensorId,
+    ) -> Result<TensorId, Error> {
         let dtype = self.dtype(like)?;
         Ok(self.graph.add_value(shape, dtype, Role::Temporary))
     }

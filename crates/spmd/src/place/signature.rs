@@ -25,6 +25,9 @@ pub(crate) struct Signature {
     /// Sets of inputs in which the results are linear: addends of all of them give addends of the
     /// results.
     pub(crate) linear: Vec<Vec<TensorId>>,
+    /// True if the operation may run on padding along a letter: of the results, only what lies at the same place along the
+    /// letter comes of it, and no number in it is one that the operation cannot take, as an index could be.
+    pub(crate) takes_padding: bool,
 }
 
 /// A tensor of an operation.
@@ -77,6 +80,38 @@ impl Signature {
     pub(crate) fn contracts(mut self, letter: Letter, op: ReduceOp) -> Self {
         self.contracted.insert(letter, op);
         self
+    }
+
+    /// Declares that the operation may run on padding.
+    pub(crate) fn on_padding(mut self) -> Self {
+        self.takes_padding = true;
+        self
+    }
+
+    /// Returns true if the operation can be divided among that many ranks along a letter, in equal parts.
+    pub(crate) fn divides(&self, letter: Letter, num_ranks: usize) -> bool {
+        self.sizes(letter)
+            .all(|size| size.is_multiple_of(num_ranks))
+    }
+
+    /// Returns true if the operation can be divided among that many ranks along a letter, with padding where parts are not
+    /// equal: what is combined over the letter is a sum, to which padding that is cleared adds nothing.
+    pub(crate) fn divides_padded(&self, letter: Letter, num_ranks: usize) -> bool {
+        let mut sizes = self.sizes(letter);
+        let first = sizes.next();
+        // Of a dim that is divided or joined, rounded parts are not the same elements.
+        let is_one = sizes.all(|size| Some(size) == first);
+        let is_sum = self
+            .contracted
+            .get(&letter)
+            .is_none_or(|op| *op == ReduceOp::Sum);
+        self.takes_padding && is_one && is_sum && first.is_some_and(|size| size >= num_ranks)
+    }
+
+    /// Returns the size of a letter in each operand that has it.
+    fn sizes(&self, letter: Letter) -> impl Iterator<Item = usize> {
+        let operands = self.inputs.iter().chain(&self.outputs);
+        operands.filter_map(move |operand| Some(operand.shape[operand.dim_of(letter)?]))
     }
 
     /// Declares that results are linear in these inputs together.

@@ -15,6 +15,9 @@ use burn_fsdp_spmd::trace::{TraceConfig, trace};
 use burn_fsdp_spmd::{
     Certificate, DataParallel, Error, Expand, Mode, Precision, Strategy, certify,
 };
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::IndexedRandom;
 
 use crate::models::{Cnn, Encoder, Gpt, Recurrent, images, sequences, tokens};
 
@@ -231,6 +234,41 @@ fn placements_are_proved() {
         if model == "gpt" {
             let both = by_columns.clone().input("**", "data", Shard(0));
             prove("rows and columns", Mode::expand(mesh, both));
+        }
+    }
+}
+
+/// Dims that do not divide, at random.
+#[test]
+fn placements_with_padding_are_proved() {
+    let meshes: [&[(&str, usize)]; 3] = [
+        &[("model", 3)],
+        &[("data", 2), ("model", 3)],
+        &[("model", 5), ("data", 1)],
+    ];
+    for (model, graph) in traced_without_dropout() {
+        for (seed, axes) in (0..).zip(meshes.iter().cycle().take(18)) {
+            let rng = &mut StdRng::seed_from_u64(seed);
+            let mesh = Mesh::new(axes.iter().copied()).unwrap();
+            let ranks = mesh.axis("model").unwrap().size;
+            let world = ProcessGroup::fake(mesh.size(), 0);
+            let mesh = ProcessMesh::new(&world, mesh).unwrap();
+            let mut expand = Expand::new().input("**", "data", Shard(0));
+            for parameter in graph.parameters().iter().filter(|of| !of.is_buffer) {
+                let dims = parameter.shape.iter().enumerate();
+                let dims: Vec<usize> = dims
+                    .filter(|(_, size)| **size >= ranks)
+                    .map(|(dim, _)| dim)
+                    .collect();
+                if let Some(dim) = dims.choose(rng) {
+                    expand = expand.parameter(&parameter.path, "model", Shard(*dim));
+                }
+            }
+            let mode = Mode::expand(mesh, expand);
+            let proof = proved(&graph, mode, &Options::default());
+            let proof =
+                proof.unwrap_or_else(|error| panic!("{model} on {axes:?}, seed {seed}: {error}"));
+            println!("{model} on {axes:?}: {proof}");
         }
     }
 }

@@ -197,7 +197,7 @@ fn parameters_cut_along_an_axis_count_once() {
     let _guard = seeded();
     for (num_batches, max_norm) in [(1, 0.5), (2, 0.5)] {
         let one = expected(num_batches, max_norm, Norm::default());
-        for (data, model) in [(1, 2), (2, 2), (1, 3)] {
+        for (data, model) in [(1, 2), (2, 2), (1, 3), (1, 5)] {
             let mode = move |world: ProcessGroup| {
                 let mesh = Mesh::new([("data", data), ("model", model)])?;
                 let mesh = ProcessMesh::new(&world, mesh).map_err(|source| Error::Collective {

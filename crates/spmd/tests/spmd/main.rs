@@ -32,4 +32,5 @@ mod scale;
 mod scaled;
 mod seed;
 mod sequence_parallel;
+mod uneven;
 mod units;

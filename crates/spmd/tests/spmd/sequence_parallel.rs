@@ -22,7 +22,13 @@ fn blocks_with_the_tokens_cut_between_them_train_like_one_rank() {
     let _guard = seeded();
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
-    for axes in [&[("model", 1)][..], &[("model", 2)], &[("model", 3)]] {
+    // Of 6 tokens the last of 4 ranks has none.
+    for axes in [
+        &[("model", 1)][..],
+        &[("model", 2)],
+        &[("model", 3)],
+        &[("model", 4)],
+    ] {
         let got = gpt(axes, sequence_parallel());
         assert_close(&format!("{axes:?}"), &got, &expected);
     }
@@ -112,15 +118,6 @@ fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
     let unknown = refused(ask("resid", Shard(1)), Gpt::loss);
     assert!(unknown.contains("no activation \"resid\""), "{unknown}");
     assert!(unknown.contains("residual"), "{unknown}");
-    let uneven = refused(ask("logits", Shard(2)), named_twice);
-    assert!(
-        uneven.contains("activation \"logits\" of shape [12, 6, 31]"),
-        "{uneven}"
-    );
-    assert!(
-        uneven.contains("31 cannot be cut in 2 equal parts"),
-        "{uneven}"
-    );
     assert!(refused(ask("residual", Shard(3)), Gpt::loss).contains("it has 3 dims"));
     let addends = refused(ask("residual", Partial(ReduceOp::Sum)), Gpt::loss);
     assert!(addends.contains("nobody adds it up"), "{addends}");
@@ -132,6 +129,8 @@ fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
     assert!(both.contains("another placement is asked"), "{both}");
     let weight = refused(ask("weight", Shard(0)), named_weight);
     assert!(weight.contains("Expand::parameter places"), "{weight}");
+    // A dim that does not divide.
+    graph(ask("logits", Shard(2)), named_twice).unwrap();
     // Equal wishes, and one of what is computed of nothing but the batch.
     let alike = ask("logits", Shard(1)).activation("scores", "model", Shard(1));
     graph(alike.activation("inputs", "model", Shard(1)), named_twice).unwrap();
@@ -156,7 +155,8 @@ fn evaluations_have_the_names_that_they_use() {
         Ok(logits.into_data().try_to_vec::<f32>().unwrap())
     };
     let mut expected: Option<Vec<f32>> = None;
-    for num_ranks in [1, 2, 3] {
+    // The tokens do not divide among the last.
+    for num_ranks in [1, 2, 3, 4, 5] {
         // The same initial parameters.
         Device::flex().seed(7);
         for own in launch(LaunchConfig::new(num_ranks), body).unwrap() {

@@ -13,7 +13,8 @@
 //! | `convolution` | convolutions and pooling, with their backward |
 //! | `random` | random numbers and constants |
 //!
-//! An operation of no family runs on whole tensors.
+//! An operation of no family runs on whole tensors. Those from `indexing` on down in the code run on equal parts alone: an
+//! index in padding could be out of bounds, and what is drawn has places of its own. So does arithmetic of integers.
 
 mod attention;
 mod base;
@@ -49,12 +50,25 @@ fn of_family(operation: &OperationIr) -> Signature {
         .or_else(|| matmul::signature(operation))
         .or_else(|| views::signature(operation))
         .or_else(|| slicing::signature(operation))
-        .or_else(|| indexing::signature(operation))
         .or_else(|| normalization::signature(operation))
+        .map(|signature| match takes_padding(operation) {
+            true => signature.on_padding(),
+            false => signature,
+        })
+        .or_else(|| indexing::signature(operation))
         .or_else(|| attention::signature(operation))
         .or_else(|| convolution::signature(operation))
         .or_else(|| random::signature(operation))
         .unwrap_or_else(|| whole(operation))
+}
+
+/// Returns true for operations of the families that know rows by themselves, if they take any number: integers in padding
+/// could be divided by zero.
+fn takes_padding(operation: &OperationIr) -> bool {
+    !matches!(
+        operation,
+        OperationIr::NumericInt(..) | OperationIr::Int(..)
+    )
 }
 
 /// Returns the signature of an operation that runs on whole tensors.

@@ -184,7 +184,7 @@ fn placements(graph: &Graph, ranks: usize, rng: &mut StdRng) -> Expand {
     for parameter in graph.parameters().iter().filter(|of| !of.is_buffer) {
         let dims = parameter.shape.iter().enumerate();
         let cut: Vec<usize> = dims
-            .filter(|(_, size)| size.is_multiple_of(ranks))
+            .filter(|(_, size)| **size >= ranks)
             .map(|(dim, _)| dim)
             .collect();
         if let Some(dim) = cut.choose(rng).filter(|_| rng.random_bool(0.8)) {

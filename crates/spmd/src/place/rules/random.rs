@@ -6,9 +6,11 @@ use crate::graph::random_of;
 use crate::place::signature::{Signature, alphabet};
 
 pub(super) fn signature(operation: &OperationIr) -> Option<Signature> {
-    let random = random_of(operation).map(|random| &random.out);
-    let out = random.or_else(|| constant(operation))?;
-    Some(Signature::new().output_of(out, alphabet(out.shape.num_dims())))
+    let of = |out: &TensorIr| Signature::new().output_of(out, alphabet(out.shape.num_dims()));
+    match random_of(operation) {
+        Some(random) => Some(of(&random.out)),
+        None => Some(of(constant(operation)?).on_padding()),
+    }
 }
 
 /// Returns the result of an operation that makes a constant.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fsdp_kernels::{FusedOperation, PointwiseProgram};
 use burn_fsdp_mesh::ReduceOp;
-use burn_ir::{OperationIr, TensorId};
+use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::SpmdType;
 use super::program::of_program;
@@ -432,9 +432,20 @@ fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'s
     let is_set = |set: &Vec<TensorId>| {
         set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect()
     };
-    let is_linear = signature.linear.iter().any(is_set);
+    let is_linear = signature.linear.iter().any(is_set)
+        || cleared(&node.operation).is_some_and(|id| is_set(&vec![id]));
     match is_linear && ops.all(|op| *op == first) {
         true => Ok(first),
         false => Err(NOT_LINEAR),
     }
+}
+
+/// Returns the tensor of whose elements a node sets some to zero, as of padding: it is linear in it.
+fn cleared(operation: &OperationIr) -> Option<TensorId> {
+    let (OperationIr::BaseFloat(BaseOperationIr::MaskFill(op))
+    | OperationIr::BaseInt(BaseOperationIr::MaskFill(op))) = operation
+    else {
+        return None;
+    };
+    (op.value.elem::<f64>() == 0.0).then_some(op.tensor.id)
 }
