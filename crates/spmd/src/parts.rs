@@ -286,7 +286,7 @@ mod tests {
         );
         let nothing = part_along(&whole, 1, 4, 3);
         assert_eq!(nothing.try_to_vec::<i32>().unwrap(), [0; 8]);
-        let padded = resized(resized(last.clone(), &[1, 1, 2]), &[2, 2, 3]);
+        let padded = resized(resized(last, &[1, 1, 2]), &[2, 2, 3]);
         assert_eq!(
             padded.try_to_vec::<i32>().unwrap(),
             [8, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]

@@ -138,15 +138,18 @@ pub(super) fn cut(
     Ok(Tensor::new(shape, elements))
 }
 
+/// Flat places of elements, each in the whole tensor and in the part of a rank.
+type Places = Vec<(usize, usize)>;
+
 /// Returns the flat places of the elements that a rank holds, each in the whole tensor and in the rank's padded part.
 pub(super) fn places(
     layout: &Layout,
     (whole, part): (&[usize], &[usize]),
     mesh: &Mesh,
     rank: usize,
-) -> Result<Vec<(usize, usize)>, String> {
+) -> Result<Places, String> {
     let region = layout.region(whole, mesh, rank);
-    let places: Vec<(usize, usize)> = match region.map_err(|error| error.to_string())? {
+    let places: Places = match region.map_err(|error| error.to_string())? {
         Region::Flat(range) => range.zip(0..).collect(),
         Region::Box { offsets, sizes } => {
             if sizes.iter().zip(part).any(|(size, held)| size > held) || sizes.len() != part.len() {

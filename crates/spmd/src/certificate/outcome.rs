@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use burn_fsdp_mesh::Layout;
+
 use super::field::{Element, inverse, mul, of_integer};
 use super::given::{part_of, places};
 use super::machine::{Fault, Machine};
@@ -140,9 +142,7 @@ fn whole(
     let Some((layout, shape)) = part_of(graph, path, into) else {
         return Ok(parts);
     };
-    let whole = joined(machine, shape, &parts, &|rank, part| {
-        places(layout, (shape, part), machine.mesh(), rank)
-    });
+    let whole = joined(machine, (shape, layout), &parts);
     let whole = whole.map_err(|(rank, reason)| Fault {
         node: graph.nodes().len(),
         rank,
@@ -154,13 +154,13 @@ fn whole(
 /// Returns the whole tensor of which every rank has a part. Ranks that have the same elements must agree on them.
 fn joined(
     machine: &Machine,
-    shape: &[usize],
+    (shape, layout): (&[usize], &Layout),
     parts: &[Tensor],
-    places_of: &dyn Fn(usize, &[usize]) -> Result<Vec<(usize, usize)>, String>,
 ) -> Result<Tensor, (usize, String)> {
     let mut whole: Vec<Option<Element>> = vec![None; shape.iter().product()];
     for (rank, part) in parts.iter().enumerate().take(machine.num_ranks()) {
-        let places = places_of(rank, &part.shape).map_err(|reason| (rank, reason))?;
+        let places = places(layout, (shape, &part.shape), machine.mesh(), rank);
+        let places = places.map_err(|reason| (rank, reason))?;
         for (place, own) in places {
             let element = part.elements[own];
             match whole[place].replace(element) {

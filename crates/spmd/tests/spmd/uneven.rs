@@ -5,7 +5,9 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::activation::gelu;
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use burn_fsdp_collectives::{LaunchConfig, OperationKind, ProcessGroup, launch};
+use burn_fsdp_mesh::Clip;
 use burn_fsdp_mesh::Placement::Shard;
+use burn_fsdp_spmd::passes::schedule::Options;
 use burn_fsdp_spmd::{Error, Expand, Mode, compile, named_activation};
 
 use crate::compiled::seeded;
@@ -71,6 +73,14 @@ fn columns_and_rows() -> Expand {
 
 /// What the ranks of a mesh make of it; the rows are cut along the axis `data`.
 fn placed(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
+    placed_with(axes, expand, Options::default())
+}
+
+fn placed_with(
+    axes: &'static [(&'static str, usize)],
+    expand: Expand,
+    options: Options,
+) -> Trained {
     let along = |name| {
         let found = axes.iter().find(|axis| axis.0 == name);
         found.map_or(1, |axis| axis.1)
@@ -79,7 +89,10 @@ fn placed(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
     let (num_data, behind) = (along("data"), num_ranks / along("data"));
     trained(
         num_ranks,
-        move |world| Ok(Mode::expand(mesh(world, axes)?, expand.clone()).certified()),
+        move |world| {
+            let mode = Mode::expand(mesh(world, axes)?, expand.clone());
+            Ok(mode.options(options.clone()).certified())
+        },
         Odd::new,
         Odd::loss,
         move |step, rank, device| {
@@ -126,6 +139,42 @@ fn activations_that_do_not_divide_train_like_one_rank() {
             let got = placed(axes, expand.clone());
             assert_close(&format!("{axes:?}, {wide} then {divided}"), &got, &expected);
         }
+    }
+}
+
+/// The gradient of the divisor is no number in padding.
+#[test]
+fn norms_of_gradients_leave_padding_out() {
+    let _guard = seeded();
+    let norm = |all: &[f64]| all.iter().map(|one| one * one).sum::<f64>().sqrt();
+    let batches = |step, device: &Device| vec![rows(step, device)];
+    let clipped = |limit| {
+        let optimizer = adamw().init();
+        eager::train_clipped(
+            Odd::new,
+            Odd::loss,
+            batches,
+            STEPS,
+            optimizer,
+            (limit, norm),
+        )
+    };
+    let limit = clipped(f64::INFINITY).1[0] / 2.0;
+    let (expected, norms) = clipped(limit);
+    assert!(norms.iter().any(|norm| *norm > limit), "{norms:?}");
+    let options = Options::default().clip_grad_norm(Clip::to(limit));
+    for axes in [
+        &[("model", 2)][..],
+        &[("model", 5)],
+        &[("data", 2), ("model", 3)],
+    ] {
+        let expand = columns_and_rows().input("**", "data", Shard(0));
+        let expand = match axes.len() {
+            1 => columns_and_rows(),
+            _ => expand,
+        };
+        let got = placed_with(axes, expand, options.clone());
+        assert_close(&format!("{axes:?}"), &got, &expected);
     }
 }
 
