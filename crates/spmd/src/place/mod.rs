@@ -32,6 +32,7 @@
 mod assignment;
 mod expand;
 mod located;
+mod padded;
 mod padding;
 mod placer;
 mod propagate;
