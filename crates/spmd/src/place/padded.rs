@@ -7,7 +7,7 @@ use burn::tensor::{BoolStore, DType, TensorData};
 use burn_ir::{BaseOperationIr as Base, CatOpIr, MaskFillOpIr, ScalarIr, ShapeOpIr, TensorId};
 
 use super::located::on;
-use super::padding::Mask;
+use super::padding::{Mask, Place};
 use super::redistribute::Redistribution;
 use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
@@ -54,8 +54,8 @@ impl Redistribution<'_> {
         axis: &AxisPlacement,
         dim: usize,
     ) -> Result<TensorId, Error> {
-        let phase = self.reader.phase;
-        if let Some(cleared) = self.padding.cleared.get(&(id, dim, phase)) {
+        let key = (id, dim, self.place());
+        if let Some(cleared) = self.padding.cleared.get(&key) {
             return Ok(*cleared);
         }
         let part = self.shape(id)?;
@@ -76,7 +76,7 @@ impl Redistribution<'_> {
         });
         let node = self.node(id, op)?;
         self.scheduled.push(node);
-        self.padding.cleared.insert((id, dim, phase), out);
+        self.padding.cleared.insert(key, out);
         Ok(out)
     }
 
@@ -93,7 +93,7 @@ impl Redistribution<'_> {
             part: part.to_vec(),
             dim,
             size,
-            phase: self.reader.phase,
+            place: self.place(),
         };
         if let Some(mask) = self.padding.masks.get(&of) {
             return Ok(*mask);
@@ -117,6 +117,13 @@ impl Redistribution<'_> {
         let mask = self.expanded(mask, part.to_vec())?;
         self.padding.masks.insert(of, mask);
         Ok(mask)
+    }
+
+    fn place(&self) -> Place {
+        Place {
+            phase: self.reader.phase,
+            path: self.reader.path.clone(),
+        }
     }
 
     fn expanded(&mut self, id: TensorId, shape: Vec<usize>) -> Result<TensorId, Error> {

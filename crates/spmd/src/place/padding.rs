@@ -24,10 +24,19 @@ use crate::graph::Phase;
 pub(super) struct Padding {
     /// The placements of values that were lengthened, of which no other copy is noted.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies that were cleared along a dim, by phase: what one phase has made need not be there in another.
-    pub(super) cleared: HashMap<(TensorId, usize, Phase), TensorId>,
+    /// Copies that were cleared along a dim.
+    pub(super) cleared: HashMap<(TensorId, usize, Place), TensorId>,
     /// Masks, in the shape of the part that they are for.
     pub(super) masks: HashMap<Mask, TensorId>,
+}
+
+/// Where in a step something was made: what one phase has made need not be there in another, nor in the part of the optimizer of
+/// one parameter what that of another has made.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(super) struct Place {
+    pub(super) phase: Phase,
+    /// Path of the parameter that is served.
+    pub(super) path: Option<Arc<str>>,
 }
 
 /// What a mask of padding depends on.
@@ -39,5 +48,5 @@ pub(super) struct Mask {
     pub(super) dim: usize,
     /// Size of the whole dim.
     pub(super) size: usize,
-    pub(super) phase: Phase,
+    pub(super) place: Place,
 }
