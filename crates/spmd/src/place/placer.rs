@@ -42,7 +42,7 @@ pub(super) struct Placer {
     /// Gradients as the optimizer reads them.
     pub(super) settled: HashMap<TensorId, Vec<Version>>,
     pub(super) is_optimizing: bool,
-    /// The placements of all copies that were there when the optimizer began.
+    /// The placements of copies that nothing reads any more, and of all that were there when the optimizer began.
     pub(super) before: BTreeMap<TensorId, On>,
     /// Bytes that a rank has received so far.
     pub(super) moved: f64,
@@ -309,12 +309,20 @@ impl Placer {
     fn gradient(&mut self, id: TensorId, on: &On, writer: &Reader) -> Result<TensorId, Error> {
         let fetched = self.fetch(id, on, writer)?;
         // Backward goes on with what was there: this one may wait for others.
-        if fetched != id
-            && let Some(Located::Placed(versions)) = self.values.located.get_mut(&id)
-        {
-            versions.retain(|version| version.id != fetched);
+        if fetched != id {
+            self.forget(id, |version| version.id == fetched);
         }
         self.cleared((id, fetched), on, |_| true, writer)
+    }
+
+    /// Lets nothing more read some copies of a value.
+    fn forget(&mut self, id: TensorId, which: impl Fn(&Version) -> bool) {
+        if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id) {
+            let forgotten = versions.extract_if(.., |version| which(version));
+            // They lie as they lie: types ask.
+            self.before
+                .extend(forgotten.map(|version| (version.id, version.on)));
+        }
     }
 
     /// Brings a named activation to the placements that are asked of it. What reads it then finds it nowhere else, but
@@ -347,10 +355,8 @@ impl Placer {
             }
         }
         let new = self.fetch(id, &on(&asked), writer)?;
-        if let Some(Located::Placed(versions)) = self.values.located.get_mut(&id)
-            && !self.values.graph.is_given(id)
-        {
-            versions.retain(|version| version.id == new);
+        if !self.values.graph.is_given(id) {
+            self.forget(id, |version| version.id != new);
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Activations that lie as their names ask, against one rank on the joined batch.
 
+use burn::tensor::activation::softmax;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, launch};
 use burn_fsdp_mesh::Placement::{Partial, Replicate, Shard};
@@ -10,7 +11,7 @@ use burn_fsdp_spmd::{Error, Evaluation, Expand, Mode, compile, named_activation}
 use crate::compiled::seeded;
 use crate::eager::{self, adamw};
 use crate::models::{Gpt, TIME, TokenBatch, tokens};
-use crate::placement::{ROWS, STEPS, assert_close, gpt, mesh, tensor_parallel};
+use crate::placement::{ROWS, STEPS, assert_close, gpt, mesh, tensor_parallel, trained};
 
 /// Tensor parallelism between the products of a block, and what is between two blocks cut along the tokens.
 fn sequence_parallel() -> Expand {
@@ -134,6 +135,46 @@ fn what_cannot_lie_as_its_name_asks_is_refused_by_name() {
     // Equal wishes, and one of what is computed of nothing but the batch.
     let alike = ask("logits", Shard(1)).activation("scores", "model", Shard(1));
     graph(alike.activation("inputs", "model", Shard(1)), named_twice).unwrap();
+}
+
+/// The loss of a model that names what it has put together, of rows that another axis cuts.
+fn with_named_halves(model: &Gpt, (tokens, targets): TokenBatch) -> Tensor<1> {
+    let logits = model.logits(tokens.clone());
+    let halves = logits.chunk(2, 2);
+    let turned = Tensor::cat(vec![halves[1].clone(), halves[0].clone()], 2);
+    let turned = named_activation("turned", turned);
+    let shares = named_activation("shares", softmax(turned, 2));
+    model.loss((tokens, targets)) + shares.square().sum() / 100.0
+}
+
+#[test]
+fn activations_are_placed_on_one_axis_and_lie_on_the_other_as_they_did() {
+    let _guard = seeded();
+    let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
+    let optimizer = adamw().init();
+    let expected = eager::train(
+        Gpt::new,
+        with_named_halves,
+        batch,
+        STEPS,
+        |_| 1e-2,
+        optimizer,
+    );
+    for (turned, shares) in [(1, 2), (2, 1)] {
+        let expand = Expand::new()
+            .input("**", "data", Shard(0))
+            .activation("turned", "model", Shard(turned))
+            .activation("shares", "model", Shard(shares));
+        let axes: &[_] = &[("data", 2), ("model", 2)];
+        let got = trained(
+            4,
+            move |world| Ok(Mode::expand(mesh(world, axes)?, expand.clone())),
+            Gpt::new,
+            with_named_halves,
+            |step, rank, device| tokens(step, rank / 2 * (ROWS / 2), ROWS / 2, device),
+        );
+        assert_close(&format!("{turned}, {shares}"), &got, &expected);
+    }
 }
 
 #[test]
