@@ -124,15 +124,17 @@ pub(super) fn cut(
     rank: usize,
     shape: &[usize],
 ) -> Result<Tensor, String> {
+    let places = places(layout, (&whole.shape, shape), mesh, rank)?;
+    let len = shape.iter().product();
     let mut elements = match layout.cut {
-        Cut::Elements => vec![0; shape.iter().product()],
-        Cut::Dims => {
+        Cut::Dims if places.len() < len => {
             let mut seed = Hash::named("padding");
             seed.write(rank as u64);
             filled(seed, shape, kind).elements.to_vec()
         }
+        _ => vec![0; len],
     };
-    for (at, own) in places(layout, (&whole.shape, shape), mesh, rank)? {
+    for (at, own) in places {
         elements[own] = whole.elements[at];
     }
     Ok(Tensor::new(shape, elements))

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
-use crate::graph::{AxisPlacement, Graph, Node};
+use crate::graph::{AxisPlacement, Graph, Node, Phase};
 
 /// The placements of a value, one per axis.
 pub(super) type On = Vec<Placement>;
@@ -58,4 +58,21 @@ impl Values {
 /// Returns the placements alone.
 pub(super) fn on(placements: &[AxisPlacement]) -> On {
     placements.iter().map(|axis| axis.placement).collect()
+}
+
+/// The node for which a value is redistributed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Reader {
+    pub(super) phase: Phase,
+    /// Path of the parameter that the node serves.
+    pub(super) path: Option<Arc<str>>,
+}
+
+impl Reader {
+    pub(super) fn of(node: &Node) -> Self {
+        Self {
+            phase: node.phase,
+            path: node.path.clone(),
+        }
+    }
 }

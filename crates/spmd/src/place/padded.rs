@@ -7,7 +7,7 @@ use burn::tensor::{BoolStore, DType, TensorData};
 use burn_ir::{BaseOperationIr as Base, CatOpIr, MaskFillOpIr, ScalarIr, ShapeOpIr, TensorId};
 
 use super::located::on;
-use super::padding::{Mask, Place};
+use super::padding::Mask;
 use super::redistribute::Redistribution;
 use crate::error::Error;
 use crate::graph::{AxisPlacement, AxisShift, Role};
@@ -33,8 +33,7 @@ impl Redistribution<'_> {
             dim,
             out: self.graph.write(out)?,
         });
-        let node = self.node(id, op)?;
-        self.scheduled.push(node);
+        self.append(id, op)?;
         self.padding.lengthened.insert(out, on(now));
         Ok(out)
     }
@@ -54,7 +53,7 @@ impl Redistribution<'_> {
         axis: &AxisPlacement,
         dim: usize,
     ) -> Result<TensorId, Error> {
-        let key = (id, dim, self.place());
+        let key = (id, dim, self.reader.clone());
         if let Some(cleared) = self.padding.cleared.get(&key) {
             return Ok(*cleared);
         }
@@ -74,8 +73,7 @@ impl Redistribution<'_> {
             value,
             out: self.graph.write(out)?,
         });
-        let node = self.node(id, op)?;
-        self.scheduled.push(node);
+        self.append(id, op)?;
         self.padding.cleared.insert(key, out);
         Ok(out)
     }
@@ -93,7 +91,7 @@ impl Redistribution<'_> {
             part: part.to_vec(),
             dim,
             size,
-            place: self.place(),
+            reader: self.reader.clone(),
         };
         if let Some(mask) = self.padding.masks.get(&of) {
             return Ok(*mask);
@@ -119,21 +117,13 @@ impl Redistribution<'_> {
         Ok(mask)
     }
 
-    fn place(&self) -> Place {
-        Place {
-            phase: self.reader.phase,
-            path: self.reader.path.clone(),
-        }
-    }
-
     fn expanded(&mut self, id: TensorId, shape: Vec<usize>) -> Result<TensorId, Error> {
         let out = self.temporary(shape, id)?;
         let op = Base::Expand(ShapeOpIr {
             input: self.graph.read(id)?,
             out: self.graph.write(out)?,
         });
-        let node = self.node(id, op)?;
-        self.scheduled.push(node);
+        self.append(id, op)?;
         Ok(out)
     }
 }

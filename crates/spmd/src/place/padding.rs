@@ -14,29 +14,22 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use burn_fsdp_mesh::Placement;
 use burn_ir::TensorId;
 
-use super::located::On;
-use crate::graph::Phase;
+use super::located::{On, Reader};
+use crate::graph::AxisPlacement;
 
 /// What was made of padding so far.
 #[derive(Default)]
 pub(super) struct Padding {
     /// The placements of values that were lengthened, of which no other copy is noted.
     pub(super) lengthened: BTreeMap<TensorId, On>,
-    /// Copies that were cleared along a dim.
-    pub(super) cleared: HashMap<(TensorId, usize, Place), TensorId>,
+    /// Copies that were cleared along a dim for a reader: what one phase has made need not be there in another, nor in the part of
+    /// the optimizer of one parameter what that of another has made.
+    pub(super) cleared: HashMap<(TensorId, usize, Reader), TensorId>,
     /// Masks, in the shape of the part that they are for.
     pub(super) masks: HashMap<Mask, TensorId>,
-}
-
-/// Where in a step something was made: what one phase has made need not be there in another, nor in the part of the optimizer of
-/// one parameter what that of another has made.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub(super) struct Place {
-    pub(super) phase: Phase,
-    /// Path of the parameter that is served.
-    pub(super) path: Option<Arc<str>>,
 }
 
 /// What a mask of padding depends on.
@@ -48,5 +41,14 @@ pub(super) struct Mask {
     pub(super) dim: usize,
     /// Size of the whole dim.
     pub(super) size: usize,
-    pub(super) place: Place,
+    pub(super) reader: Reader,
+}
+
+/// Returns the dim of a tensor of this shape whose parts on an axis have padding: one that is cut and does not divide.
+pub(super) fn padded_dim(axis: &AxisPlacement, shape: &[usize]) -> Option<usize> {
+    let Placement::Shard(dim) = axis.placement else {
+        return None;
+    };
+    let size = shape.get(dim)?;
+    (!size.is_multiple_of(axis.num_ranks)).then_some(dim)
 }

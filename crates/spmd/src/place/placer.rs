@@ -8,9 +8,9 @@ use burn_ir::TensorId;
 
 use super::assignment::{Assignment, Candidate};
 use super::expand::Expand;
-use super::located::{Located, On, Values, Version, on};
-use super::padding::Padding;
-use super::redistribute::{Reader, Redistribution, cost};
+use super::located::{Located, On, Reader, Values, Version, on};
+use super::padding::{Padding, padded_dim};
+use super::redistribute::{Redistribution, cost};
 use super::rules;
 use super::signature::Signature;
 use crate::error::Error;
@@ -188,10 +188,7 @@ impl Placer {
         let mut copy = copy;
         for axis in self.values.described(on) {
             let mut redistribution = self.redistribution(id, reader)?;
-            if let Placement::Shard(dim) = axis.placement
-                && !redistribution.whole[dim].is_multiple_of(axis.num_ranks)
-                && dims(dim)
-            {
+            if let Some(dim) = padded_dim(&axis, redistribution.whole).filter(|dim| dims(*dim)) {
                 copy = redistribution.cleared(copy, &axis, dim)?;
             }
         }
@@ -407,13 +404,11 @@ impl Placer {
 
     /// Returns true if copies of a value that lie so have padding.
     fn is_padded(&self, id: TensorId, on: &On) -> bool {
-        let whole = self.values.whole.get(&id);
-        let axes = self.values.axes.iter().zip(on);
-        let mut cut = axes.filter_map(|(axis, placement)| match placement {
-            Placement::Shard(dim) => Some((whole?.0.get(*dim)?, axis.num_ranks)),
-            _ => None,
-        });
-        cut.any(|(size, num_ranks)| !size.is_multiple_of(num_ranks))
+        let Some((whole, _)) = self.values.whole.get(&id) else {
+            return false;
+        };
+        let axes = self.values.described(on);
+        axes.iter().any(|axis| padded_dim(axis, whole).is_some())
     }
 
     /// Settles the values that nothing has read so far, and returns the graph.

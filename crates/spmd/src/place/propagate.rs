@@ -8,10 +8,9 @@ use burn_fsdp_mesh::{Cut, Layout, Mesh, Placement};
 use burn_ir::{OperationIr, TensorId};
 
 use super::expand::Expand;
-use super::located::{Located, Values, Version, on};
-use super::padding::Padding;
+use super::located::{Located, Reader, Values, Version, on};
+use super::padding::{Padding, padded_dim};
 use super::placer::{Destination, Placer};
-use super::redistribute::Reader;
 use super::rules;
 use super::signature::Signature;
 use crate::error::Error;
@@ -181,18 +180,18 @@ impl ExpandPlacements {
         (graph, whole): (&Graph, &Shapes),
         destinations: &HashMap<TensorId, Destination>,
     ) -> Vec<bool> {
-        let cuts = |placement: &Placement, shape: &[usize], axis: &AxisPlacement| match placement {
-            Placement::Shard(dim) => {
-                let size = shape.get(*dim);
-                size.is_some_and(|size| !size.is_multiple_of(axis.num_ranks))
-            }
-            _ => false,
+        let cuts = |placement: Placement, shape: &[usize], axis: &AxisPlacement| {
+            let axis = AxisPlacement {
+                placement,
+                ..axis.clone()
+            };
+            padded_dim(&axis, shape).is_some()
         };
         let is_padded = |(index, axis): (usize, &AxisPlacement)| {
             let mut parameters = graph.parameters().iter();
             let is_cut = parameters.any(|parameter| {
                 let placements = parameter.layout.placements.get(index);
-                placements.is_some_and(|placement| cuts(placement, &parameter.shape, axis))
+                placements.is_some_and(|placement| cuts(*placement, &parameter.shape, axis))
             });
             is_cut
                 || destinations.iter().any(|(id, destination)| {
@@ -200,7 +199,7 @@ impl ExpandPlacements {
                     let mut names = destination.activations.iter();
                     names.any(|name| {
                         let asked = self.expand.asked(name, axes)[index];
-                        asked.is_some_and(|asked| cuts(&asked, shape.unwrap_or_default(), axis))
+                        asked.is_some_and(|asked| cuts(asked, shape.unwrap_or_default(), axis))
                     })
                 })
         };

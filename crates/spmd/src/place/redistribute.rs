@@ -6,6 +6,7 @@ use burn::tensor::{DType, Slice};
 use burn_fsdp_mesh::{Partition, Placement, ReduceOp};
 use burn_ir::{BaseOperationIr as Base, OperationIr, PermuteOpIr, ShapeOpIr, SliceOpIr, TensorId};
 
+use super::located::Reader;
 use super::padding::Padding;
 use crate::elements::{element_type, gathered_type};
 use crate::error::Error;
@@ -54,23 +55,6 @@ pub(super) fn moved(
             Some(num_bytes * (num_ranks as f64 - 1.0) / num_ranks as f64)
         }
         _ => cost(from, to, num_bytes, num_ranks),
-    }
-}
-
-/// The node for which a value is redistributed.
-#[derive(Debug, Clone)]
-pub(super) struct Reader {
-    pub(super) phase: Phase,
-    /// Path of the parameter that the node serves.
-    pub(super) path: Option<Arc<str>>,
-}
-
-impl Reader {
-    pub(super) fn of(node: &Node) -> Self {
-        Self {
-            phase: node.phase,
-            path: node.path.clone(),
-        }
     }
 }
 
@@ -391,8 +375,7 @@ impl Redistribution<'_> {
             out: self.graph.write(out)?,
             axes: axes.to_vec(),
         });
-        let node = self.node(id, op)?;
-        self.scheduled.push(node);
+        self.append(id, op)?;
         Ok(out)
     }
 
@@ -402,13 +385,19 @@ impl Redistribution<'_> {
             input: self.graph.read(id)?,
             out: self.graph.write(out)?,
         });
-        let node = self.node(id, op)?;
-        self.scheduled.push(node);
+        self.append(id, op)?;
         Ok(out)
     }
 
+    /// Appends the node of a base operation on `id`.
+    pub(super) fn append(&mut self, id: TensorId, op: Base) -> Result<(), Error> {
+        let node = self.node(id, op)?;
+        self.scheduled.push(node);
+        Ok(())
+    }
+
     /// Creates the node of a base operation, for the kind of tensor that `id` is.
-    pub(super) fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
+    fn node(&self, id: TensorId, op: Base) -> Result<Node, Error> {
         let operation = match self.dtype(id)? {
             DType::Bool(_) => OperationIr::BaseBool(op),
             dtype if dtype.is_float() => OperationIr::BaseFloat(op),

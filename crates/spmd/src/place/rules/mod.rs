@@ -14,7 +14,8 @@
 //! | `random` | random numbers and constants |
 //!
 //! An operation of no family runs on whole tensors. Those from `indexing` on down in the code run on equal parts alone: an
-//! index in padding could be out of bounds, and what is drawn has places of its own. So does arithmetic of integers.
+//! index in padding could be out of bounds, and what is drawn has places of its own; constants take it, and arithmetic of integers
+//! does not.
 
 mod attention;
 mod base;
