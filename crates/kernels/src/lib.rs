@@ -27,7 +27,7 @@
 //! let gradients = output.sum().backward();
 //! assert!(qkv.grad(&gradients).is_some());
 //! ```
-// `product.rs` calls libraries that write to memory which holds nothing yet. Nothing else is unsafe.
+// `product.rs` and `fresh.rs` write to memory which holds nothing yet. Nothing else is unsafe.
 
 mod attention;
 mod backend;
@@ -36,6 +36,7 @@ mod composed;
 mod cross_entropy;
 mod exp;
 mod flex;
+mod fresh;
 mod gelu;
 mod halves;
 mod likelihood;

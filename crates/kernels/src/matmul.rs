@@ -11,7 +11,7 @@ use burn::tensor::{Bytes, DType, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
 
 use crate::matrix::Matrix;
-use crate::product::{Factor, products};
+use crate::product::{Factor, add_products, products};
 
 /// Returns the product of the last two dims of tensors, whose other dims are broadcast.
 ///
@@ -48,6 +48,29 @@ fn of_type<T: Factor>(lhs: &FlexTensor, rhs: &FlexTensor) -> FlexTensor {
     });
     let bytes = Bytes::from_elems(elements);
     FlexTensor::new(bytes, Layout::contiguous(shape), T::dtype())
+}
+
+/// Adds the product of two batches of 32-bit matrices, `[n, rows, ..]` and `[n, .., columns]`, to rows of a matrix that are `row_len`
+/// long: each to as many columns, side by side from column `first` on.
+///
+/// # Panics
+///
+/// If the sizes do not match, or the columns are not there.
+pub(crate) fn add_matmul(
+    lhs: FlexTensor,
+    rhs: FlexTensor,
+    into: &mut [f32],
+    [row_len, first]: [usize; 2],
+) {
+    let [lhs, rhs] = [lhs, rhs].map(|tensor| match tensor.layout().has_positive_strides() {
+        true => tensor,
+        false => tensor.to_contiguous(),
+    });
+    let (left, right) = (Batch::<f32>::of(&lhs), Batch::of(&rhs));
+    let batch = [lhs.layout().shape()[0]];
+    let factors = |index| (left.matrix(index, &batch), right.matrix(index, &batch));
+    let sizes = [left.height, right.width];
+    add_products(batch[0], sizes, factors, into, [row_len, first]);
 }
 
 /// Returns the shape of a product.

@@ -1,4 +1,4 @@
-//! Products of two matrices, written to memory that holds nothing yet. All `unsafe` code of this crate.
+//! Products of two matrices, written to memory that holds nothing yet, or added to what is there.
 
 #![allow(
     unsafe_code,
@@ -79,6 +79,80 @@ pub(crate) fn products<'a, T: Factor>(
     elements
 }
 
+/// Adds products, each of these sizes, to rows of a matrix whose rows are `row_len` long: to as many columns each, side by
+/// side from column `first` on. `factors` returns the two matrices of each.
+///
+/// # Panics
+///
+/// If the sizes do not match, or the columns are not there.
+pub(crate) fn add_products<'a>(
+    num_products: usize,
+    [rows, columns]: [usize; 2],
+    factors: impl Fn(usize) -> (Matrix<'a, f32>, Matrix<'a, f32>) + Sync,
+    into: &mut [f32],
+    [row_len, first]: [usize; 2],
+) {
+    let end = num_products.checked_mul(columns);
+    let end = end.and_then(|columns| columns.checked_add(first));
+    let is_inside = end.is_some_and(|end| end <= row_len);
+    let needed = rows.checked_mul(row_len);
+    let is_there = needed.is_some_and(|needed| needed <= into.len());
+    assert!(is_inside && is_there, "the columns of all products");
+    if num_products == 0 || rows == 0 || columns == 0 {
+        return;
+    }
+    let into = Columns(into.as_mut_ptr());
+    let add = |index: usize| {
+        let (lhs, rhs) = factors(index);
+        assert_eq!(
+            [lhs.rows, rhs.columns],
+            [rows, columns],
+            "the size of each product"
+        );
+        assert_eq!(lhs.columns, rhs.rows, "the inner sizes must be equal");
+        if lhs.columns == 0 {
+            return;
+        }
+        let into = Target {
+            // SAFETY: the first row has these columns, as is asserted above.
+            elements: unsafe { into.at(first + index * columns) },
+            row_stride: row_len,
+            adds: true,
+        };
+        // SAFETY: the rows are in `into`, as is asserted above, and so are these columns of each; no other product has them.
+        unsafe { multiply_floats(lhs, rhs, into, Threads::One) };
+    };
+    let size = rows
+        .saturating_mul(columns)
+        .saturating_mul(factors(0).0.columns);
+    if num_products > 1 && size.saturating_mul(num_products) >= LARGE_BATCH {
+        (0..num_products).into_par_iter().for_each(add);
+    } else {
+        (0..num_products).for_each(add);
+    }
+}
+
+/// The rows of a matrix, of which each thread writes columns of its own.
+#[derive(Clone, Copy)]
+struct Columns(*mut f32);
+
+impl Columns {
+    /// Returns the first element of a column.
+    ///
+    /// # Safety
+    ///
+    /// The first row must have that column.
+    unsafe fn at(self, column: usize) -> *mut f32 {
+        // SAFETY: the caller's.
+        unsafe { self.0.add(column) }
+    }
+}
+
+// SAFETY: it is a place alone. Who writes there says why nobody else does.
+unsafe impl Send for Columns {}
+// SAFETY: as above.
+unsafe impl Sync for Columns {}
+
 /// Writes a product. The library of 32-bit floats divides it among threads by itself.
 fn multiply_among_threads<T: Factor>(
     lhs: Matrix<'_, T>,
@@ -151,54 +225,63 @@ impl Factor for f32 {
     unsafe fn multiply(lhs: Matrix<'_, Self>, rhs: Matrix<'_, Self>, out: *mut Self, by: Threads) {
         let width = rhs.columns;
         let copied = turned::copied_columns([lhs.rows, width], rhs.strides);
+        let part = |first: usize| Target {
+            // SAFETY: the caller's; the columns of a strip are some of the result's.
+            elements: unsafe { out.add(first) },
+            row_stride: width,
+            adds: false,
+        };
         if copied == 0 {
             // SAFETY: the caller's.
-            return unsafe { multiply_floats(lhs, rhs, out, width, by) };
+            return unsafe { multiply_floats(lhs, rhs, part(0), by) };
         }
         let mut copy = Vec::with_capacity(rhs.rows * copied);
         for strip in turned::strips(width) {
-            let part = rhs.part_of_columns(strip.clone());
-            let part = turned::copy_in_order(part, &mut copy, by);
+            let columns = rhs.part_of_columns(strip.clone());
+            let columns = turned::copy_in_order(columns, &mut copy, by);
             // SAFETY: the strips are parts of the rows that the caller vouches for.
-            unsafe { multiply_floats(lhs, part, out.add(strip.start), width, by) };
+            unsafe { multiply_floats(lhs, columns, part(strip.start), by) };
         }
     }
+}
+
+/// Where a product of 32-bit floats goes.
+struct Target {
+    elements: *mut f32,
+    /// Distance between the beginnings of rows.
+    row_stride: usize,
+    /// True if it is added to what is there, which must have been written then.
+    adds: bool,
 }
 
 /// Calls the library of 32-bit floats.
 ///
 /// # Safety
 ///
-/// As of [`Factor::multiply`], but that the rows of `out` begin that many elements after one another.
-unsafe fn multiply_floats(
-    lhs: Matrix<'_, f32>,
-    rhs: Matrix<'_, f32>,
-    out: *mut f32,
-    row_stride: usize,
-    by: Threads,
-) {
+/// As of [`Factor::multiply`], with the rows of the target.
+unsafe fn multiply_floats(lhs: Matrix<'_, f32>, rhs: Matrix<'_, f32>, out: Target, by: Threads) {
     let ([lhs_rows, lhs_columns], [rhs_rows, rhs_columns]) = (lhs.signed(), rhs.signed());
     let parallelism = match by {
         Threads::One => gemm::Parallelism::None,
         Threads::Pool => gemm::Parallelism::Rayon(0),
     };
-    // SAFETY: the caller's; `out` is not read, as the flag in front of `lhs` says.
+    // SAFETY: the caller's; what is there is read only to add to it, as the flag in front of `lhs` says.
     unsafe {
         gemm::gemm(
             lhs.rows,
             rhs.columns,
             lhs.columns,
-            out,
+            out.elements,
             1,
-            row_stride as isize,
-            false,
+            out.row_stride as isize,
+            out.adds,
             lhs.elements.as_ptr(),
             lhs_columns,
             lhs_rows,
             rhs.elements.as_ptr(),
             rhs_columns,
             rhs_rows,
-            0.0,
+            if out.adds { 1.0 } else { 0.0 },
             1.0,
             false,
             false,

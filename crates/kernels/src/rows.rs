@@ -1,10 +1,12 @@
 //! Rows of a matrix: their sums, and loops over them on several threads.
 
-use burn::tensor::{DType, bf16};
+use burn::tensor::{Bytes, DType, Element};
 use burn_flex::FlexTensor;
+use bytemuck::Pod;
 use rayon::prelude::*;
 
 use crate::exp::exp_or_zero;
+use crate::fresh::changed_copy;
 use crate::halves::{Elements, narrow, widen};
 use crate::vectors::{Kernel, vectorized};
 
@@ -69,23 +71,35 @@ pub(crate) fn map_rows<K: RowKernel>(
             beside,
         })
     };
-    if tensor.dtype() == DType::BF16 {
-        let chunks = tensor.storage_mut::<bf16>().par_chunks_mut(len);
-        return chunks
-            .enumerate()
-            .map_init(Default::default, |(floats, buffer), (chunk, rows)| {
-                let floats = widen(rows, floats);
-                let output = run(chunk, floats, buffer);
-                narrow(floats, rows);
-                output
-            })
-            .collect();
+    match tensor.dtype() {
+        DType::BF16 => map_chunks(tensor, len, |chunk, rows, (floats, buffer)| {
+            let floats = widen(rows, floats);
+            let output = run(chunk, floats, buffer);
+            narrow(floats, rows);
+            output
+        }),
+        _ => map_chunks(tensor, len, run),
     }
-    let chunks = tensor.storage_mut::<f32>().par_chunks_mut(len);
-    chunks
-        .enumerate()
-        .map_init(Vec::new, |buffer, (chunk, rows)| run(chunk, rows, buffer))
-        .collect()
+}
+
+/// Calls `run` with the number of each chunk of a tensor, its elements and scratch of the thread, and returns what it returns
+/// in their order. If others hold the tensor's memory, it writes to a copy.
+fn map_chunks<T: Element + Pod + Send + Sync, S: Default, R: Send>(
+    tensor: &mut FlexTensor,
+    len: usize,
+    run: impl Fn(usize, &mut [T], &mut S) -> R + Sync,
+) -> Vec<R> {
+    if let Some(elements) = tensor.try_storage_mut::<T>() {
+        let chunks = elements.par_chunks_mut(len).enumerate();
+        let chunks = chunks.map_init(S::default, |scratch, (chunk, rows)| {
+            run(chunk, rows, scratch)
+        });
+        return chunks.collect();
+    }
+    let (elements, results) = changed_copy(tensor.storage::<T>(), len, run);
+    let layout = tensor.layout().clone();
+    *tensor = FlexTensor::new(Bytes::from_elems(elements), layout, T::dtype());
+    results
 }
 
 /// Returns the bytes that [`map_rows`] allocates and frees, at most, for rows of that type.

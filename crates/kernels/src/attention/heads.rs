@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-use burn::tensor::{DType, Element, Shape, bf16};
+use burn::tensor::{Bytes, DType, Shape, bf16};
 use burn_flex::{FlexTensor, Layout};
-use bytemuck::Pod;
 use rayon::prelude::*;
 
 use super::factors::Factors;
 use super::mask::{CausalSoftmax, Codes, Mask, MaskedSoftmax, SoftmaxGradient};
+use crate::fresh::added_parts;
 use crate::halves;
-use crate::matmul::matmul;
+use crate::matmul::{add_matmul, matmul};
 use crate::rows::sum_by;
 use crate::vectors::{Kernel, vectorized};
 
@@ -140,13 +140,11 @@ impl Operands {
     /// Returns the values, mixed: `[batch, queries, heads, width]`.
     pub(super) fn forward(&self) -> FlexTensor {
         let ([time, _], [.., width]) = (self.times(), self.widths());
-        let shape = Shape::new([self.batch(), time, self.heads(), width]);
+        let shape = [self.batch(), time, self.heads(), width];
         let leaves_out = self.may_leave_out(&[Part::Values], None);
-        let mut output = [halves::zeros(shape, self.dtype())];
-        for_each_sequence(&mut output, |sequence, [output]| {
+        let [output] = by_sequence([&shape], self.dtype(), |sequence, [output]| {
             self.sequence(sequence).mix(output, leaves_out);
         });
-        let [output] = output;
         output
     }
 
@@ -159,8 +157,12 @@ impl Operands {
                 factors.multiply(&mut seen.tensor, &block, &seen.keys);
             }
             let values = self.part(Part::Values, &seen.keys);
-            let mixed = matmul(seen.tensor, values);
-            add_heads(&mixed, (output, width, 0), &block);
+            add_matmul(
+                seen.tensor,
+                values,
+                &mut output[block.start * width..],
+                [width, 0],
+            );
         }
     }
 
@@ -229,28 +231,25 @@ impl Operands {
     pub(super) fn packed_gradient(&self, grad: &FlexTensor) -> FlexTensor {
         let [time, _] = self.times();
         let width = 3 * self.heads() * self.widths()[0];
-        let shape = Shape::new([self.batch(), time, width]);
-        let mut output = [halves::zeros(shape, self.dtype())];
-        for_each_sequence(&mut output, |sequence, [output]| {
+        let shape = [self.batch(), time, width];
+        let [output] = by_sequence([&shape], self.dtype(), |sequence, [output]| {
             let grad = sequence_of(grad, sequence);
             let operands = self.sequence(sequence);
             operands.add_gradients(&grad, Target::Packed(output), false);
         });
-        let [output] = output;
         output
     }
 
     /// Returns the gradients of queries, keys and values, each `[batch, time, heads, width]`.
     pub(super) fn gradients(&self, grad: &FlexTensor) -> [FlexTensor; 3] {
         let shapes = self.parts.each_ref().map(dims);
-        let mut outputs = shapes.map(|shape| halves::zeros(Shape::new(shape), self.dtype()));
+        let shapes = shapes.each_ref().map(<[usize; 4]>::as_slice);
         let leaves_out = self.may_leave_out(&[Part::Keys, Part::Values], Some(grad));
-        for_each_sequence(&mut outputs, |sequence, outputs| {
+        by_sequence(shapes, self.dtype(), |sequence, outputs| {
             let grad = sequence_of(grad, sequence);
             let operands = self.sequence(sequence);
             operands.add_gradients(&grad, Target::Apart(outputs), leaves_out);
-        });
-        outputs
+        })
     }
 
     /// Adds the gradients of one sequence, block after block.
@@ -275,21 +274,18 @@ impl Operands {
         } = self.probabilities(block, leaves_out);
         let part = |part, rows| self.part(part, rows);
         let widths = self.widths().map(|width| width * self.heads());
-        let mut add = |gradient: &FlexTensor, part: Part, rows| {
-            add_heads(gradient, target.part(part, widths), rows);
+        let mut add = |lhs: FlexTensor, rhs: FlexTensor, part: Part, rows: &Range<usize>| {
+            let (matrix, width, first) = target.part(part, widths);
+            add_matmul(lhs, rhs, &mut matrix[rows.start * width..], [width, first]);
         };
 
-        // Each product is freed before the next one is made: that is what the cost says.
         let mut multiplied = tensor.clone();
         if let Some(factors) = &self.factors {
             factors.multiply(&mut multiplied, block, &keys);
         }
-        add(
-            &matmul(multiplied.transpose(1, 2), grad.clone()),
-            Part::Values,
-            &keys,
-        );
+        let turned = multiplied.transpose(1, 2);
         drop(multiplied);
+        add(turned, grad.clone(), Part::Values, &keys);
         let mut scores = matmul(grad, part(Part::Values, &keys).transpose(1, 2));
         if let Some(factors) = &self.factors {
             factors.multiply(&mut scores, block, &keys);
@@ -302,13 +298,9 @@ impl Operands {
             scale: self.scale,
         });
         drop(tensor);
-        add(
-            &matmul(scores.clone(), part(Part::Keys, &keys)),
-            Part::Queries,
-            block,
-        );
         let queries = part(Part::Queries, block);
-        add(&matmul(scores.transpose(1, 2), queries), Part::Keys, &keys);
+        add(scores.transpose(1, 2), queries, Part::Keys, &keys);
+        add(scores, part(Part::Keys, &keys), Part::Queries, block);
     }
 }
 
@@ -360,62 +352,31 @@ fn view(tensor: &FlexTensor, rows: &Range<usize>) -> FlexTensor {
     tensor.clone().with_layout(view)
 }
 
-/// Calls `write` with the parts of outputs, `[batch, ..]`, that belong to each sequence, in parallel. Halves are written
-/// as 32-bit floats, which are rounded afterwards.
-fn for_each_sequence<const N: usize>(
-    outputs: &mut [FlexTensor; N],
-    write: impl Fn(usize, [&mut [f32]; N]) + Sync,
-) {
-    if outputs[0].dtype() == DType::BF16 {
-        let sequences = sequences::<bf16, N>(outputs).into_par_iter().enumerate();
-        return sequences.for_each(|(sequence, halves)| {
+/// Returns tensors of these shapes, `[batch, ..]`: `add` is called for each sequence, in parallel, with its parts of them, which
+/// are zeros. Halves are added up as 32-bit floats, and rounded afterwards.
+fn by_sequence<const N: usize>(
+    shapes: [&[usize]; N],
+    dtype: DType,
+    add: impl Fn(usize, [&mut [f32]; N]) + Sync,
+) -> [FlexTensor; N] {
+    let lens = shapes.map(|shape| shape.iter().product());
+    let batch = shapes.first().map_or(0, |shape| shape[0]);
+    let bytes = match dtype {
+        DType::BF16 => added_parts(lens, batch, |sequence, halves: [&mut [bf16]; N]| {
             let mut floats = halves.each_ref().map(|halves| vec![0.0; halves.len()]);
-            write(sequence, floats.each_mut().map(Vec::as_mut_slice));
+            add(sequence, floats.each_mut().map(Vec::as_mut_slice));
             for (floats, halves) in floats.iter().zip(halves) {
                 halves::narrow(floats, halves);
             }
-        });
-    }
-    let sequences = sequences::<f32, N>(outputs).into_par_iter().enumerate();
-    sequences.for_each(|(sequence, outputs)| write(sequence, outputs));
-}
-
-/// Returns the parts of outputs that belong to each sequence.
-fn sequences<T: Element + Pod, const N: usize>(
-    outputs: &mut [FlexTensor; N],
-) -> Vec<[&mut [T]; N]> {
-    let batch = outputs[0].layout().shape()[0];
-    let mut outputs = outputs.each_mut().map(|output| {
-        let elements = output.storage_mut::<T>();
-        let len = elements.len() / batch.max(1);
-        elements.chunks_mut(len.max(1))
-    });
-    let of_sequence = |_| {
-        outputs
-            .each_mut()
-            .map(|chunks| chunks.next().unwrap_or_default())
+        })
+        .map(Bytes::from_elems),
+        _ => added_parts(lens, batch, add).map(Bytes::from_elems),
     };
-    (0..batch).map(of_sequence).collect()
-}
-
-/// Adds `[heads, rows, width]` to rows of a matrix from a column on, head beside head.
-fn add_heads(
-    heads: &FlexTensor,
-    (matrix, row_len, first_column): (&mut [f32], usize, usize),
-    rows: &Range<usize>,
-) {
-    let [_, num_rows, width] = [0, 1, 2].map(|dim| heads.layout().shape()[dim]);
-    let head_len = (num_rows * width).max(1);
-    for (head, source) in heads.storage::<f32>().chunks_exact(head_len).enumerate() {
-        let column = first_column + head * width;
-        for (row, source) in rows.clone().zip(source.chunks_exact(width)) {
-            let start = row * row_len + column;
-            let target = &mut matrix[start..start + width];
-            for (target, source) in target.iter_mut().zip(source) {
-                *target += source;
-            }
-        }
-    }
+    let mut shapes = shapes.into_iter();
+    bytes.map(|bytes| {
+        let shape = Shape::from(shapes.next().unwrap_or_default().to_vec());
+        FlexTensor::new(bytes, Layout::contiguous(shape), dtype)
+    })
 }
 
 /// Returns true if a tensor in order has finite elements alone.

@@ -138,10 +138,7 @@ impl Sizes {
         let queries = BLOCK.min(queries);
         let [width, values] = self.widths;
         let scores = queries * keys;
-        let beside = match is_backward {
-            false => queries * values,
-            true => scores.max(keys.max(queries) * width.max(values)),
-        };
+        let beside = if is_backward { scores } else { 0 };
         let codes = if self.is_masked { scores } else { 0 };
         // Probabilities as they are, and multiplied; and a row of widened factors.
         let multiplied = match self.has_factors {

@@ -21,6 +21,9 @@ const MAX_STEPS: usize = 24;
 /// Inputs of one program, at most.
 const MAX_INPUTS: usize = 12;
 
+/// Elements from which on an operation that joins no other is a program, too, so that threads divide it.
+const LARGE: usize = 1 << 16;
+
 /// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, or on halves, which reads and writes
 /// memory once: the update of an optimizer, what follows a product, a gate and its gradient.
 ///
@@ -30,6 +33,8 @@ const MAX_INPUTS: usize = 12;
 /// %8 = NumericFloat.MulScalar(%2, 0.1)
 /// %9 = NumericFloat.Add(%7, %8)
 /// ```
+///
+/// An operation by itself becomes one, too, where it is on halves or on many elements.
 ///
 /// What is between the operations must be read by no other. Results have the bits of the operations one by one, see
 /// [`PointwiseProgram`], whatever the step's placements are: it comes when they are decided. Nothing is put off so that
@@ -184,8 +189,9 @@ impl Group {
             .filter_map(|member| Some(Form::of(nodes[*member].as_ref()?)?.out.id))
             .collect();
         inputs.retain(|input| !made.contains(input));
-        // Burn goes over halves one by one.
-        let is_chain = members.len() > 1 || dtype == DType::BF16;
+        // Burn goes over halves one by one, and over anything with one thread.
+        let is_large = shape.num_elements() >= LARGE;
+        let is_chain = members.len() > 1 || dtype == DType::BF16 || is_large;
         (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {
             members,
             inputs: inputs.into_iter().collect(),

@@ -41,7 +41,8 @@ use crate::transform::GraphTransform;
 /// %11 = NumericFloat.Sub(%0, %7)        %11 = NumericFloat.Sub(%0, %10)
 /// ```
 ///
-/// The loss is averaged, too, so that every rank returns that of the whole batch. With copies of the shards
+/// The loss is averaged, too, so that every rank returns that of the whole batch. Of a rank that is alone and has whole
+/// parameters nothing is averaged. With copies of the shards
 /// ([`Replicate`]) gradients and loss are then averaged over the copies, by an all-reduce.
 ///
 /// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
@@ -58,6 +59,16 @@ pub struct InsertCollectives {
     pub replicate: Option<Replicate>,
     /// Types in which parameters compute and gradients travel. The casts of parameters are in the graph already.
     pub precision: Precision,
+}
+
+impl InsertCollectives {
+    /// Returns true if a rank that is alone has whole gradients as they are averaged: in the type in which it computes them.
+    fn has_all(&self) -> bool {
+        self.num_ranks == 1
+            && self.replicate.is_none()
+            && self.style == DataParallel::Strategy(Strategy::NoShard)
+            && self.precision == Precision::default()
+    }
 }
 
 impl GraphTransform for InsertCollectives {
@@ -89,7 +100,10 @@ impl GraphTransform for InsertCollectives {
                 insertion.shard(nodes)?
             }
         };
-        insertion.average(nodes)?;
+        match self.has_all() {
+            true => insertion.graph.set_nodes(nodes),
+            false => insertion.average(nodes)?,
+        }
         let Insertion { mut graph, .. } = insertion;
         graph.sync_nodes();
         Ok(graph)

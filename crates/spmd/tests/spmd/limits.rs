@@ -3,6 +3,8 @@
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, Tensor};
+use burn_fsdp_collectives::ProcessGroup;
+use burn_fsdp_mesh::Strategy;
 use burn_fsdp_spmd::graph::{Graph, Phase};
 use burn_fsdp_spmd::{Error, Mode, Override, compile, compile_with};
 
@@ -229,7 +231,9 @@ fn a_timeline_holds_every_node_and_becomes_chrome_events() {
     let _guard = seeded();
     let device = Device::flex();
     let loss = |model: &Linear, x: Tensor<2>| model.forward(x).square().mean();
-    let mut step = compile(linear, loss, AdamWConfig::new().build(), Mode::single()).unwrap();
+    // A rank that is alone gathers, too, where its parameters are shards.
+    let mode = Mode::data_parallel(ProcessGroup::solo(), Strategy::FullShard);
+    let mut step = compile(linear, loss, AdamWConfig::new().build(), mode).unwrap();
     let batch = Tensor::ones([4, 3], &device);
     step.step(1e-2, &batch).unwrap();
     let (_, timeline) = step.step_with_timeline(1e-2, &batch).unwrap();

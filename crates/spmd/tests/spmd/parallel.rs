@@ -308,14 +308,16 @@ fn collectives_are_as_many_as_the_formula_says() {
         let mut kept = defaults.clone();
         kept.reshard_after_forward = false;
         assert_eq!(counts(num_ranks, shard, kept), [UNITS, UNITS, 1]);
-        // All gradients and the loss fit into the first bucket of 1 MiB.
-        assert_eq!(counts(num_ranks, replicate, defaults), [0, 0, 1]);
+        // All gradients and the loss fit into the first bucket of 1 MiB. A rank that is alone has their means.
+        let with_peers = u64::from(num_ranks > 1);
+        assert_eq!(counts(num_ranks, replicate, defaults), [0, 0, with_peers]);
         let none = Options::none();
         assert_eq!(
             counts(num_ranks, shard, none.clone()),
             [PARAMETERS, PARAMETERS, 1]
         );
-        assert_eq!(counts(num_ranks, replicate, none), [0, 0, PARAMETERS + 1]);
+        let each = with_peers * (PARAMETERS + 1);
+        assert_eq!(counts(num_ranks, replicate, none), [0, 0, each]);
     }
 }
 
