@@ -42,7 +42,7 @@ use crate::{silu, sum};
 /// | `models.log_likelihood` | logits, classes | logarithms of their probabilities, what is kept of each row, of 32 bits | |
 /// | `models.log_likelihood_backward` | logits, classes, what was kept, gradient of the logarithms | gradient of the logits | |
 /// | `models.matmul` | lhs, rhs | product | |
-/// | `models.sum_dim` | x of halves | its sums, of 32 bits inside | dim |
+/// | `models.sum_dim` | x | its sums, of 32 bits inside | dim |
 /// | `models.cast` | x of either type | x of the other | |
 /// | `models.pointwise` | those of the program, which broadcast to y | y | the [program](PointwiseProgram::to_scalars) |
 ///
@@ -102,7 +102,7 @@ pub enum FusedOperation {
     LogLikelihoodBackward,
     /// The product of matrices, whose sums are of 32 bits.
     Matmul,
-    /// The sums of halves along a dim.
+    /// The sums along a dim.
     SumDim,
     /// The same numbers in another type.
     Cast,

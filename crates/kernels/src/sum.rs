@@ -1,6 +1,8 @@
-//! Sums of halves along a dim, in 32 bits, which are rounded once.
+//! Sums along a dim, divided among threads by columns; of halves in 32 bits, which are rounded once.
 
-use burn::tensor::bf16;
+use burn::backend::Flex;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, bf16};
 use burn_flex::FlexTensor;
 use rayon::prelude::*;
 
@@ -11,9 +13,14 @@ use crate::vectors::{Kernel, vectorized};
 /// Columns that a thread adds at a time.
 const COLUMNS: usize = 512;
 
-/// Returns the sums of halves along a dim, which then has one element. Addends are taken in their order, as Burn's CPU
+/// Returns the sums along a dim, which then has one element. Addends are taken in their order, as Burn's CPU
 /// backend does, so that the sums have the same bits.
 pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
+    let behind = x.layout().shape()[dim + 1..].iter().product::<usize>();
+    if x.dtype() != DType::BF16 && (behind <= 1 || !x.is_contiguous()) {
+        // Burn takes the addends of such in other orders.
+        return Flex::float_sum_dim(x, dim);
+    }
     let x = contiguous(x);
     let shape = x.layout().shape().clone();
     let (rows, columns) = (shape[dim], shape[dim + 1..].iter().product::<usize>());
@@ -23,42 +30,74 @@ pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
     if columns == 0 || rows == 0 {
         return sums;
     }
-    let x = x.storage::<bf16>();
-    let matrices = sums.storage_mut::<bf16>().par_chunks_mut(columns);
-    matrices.enumerate().for_each(|(matrix, sums)| {
-        let x = &x[matrix * rows * columns..][..rows * columns];
-        let parts = sums.par_chunks_mut(COLUMNS).enumerate();
-        parts.for_each(|(part, sums)| {
-            let mut floats = [0.0; COLUMNS];
-            let floats = &mut floats[..sums.len()];
-            vectorized(Add {
-                x,
-                columns,
-                first: part * COLUMNS,
-                sums: floats,
-            });
-            narrow(floats, sums);
-        });
-    });
+    match x.dtype() {
+        DType::BF16 => add_columns(x.storage(), rows, columns, sums.storage_mut(), add_halves),
+        _ => add_columns(x.storage(), rows, columns, sums.storage_mut(), add_floats),
+    }
     sums
 }
 
-struct Add<'a> {
-    x: &'a [bf16],
+/// Calls `add` for columns of each matrix of rows, with the matrix, the first of the columns and their sums, which are zero.
+fn add_columns<T: Send + Sync>(
+    x: &[T],
+    rows: usize,
     columns: usize,
-    first: usize,
-    sums: &'a mut [f32],
+    sums: &mut [T],
+    add: fn(Columns<'_, T>, &mut [T]),
+) {
+    let matrices = sums.par_chunks_mut(columns).enumerate();
+    matrices.for_each(|(matrix, sums)| {
+        let x = &x[matrix * rows * columns..][..rows * columns];
+        let parts = sums.par_chunks_mut(COLUMNS).enumerate();
+        parts.for_each(|(part, sums)| {
+            let first = part * COLUMNS;
+            add(Columns { x, columns, first }, sums);
+        });
+    });
 }
 
-impl Kernel for Add<'_> {
+/// The columns of a matrix from one on.
+struct Columns<'a, T> {
+    x: &'a [T],
+    columns: usize,
+    first: usize,
+}
+
+fn add_floats(of: Columns<'_, f32>, sums: &mut [f32]) {
+    vectorized(Add {
+        of,
+        sums,
+        float: |x| x,
+    });
+}
+
+fn add_halves(of: Columns<'_, bf16>, sums: &mut [bf16]) {
+    let mut floats = [0.0; COLUMNS];
+    let floats = &mut floats[..sums.len()];
+    vectorized(Add {
+        of,
+        sums: floats,
+        float: widened,
+    });
+    narrow(floats, sums);
+}
+
+struct Add<'a, T, F> {
+    of: Columns<'a, T>,
+    sums: &'a mut [f32],
+    float: F,
+}
+
+impl<T: Copy, F: Fn(T) -> f32> Kernel for Add<'_, T, F> {
     type Output = ();
 
     #[inline(always)]
     fn run(self) {
-        for row in self.x.chunks_exact(self.columns) {
-            let row = &row[self.first..self.first + self.sums.len()];
+        let Columns { x, columns, first } = self.of;
+        for row in x.chunks_exact(columns) {
+            let row = &row[first..first + self.sums.len()];
             for (sum, x) in self.sums.iter_mut().zip(row) {
-                *sum += widened(*x);
+                *sum += (self.float)(*x);
             }
         }
     }
@@ -67,9 +106,16 @@ impl Kernel for Add<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::backend::Flex;
-    use burn::backend::ops::FloatTensorOps;
     use burn::tensor::TensorData;
+
+    #[track_caller]
+    fn assert_burns_bits(x: FlexTensor, dim: usize) {
+        let expected = Flex::float_sum_dim(x.clone(), dim);
+        let found = sum_dim(x, dim);
+        assert_eq!(found.layout().shape(), expected.layout().shape());
+        let bytes = |tensor: FlexTensor| tensor.into_data().as_bytes().to_vec();
+        assert_eq!(bytes(found), bytes(expected));
+    }
 
     #[test]
     fn sums_have_burns_bits() {
@@ -79,19 +125,25 @@ mod tests {
             (&[2, 5, 3, 4], 0),
             (&[5, 6], 1),
             (&[1, 9], 0),
+            (&[1, 4099], 0),
+            (&[3, 4099, 1], 1),
+            (&[300, 1100], 0),
         ] {
             let len = shape.iter().product();
             let value = |at: usize| ((at * 7919 % 1013) as f32 - 506.0) / 97.0;
-            let values: Vec<bf16> = (0..len).map(|at| bf16::from_f32(value(at))).collect();
-            let x = FlexTensor::from_data(TensorData::new(values, shape.to_vec()));
-            let expected = Flex::float_sum_dim(x.clone(), dim);
-            let found = sum_dim(x, dim);
-            assert_eq!(found.layout().shape(), expected.layout().shape());
-            let halves = |tensor: FlexTensor| tensor.into_data().try_to_vec::<bf16>();
-            assert_eq!(
-                halves(found).expect("halves"),
-                halves(expected).expect("halves")
-            );
+            let halves: Vec<bf16> = (0..len).map(|at| bf16::from_f32(value(at))).collect();
+            let x = FlexTensor::from_data(TensorData::new(halves, shape.to_vec()));
+            assert_burns_bits(x, dim);
+            let floats: Vec<f32> = (0..len).map(|at| value(at) / 3.0).collect();
+            let x = FlexTensor::from_data(TensorData::new(floats, shape.to_vec()));
+            assert_burns_bits(x.clone(), dim);
+            // Of another order in memory, and a part of what is there.
+            let last = shape.len() - 1;
+            assert_burns_bits(x.transpose(0, last), dim);
+            assert_burns_bits(x.narrow(0, shape[0] / 2, shape[0] - shape[0] / 2), dim);
+            if shape[last] > 1 {
+                assert_burns_bits(x.narrow(last, 1, shape[last] - 1), dim);
+            }
         }
     }
 }

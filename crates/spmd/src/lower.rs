@@ -77,7 +77,7 @@ pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<L
         traced,
         mut certificate,
     } = passed(graph, mode, &options)?;
-    let last = schedule::last(&mode.effective(&options));
+    let last = schedule::last(&options);
     let graphs = match purpose {
         Purpose::Micro(num_batches) => {
             let axes = mode.ranks().mesh()?.axes().to_vec();

@@ -466,16 +466,10 @@ impl Mode {
         }
     }
 
-    /// Returns the options that the mode uses of these: what places values knows Burn's operations.
-    pub(crate) fn effective(&self, options: &schedule::Options) -> schedule::Options {
-        let kernels = options.kernels && !self.division.is_placed();
-        options.clone().kernels(kernels)
-    }
-
     /// Returns the passes of the mode, with these options.
     pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
-        let options = self.effective(options).prefetch(prefetch);
+        let options = options.clone().prefetch(prefetch);
         let pipeline = self
             .division
             .pipeline(&self.ranks, &options, &self.transforms)?;

@@ -361,7 +361,8 @@ impl Graph {
     }
 
     /// Returns the placements of a value, one per axis of the mesh, if
-    /// [`ExpandPlacements`](crate::place::ExpandPlacements) has chosen them. What passes add later has none.
+    /// [`ExpandPlacements`](crate::place::ExpandPlacements) has chosen them. What passes add later has
+    /// none, unless it is another of what has.
     pub fn placements(&self, id: TensorId) -> Option<&[Placement]> {
         self.placements.get(&id).map(Vec::as_slice)
     }
@@ -369,6 +370,11 @@ impl Graph {
     /// Returns true if the placements of values were chosen one by one: the batch is joined.
     pub(crate) fn is_placed(&self) -> bool {
         !self.placements.is_empty()
+    }
+
+    /// Declares the placements of one more value.
+    pub(crate) fn place(&mut self, id: TensorId, on: Vec<Placement>) {
+        self.placements.insert(id, on);
     }
 
     /// Declares the placements of values.

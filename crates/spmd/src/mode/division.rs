@@ -96,7 +96,7 @@ impl Division {
                     expand: expand.clone(),
                     mesh,
                 };
-                schedule::pipeline_with(insert, options, axes, transforms)
+                schedule::placed(insert, options, axes, transforms)
             }
         })
     }

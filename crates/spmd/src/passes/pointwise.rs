@@ -21,8 +21,8 @@ const MAX_STEPS: usize = 24;
 /// Inputs of one program, at most.
 const MAX_INPUTS: usize = 12;
 
-/// Elements from which on an operation that joins no other is a program, too, so that threads divide it.
-const LARGE: usize = 1 << 16;
+/// Elements from which on threads divide an operation by itself.
+pub(super) const LARGE: usize = 1 << 16;
 
 /// The pass that makes one operation of every chain of pointwise operations on 32-bit floats, or on halves, which reads and writes
 /// memory once: the update of an optimizer, what follows a product, a gate and its gradient.

@@ -1,6 +1,7 @@
 //! The pass that computes cheap values of forward again in backward.
 //!
-//! It takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
+//! In data parallelism it takes a graph without collectives: weights that it makes backward read are gathered there afterwards.
+//! By placements it takes that of each rank, and gathers what it makes of a rank's part alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,7 +9,9 @@ use burn_ir::{BaseOperationIr, OperationIr, TensorId};
 
 use super::rewrite::repeat;
 use crate::error::Error;
-use crate::graph::{Graph, Node, Phase, Storage, Trait, is, rename, storage_of};
+use crate::graph::{
+    CollectiveKind, Graph, Node, Payload, Phase, Stage, Storage, Trait, is, rename, storage_of,
+};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
@@ -44,7 +47,14 @@ impl GraphTransform for Recompute {
     }
 
     fn before(&self) -> &'static [PassId] {
-        &[PassId::InsertCollectives, PassId::Liveness]
+        &[
+            PassId::Regather,
+            PassId::Bucket,
+            PassId::Split,
+            PassId::FusePointwise,
+            PassId::SelectKernels,
+            PassId::Liveness,
+        ]
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
@@ -159,6 +169,19 @@ impl<'a> Choice<'a> {
         true
     }
 
+    /// Returns true if computing again costs no more than reading and writing memory. A gather of an activation whose part is
+    /// cheap counts as that part does, so that between two products each rank keeps its part alone.
+    fn is_cheap(&self, node: &Node) -> bool {
+        let Some(collective) = &node.collective else {
+            return is_cheap(node);
+        };
+        let is_gather = collective.kind == CollectiveKind::AllGather
+            && collective.payload == Payload::Activation
+            && collective.stage == Stage::Whole;
+        let mut parts = node.inputs();
+        is_gather && parts.all(|part| self.writers.get(&part).is_some_and(|maker| is_cheap(maker)))
+    }
+
     fn bytes(&self, id: TensorId) -> usize {
         self.graph.value(id).map_or(0, |value| value.num_bytes())
     }
@@ -171,7 +194,8 @@ impl<'a> Choice<'a> {
             let Some(readers) = self.saved.get(&owner).cloned() else {
                 continue;
             };
-            let can_repeat = self.writers.get(&owner).is_some_and(|node| is_cheap(node));
+            let maker = self.writers.get(&owner);
+            let can_repeat = maker.is_some_and(|node| self.is_cheap(node));
             if kept.contains(&owner) || !can_repeat || self.bytes(owner) < self.min_bytes {
                 continue;
             }
@@ -206,7 +230,7 @@ impl<'a> Choice<'a> {
             return true;
         }
         let own = self.owner(id);
-        if own == id && id != owner && (self.saved.contains_key(&id) || !is_cheap(node)) {
+        if own == id && id != owner && (self.saved.contains_key(&id) || !self.is_cheap(node)) {
             plan.needs.insert(id);
             return true;
         }
@@ -233,7 +257,7 @@ fn is_reshape(node: &Node) -> bool {
     }
 }
 
-/// Returns true if computing again costs no more than reading and writing memory.
+/// Returns true if computing an operation again costs no more than reading and writing memory.
 fn is_cheap(node: &Node) -> bool {
     if let Some(custom) = &node.custom {
         return custom.is_pure && custom.is_cheap;

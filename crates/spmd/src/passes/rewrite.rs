@@ -16,6 +16,10 @@ pub(super) fn repeat(
     for output in node.outputs() {
         let tensor = graph.read(output)?;
         let fresh = graph.add_value(tensor.shape.to_vec(), tensor.dtype, Role::Temporary);
+        if let Some(placements) = graph.placements(output) {
+            let placements = placements.to_vec();
+            graph.place(fresh, placements);
+        }
         map.insert(output, fresh);
     }
     let mut copy = node.clone();

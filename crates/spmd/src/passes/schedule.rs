@@ -23,7 +23,7 @@ pub struct Options {
     /// The modules whose parameters travel together: by the paths, unless patterns are given.
     pub units: Units,
     /// True to put kernels in place of what Burn composes of many operations, see [`UseKernels`], and of single ones, see
-    /// [`SelectKernels`]: the default, in data parallelism on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
+    /// [`SelectKernels`]: the default, on Burn's CPU backend. Without them a step on one rank has the bits of Burn's own.
     pub kernels: bool,
     /// True to make one operation of chains of pointwise ones, which changes no bit, see [`FusePointwise`]: the default,
     /// on Burn's CPU backend.
@@ -234,38 +234,79 @@ pub(crate) fn divided(
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
     let is_full = insert.style == Strategy::FullShard.into();
-    let options = Options {
+    let options = &Options {
         reshard_after_forward: options.reshard_after_forward && is_full,
-        // What places values knows Burn's operations.
-        kernels: options.kernels && insert.style != DataParallel::Automatic,
         ..options.clone()
     };
-    pipeline_with(insert, &options, axes, transforms)
+    if insert.style == DataParallel::Automatic {
+        return placed(insert, options, axes, transforms);
+    }
+    prepared(options)
+        .and(kernels(options))
+        .and(units_again(options))
+        .and(cheap_again(options))
+        .then(insert)
+        .then(Deduplicate)
+        .and(scheduled(options, axes, transforms))
 }
 
-/// Returns the pipeline around a pass that inserts collectives, on a mesh of these axes.
-pub(crate) fn pipeline_with(
-    insert: impl GraphTransform + 'static,
+/// Returns the pipeline around a pass that places every value. What places them knows Burn's operations, and cuts them where
+/// a kernel needs the whole: kernels take the place of what is left in one piece, and what is cheap is known after that.
+pub(crate) fn placed(
+    place: impl GraphTransform + 'static,
     options: &Options,
     axes: Vec<Axis>,
     transforms: &[Arc<dyn GraphTransform>],
 ) -> Pipeline {
-    let mut pipeline = Pipeline::new()
+    prepared(options)
+        .and(units_again(options))
+        .then(place)
+        .then(Deduplicate)
+        .and(kernels(options))
+        .and(cheap_again(options))
+        .and(scheduled(options, axes, transforms))
+}
+
+/// Returns the passes that come first, of the graph of one rank.
+fn prepared(options: &Options) -> Pipeline {
+    Pipeline::new()
         .then(AssignUnits(options.units.clone()))
         .then(DeadCode)
         .then(CommonSubexpressions)
-        .then(StandIns);
-    if options.kernels {
-        pipeline = pipeline.then(UseKernels);
+        .then(StandIns)
+}
+
+fn kernels(options: &Options) -> Pipeline {
+    match options.kernels {
+        true => Pipeline::new().then(UseKernels),
+        false => Pipeline::new(),
     }
-    if !options.recompute_units.is_empty() {
-        let units = options.recompute_units.clone();
-        pipeline = pipeline.then(RecomputeUnits { units });
+}
+
+/// Returns the pass that computes units again in backward, if there are any.
+fn units_again(options: &Options) -> Pipeline {
+    let units = options.recompute_units.clone();
+    match units.is_empty() {
+        true => Pipeline::new(),
+        false => Pipeline::new().then(RecomputeUnits { units }),
     }
-    if let Some(recompute) = options.recompute {
-        pipeline = pipeline.then(recompute);
+}
+
+/// Returns the pass that computes cheap values again in backward, if it is asked for.
+fn cheap_again(options: &Options) -> Pipeline {
+    match options.recompute {
+        Some(recompute) => Pipeline::new().then(recompute),
+        None => Pipeline::new(),
     }
-    pipeline = pipeline.then(insert).then(Deduplicate);
+}
+
+/// Returns the passes that come when collectives are inserted.
+fn scheduled(
+    options: &Options,
+    axes: Vec<Axis>,
+    transforms: &[Arc<dyn GraphTransform>],
+) -> Pipeline {
+    let mut pipeline = Pipeline::new();
     if options.reshard_after_forward {
         pipeline = pipeline.then(Regather);
     }

@@ -7,13 +7,14 @@ use burn_ir::{
 };
 
 use super::kernels::put;
+use super::pointwise::LARGE;
 use crate::error::Error;
 use crate::graph::{Graph, Node};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
-/// The pass that takes kernels for matrix products, for sums of halves (`bf16`) along any dim but the last, and for casts to
-/// halves and back, each of the same function.
+/// The pass that takes kernels for matrix products, for sums along any dim but the last, of halves (`bf16`) or of many elements, and
+/// for casts to halves and back, each of the same function.
 ///
 /// ```text
 /// before                                 after
@@ -73,9 +74,12 @@ fn kernel_for(node: &Node) -> Option<Call> {
             let inputs = vec![op.input.clone()];
             is_known.then(|| (FusedOperation::Cast, inputs, op.out.clone(), Vec::new()))
         }
-        OperationIr::NumericFloat(DType::BF16, NumericOperationIr::SumDim(op)) => {
+        OperationIr::NumericFloat(dtype, NumericOperationIr::SumDim(op)) if takes(*dtype) => {
             // Sums along the last dim are taken in an order that vectors do not have.
-            let is_known = op.axis + 1 < op.input.shape.rank();
+            let is_inner = op.axis + 1 < op.input.shape.rank();
+            // Burn goes over halves one by one, and over anything with one thread.
+            let is_large = op.input.shape.num_elements() >= LARGE;
+            let is_known = is_inner && (*dtype == DType::BF16 || is_large);
             let dim = vec![ScalarIr::UInt(op.axis as u64)];
             let inputs = vec![op.input.clone()];
             is_known.then(|| (FusedOperation::SumDim, inputs, op.out.clone(), dim))

@@ -1,5 +1,6 @@
 //! The user's own placements.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn_fsdp_mesh::{Mesh, Pattern, Placement};
@@ -249,7 +250,7 @@ fn check(
         shape: shape.to_vec(),
         reason,
     };
-    let mut cut = Vec::new();
+    let mut cut: BTreeMap<usize, &str> = BTreeMap::new();
     for axis in placements {
         let dim = match axis.placement {
             Placement::Replicate => continue,
@@ -267,11 +268,13 @@ fn check(
             Some(size) if *size < axis.num_ranks => {
                 format!("{size} cannot be cut among {} ranks", axis.num_ranks)
             }
-            Some(_) if cut.contains(&dim) => "another axis cuts this dim".to_owned(),
-            Some(_) => {
-                cut.push(dim);
-                continue;
-            }
+            Some(_) => match cut.insert(dim, &axis.axis) {
+                None => continue,
+                Some(other) => format!(
+                    "axis {other} cuts this dim, too: cut another dim along {}, or place it otherwise on {other}",
+                    axis.axis
+                ),
+            },
         };
         return Err(refuse(axis, reason));
     }

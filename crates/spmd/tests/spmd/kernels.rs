@@ -5,6 +5,7 @@ mod gates;
 mod likelihood;
 mod lookalikes;
 mod norms;
+mod placed;
 
 use std::collections::BTreeMap;
 

@@ -117,11 +117,18 @@ pub(crate) fn mesh(world: &ProcessGroup, axes: &[(&str, usize)]) -> Result<Proce
 
 /// A GPT by those placements on a mesh, whose data axis comes first.
 pub(crate) fn gpt(axes: &'static [(&'static str, usize)], expand: Expand) -> Trained {
+    gpt_with(axes, expand, Options::default())
+}
+
+fn gpt_with(axes: &'static [(&'static str, usize)], expand: Expand, options: Options) -> Trained {
     let num_ranks = axes.iter().map(|axis| axis.1).product();
     let num_data = axes.iter().find(|axis| axis.0 == "data").map_or(1, |a| a.1);
     trained(
         num_ranks,
-        move |world| Ok(Mode::expand(mesh(world, axes)?, expand.clone())),
+        move |world| {
+            let mode = Mode::expand(mesh(world, axes)?, expand.clone());
+            Ok(mode.options(options.clone()))
+        },
         Gpt::new,
         Gpt::loss,
         move |step, rank, device| {
@@ -138,13 +145,19 @@ fn tensor_and_data_parallel_blocks_train_like_one_rank() {
     let batch = |step, device: &Device| tokens(step, 0, ROWS, device);
     let expected = eager::train(Gpt::new, Gpt::loss, batch, STEPS, |_| 1e-2, adamw().init());
     let data = |expand: Expand| expand.input("**", "data", Shard(0));
-    assert_same(&gpt(&[("model", 1)], tensor_parallel()), &expected);
-    for axes in [&[("model", 2)][..], &[("model", 3)], &[("model", 4)]] {
-        assert_close(
-            &format!("{axes:?}"),
-            &gpt(axes, tensor_parallel()),
-            &expected,
-        );
+    let composed = Options::default().kernels(false);
+    let one = gpt_with(&[("model", 1)], tensor_parallel(), composed.clone());
+    assert_same(&one, &expected);
+    for axes in [
+        &[("model", 1)][..],
+        &[("model", 2)],
+        &[("model", 3)],
+        &[("model", 4)],
+    ] {
+        for options in [composed.clone(), Options::default()] {
+            let got = gpt_with(axes, tensor_parallel(), options);
+            assert_close(&format!("{axes:?}"), &got, &expected);
+        }
     }
     for axes in [
         &[("data", 2), ("model", 2)][..],
@@ -288,7 +301,12 @@ fn placements_found_by_least_communication_train_like_one_rank() {
     for num_ranks in [1, 2, 3, 4] {
         let got = trained(
             num_ranks,
-            |world| Ok(Mode::data_parallel(world.clone(), DataParallel::Automatic)),
+            |world| {
+                let mode = Mode::data_parallel(world.clone(), DataParallel::Automatic);
+                // Kernels have not the bits of what they replace.
+                let options = Options::default().kernels(world.size() > 1);
+                Ok(mode.options(options))
+            },
             Gpt::new,
             Gpt::loss,
             move |step, rank, device| {

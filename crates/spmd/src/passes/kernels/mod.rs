@@ -1,6 +1,6 @@
 //! The pass that puts kernels in place of what Burn composes of many operations.
 //!
-//! It takes the graph of one rank, forward and backward, and leaves nodes that read less memory.
+//! It takes the graph of one rank, or of each rank by placements, forward and backward, and leaves nodes that read less memory.
 
 mod attention;
 mod layer_norm;
@@ -55,16 +55,22 @@ impl GraphTransform for UseKernels {
 
     fn before(&self) -> &'static [PassId] {
         &[
-            PassId::RecomputeUnits,
             PassId::Recompute,
-            PassId::InsertCollectives,
+            PassId::Regather,
+            PassId::Bucket,
+            PassId::Split,
+            PassId::FusePointwise,
+            PassId::SelectKernels,
             PassId::Liveness,
         ]
     }
 
     fn transform(&self, graph: Graph) -> Result<Graph, Error> {
+        // What units compute again comes where backward first reads it, which may be behind the first node of a pattern.
+        let has_repeated = graph.applied().contains(&PassId::RecomputeUnits);
+        let before = has_repeated.then(|| graph.clone());
         let mut graph = graph;
-        let kinds = [
+        let kinds: [Replace; 6] = [
             softmax::replace,
             // Of those, some are attention.
             attention::replace,
@@ -74,9 +80,10 @@ impl GraphTransform for UseKernels {
             // Of what those left.
             rms_norm::replace,
             silu::replace,
-            product::replace,
         ];
-        for replace in kinds {
+        // Nobody says how the parts of a product lie that is made of another.
+        let products = (!graph.is_placed()).then_some(product::replace as Replace);
+        for replace in kinds.into_iter().chain(products) {
             let mut patterns = Patterns::new(graph);
             replace(&mut patterns)?;
             // What was replaced is read by nothing.
@@ -85,9 +92,25 @@ impl GraphTransform for UseKernels {
         let mut nodes = graph.take_nodes();
         nodes.iter_mut().for_each(use_gelu);
         graph.set_nodes(nodes);
-        Ok(graph)
+        Ok(match before {
+            Some(before) if !is_in_order(&graph) => before,
+            _ => graph,
+        })
     }
 }
+
+/// Returns true if every node comes after those that make its operands.
+fn is_in_order(graph: &Graph) -> bool {
+    let writers = graph.writers();
+    let mut nodes = graph.nodes().iter().enumerate();
+    nodes.all(|(index, node)| {
+        let mut makers = node.inputs().filter_map(|input| writers.get(&input));
+        makers.all(|maker| *maker < index)
+    })
+}
+
+/// What replaces one kind of function wherever it is found.
+type Replace = fn(&mut Patterns) -> Result<(), Error>;
 
 /// Replaces Burn's GELU, and its gradient, by a kernel.
 fn use_gelu(node: &mut Node) {

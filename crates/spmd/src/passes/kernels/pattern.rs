@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::tensor::{DType, IndexingUpdateOp};
 use burn_fsdp_kernels::FusedOperation;
+use burn_fsdp_mesh::Placement;
 use burn_ir::{
     ActivationOperationIr, BaseOperationIr, BinaryOpIr, FloatOperationIr, MatmulOpIr,
     NumericOperationIr, OperationIr, ScalarIr, ShapeOpIr, SwapDimsOpIr, TensorId,
@@ -256,6 +257,13 @@ impl Patterns {
             dim1,
             dim2,
         });
+        let swapped = |dim| match dim {
+            _ if dim == dim1 => dim2,
+            _ if dim == dim2 => dim1,
+            other => other,
+        };
+        self.place_as(from, to, swapped);
+        self.place_as(to, from, swapped);
         let phase = self.phase(at);
         self.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
         Ok(())
@@ -272,9 +280,32 @@ impl Patterns {
             input: self.graph.read(from)?,
             out: self.graph.write(to)?,
         });
+        self.place_as(from, to, |dim| dim);
         let phase = self.phase(at);
         self.insert(at, Node::new(OperationIr::BaseFloat(operation), phase));
         Ok(())
+    }
+
+    /// Notes that a value lies as another does that it is a view of, or that is one of it, if nothing is said of it: operands and results
+    /// of a kernel may be parts or addends.
+    fn place_as(&mut self, value: TensorId, view: TensorId, dim_of: impl Fn(usize) -> usize) {
+        if self.graph.placements(value).is_some()
+            || self
+                .graph
+                .value(value)
+                .is_some_and(|value| value.role.is_given())
+        {
+            return;
+        }
+        let Some(on) = self.graph.placements(view) else {
+            return;
+        };
+        let on = on.iter().map(|placement| match placement {
+            Placement::Shard(dim) => Placement::Shard(dim_of(*dim)),
+            other => *other,
+        });
+        let on = on.collect();
+        self.graph.place(value, on);
     }
 
     /// Puts an operation on two values where a node is.

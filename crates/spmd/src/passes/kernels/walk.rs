@@ -36,17 +36,33 @@ impl<'a> Walk<'a> {
         Some(self.step(Kind::SumDim(last), &[sum]).unwrap_or(sum))
     }
 
-    /// Goes to the sum over all dims but the last. Burn does not sum along dims of one element, and writes the sum along one dim in
-    /// another way than that along several.
+    /// Goes to the sum over all dims but the last. Burn does not sum along dims of one element, but a rank may have one element
+    /// of a dim that has more on all.
     pub(super) fn sum_rows(&mut self, of: TensorId) -> Option<TensorId> {
-        let shape = self.patterns.shape(of);
-        let (_, rows) = shape.split_last()?;
-        let dims = rows.iter().enumerate().filter(|(_, size)| **size != 1);
-        match dims.map(|(dim, _)| dim).collect::<Vec<_>>().as_slice() {
-            [] => Some(of),
-            [dim] => self.step(Kind::SumDim(*dim), &[of]),
-            dims => self.step(Kind::SumDims(bits(dims)?), &[of]),
-        }
+        let patterns = self.patterns;
+        let shape = patterns.shape(of);
+        let (_, sizes) = shape.split_last()?;
+        let rows: Vec<usize> = (0..sizes.len()).collect();
+        let needed: Vec<usize> = rows
+            .iter()
+            .copied()
+            .filter(|dim| sizes[*dim] != 1)
+            .collect();
+        let (rows, needed) = (bits(&rows)?, bits(&needed)?);
+        let is_sum = |node: &usize| {
+            let summed = match patterns.kind(*node) {
+                Some(Kind::SumDim(dim)) => bits(&[dim]),
+                Some(Kind::SumDims(dims)) => Some(dims),
+                _ => None,
+            };
+            let is_of_rows = |dims: u64| dims & !rows == 0 && needed & !dims == 0;
+            patterns.phase(*node) == Phase::Backward && summed.is_some_and(is_of_rows)
+        };
+        let Some(node) = patterns.readers(of).find(is_sum) else {
+            return (needed == 0).then_some(of);
+        };
+        self.nodes.insert(node);
+        Some(patterns.output(node))
     }
 
     /// Goes along the sums that begin with a value and add the parts to it, in any order, and values from elsewhere in

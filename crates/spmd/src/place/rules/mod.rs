@@ -12,6 +12,7 @@
 //! | `attention` | fused attention |
 //! | `convolution` | convolutions and pooling, with their backward |
 //! | `random` | random numbers and constants |
+//! | `kernels` | what takes the place of composed operations afterwards: for types alone |
 //!
 //! An operation of no family runs on whole tensors. Those from `indexing` on down in the code run on equal parts alone: an
 //! index in padding could be out of bounds, and what is drawn has places of its own; constants take it, and arithmetic of integers
@@ -21,6 +22,7 @@ mod attention;
 mod base;
 mod convolution;
 mod indexing;
+mod kernels;
 mod matmul;
 #[cfg(test)]
 mod mutants;
@@ -31,7 +33,7 @@ mod reduction;
 mod slicing;
 mod views;
 
-use burn_ir::OperationIr;
+use burn_ir::{CustomOpIr, OperationIr};
 
 use super::signature::Signature;
 
@@ -78,6 +80,11 @@ fn whole(operation: &OperationIr) -> Signature {
     let signature = inputs.fold(Signature::new(), |s, tensor| s.input(tensor, ""));
     let outputs = operation.outputs();
     outputs.fold(signature, |s, tensor| s.output(tensor, ""))
+}
+
+/// Returns the signature of a kernel that takes the place of composed operations once values are placed.
+pub(super) fn of_kernel(call: &CustomOpIr) -> Option<Signature> {
+    kernels::signature(call)
 }
 
 /// Adapts the ranges of an operation to the shapes on one rank, which its tensors already have.

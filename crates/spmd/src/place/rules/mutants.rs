@@ -200,7 +200,7 @@ fn pipeline(expand: &Expand, mesh: &Mesh) -> Pipeline {
         mesh: mesh.clone(),
     };
     let options = Options::default().kernels(false);
-    schedule::pipeline_with(insert, &options, mesh.axes().to_vec(), &[]).verified()
+    schedule::placed(insert, &options, mesh.axes().to_vec(), &[]).verified()
 }
 
 /// Returns true for operations that are linear in their first operand alone, and whose rules do not say so, as it would not

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn_fsdp_kernels::{FusedOperation, PointwiseProgram};
-use burn_fsdp_mesh::ReduceOp;
-use burn_ir::{BaseOperationIr, OperationIr, TensorId};
+use burn_fsdp_mesh::{Placement, ReduceOp};
+use burn_ir::{BaseOperationIr, CustomOpIr, OperationIr, TensorId};
 
 use super::SpmdType;
 use super::program::of_program;
@@ -12,6 +12,7 @@ use crate::graph::{Collective, Graph, Node, Parameter, Phase, Role, Stage, Trait
 use crate::kernels::plain_node;
 use crate::norm::LOCAL_NORM;
 use crate::place::rules;
+use crate::place::signature::{Operand, Signature};
 
 /// The node at which types do not fit, and why.
 #[derive(Debug, Clone, PartialEq)]
@@ -159,7 +160,7 @@ impl Flow<'_> {
                 )),
             };
         }
-        let way = self.way(node, &inputs).map_err(|reason| {
+        let way = self.way(node, &inputs, axis).map_err(|reason| {
             let inputs = inputs
                 .iter()
                 .map(|(id, of)| format!("%{} {of}", id.value()));
@@ -201,7 +202,12 @@ impl Flow<'_> {
     }
 
     /// Returns the way in which a node runs on operands of these types.
-    fn way(&self, node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<Way, &'static str> {
+    fn way(
+        &self,
+        node: &Node,
+        inputs: &[(TensorId, SpmdType)],
+        axis: usize,
+    ) -> Result<Way, &'static str> {
         let plain = plain_node(node);
         let node = plain.as_ref().unwrap_or(node);
         let has = |of: fn(&SpmdType) -> bool| inputs.iter().any(|(_, own)| of(own));
@@ -214,10 +220,40 @@ impl Flow<'_> {
             [false, false, false] if spreads(node) => Ok(Way::Spread),
             [false, false, false] => Ok(Way::Alike(SpmdType::Replicate)),
             [false, false, true] => Ok(Way::Alike(SpmdType::Varying)),
-            [false, true, false] => parts(node),
+            [false, true, false] => match &node.operation {
+                OperationIr::Custom(call) => self.kernel_of_parts(call, axis),
+                operation => parts(operation),
+            },
             [true, false, false] => addends(node, inputs).map(Way::Alike),
             [true, ..] => Err("it takes addends for values"),
             [false, true, true] => Err("it mixes parts of a whole with values of each rank's rows"),
+        }
+    }
+
+    /// Returns the way of a kernel that reads parts along an axis. Where it is known along which dims they are cut, it must be
+    /// able to run on such parts.
+    fn kernel_of_parts(&self, call: &CustomOpIr, axis: usize) -> Result<Way, &'static str> {
+        let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
+        let signature = match runs {
+            true => Some(Signature::new()),
+            false => rules::of_kernel(call),
+        };
+        let signature = signature.ok_or(WHOLE)?;
+        let is_cut = |operand: &Operand| {
+            let on = self.graph.placements(operand.id);
+            match on.and_then(|on| on.get(axis)) {
+                Some(Placement::Shard(dim)) => {
+                    operand.letters.get(*dim).is_none_or(Option::is_none)
+                }
+                _ => false,
+            }
+        };
+        match signature.inputs.iter().any(is_cut) {
+            true => Err(WHOLE),
+            false => Ok(Way::Parts {
+                reductions: signature.contracted.into_values().collect(),
+                is_local: true,
+            }),
         }
     }
 
@@ -390,23 +426,15 @@ fn spreads(node: &Node) -> bool {
         .any(|letter| !is_given(letter))
 }
 
-/// Returns the way of a node that reads parts.
-fn parts(node: &Node) -> Result<Way, &'static str> {
-    let operation = &node.operation;
-    if let OperationIr::Custom(call) = operation {
-        let runs = call.id == LOCAL_NORM || call.id == FusedOperation::Pointwise.name();
-        return match runs {
-            true => Ok(Way::Parts {
-                reductions: Vec::new(),
-                is_local: true,
-            }),
-            false => Err("it takes parts for the whole"),
-        };
-    }
+/// Why an operation cannot run on parts.
+const WHOLE: &str = "it takes parts for the whole";
+
+/// Returns the way of an operation of Burn that reads parts.
+fn parts(operation: &OperationIr) -> Result<Way, &'static str> {
     let signature = rules::signature(operation);
     let is_local = is(operation, Trait::Pointwise) || is(operation, Trait::View);
     if signature.letters().is_empty() && !is_local {
-        return Err("it takes parts for the whole");
+        return Err(WHOLE);
     }
     Ok(Way::Parts {
         reductions: signature.contracted.into_values().collect(),
@@ -417,9 +445,10 @@ fn parts(node: &Node) -> Result<Way, &'static str> {
 /// Returns the type of the result of a node that reads addends.
 fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'static str> {
     const NOT_LINEAR: &str = "it is not linear in the addends that it reads";
-    if let OperationIr::Custom(call) = &node.operation {
-        let is_program = call.id == FusedOperation::Pointwise.name();
-        let program = PointwiseProgram::from_scalars(&call.scalars).filter(|_| is_program);
+    if let OperationIr::Custom(call) = &node.operation
+        && call.id == FusedOperation::Pointwise.name()
+    {
+        let program = PointwiseProgram::from_scalars(&call.scalars);
         let types: Vec<SpmdType> = inputs.iter().map(|(_, of)| *of).collect();
         let of = program.and_then(|program| of_program(&program, &types));
         return of.ok_or(NOT_LINEAR);
@@ -428,7 +457,10 @@ fn addends(node: &Node, inputs: &[(TensorId, SpmdType)]) -> Result<SpmdType, &'s
     let partial: BTreeMap<TensorId, SpmdType> = partial.copied().collect();
     let mut ops = partial.values();
     let first = *ops.next().ok_or(NOT_LINEAR)?;
-    let signature = rules::signature(&node.operation);
+    let signature = match &node.operation {
+        OperationIr::Custom(call) => rules::of_kernel(call).ok_or(NOT_LINEAR)?,
+        operation => rules::signature(operation),
+    };
     let is_set = |set: &Vec<TensorId>| {
         set.iter().copied().collect::<BTreeSet<_>>() == partial.keys().copied().collect()
     };

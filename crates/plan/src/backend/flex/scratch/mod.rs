@@ -42,7 +42,15 @@ fn kernel(operation: &OperationIr, operands: &[Operand]) -> u64 {
         Some(OperationIr::Float(DType::F32, F::Matmul(_))) => {
             product(false, operands).map_or(0, |product| kernel_product(product, &operands[1]))
         }
-        Some(OperationIr::NumericFloat(_, N::SumDim(op))) => copied(operands.first(), &op.input),
+        Some(OperationIr::NumericFloat(dtype, N::SumDim(op))) => {
+            let is_in_order = is_in_order(operands);
+            let behind: usize = op.input.shape[op.axis + 1..].iter().product();
+            match dtype == DType::F32 && (behind <= 1 || !is_in_order) {
+                // Burn's own.
+                true => reduced(&op.input.shape.to_vec(), op.axis, &op.out, is_in_order),
+                false => copied(operands.first(), &op.input),
+            }
+        }
         Some(OperationIr::BaseFloat(Base::Cast(op))) => copied(operands.first(), &op.input),
         _ => 0,
     }
@@ -71,6 +79,12 @@ fn kernel_product(product: Product, right: &Operand) -> u64 {
 
 fn bytes(tensor: &TensorIr) -> u64 {
     (tensor.shape.num_elements() * tensor.dtype.size()) as u64
+}
+
+/// Returns true if the elements of the first operand follow each other in the order of its dims, as far as is known.
+fn is_in_order(operands: &[Operand]) -> bool {
+    let first = operands.first();
+    first.is_none_or(|operand| operand.strides.is_contiguous())
 }
 
 /// Returns true if `FlexTensor::to_contiguous` copies: unless the elements are in order and alone
@@ -108,9 +122,7 @@ fn indices(tensor: &TensorIr) -> u64 {
 }
 
 fn numeric(op: &N, operands: &[Operand]) -> u64 {
-    let is_in_order = operands
-        .first()
-        .is_none_or(|operand| operand.strides.is_contiguous());
+    let is_in_order = is_in_order(operands);
     match op {
         N::SumDim(op) | N::MeanDim(op) => {
             reduced(&op.input.shape.to_vec(), op.axis, &op.out, is_in_order)
