@@ -22,11 +22,14 @@ const AXES: [&[(&str, usize)]; 3] = [
     &[("data", 4), ("model", 1)],
 ];
 
+/// A model, and its loss of a batch.
+type Trained<M, B> = (fn(&Device) -> M, fn(&M, B) -> Tensor<1>);
+
 /// How often each kernel is in the step of a rank.
 fn kernels_of<M: Module + 'static, B: Batch>(
     axes: &'static [(&'static str, usize)],
     expand: Expand,
-    (init, loss): (fn(&Device) -> M, fn(&M, B) -> Tensor<1>),
+    (init, loss): Trained<M, B>,
     part: fn(usize, usize, usize, &Device) -> B,
 ) -> BTreeMap<String, usize> {
     let body = move |world: ProcessGroup| -> Result<_, Error> {
@@ -51,7 +54,7 @@ fn kernels_of<M: Module + 'static, B: Batch>(
 /// Trains by placements, against Burn on the joined batch. Returns the kernels of each mesh.
 fn check<M: Module + 'static, B: Batch>(
     expand: &Expand,
-    model: (fn(&Device) -> M, fn(&M, B) -> Tensor<1>),
+    model: Trained<M, B>,
     part: fn(usize, usize, usize, &Device) -> B,
 ) -> Vec<BTreeMap<String, usize>> {
     let (init, loss) = model;
