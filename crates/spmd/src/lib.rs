@@ -8,6 +8,8 @@
 //! deduplicate  ->  regather  ->  bucket  ->  split, prefetch, sink  ->  optimizer  ->  chains, kernels  ->  liveness  ->  run
 //! ```
 //!
+//! By placements, kernels and recompute come behind deduplicate.
+//!
 //! | module | stage |
 //! |---|---|
 //! | [`graph`] | the step as data: nodes in execution order, values by role and path |

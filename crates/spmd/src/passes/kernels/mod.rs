@@ -24,9 +24,10 @@ use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 use pattern::Patterns;
 
-/// The pass that recognises attention (with what dropout does to its probabilities), softmax, its logarithm and what a cross entropy reads of it, layer norms,
-/// root-mean-square norms, GELU, SiLU and the products that it gates in any graph, forward and backward, and replaces each by one operation of the crate `kernels`; and products that Burn makes one for each row of a batch, which
-/// become one product each.
+/// The pass that puts one operation of the crate `kernels` in place of what Burn composes of many, in any graph, forward and
+/// backward: attention (with what dropout does to its probabilities), softmax, its logarithm and what a cross entropy reads of
+/// it, layer norms, root-mean-square norms, GELU, SiLU and the products that it gates. Products that Burn makes one for each row
+/// of a batch become one product each.
 ///
 /// ```text
 /// before                                      after
@@ -41,6 +42,9 @@ use pattern::Patterns;
 /// and no other may read what is between them. Values are those of the operations that are replaced, to about 1e-7 of the largest
 /// of a row, and to a 256th of it in halves, which a kernel rounds once and the composed form at every step: sums are taken in
 /// another order, and `exp` and `erf` are of the kernels' own.
+///
+/// In a graph whose values are placed it comes when they are: of what is cut, the operations that ranks combine stay as composed,
+/// and so do products.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct UseKernels;
 

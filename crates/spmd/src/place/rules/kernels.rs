@@ -2,6 +2,9 @@
 //!
 //! The gradients that a kernel computes are linear in that of its result, which may be addends.
 
+#[cfg(test)]
+mod tests;
+
 use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{CustomOpIr, TensorIr};
 
