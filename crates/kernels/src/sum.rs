@@ -10,8 +10,8 @@ use crate::halves::{narrow, widened, zeros};
 use crate::rows::contiguous;
 use crate::vectors::{Kernel, vectorized};
 
-/// Columns that a thread adds at a time.
-const COLUMNS: usize = 512;
+/// Columns that a thread adds at a time: some cache lines of a row, so that a few hundred columns are divided, too.
+const COLUMNS: usize = 64;
 
 /// Returns the sums along a dim, which then has one element. Addends are taken in their order, as Burn's CPU
 /// backend does, so that the sums have the same bits.
