@@ -184,6 +184,11 @@ impl FusedOperation {
         }
     }
 
+    /// Returns the operation of that name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|known| known.name() == name)
+    }
+
     /// Computes it on Burn's CPU backend. What nobody else holds of the inputs is written over.
     ///
     /// # Panics

@@ -16,14 +16,13 @@ const COLUMNS: usize = 64;
 /// Returns the sums along a dim, which then has one element. Addends are taken in their order, as Burn's CPU
 /// backend does, so that the sums have the same bits.
 pub(crate) fn sum_dim(x: FlexTensor, dim: usize) -> FlexTensor {
-    let behind = x.layout().shape()[dim + 1..].iter().product::<usize>();
-    if x.dtype() != DType::BF16 && (behind <= 1 || !x.is_contiguous()) {
+    let shape = x.layout().shape().clone();
+    let (rows, columns) = (shape[dim], shape[dim + 1..].iter().product::<usize>());
+    if x.dtype() != DType::BF16 && (columns <= 1 || !x.is_contiguous()) {
         // Burn takes the addends of such in other orders.
         return Flex::float_sum_dim(x, dim);
     }
     let x = contiguous(x);
-    let shape = x.layout().shape().clone();
-    let (rows, columns) = (shape[dim], shape[dim + 1..].iter().product::<usize>());
     let mut of_sums = shape;
     of_sums[dim] = 1;
     let mut sums = zeros(of_sums, x.dtype());

@@ -72,8 +72,7 @@ pub fn plain(operation: &OperationIr) -> Option<OperationIr> {
     let OperationIr::Custom(call) = operation else {
         return None;
     };
-    let mut all = FusedOperation::ALL.into_iter();
-    let kernel = all.find(|kernel| kernel.name() == call.id)?;
+    let kernel = FusedOperation::named(&call.id)?;
     let (inputs, out) = (call.inputs.as_slice(), call.outputs.first()?);
     Some(match (kernel, inputs) {
         (FusedOperation::Matmul, [lhs, rhs]) => {

@@ -29,8 +29,7 @@ impl Call<'_> {
             COEFFICIENTS => return self.coefficients(call),
             _ => {}
         }
-        let mut kernels = FusedOperation::ALL.into_iter();
-        let Some(kernel) = kernels.find(|kernel| kernel.name() == call.id) else {
+        let Some(kernel) = FusedOperation::named(&call.id) else {
             return self.opaque();
         };
         let inputs = call.inputs.iter().map(|input| self.get(input));

@@ -64,8 +64,7 @@ fn kernel_of(node: &Node) -> Option<(FusedOperation, CustomOpIr)> {
     let OperationIr::Custom(call) = &node.operation else {
         return None;
     };
-    let mut all = FusedOperation::ALL.into_iter();
-    let kernel = all.find(|kernel| kernel.name() == call.id)?;
+    let kernel = FusedOperation::named(&call.id)?;
     let mut call = call.clone();
     if kernel == FusedOperation::Matmul {
         clip(&mut call);

@@ -17,7 +17,7 @@ use crate::place::check_types;
 type Rule = (&'static str, fn(&Graph) -> Option<Fault>);
 
 /// The node at which a graph breaks a rule, and the reason.
-struct Fault {
+pub(super) struct Fault {
     node: usize,
     reason: String,
 }
@@ -193,7 +193,8 @@ fn written_once(graph: &Graph) -> Option<Fault> {
     None
 }
 
-fn written_before_read(graph: &Graph) -> Option<Fault> {
+/// Returns what is read, or comes out of the graph, without having been written.
+pub(super) fn written_before_read(graph: &Graph) -> Option<Fault> {
     let mut written = BTreeSet::new();
     for (index, node) in graph.nodes().iter().enumerate() {
         let early = |id: &TensorId| !graph.is_given(*id) && !written.contains(id);

@@ -17,6 +17,7 @@ use burn_fsdp_kernels::FusedOperation;
 use burn_ir::{ActivationOperationIr, OperationIr, ScalarIr, TensorIr};
 
 use super::dead_code::DeadCode;
+use super::verify::written_before_read;
 use crate::error::Error;
 use crate::graph::{Graph, Node};
 use crate::kernels::{are_alike, fused_node};
@@ -97,20 +98,10 @@ impl GraphTransform for UseKernels {
         nodes.iter_mut().for_each(use_gelu);
         graph.set_nodes(nodes);
         Ok(match before {
-            Some(before) if !is_in_order(&graph) => before,
+            Some(before) if written_before_read(&graph).is_some() => before,
             _ => graph,
         })
     }
-}
-
-/// Returns true if every node comes after those that make its operands.
-fn is_in_order(graph: &Graph) -> bool {
-    let writers = graph.writers();
-    let mut nodes = graph.nodes().iter().enumerate();
-    nodes.all(|(index, node)| {
-        let mut makers = node.inputs().filter_map(|input| writers.get(&input));
-        makers.all(|maker| *maker < index)
-    })
 }
 
 /// What replaces one kind of function wherever it is found.

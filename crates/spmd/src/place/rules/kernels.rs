@@ -25,8 +25,7 @@ const WIDTH: Option<Letter> = Some('w');
 /// Returns the signature of a kernel that [`UseKernels`](crate::passes::UseKernels) puts into a graph.
 pub(super) fn signature(call: &CustomOpIr) -> Option<Signature> {
     use FusedOperation as Op;
-    let mut all = FusedOperation::ALL.into_iter();
-    let kernel = all.find(|kernel| kernel.name() == call.id)?;
+    let kernel = FusedOperation::named(&call.id)?;
     let signature = match kernel {
         Op::Gelu
         | Op::GeluBackward
@@ -49,11 +48,8 @@ pub(super) fn signature(call: &CustomOpIr) -> Option<Signature> {
             summed.fold(by_row(call), Signature::sums)
         }
         Op::Attention => attention(call, 3),
-        // What queries and keys are scored by are sums over the width of values.
-        Op::AttentionBackward => {
-            let signature = attention(call, 4);
-            signature.sums('q').sums('w')
-        }
+        // The gradients of keys and values are sums over queries, those of queries and keys over the width of values.
+        Op::AttentionBackward => attention(call, 4).sums('q').sums('w'),
         _ => return None,
     };
     let gradient = of_result(kernel).map(|index| call.inputs.get(index));
@@ -93,8 +89,8 @@ fn rows(tensor: &TensorIr) -> Vec<Option<Letter>> {
     letters
 }
 
-/// Returns the signature of attention, or of its gradients: the first `num_rows` inputs and all outputs have a dim of the heads,
-/// and what has those of the result has the queries, too, and the width of values.
+/// Returns the signature of attention, whose first three inputs are queries, keys and values, or of its gradients, which have that
+/// of the result as the fourth of `num_rows`. The others are as large as scores, or one along some of their dims.
 fn attention(call: &CustomOpIr, num_rows: usize) -> Signature {
     let [queries, keys] = [0, 1].map(|index: usize| &call.inputs[index].shape);
     let of_queries = vec![BATCH, QUERIES, HEADS, None];
