@@ -188,6 +188,9 @@ pub(crate) struct ShardingArgs {
     /// started [default: 2 threads, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
+    /// Threads that compute for each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,

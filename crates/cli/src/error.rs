@@ -49,6 +49,11 @@ impl From<LaunchError> for Failure {
                     abandoned,
                 })),
             },
+            // What the command line and the environment ask for, before any rank is.
+            error @ (LaunchError::Environment { .. }
+            | LaunchError::OtherLauncher { .. }
+            | LaunchError::TooManyThreads { .. }
+            | LaunchError::NoMpi { .. }) => InputError::Launch(Box::new(error)).into(),
             error => Self::Rank(Box::new(error)),
         }
     }

@@ -83,6 +83,9 @@ pub(crate) struct GenerateArgs {
     /// [default: 1 thread, or all processes]
     #[arg(long)]
     pub(crate) ranks: Option<usize>,
+    /// Threads that compute for each rank [default: RAYON_NUM_THREADS, or the cores divided by the ranks]
+    #[arg(long)]
+    pub(crate) threads: Option<usize>,
     /// How long a rank waits for the others in one operation before it gives up
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub(crate) deadline: u64,

@@ -36,10 +36,11 @@ struct Job {
 pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     check(&args)?;
     let ranks = Ranks::find_or(args.ranks, || 1)?;
+    let threads = ranks.threads_of_each(args.threads)?;
     let text = match &args.step {
-        None => on_ranks(Job::new(args, None)?, &ranks),
+        None => on_ranks(Job::new(args, None)?, &ranks, threads),
         Some(path) => with_step(path, |step| {
-            on_ranks(Job::new(args.clone(), Some(step))?, &ranks)
+            on_ranks(Job::new(args.clone(), Some(step))?, &ranks, threads)
         }),
     }?;
     match ranks.have_first() {
@@ -69,9 +70,11 @@ fn check(args: &GenerateArgs) -> Result<(), InputError> {
     }
 }
 
-fn on_ranks(job: Job, ranks: &Ranks) -> Result<Vec<u8>, Failure> {
+fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<Vec<u8>, Failure> {
     let deadline = Duration::from_secs(job.args.deadline.min(1 << 31));
-    let config = LaunchConfig::new(ranks.number()).deadline(deadline);
+    let config = LaunchConfig::new(ranks.number())
+        .threads_per_rank(threads)
+        .deadline(deadline);
     let job = Arc::new(job);
     let texts = launch(config, move |world| match job.model {
         ModelConfig::Gpt(sizes) => job.generate(sizes, &world),

@@ -55,6 +55,8 @@ pub(crate) struct TrainConfig {
     pub(crate) not_finite: NotFinite,
     pub(crate) optimizer: AdamWConfig,
     pub(crate) ranks: Ranks,
+    /// Threads that compute for each rank.
+    pub(crate) threads: usize,
     /// The device of each rank of this process, without autodiff.
     pub(crate) devices: Vec<Device>,
     pub(crate) sharding: Sharding,
@@ -115,6 +117,7 @@ impl TrainConfig {
         let adapters = sizes::adapters(&args, &model)?;
         let optimizer = optimizer(&args.training)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
+        let threads = all_ranks.threads_of_each(args.sharding.threads)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
         let accumulate = args.training.accumulate;
         check_batch(batch, ranks, accumulate)?;
@@ -170,6 +173,7 @@ impl TrainConfig {
             optimizer,
             devices: all_ranks.devices(&args.training.device)?,
             ranks: all_ranks,
+            threads,
             sharding,
             step,
             is_compiled: args.training.compile,

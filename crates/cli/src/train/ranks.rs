@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use burn_fsdp::collectives::{Fingerprint, LaunchError, Processes, processes};
-use burn_fsdp::{DeviceName, ProcessGroup};
+use burn_fsdp::{DeviceName, LaunchConfig, ProcessGroup};
 
 use crate::error::{InputError, RankError};
 use crate::host;
@@ -56,6 +56,15 @@ impl Ranks {
             Self::Threads(number) => *number,
             Self::Processes(processes) => processes.size,
         }
+    }
+
+    /// Returns the threads that compute for each rank, of which the user may have given the number.
+    pub(crate) fn threads_of_each(&self, given: Option<usize>) -> Result<usize, InputError> {
+        if given == Some(0) {
+            return Err(InputError::Zero { flag: "--threads" });
+        }
+        let config = LaunchConfig::new(self.number()).threads_per_rank(given.unwrap_or(0));
+        Ok(config.num_threads(self.here()).map_err(Box::new)?)
     }
 
     /// Returns the number of ranks on this machine.

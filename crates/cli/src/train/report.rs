@@ -17,6 +17,8 @@ pub(crate) struct Report {
     /// True if a compiled step trained, and not the eager engine.
     pub(crate) compiled: bool,
     pub(crate) ranks: usize,
+    /// Threads that compute for each rank.
+    pub(crate) threads: usize,
     /// Number of parameters of the whole model.
     pub(crate) params: usize,
     /// Number of parameters that are trained: all, or those of adapters.
@@ -120,6 +122,7 @@ impl Report {
             strategy: config.sharding.name,
             compiled: config.is_compiled,
             ranks: config.ranks.number(),
+            threads: config.threads,
             params: config.model.num_params(),
             trained_params: config.num_trained_params(),
             model: config.model.name(),

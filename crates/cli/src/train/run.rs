@@ -39,6 +39,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     obey_signals(&config);
     let on_ranks = config.clone();
     let launch_config = LaunchConfig::new(config.ranks.number())
+        .threads_per_rank(config.threads)
         .deadline(config.deadline)
         .check(config.check);
     let start = Start {

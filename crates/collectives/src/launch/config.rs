@@ -3,11 +3,18 @@
 use std::thread;
 use std::time::Duration;
 
+use super::error::LaunchError;
 use crate::Check;
 
 /// The most ranks that are started as threads of one process. What ranks tell each other is a table
 /// of ranks by ranks, and no machine has as many cores.
 pub(super) const MOST_THREADS: usize = 1024;
+
+/// The most threads that a rank is given to compute with. No machine has as many cores.
+const MOST_THREADS_OF_RANK: usize = 1024;
+
+/// Rayon's variable with the number of threads of a pool.
+const RAYON: &str = "RAYON_NUM_THREADS";
 
 /// The configuration of a launch: number of ranks, deadline, grace period, threads.
 #[derive(Debug, Clone, Copy)]
@@ -54,8 +61,8 @@ impl LaunchConfig {
         self
     }
 
-    /// Threads of each rank that compute; by default the cores divided by the ranks, at least 1.
-    /// 0 is the default, too.
+    /// Threads of each rank that compute; by default, and if 0, those that rayon's variable `RAYON_NUM_THREADS` gives a pool,
+    /// and without it the cores divided by the ranks, at least 1.
     ///
     /// They are the workers of a rayon pool, one of which runs the body. A rank with a single one gets
     /// a second worker for work that is spawned in the background, by a data loader, say: it looks for
@@ -84,10 +91,85 @@ impl LaunchConfig {
         self
     }
 
-    /// Threads of a rank, where this many ranks share the machine.
-    pub(super) fn num_threads(&self, ranks_here: usize) -> usize {
+    /// Returns the threads that each rank is to compute with where this many ranks share the machine: see
+    /// [`threads_per_rank`](Self::threads_per_rank).
+    ///
+    /// # Errors
+    ///
+    /// [`LaunchError::TooManyThreads`] if they are more than a rank is given, and [`LaunchError::Environment`] if
+    /// `RAYON_NUM_THREADS` counts and is no number.
+    pub fn num_threads(&self, ranks_here: usize) -> Result<usize, LaunchError> {
+        self.num_threads_in(ranks_here, std::env::var(RAYON).ok())
+    }
+
+    /// The same with this value of the variable.
+    fn num_threads_in(
+        &self,
+        ranks_here: usize,
+        variable: Option<String>,
+    ) -> Result<usize, LaunchError> {
         let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
-        self.threads_per_rank
-            .unwrap_or_else(|| (cores() / ranks_here).max(1))
+        let given = match (self.threads_per_rank, variable) {
+            (Some(threads), _) => Some(threads),
+            (None, None) => None,
+            (None, Some(text)) if text.trim().is_empty() => None,
+            (None, Some(text)) => match text.trim().parse() {
+                // Rayon's own default.
+                Ok(0) => None,
+                Ok(threads) => Some(threads),
+                Err(_) => {
+                    return Err(LaunchError::Environment {
+                        variable: RAYON.to_owned(),
+                        value: text,
+                        expected: "a number of threads".to_owned(),
+                    });
+                }
+            },
+        };
+        let most = MOST_THREADS_OF_RANK;
+        match given {
+            Some(threads) if threads > most => Err(LaunchError::TooManyThreads { threads, most }),
+            Some(threads) => Ok(threads),
+            None => Ok((cores() / ranks_here.max(1)).max(1)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn threads(config: LaunchConfig, variable: Option<&str>) -> Result<usize, LaunchError> {
+        config.num_threads_in(1 << 20, variable.map(str::to_owned))
+    }
+
+    #[test]
+    fn rayons_variable_is_obeyed_where_nothing_is_set() {
+        let config = LaunchConfig::new(2);
+        assert_eq!(threads(config, None).unwrap(), 1);
+        assert_eq!(threads(config, Some("3")).unwrap(), 3);
+        assert_eq!(threads(config, Some(" 1 ")).unwrap(), 1);
+        // As rayon has it.
+        assert_eq!(threads(config, Some("0")).unwrap(), 1);
+        assert_eq!(threads(config, Some("")).unwrap(), 1);
+        assert_eq!(threads(config.threads_per_rank(5), Some("3")).unwrap(), 5);
+        assert_eq!(threads(config.threads_per_rank(5), Some("x")).unwrap(), 5);
+    }
+
+    #[test]
+    fn numbers_of_threads_that_cannot_be_are_refused() {
+        let config = LaunchConfig::new(2);
+        for text in ["many", "-1", "1.5", "0x2"] {
+            let message = threads(config, Some(text)).unwrap_err().to_string();
+            assert!(message.contains("RAYON_NUM_THREADS"), "{message}");
+            assert!(message.contains(text), "{message}");
+        }
+        for refused in [
+            threads(config, Some("100000")),
+            threads(config.threads_per_rank(100_000), None),
+        ] {
+            let message = refused.unwrap_err().to_string();
+            assert!(message.contains("100000 threads"), "{message}");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! The start of this process: alone, or by the launcher of a parallel program.
 
 use super::error::{ENGINE, LaunchError};
+use super::other_launchers::strangers;
 
 /// A launcher, by the variables that it sets.
 struct Launcher {
@@ -70,7 +71,8 @@ pub struct Processes {
 ///
 /// # Errors
 ///
-/// [`LaunchError::Environment`] if a variable has a value that cannot be.
+/// [`LaunchError::Environment`] if a variable has a value that cannot be, and [`LaunchError::OtherLauncher`] if one that is not
+/// among them has started this process with others.
 pub(super) fn processes(
     variable: impl Fn(&str) -> Option<String>,
 ) -> Result<Option<Processes>, LaunchError> {
@@ -80,11 +82,22 @@ pub(super) fn processes(
         expected: expected.to_owned(),
     };
     let engine = variable(ENGINE);
-    match engine.as_deref() {
-        None | Some("" | "mpi") => {}
+    let is_mpi = match engine.as_deref() {
+        None | Some("") => false,
+        Some("mpi") => true,
         Some("local") => return Ok(None),
         Some(other) => return Err(error(ENGINE, other.to_owned(), "local or mpi")),
-    }
+    };
+    // Who says `mpi` knows who has started them.
+    let others = |known| match strangers(&variable, known).filter(|_| !is_mpi) {
+        Some(found) => Err(LaunchError::OtherLauncher {
+            launcher: found.launcher.to_owned(),
+            variable: found.variable.to_owned(),
+            value: found.value,
+            processes: found.size,
+        }),
+        None => Ok(()),
+    };
     for launcher in LAUNCHERS {
         let Some(text) = variable(launcher.size) else {
             continue;
@@ -101,7 +114,8 @@ pub(super) fn processes(
             let end = text.find(|c: char| !c.is_ascii_digit());
             text[..end.unwrap_or(text.len())].parse().ok()
         });
-        if size == 1 && engine.as_deref() != Some("mpi") {
+        others(Some(size))?;
+        if size == 1 && !is_mpi {
             return Ok(None);
         }
         let number = |name: &str| variable(name).and_then(|text| text.trim().parse().ok());
@@ -117,17 +131,15 @@ pub(super) fn processes(
             rank_here: number(launcher.rank_here).unwrap_or(rank),
         }));
     }
-    match engine.as_deref() {
-        // A world of one process.
-        Some("mpi") => Ok(Some(Processes {
-            launcher: ENGINE,
-            size: 1,
-            rank: 0,
-            here: 1,
-            rank_here: 0,
-        })),
-        _ => Ok(None),
-    }
+    others(None)?;
+    // A world of one process.
+    Ok(is_mpi.then_some(Processes {
+        launcher: ENGINE,
+        size: 1,
+        rank: 0,
+        here: 1,
+        rank_here: 0,
+    }))
 }
 
 #[cfg(test)]
@@ -195,6 +207,38 @@ mod tests {
     fn a_job_that_starts_nothing_in_parallel_is_none() {
         assert_eq!(sizes(&[("SLURM_NTASKS", "8"), ("SLURM_PROCID", "0")]), None);
         assert_eq!(sizes(&[("SLURM_STEP_NUM_TASKS", "8")]), None);
+    }
+
+    #[test]
+    fn processes_of_another_launcher_are_refused() {
+        let torch = [("RANK", "2"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "2")];
+        let message = of(&torch).unwrap_err().to_string();
+        for words in [
+            "one of 4 processes",
+            "WORLD_SIZE",
+            "mpirun",
+            "BURN_FSDP_ENGINE=local",
+        ] {
+            assert!(message.contains(words), "{words}: {message}");
+        }
+        let message = of(&[("PMIX_RANK", "0")]).unwrap_err().to_string();
+        assert!(message.contains("one of several processes"), "{message}");
+        for engine in ["local", "mpi"] {
+            let said = [torch[0], torch[1], (ENGINE, engine)];
+            assert!(of(&said).is_ok(), "{engine}");
+        }
+        // One task of srun, in which torchrun has started four.
+        let slurm = [
+            ("SLURM_STEP_NUM_TASKS", "1"),
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_PROCID", "0"),
+        ];
+        assert!(of(&[slurm[0], slurm[1], slurm[2], torch[0], torch[1]]).is_err());
+        // Open MPI and Slurm start by PMIx.
+        let pmix = ("PMIX_RANK", "0");
+        assert_eq!(sizes(&[slurm[0], slurm[1], slurm[2], pmix]), None);
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "2"), ("OMPI_COMM_WORLD_RANK", "0")];
+        assert_eq!(sizes(&[open_mpi[0], open_mpi[1], pmix]), Some((2, 2)));
     }
 
     #[test]

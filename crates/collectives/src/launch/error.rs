@@ -28,6 +28,18 @@ pub enum LaunchError {
         most: usize,
     },
 
+    /// More threads than one rank should have.
+    #[error(
+        "cannot give each rank {threads} threads; ask for at most {most}, and for about as many as there are cores \
+         for each rank"
+    )]
+    TooManyThreads {
+        /// The threads of a rank that were asked for.
+        threads: usize,
+        /// The most that can be.
+        most: usize,
+    },
+
     /// A variable of the environment that cannot be understood.
     #[error("the environment variable {variable} is {value:?}; it should be {expected}")]
     Environment {
@@ -51,6 +63,24 @@ pub enum LaunchError {
         launcher: String,
         /// Number of processes.
         processes: usize,
+    },
+
+    /// A process of several that were started by a launcher through which ranks do not find each other.
+    #[error(
+        "this is one of {} processes that {launcher} has started ({variable}={value}), through which ranks do not \
+         find each other, and each of them would do the same work; start them by `mpirun` or `srun`, or start one \
+         process, whose ranks are threads, or set {}=local if each is to run by itself",
+        Number(*processes), ENGINE
+    )]
+    OtherLauncher {
+        /// The launcher that has started them.
+        launcher: String,
+        /// The variable that tells of it.
+        variable: String,
+        /// Its value.
+        value: String,
+        /// Number of processes, if the launcher says it.
+        processes: Option<usize>,
     },
 
     /// Another number of ranks than there are processes.
@@ -110,6 +140,18 @@ pub enum LaunchError {
         /// The ranks that did not return within the grace period after that.
         abandoned: Vec<usize>,
     },
+}
+
+/// A number of processes that may not be known.
+struct Number(Option<usize>);
+
+impl fmt::Display for Number {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(number) => write!(f, "{number}"),
+            None => f.write_str("several"),
+        }
+    }
 }
 
 struct Abandoned<'a>(&'a [usize]);

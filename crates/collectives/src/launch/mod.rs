@@ -4,6 +4,7 @@ mod body;
 mod config;
 mod environment;
 mod error;
+mod other_launchers;
 #[cfg(feature = "mpi")]
 mod processes;
 mod threads;
@@ -30,8 +31,9 @@ use crate::ProcessGroup;
 /// 3. `PMI_SIZE` with `PMI_RANK`: `mpiexec` of MPICH and its kin, `srun` with its PMI.
 /// 4. `SLURM_STEP_NUM_TASKS` with `SLURM_STEP_ID`: `srun`.
 ///
-/// A launcher that has started a single process counts as none, unless 1. says `mpi`. Processes need
-/// the feature `mpi`: without it, [`LaunchError::NoMpi`]. The number of
+/// A launcher that has started a single process counts as none, unless 1. says `mpi`. Where another launcher has started
+/// several, such as `torchrun`, they would not find each other: [`LaunchError::OtherLauncher`], unless there is 1. Processes
+/// need the feature `mpi`: without it, [`LaunchError::NoMpi`]. The number of
 /// ranks must be that of processes: [`LaunchError::OtherSize`]. Processes are launched once:
 /// [`LaunchError::Again`].
 ///
@@ -68,8 +70,9 @@ where
 ///
 /// # Errors
 ///
-/// [`LaunchError::Environment`] if a variable of the environment has a value that cannot be, and
-/// [`LaunchError::NoMpi`] if there are such processes and the program was built without the feature `mpi`.
+/// [`LaunchError::Environment`] if a variable of the environment has a value that cannot be,
+/// [`LaunchError::OtherLauncher`] if a launcher has started this process with others through which ranks do not find each
+/// other, and [`LaunchError::NoMpi`] if there are such processes and the program was built without the feature `mpi`.
 pub fn processes() -> Result<Option<Processes>, LaunchError> {
     let found = environment::processes(|name| std::env::var(name).ok())?;
     match found {

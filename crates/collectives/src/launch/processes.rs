@@ -40,6 +40,7 @@ where
     if config.ranks != processes.size {
         return Err(other_size(processes.size));
     }
+    let num_threads = config.num_threads(processes.here)?;
     let connection = mpi::connect().map_err(LaunchError::Mpi)?;
     let (rank, size) = (connection.rank, connection.size);
     if config.ranks != size {
@@ -48,7 +49,7 @@ where
     }
     let world = connection.world(config.deadline, config.check);
     let control = world.control().clone();
-    let end = run(config, processes, &control, move || body(world));
+    let end = run(config, num_threads, &control, move || body(world));
     match &end {
         Some(Ok(_)) => control.world.depart(rank),
         Some(Err(cause)) => {
@@ -67,7 +68,7 @@ where
 /// grace period.
 fn run<T, E>(
     config: &LaunchConfig,
-    processes: &Processes,
+    num_threads: usize,
     control: &Arc<Control>,
     body: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Option<Result<T, Cause>>
@@ -76,7 +77,6 @@ where
     E: Into<BoxError>,
 {
     let (sender, receiver) = channel();
-    let num_threads = config.num_threads(processes.here);
     let run = move || {
         // Nobody listens any more if this rank has been abandoned.
         let _ = sender.send(run_rank(num_threads, body));

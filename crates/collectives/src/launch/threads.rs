@@ -25,13 +25,13 @@ where
     if ranks > most {
         return Err(LaunchError::TooManyRanks { ranks, most });
     }
+    let num_threads = config.num_threads(ranks)?;
     let groups = local::groups(ranks, config.deadline, config.check);
     let control = groups[0].control().clone();
     let body = Arc::new(body);
     let (sender, receiver) = channel();
     for (rank, group) in groups.into_iter().enumerate() {
         let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
-        let num_threads = config.num_threads(ranks);
         let run = move || {
             let end = run_rank(num_threads, || body(group));
             match &end {
