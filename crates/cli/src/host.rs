@@ -1,4 +1,4 @@
-//! The operating system's figures for memory, its name, and its ignored signals.
+//! The operating system's figures for memory, and its name.
 
 use std::fs;
 use std::path::Path;
@@ -33,14 +33,6 @@ pub(crate) fn name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = name.or_else(|| std::env::var("HOSTNAME").ok());
     name.map_or_else(|| "unknown".to_owned(), |name| name.trim().to_owned())
-}
-
-/// Returns true if this process ignores a signal, as `nohup` has it ignore SIGHUP.
-pub(crate) fn is_ignored(signal: i32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// Finds the number in a line such as `VmHWM:  1234 kB` of a file. There is none in one of
@@ -88,12 +80,5 @@ mod tests {
         let usable = memory_bytes(1).expect("some");
         assert!(usable > 0 && usable <= machine, "{usable} of {machine}");
         assert!(peak_rss_bytes().is_some_and(|peak| peak > 0 && peak < machine));
-    }
-
-    #[test]
-    fn broken_pipes_are_ignored_and_kills_are_not() {
-        // Rust's runtime ignores SIGPIPE, 13.
-        assert!(is_ignored(13));
-        assert!(!is_ignored(9));
     }
 }

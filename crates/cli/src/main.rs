@@ -6,10 +6,10 @@
 //! - `steps`: the commands for a saved step.
 //! - `bench`: training measured against PyTorch.
 //! - `operations`: what the operations of a run carry, written and compared.
-//! - `launch`: a command that is run again when it fails.
+//! - `launch`: a command that is run again when it fails. `tether`: how what it runs learns that it is gone.
 //! - `text`, `weights`, `adapters`, `random`: generated text, weights that each rank reads for itself, and adapters on them, for
 //!   several of them.
-//! - `bytes`, `host`, `output`, `console`: sizes, the machine, files, printing.
+//! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and the exit code for each.
 
 mod adapters;
@@ -23,9 +23,11 @@ mod launch;
 mod operations;
 mod output;
 mod plan;
+mod process;
 mod random;
 mod shell;
 mod steps;
+mod tether;
 mod text;
 mod train;
 mod weights;
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
     log_to_stderr();
     take_file_size_limits_as_errors();
     burn_fsdp::allocator::keep_freed_memory();
+    tether::watch();
     let result = match command {
         Command::Train(args) => TrainConfig::from_args(*args)
             .map_err(Failure::from)

@@ -1,17 +1,24 @@
 //! The whole run: initial weights, ranks, report.
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::thread::{self, sleep};
 use std::time::Instant;
 
 use burn_fsdp::{LaunchConfig, ProcessGroup, launch};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
-use signal_hook::flag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
+use signal_hook::{flag, low_level};
 
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
+use crate::launch::ONE_REQUEST;
 use crate::operations;
 use crate::output;
+use crate::process::is_ignored;
+use crate::tether;
 use crate::train::collector::Collector;
 use crate::train::config::TrainConfig;
 use crate::train::curve;
@@ -162,21 +169,50 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
 }
 
 /// Registers signal handlers: a first signal ends the run after its step and a save, a second one
-/// ends it at once with exit code 1. Without a folder for checkpoints, signals keep their default
+/// ends it at once with exit code 1, and so does SIGQUIT. Without a folder for checkpoints, signals keep their default
 /// effect.
+///
+/// What a launcher has started hears a signal by several ways: from the launcher, by the group, from a scheduler that tells all
+/// processes of a job. A second one asks for nothing more there; it is the launcher that ends what does not end.
 fn obey_signals(config: &TrainConfig) {
     let Some(checkpoints) = &config.checkpoints else {
         return;
     };
+    let stop = &checkpoints.stop;
+    let at_once = Arc::new(AtomicBool::new(false));
+    let is_launched = tether::is_tied() || config.ranks.are_processes();
+    let waker = match is_launched {
+        false => arm_after_first(at_once.clone()),
+        true => None,
+    };
     // `mpirun` passes SIGUSR1 on, and schedulers are told to send it before the end of a job.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {
         // `nohup` has a run go on when its terminal is gone.
-        if host::is_ignored(signal) {
+        if is_ignored(signal) {
             continue;
         }
-        let stop = &checkpoints.stop;
         // Where the system refuses, signals do what they always did.
-        let _ = flag::register_conditional_shutdown(signal, 1, stop.clone());
+        let _ = flag::register_conditional_shutdown(signal, 1, at_once.clone());
         let _ = flag::register(signal, stop.clone());
+        if let Some(Ok(waker)) = waker.as_ref().map(UnixStream::try_clone) {
+            let _ = low_level::pipe::register(signal, waker);
+        }
     }
+    let _ = flag::register_conditional_shutdown(SIGQUIT, 1, Arc::new(AtomicBool::new(true)));
+    tether::tell(stop.clone(), config.ranks.have_first());
+}
+
+/// Raises the flag some time after the first signal, of which it hears by the end that is returned: until then, more of them
+/// are the same request.
+fn arm_after_first(at_once: Arc<AtomicBool>) -> Option<UnixStream> {
+    let (mut signals, waker) = UnixStream::pair().ok()?;
+    let wait = move || {
+        // An error comes when nothing was registered.
+        if signals.read(&mut [0]).is_ok_and(|read| read > 0) {
+            sleep(ONE_REQUEST);
+            at_once.store(true, Ordering::Relaxed);
+        }
+    };
+    thread::Builder::new().spawn(wait).ok()?;
+    Some(waker)
 }

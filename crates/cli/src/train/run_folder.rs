@@ -63,7 +63,7 @@ pub(crate) struct CheckpointConfig {
     /// How long a save may take.
     pub(crate) save_deadline: Duration,
     pub(crate) meeting: Meeting,
-    /// Flag that a signal sets: the run then finishes the step, saves, and ends.
+    /// Flag that a signal sets, and the end of `launch`: the run then finishes the step, saves, and ends.
     pub(crate) stop: Arc<AtomicBool>,
 }
 

@@ -1,19 +1,23 @@
-//! Running a training again after a failure.
+//! Running a training again after a failure, and handing signals to it.
 
-use std::cell::Cell;
+mod below;
+mod signals;
+
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
-use signal_hook::flag;
+use signal_hook::consts::SIGTERM;
 
 use crate::console;
 use crate::error::{Failure, InputError};
-use crate::host;
+use crate::tether::Tether;
+use below::Below;
+use signals::{Order, Signals};
+
+pub(crate) use signals::ONE_REQUEST;
 
 #[derive(Debug, Args)]
 #[command(after_help = LAUNCH_AFTER_HELP)]
@@ -36,14 +40,20 @@ Examples:
       --save-every 50 --resume=newest-good
   burn-fsdp launch --ranks 4,3,2 -- mpirun -n {ranks} burn-fsdp train --batch 12 --checkpoint-dir run --resume
 
-The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT
-and SIGHUP are passed on, and nothing is started after one. The exit code is the command's.";
+The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT,
+SIGHUP and SIGUSR1 have all trainings below end after a save, however deep they are in scripts and launchers, and nothing
+is started after one; a second signal, or SIGQUIT, has them end at once. Where no process below is of burn-fsdp, they go
+to the command's process group. If this process is killed, the trainings below save and end as well. The exit code is
+the command's.";
 
 /// Exit code of a command that could not understand its input: it would not the next time either.
 const INPUT: i32 = 2;
 
 /// The time between two looks whether the command has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// The time between two looks at what is below it, while that ends.
+const LOOK_BELOW_EVERY: Duration = Duration::from_millis(100);
 
 /// The maximum of the pause before a restart.
 const MOST_PAUSE: Duration = Duration::from_secs(30);
@@ -59,11 +69,14 @@ const RANKS: &str = "{ranks}";
 pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
     check(args)?;
     let signals = Signals::obey();
+    let tether = Tether::new().map_err(|error| cannot_run(args, &error))?;
     let mut restarts = 0;
     loop {
-        let mut child = start(args, restarts)?;
+        let mut child = start(args, restarts, &tether)?;
         let began = Instant::now();
-        let status = wait(&mut child, &signals).map_err(|error| cannot_run(args, &error))?;
+        let mut below = Below::new(child.id(), tether.variable());
+        let status = wait(&mut child, &mut below, &signals);
+        let status = status.map_err(|error| cannot_run(args, &error))?;
         let code = code_of(status);
         if status.success() || code == INPUT || signals.have_come() {
             return Ok(exit_code(code));
@@ -86,11 +99,11 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<ExitCode, Failure> {
             pause.as_secs_f64()
         ));
         let until = Instant::now() + pause;
-        while Instant::now() < until && !signals.have_come() {
+        while Instant::now() < until {
+            if signals.take().is_some() {
+                return Ok(exit_code(code));
+            }
             sleep(LOOK_EVERY);
-        }
-        if signals.have_come() {
-            return Ok(exit_code(code));
         }
     }
 }
@@ -122,7 +135,7 @@ fn check(args: &LaunchArgs) -> Result<(), InputError> {
 }
 
 /// Starts the command, with the number of ranks of this attempt in the place of `{ranks}`.
-fn start(args: &LaunchArgs, restarts: usize) -> Result<Child, InputError> {
+fn start(args: &LaunchArgs, restarts: usize, tether: &Tether) -> Result<Child, InputError> {
     let ranks = args.ranks.get(restarts).or(args.ranks.last());
     let filled = |word: &String| match ranks {
         Some(ranks) => word.replace(RANKS, &ranks.to_string()),
@@ -132,10 +145,10 @@ fn start(args: &LaunchArgs, restarts: usize) -> Result<Child, InputError> {
     let program = words.next().unwrap_or_default();
     let mut command = Command::new(program);
     command.args(words);
-    command.env(RESTART, restarts.to_string());
+    let (tie, value) = tether.variable();
+    command.env(RESTART, restarts.to_string()).env(tie, value);
     // A signal of the terminal comes to this process alone, which passes it on: once.
-    #[cfg(unix)]
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    command.process_group(0);
     command.spawn().map_err(|error| cannot_run(args, &error))
 }
 
@@ -146,78 +159,47 @@ fn cannot_run(args: &LaunchArgs, error: &std::io::Error) -> InputError {
     }
 }
 
-/// Waits for the end of the command, and passes signals on to it.
-fn wait(child: &mut Child, signals: &Signals) -> std::io::Result<ExitStatus> {
+/// Waits for the end of the command and of the trainings below it, and passes signals on. Trainings that a command leaves
+/// behind which has failed are told to end: they would be in the way of its next start.
+fn wait(child: &mut Child, below: &mut Below, signals: &Signals) -> std::io::Result<ExitStatus> {
+    let mut ended = None;
+    let mut look_at = Instant::now();
     loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status);
+        if ended.is_none() {
+            ended = child.try_wait()?;
+            if ended.is_some() {
+                look_at = Instant::now();
+            }
         }
-        for signal in signals.take() {
-            // The standard library cannot send a signal but SIGKILL. Every shell can.
-            let line = format!("kill -{signal} {}", child.id());
-            let sent = Command::new("sh").args(["-c", &line]).status();
-            if !sent.is_ok_and(|status| status.success()) {
-                console::tell(format_args!(
-                    "warning: signal {signal} could not be passed on to process {}",
-                    child.id()
-                ));
+        if let Some(order) = signals.take() {
+            below.obey(order);
+        }
+        if look_at <= Instant::now() {
+            look_at = Instant::now() + LOOK_BELOW_EVERY;
+            below.tell_late();
+            if let Some(status) = ended {
+                let left = below.num_left();
+                if left == 0 {
+                    return Ok(status);
+                }
+                if !status.success() && !below.has_order() {
+                    console::tell(format_args!(
+                        "warning: the command ended with {status}, and left {left} processes behind, which are told to end"
+                    ));
+                    below.obey(Order::End(SIGTERM));
+                }
             }
         }
         sleep(LOOK_EVERY);
     }
 }
 
-/// The signals that end the command, so that no restart follows.
-struct Signals {
-    /// Each with a flag that is up from when it comes until it is passed on.
-    flags: Vec<(i32, Arc<AtomicBool>)>,
-    has_come: Cell<bool>,
-}
-
-impl Signals {
-    /// Registers them: this process lives until the command has ended. Those that it was started to ignore, as by
-    /// `nohup`, it goes on to ignore.
-    fn obey() -> Self {
-        let signals = [SIGTERM, SIGINT, SIGHUP, SIGUSR1].into_iter();
-        let flags = signals.filter(|signal| !host::is_ignored(*signal));
-        let flags = flags.map(|signal| {
-            let flag = Arc::new(AtomicBool::new(false));
-            // Where the system refuses, signals do what they always did.
-            let _ = flag::register(signal, flag.clone());
-            (signal, flag)
-        });
-        Self {
-            flags: flags.collect(),
-            has_come: Cell::new(false),
-        }
-    }
-
-    /// Takes those that have come since the last time.
-    fn take(&self) -> Vec<i32> {
-        let flags = self.flags.iter();
-        let come = flags.filter(|(_, flag)| flag.swap(false, Ordering::Relaxed));
-        let come: Vec<_> = come.map(|(signal, _)| *signal).collect();
-        self.has_come.set(self.has_come.get() || !come.is_empty());
-        come
-    }
-
-    /// Returns true if any has come.
-    fn have_come(&self) -> bool {
-        self.take();
-        self.has_come.get()
-    }
-}
-
 /// Returns the exit code of a command, as a shell counts it where a signal ended it.
 fn code_of(status: ExitStatus) -> i32 {
-    #[cfg(unix)]
-    {
-        use std::os::unix::process::ExitStatusExt;
-        if let Some(signal) = status.signal() {
-            return 128 + signal;
-        }
+    match status.signal() {
+        Some(signal) => 128 + signal,
+        None => status.code().unwrap_or(1),
     }
-    status.code().unwrap_or(1)
 }
 
 fn exit_code(code: i32) -> ExitCode {

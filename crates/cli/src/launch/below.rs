@@ -1,0 +1,197 @@
+//! What runs below `launch`: who is told of a signal, and who is waited for.
+//!
+//! A training is told itself, however deep below, by one signal; what stands between (shells, `timeout`, `mpirun`) is not, and
+//! ends as it always does when the training has ended. Only where there is no process of this program is the whole process group
+//! of the command told, as by a terminal. A process whose parent has died of that is told when it is seen.
+
+use std::collections::HashSet;
+use std::process::Command;
+
+use signal_hook::consts::SIGQUIT;
+
+use super::signals::Order;
+use crate::console;
+use crate::process::Process;
+
+/// The processes below.
+#[derive(Debug)]
+pub(super) struct Below {
+    /// The first process of the command, whose group has its number.
+    first: u32,
+    /// What the environment of all has.
+    entry: String,
+    /// What they are told.
+    order: Option<Order>,
+    /// Those that were told, by number and start.
+    told: HashSet<(u32, u64)>,
+    /// Those of them that are waited for.
+    awaited: Vec<Process>,
+    /// True once the group was told.
+    is_group_told: bool,
+}
+
+/// What is there at a moment.
+struct Seen {
+    /// Processes of this program, each the first of its kind on the way down.
+    own: Vec<Process>,
+    others: Vec<Process>,
+}
+
+impl Below {
+    /// Takes the first process of a command, whose environment has this variable.
+    pub(super) fn new(first: u32, (name, value): (&str, String)) -> Self {
+        Self {
+            first,
+            entry: format!("{name}={value}"),
+            order: None,
+            told: HashSet::new(),
+            awaited: Vec::new(),
+            is_group_told: false,
+        }
+    }
+
+    /// Passes an order on to everyone, once.
+    pub(super) fn obey(&mut self, order: Order) {
+        self.order = Some(order);
+        let is_at_once = matches!(order, Order::AtOnce(_));
+        if is_at_once {
+            // Again, and nobody but trainings is waited for.
+            self.told.clear();
+            self.awaited.clear();
+        }
+        let seen = self.look();
+        self.tell_own(&seen);
+        self.is_group_told = seen.own.is_empty() || is_at_once;
+        if self.is_group_told {
+            self.tell_group(&seen);
+        }
+    }
+
+    /// Passes the order, if there is one, on to those that were not there before, or had a parent to care for them.
+    pub(super) fn tell_late(&mut self) {
+        if self.order.is_none() {
+            return;
+        }
+        let seen = self.look();
+        let goes_on = self.tell_own(&seen);
+        // A script that starts the next training when one was told to end has to be told itself.
+        if goes_on && !self.is_group_told {
+            self.is_group_told = true;
+            self.tell_group(&seen);
+        }
+        if self.is_group_told {
+            let orphans = seen
+                .others
+                .iter()
+                .filter(|other| self.is_orphan(other, &seen));
+            let orphans: Vec<_> = orphans.copied().collect();
+            orphans.iter().for_each(|orphan| self.tell(orphan));
+        }
+    }
+
+    /// Returns true if something was passed on.
+    pub(super) fn has_order(&self) -> bool {
+        self.order.is_some()
+    }
+
+    /// Returns the number of processes that are waited for: those of this program, and those that were told to end.
+    pub(super) fn num_left(&mut self) -> usize {
+        self.awaited.retain(Process::is_alive);
+        let awaited = &self.awaited;
+        let own = self.look().own;
+        awaited.len() + own.iter().filter(|own| !awaited.contains(own)).count()
+    }
+
+    fn look(&self) -> Seen {
+        let all = Process::all();
+        let parent = |of: &Process| all.iter().find(|process| process.id == of.parent);
+        let this = std::process::id();
+        let above = |of: &Process| {
+            // No chain is longer than there are processes.
+            let up = std::iter::successors(parent(of), |process| parent(process));
+            up.take(all.len()).take_while(|process| process.id != this)
+        };
+        let is_below = |process: &&Process| {
+            process.id != this
+                && (process.id == self.first
+                    || process.group == self.first
+                    || above(process).any(|up| up.id == self.first)
+                    || process.has_in_environment(&self.entry))
+        };
+        let below: Vec<_> = all.iter().filter(is_below).copied().collect();
+        let (mut own, others): (Vec<_>, Vec<_>) =
+            below.into_iter().partition(Process::is_of_this_program);
+        // A `launch` below tells those below it.
+        let ids: HashSet<_> = own.iter().map(|own| own.id).collect();
+        own.retain(|own| !above(own).any(|up| ids.contains(&up.id)));
+        Seen { own, others }
+    }
+
+    /// Returns true for one that is below, whose parent is not, or no more.
+    fn is_orphan(&self, process: &Process, seen: &Seen) -> bool {
+        let is_parent = |other: &Process| other.id == process.parent;
+        process.group != self.first && !seen.own.iter().chain(&seen.others).any(is_parent)
+    }
+
+    /// Tells those of this program; returns true if one of them had not been told.
+    fn tell_own(&mut self, seen: &Seen) -> bool {
+        let before = self.told.len();
+        seen.own.iter().for_each(|own| self.tell(own));
+        self.told.len() > before
+    }
+
+    /// Tells one, if it has not been told.
+    fn tell(&mut self, process: &Process) {
+        let (signal, is_own) = match self.order {
+            Some(Order::AtOnce(signal)) => match process.is_of_this_program() {
+                true => (SIGQUIT, true),
+                false => (signal, false),
+            },
+            Some(Order::End(signal)) => (signal, true),
+            None => return,
+        };
+        if self.told.insert((process.id, process.started)) {
+            if is_own && !process.ignores(signal) {
+                self.awaited.push(*process);
+            }
+            send(signal, process);
+        }
+    }
+
+    /// Tells the process group of the command, if it has a member. Where the system lists no processes, it is all there is.
+    fn tell_group(&mut self, seen: &Seen) {
+        let Some(Order::End(signal) | Order::AtOnce(signal)) = self.order else {
+            return;
+        };
+        let is_member = |process: &&Process| process.group == self.first;
+        let members: Vec<_> = seen.others.iter().filter(is_member).copied().collect();
+        let is_listed = Process::find(std::process::id()).is_some();
+        if !is_listed || !members.is_empty() {
+            // The last may have ended meanwhile.
+            kill(signal, &format!("-{}", self.first));
+        }
+        for member in members {
+            self.told.insert((member.id, member.started));
+            if matches!(self.order, Some(Order::End(_))) && !member.ignores(signal) {
+                self.awaited.push(member);
+            }
+        }
+    }
+}
+
+/// Sends a signal to a process, and says so if that cannot be.
+fn send(signal: i32, process: &Process) {
+    if !kill(signal, &process.id.to_string()) && process.is_alive() {
+        console::tell(format_args!(
+            "warning: signal {signal} could not be passed on to process {}",
+            process.id
+        ));
+    }
+}
+
+/// Returns true if the signal was sent. The standard library can send none but SIGKILL; every shell can.
+fn kill(signal: i32, target: &str) -> bool {
+    let line = format!("kill -{signal} -- {target} 2>/dev/null");
+    let sent = Command::new("sh").args(["-c", &line]).status();
+    sent.is_ok_and(|status| status.success())
+}

@@ -1,0 +1,79 @@
+//! The signals that end a command, so that no restart follows.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1};
+use signal_hook::flag;
+
+use crate::process::is_ignored;
+use crate::tether;
+
+/// The time in which signals are one request: `timeout` and some schedulers tell a process and then its group.
+pub(crate) const ONE_REQUEST: Duration = Duration::from_millis(300);
+
+/// What a signal asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Order {
+    /// To end in good order; the first signal.
+    End(i32),
+    /// To end at once: a later signal, or SIGQUIT.
+    AtOnce(i32),
+}
+
+/// The signals that this process hears.
+#[derive(Debug)]
+pub(super) struct Signals {
+    /// Each with a flag that is up from when it comes until it is taken.
+    flags: Vec<(i32, Arc<AtomicBool>)>,
+    /// When the first was taken.
+    first: Cell<Option<Instant>>,
+}
+
+impl Signals {
+    /// Registers them: this process lives until the command has ended. Those that it was started to ignore, as by
+    /// `nohup`, it goes on to ignore. The end of a `launch` above is as SIGTERM.
+    pub(super) fn obey() -> Self {
+        let signals = [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGQUIT].into_iter();
+        let flags = signals.filter(|signal| !is_ignored(*signal));
+        let flags = flags.map(|signal| {
+            let flag = Arc::new(AtomicBool::new(false));
+            // Where the system refuses, signals do what they always did.
+            let _ = flag::register(signal, flag.clone());
+            (signal, flag)
+        });
+        let mut flags: Vec<_> = flags.collect();
+        let above = Arc::new(AtomicBool::new(false));
+        tether::tell(above.clone(), true);
+        flags.push((SIGTERM, above));
+        Self {
+            flags,
+            first: Cell::new(None),
+        }
+    }
+
+    /// Takes what has come since the last time.
+    pub(super) fn take(&self) -> Option<Order> {
+        let flags = self.flags.iter();
+        let come = flags.filter(|(_, flag)| flag.swap(false, Ordering::Relaxed));
+        let come: Vec<_> = come.map(|(signal, _)| *signal).collect();
+        let signal = *come.first()?;
+        let first = self.first.get();
+        self.first.set(first.or(Some(Instant::now())));
+        if come.contains(&SIGQUIT) {
+            return Some(Order::AtOnce(SIGQUIT));
+        }
+        match first {
+            None => Some(Order::End(signal)),
+            Some(first) if first.elapsed() < ONE_REQUEST => None,
+            Some(_) => Some(Order::AtOnce(signal)),
+        }
+    }
+
+    /// Returns true if any was taken.
+    pub(super) fn have_come(&self) -> bool {
+        self.first.get().is_some()
+    }
+}

@@ -1,0 +1,143 @@
+//! The processes of this machine, where the system lists them.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// A process, as it was when it was looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Process {
+    pub(crate) id: u32,
+    pub(crate) parent: u32,
+    /// The process group that it is in.
+    pub(crate) group: u32,
+    /// When it was started, in ticks of the machine's clock: another process that gets the number later has another.
+    pub(crate) started: u64,
+}
+
+impl Process {
+    /// Finds a process by its number; `None` if it has ended, and where the system lists none.
+    pub(crate) fn find(id: u32) -> Option<Self> {
+        // A name may be any bytes.
+        let text = fs::read(format!("/proc/{id}/stat")).ok()?;
+        let text = String::from_utf8_lossy(&text);
+        // `1 (any name) S 2 3 ..`
+        let (_, fields) = text.rsplit_once(')')?;
+        let fields: Vec<_> = fields.split_whitespace().collect();
+        let number = |index: usize| fields.get(index)?.parse::<u64>().ok();
+        // One that has ended stays in the list until its parent asks for its exit code.
+        let has_ended = matches!(*fields.first()?, "Z" | "X" | "x");
+        (!has_ended).then_some(Self {
+            id,
+            parent: number(1)?.try_into().ok()?,
+            group: number(2)?.try_into().ok()?,
+            started: number(19)?,
+        })
+    }
+
+    /// Lists all that this process may see.
+    pub(crate) fn all() -> Vec<Self> {
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        ids.filter_map(Self::find).collect()
+    }
+
+    /// Returns true if this very process is still there.
+    pub(crate) fn is_alive(&self) -> bool {
+        Self::find(self.id).is_some_and(|now| now.started == self.started)
+    }
+
+    /// Returns true if it was started with this entry, `NAME=value`, in its environment.
+    pub(crate) fn has_in_environment(&self, entry: &str) -> bool {
+        let all = fs::read(format!("/proc/{}/environ", self.id)).unwrap_or_default();
+        all.split(|byte| *byte == 0)
+            .any(|own| own == entry.as_bytes())
+    }
+
+    /// Returns true if it runs the program that this process runs.
+    pub(crate) fn is_of_this_program(&self) -> bool {
+        let [other, own] = [
+            format!("/proc/{}/exe", self.id),
+            "/proc/self/exe".to_owned(),
+        ];
+        let file = |path: &String| fs::metadata(path).ok().map(|file| (file.dev(), file.ino()));
+        if let (Some(other), Some(own)) = (file(&other), file(&own))
+            && other == own
+        {
+            return true;
+        }
+        // Built again, or copied, since.
+        let name = |path: &String| {
+            let path = fs::read_link(path).ok()?;
+            let name = path.file_name()?.to_str()?;
+            Some(name.trim_end_matches(" (deleted)").to_owned())
+        };
+        name(&other).is_some_and(|other| Some(other) == name(&own))
+    }
+
+    /// Returns true if it ignores a signal.
+    pub(crate) fn ignores(&self, signal: i32) -> bool {
+        ignores(&self.id.to_string(), signal)
+    }
+}
+
+/// Returns true if this process ignores a signal, as `nohup` has it ignore SIGHUP.
+pub(crate) fn is_ignored(signal: i32) -> bool {
+    ignores("self", signal)
+}
+
+/// Returns what tells this machine, from its start on, and the part of it that this process sees, from others: where two
+/// processes have the same, one sees the other. `None` where the system does not tell.
+pub(crate) fn machine() -> Option<String> {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let seen = fs::read_link("/proc/self/ns/pid").ok()?;
+    Some(format!("{} {}", boot.trim(), seen.display()))
+}
+
+fn ignores(process: &str, signal: i32) -> bool {
+    let path = Path::new("/proc").join(process).join("status");
+    let status = fs::read_to_string(path).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::process::{Command, Stdio, id};
+
+    use super::*;
+
+    #[test]
+    fn broken_pipes_are_ignored_and_kills_are_not() {
+        // Rust's runtime ignores SIGPIPE, 13.
+        assert!(is_ignored(13));
+        assert!(!is_ignored(9));
+    }
+
+    #[test]
+    fn a_process_is_found_until_it_has_ended() {
+        let mut command = Command::new("cat");
+        command.stdin(Stdio::piped()).env("BURN_FSDP_TEST", "a b");
+        let mut child = command.spawn().expect("cat starts");
+        let found = Process::find(child.id()).expect("it waits for its input");
+        assert_eq!(found.parent, id());
+        assert!(Process::all().contains(&found));
+        assert!(found.is_alive());
+        // Only when the program has begun is the environment the one that it was given.
+        while !found.has_in_environment("BURN_FSDP_TEST=a b") {
+            assert!(found.is_alive());
+        }
+        assert!(!found.has_in_environment("BURN_FSDP_TEST=a"));
+        assert!(!found.is_of_this_program());
+        drop(child.stdin.take());
+        // It has ended when its output is over; nobody has asked for its exit code yet.
+        while found.is_alive() {
+            std::thread::yield_now();
+        }
+        assert_eq!(Process::find(found.id), None);
+        child.wait().expect("an end");
+        let own = Process::find(id()).expect("this one");
+        assert!(own.is_of_this_program());
+    }
+}

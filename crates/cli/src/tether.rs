@@ -1,0 +1,231 @@
+//! The tie between `launch` and what runs below it: a process of this program that `launch` has started, however deep below it,
+//! learns that `launch` is gone, whatever ended it.
+//!
+//! `launch` has the one writing end of a pipe, and all that it starts inherit the reading end: the end of its text says that
+//! `launch` is gone. Where what is between has closed the pipe, as `mpirun` does, a process of the same machine looks every moment
+//! whether `launch` is still in the list of processes.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, PipeReader, PipeWriter, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::Duration;
+use std::{env, process};
+
+use rustix::io::{FdFlags, fcntl_setfd};
+use serde::{Deserialize, Serialize};
+
+use crate::console;
+use crate::process::{Process, machine};
+
+/// The variable that tells a process by whom it was started.
+const VARIABLE: &str = "BURN_FSDP_LAUNCHED_BY";
+
+/// The time between two looks whether `launch` is alive, where there is no pipe.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+/// The exit code of a process that SIGTERM ends, which is what the end of `launch` is to one that has nothing to save.
+const TOLD_TO_END: i32 = 143;
+
+/// What the variable says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Tie {
+    /// The machine of `launch`, see [`machine`].
+    machine: Option<String>,
+    /// Its process.
+    process: u32,
+    /// When it was started.
+    started: Option<u64>,
+    /// The number of the reading end.
+    end: i32,
+    /// The number of the pipe, which a file that is opened in its place has not.
+    pipe: u64,
+}
+
+/// What `launch` holds: as long as it lives, what it has started is tied to it.
+#[derive(Debug)]
+pub(crate) struct Tether {
+    tie: Tie,
+    _reader: PipeReader,
+    _writer: PipeWriter,
+}
+
+impl Tether {
+    pub(crate) fn new() -> io::Result<Self> {
+        let (reader, writer) = io::pipe()?;
+        // What is started inherits this end, and not the other.
+        fcntl_setfd(&reader, FdFlags::empty())?;
+        let end = reader.as_raw_fd();
+        let process = process::id();
+        let tie = Tie {
+            machine: machine(),
+            process,
+            started: Process::find(process).map(|own| own.started),
+            end,
+            pipe: fs::metadata(path_of(end))?.ino(),
+        };
+        Ok(Self {
+            tie,
+            _reader: reader,
+            _writer: writer,
+        })
+    }
+
+    /// Returns the variable that ties a process, and its value.
+    pub(crate) fn variable(&self) -> (&'static str, String) {
+        let text = serde_json::to_string(&self.tie).unwrap_or_default();
+        (VARIABLE, text)
+    }
+}
+
+/// How a process learns of the end of `launch`.
+#[derive(Debug)]
+enum Way {
+    Pipe(File),
+    Looks(Process),
+    /// It is gone already.
+    Gone,
+}
+
+impl Tie {
+    /// Finds out how this process, which has inherited the tie, learns of the end; `None` if it cannot: what is between has
+    /// closed the pipe, and `launch` is elsewhere.
+    fn way(&self) -> Option<Way> {
+        let path = path_of(self.end);
+        let is_pipe = |file: &fs::Metadata| file.file_type().is_fifo() && file.ino() == self.pipe;
+        if fs::metadata(&path).is_ok_and(|file| is_pipe(&file))
+            && let Ok(pipe) = File::open(&path)
+        {
+            return Some(Way::Pipe(pipe));
+        }
+        let started = self.started?;
+        if machine()? != *self.machine.as_ref()? {
+            return None;
+        }
+        let found = Process::find(self.process).filter(|process| process.started == started);
+        Some(found.map_or(Way::Gone, Way::Looks))
+    }
+}
+
+impl Way {
+    /// Returns when `launch` is gone.
+    fn wait(self) {
+        match self {
+            Self::Pipe(mut pipe) => loop {
+                match pipe.read(&mut [0; 64]) {
+                    Ok(0) => return,
+                    // Nobody writes; and what is read in vain is waited for again.
+                    Ok(_) => {}
+                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                    Err(_) => thread::sleep(LOOK_EVERY),
+                }
+            },
+            Self::Looks(process) => {
+                while process.is_alive() {
+                    thread::sleep(LOOK_EVERY);
+                }
+            }
+            Self::Gone => {}
+        }
+    }
+}
+
+/// The flag to raise at the end of `launch`, and whether this process is the one to say so.
+static STOP: OnceLock<(Arc<AtomicBool>, bool)> = OnceLock::new();
+
+/// True once this process is tied to a `launch`.
+static IS_TIED: AtomicBool = AtomicBool::new(false);
+
+/// Watches from a thread whether the `launch` lives that has started this process, if one has. At its end the process ends,
+/// too, unless it has asked to be [told](tell).
+pub(crate) fn watch() {
+    let tie = env::var(VARIABLE).ok();
+    let tie = tie.and_then(|text| serde_json::from_str::<Tie>(&text).ok());
+    let Some(way) = tie.and_then(|tie| tie.way()) else {
+        return;
+    };
+    IS_TIED.store(true, Ordering::Relaxed);
+    let wait = move || {
+        way.wait();
+        end();
+    };
+    // Without the thread all is as it is without `launch`.
+    let _ = thread::Builder::new().name("tether".to_owned()).spawn(wait);
+}
+
+/// Has the flag raised at the end of `launch`, in place of the end of this process. Once per process.
+pub(crate) fn tell(stop: Arc<AtomicBool>, says_so: bool) {
+    let _ = STOP.set((stop, says_so));
+}
+
+/// Returns true if this process runs below a `launch` whose end it learns of, which passes signals on to it.
+pub(crate) fn is_tied() -> bool {
+    IS_TIED.load(Ordering::Relaxed)
+}
+
+fn end() {
+    match STOP.get() {
+        Some((stop, says_so)) => {
+            if *says_so {
+                console::tell(
+                    "warning: `burn-fsdp launch` is gone; this process ends in good order",
+                );
+            }
+            stop.store(true, Ordering::Relaxed);
+        }
+        None => {
+            console::tell("error: `burn-fsdp launch`, which has started this process, is gone");
+            process::exit(TOLD_TO_END);
+        }
+    }
+}
+
+/// Returns the path by which this process opens one of its open files again.
+fn path_of(end: i32) -> String {
+    format!("/dev/fd/{end}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_the_writer_is_the_end() {
+        let tether = Tether::new().expect("a pipe");
+        let way = tether.tie.way().expect("a way");
+        assert!(matches!(way, Way::Pipe(_)), "{way:?}");
+        drop(tether);
+        way.wait();
+    }
+
+    #[test]
+    fn another_file_in_its_place_is_not_the_pipe() {
+        let tether = Tether::new().expect("a pipe");
+        let other = Tether::new().expect("a pipe");
+        let mut tie = tether.tie.clone();
+        // The number that a process below has for something else.
+        tie.end = other.tie.end;
+        if tie.started.is_some() {
+            let way = tie.way().expect("this process is in the list");
+            assert!(matches!(way, Way::Looks(_)), "{way:?}");
+        }
+        tie.end = -1;
+        tie.machine = Some("another machine".to_owned());
+        assert!(tie.way().is_none());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_launch_that_is_gone_before_is_gone() {
+        let tether = Tether::new().expect("a pipe");
+        let mut tie = tether.tie.clone();
+        tie.end = -1;
+        tie.started = tie.started.map(|started| started + 1);
+        let way = tie.way().expect("a way");
+        assert!(matches!(way, Way::Gone), "{way:?}");
+        way.wait();
+    }
+}
