@@ -57,7 +57,7 @@ pub(crate) enum Command {
 const EXIT_CODES: &str = "\
 Exit code:
   0  done; of a training also: stopped by a first signal, after a save
-  1  a second signal ended a training at once; saved steps are whole
+  1  a second signal, or SIGQUIT, ended a training at once; saved steps are whole
   2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
      or written
   3  two runs differ; or a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
@@ -65,11 +65,13 @@ Exit code:
 
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
-  BURN_FSDP_FAULT  make a rank fail, to see that the command ends as it should:
-                   rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
-                   rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
-                   (steps count from 0, warmup included)
-  RUST_LOG         what to log on stderr [default: off]
+  BURN_FSDP_ENGINE   local: ranks are threads, whatever has started the process; mpi: each process is one
+  RAYON_NUM_THREADS  threads of each rank, where --threads says nothing
+  BURN_FSDP_FAULT    make a rank fail, to see that the command ends as it should:
+                     rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
+                     rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
+                     (steps count from 0, warmup included)
+  RUST_LOG           what to log on stderr [default: off]
 
 Exit code: see `burn-fsdp --help`";
 

@@ -2,7 +2,9 @@
 
 mod ranks;
 
-use burn_fsdp_collectives::{Error, LaunchConfig, LaunchError, Unwound, launch};
+use burn_fsdp_collectives::{
+    Error, LaunchConfig, LaunchError, Unwound, launch, launcher_ranks, processes,
+};
 use ranks::{LONG, SHORT, fail, run};
 
 #[test]
@@ -46,6 +48,89 @@ fn every_rank_has_its_own_threads() {
     assert_eq!(threads, [(cores / 2).max(2); 2]);
     let threads = run(64, |_| Ok(rayon::current_num_threads()));
     assert_eq!(threads, [(cores / 64).max(2); 64]);
+}
+
+/// Plays a test of this file once more, in a process with these variables, as one that a launcher has started. Returns
+/// false in that process.
+fn played_with(test: &str, variables: &[(&str, &str)]) -> bool {
+    const PLAYED: &str = "BURN_FSDP_TEST_PLAYED";
+    if std::env::var_os(PLAYED).is_some() {
+        return false;
+    }
+    let mut command = std::process::Command::new(std::env::current_exe().expect("this program"));
+    command
+        .args(["--exact", test])
+        .env(PLAYED, "")
+        .envs(variables.iter().copied());
+    let output = command.output().expect("it starts");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && said.contains("1 passed"),
+        "{said}"
+    );
+    true
+}
+
+#[test]
+fn one_of_several_processes_of_another_launcher_is_refused() {
+    let torchrun = [("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")];
+    let test = "one_of_several_processes_of_another_launcher_is_refused";
+    if played_with(test, &torchrun) {
+        return;
+    }
+    assert_eq!(launcher_ranks(), None);
+    let errors = [
+        processes().unwrap_err(),
+        fail(LaunchConfig::new(2), |_| Ok(())),
+    ];
+    for error in errors {
+        let message = error.to_string();
+        assert!(
+            matches!(
+                error,
+                LaunchError::OtherLauncher {
+                    processes: Some(2),
+                    ..
+                }
+            ),
+            "{message}"
+        );
+        assert!(message.contains("WORLD_SIZE=2"), "{message}");
+    }
+}
+
+#[test]
+fn rayons_variable_is_the_number_of_threads_of_a_rank() {
+    let test = "rayons_variable_is_the_number_of_threads_of_a_rank";
+    if played_with(test, &[("RAYON_NUM_THREADS", "5")]) {
+        return;
+    }
+    assert_eq!(run(2, |_| Ok(rayon::current_num_threads())), [5, 5]);
+    let config = LaunchConfig::new(2).threads_per_rank(3);
+    let threads = launch(config, |_| Ok::<_, Error>(rayon::current_num_threads())).unwrap();
+    assert_eq!(threads, [3, 3]);
+}
+
+#[test]
+fn a_variable_of_rayon_that_is_no_number_is_refused() {
+    let test = "a_variable_of_rayon_that_is_no_number_is_refused";
+    if played_with(test, &[("RAYON_NUM_THREADS", "all")]) {
+        return;
+    }
+    let message = fail(LaunchConfig::new(2), |_| Ok(())).to_string();
+    assert!(
+        message.contains("RAYON_NUM_THREADS is \"all\""),
+        "{message}"
+    );
+}
+
+#[test]
+fn refuses_more_threads_than_a_rank_should_have() {
+    let message = fail(LaunchConfig::new(2).threads_per_rank(5_000), |_| Ok(())).to_string();
+    assert!(
+        message.starts_with("cannot give each rank 5000 threads; ask for at most"),
+        "{message}"
+    );
 }
 
 #[test]

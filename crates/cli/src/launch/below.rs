@@ -18,6 +18,8 @@ use crate::process::Process;
 pub(super) struct Below {
     /// The first process of the command, whose group has its number.
     first: u32,
+    /// When it was started, where the system tells.
+    started: Option<u64>,
     /// What the environment of all has.
     entry: String,
     /// What they are told.
@@ -42,6 +44,7 @@ impl Below {
     pub(super) fn new(first: u32, (name, value): (&str, String)) -> Self {
         Self {
             first,
+            started: Process::find(first).map(|first| first.started),
             entry: format!("{name}={value}"),
             order: None,
             told: HashSet::new(),
@@ -111,12 +114,17 @@ impl Below {
             let up = std::iter::successors(parent(of), |process| parent(process));
             up.take(all.len()).take_while(|process| process.id != this)
         };
+        // When all of the group have ended, its number may be that of another process.
+        let mut holders = all.iter().filter(|process| process.id == self.first);
+        let is_ours = holders.all(|holder| Some(holder.started) == self.started);
+        let is_near = |process: &Process| {
+            process.id == self.first
+                || process.group == self.first
+                || above(process).any(|up| up.id == self.first)
+        };
         let is_below = |process: &&Process| {
             process.id != this
-                && (process.id == self.first
-                    || process.group == self.first
-                    || above(process).any(|up| up.id == self.first)
-                    || process.has_in_environment(&self.entry))
+                && ((is_ours && is_near(process)) || process.has_in_environment(&self.entry))
         };
         let below: Vec<_> = all.iter().filter(is_below).copied().collect();
         let (mut own, others): (Vec<_>, Vec<_>) =

@@ -36,7 +36,7 @@ fn heads_must_divide_dim() {
 #[test]
 fn sizes_of_zero_are_named() {
     for size in [
-        "layers", "dim", "heads", "vocab", "seq", "batch", "ranks", "deadline",
+        "layers", "dim", "heads", "vocab", "seq", "batch", "ranks", "threads", "deadline",
     ] {
         refused_saying(&format!("--synthetic --{size} 0"), &[size, "0"]);
     }

@@ -18,6 +18,7 @@ mod kill;
 #[cfg(feature = "mpi")]
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
+mod launchers;
 mod links;
 mod numbers;
 mod operations;
@@ -29,5 +30,8 @@ mod report;
 mod restarts;
 mod settings;
 mod shell;
+#[cfg(target_os = "linux")]
+mod signals;
 mod start;
+mod threads;
 mod trace;

@@ -1,0 +1,377 @@
+//! Signals to `launch`, and its death, with all that may stand between it and a training.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::command::{Folder, send};
+
+/// A time that nothing takes here: then a test has failed, and ends what it has started.
+const FAR_TOO_LONG: Duration = Duration::from_secs(120);
+
+/// A training of `launch`, in a folder of its own.
+struct Launched {
+    folder: Folder,
+    child: Child,
+}
+
+/// How it ended.
+struct Ended {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl Launched {
+    /// Starts `launch` with a script around the training, which is `$TRAIN`, and waits until it trains.
+    fn start(script: &str) -> Self {
+        Self::start_with(script, |_| {})
+    }
+
+    fn start_with(script: &str, change: impl Fn(&mut Command)) -> Self {
+        let folder = Folder::new();
+        let train = folder.train_command(
+            "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --resume --metrics lines --json",
+        );
+        let words = std::iter::once(train.get_program()).chain(train.get_args());
+        let words: Vec<_> = words.map(|word| word.to_string_lossy()).collect();
+        let mut launch = folder.command("launch --max-restarts 1 -- bash -c");
+        let file = |name| File::create(folder.path(name)).expect("a writable folder");
+        launch
+            .arg(script)
+            .env("TRAIN", words.join(" "))
+            .env("PROGRAM", env!("CARGO_BIN_EXE_burn-fsdp"))
+            .stdin(Stdio::null())
+            .stdout(file("out"))
+            .stderr(file("err"));
+        change(&mut launch);
+        let child = launch.spawn().expect("it starts");
+        let launched = Self { folder, child };
+        let lines = launched.folder.path("lines");
+        let trains = || fs::read_to_string(&lines).is_ok_and(|lines| lines.lines().count() > 2);
+        launched.wait_until("it trains", trains);
+        launched
+    }
+
+    fn wait_until(&self, what: &str, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + FAR_TOO_LONG;
+        while !is_so() {
+            if Instant::now() > until {
+                self.kill_all();
+                panic!("not in time: {what}: {}", self.folder.read("err"));
+            }
+            sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The processes of this program in the folder, with a word of their command line.
+    fn own(&self, word: &str) -> Vec<u32> {
+        let home = fs::canonicalize(self.folder.path("")).expect("a folder");
+        let entries = fs::read_dir("/proc").expect("processes").flatten();
+        let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let link = |id: &u32, name: &str| fs::read_link(format!("/proc/{id}/{name}")).ok();
+        let is_own = |id: &u32| {
+            let is_program = link(id, "exe").is_some_and(|exe| exe.ends_with("burn-fsdp"));
+            let is_here = link(id, "cwd").is_some_and(|folder: PathBuf| folder == home);
+            let words = fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
+            let mut words = words.split(|byte| *byte == 0);
+            is_program && is_here && words.nth(1) == Some(word.as_bytes())
+        };
+        ids.filter(is_own).collect()
+    }
+
+    fn trainer(&self) -> u32 {
+        let all = self.own("train");
+        assert_eq!(all.len(), 1, "{all:?}");
+        all[0]
+    }
+
+    fn kill_all(&self) {
+        for id in self.own("launch").into_iter().chain(self.own("train")) {
+            let _ = Command::new("kill")
+                .args(["-KILL", &id.to_string()])
+                .status();
+        }
+    }
+
+    /// Waits for the end of `launch`, after which no training is left.
+    fn end(mut self) -> (Folder, Ended) {
+        let until = Instant::now() + FAR_TOO_LONG;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                break status;
+            }
+            if Instant::now() > until {
+                self.kill_all();
+                panic!("launch does not end: {}", self.folder.read("err"));
+            }
+            sleep(Duration::from_millis(20));
+        };
+        let left = self.own("train");
+        self.kill_all();
+        let ended = Ended {
+            code: status.code(),
+            out: self.folder.read("out"),
+            err: self.folder.read("err"),
+        };
+        assert_eq!(left, [], "left behind: {}", ended.err);
+        (self.folder, ended)
+    }
+}
+
+/// The one report in the text, and the one step that is saved, which is whole.
+fn saved_once(folder: &Folder, out: &str) -> Value {
+    let reports: Vec<Value> = out
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .filter(Value::is_object)
+        .collect();
+    assert_eq!(reports.len(), 1, "{out}");
+    assert_eq!(reports[0]["interrupted"], true);
+    let step = reports[0]["saved_step"].as_u64().expect("a saved step");
+    assert_eq!(folder.names_in("steps"), [format!("step-{step:06}")]);
+    let shown = folder.run("inspect steps");
+    assert_eq!(shown.code, 0, "{}", shown.stderr);
+    reports[0].clone()
+}
+
+/// Scripts that do not give their place to the training, and end with its code.
+const SCRIPTS: [(&str, &str); 13] = [
+    ("script", "$TRAIN; exit $?"),
+    ("pipeline", "set -o pipefail; $TRAIN | cat; exit $?"),
+    (
+        "nested shells",
+        "bash -c 'bash -c \"$TRAIN; exit \\$?\"; exit $?'; exit $?",
+    ),
+    ("subshell", "(cd .; $TRAIN; exit $?); exit $?"),
+    ("background", "$TRAIN & wait $!; exit $?"),
+    ("job control", "set -m; $TRAIN & wait $!; exit $?"),
+    ("session", "setsid --wait $TRAIN; exit $?"),
+    ("timeout", "timeout 1000 $TRAIN; exit $?"),
+    ("nice and env", "nice env A=b $TRAIN; exit $?"),
+    ("exec", "exec $TRAIN"),
+    (
+        "launch",
+        "$PROGRAM launch --max-restarts 0 -- bash -c '$TRAIN; exit $?'; exit $?",
+    ),
+    // It passes the signal on itself: two signals for the training, were it told.
+    (
+        "trap",
+        "trap 'kill -TERM $pid; wait $pid; exit $?' TERM INT HUP; $TRAIN & pid=$!; wait $pid; exit $?",
+    ),
+    (
+        "trap that waits",
+        "trap 'echo told >told' TERM INT HUP; $TRAIN; exit $?",
+    ),
+];
+
+#[test]
+fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
+    for (index, (name, script)) in SCRIPTS.into_iter().enumerate() {
+        let signal = ["-TERM", "-INT", "-HUP", "-USR1"][index % 4];
+        let launched = Launched::start(script);
+        send(signal, launched.child.id());
+        let (folder, ended) = launched.end();
+        assert_eq!(ended.code, Some(0), "{name}, {signal}: {}", ended.err);
+        saved_once(&folder, &ended.out);
+    }
+}
+
+#[test]
+fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
+    let launched = Launched::start("$TRAIN; echo code $? >after; exit 5");
+    send("-TERM", launched.child.id());
+    let (folder, ended) = launched.end();
+    assert_eq!(ended.code, Some(5), "{}", ended.err);
+    assert_eq!(folder.read("after"), "code 0\n");
+    saved_once(&folder, &ended.out);
+}
+
+#[test]
+fn a_script_that_trains_again_and_again_is_ended_as_well() {
+    let launched = Launched::start("while true; do $TRAIN; sleep 0.01; done");
+    send("-TERM", launched.child.id());
+    // No matter by which code.
+    let (folder, ended) = launched.end();
+    assert!(!ended.err.contains("start 2 of 2"), "{}", ended.err);
+    let shown = folder.run("inspect steps");
+    assert_eq!(shown.code, 0, "{}", shown.stderr);
+}
+
+#[test]
+fn signals_by_several_ways_are_one() {
+    // A scheduler tells each process of a job.
+    let each = |launched: &Launched| {
+        let trainer = launched.trainer();
+        send("-TERM", trainer);
+        send("-TERM", launched.child.id());
+        sleep(Duration::from_millis(50));
+        if Path::new(&format!("/proc/{trainer}")).exists() {
+            let _ = Command::new("kill")
+                .args(["-TERM", &trainer.to_string()])
+                .status();
+        }
+    };
+    // `timeout` tells its command, and then all of its own group.
+    let twice = |launched: &Launched| {
+        send("-TERM", launched.child.id());
+        send("-INT", launched.child.id());
+    };
+    let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
+    for tell in tell {
+        let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
+        tell(&launched);
+        let (folder, ended) = launched.end();
+        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        saved_once(&folder, &ended.out);
+    }
+}
+
+#[test]
+fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
+    for _ in 0..3 {
+        let folder = Folder::new();
+        let train = folder.train_command(
+            "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
+        );
+        // Told to end, it tells the training, and then its own group, in which the training is.
+        let mut command = Command::new("timeout");
+        command
+            .arg("1000")
+            .arg(train.get_program())
+            .args(train.get_args());
+        command.current_dir(folder.path("")).stdout(Stdio::piped());
+        let child = command.spawn().expect("timeout runs");
+        while !fs::read_to_string(folder.path("lines")).is_ok_and(|lines| lines.lines().count() > 2)
+        {
+            sleep(Duration::from_millis(10));
+        }
+        send("-TERM", child.id());
+        let output = child.wait_with_output().expect("an end");
+        saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+/// A training that never ends in good order, as a rank of it waits for ever.
+fn stalled(launch: &mut Command) {
+    launch.env("BURN_FSDP_FAULT", "rank:1,step:4,at:forward,how:stall");
+}
+
+#[test]
+fn a_later_signal_to_launch_ends_all_at_once() {
+    for (script, signal, code) in [
+        ("exec $TRAIN", "-TERM", 1),
+        ("setsid --wait $TRAIN; echo $? >code; exit 7", "-INT", 130),
+        ("$PROGRAM launch --max-restarts 0 -- $TRAIN", "-TERM", 143),
+    ] {
+        let launched = Launched::start_with(script, stalled);
+        send(signal, launched.child.id());
+        sleep(Duration::from_millis(800));
+        let is_there = || launched.own("train").len() == 1;
+        assert!(
+            is_there(),
+            "{script}: one signal ends it in good order, which takes for ever"
+        );
+        send(signal, launched.child.id());
+        let (folder, ended) = launched.end();
+        assert!(
+            [Some(code), Some(1), Some(7)].contains(&ended.code),
+            "{script}: {:?}",
+            ended.code
+        );
+        assert!(!folder.path("steps/step-000004").exists());
+    }
+}
+
+#[test]
+fn sigquit_ends_a_training_at_once() {
+    let launched = Launched::start_with("$TRAIN; exit $?", stalled);
+    send("-QUIT", launched.trainer());
+    let (_, ended) = launched.end();
+    assert!(ended.err.contains("start 2 of 2"), "{}", ended.err);
+}
+
+#[test]
+fn a_training_saves_and_ends_when_launch_is_killed() {
+    // As `mpirun` does it.
+    let closing = "for file in /proc/$$/fd/*; do file=${file##*/}; [ $file -gt 2 ] && eval \"exec $file<&-\"; done; $TRAIN";
+    for script in [
+        "$TRAIN; exit $?",
+        "exec $TRAIN",
+        "setsid $TRAIN",
+        "timeout 1000 $TRAIN | cat",
+        closing,
+    ] {
+        let mut launched = Launched::start(script);
+        send("-KILL", launched.child.id());
+        launched.child.wait().expect("an end");
+        launched.wait_until("the training has ended", || {
+            launched.own("train").is_empty()
+        });
+        let (out, err) = (launched.folder.read("out"), launched.folder.read("err"));
+        assert!(
+            err.contains("`burn-fsdp launch` is gone"),
+            "{script}: {err}"
+        );
+        saved_once(&launched.folder, &out);
+    }
+}
+
+#[test]
+fn a_launch_below_a_launch_that_is_killed_ends_its_training() {
+    let mut launched =
+        Launched::start("$PROGRAM launch --max-restarts 3 -- bash -c '$TRAIN; exit $?'; exit $?");
+    send("-KILL", launched.child.id());
+    launched.child.wait().expect("an end");
+    let is_over = || launched.own("train").is_empty() && launched.own("launch").is_empty();
+    launched.wait_until("all have ended", is_over);
+    saved_once(&launched.folder, &launched.folder.read("out"));
+}
+
+#[test]
+fn what_a_failed_command_leaves_behind_does_not_stop_the_next() {
+    let script = "if [ $BURN_FSDP_RESTART = 0 ]; then $TRAIN & while [ ! -s lines ]; do sleep 0.05; done; exit 9; fi; \
+                  $TRAIN";
+    let launched = Launched::start(script);
+    let says = |text: &str| launched.folder.read("err").contains(text);
+    launched.wait_until("the next start", || says("start 2 of 2"));
+    assert!(
+        says("left 1 processes behind"),
+        "{}",
+        launched.folder.read("err")
+    );
+    launched.wait_until("the next training", || launched.own("train").len() == 1);
+    let steps = || launched.folder.names_in("steps").len();
+    assert_eq!(steps(), 1, "the first has saved");
+    let lines = || launched.folder.read("lines").lines().count();
+    let before = lines();
+    launched.wait_until("it trains", || lines() > before);
+    send("-TERM", launched.child.id());
+    let (folder, ended) = launched.end();
+    assert_eq!(ended.code, Some(0), "{}", ended.err);
+    assert_eq!(folder.names_in("steps").len(), 2);
+}
+
+#[test]
+fn what_is_of_another_program_is_told_as_a_group_and_as_orphans() {
+    let folder = Folder::new();
+    let mut launch = folder.command("launch --max-restarts 0 -- bash -c");
+    // Another session, whose parent is a shell that dies of the signal.
+    let script = "setsid --fork bash -c 'trap \"echo told >>told; exit\" TERM; echo $$ >ready; while :; do sleep 0.05; done'; \
+                  sleep 1000; echo after >after";
+    let mut child = launch.arg(script).spawn().expect("it starts");
+    let until = Instant::now() + FAR_TOO_LONG;
+    while !folder.path("ready").exists() && Instant::now() < until {
+        sleep(Duration::from_millis(10));
+    }
+    sleep(Duration::from_millis(100));
+    send("-TERM", child.id());
+    let status = child.wait().expect("an end");
+    assert_eq!(status.code(), Some(143));
+    assert_eq!(folder.read("told"), "told\n");
+    assert!(!folder.path("after").exists());
+}
