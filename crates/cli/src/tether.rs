@@ -30,7 +30,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// The exit code of a process that SIGTERM ends, which is what the end of `launch` is to one that has nothing to save.
 const TOLD_TO_END: i32 = 143;
 
-/// What the variable says.
+/// The text of the variable.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Tie {
     /// The machine of `launch`, see [`machine`].
@@ -45,7 +45,7 @@ struct Tie {
     pipe: u64,
 }
 
-/// What `launch` holds: as long as it lives, what it has started is tied to it.
+/// The end that `launch` holds: as long as it lives, what `launch` has started is tied to it.
 #[derive(Debug)]
 pub(crate) struct Tether {
     tie: Tie,
@@ -81,7 +81,7 @@ impl Tether {
     }
 }
 
-/// How a process learns of the end of `launch`.
+/// The way by which a process learns of the end of `launch`.
 #[derive(Debug)]
 enum Way {
     Pipe(File),
@@ -139,8 +139,8 @@ static STOP: OnceLock<(Arc<AtomicBool>, bool)> = OnceLock::new();
 /// True once this process is tied to a `launch`.
 static IS_TIED: AtomicBool = AtomicBool::new(false);
 
-/// Watches from a thread whether the `launch` lives that has started this process, if one has. At its end the process ends,
-/// too, unless it has asked to be [told](tell).
+/// Watches from a thread whether the `launch` lives that has started this process, if one has. When that is gone, the process
+/// ends, unless it has asked to be [told](tell).
 pub(crate) fn watch() {
     let tie = env::var(VARIABLE).ok();
     let tie = tie.and_then(|text| serde_json::from_str::<Tie>(&text).ok());

@@ -1,4 +1,4 @@
-//! What runs below `launch`: who is told of a signal, and who is waited for.
+//! The processes below `launch`: who is told of a signal, and who is waited for.
 //!
 //! A training is told itself, however deep below, by one signal; what stands between (shells, `timeout`, `mpirun`) is not, and
 //! ends as it always does when the training has ended. Only where there is no process of this program is the whole process group
@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::process::Command;
 
-use signal_hook::consts::SIGQUIT;
+use signal_hook::consts::{SIGHUP, SIGQUIT, SIGTERM};
 
 use super::signals::Order;
 use crate::console;
@@ -20,9 +20,9 @@ pub(super) struct Below {
     first: u32,
     /// When it was started, where the system tells.
     started: Option<u64>,
-    /// What the environment of all has.
+    /// An entry that the environments of all have.
     entry: String,
-    /// What they are told.
+    /// The order that they are told.
     order: Option<Order>,
     /// Those that were told, by number and start.
     told: HashSet<(u32, u64)>,
@@ -32,7 +32,7 @@ pub(super) struct Below {
     is_group_told: bool,
 }
 
-/// What is there at a moment.
+/// The processes that are there at a moment.
 struct Seen {
     /// Processes of this program, each the first of its kind on the way down.
     own: Vec<Process>,
@@ -150,16 +150,18 @@ impl Below {
 
     /// Tells one, if it has not been told.
     fn tell(&mut self, process: &Process) {
-        let (signal, is_own) = match self.order {
-            Some(Order::AtOnce(signal)) => match process.is_of_this_program() {
-                true => (SIGQUIT, true),
-                false => (signal, false),
-            },
+        let (signal, is_awaited) = match self.order {
+            Some(Order::AtOnce(_)) if process.is_of_this_program() => (SIGQUIT, true),
+            Some(Order::AtOnce(signal)) => (signal, false),
+            // Shells have what they start in the background ignore SIGINT. Who ignores SIGHUP is to outlive a terminal.
+            Some(Order::End(signal)) if signal != SIGHUP && process.ignores(signal) => {
+                (SIGTERM, true)
+            }
             Some(Order::End(signal)) => (signal, true),
             None => return,
         };
         if self.told.insert((process.id, process.started)) {
-            if is_own && !process.ignores(signal) {
+            if is_awaited && !process.ignores(signal) {
                 self.awaited.push(*process);
             }
             send(signal, process);

@@ -14,7 +14,7 @@ use crate::tether;
 /// The time in which signals are one request: `timeout` and some schedulers tell a process and then its group.
 pub(crate) const ONE_REQUEST: Duration = Duration::from_millis(300);
 
-/// What a signal asks for.
+/// The request of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Order {
     /// To end in good order; the first signal.

@@ -172,8 +172,8 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
 /// ends it at once with exit code 1, and so does SIGQUIT. Without a folder for checkpoints, signals keep their default
 /// effect.
 ///
-/// What a launcher has started hears a signal by several ways: from the launcher, by the group, from a scheduler that tells all
-/// processes of a job. A second one asks for nothing more there; it is the launcher that ends what does not end.
+/// A process that a launcher has started hears of one request several times: from the launcher, as one of a group, from a
+/// scheduler that tells all processes of a job. A second signal changes nothing there; the launcher ends what does not end.
 fn obey_signals(config: &TrainConfig) {
     let Some(checkpoints) = &config.checkpoints else {
         return;

@@ -6,7 +6,7 @@ use crate::command::{Folder, Run, last_report};
 
 type Variables = &'static [(&'static str, &'static str)];
 
-/// What launchers set in one of several processes, and the variable that the message names.
+/// The variables of launchers in one of several processes, and the variable that the message names.
 const SEVERAL: [(Variables, &str); 9] = [
     (
         &[
@@ -61,7 +61,7 @@ const SEVERAL: [(Variables, &str); 9] = [
     ),
 ];
 
-/// What is set in a process that is alone.
+/// The variables of a process that is alone.
 const ALONE: [Variables; 6] = [
     &[("RANK", "2")],
     &[("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost")],

@@ -19,7 +19,7 @@ struct Launched {
     child: Child,
 }
 
-/// How it ended.
+/// The end of it.
 struct Ended {
     code: Option<i32>,
     out: String,
@@ -142,13 +142,14 @@ fn saved_once(folder: &Folder, out: &str) -> Value {
 /// Scripts that do not give their place to the training, and end with its code.
 const SCRIPTS: [(&str, &str); 13] = [
     ("script", "$TRAIN; exit $?"),
+    // Which ignores SIGINT then.
+    ("background", "$TRAIN & wait $!; exit $?"),
     ("pipeline", "set -o pipefail; $TRAIN | cat; exit $?"),
     (
         "nested shells",
         "bash -c 'bash -c \"$TRAIN; exit \\$?\"; exit $?'; exit $?",
     ),
     ("subshell", "(cd .; $TRAIN; exit $?); exit $?"),
-    ("background", "$TRAIN & wait $!; exit $?"),
     ("job control", "set -m; $TRAIN & wait $!; exit $?"),
     ("session", "setsid --wait $TRAIN; exit $?"),
     ("timeout", "timeout 1000 $TRAIN; exit $?"),

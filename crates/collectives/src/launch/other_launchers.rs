@@ -8,7 +8,7 @@ struct Other {
     size: Size,
 }
 
-/// Where the number of processes is.
+/// The place of the number of processes.
 enum Size {
     /// In this variable: a number, or `MOST` of `LEAST:MOST`.
     Variable(&'static str),
