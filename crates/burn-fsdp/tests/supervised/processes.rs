@@ -342,3 +342,35 @@ fn where_there_is_one_process_ranks_are_threads() {
     let expected = done(sharded(theirs.path(), data(), 2, |training| training));
     assert_eq!(values(&result.model), values(&expected.model));
 }
+
+#[test]
+fn one_of_several_processes_of_another_launcher_trains_nothing() {
+    const PLAYED: &str = "BURN_FSDP_TEST_PLAYED";
+    let test = "processes::one_of_several_processes_of_another_launcher_trains_nothing";
+    if std::env::var_os(PLAYED).is_none() {
+        let mut command =
+            std::process::Command::new(std::env::current_exe().expect("this program"));
+        let torchrun = [("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")];
+        command
+            .args(["--exact", test])
+            .env(PLAYED, "")
+            .envs(torchrun);
+        let output = command.output().expect("it starts");
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && said.contains("1 passed"),
+            "{said}"
+        );
+        return;
+    }
+    let at = folder();
+    let data = || (items(20, 1), items(6, 2));
+    let refused = [
+        sharded(at.path(), data(), 2, |training| training).map(|_| ()),
+        run(2, training(at.path(), data(), BATCH)).map(|_| ()),
+    ];
+    for refused in refused {
+        let message = refused.expect_err("one of two").to_string();
+        assert!(message.contains("WORLD_SIZE=2"), "{message}");
+    }
+}
