@@ -201,7 +201,7 @@ fn send(signal: i32, process: &Process) {
 
 /// Returns true if the signal was sent. The standard library can send none but SIGKILL; every shell can.
 fn kill(signal: i32, target: &str) -> bool {
-    let line = format!("kill -{signal} -- {target} 2>/dev/null");
+    let line = format!("kill -{signal} {target} 2>/dev/null");
     let sent = Command::new("sh").args(["-c", &line]).status();
     sent.is_ok_and(|status| status.success())
 }
