@@ -134,6 +134,20 @@ fn refuses_more_threads_than_a_rank_should_have() {
 }
 
 #[test]
+fn without_a_background_one_thread_is_one() {
+    for (threads, expected) in [(1, 1), (2, 2)] {
+        let config = LaunchConfig::new(3)
+            .threads_per_rank(threads)
+            .without_background();
+        let found = launch(config, |world| {
+            world.barrier("all are there")?;
+            Ok::<_, Error>(rayon::current_num_threads())
+        });
+        assert_eq!(found.unwrap(), [expected; 3]);
+    }
+}
+
+#[test]
 fn work_in_the_background_is_done_while_the_body_waits_for_it() {
     for threads in [1, 2] {
         let config = LaunchConfig::new(2).threads_per_rank(threads);

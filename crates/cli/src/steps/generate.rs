@@ -74,6 +74,7 @@ fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<Vec<u8>, Failure>
     let deadline = Duration::from_secs(job.args.deadline.min(1 << 31));
     let config = LaunchConfig::new(ranks.number())
         .threads_per_rank(threads)
+        .without_background()
         .deadline(deadline);
     let job = Arc::new(job);
     let texts = launch(config, move |world| match job.model {

@@ -47,6 +47,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
     let on_ranks = config.clone();
     let launch_config = LaunchConfig::new(config.ranks.number())
         .threads_per_rank(config.threads)
+        .without_background()
         .deadline(config.deadline)
         .check(config.check);
     let start = Start {

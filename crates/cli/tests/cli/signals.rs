@@ -118,7 +118,7 @@ impl Launched {
             out: self.folder.read("out"),
             err: self.folder.read("err"),
         };
-        assert_eq!(left, [], "left behind: {}", ended.err);
+        assert!(left.is_empty(), "{left:?} are left behind: {}", ended.err);
         (self.folder, ended)
     }
 }

@@ -23,14 +23,14 @@ pub(super) enum Cause {
 
 /// Runs the body of one rank to its end, whichever that is.
 pub(super) fn run_rank<T, E>(
-    num_threads: usize,
+    (num_threads, has_background): (usize, bool),
     body: impl FnOnce() -> Result<T, E> + Send,
 ) -> Result<T, Cause>
 where
     T: Send,
     E: Into<BoxError>,
 {
-    let workers = Workers::start(num_threads);
+    let workers = Workers::start(num_threads, has_background);
     let workers = workers.map_err(|error| Cause::Start(error.into()))?;
     let body = AssertUnwindSafe(|| workers.run(|| body().map_err(Into::into)));
     match catch_unwind(body) {

@@ -23,6 +23,8 @@ pub struct LaunchConfig {
     pub(super) deadline: Duration,
     pub(super) grace: Duration,
     threads_per_rank: Option<usize>,
+    /// True if a rank with one thread gets a second worker, for what is spawned.
+    pub(super) has_background: bool,
     pub(super) check: Check,
 }
 
@@ -34,6 +36,7 @@ impl LaunchConfig {
             deadline: Duration::from_secs(600),
             grace: Duration::from_secs(2),
             threads_per_rank: None,
+            has_background: true,
             check: Check::Calls,
         }
     }
@@ -73,6 +76,14 @@ impl LaunchConfig {
     #[must_use]
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.threads_per_rank = (threads > 0).then_some(threads);
+        self
+    }
+
+    /// Leaves out the second worker of a rank with a single thread, so that this one does all that is computed: now and then
+    /// the other takes a part of a kernel. Only for a body that spawns nothing on rayon: it would wait for that for ever.
+    #[must_use]
+    pub fn without_background(mut self) -> Self {
+        self.has_background = false;
         self
     }
 

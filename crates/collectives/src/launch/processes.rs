@@ -77,9 +77,10 @@ where
     E: Into<BoxError>,
 {
     let (sender, receiver) = channel();
+    let has_background = config.has_background;
     let run = move || {
         // Nobody listens any more if this rank has been abandoned.
-        let _ = sender.send(run_rank(num_threads, body));
+        let _ = sender.send(run_rank((num_threads, has_background), body));
     };
     if let Err(error) = thread::Builder::new().name("rank".to_owned()).spawn(run) {
         return Some(Err(Cause::Start(error.into())));

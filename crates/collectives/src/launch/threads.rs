@@ -25,7 +25,7 @@ where
     if ranks > most {
         return Err(LaunchError::TooManyRanks { ranks, most });
     }
-    let num_threads = config.num_threads(ranks)?;
+    let threads = (config.num_threads(ranks)?, config.has_background);
     let groups = local::groups(ranks, config.deadline, config.check);
     let control = groups[0].control().clone();
     let body = Arc::new(body);
@@ -33,7 +33,7 @@ where
     for (rank, group) in groups.into_iter().enumerate() {
         let (shared, body, sender) = (control.clone(), body.clone(), sender.clone());
         let run = move || {
-            let end = run_rank(num_threads, || body(group));
+            let end = run_rank(threads, || body(group));
             match &end {
                 Ok(_) => shared.world.depart(rank),
                 Err(cause) => shared.fail(rank, cause.to_string()),

@@ -27,15 +27,19 @@ pub(super) struct Workers {
 }
 
 impl Workers {
-    /// Starts as many workers as are to compute, and one for the background if that is only one.
-    pub(super) fn start(num_threads: usize) -> Result<Self, ThreadPoolBuildError> {
+    /// Starts as many workers as are to compute, and one for the background if that is only one and there is to be one.
+    pub(super) fn start(
+        num_threads: usize,
+        has_background: bool,
+    ) -> Result<Self, ThreadPoolBuildError> {
+        let needs_background = has_background && num_threads < 2;
         let pool = ThreadPoolBuilder::new()
-            .num_threads(num_threads.max(2))
+            .num_threads(num_threads + usize::from(needs_background))
             .stack_size(STACK_BYTES)
             .build()?;
         Ok(Self {
             pool,
-            needs_background: num_threads < 2,
+            needs_background,
         })
     }
 
