@@ -257,6 +257,107 @@ fn a_signal_to_mpirun_saves_and_ends_all() {
     assert_eq!(folder.run(&step).code, 0);
 }
 
+/// Starts `launch -- mpirun -n 3 burn-fsdp train ..`, or the same in a script, and waits until it trains.
+fn endless_below_launch(folder: &Folder, is_script: bool) -> Option<std::process::Child> {
+    let arguments = "--synthetic --warmup 0 --steps 1000000 --metrics lines --json --checkpoint-dir steps --resume";
+    let mpirun = mpirun(folder, 3, arguments)?;
+    let words = std::iter::once(mpirun.get_program()).chain(mpirun.get_args());
+    let words: Vec<_> = words
+        .map(|word| word.to_string_lossy().into_owned())
+        .collect();
+    let mut launch = folder.command("launch --max-restarts 1 --");
+    match is_script {
+        true => launch.args(["sh", "-c", &format!("{}; exit $?", words.join(" "))]),
+        false => launch.args(&words),
+    };
+    launch
+        .stdin(Stdio::null())
+        .stdout(std::fs::File::create(folder.path("out")).expect("a writable folder"))
+        .stderr(std::fs::File::create(folder.path("err")).expect("a writable folder"));
+    let child = launch.spawn().expect("it starts");
+    let lines = || std::fs::read_to_string(folder.path("lines")).unwrap_or_default();
+    let until = Instant::now() + Duration::from_secs(60);
+    while lines().lines().count() < 3 {
+        assert!(Instant::now() < until, "no steps: {}", folder.read("err"));
+        sleep(Duration::from_millis(20));
+    }
+    Some(child)
+}
+
+/// Checks that a run was told to end once, and has saved one whole step, in time for it to be the last.
+fn saved_once(folder: &Folder) {
+    let out = folder.read("out");
+    let reports: Vec<Value> = out
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    assert_eq!(reports.len(), 1, "{out}{}", folder.read("err"));
+    assert_eq!(reports[0]["interrupted"], true);
+    let step = reports[0]["saved_step"].as_u64().expect("a saved step");
+    assert_eq!(folder.names_in("steps"), [format!("step-{step:06}")]);
+    assert_eq!(folder.run("inspect steps").code, 0);
+}
+
+#[test]
+fn a_signal_to_launch_saves_once_and_mpirun_ends_well() {
+    for (is_script, signal) in [(false, "-TERM"), (true, "-INT"), (true, "-USR1")] {
+        let folder = Folder::new();
+        let Some(mut child) = endless_below_launch(&folder, is_script) else {
+            return;
+        };
+        send(signal, child.id());
+        let status = child.wait().expect("an end");
+        assert_eq!(status.code(), Some(0), "{signal}: {}", folder.read("err"));
+        saved_once(&folder);
+    }
+}
+
+#[test]
+fn a_rank_takes_signals_of_a_scheduler_and_of_launch_as_one() {
+    let folder = Folder::new();
+    let Some(mut child) = endless_below_launch(&folder, false) else {
+        return;
+    };
+    let ids = processes_in(&std::fs::canonicalize(folder.path("")).expect("a folder"));
+    // Launch and three ranks, each of which is told twice.
+    assert_eq!(ids.len(), 4);
+    for id in &ids {
+        let _ = Command::new("kill")
+            .args(["-TERM", &id.to_string()])
+            .status();
+    }
+    let status = child.wait().expect("an end");
+    assert_eq!(status.code(), Some(0), "{}", folder.read("err"));
+    saved_once(&folder);
+}
+
+#[test]
+fn ranks_save_and_end_when_launch_is_killed() {
+    let folder = Folder::new();
+    let Some(mut child) = endless_below_launch(&folder, true) else {
+        return;
+    };
+    send("-KILL", child.id());
+    child.wait().expect("an end");
+    let home = std::fs::canonicalize(folder.path("")).expect("a folder");
+    let until = Instant::now() + Duration::from_secs(60);
+    while !processes_in(&home).is_empty() {
+        assert!(
+            Instant::now() < until,
+            "ranks go on: {}",
+            folder.read("err")
+        );
+        sleep(Duration::from_millis(20));
+    }
+    let said = folder.read("err");
+    assert_eq!(
+        said.matches("`burn-fsdp launch` is gone").count(),
+        1,
+        "{said}"
+    );
+    saved_once(&folder);
+}
+
 #[test]
 fn a_rank_that_stops_is_named_and_all_others_end() {
     let folder = Folder::new();

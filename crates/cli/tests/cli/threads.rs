@@ -1,9 +1,8 @@
 //! Threads that compute for each rank.
 
-use std::fs;
-use std::process::{Command, Stdio};
-use std::thread::sleep;
-use std::time::Duration;
+use std::process::Command;
+#[cfg(target_os = "linux")]
+use std::{fs, process::Stdio, thread::sleep, time::Duration};
 
 use crate::command::{Folder, Run, last_report};
 
