@@ -182,9 +182,10 @@ fn obey_signals(config: &TrainConfig) {
     let stop = &checkpoints.stop;
     let at_once = Arc::new(AtomicBool::new(false));
     let is_launched = tether::is_tied() || config.ranks.are_processes();
-    let waker = match is_launched {
-        false => arm_after_first(at_once.clone()),
-        true => None,
+    let waker = if is_launched {
+        None
+    } else {
+        arm_after_first(at_once.clone())
     };
     // `mpirun` passes SIGUSR1 on, and schedulers are told to send it before the end of a job.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1] {

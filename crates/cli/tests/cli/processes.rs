@@ -266,10 +266,11 @@ fn endless_below_launch(folder: &Folder, is_script: bool) -> Option<std::process
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
     let mut launch = folder.command("launch --max-restarts 1 --");
-    match is_script {
-        true => launch.args(["sh", "-c", &format!("{}; exit $?", words.join(" "))]),
-        false => launch.args(&words),
-    };
+    if is_script {
+        launch.args(["sh", "-c", &format!("{}; exit $?", words.join(" "))]);
+    } else {
+        launch.args(&words);
+    }
     launch
         .stdin(Stdio::null())
         .stdout(std::fs::File::create(folder.path("out")).expect("a writable folder"))
