@@ -131,15 +131,20 @@ impl Checkpoints {
     }
 
     /// Lists the steps that are there, in ascending order. The list is empty if the folder does not
-    /// exist.
+    /// exist, or nothing in it has the name of a step.
+    ///
+    /// The last one is what [`newest`](Self::newest) opens. A link or a file is left out where a folder is newer.
     ///
     /// # Errors
     ///
-    /// [`Error::Io`].
+    /// [`Error::NotAFolder`] if a link or a file has the name of the newest step: whoever went on from the last of the
+    /// others would go on from an older state; [`Error::Io`].
     pub fn steps(&self) -> Result<Vec<u64>, Error> {
-        let named = self.named_as_steps()?.into_iter();
-        let folders = named.filter(|(_, kind)| *kind == EntryKind::Dir);
-        Ok(folders.map(|(step, _)| step).collect())
+        let named = self.named_as_steps()?;
+        if let Some((step, kind)) = named.last() {
+            self.check_folder(*step, *kind)?;
+        }
+        Ok(folders(named).collect())
     }
 
     /// Returns true if anything in the folder has the name of a step, be it a folder, a link or a
@@ -174,9 +179,12 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`Error::Invalid`] if the folder holds a step of another number, as a renamed or copied one does;
-    /// otherwise as [`Step::open`].
+    /// [`Error::NotAFolder`] if a link or a file has its name; otherwise as [`Step::open`].
     pub fn open(&self, step: u64) -> Result<Step, Error> {
         let path = self.path(step);
+        let kind = self.storage.kind(&path);
+        let kind = kind.map_err(Error::io("look for", &path))?;
+        self.check_folder(step, kind.unwrap_or(EntryKind::Dir))?;
         let opened = Step::open_in(Arc::clone(&self.storage), &path, self.limits)?;
         match opened.index().training.step {
             inside if inside == step => Ok(opened),
@@ -197,11 +205,8 @@ impl Checkpoints {
     /// [`Error::NoStep`] if there is none; [`Error::NotAFolder`] if a link or a file has the name of a
     /// newer one; else as [`open`](Self::open).
     pub fn newest(&self) -> Result<Step, Error> {
-        match self.named_as_steps()?.last() {
-            Some((step, kind)) => {
-                self.check_folder(*step, *kind)?;
-                self.open(*step)
-            }
+        match self.steps()?.last() {
+            Some(step) => self.open(*step),
             None => Err(Error::NoStep {
                 path: self.root.clone(),
             }),
@@ -293,7 +298,9 @@ impl Checkpoints {
         newest_good: u64,
     ) -> Result<Vec<u64>, Error> {
         let mut removed = Vec::new();
-        let older = self.steps()?.into_iter().rev();
+        // What is newer is not asked for: it may be a link.
+        let folders: Vec<_> = folders(self.named_as_steps()?).collect();
+        let older = folders.into_iter().rev();
         let whole = older
             .filter(|step| *step < newest_good)
             .filter(|step| self.open_good(*step, Check::Sizes).is_ok())
@@ -406,4 +413,12 @@ impl Checkpoints {
         }
         Ok(())
     }
+}
+
+/// Returns those that are folders.
+fn folders(named: Vec<(u64, EntryKind)>) -> impl Iterator<Item = u64> {
+    let folders = named
+        .into_iter()
+        .filter(|(_, kind)| *kind == EntryKind::Dir);
+    folders.map(|(step, _)| step)
 }

@@ -60,7 +60,12 @@ fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
     save(&checkpoints, 4, Existing::Refuse).expect("saves");
     let newest = checkpoints.newest().expect_err("a newer one is a link");
     let good = checkpoints.newest_good(Check::Sizes).expect_err("so too");
-    for error in [newest, good] {
+    let listed = checkpoints.steps().expect_err("the last would be older");
+    let opened = checkpoints.open(5).expect_err("a link");
+    let kept = checkpoints
+        .keep_last(NonZeroUsize::MIN, 5)
+        .expect_err("a link");
+    for error in [newest, good, listed, opened, kept] {
         assert!(
             matches!(&error, Error::NotAFolder { path, .. } if *path == link),
             "{error}"
