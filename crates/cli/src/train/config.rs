@@ -23,7 +23,7 @@ use crate::train::ranks::Ranks;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
-use crate::train::settings::Settings;
+use crate::train::settings::{Division, Settings};
 use crate::train::sizes;
 use crate::weights;
 
@@ -94,6 +94,16 @@ pub(crate) struct Sharding {
     pub(crate) offload: Option<PathBuf>,
 }
 
+impl Sharding {
+    fn division(&self, ranks: usize) -> Division {
+        Division {
+            strategy: self.name,
+            replicas: self.replicas,
+            ranks,
+        }
+    }
+}
+
 /// The configuration of one step.
 #[derive(Debug)]
 pub(crate) struct StepConfig {
@@ -145,9 +155,8 @@ impl TrainConfig {
         if is_first {
             output::check(&args)?;
         }
-        let settings = Settings::new(&args, &data);
-        // With adapters, the weights are those of the file in a run that goes on, too.
-        let is_init_idle = args.model.init.is_some() && adapters.is_none();
+        let settings = Settings::new(&args, &data, sharding.division(ranks));
+        let is_init_idle = is_init_idle(&args, adapters);
         let state = (&model, adapters, &settings);
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
         warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
@@ -262,6 +271,13 @@ impl TrainConfig {
         let is_due = self.eval_every > 0 && (step + 1).is_multiple_of(self.eval_every);
         self.eval_batches > 0 && (is_last || is_due)
     }
+}
+
+/// Returns true if a run that goes on has no use of `--init`. With adapters its weights are trained on, and a folder may say
+/// what the model's sizes and its tokenizer are.
+fn is_init_idle(args: &TrainArgs, adapters: Option<AdapterSizes>) -> bool {
+    let path = args.model.init.as_ref();
+    path.is_some_and(|path| adapters.is_none() && !path.is_dir())
 }
 
 /// Tells the user if a run that goes on trains no step, or leaves the weights of `--init` aside.

@@ -4,11 +4,17 @@
 use burn_fsdp::checkpoint::TrainingState;
 use serde_json::{Map, Value, json};
 
-use crate::args::{LrSchedule, TrainArgs};
+use crate::args::{
+    CheckpointArgs, DataArgs, Float, LrSchedule, ModelArgs, OutputArgs, ShardingArgs, TrainArgs,
+    TrainingArgs,
+};
 use crate::train::data::Data;
 
 /// Name of the section of a saved step.
 const SECTION: &str = "settings";
+
+/// Name of the setting that says what was trained on.
+const DATA: &str = "data";
 
 /// Name of the setting that has the tokenizer, `null` for bytes.
 const TOKENIZER: &str = "tokenizer";
@@ -18,41 +24,42 @@ pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
     saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
 }
 
+/// The division of a step over the ranks, as it comes out of the flags.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Division {
+    /// Name of the strategy.
+    pub(crate) strategy: &'static str,
+    /// Copies of the shards.
+    pub(crate) replicas: usize,
+    pub(crate) ranks: usize,
+}
+
 /// The settings by flag, as given or by default.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings(Map<String, Value>);
 
 impl Settings {
-    pub(crate) fn new(args: &TrainArgs, data: &Data) -> Self {
-        let training = &args.training;
-        let float = |float| format!("{float:?}").to_lowercase();
-        // As it was typed, and not the nearest of 32 bits written with 64.
-        let decimal = |value: f32| value.to_string().parse().unwrap_or(f64::from(value));
-        let precision = training.precision;
-        let mut all = json!({
-            "--seed": args.model.seed,
-            "data": data.identity(),
-            TOKENIZER: data.tokenizer(),
-            "--batch": training.batch,
-            "--lr": training.lr,
-            "--lr-schedule": training.lr_schedule,
-            "--lr-warmup": training.lr_warmup,
-            "--beta1": decimal(training.beta1),
-            "--beta2": decimal(training.beta2),
-            "--eps": decimal(training.eps),
-            "--weight-decay": decimal(training.weight_decay),
-            "--clip-grad-norm": training.clip_grad_norm,
-            "--precision": float(precision),
-            "--reduce-dtype": float(training.reduce_dtype.unwrap_or(precision)),
-        });
-        if training.lr_schedule == LrSchedule::Cosine {
-            // Where the learning rate falls to depends on how many there are.
-            all["--warmup and --steps"] = json!(training.warmup.saturating_add(training.steps));
+    /// Every flag has its word here: a new one does not compile before somebody has said whether batches or numbers depend
+    /// on it. Steps that were written before a setting was compared do not have it, and are silent about it.
+    pub(crate) fn new(args: &TrainArgs, data: &Data, division: Division) -> Self {
+        let TrainArgs {
+            model,
+            data: of_data,
+            training,
+            sharding,
+            checkpoint,
+            output,
+        } = args;
+        let mut all = Map::new();
+        all.extend(of_model(model));
+        all.extend(of_training(training));
+        if is_rounded(training) {
+            all.extend(of_sums(sharding, division));
         }
-        match all {
-            Value::Object(all) => Self(all),
-            _ => Self(Map::new()),
-        }
+        all.insert(DATA.to_owned(), json!(data.identity()));
+        all.insert(TOKENIZER.to_owned(), json!(data.tokenizer()));
+        no_number_depends_on(of_data, checkpoint, output);
+        Self(all)
     }
 
     /// Adds the settings to the state that is saved.
@@ -78,6 +85,7 @@ impl Settings {
             .map(|(name, was, own)| {
                 let own = shortened(own);
                 let was = shortened(was);
+                let name = flag_of(name);
                 format!("{name} is {own}, but was {was} when step {step} was saved")
             })
             .collect();
@@ -94,6 +102,144 @@ impl Settings {
     }
 }
 
+fn of_model(args: &ModelArgs) -> Map<String, Value> {
+    let ModelArgs {
+        seq,
+        seed,
+        // The model of the step is compared as a whole, and another one is refused.
+        model: _,
+        layers: _,
+        dim: _,
+        heads: _,
+        vocab: _,
+        // The weights are those of the step; of adapters, the checksum of their base and their sizes are compared.
+        init: _,
+        lora: _,
+        lora_alpha: _,
+        // An output.
+        save_init: _,
+    } = args;
+    map(json!({ "--seq": seq, "--seed": seed }))
+}
+
+fn of_training(args: &TrainingArgs) -> Map<String, Value> {
+    // As it was typed, and not the nearest of 32 bits written with 64.
+    let decimal = |value: &f32| value.to_string().parse().unwrap_or(f64::from(*value));
+    let TrainingArgs {
+        batch,
+        // Where a cosine falls to depends on how many there are, below; otherwise a run may go on for longer.
+        steps,
+        warmup,
+        lr,
+        lr_schedule,
+        lr_warmup,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        accumulate,
+        no_sync,
+        clip_grad_norm,
+        precision,
+        reduce_dtype,
+        // It ends a run or lets it go on, and changes no number before that.
+        nan: _,
+        // The same operations, run twice.
+        activation_checkpointing: _,
+        memory_budget: _,
+        // Proofs, and what computes: steps are for every device and both engines, whose numbers are the same but for the
+        // order of sums.
+        certify: _,
+        device: _,
+        compile: _,
+    } = args;
+    let mut all = map(json!({
+        "--batch": batch,
+        "--lr": lr,
+        "--lr-schedule": lr_schedule,
+        "--lr-warmup": lr_warmup,
+        "--beta1": decimal(beta1),
+        "--beta2": decimal(beta2),
+        "--eps": decimal(eps),
+        "--weight-decay": decimal(weight_decay),
+        "--accumulate": accumulate,
+        "--no-sync": no_sync,
+        "--clip-grad-norm": clip_grad_norm,
+        "--precision": name_of(*precision),
+        "--reduce-dtype": name_of(reduce_dtype.unwrap_or(*precision)),
+    }));
+    if *lr_schedule == LrSchedule::Cosine {
+        let both = json!(warmup.saturating_add(*steps));
+        all.insert("--warmup and --steps".to_owned(), both);
+    }
+    all
+}
+
+/// Returns true if gradients travel in 16 bits: then each rank rounds what it sends, and numbers depend on how many ranks there
+/// are and on who sums with whom. In 32 bits that is the order of a sum alone.
+fn is_rounded(args: &TrainingArgs) -> bool {
+    args.reduce_dtype.unwrap_or(args.precision) != Float::F32
+}
+
+fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
+    let ShardingArgs {
+        // As they come out, below.
+        ranks: _,
+        strategy: _,
+        replicate_size: _,
+        // When and where something is done, and not what.
+        prefetch: _,
+        unit_size: _,
+        offload: _,
+        check: _,
+        deadline: _,
+    } = args;
+    map(json!({
+        "--ranks": division.ranks,
+        "--strategy": division.strategy,
+        "--replicate-size": division.replicas,
+    }))
+}
+
+/// Names the flags on which no batch and no number of a training depends.
+fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &OutputArgs) {
+    let DataArgs {
+        // The text that was read is compared, and the tokenizer.
+        data: _,
+        tokenizer: _,
+        synthetic: _,
+        eval_every: _,
+        eval_batches: _,
+    } = data;
+    let CheckpointArgs {
+        checkpoint_dir: _,
+        save_every: _,
+        keep_last: _,
+        resume: _,
+        overwrite: _,
+        save_deadline: _,
+    } = checkpoint;
+    let OutputArgs {
+        metrics: _,
+        trace: _,
+        operations: _,
+        curve: _,
+        sample: _,
+        json: _,
+    } = output;
+}
+
+fn name_of(float: Float) -> String {
+    format!("{float:?}").to_lowercase()
+}
+
+fn map(object: Value) -> Map<String, Value> {
+    match object {
+        Value::Object(map) => map,
+        _ => Map::new(),
+    }
+}
+
 fn older(saved: &TrainingState) -> Map<String, Value> {
     let mut was = Map::new();
     was.insert("--seed".to_owned(), json!(saved.seed));
@@ -101,6 +247,14 @@ fn older(saved: &TrainingState) -> Map<String, Value> {
         was.insert("--lr".to_owned(), peak.clone());
     }
     was
+}
+
+/// Returns the flag of a setting. Steps have two under names without dashes.
+fn flag_of(name: &str) -> String {
+    match name {
+        DATA | TOKENIZER => format!("--{name}"),
+        flag => flag.to_owned(),
+    }
 }
 
 /// Returns true if two values are the same; numbers by value, however they are written.

@@ -809,3 +809,21 @@ fn greedy<A: Architecture>(sizes: A, folder: &Path) -> Vec<i64> {
     }
     tokens
 }
+
+/// The sizes and the tokenizer are those of the folder, so that a run that goes on needs it; and what it reads
+/// of the text is compared.
+#[test]
+fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
+    let folder = folders();
+    let run = "--synthetic --checkpoint-dir run";
+    report(&folder, &format!("{run} --init llama --steps 2"));
+    let more = format!("{run} --init llama --steps 4 --resume");
+    let same = train(&folder, &format!("{more} --save-init init"));
+    assert_eq!(same.code, 0, "{}", same.stderr);
+    assert!(!same.stderr.contains("warning"), "{}", same.stderr);
+    let longer = train(&folder, &format!("{more} --seq 12"));
+    let sentence = "warning: --seq is 12, but was 6 when step 4 was saved";
+    assert!(longer.stderr.contains(sentence), "{}", longer.stderr);
+    let without = train(&folder, &format!("{run} --steps 4 --resume"));
+    assert_eq!(without.code, 2, "another model: {}", without.stderr);
+}

@@ -35,6 +35,12 @@ fn settings_that_differ_are_named() {
             "--clip-grad-norm 1",
             "--clip-grad-norm is 1.0, but was none",
         ),
+        ("--accumulate 2", "--accumulate is 2, but was 1"),
+        (
+            "--accumulate 2 --no-sync",
+            "--no-sync is true, but was false",
+        ),
+        ("--reduce-dtype f16", "--reduce-dtype is f16, but was f32"),
         ("--init init", "--init has no effect"),
     ] {
         let run = folder.train(&format!("{RUN} --steps 4 --resume {change}"));
@@ -48,19 +54,69 @@ fn settings_that_differ_are_named() {
     let text = "--data text --warmup 0 --checkpoint-dir steps --sample 0";
     let run = folder.train(&format!("{text} --steps 4 --resume"));
     assert!(
-        run.stderr.contains("was synthetic tokens"),
+        run.stderr.contains("--data is") && run.stderr.contains("but was synthetic tokens"),
         "{}",
         run.stderr
     );
     // Longer, on other ranks, divided in another way: nothing that the numbers depend on.
     let report = folder.report(&format!(
-        "{RUN} --steps 6 --resume --ranks 3 --strategy no-shard --save-every 1"
+        "{RUN} --steps 6 --resume --ranks 3 --strategy no-shard --save-every 1 --nan continue --compile"
     ));
     let warnings = report["warnings"].to_string();
     assert!(!warnings.contains("was saved"), "{warnings}");
     let report = folder.report(&format!("{RUN} --steps 8 --resume --seed 3"));
     assert!(
         report["warnings"].to_string().contains("--seed is 3"),
+        "{report}"
+    );
+}
+
+/// Where gradients travel in 16 bits, each rank rounds what it sends.
+#[test]
+fn ranks_are_named_where_they_round() {
+    let folder = Folder::new();
+    let run = format!("{RUN} --precision bf16");
+    folder.report(&format!("{run} --steps 4"));
+    for (change, sentence) in [
+        ("--ranks 3", "--ranks is 3, but was 2 when step 4 was saved"),
+        (
+            "--strategy no-shard",
+            "--strategy is no-shard, but was full-shard",
+        ),
+        (
+            "--ranks 4 --strategy hybrid-shard",
+            "--replicate-size is 2, but was 1",
+        ),
+    ] {
+        let run = folder.train(&format!("{run} --steps 4 --resume {change}"));
+        assert!(run.stderr.contains(sentence), "{change}: {}", run.stderr);
+    }
+    let same = folder.report(&format!("{run} --steps 6 --resume"));
+    assert!(
+        !same["warnings"].to_string().contains("was saved"),
+        "{same}"
+    );
+}
+
+/// A step from before a setting was compared says nothing about it.
+#[test]
+fn a_step_without_a_setting_is_silent_about_it() {
+    let folder = Folder::new();
+    folder.report(&format!("{RUN} --steps 4"));
+    let index = "steps/step-000004/index.json";
+    let mut step: serde_json::Value = serde_json::from_str(&folder.read(index)).expect("an index");
+    let settings = &mut step["training"]["sections"]["settings"];
+    let settings = settings.as_object_mut().expect("the settings");
+    for name in ["--seq", "--accumulate", "--no-sync"] {
+        assert!(settings.remove(name).is_some(), "{name}");
+    }
+    let text = format!("{step}\n");
+    let seal = format!("{:08x} {}\n", crc32fast::hash(text.as_bytes()), text.len());
+    folder.write(index, &text);
+    folder.write("steps/step-000004/index.json.crc32", seal);
+    let report = folder.report(&format!("{RUN} --steps 6 --resume --accumulate 2"));
+    assert!(
+        !report["warnings"].to_string().contains("was saved"),
         "{report}"
     );
 }
