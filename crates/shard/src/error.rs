@@ -423,6 +423,17 @@ pub enum Error {
         /// A description of the tensor that was returned.
         got: String,
     },
+    /// A moving average that would be kept in 16 bits.
+    #[error(
+        "`{path}` is of type {dtype:?} and belongs to no unit, so that its average would be kept in 16 bits, where it never \
+         moves; give the module this tensor in 32 bits"
+    )]
+    Average {
+        /// Path of the tensor.
+        path: String,
+        /// Its type.
+        dtype: burn::tensor::DType,
+    },
     /// An optimizer state that could not be stored or read back.
     #[error("optimizer state of unit `{unit}`, file {file}: {reason}; {advice}")]
     OptimizerState {

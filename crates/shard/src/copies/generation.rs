@@ -242,6 +242,18 @@ impl Generation {
         }
     }
 
+    /// Returns the value of `slot` in 32 bits, if it is kept so.
+    pub(crate) fn exact(&self, slot: usize) -> Option<Tensor<1>> {
+        self.held(slot).exact
+    }
+
+    /// Keeps the value of `slot` in 32 bits, until it is another one.
+    pub(crate) fn keep_exact(&self, slot: usize, exact: Tensor<1>) {
+        if let Some(value) = self.values.lock().own[slot].as_mut() {
+            value.exact = Some(exact);
+        }
+    }
+
     fn held(&self, slot: usize) -> Value {
         self.values.lock().held(slot)
     }
@@ -312,13 +324,11 @@ impl Generation {
     /// Returns what this rank holds of the parameter of `slot`, in the type and on the device that compute.
     pub(crate) fn held_there(&self, slot: usize) -> Tensor<1> {
         let held = self.computing(slot);
-        match self.unit.offload.is_some() {
-            true => {
-                let device = self.device(slot).without_autodiff();
-                self.unit.staging.moved(held, &device)
-            }
-            false => held,
+        if self.unit.offload.is_none() {
+            return held;
         }
+        let device = self.device(slot).without_autodiff();
+        self.unit.staging.moved(held, &device)
     }
 
     /// Returns true if gradients of `slot` are wanted.
@@ -343,13 +353,10 @@ impl Generation {
             (*made_by == transition && free).then_some(child)
         });
         let child = open.unwrap_or_else(|| {
-            let ordinal = {
-                let mut counts = self.num_children.lock();
-                let count = &mut counts[transition as usize];
-                *count += 1;
-                *count
-            };
-            let epoch = mix(self.epoch(), transition, ordinal);
+            let mut counts = self.num_children.lock();
+            counts[transition as usize] += 1;
+            let epoch = mix(self.epoch(), transition, counts[transition as usize]);
+            drop(counts);
             let version = match transition {
                 Transition::Map => epoch,
                 _ => self.version(),
@@ -453,18 +460,18 @@ impl Generation {
 
     /// Returns the trainable slots whose gradients are reduced together with the unit, in order.
     pub(crate) fn reduced_slots(&self) -> Vec<usize> {
-        (0..self.unit.slots.len())
-            .filter(|&index| self.unit.slots[index].holding != Holding::Whole)
-            .filter(|&index| self.is_trainable(index))
-            .collect()
+        self.trainable(|holding| *holding != Holding::Whole)
     }
 
     /// Returns the trainable slots whose gradients wait for the end of backward, in order.
     pub(crate) fn whole_slots(&self) -> Vec<usize> {
-        (0..self.unit.slots.len())
-            .filter(|&index| self.unit.slots[index].holding == Holding::Whole)
-            .filter(|&index| self.is_trainable(index))
-            .collect()
+        self.trainable(|holding| *holding == Holding::Whole)
+    }
+
+    fn trainable(&self, is_wanted: impl Fn(&Holding) -> bool) -> Vec<usize> {
+        let wanted = |index: &usize| is_wanted(&self.unit.slots[*index].holding);
+        let all = (0..self.unit.slots.len()).filter(wanted);
+        all.filter(|&index| self.is_trainable(index)).collect()
     }
 }
 

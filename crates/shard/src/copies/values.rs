@@ -27,6 +27,8 @@ pub(super) struct Value {
     pub(super) node: Option<NodeId>,
     /// The checksum of its bytes when they were written, where ranks compare bytes.
     pub(super) seal: Option<Seal>,
+    /// Its elements in 32 bits, where a sum over many steps is kept and the type of the parameter has 16.
+    pub(super) exact: Option<Tensor<1>>,
 }
 
 impl Value {
@@ -42,11 +44,16 @@ impl Value {
             node: is_trained.then(|| op::node_of(value.clone())),
             plain: plain(value).reshape([len]),
             seal: None,
+            exact: None,
         }
     }
 
-    /// Returns it sealed: anew, unless it is the memory of `before`, which a pass over the module has left as it was.
+    /// Returns it sealed: anew, unless it is the memory of `before`, which a pass over the module has left as it was. Then its
+    /// elements in 32 bits are the same as well.
     pub(super) fn sealed(mut self, group: &ProcessGroup, before: Option<&Self>) -> Self {
+        let exact = before.filter(|before| before.exact.is_some());
+        let exact = exact.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
+        self.exact = exact.and_then(|before| before.exact.clone());
         let before = before.filter(|before| before.seal.is_some());
         let before = before.filter(|before| seal::is_same_memory(&before.plain, &self.plain));
         self.seal = match before {

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 
 use burn::module::Module;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use crate::error::Error;
-use crate::state::local::{LocalTensor, load_local_state, local_state};
+use crate::inspect;
+use crate::state::local::{LocalPart, LocalTensor, load_local_state, local_state};
 use crate::transport;
 
 /// Returns the moving average after another step: `decay * average + (1 - decay) * model`, element by element.
@@ -18,12 +19,18 @@ use crate::transport;
 ///
 /// Parameters that no unit manages and running states are averaged as well; integers and booleans are the model's.
 ///
+/// In 16 bits a share of 0.001 rounds to nothing, and the average would never move. So beside the shards of an average of
+/// that type lie its elements in 32 bits, which take 4 bytes each on the host: the module shows them rounded. They belong to
+/// this copy and its clones, and a step has the rounded ones, from which a resumed run goes on. For an average that is itself
+/// in 32 bits, in steps and when it is evaluated, shard a copy of the model that was cast: `average` may be of f32 where
+/// `model` is of 16 bits, cut alike.
+///
 /// Not collective; all ranks do so alike, between steps.
 ///
 /// # Errors
 ///
 /// [`Error::NotSharded`]; [`Error::Option`] for a `decay` that is not between 0 and 1; [`Error::Returned`] if `average` is no
-/// copy of `model`.
+/// copy of `model`; [`Error::Average`] for a running state, or a parameter that no unit manages, of 16 bits.
 ///
 /// ```
 /// # use burn::nn::{Linear, LinearConfig};
@@ -54,23 +61,53 @@ pub fn moving_average<M: Module>(average: M, model: &M, decay: f64) -> Result<M,
         .into_iter()
         .map(|tensor| (tensor.path.clone(), tensor))
         .collect();
+    let mut exact: HashMap<_, _> = inspect::places(&average)
+        .into_iter()
+        .filter_map(|(path, member)| Some((path, member.generation.exact(member.index)?)))
+        .collect();
+    let mut next = HashMap::new();
     let average = load_local_state(average, |tensor| {
         let new = of_model.remove(&tensor.path);
-        match new.filter(|new| is_alike(tensor, new)) {
-            Some(new) => Ok(Some(averaged(tensor, &new, decay))),
-            None => Err(differing(&tensor.path)),
+        let new = new.filter(|new| is_alike(tensor, new));
+        let new = new.ok_or_else(|| differing(&tensor.path))?;
+        if !tensor.dtype.is_float() {
+            return Ok(Some(new.elements.as_bytes().to_vec()));
         }
+        let old = exact.remove(&tensor.path);
+        let sum = averaged(old.unwrap_or_else(|| wide(tensor)), wide(&new), decay);
+        let bytes = sum.clone().cast(tensor.dtype).into_data();
+        if is_narrow(tensor.dtype) {
+            if tensor.part == LocalPart::Own {
+                return Err(Error::Average {
+                    path: tensor.path.clone(),
+                    dtype: tensor.dtype,
+                });
+            }
+            next.insert(tensor.path.clone(), sum);
+        }
+        Ok(Some(bytes.as_bytes().to_vec()))
     })?;
-    match of_model.into_keys().min() {
-        Some(path) => Err(differing(&path)),
-        None => Ok(average),
+    if let Some(path) = of_model.into_keys().min() {
+        return Err(differing(&path));
     }
+    for (path, member) in inspect::places(&average) {
+        if let Some(sum) = next.remove(&path) {
+            member.generation.keep_exact(member.index, sum);
+        }
+    }
+    Ok(average)
 }
 
-/// Returns true if both are the same part of tensors of one shape and type.
+/// Returns true if both are the same part of tensors of one shape, and of one type but for an average of 32 bits.
 fn is_alike(average: &LocalTensor, model: &LocalTensor) -> bool {
-    let of = |tensor: &LocalTensor| (tensor.shape.clone(), tensor.dtype, tensor.part.clone());
-    of(average) == of(model)
+    let is_wider = average.dtype == DType::F32 && is_narrow(model.dtype);
+    let is_type = average.dtype == model.dtype || is_wider;
+    is_type && average.shape == model.shape && average.part == model.part
+}
+
+/// Returns true for types in which a small share of a number rounds to nothing.
+fn is_narrow(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
 }
 
 fn differing(path: &str) -> Error {
@@ -81,16 +118,16 @@ fn differing(path: &str) -> Error {
     }
 }
 
-/// Returns the bytes of the new average of a tensor.
-fn averaged(average: &LocalTensor, model: &LocalTensor, decay: f64) -> Vec<u8> {
-    let bytes = |tensor: &LocalTensor| tensor.elements.as_bytes().to_vec();
-    if !average.dtype.is_float() {
-        return bytes(model);
+/// Returns the elements that this rank holds, in 32 bits if they are of 16.
+fn wide(tensor: &LocalTensor) -> Tensor<1> {
+    let bytes = tensor.elements.as_bytes().to_vec();
+    let values = transport::owned(bytes, tensor.dtype, &Device::flex());
+    match is_narrow(tensor.dtype) {
+        true => values.cast(DType::F32),
+        false => values,
     }
-    let values = |tensor: &LocalTensor| -> Tensor<1> {
-        transport::owned(bytes(tensor), tensor.dtype, &Device::flex())
-    };
-    let old = values(average).mul_scalar(decay);
-    let new = old + values(model).mul_scalar(1.0 - decay);
-    new.into_data().as_bytes().to_vec()
+}
+
+fn averaged(old: Tensor<1>, new: Tensor<1>, decay: f64) -> Tensor<1> {
+    old.mul_scalar(decay) + new.mul_scalar(1.0 - decay)
 }

@@ -3,9 +3,13 @@
 use std::collections::HashMap;
 
 use burn::module::{Lora, Module, ModuleMapper, Param};
-use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData};
-use burn_fsdp_shard::{Error, ShardPolicy, Strategy, backward, moving_average};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{GradientsParams, SgdConfig};
+use burn::tensor::{DType, Tensor, TensorData};
+use burn_fsdp_shard::{
+    Error, ShardPolicy, Strategy, backward, fully_shard, load_local_state, local_state,
+    moving_average,
+};
 
 use super::bench::{
     Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params, plain_device,
@@ -147,6 +151,144 @@ fn a_copy_of_the_model_is_averaged_and_nothing_else() {
                 .into_scalar::<f32>()
         };
         assert_eq!(loss(&average), loss(&model));
+        Ok(())
+    });
+}
+
+/// A mapper that changes the type of every float tensor.
+struct Of(DType);
+
+impl ModuleMapper for Of {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|tensor| tensor.cast(self.0).detach().require_grad())
+    }
+}
+
+/// A layer and its bias, of this type.
+fn layer(dtype: DType) -> Linear {
+    let weight = |i: usize| (i * 37 % 101) as f32 / 90.0 - 0.5;
+    let values: Vec<f32> = (0..5 * 7).map(weight).collect();
+    let mut layer = LinearConfig::new(5, 7).init(&device());
+    layer.weight = Param::from_data(TensorData::new(values, [5, 7]), &device());
+    layer.map(&mut Of(dtype))
+}
+
+/// The elements that this rank holds, in 32 bits.
+fn held(module: &Linear) -> Result<Vec<f32>, Error> {
+    let elements = local_state(module)?.into_iter().map(|tensor| {
+        let bytes = tensor.elements.as_bytes().to_vec();
+        let len = bytes.len() / tensor.dtype.size();
+        let data = TensorData::from_bytes_vec(bytes, [len], tensor.dtype);
+        data.convert::<f32>().try_to_vec::<f32>().expect("floats")
+    });
+    Ok(elements.flatten().collect())
+}
+
+fn distance(one: &[f32], other: &[f32]) -> f64 {
+    let squares = one.iter().zip(other).map(|(a, b)| f64::from(a - b).powi(2));
+    squares.sum::<f64>().sqrt()
+}
+
+/// A step away from the model that an average was cloned of.
+fn stepped(model: Linear, dtype: DType) -> Result<Linear, Error> {
+    let x = Tensor::<2>::ones([3, 5], &device()).cast(dtype);
+    let gradients = backward(model.forward(x).square().sum(), &model)?;
+    Ok(SgdConfig::new().init().step(0.05, model, gradients))
+}
+
+const TYPES: [DType; 4] = [DType::F32, DType::F64, DType::BF16, DType::F16];
+
+/// 0.999^2000 = 0.135 of the distance is left.
+#[test]
+fn an_average_moves_in_every_type() {
+    let policies = [
+        ShardPolicy::new(),
+        ShardPolicy::new().strategy(Strategy::NoShard),
+        ShardPolicy::new().whole_below(1000),
+    ];
+    for dtype in TYPES {
+        for (ranks, policy) in [1, 2, 3].into_iter().zip(policies.clone()) {
+            let left = on_ranks(ranks, move |world| {
+                let model = fully_shard(layer(dtype), &world, policy.clone())?;
+                let mut average = model.clone();
+                let model = stepped(model, dtype)?;
+                let before = distance(&held(&average)?, &held(&model)?);
+                for step in 0..2000 {
+                    average = moving_average(average, &model, 0.999)?;
+                    if step == 1000 {
+                        // Copies and what is evaluated leave it as it is.
+                        let x = Tensor::<2>::ones([1, 5], &plain_device()).cast(dtype);
+                        drop(average.valid().forward(x));
+                        average = average.clone().train();
+                    }
+                }
+                let after = distance(&held(&average)?, &held(&model)?);
+                // Nothing is there where another rank owns it all.
+                Ok(if before > 0.0 { after / before } else { 0.135 })
+            });
+            for left in left {
+                assert!((left - 0.135).abs() < 0.02, "{dtype:?} on {ranks}: {left}");
+            }
+        }
+    }
+}
+
+/// An average of f32 of a model of 16 bits is that of the model's values in f32, to the bit.
+#[test]
+fn an_average_may_have_more_bits_than_its_model() {
+    for dtype in [DType::BF16, DType::F16] {
+        on_ranks(2, move |world| {
+            let policy = ShardPolicy::new;
+            let wide = layer(dtype).map(&mut Of(DType::F32));
+            let mut average = fully_shard(wide, &world, policy())?;
+            let model = fully_shard(layer(dtype), &world, policy())?;
+            let mut want = held(&average)?;
+            let model = stepped(model, dtype)?;
+            let new = held(&model)?;
+            for _ in 0..5 {
+                average = moving_average(average, &model, 0.875)?;
+                let sums = want.iter_mut().zip(&new);
+                sums.for_each(|(old, new)| *old = *old * 0.875 + new * 0.125);
+            }
+            assert_eq!(held(&average)?, want);
+            let refused = moving_average(model.clone(), &average, 0.5).expect_err("fewer bits");
+            assert!(matches!(refused, Error::Returned { .. }), "{refused}");
+            Ok(())
+        });
+    }
+}
+
+/// A sum that is kept in 32 bits belongs to the values that it is the sum of: other values begin anew.
+#[test]
+fn another_value_begins_another_average() {
+    on_ranks(2, |world| {
+        let dtype = DType::BF16;
+        let model = fully_shard(layer(dtype), &world, ShardPolicy::new())?;
+        let mut average = model.clone();
+        let model = stepped(model, dtype)?;
+        for _ in 0..10 {
+            average = moving_average(average, &model, 0.999)?;
+        }
+        let moved = load_local_state::<_, Error>(average, |tensor| {
+            Ok(Some(vec![0; tensor.elements.len()]))
+        })?;
+        let average = moving_average(moved, &model, 0.5)?;
+        let half: Vec<f32> = held(&model)?.iter().map(|value| value / 2.0).collect();
+        assert_eq!(held(&average)?, half);
+        Ok(())
+    });
+}
+
+/// What no unit manages has no place for more bits.
+#[test]
+fn a_tensor_of_16_bits_without_a_unit_is_refused_by_name() {
+    on_ranks(2, |world| {
+        let policy = ShardPolicy::new().units(["blocks.*"]).ignore(["head"]);
+        let net = Mlp::new(&device()).map(&mut Of(DType::BF16));
+        let model = fully_shard(net, &world, policy)?;
+        let refused = moving_average(model.clone(), &model, 0.9).expect_err("it never moves");
+        let text = refused.to_string();
+        assert!(text.contains("`head.") && text.contains("BF16"), "{text}");
         Ok(())
     });
 }
