@@ -13,9 +13,10 @@ use burn_pack::{Scalar, Tensor as PackedTensor};
 
 use crate::dtype::burn_dtype;
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name, with_state};
+use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name};
 use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, not_elementwise, states};
 use crate::snapshot::Elements;
+use crate::typed_state::with_state;
 
 /// Gives an optimizer that this rank's shards of `model` are stepped with its part of `whole`, the state of an optimizer
 /// of the whole model.
@@ -75,7 +76,12 @@ pub(crate) fn divided<M: Module>(
             whole.tensors.len() - taken
         )));
     }
-    with_state(bare, packed(own, scalars, &whole.paths)?)
+    let parts = OptimizerParts {
+        tensors: own,
+        scalars,
+        paths: whole.paths.clone(),
+    };
+    with_state(bare, parts)
 }
 
 /// Returns, on rank 0, an optimizer with the state of the whole model: each rank has that of its shards. It knows parameters
