@@ -12,7 +12,7 @@ use burn_fsdp_checkpoint::{
     WritePlan,
 };
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::load_local_state;
+use burn_fsdp_shard::{LocalTensor, load_local_state, local_state};
 use burn_fsdp_spmd::trace::ParameterSpec;
 use burn_fsdp_spmd::{Batch, CompiledStep, IdleState, IdleTensor, OptimizerState};
 
@@ -400,27 +400,54 @@ impl Place {
 /// Gives a sharded model the parameters and buffers that a compiled step has now, to evaluate it or to
 /// go on with the eager engine.
 ///
-/// Collective: all ranks of the step's group call it. One parameter at a time is whole.
+/// Collective: all ranks of the step's group call it. One parameter at a time is whole, and beside the model a rank holds no
+/// more of its new values than it has of the largest tensor.
 ///
 /// # Errors
 ///
-/// A path that the step has not; a failed collective.
+/// A path that the step has not; a failed collective. Other copies of the model may have some of the values then.
 pub fn load_compiled<M: Module, B: Batch, O>(
-    model: M,
+    mut model: M,
     step: &mut CompiledStep<B, Flex, O>,
 ) -> Result<M, CheckpointError> {
-    load_local_state(model, |tensor| {
-        if !tensor.dtype.is_float() {
-            return Ok(None);
+    let tensors = local_state(&model)?;
+    let largest = tensors.iter().map(|tensor| tensor.elements.len()).max();
+    let (mut groups, mut left) = (Vec::<Vec<String>>::new(), 0);
+    for tensor in tensors {
+        let len = tensor.elements.len();
+        if len > left || groups.is_empty() {
+            groups.push(Vec::new());
+            left = largest.unwrap_or(0);
         }
-        let whole = step.parameter(&tensor.path)?;
-        let Region::Flat(range) = region_of(tensor) else {
-            return Ok(None);
-        };
-        let size = tensor.dtype.size();
-        let bytes = whole.as_bytes();
-        Ok(bytes
-            .get(range.start * size..range.end * size)
-            .map(Vec::from))
-    })
+        left -= len;
+        if let Some(group) = groups.last_mut() {
+            group.push(tensor.path);
+        }
+    }
+    for group in groups {
+        model = load_local_state(model, |tensor| match group.contains(&tensor.path) {
+            true => part_of(step, tensor),
+            false => Ok(None),
+        })?;
+    }
+    Ok(model)
+}
+
+/// Returns the bytes of this rank's part of a tensor, from a compiled step; `None` for what is no float.
+fn part_of<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
+    tensor: &LocalTensor,
+) -> Result<Option<Vec<u8>>, CheckpointError> {
+    if !tensor.dtype.is_float() {
+        return Ok(None);
+    }
+    let whole = step.parameter(&tensor.path)?;
+    let Region::Flat(range) = region_of(tensor) else {
+        return Ok(None);
+    };
+    let size = tensor.dtype.size();
+    let bytes = whole.as_bytes();
+    Ok(bytes
+        .get(range.start * size..range.end * size)
+        .map(Vec::from))
 }

@@ -1,9 +1,13 @@
 //! Low-rank adapters on frozen weights, as a training has them and as its steps keep them: alone, with a checksum of the weights
 //! that they belong to.
 
+use std::ops::Range;
+
+use burn::backend::Flex;
 use burn::module::{Lora, Module, ParamGroup};
-use burn_fsdp::checkpoint::TrainingState;
-use burn_fsdp::state::{LocalPart, LocalTensor, local_state};
+use burn_fsdp::checkpoint::{Region, TrainingState};
+use burn_fsdp::compile::{Batch, CompiledStep};
+use burn_fsdp::state::{LocalPart, local_state};
 use burn_fsdp::{ProcessGroup, ProcessMesh};
 use burn_fsdp_models::Architecture;
 use serde::{Deserialize, Serialize};
@@ -83,6 +87,16 @@ impl Adapters {
         Ok(Self { sizes, base })
     }
 
+    /// Describes the adapters of a compiled step, whose frozen weights are there. Collective.
+    pub(crate) fn of_compiled<B: Batch, O>(
+        sizes: AdapterSizes,
+        step: &mut CompiledStep<B, Flex, O>,
+        mesh: &ProcessMesh,
+    ) -> Result<Self, RankError> {
+        let base = format!("{:016x}", checksum_compiled(step, mesh)?);
+        Ok(Self { sizes, base })
+    }
+
     /// Returns those of a saved step; `None` of a step of a whole model.
     pub(crate) fn of_step(saved: &TrainingState) -> Option<Self> {
         let section = saved.sections.get(SECTION)?;
@@ -135,33 +149,54 @@ fn described(sizes: Option<AdapterSizes>) -> String {
 /// Returns a checksum of the frozen weights of a sharded model: the same number however they are divided, as each element counts by
 /// its place and the sum has no order. Collective.
 fn checksum<M: Module>(model: &M, mesh: &ProcessMesh) -> Result<u64, RankError> {
-    let world = mesh.world();
     let mut sum = 0_u64;
     for tensor in local_state(model)? {
-        if !is_factor(&tensor.path) && is_counted_here(&tensor, mesh)? {
-            sum = sum.wrapping_add(checksum_of(&tensor));
+        let is_divided = matches!(tensor.part, LocalPart::Shard { .. });
+        if !is_factor(&tensor.path) && is_counted_here(is_divided, mesh)? {
+            let elements = tensor.elements.as_bytes();
+            sum = sum.wrapping_add(checksum_of(&tensor.path, tensor.range(), elements));
         }
     }
-    total(world, sum)
+    total(mesh.world(), sum)
+}
+
+/// Returns the same checksum of the weights of a compiled step, of which each rank has flat shards, or all. Collective.
+fn checksum_compiled<B: Batch, O>(
+    step: &mut CompiledStep<B, Flex, O>,
+    mesh: &ProcessMesh,
+) -> Result<u64, RankError> {
+    let (own_mesh, rank) = (step.mesh()?, step.rank());
+    let mut sum = 0_u64;
+    for spec in step.parameters().to_vec() {
+        let layout = step.layout(&spec.path)?;
+        let is_divided = !layout.is_whole();
+        if is_factor(&spec.path) || !is_counted_here(is_divided, mesh)? {
+            continue;
+        }
+        let Region::Flat(range) = layout.region(&spec.shape, &own_mesh, rank)? else {
+            unreachable!("the command divides parameters into flat shards, and not by {layout:?}");
+        };
+        let shard = step.shard(&spec.path)?;
+        sum = sum.wrapping_add(checksum_of(&spec.path, range, shard.as_bytes()));
+    }
+    total(mesh.world(), sum)
 }
 
 /// Returns true if this rank counts what it holds: of what several hold alike, the first.
-fn is_counted_here(tensor: &LocalTensor, mesh: &ProcessMesh) -> Result<bool, RankError> {
+fn is_counted_here(is_divided: bool, mesh: &ProcessMesh) -> Result<bool, RankError> {
     let rank = mesh.world().rank();
-    Ok(match tensor.part {
-        LocalPart::Whole | LocalPart::Own => rank == 0,
-        LocalPart::Shard { .. } => {
-            let mesh = mesh.mesh();
-            mesh.axis("replicate").is_err() || mesh.index_on("replicate", rank)? == 0
-        }
-    })
+    if !is_divided {
+        return Ok(rank == 0);
+    }
+    let mesh = mesh.mesh();
+    Ok(mesh.axis("replicate").is_err() || mesh.index_on("replicate", rank)? == 0)
 }
 
-fn checksum_of(tensor: &LocalTensor) -> u64 {
-    let of_path = tensor.path.bytes();
+/// Returns the checksum of the elements of a range of a tensor.
+fn checksum_of(path: &str, range: Range<usize>, elements: &[u8]) -> u64 {
+    let of_path = path.bytes();
     let of_path = of_path.fold(0, |hash, byte| mixed(hash ^ u64::from(byte)));
-    let elements = tensor.elements.as_bytes().chunks_exact(4);
-    let placed = tensor.range().zip(elements);
+    let placed = range.zip(elements.chunks_exact(4));
     placed.fold(0, |sum: u64, (place, element)| {
         let bits = element
             .iter()

@@ -44,6 +44,11 @@ use crate::error::Failure;
 use crate::steps::{consolidate, generate, inspect};
 use crate::train::TrainConfig;
 
+/// Counts the bytes of tests of memory.
+#[cfg(test)]
+#[global_allocator]
+static HEAP: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+
 fn main() -> ExitCode {
     let Cli { command } = Cli::parse();
     log_to_stderr();

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
-use burn::tensor::Device;
+use burn::tensor::TensorData;
+use burn_fsdp::checkpoint::Region;
+use burn_fsdp::compile::ShardSpec;
 use burn_fsdp::state::load_local_state;
 use burn_fsdp_models::{Architecture, ModelConfig, ModelError, WeightsFile};
 
@@ -15,19 +17,6 @@ pub(crate) fn check(model: &ModelConfig, path: &Path) -> Result<(), ModelError> 
         ModelConfig::Gpt(sizes) => WeightsFile::open(path, sizes).map(|_| ()),
         ModelConfig::Llama(sizes) => WeightsFile::open(path, sizes).map(|_| ()),
         ModelConfig::Gpt2(sizes) => WeightsFile::open(path, sizes).map(|_| ()),
-    }
-}
-
-/// Makes a whole model on a device, lazily where its weights are drawn.
-pub(crate) fn whole<A: Architecture>(
-    sizes: A,
-    file: Option<&Path>,
-    device: &Device,
-    seed: u64,
-) -> Result<A::Model, ModelError> {
-    match file {
-        Some(path) => WeightsFile::open(path, sizes)?.load(device),
-        None => sizes.init(device, seed),
     }
 }
 
@@ -47,4 +36,21 @@ pub(crate) fn read_shards<A: Architecture>(
             values.into_iter().flat_map(f32::to_ne_bytes).collect(),
         ))
     })
+}
+
+/// Reads this rank's part of a tensor of a compiled step; `None` for what is not in a file: everything without one, and the
+/// factors of adapters.
+pub(crate) fn read_part<A: Architecture>(
+    file: Option<&WeightsFile<A>>,
+    part: &ShardSpec<'_>,
+) -> Result<Option<TensorData>, RankError> {
+    let path = &part.whole.path;
+    let Some(file) = file.filter(|_| !is_factor(path)) else {
+        return Ok(None);
+    };
+    let Region::Flat(range) = &part.region else {
+        unreachable!("the command divides parameters into flat shards, and these are {}", part.region);
+    };
+    let values = file.read(path, range.clone())?;
+    Ok(Some(TensorData::new(values, part.shape.clone())))
 }

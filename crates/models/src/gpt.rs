@@ -1,7 +1,6 @@
 //! The GPT.
 
 use std::ops::Range;
-use std::path::Path;
 
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
@@ -172,10 +171,6 @@ impl LanguageModel for Gpt {
 
     fn head(&self, x: Tensor<2>) -> Tensor<2> {
         self.head.forward(layer_norm(&self.lnf, x))
-    }
-
-    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
-        self.save(path)
     }
 }
 

@@ -1,7 +1,6 @@
 //! GPT-2 as it was published.
 
 use std::ops::Range;
-use std::path::Path;
 
 use burn::module::Module;
 use burn::nn::{Embedding, Initializer, LayerNorm, Linear};
@@ -229,10 +228,6 @@ impl LanguageModel for Gpt2 {
 
     fn head(&self, x: Tensor<2>) -> Tensor<2> {
         layer_norm(&self.ln_f, x).matmul(self.wte.weight.val().transpose())
-    }
-
-    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
-        self.save(path)
     }
 }
 

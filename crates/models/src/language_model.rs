@@ -7,7 +7,6 @@ use burn::store::ModuleSnapshot;
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_fsdp_kernels::cross_entropy;
 
-use crate::ModelError;
 use crate::key_values::{KeyValueCache, KeyValues};
 
 /// A decoder: an embedding, blocks that each add to one residual stream, and a head.
@@ -39,13 +38,6 @@ pub trait LanguageModel: ModuleSnapshot + Sync + 'static {
 
     /// Returns the logits `[rows, vocab]` of the stream `[rows, dim]` after the last block.
     fn head(&self, x: Tensor<2>) -> Tensor<2>;
-
-    /// Writes the weights as safetensors, by the names and in the layout of the model's table.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
-    fn write_weights(&self, path: &std::path::Path) -> Result<(), ModelError>;
 
     /// Returns the mean cross entropy of the targets, in nats, `[1]`, of tokens and targets `[batch, time]`, with each block run
     /// by `run`: by [`run_block`](Self::run_block), and with whatever the caller does around it.

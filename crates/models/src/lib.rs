@@ -10,7 +10,7 @@
 //!   parameters.
 //! - [`Architecture::parameters`]: the table of a model's parameters, as the module has them and as
 //!   files for other programs do. [`WeightsFile`], [`Gpt::save`] and [`Llama::save`] read and write
-//!   safetensors by it, whole or some elements at a time. [`LlamaConfig::from_hugging_face`] and
+//!   safetensors by it, whole or some elements at a time; [`write_initial_weights`] writes what training starts from. [`LlamaConfig::from_hugging_face`] and
 //!   [`Gpt2Config::from_hugging_face`] read sizes. Files to load are not trusted.
 //! - [`fused`]: the operations with gradients written by hand, and how graphs hold them.
 //! - [`LanguageModel`] and [`KeyValueCache`]: what all of them have in common, block by block, and generation that computes
@@ -54,6 +54,7 @@ mod gpt2;
 mod header;
 mod hugging_face;
 mod initial;
+mod initial_weights;
 mod key_values;
 mod language_model;
 mod llama;
@@ -76,6 +77,7 @@ pub use encoder_lm::{EncoderLm, EncoderLmConfig};
 pub use error::ModelError;
 pub use gpt::{Block, Gpt};
 pub use gpt2::{Gpt2, Gpt2Block, Gpt2Config, Gpt2Shared};
+pub use initial_weights::write_initial_weights;
 pub use key_values::{KeyValueCache, KeyValues};
 pub use language_model::LanguageModel;
 pub use llama::{Llama, LlamaBlock, LlamaShared};

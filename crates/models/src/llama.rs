@@ -1,7 +1,6 @@
 //! The Llama.
 
 use std::ops::Range;
-use std::path::Path;
 
 use burn::module::Module;
 use burn::nn::{Embedding, Linear, RmsNorm, RmsNormConfig};
@@ -188,10 +187,6 @@ impl LanguageModel for Llama {
             Some(head) => head.forward(x),
             None => x.matmul(self.tok_embeddings.weight.val().transpose()),
         }
-    }
-
-    fn write_weights(&self, path: &Path) -> Result<(), ModelError> {
-        self.save(path)
     }
 }
 

@@ -297,7 +297,7 @@ fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTen
     bridge::map_data(tensor, name, dtype, Shape::from(reversed), transposed)
 }
 
-fn transposed(data: TensorData) -> TensorData {
+pub(crate) fn transposed(data: TensorData) -> TensorData {
     let dtype: DType = data.dtype();
     Tensor::<2>::from_data(data, (&Device::flex(), dtype))
         .transpose()
@@ -363,7 +363,7 @@ fn stored_tensor(
     }
 }
 
-fn store_error(path: &Path, problem: &impl ToString) -> ModelError {
+pub(crate) fn store_error(path: &Path, problem: &impl ToString) -> ModelError {
     ModelError::Store {
         path: path.to_owned(),
         problem: problem.to_string(),

@@ -18,12 +18,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use burn::backend::Flex;
 use burn::module::Module;
 use burn::optim::Optimizer;
-use burn::tensor::Device;
+use burn::tensor::{Device, TensorData};
 use burn_ir::BackendIr;
 
 use crate::error::Error;
 use crate::graph::Graph;
-use crate::initial::InitialValues;
+use crate::initial::{InitialValues, ShardSpec};
 use crate::kernels::has_kernels;
 use crate::mode::Mode;
 use crate::run::Executor;
@@ -42,8 +42,10 @@ pub use step::CompiledStep;
 /// arguments.
 ///
 /// Graphs are made when the first batch of its shapes comes. Initial values are those that `init`
-/// gives on rank 0; no rank ever holds more than its part and one whole parameter, but for
-/// [`DataParallel::Automatic`](crate::DataParallel::Automatic), whose parts are known with the first graph only.
+/// gives on rank 0; no rank ever holds more than its part and one whole parameter, as long as `init` leaves parameters
+/// lazy, as Burn's layers do (and [`LazyLora`](crate::LazyLora) does, in place of Burn's `apply_lora`). Until the first graph of
+/// [`DataParallel::Automatic`](crate::DataParallel::Automatic) has decided the parts, they are flat shards. Values of
+/// a file are better read by [`compile_from`].
 ///
 /// The optimizer is followed step by step: what it computes on the host may depend on the learning rate, its
 /// step number, its own state, and the shapes and types of parameters. It steps a parameter when the batch gives
@@ -113,6 +115,59 @@ where
     compile_with(init, loss, optimizer, mode, Vec::new())
 }
 
+/// Compiles as [`compile`] does, from values that each rank reads for itself: those of a file, of which it takes the bytes of
+/// its own shards.
+///
+/// `read` is called once for each tensor of the module, in its order, and returns this rank's part in the shape that it is
+/// asked for, or `None` to have the value that `init` makes on rank 0. All ranks must return a part of the same tensors. A
+/// value that is read is not made: `init` may leave it lazy.
+///
+/// ```
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::SgdConfig;
+/// use burn::tensor::{Device, Tensor, TensorData};
+/// use burn_fsdp_mesh::Region;
+/// use burn_fsdp_spmd::{Error, Mode, compile_from};
+///
+/// let stored = [1f32, 2., 3.];
+/// let mut step = compile_from(
+///     |device: &Device| LinearConfig::new(3, 1).init(device),
+///     |shard| match (&*shard.whole.path, &shard.region) {
+///         ("weight", Region::Flat(range)) => {
+///             let values = stored[range.clone()].to_vec();
+///             Ok::<_, Error>(Some(TensorData::new(values, shard.shape.clone())))
+///         }
+///         _ => Ok(None),
+///     },
+///     |model: &Linear, x: Tensor<2>| model.forward(x).mean(),
+///     SgdConfig::new().build(),
+///     Mode::single(),
+/// )?;
+/// assert_eq!(step.parameter("weight")?, TensorData::from([[1f32], [2.], [3.]]));
+/// # Ok::<(), Error>(())
+/// ```
+///
+/// # Errors
+///
+/// Whatever `read` returns, [`Error::TensorMismatch`] for a part of another shape or type, and as [`compile`].
+pub fn compile_from<M, B, L, O, E>(
+    init: impl Fn(&Device) -> M + Send + 'static,
+    read: impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+    loss: impl Fn(&M, B) -> L + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+) -> Result<CompiledStep<B, Flex, L::Outputs>, E>
+where
+    M: Module + 'static,
+    B: Batch,
+    L: Loss,
+    O: Optimizer,
+    E: From<Error>,
+{
+    let on = (&Device::flex(), Default::default());
+    compiled::<Flex, M, B, L, O, E>((init, read), loss, optimizer, mode, Vec::new(), on)
+}
+
 /// Compiles as [`compile`] does, with overrides for parts of the module that cannot be traced as they are.
 ///
 /// # Errors
@@ -175,12 +230,37 @@ where
     L: Loss,
     O: Optimizer,
 {
+    let values = (init, |_: &ShardSpec<'_>| Ok::<_, Error>(None));
+    let on = (device, backend_device);
+    compiled::<Be, M, B, L, O, Error>(values, loss, optimizer, mode, overrides, on)
+}
+
+fn compiled<Be, M, B, L, O, E>(
+    (init, read): (
+        impl Fn(&Device) -> M + Send + 'static,
+        impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+    ),
+    loss: impl Fn(&M, B) -> L + Send + 'static,
+    optimizer: O,
+    mode: Mode,
+    overrides: Vec<Box<dyn Override<M>>>,
+    (device, backend_device): (&Device, Be::Device),
+) -> Result<CompiledStep<B, Be, L::Outputs>, E>
+where
+    Be: BackendIr,
+    M: Module + 'static,
+    B: Batch,
+    L: Loss,
+    O: Optimizer,
+    E: From<Error>,
+{
     let mode = match has_kernels::<Be>() {
         true => mode,
         false => mode.without_kernels(),
     };
     let defaults = Some(Defaults::of(device));
     let specs = parameters_with(defaults, &init)?;
+    mode.check_precision(&specs)?;
     let replaced = |device: &Device| {
         let module = init(device);
         overrides
@@ -189,7 +269,7 @@ where
     };
     let traced = parameters_with(defaults, replaced)?;
     if let Some(path) = first_difference(&specs, &traced) {
-        return Err(Error::OverrideChangedParameters { path });
+        return Err(Error::OverrideChangedParameters { path }.into());
     }
     let trained = specs.iter().filter(|spec| spec.is_trained);
     let trained = trained.map(|spec| (spec.path.clone(), spec.shape.clone(), spec.dtype));
@@ -197,11 +277,10 @@ where
     let scalars = HostScalars::new(&optimizer, 1.0, trained)?;
     let initial = {
         let layout = |spec: &ParameterSpec| mode.initial_layout(spec);
-        InitialValues::new(&init, &specs, &layout, mode.ranks(), device)?
+        InitialValues::new((&init, read), &specs, &layout, mode.ranks(), device)?
     };
     let executor = Executor::new(backend_device, mode.ranks().group().clone());
     let executor = executor.axes(mode.ranks().axes()?);
-    mode.check_precision(&specs)?;
     let options = mode.trace_options(defaults);
     let templates = Arc::new(Mutex::new(Vec::new()));
     let kept = templates.clone();

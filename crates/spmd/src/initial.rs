@@ -1,31 +1,43 @@
-//! Initial values, sent from rank 0 to all ranks, one parameter at a time.
+//! Initial values, one parameter at a time: sent from rank 0 to all ranks, or read by each rank for itself.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
-use burn_fsdp_collectives::{Part, ProcessGroup, Source};
-use burn_fsdp_mesh::{Layout, Partition};
+use burn_fsdp_collectives::{BufferPool, Part, Partition, Pending, ProcessGroup, Source};
+use burn_fsdp_mesh::{Layout, Region};
 use burn_ir::TensorId;
 
 use crate::error::Error;
-use crate::graph::Graph;
+use crate::graph::{Graph, Parameter};
 use crate::panics::caught;
-use crate::parts::{Divided, broadcast, element_of};
+use crate::parts::{Divided, Lent, broadcast, element_of};
 use crate::ranks::Ranks;
 use crate::trace::ParameterSpec;
 
 /// A function from a tensor of the module to its layout before there is a graph.
 pub(crate) type LayoutOf<'a> = dyn Fn(&ParameterSpec) -> Result<Layout, Error> + 'a;
 
-/// Values of a module's tensors before there is a graph, each divided as its layout says.
+/// A tensor of a module whose initial value is asked for, and this rank's part of it.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ShardSpec<'a> {
+    /// The whole tensor.
+    pub whole: &'a ParameterSpec,
+    /// The elements of the whole that this rank holds, possibly none.
+    pub region: Region,
+    /// The shape in which it holds them: one dim where elements are cut.
+    pub shape: Vec<usize>,
+}
+
+/// Values of a module's tensors before there is a graph, each divided as its layout says.
+#[derive(Debug)]
 pub(crate) struct InitialValues {
     values: BTreeMap<Arc<str>, Held>,
 }
 
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Held {
     spec: ParameterSpec,
     layout: Layout,
@@ -33,15 +45,17 @@ struct Held {
 }
 
 impl InitialValues {
-    /// Gives all ranks the values that `init` makes on rank 0, divided as `layout` says of each tensor.
-    pub(crate) fn new<M: Module>(
-        init: impl Fn(&Device) -> M,
+    /// Gives this rank its part of every tensor: what `read` returns, and otherwise its part of the value that `init` makes
+    /// on rank 0. What is read is made nowhere.
+    pub(crate) fn new<M: Module, E: From<Error>>(
+        (init, read): (impl Fn(&Device) -> M, impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>),
         specs: &[ParameterSpec],
         layout: &LayoutOf<'_>,
         ranks: &Ranks,
         device: &Device,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, E> {
         let mut receiver = Receiver {
+            read,
             specs,
             layout,
             ranks,
@@ -49,21 +63,18 @@ impl InitialValues {
             values: BTreeMap::new(),
             error: None,
         };
-        match ranks.rank() == 0 {
-            true => {
-                // On the tape, as for Burn's own training: some modules ask for gradients.
-                let device = device.clone().autodiff();
-                // Parameters are replaced as they are visited, so that only one is there at a time.
-                let made = caught(|| init(&device).map(&mut receiver));
-                if let Err(panic) = made {
-                    let reason = panic.text();
-                    return Err(Error::Initialization { reason });
-                }
+        if ranks.rank() == 0 {
+            // On the tape, as for Burn's own training: some modules ask for gradients.
+            let device = device.clone().autodiff();
+            // Parameters are replaced as they are visited, so that only one is there at a time.
+            let made = caught(|| init(&device).map(&mut receiver));
+            if let Err(panic) = made {
+                let reason = panic.text();
+                return Err(Error::Initialization { reason }.into());
             }
-            false => {
-                for spec in specs {
-                    receiver.receive(spec, None);
-                }
+        } else {
+            for spec in specs {
+                receiver.receive(spec, || None);
             }
         }
         match receiver.error {
@@ -112,43 +123,49 @@ impl InitialValues {
         held.ok_or_else(|| Error::Internal(format!("parameter {path} has no value")))
     }
 
-    /// Returns the values, divided as the graph divides its parameters.
+    /// Returns the values, divided as the graph divides its parameters. All ranks must call it where the graph divides them
+    /// otherwise than before: one parameter at a time is whole then.
     pub(crate) fn into_values(
         mut self,
         graph: &Graph,
         ranks: &Ranks,
     ) -> Result<Vec<(TensorId, TensorData)>, Error> {
-        let mut values = Vec::new();
-        for parameter in graph.parameters() {
-            let held = self.values.remove(&parameter.path);
-            let held = held.ok_or_else(|| {
-                Error::Internal(format!("parameter {} has no value", parameter.path))
-            })?;
-            if held.data.dtype() != parameter.dtype {
-                return Err(Error::mismatch(
-                    "parameter",
-                    parameter.path.to_string(),
-                    (&parameter.shape, parameter.dtype),
-                    &held.data,
-                ));
-            }
-            let is_same = held.layout == parameter.layout
-                || held.layout.is_whole() && parameter.layout.is_whole();
-            let data = match is_same {
-                true => held.data,
-                false => {
-                    let all = held.divided(ranks).whole(&parameter.path, &held.data)?;
-                    let divided = Divided {
-                        shape: &parameter.shape,
-                        layout: &parameter.layout,
-                        ranks,
-                    };
-                    divided.localize(&all)?
-                }
-            };
-            values.push((parameter.value, data));
+        let parameters = graph.parameters().iter();
+        let values = parameters.map(|parameter| {
+            let data = self.take(parameter, ranks)?;
+            Ok((parameter.value, data))
+        });
+        values.collect()
+    }
+
+    /// Takes a value out, divided as the graph divides the parameter, and leaves its place for it to be
+    /// [put back](Self::set_local) into. All ranks must call it.
+    pub(crate) fn take(
+        &mut self,
+        parameter: &Parameter,
+        ranks: &Ranks,
+    ) -> Result<TensorData, Error> {
+        let held = self.values.get_mut(&parameter.path);
+        let held = held.ok_or_else(|| {
+            Error::Internal(format!("parameter {} has no value", parameter.path))
+        })?;
+        if held.data.dtype() != parameter.dtype {
+            return Err(Error::mismatch(
+                "parameter",
+                parameter.path.to_string(),
+                (&parameter.shape, parameter.dtype),
+                &held.data,
+            ));
         }
-        Ok(values)
+        let empty = TensorData::from_bytes_vec(Vec::new(), [0], parameter.dtype);
+        let data = std::mem::replace(&mut held.data, empty);
+        let layout = std::mem::replace(&mut held.layout, parameter.layout.clone());
+        let from = Divided {
+            shape: &held.spec.shape,
+            layout: &layout,
+            ranks,
+        };
+        from.relaid(&parameter.path, data, &parameter.layout)
     }
 }
 
@@ -162,75 +179,64 @@ impl Held {
     }
 }
 
-struct Receiver<'a> {
+struct Receiver<'a, R, E> {
+    read: R,
     specs: &'a [ParameterSpec],
     layout: &'a LayoutOf<'a>,
     ranks: &'a Ranks,
     path: Vec<String>,
     values: BTreeMap<Arc<str>, Held>,
-    error: Option<Error>,
+    error: Option<E>,
 }
 
-impl Receiver<'_> {
+impl<R, E> Receiver<'_, R, E>
+where
+    R: FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+    E: From<Error>,
+{
     fn visit(&mut self, data: impl FnOnce() -> TensorData) {
         let path = self.path.join(".");
         let specs = self.specs;
         let spec = specs.iter().find(|spec| *spec.path == *path);
-        let (Some(spec), None) = (spec, &self.error) else {
-            return;
-        };
-        self.receive(spec, Some(data()));
+        if let Some(spec) = spec {
+            self.receive(spec, || Some(data()));
+        }
     }
 
-    fn receive(&mut self, spec: &ParameterSpec, data: Option<TensorData>) {
+    fn receive(&mut self, spec: &ParameterSpec, data: impl FnOnce() -> Option<TensorData>) {
+        if self.error.is_some() {
+            return;
+        }
         match self.try_receive(spec, data) {
             Ok(held) => {
                 self.values.insert(spec.path.clone(), held);
             }
-            Err(error) => self.error = Some(self.error.take().unwrap_or(error)),
+            Err(error) => self.error = Some(error),
         }
     }
 
-    fn try_receive(&self, spec: &ParameterSpec, data: Option<TensorData>) -> Result<Held, Error> {
-        if let Some(data) = &data
-            && (data.dtype() != spec.dtype || data.shape().to_vec() != spec.shape)
-        {
-            return Err(Error::mismatch(
-                "parameter",
-                spec.path.to_string(),
-                (&spec.shape, spec.dtype),
-                data,
-            ));
-        }
-        let group = self.ranks.group();
+    fn try_receive(
+        &mut self,
+        spec: &ParameterSpec,
+        data: impl FnOnce() -> Option<TensorData>,
+    ) -> Result<Held, E> {
         let layout = (self.layout)(spec)?;
         let divided = Divided {
             shape: &spec.shape,
             layout: &layout,
             ranks: self.ranks,
         };
-        let Some(partition) = divided.partition()? else {
-            let data = broadcast(group, &spec.path, data, (&spec.shape, spec.dtype))?;
-            return Ok(Held {
-                spec: spec.clone(),
-                data: divided.localize(&data)?,
-                layout,
-            });
+        let shard = asked(spec, &divided)?;
+        let data = match (self.read)(&shard)? {
+            Some(data) => {
+                let (path, expected) = (spec.path.to_string(), (shard.shape.as_slice(), spec.dtype));
+                if data.shape().to_vec() != shard.shape || data.dtype() != spec.dtype {
+                    return Err(Error::mismatch("shard", path, expected, &data).into());
+                }
+                divided.padded(data)?
+            }
+            None => sent(spec, &divided, data())?,
         };
-        let copies = divided.copies()?;
-        let mut data = match copies.iter().all(|group| group.rank() == 0) {
-            true => Some(shard(spec, data, partition, divided.flat_group()?)?),
-            false => None,
-        };
-        // The ranks that have divided the values hand them to those that hold the same parts.
-        for copies in copies {
-            let known = (&[partition.chunk_len()][..], spec.dtype);
-            let own = (copies.rank() == 0).then_some(data).flatten();
-            data = Some(broadcast(copies, &spec.path, own, known)?);
-        }
-        let data = data.ok_or_else(|| {
-            Error::Internal(format!("parameter {} has come to no rank", spec.path))
-        })?;
         Ok(Held {
             spec: spec.clone(),
             layout,
@@ -239,8 +245,60 @@ impl Receiver<'_> {
     }
 }
 
+/// Describes this rank's part of a tensor whose value is asked for.
+fn asked<'a>(spec: &'a ParameterSpec, divided: &Divided<'_>) -> Result<ShardSpec<'a>, Error> {
+    let (mesh, rank) = (divided.ranks.mesh()?, divided.ranks.rank());
+    let region = match divided.layout.is_whole() {
+        true => Region::whole(&spec.shape),
+        false => divided.layout.region(&spec.shape, &mesh, rank)?,
+    };
+    Ok(ShardSpec {
+        whole: spec,
+        region,
+        shape: divided.part_shape()?,
+    })
+}
+
+/// Returns this rank's part, padded, of the value that rank 0 has.
+fn sent(
+    spec: &ParameterSpec,
+    divided: &Divided<'_>,
+    data: Option<TensorData>,
+) -> Result<TensorData, Error> {
+    let (path, known) = (&spec.path, (spec.shape.as_slice(), spec.dtype));
+    if let Some(data) = &data
+        && (data.dtype() != spec.dtype || data.shape().to_vec() != spec.shape)
+    {
+        return Err(Error::mismatch("parameter", path.to_string(), known, data));
+    }
+    let Some(partition) = divided.partition()? else {
+        let data = broadcast(divided.ranks.group(), path, data, known)?;
+        return divided.localize(&data.0);
+    };
+    let copies = divided.copies()?;
+    let is_first = copies.iter().all(|group| group.rank() == 0);
+    let mut data = match is_first {
+        true => Some(scattered(spec, data, partition, divided.flat_group()?)?),
+        false => None,
+    };
+    // The ranks that have divided the values hand them to those that hold the same parts.
+    for copies in copies {
+        let known = (&[partition.chunk_len()][..], spec.dtype);
+        let own = (copies.rank() == 0).then_some(data).flatten();
+        let held = broadcast(copies, path, own, known)?;
+        data = Some(owned(held));
+    }
+    data.ok_or_else(|| Error::Internal(format!("parameter {path} has come to no rank")))
+}
+
+/// Returns elements in memory of their own, as they stay.
+fn owned(lent: Arc<Lent>) -> TensorData {
+    let data = &lent.0;
+    TensorData::from_bytes_vec(data.as_bytes().to_vec(), data.shape().to_vec(), data.dtype())
+}
+
 /// Returns this rank's flat shard, padded, of the values that the first rank of the group has.
-fn shard(
+fn scattered(
     spec: &ParameterSpec,
     data: Option<TensorData>,
     partition: Partition,
@@ -249,27 +307,33 @@ fn shard(
     let element = element_of(&spec.path, spec.dtype)?;
     let size = spec.dtype.size();
     let part = match data {
-        Some(data) => Part::new(Source::new(data.as_bytes().to_vec()), partition, element),
+        Some(data) => Part::new(Source::new(Lent(data)), partition, element),
         None => Part::absent(partition, element),
     };
-    let into = group.pool().take(partition.len(group.rank()) * size);
+    let into = BufferPool::new().take(partition.len(group.rank()) * size);
     let label = format!("initial {}", spec.path);
+    // Until the others have read it: the next value must not be made before.
     let received = group
-        .scatter(label, Vec::new(), 0, vec![part], vec![into])
+        .start_scatter(label, Vec::new(), 0, vec![part], vec![into])
+        .and_then(Pending::wait_released)
         .map_err(Error::among_ranks)?;
-    let mut bytes = received.buffers[0].as_ref().to_vec();
+    let mut bytes = Vec::with_capacity(partition.chunk_len() * size);
+    bytes.extend_from_slice(received.buffers[0].as_ref());
     bytes.resize(partition.chunk_len() * size, 0);
     let shape = [partition.chunk_len()];
     Ok(TensorData::from_bytes_vec(bytes, shape, spec.dtype))
 }
 
-impl ModuleMapper for Receiver<'_> {
+impl<R, E> ModuleMapper for Receiver<'_, R, E>
+where
+    R: FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+    E: From<Error>,
+{
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let id = param.id;
-        let device = param.lazy_device();
-        let tensor = param.into_value();
-        let stand_in = Tensor::<D>::zeros([1; D], &device);
-        self.visit(|| tensor.into_data());
+        let stand_in = Tensor::<D>::zeros([1; D], &param.lazy_device());
+        // A lazy parameter whose value is read is never made.
+        self.visit(|| param.into_value().into_data());
         Param::initialized(id, stand_in)
     }
 

@@ -69,6 +69,7 @@ mod error;
 pub mod graph;
 mod initial;
 mod kernels;
+mod lazy_lora;
 mod lower;
 mod mode;
 mod norm;
@@ -85,12 +86,14 @@ mod transform;
 pub use burn_fsdp_mesh::{LossScalerState, LossScaling, Strategy};
 pub use certificate::{Certificate, prove};
 pub use compile::{
-    CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile, compile_on,
-    compile_with,
+    CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile, compile_from,
+    compile_on, compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::{Error, ScaleError};
+pub use initial::ShardSpec;
 pub use kernels::{copied_columns, kernels, plain};
+pub use lazy_lora::LazyLora;
 pub use lower::{certify, lower};
 pub use mode::Mode;
 pub use norm::GRAD_NORM;

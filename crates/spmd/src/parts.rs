@@ -1,7 +1,11 @@
 //! Tensors on the host: from wholes to the parts that ranks hold, and back.
 
-use burn::tensor::{DType, TensorData};
-use burn_fsdp_collectives::{ElementType, FullPart, Part, ProcessGroup, Source};
+use std::sync::Arc;
+
+use burn::tensor::{AllocationProperty, Bytes, DType, TensorData};
+use burn_fsdp_collectives::{
+    Buffer, BufferPool, ElementType, FullPart, Part, Pending, ProcessGroup, Source,
+};
 use burn_fsdp_mesh::{Cut, Layout, Partition, Placement};
 
 use crate::elements::element_type;
@@ -56,17 +60,21 @@ impl Divided<'_> {
         cuts.collect()
     }
 
-    /// Returns this rank's part of the whole, padded.
+    /// Returns this rank's part of the whole, padded, in memory of its own.
     pub(crate) fn localize(&self, data: &TensorData) -> Result<TensorData, Error> {
         if let Some(partition) = self.partition()? {
             let part = slice(data, partition.range(self.flat_group()?.rank()));
             return self.padded(part);
         }
-        let mut part = data.clone();
+        let mut part = None;
         for (dim, group) in self.cuts()? {
-            part = part_along(&part, dim, group.size(), group.rank());
+            let of = part.as_ref().unwrap_or(data);
+            part = Some(part_along(of, dim, group.size(), group.rank()));
         }
-        Ok(part)
+        Ok(part.unwrap_or_else(|| {
+            let bytes = data.as_bytes().to_vec();
+            TensorData::from_bytes_vec(bytes, data.shape().to_vec(), data.dtype())
+        }))
     }
 
     /// Gathers the whole of which this rank has a part. All ranks must call it.
@@ -82,6 +90,28 @@ impl Divided<'_> {
             joined = join_along(all.as_bytes(), &joined, dim, group.size());
         }
         Ok(resized(joined, self.shape))
+    }
+
+    /// Returns this rank's part under another layout, padded as the one under this is. All ranks must call it where the
+    /// layouts differ: the whole is there for a moment.
+    pub(crate) fn relaid(
+        &self,
+        path: &str,
+        local: TensorData,
+        layout: &Layout,
+    ) -> Result<TensorData, Error> {
+        if self.layout == layout || self.layout.is_whole() && layout.is_whole() {
+            return Ok(local);
+        }
+        let whole = self.whole(path, &local)?;
+        drop(local);
+        let (shape, ranks) = (self.shape, self.ranks);
+        let into = Divided {
+            shape,
+            layout,
+            ranks,
+        };
+        into.localize(&whole)
     }
 
     /// Returns a part as the executor holds it: flat shards are padded to one length, and so are parts along dims.
@@ -187,7 +217,7 @@ pub(crate) fn slice(data: &TensorData, range: std::ops::Range<usize>) -> TensorD
     TensorData::from_bytes_vec(bytes, [range.len()], data.dtype())
 }
 
-/// Gathers the whole of which every rank has a flat padded shard.
+/// Gathers the whole of which every rank has a flat padded shard. Its memory is of no pool, which would keep as much.
 fn gather(
     group: &ProcessGroup,
     path: &str,
@@ -199,13 +229,31 @@ fn gather(
     let element = element_of(path, dtype)?;
     let own = partition.len(group.rank()) * dtype.size();
     let source = Source::new(local.as_bytes()[..own].to_vec());
-    let into = group.pool().take(partition.num_elements() * dtype.size());
+    let into = BufferPool::new().take(partition.num_elements() * dtype.size());
     let part = Part::new(source, partition, element);
     let received = group
         .all_gather(format!("read {path}"), Vec::new(), vec![part], vec![into])
         .map_err(Error::among_ranks)?;
-    let bytes = received.buffers[0].as_ref().to_vec();
-    Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
+    first_of(received.buffers, shape, dtype)
+}
+
+/// Returns the elements in the only buffer that was received, without a copy.
+fn first_of(buffers: Vec<Buffer>, shape: &[usize], dtype: DType) -> Result<TensorData, Error> {
+    let buffer = buffers.into_iter().next();
+    let buffer =
+        buffer.ok_or_else(|| Error::Internal("a collective has given no buffer".to_owned()))?;
+    let bytes = bytes::Bytes::from_owner(buffer);
+    let bytes = Bytes::from_shared(bytes, AllocationProperty::Native);
+    Ok(TensorData::from_bytes(bytes, shape.to_vec(), dtype))
+}
+
+/// Bytes of a tensor on the host that ranks read in place.
+pub(crate) struct Lent(pub(crate) TensorData);
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
 }
 
 pub(crate) fn element_of(path: &str, dtype: DType) -> Result<ElementType, Error> {
@@ -221,29 +269,29 @@ pub(crate) fn broadcast(
     path: &str,
     data: Option<TensorData>,
     (shape, dtype): (&[usize], DType),
-) -> Result<TensorData, Error> {
+) -> Result<Arc<Lent>, Error> {
     let num_bytes = shape.iter().product::<usize>() * dtype.size();
     let bytes = ElementType::U8;
     let label = format!("initial {path}");
-    let (parts, into) = match &data {
-        Some(data) => (
-            vec![FullPart::new(Source::new(data.as_bytes().to_vec()), bytes)],
+    let own = data.map(|data| Arc::new(Lent(data)));
+    let (parts, into) = match &own {
+        Some(own) => (
+            vec![FullPart::new(Source::from_arc(own.clone()), bytes)],
             vec![],
         ),
         None => (
             vec![FullPart::absent(num_bytes, bytes)],
-            vec![group.pool().take(num_bytes)],
+            vec![BufferPool::new().take(num_bytes)],
         ),
     };
+    // Until the others have read it: the next value must not be made before.
     let received = group
-        .broadcast(label, Vec::new(), 0, parts, into)
+        .start_broadcast(label, Vec::new(), 0, parts, into)
+        .and_then(Pending::wait_released)
         .map_err(Error::among_ranks)?;
-    match data {
-        Some(data) => Ok(data),
-        None => {
-            let bytes = received.buffers[0].as_ref().to_vec();
-            Ok(TensorData::from_bytes_vec(bytes, shape.to_vec(), dtype))
-        }
+    match own {
+        Some(own) => Ok(own),
+        None => Ok(Arc::new(Lent(first_of(received.buffers, shape, dtype)?))),
     }
 }
 

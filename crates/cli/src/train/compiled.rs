@@ -1,6 +1,5 @@
 //! The trainer that runs a compiled step.
 
-use std::sync::Mutex;
 use std::time::Instant;
 
 use burn::module::Module;
@@ -11,15 +10,15 @@ use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, LossScaling, Mode, certify, compile, kernels, load_compiled,
-    restore_compiled_matching, snapshot_compiled_matching,
+    CompiledStep, Evaluation, LazyLora, LossScaling, Mode, ShardSpec, certify, compile_from,
+    kernels, load_compiled, restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
 use burn_fsdp::testing::At;
 use burn_fsdp::{LossScaler, ProcessGroup, ProcessMesh};
 use burn_fsdp_models::fused::recorded;
-use burn_fsdp_models::{Architecture, Batches, LanguageModel};
+use burn_fsdp_models::{Architecture, Batches, LanguageModel, WeightsFile};
 use serde_json::Value;
 
 use crate::adapters::{AdapterSizes, Adapters, is_saved};
@@ -79,7 +78,7 @@ fn mode<A: Architecture>(
     let options = options.scale_loss(config.step.scales_loss.then(LossScaling::default));
     let options = match sharding.unit_size {
         Some(least) => {
-            let model = sizes.init(&Device::flex(), config.seed)?;
+            let model = sizes.blank(&Device::flex())?;
             options.units(Units::matching(auto_units(&model, least)))
         }
         None => options,
@@ -116,7 +115,7 @@ fn traced<A: Architecture>(
     // One element, seen as many: only the shape is used.
     let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
     let tokens = || one().expand(shape);
-    let init = move |device: &Device| whole(sizes, adapters, device, seed);
+    let init = move |device: &Device| lazy(sizes, adapters, device, seed);
     let optimizer = config.optimizer.build();
     let config = TraceConfig {
         precision: config.sharding.precision.clone(),
@@ -140,21 +139,17 @@ fn prove<A: Architecture>(sizes: A, config: &TrainConfig, mode: &Mode) -> Result
     Ok(())
 }
 
-/// Makes the model that is trained, of sizes that were validated, with its adapters.
-fn whole<A: Architecture>(
+/// Makes the model that is trained, of sizes that were validated, with its adapters, whose factors Burn draws. All of it is
+/// lazy.
+fn lazy<A: Architecture>(
     sizes: A,
     adapters: Option<AdapterSizes>,
     device: &Device,
     seed: u64,
 ) -> A::Model {
     let model = sizes.init(device, seed).expect("the sizes were validated");
-    adapted(sizes, adapters, model)
-}
-
-/// Attaches adapters to a model, if it is to have them, with factors that Burn draws.
-fn adapted<A: Architecture>(sizes: A, adapters: Option<AdapterSizes>, model: A::Model) -> A::Model {
     match adapters {
-        Some(adapters) => model.apply_lora(adapters.lora(sizes)),
+        Some(adapters) => model.apply_reparameterization(LazyLora(adapters.lora(sizes))),
         None => model,
     }
 }
@@ -164,48 +159,38 @@ fn loss<M: LanguageModel>(model: &M, (inputs, targets): Tokens) -> Tensor<1> {
 }
 
 impl<'a, A: Architecture> Compiled<'a, A> {
-    /// Divides the initial weights among the ranks. Collective.
+    /// Divides the initial weights among the ranks: from a file each reads its shards. Collective.
     pub(crate) fn new(
         sizes: A,
         config: &'a TrainConfig,
         world: &'a ProcessGroup,
         mesh: &'a ProcessMesh,
     ) -> Result<Self, RankError> {
-        let values = Device::flex();
-        // Only rank 0's values count.
-        let file = config.init.as_deref().filter(|_| world.rank() == 0);
-        let loaded = file.map(|file| weights::whole(sizes, Some(file), &values, config.seed));
-        let loaded = Mutex::new(loaded.transpose()?);
         let (seed, adapters) = (config.seed, config.adapters);
         sizes.validate()?;
         let init = move |device: &Device| {
             // On other devices the model is only looked at.
-            let wanted = *device == values;
-            let loaded = loaded.lock().ok().filter(|_| wanted);
-            let loaded = loaded.and_then(|mut loaded| loaded.take());
-            if wanted && adapters.is_some() {
+            if adapters.is_some() && *device == Device::flex() {
                 device.seed(seed);
             }
-            match loaded {
-                Some(loaded) => adapted(sizes, adapters, loaded),
-                None => whole(sizes, adapters, device, seed),
-            }
+            lazy(sizes, adapters, device, seed)
         };
         let held_out = Evaluation::new(
-            move |device: &Device| whole(sizes, adapters, device, seed),
+            move |device: &Device| lazy(sizes, adapters, device, seed),
             loss::<A::Model>,
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         if config.step.is_certified && world.rank() == 0 {
             prove(sizes, config, &mode)?;
         }
-        // The checksum of the weights is that of shards, of which each rank reads its own, once more.
-        let adapters = config.adapters.map(|adapters| {
-            let model = model::sharded(sizes, config, world, mesh)?;
-            Adapters::of(adapters, &model, mesh)
-        });
+        let file = config.init.as_deref();
+        let file = file.map(|path| WeightsFile::open(path, sizes)).transpose()?;
+        let read = |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), shard);
+        let optimizer = config.optimizer.build();
+        let mut step = compile_from(init, read, loss::<A::Model>, optimizer, mode)?;
+        let adapters = config.adapters;
+        let adapters = adapters.map(|adapters| Adapters::of_compiled(adapters, &mut step, mesh));
         let adapters = adapters.transpose()?;
-        let step = compile(init, loss::<A::Model>, config.optimizer.build(), mode)?;
         Ok(Self {
             adapters,
             sizes,
@@ -281,7 +266,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             Some(model) => model,
             None => {
                 let device = model::device(self.config, self.world);
-                let model = self.sizes.init(&device, self.config.seed)?;
+                let model = self.sizes.blank(&device)?;
                 model::shard(self.sizes, self.config, self.mesh, model)?
             }
         };

@@ -36,6 +36,8 @@ mod schedule;
 mod settings;
 mod share;
 mod sizes;
+#[cfg(test)]
+mod start_memory;
 mod summary;
 mod trace;
 mod trainer;

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::Device;
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::{Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard};
-use burn_fsdp_models::{Architecture, LanguageModel, ModelConfig, ModelError};
+use burn_fsdp_models::{Architecture, ModelConfig, ModelError, write_initial_weights};
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
@@ -25,8 +25,7 @@ fn save_initial_of<A: Architecture>(sizes: A, config: &TrainConfig) -> Result<()
     let Some(path) = &config.save_init else {
         return Ok(());
     };
-    let model = weights::whole(sizes, config.init.as_deref(), &Device::flex(), config.seed)?;
-    model.write_weights(path)
+    write_initial_weights(sizes, config.seed, config.init.as_deref(), path)
 }
 
 /// Returns the rank's device as one that can recompute, so that the eager engine may drop full

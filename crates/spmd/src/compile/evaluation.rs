@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_ir::{BackendIr, TensorId};
+use burn_ir::BackendIr;
 
 use super::repeat::difference;
 use super::step::CompiledStep;
@@ -228,14 +228,14 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         let prepared = self.prepare_evaluation(evaluation, batch);
         let fingerprint = |(graph, ..): &(Arc<Graph>, P)| graph.fingerprint();
         let (graph, template) = self.agreed(prepared, fingerprint, 0.0, (batch, 1))?;
-        let lent = self.lend_initial(&graph)?;
+        let lent = self.lend_initial(&graph);
+        lent.inspect_err(|error| self.poison(error))?;
         self.load(&graph);
         self.feed(&graph, batch);
         let ran = self.executor.run(&graph, &StepScalars::default(), None);
+        let taken = self.take_initial(&graph);
         let results = ran.inspect_err(|error| self.poison(error))?;
-        for id in lent {
-            self.executor.remove(id);
-        }
+        taken?;
         fill(&template, &results.outputs)
     }
 
@@ -268,16 +268,28 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(made)
     }
 
-    /// Gives the executor the initial values while no step has taken them. Returns what it was given, to be taken back.
-    fn lend_initial(&mut self, graph: &Graph) -> Result<Vec<TensorId>, Error> {
-        let Some(initial) = self.initial.clone() else {
-            return Ok(Vec::new());
+    /// Gives the executor the initial values while no step has taken them, without a copy.
+    fn lend_initial(&mut self, graph: &Graph) -> Result<(), Error> {
+        let Some(initial) = &mut self.initial else {
+            return Ok(());
         };
-        let values = initial.into_values(graph, self.mode.ranks())?;
-        let lent = values.iter().map(|(id, _)| *id).collect();
-        for (id, data) in values {
-            self.executor.set(id, data);
+        for parameter in graph.parameters() {
+            let data = initial.take(parameter, self.mode.ranks())?;
+            self.executor.set(parameter.value, data);
         }
-        Ok(lent)
+        Ok(())
+    }
+
+    /// Takes the initial values back that the executor was lent.
+    fn take_initial(&mut self, graph: &Graph) -> Result<(), Error> {
+        let Some(initial) = &mut self.initial else {
+            return Ok(());
+        };
+        for parameter in graph.parameters() {
+            let data = self.executor.get(parameter.value)?;
+            self.executor.remove(parameter.value);
+            initial.set_local(&parameter.path, data)?;
+        }
+        Ok(())
     }
 }

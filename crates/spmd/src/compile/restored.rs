@@ -13,8 +13,8 @@ use crate::ranks::Ranks;
 pub(super) enum Restored {
     /// The whole state.
     Whole(TensorData),
-    /// This rank's part, without padding.
-    Part(TensorData),
+    /// This rank's part, without padding, and the layout that it is of.
+    Part(TensorData, Layout),
 }
 
 impl Restored {
@@ -24,7 +24,7 @@ impl Restored {
         if layout.is_whole() {
             Self::Whole(data)
         } else {
-            Self::Part(data)
+            Self::Part(data, layout.clone())
         }
     }
 
@@ -32,7 +32,7 @@ impl Restored {
     pub(super) fn check(&self, place: &Parameter, slot: &str, ranks: &Ranks) -> Result<(), Error> {
         let (shape, data) = match self {
             Self::Whole(data) => (place.shape.clone(), data),
-            Self::Part(data) => (divided(place, ranks).part_shape()?, data),
+            Self::Part(data, layout) => (under(place, layout, ranks).part_shape()?, data),
         };
         match data.shape().to_vec() == shape && data.dtype() == place.dtype {
             true => Ok(()),
@@ -45,12 +45,24 @@ impl Restored {
         }
     }
 
-    /// Returns this rank's part as the graph holds it.
+    /// Returns this rank's part as the graph holds it. All ranks must call it where it was set under another layout.
     pub(super) fn into_local(self, place: &Parameter, ranks: &Ranks) -> Result<TensorData, Error> {
         match self {
             Self::Whole(data) => divided(place, ranks).localize(&data),
-            Self::Part(data) => divided(place, ranks).padded(data),
+            Self::Part(data, layout) => {
+                let set = under(place, &layout, ranks);
+                set.relaid(&place.path, set.padded(data)?, &place.layout)
+            }
         }
+    }
+}
+
+/// Returns a parameter or state of a graph under another layout.
+fn under<'a>(place: &'a Parameter, layout: &'a Layout, ranks: &'a Ranks) -> Divided<'a> {
+    Divided {
+        shape: &place.shape,
+        layout,
+        ranks,
     }
 }
 

@@ -1,6 +1,7 @@
 //! Access to the parameters and optimizer states that a step holds between two calls, whole or in this rank's part.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use burn::tensor::TensorData;
 use burn_fsdp_mesh::{Layout, Mesh};
@@ -158,11 +159,25 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok(())
     }
 
-    /// Moves the states that were set into the graph's values.
-    pub(super) fn restore(&mut self, graph: &Graph) -> Result<(), Error> {
+    /// Gives the executor the values that it has not yet, before a graph runs.
+    pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
         // What does not fit is found before anything is set.
-        let mut places = Vec::with_capacity(self.restored.len());
-        for ((path, slot), data) in &self.restored {
+        let places = self.places(graph)?;
+        if let Some(initial) = self.initial.take() {
+            let values = initial.into_values(graph, self.mode.ranks());
+            for (id, data) in values.inspect_err(|error| self.poison(error))? {
+                self.executor.set(id, data);
+            }
+        }
+        let restored = self.restore(&places);
+        restored.inspect_err(|error| self.poison(error))?;
+        self.current = Some(graph.clone());
+        Ok(())
+    }
+
+    /// Returns the values of the graph that the states that were set belong to, in their order. Refuses what does not fit.
+    fn places(&self, graph: &Graph) -> Result<Vec<Parameter>, Error> {
+        let places = self.restored.iter().map(|((path, slot), data)| {
             let place = state_of(graph, path, slot)?;
             if !self.scalars.has_tensor(path, slot) {
                 let what =
@@ -170,12 +185,16 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 return Err(Error::Missing { what });
             }
             data.check(&place, slot, self.mode.ranks())?;
-            places.push(place);
-        }
-        for (place, data) in places
-            .iter()
-            .zip(std::mem::take(&mut self.restored).into_values())
-        {
+            Ok(place)
+        });
+        places.collect()
+    }
+
+    /// Moves the states that were set into these values of the graph. All ranks must call it where the graph divides them
+    /// otherwise than they were set.
+    fn restore(&mut self, places: &[Parameter]) -> Result<(), Error> {
+        let restored = std::mem::take(&mut self.restored).into_values();
+        for (place, data) in places.iter().zip(restored) {
             let local = data.into_local(place, self.mode.ranks())?;
             self.executor.set(place.value, local);
         }
@@ -216,7 +235,8 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         Ok((parameter, value))
     }
 
-    /// Returns the layout of a parameter or buffer, of its gradient and of its states.
+    /// Returns the layout of a parameter or buffer, of its gradient and of its states. Until the first graph of
+    /// [`DataParallel::Automatic`](crate::DataParallel::Automatic) decides, it is that of flat shards.
     ///
     /// # Errors
     ///
@@ -287,7 +307,7 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
                 continue;
             }
             let part = match data {
-                Restored::Part(data) => data.clone(),
+                Restored::Part(data, _) => data.clone(),
                 Restored::Whole(data) => {
                     let (shape, layout) = self.state_place(path, slot)?;
                     let divided = self.divided(&shape, &layout);

@@ -308,18 +308,6 @@ impl<B: Batch, Be: BackendIr, O> CompiledStep<B, Be, O> {
         }
     }
 
-    /// Gives the executor the values that it has not yet, before a graph runs.
-    pub(super) fn begin(&mut self, graph: &Arc<Graph>) -> Result<(), Error> {
-        if let Some(initial) = self.initial.take() {
-            for (id, data) in initial.into_values(graph, self.mode.ranks())? {
-                self.executor.set(id, data);
-            }
-        }
-        self.restore(graph)?;
-        self.current = Some(graph.clone());
-        Ok(())
-    }
-
     /// Returns the graph and scalars that this rank would run. Nothing moves between ranks, and the parameters and
     /// states change only by an optimizer's step that was due anyway.
     fn prepare_own(&mut self, learning_rate: f64, batch: &B) -> Result<Prepared, Error> {

@@ -48,6 +48,8 @@ impl Division {
             Self::DataParallel(style) if style.is_sharded() && !spec.is_buffer => {
                 Ok(Layout::flat(mesh, DATA_AXIS)?)
             }
+            // The first graph decides what is held whole; until then nothing is.
+            Self::Least(None) if !spec.is_buffer => Ok(Layout::flat(mesh, DATA_AXIS)?),
             Self::Hybrid { shard, .. } if !spec.is_buffer => Ok(Layout::flat(mesh, &shard.name)?),
             Self::Expand(mesh, expand) if !spec.is_buffer => {
                 let placed = expand.of_parameter(mesh, &spec.path, &spec.shape)?;

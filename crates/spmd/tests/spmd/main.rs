@@ -12,6 +12,7 @@ mod evaluation;
 mod frozen;
 mod host_values;
 mod hybrid;
+mod initial;
 mod kernels;
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;

@@ -1,0 +1,148 @@
+//! Bytes of the start of a run: bounds that fail if a rank holds a whole model before its part of one.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::tensor::Device;
+use burn_fsdp::{LaunchConfig, launch};
+use burn_fsdp_models::{Architecture, GptConfig, LlamaConfig, ModelConfig};
+use clap::Parser;
+
+use crate::HEAP;
+use crate::args::{Cli, Command};
+use crate::error::RankError;
+use crate::train::TrainConfig;
+use crate::train::compiled::Compiled;
+use crate::train::eager::Eager;
+use crate::train::model;
+
+/// The allocator counts for the whole process: one of these tests at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bytes of traces and tables, of all ranks together, and of what other tests do meanwhile.
+const BOOKS: usize = 6 << 20;
+
+fn config(arguments: &str) -> TrainConfig {
+    let words = "burn-fsdp train --synthetic --seq 16 --batch 4 --json".split(' ');
+    let words = words.chain(arguments.split_whitespace());
+    let Command::Train(args) = Cli::parse_from(words).command else {
+        unreachable!("the words begin with train");
+    };
+    TrainConfig::from_args(*args).unwrap_or_else(|error| panic!("{arguments}: {error}"))
+}
+
+/// The most that the heap grows by while all ranks start, and what is left of it.
+fn of_start<A: Architecture>(sizes: A, arguments: &str) -> (usize, usize) {
+    let config = Arc::new(config(arguments));
+    let ranks = LaunchConfig::new(config.ranks.number());
+    let body = move |world| {
+        let mesh = model::mesh(&config, &world)?;
+        world.barrier("before")?;
+        let before = HEAP.current_usage();
+        world.barrier("counted")?;
+        HEAP.reset_peak_usage();
+        world.barrier("measured")?;
+        let (compiled, eager) = match config.is_compiled {
+            true => (Some(Compiled::new(sizes, &config, &world, &mesh)?), None),
+            false => (None, Some(Eager::new(sizes, &config, &world, &mesh)?)),
+        };
+        world.barrier("made")?;
+        let seen = (HEAP.peak_usage() - before, HEAP.current_usage() - before);
+        world.barrier("measured again")?;
+        drop((compiled, eager));
+        Ok::<_, RankError>(seen)
+    };
+    let seen = launch(ranks, body).unwrap_or_else(|error| panic!("{arguments}: {error}"));
+    seen[0]
+}
+
+/// Asserts that all ranks together hold so many copies of the model, and while they start at most as many parameters more.
+fn assert_parts<A: Architecture>(
+    (sizes, copies): (A, usize),
+    (params, largest): (usize, usize),
+    arguments: &str,
+) {
+    let (peak, left) = of_start(sizes, arguments);
+    let held = 4 * params * copies;
+    let what = format!("{arguments}: {peak} bytes, {left} left, {held} of the model");
+    assert!((held..held + BOOKS).contains(&left), "{what}");
+    assert!(peak <= held + largest + BOOKS, "{what}");
+}
+
+fn llama(has_tied_head: bool) -> LlamaConfig {
+    let mut sizes = LlamaConfig::preset("7b").expect("a preset");
+    (sizes.layers, sizes.dim, sizes.heads, sizes.kv_heads) = (8, 384, 4, 2);
+    (sizes.hidden, sizes.vocab, sizes.seq) = (1023, 1031, 64);
+    sizes.variant.has_tied_head = has_tied_head;
+    sizes
+}
+
+fn folder(sizes: LlamaConfig, path: &Path) {
+    let model = sizes.init(&Device::flex(), 3).expect("the sizes are valid");
+    model.save_hugging_face(path).expect("written");
+}
+
+#[test]
+fn a_folder_is_read_in_parts() {
+    let _turn = alone();
+    for has_tied_head in [false, true] {
+        let sizes = llama(has_tied_head);
+        let params = ModelConfig::Llama(sizes).num_params();
+        // What a rank reads, and what that is made of.
+        let largest = 4 * 4 * 384 * 1031;
+        let place = tempfile::tempdir().expect("a folder");
+        folder(sizes, place.path());
+        let path = place.path().display();
+        for (arguments, copies) in [
+            ("--compile --ranks 2", 1),
+            ("--compile --ranks 4", 1),
+            ("--compile --ranks 4 --strategy hybrid-shard --replicate-size 2", 2),
+            ("--compile --ranks 2 --strategy no-shard", 2),
+            ("--compile --ranks 2 --lora 4", 1),
+            ("--compile --ranks 4 --lora 4 --strategy hybrid-shard --replicate-size 2", 2),
+            ("--compile --ranks 2 --unit-size 100000", 1),
+            ("--compile --ranks 2 --certify", 1),
+            ("--compile --ranks 2 --memory-budget 1GiB", 1),
+        ] {
+            let arguments = format!("{arguments} --init {path}");
+            assert_parts((sizes, copies), (params, largest), &arguments);
+        }
+        // The eager engine replaces shards of zeros when it has read all.
+        for (arguments, copies) in [("--ranks 2", 1), ("--ranks 2 --lora 4", 1)] {
+            let arguments = format!("{arguments} --init {path}");
+            let shards = 4 * params * copies;
+            assert_parts((sizes, copies), (params, shards + largest), &arguments);
+        }
+    }
+}
+
+#[test]
+fn random_values_are_made_one_parameter_at_a_time() {
+    let _turn = alone();
+    let sizes = GptConfig {
+        layers: 8,
+        dim: 384,
+        heads: 4,
+        vocab: 1031,
+        seq: 16,
+    };
+    let params = ModelConfig::Gpt(sizes).num_params();
+    let largest = 4 * 4 * 384 * 4 * 384;
+    let size = "--layers 8 --dim 384 --vocab 1031";
+    for (arguments, copies) in [
+        ("--compile --ranks 2", 1),
+        ("--compile --ranks 4", 1),
+        ("--compile --ranks 4 --strategy hybrid-shard --replicate-size 2", 2),
+        ("--compile --ranks 2 --strategy no-shard", 2),
+        ("--compile --ranks 2 --unit-size 100000", 1),
+        ("--compile --ranks 2 --certify", 1),
+        ("--ranks 2", 1),
+        ("--ranks 2 --unit-size 100000", 1),
+    ] {
+        let arguments = format!("{arguments} {size}");
+        assert_parts((sizes, copies), (params, largest), &arguments);
+    }
+}

@@ -1,0 +1,81 @@
+//! Adapters on parameters that stay lazy.
+
+use burn::module::{Lora, LoraAdapter, Param, ParamId, Reparameterizer};
+use burn::tensor::{Device, Distribution, FloatDType, Shape, Tensor};
+
+/// Burn's [`Lora`] for a module whose parameters are lazy, as `init` of [`compile`](crate::compile()) makes them. Burn's
+/// `apply_lora` makes the value of every matrix at once, to see its shape, and with it the whole model; this makes none, and
+/// factors when they are asked for, in the order of the module.
+///
+/// What it draws for the factors is what `apply_lora` draws, as long as nothing else draws from Burn's generator in between.
+/// Factors of a weight that is still lazy are of the device's default type, unless the configuration names another.
+///
+/// ```
+/// use burn::module::{Lora, Module};
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::Device;
+/// use burn_fsdp_spmd::LazyLora;
+///
+/// let model = LinearConfig::new(64, 64).init(&Device::flex());
+/// let model = model.apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+/// assert!(!model.weight.is_initialized());
+/// ```
+#[derive(Debug, Clone)]
+pub struct LazyLora(pub Lora);
+
+impl Reparameterizer for LazyLora {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let Self(lora) = self;
+        let is_adapted = D == 2 && lora.param_group.matches(&param.id, Some(path));
+        if !is_adapted {
+            return (param.set_require_grad(false), None);
+        }
+        let (device, shape) = (param.lazy_device(), shape_of(&param));
+        let made = param.is_initialized().then(|| param.base().dtype());
+        let own = made.filter(|dtype| dtype.is_float()).map(FloatDType::from);
+        let dtype = lora.dtype.or(own);
+        let std = lora.init_std.unwrap_or(1.0 / lora.rank as f64);
+        let factor = |shape: [usize; 2], std: Option<f64>| {
+            let make = move |device: &Device, is_trained: bool| {
+                device.memory_persistent_allocations((), |()| {
+                    let values: Tensor<2> = match std {
+                        Some(std) => {
+                            Tensor::random(shape, Distribution::Normal(0.0, std), device)
+                        }
+                        None => Tensor::zeros(shape, device),
+                    };
+                    let values = match dtype {
+                        Some(dtype) => values.cast(dtype),
+                        None => values,
+                    };
+                    values.set_require_grad(is_trained)
+                })
+            };
+            Param::uninitialized(ParamId::new(), make, device.clone(), true, Shape::from(shape))
+        };
+        let adapter = LoraAdapter {
+            a: factor([shape[0], lora.rank], Some(std)),
+            b: factor([lora.rank, shape[1]], None),
+            scale: lora.alpha / lora.rank as f64,
+        };
+        (param.set_require_grad(false), Some(adapter))
+    }
+}
+
+/// Returns the shape of a parameter in memory, without its value: a lazy one only knows that of records, which may be
+/// another, as that of linear layers by columns is.
+fn shape_of<const D: usize>(param: &Param<Tensor<D>>) -> Shape {
+    if param.is_initialized() {
+        return param.base().shape();
+    }
+    let one = Tensor::<D>::zeros([1; D], &param.lazy_device());
+    let stored = one.expand(param.lazy_shape());
+    let loaded = param.clone().transform_for_load(stored, param.id);
+    loaded.base().shape()
+}
