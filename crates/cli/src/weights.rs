@@ -49,7 +49,10 @@ pub(crate) fn read_part<A: Architecture>(
         return Ok(None);
     };
     let Region::Flat(range) = &part.region else {
-        unreachable!("the command divides parameters into flat shards, and these are {}", part.region);
+        unreachable!(
+            "the command divides parameters into flat shards, and these are {}",
+            part.region
+        );
     };
     let values = file.read(path, range.clone())?;
     Ok(Some(TensorData::new(values, part.shape.clone())))

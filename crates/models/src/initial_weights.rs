@@ -27,7 +27,9 @@ pub fn write_initial_weights<A: Architecture>(
     from: Option<&Path>,
     path: &Path,
 ) -> Result<(), ModelError> {
-    let file = from.map(|from| WeightsFile::open(from, config)).transpose()?;
+    let file = from
+        .map(|from| WeightsFile::open(from, config))
+        .transpose()?;
     let value = move |spec: &ParameterSpec| match &file {
         Some(file) => {
             let shape = spec.module_shape();

@@ -48,7 +48,10 @@ impl InitialValues {
     /// Gives this rank its part of every tensor: what `read` returns, and otherwise its part of the value that `init` makes
     /// on rank 0. What is read is made nowhere.
     pub(crate) fn new<M: Module, E: From<Error>>(
-        (init, read): (impl Fn(&Device) -> M, impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>),
+        (init, read): (
+            impl Fn(&Device) -> M,
+            impl FnMut(&ShardSpec<'_>) -> Result<Option<TensorData>, E>,
+        ),
         specs: &[ParameterSpec],
         layout: &LayoutOf<'_>,
         ranks: &Ranks,
@@ -146,9 +149,8 @@ impl InitialValues {
         ranks: &Ranks,
     ) -> Result<TensorData, Error> {
         let held = self.values.get_mut(&parameter.path);
-        let held = held.ok_or_else(|| {
-            Error::Internal(format!("parameter {} has no value", parameter.path))
-        })?;
+        let held = held
+            .ok_or_else(|| Error::Internal(format!("parameter {} has no value", parameter.path)))?;
         if held.data.dtype() != parameter.dtype {
             return Err(Error::mismatch(
                 "parameter",
@@ -229,7 +231,8 @@ where
         let shard = asked(spec, &divided)?;
         let data = match (self.read)(&shard)? {
             Some(data) => {
-                let (path, expected) = (spec.path.to_string(), (shard.shape.as_slice(), spec.dtype));
+                let (path, expected) =
+                    (spec.path.to_string(), (shard.shape.as_slice(), spec.dtype));
                 if data.shape().to_vec() != shard.shape || data.dtype() != spec.dtype {
                     return Err(Error::mismatch("shard", path, expected, &data).into());
                 }
@@ -294,7 +297,11 @@ fn sent(
 /// Returns elements in memory of their own, as they stay.
 fn owned(lent: Arc<Lent>) -> TensorData {
     let data = &lent.0;
-    TensorData::from_bytes_vec(data.as_bytes().to_vec(), data.shape().to_vec(), data.dtype())
+    TensorData::from_bytes_vec(
+        data.as_bytes().to_vec(),
+        data.shape().to_vec(),
+        data.dtype(),
+    )
 }
 
 /// Returns this rank's flat shard, padded, of the values that the first rank of the group has.

@@ -45,9 +45,7 @@ impl Reparameterizer for LazyLora {
             let make = move |device: &Device, is_trained: bool| {
                 device.memory_persistent_allocations((), |()| {
                     let values: Tensor<2> = match std {
-                        Some(std) => {
-                            Tensor::random(shape, Distribution::Normal(0.0, std), device)
-                        }
+                        Some(std) => Tensor::random(shape, Distribution::Normal(0.0, std), device),
                         None => Tensor::zeros(shape, device),
                     };
                     let values = match dtype {
@@ -57,7 +55,13 @@ impl Reparameterizer for LazyLora {
                     values.set_require_grad(is_trained)
                 })
             };
-            Param::uninitialized(ParamId::new(), make, device.clone(), true, Shape::from(shape))
+            Param::uninitialized(
+                ParamId::new(),
+                make,
+                device.clone(),
+                true,
+                Shape::from(shape),
+            )
         };
         let adapter = LoraAdapter {
             a: factor([shape[0], lora.rank], Some(std)),

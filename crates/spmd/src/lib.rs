@@ -86,8 +86,8 @@ mod transform;
 pub use burn_fsdp_mesh::{LossScalerState, LossScaling, Strategy};
 pub use certificate::{Certificate, prove};
 pub use compile::{
-    CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile, compile_from,
-    compile_on, compile_with,
+    CompiledStep, Evaluation, IdleState, IdleTensor, OptimizerState, Override, compile,
+    compile_from, compile_on, compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
 pub use error::{Error, ScaleError};

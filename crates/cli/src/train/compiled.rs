@@ -184,7 +184,9 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             prove(sizes, config, &mode)?;
         }
         let file = config.init.as_deref();
-        let file = file.map(|path| WeightsFile::open(path, sizes)).transpose()?;
+        let file = file
+            .map(|path| WeightsFile::open(path, sizes))
+            .transpose()?;
         let read = |shard: &ShardSpec<'_>| weights::read_part(file.as_ref(), shard);
         let optimizer = config.optimizer.build();
         let mut step = compile_from(init, read, loss::<A::Model>, optimizer, mode)?;

@@ -99,10 +99,16 @@ fn a_folder_is_read_in_parts() {
         for (arguments, copies) in [
             ("--compile --ranks 2", 1),
             ("--compile --ranks 4", 1),
-            ("--compile --ranks 4 --strategy hybrid-shard --replicate-size 2", 2),
+            (
+                "--compile --ranks 4 --strategy hybrid-shard --replicate-size 2",
+                2,
+            ),
             ("--compile --ranks 2 --strategy no-shard", 2),
             ("--compile --ranks 2 --lora 4", 1),
-            ("--compile --ranks 4 --lora 4 --strategy hybrid-shard --replicate-size 2", 2),
+            (
+                "--compile --ranks 4 --lora 4 --strategy hybrid-shard --replicate-size 2",
+                2,
+            ),
             ("--compile --ranks 2 --unit-size 100000", 1),
             ("--compile --ranks 2 --certify", 1),
             ("--compile --ranks 2 --memory-budget 1GiB", 1),
@@ -135,7 +141,10 @@ fn random_values_are_made_one_parameter_at_a_time() {
     for (arguments, copies) in [
         ("--compile --ranks 2", 1),
         ("--compile --ranks 4", 1),
-        ("--compile --ranks 4 --strategy hybrid-shard --replicate-size 2", 2),
+        (
+            "--compile --ranks 4 --strategy hybrid-shard --replicate-size 2",
+            2,
+        ),
         ("--compile --ranks 2 --strategy no-shard", 2),
         ("--compile --ranks 2 --unit-size 100000", 1),
         ("--compile --ranks 2 --certify", 1),

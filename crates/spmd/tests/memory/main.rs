@@ -231,7 +231,8 @@ fn what_is_read_is_made_nowhere() {
 #[test]
 fn adapters_leave_the_weights_lazy() {
     let _turn = alone();
-    let init = |device: &Device| Net::new(device).apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+    let init =
+        |device: &Device| Net::new(device).apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
     let make = move |mode| compile(init, Net::loss, AdamWConfig::new().build(), mode);
     for ranks in [2, 4] {
         let (peak, left) = of_compile(ranks, Division::Data(Strategy::FullShard.into()), make);
@@ -284,7 +285,10 @@ fn an_evaluation_before_the_first_step_copies_nothing() {
         assert_eq!(step.parameter("layers.3.weight")?, before);
         // The step goes on from the same values.
         let loss = step.step(1e-3, &batch)?;
-        assert!((loss - f64::from(first)).abs() < 1e-6 * loss.abs(), "{loss} {first}");
+        assert!(
+            (loss - f64::from(first)).abs() < 1e-6 * loss.abs(),
+            "{loss} {first}"
+        );
         Ok((peak, left))
     });
     let (peak, left) = seen[0];

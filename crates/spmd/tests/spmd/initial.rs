@@ -48,12 +48,18 @@ fn modes(world: &ProcessGroup) -> Result<Vec<(&'static str, Mode)>, Error> {
         ("automatic", data_parallel(DataParallel::Automatic)),
         (
             "placements",
-            Mode::expand(mesh(world, [("data", 1), ("model", world.size())])?, columns),
+            Mode::expand(
+                mesh(world, [("data", 1), ("model", world.size())])?,
+                columns,
+            ),
         ),
     ];
     if world.size() == 4 {
         let mesh = mesh(world, [("replicate", 2), ("shard", 2)])?;
-        modes.push(("hybrid", Mode::hybrid(mesh, "replicate", Strategy::FullShard)?));
+        modes.push((
+            "hybrid",
+            Mode::hybrid(mesh, "replicate", Strategy::FullShard)?,
+        ));
     }
     Ok(modes)
 }
@@ -141,7 +147,10 @@ fn what_is_not_read_is_rank_0s_and_parts_of_another_form_are_refused() {
             let got = step.parameter(path)?;
             assert!(!is_read || got == values[path], "{path}");
             let of_first = world.exchange("parameter", got.as_bytes().to_vec());
-            assert!(of_first.unwrap().iter().all(|of| **of == *got.as_bytes()), "{path}");
+            assert!(
+                of_first.unwrap().iter().all(|of| **of == *got.as_bytes()),
+                "{path}"
+            );
         }
         let other_shape = |shard: &ShardSpec<'_>| {
             let len = shard.region.len();
