@@ -83,6 +83,19 @@ pub enum Error {
          `Device::flex().autodiff().gradient_checkpointing()`, or call `train()` on what was returned for inference"
     )]
     UntrackedInTraining,
+    /// A file of whole tensors on their way to or from a checkpoint of Burn's training loop.
+    #[error(
+        "cannot {operation} {}: {source}; `FullySharded::scratch` names another folder for files that are gone when the training \
+         ends, as large as the model and its optimizer's state", path.display()
+    )]
+    Scratch {
+        /// What was tried.
+        operation: &'static str,
+        /// The file or folder.
+        path: std::path::PathBuf,
+        /// What came of it.
+        source: std::io::Error,
+    },
     /// A loader that did not give what it had.
     #[error("a loader of batches: {0}")]
     Loader(String),
@@ -143,6 +156,12 @@ pub enum CheckpointError {
     /// A state of the optimizer that cannot be taken apart or put together.
     #[error("state of the optimizer: {reason}")]
     Optimizer {
+        /// The reason.
+        reason: String,
+    },
+    /// A record of Burn's of a model that cannot be written.
+    #[error("record of the model: {reason}")]
+    Record {
         /// The reason.
         reason: String,
     },

@@ -93,9 +93,11 @@ pub use checkpointer::Checkpointer;
 pub use device_name::{DeviceName, DeviceNameError};
 pub use error::Error;
 
-/// The smaller parts of a [`ShardPolicy`], and the error of the eager engine.
+/// The smaller parts of a [`ShardPolicy`], sharding of values that each rank reads, and the error of the eager engine.
 pub mod sharding {
-    pub use burn_fsdp_shard::{Audit, Cut, DivideFactors, Error, ReduceGroup};
+    pub use burn_fsdp_shard::{
+        Audit, Cut, DivideFactors, Error, InitialPart, ReduceGroup, fully_shard_from,
+    };
 }
 
 /// Reports on what was cut, what it costs and what is communicated.
@@ -111,9 +113,10 @@ pub mod inspect {
 /// Access to what a sharded module holds: whole parameters, records, one rank's parts, running states, ids.
 pub mod state {
     pub use burn_fsdp_shard::{
-        Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, WriteBack,
-        check_agreement, full_state, into_record, load_local_state, local_ids, local_state,
-        moving_average, renew_stand_ins, reset, settle_ids, summon_full_params, sync_buffers,
+        Agreement, BufferSync, FullTensor, LocalId, LocalPart, LocalTensor, RecordedTensor,
+        WriteBack, check_agreement, full_state, into_record, load_local_state, local_ids,
+        local_state, moving_average, recorded_state, renew_stand_ins, reset, settle_ids,
+        summon_full_params, sync_buffers, unsharded,
     };
 }
 

@@ -8,7 +8,7 @@ use burn::module::{Module, ParamId};
 use burn::optim::{DynState, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_shard::{LocalId, local_ids, local_state};
-use burn_pack::Tensor as PackedTensor;
+use burn_pack::{Reader, Tensor as PackedTensor};
 
 use crate::error::{CheckpointError, optimizer_error};
 use crate::followed::{Elements, Followed, State, as_configured, group_of};
@@ -65,6 +65,23 @@ pub(crate) fn with_state(
             tensors,
         },
     )
+}
+
+/// Gives an optimizer the state of a record in a file, as [`with_state`] does. On the CPU backend a tensor of Burn's usual type is
+/// read when it is asked for, so the file has to stay until then.
+#[cfg(feature = "train")]
+pub(crate) fn with_state_of_file(
+    optimizer: ModuleOptimizer,
+    path: &std::path::Path,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let reader = Reader::from_file_exact(path).map_err(optimizer_error)?;
+    let parts = OptimizerParts::of(reader)?;
+    if !is_usual(&parts) {
+        return with_state(optimizer, parts);
+    }
+    check_taken(&optimizer, &parts)?;
+    let record = OptimizerRecord::load(path).map_err(optimizer_error)?;
+    Ok(optimizer.load_record(record))
 }
 
 /// Checks that what an optimizer keeps of a model on these devices can be put together again, in its types: a training that is

@@ -97,7 +97,7 @@ pub use recompute::recompute;
 pub use state::local::{LocalId, LocalPart, LocalTensor, load_local_state, local_ids, local_state};
 pub use step::{backward, cast_input, reset};
 pub use thrown::catch;
-pub use wrap::{fully_shard, replicate};
+pub use wrap::{InitialPart, fully_shard, fully_shard_from, replicate};
 
 pub use inspect::auto::auto_units;
 pub use inspect::names::{check_names, parameter_paths};
@@ -114,8 +114,9 @@ pub use staging::{Staged, Transfers};
 pub use state::agreement::{Agreement, check_agreement};
 pub use state::average::moving_average;
 pub use state::buffers::{BufferSync, sync_buffers};
-pub use state::full::{FullTensor, WriteBack, full_state, summon_full_params};
+pub use state::full::{FullTensor, WriteBack, full_state, summon_full_params, unsharded};
 pub use state::record::into_record;
+pub use state::recorded::{RecordedTensor, recorded_state};
 pub use state::stand_ins::{renew_stand_ins, stand_in_bytes};
 pub use wrapper::FullyShardedDataParallel;
 

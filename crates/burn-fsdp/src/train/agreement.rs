@@ -1,7 +1,5 @@
 //! What processes must say alike of one training, each of which has made it for itself.
 
-use std::hash::Hash;
-
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::tensor::{Bool, Int, Shape, Tensor};
@@ -9,21 +7,19 @@ use burn::train::LearnerModel;
 use burn_fsdp_collectives::{Fingerprint, ProcessGroup};
 use burn_fsdp_shard::local_ids;
 
-use crate::error::{Error, optimizer_error};
-use crate::optimizer_record::{OptimizerParts, field_of};
+use crate::error::Error;
 use crate::train::course::Course;
 use crate::train::notes::exchanged;
 
 /// Checks that all ranks are about to train the same. What differs is refused by its name.
 ///
-/// The values of the model need not agree: all ranks get those of rank 0.
+/// The values of the model and of the optimizer's state need not agree: all ranks get those of rank 0.
 ///
 /// Collective.
 pub(crate) fn check_same<M: LearnerModel>(
     world: &ProcessGroup,
     course: &Course<M>,
     model: &M,
-    state: &OptimizerParts,
 ) -> Result<(), Error> {
     let text = |what: &dyn std::fmt::Debug| Fingerprint::of(&format!("{what:?}"));
     let own = [
@@ -37,7 +33,6 @@ pub(crate) fn check_same<M: LearnerModel>(
         ),
         ("the clipping", text(&course.settings.clip)),
         ("the model's tensors", of_tensors(model)),
-        ("the optimizer's state", of_state(state)?),
     ];
     let sums: Vec<u64> = own.iter().map(|(_, sum)| *sum).collect();
     let all: Vec<Vec<u64>> = exchanged(world, "agreement on a training", &sums)?;
@@ -90,27 +85,6 @@ impl ModuleVisitor for Tensors {
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<D, Bool>>) {
         self.add('b', &param.lazy_shape());
     }
-}
-
-/// Returns the fingerprint of an optimizer's state. Parameters have other ids in each process, and the same order.
-fn of_state(state: &OptimizerParts) -> Result<u64, Error> {
-    let mut sum = Fingerprint::new();
-    let mut scalars: Vec<_> = state
-        .scalars
-        .iter()
-        .map(|(name, number)| (field_of(name), format!("{number:?}")))
-        .collect();
-    scalars.sort();
-    scalars.hash(&mut sum);
-    let mut tensors = Vec::new();
-    for tensor in &state.tensors {
-        let bytes = tensor.to_bytes().map_err(optimizer_error)?;
-        let shape = tensor.shape.to_vec();
-        tensors.push((field_of(&tensor.name), shape, Fingerprint::of(&bytes[..])));
-    }
-    tensors.sort();
-    tensors.hash(&mut sum);
-    Ok(std::hash::Hasher::finish(&sum))
 }
 
 /// The parameters whose learning rates are compared.

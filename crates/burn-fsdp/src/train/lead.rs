@@ -11,6 +11,7 @@ use burn::train::{
 use crate::train::lent::Lent;
 use crate::train::lock::held;
 use crate::train::outputs::Outputs;
+use crate::train::scratch::Scratch;
 
 type Processor<M> = SupervisedTrainingEventProcessor<Lent<M>>;
 
@@ -22,6 +23,8 @@ pub(crate) struct Lead<M: LearnerModel> {
     pub(crate) checkpointer: Option<LearningCheckpointer<Lent<M>>>,
     pub(crate) early_stopping: Option<Box<dyn CloneEarlyStoppingStrategy>>,
     pub(crate) store: Arc<EventStoreClient>,
+    /// The files of the last save, from which the checkpointer's threads may still write.
+    pub(crate) staged: Option<Scratch>,
 }
 
 impl<M: LearnerModel> Lead<M> {
@@ -78,10 +81,15 @@ impl<M: LearnerModel> Lead<M> {
         });
     }
 
-    /// Saves the epoch, if that is due, from a learner that has been given what it is to save.
-    pub(crate) fn save(&mut self, learner: &Learner<Lent<M>>, epoch: usize) {
-        if let Some(checkpointer) = &mut self.checkpointer {
-            checkpointer.checkpoint(learner, epoch, &self.store);
+    /// Saves the epoch, if that is due, from a learner that has been given what it is to save, which lies in `staged`.
+    pub(crate) fn save(&mut self, learner: &Learner<Lent<M>>, epoch: usize, staged: Scratch) {
+        let Some(checkpointer) = &mut self.checkpointer else {
+            return;
+        };
+        checkpointer.checkpoint(learner, epoch, &self.store);
+        if Lent::is_recorded(learner) {
+            // Each thread takes a record when it has written the one before.
+            self.staged = Some(staged);
         }
     }
 
@@ -95,5 +103,6 @@ impl<M: LearnerModel> Lead<M> {
     pub(crate) fn end(self) {
         self.processor(|to, interrupter| interrupter.fail_on_error(to.flush()));
         drop(self.checkpointer);
+        drop(self.staged);
     }
 }

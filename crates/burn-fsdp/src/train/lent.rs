@@ -25,6 +25,8 @@ use crate::train::lock::held;
 pub struct Lent<M> {
     /// None while the ranks have it.
     model: Option<M>,
+    /// What a summary says of the model.
+    text: Arc<str>,
     counter: Arc<Mutex<Counter<M>>>,
 }
 
@@ -36,32 +38,32 @@ struct Counter<M> {
     optimizer: Option<ModuleOptimizer>,
     /// To the learner: the record of the model that its checkpoint is to have.
     record: Option<ModuleRecord>,
+    /// True if it has been taken.
+    is_recorded: bool,
 }
 
 impl<M: LearnerModel> Lent<M> {
     pub(crate) fn new(model: M) -> Self {
-        Self::holding(Some(model))
+        Self::holding(Some(model), "")
     }
 
-    /// Returns the model that the ranks have given back, or none if they failed.
-    pub(crate) fn returned(model: Option<M>) -> Self {
-        Self::holding(model)
+    /// Returns what stands for a model that was trained, of which a summary says `text`.
+    pub(crate) fn gone(text: &str) -> Self {
+        Self::holding(None, text)
     }
 
-    fn holding(model: Option<M>) -> Self {
+    fn holding(model: Option<M>, text: &str) -> Self {
         let counter = Counter {
             out: None,
             optimizer: None,
             record: None,
+            is_recorded: false,
         };
         Self {
             model,
+            text: text.into(),
             counter: Arc::new(Mutex::new(counter)),
         }
-    }
-
-    pub(crate) fn into_model(self) -> Option<M> {
-        self.model
     }
 
     /// Takes model and optimizer out of a learner, which keeps its schedule of rates.
@@ -80,9 +82,15 @@ impl<M: LearnerModel> Lent<M> {
         let lent = learner.model();
         let mut counter = lent.counter();
         counter.record = Some(record);
+        counter.is_recorded = false;
         counter.optimizer = Some(optimizer);
         drop(counter);
         learner.optimizer_step(GradientsParams::new());
+    }
+
+    /// Returns true if a learner has given what it was to save to its checkpointers.
+    pub(crate) fn is_recorded(learner: &Learner<Self>) -> bool {
+        learner.model().counter().is_recorded
     }
 
     /// Lets go of what a learner has saved.
@@ -108,6 +116,7 @@ impl<M: LearnerModel> Lent<M> {
     fn with(self, change: impl FnOnce(M) -> M) -> Self {
         Self {
             model: self.model.map(change),
+            text: self.text,
             counter: self.counter,
         }
     }
@@ -176,6 +185,7 @@ impl<M: LearnerModel> Module for Lent<M> {
     fn valid(&self) -> Self {
         Self {
             model: self.model.as_ref().map(M::valid),
+            text: self.text.clone(),
             counter: self.counter.clone(),
         }
     }
@@ -195,7 +205,10 @@ impl<M: LearnerModel> Module for Lent<M> {
     }
 
     fn into_record(self) -> ModuleRecord {
-        let put = self.counter().record.clone();
+        let mut counter = self.counter();
+        counter.is_recorded = true;
+        let put = counter.record.clone();
+        drop(counter);
         let own = || self.model.map(Module::into_record);
         put.or_else(own)
             .expect("a learner is saved when it has been given what it saves")
@@ -212,7 +225,7 @@ impl<M: fmt::Display> fmt::Display for Lent<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.model {
             Some(model) => model.fmt(f),
-            None => Ok(()),
+            None => f.write_str(&self.text),
         }
     }
 }

@@ -1,7 +1,6 @@
 //! The training of one rank.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 
 use burn::data::dataset::DatasetError;
 use burn::module::{ModuleVisitor, Param, ParamId};
@@ -10,14 +9,12 @@ use burn::tensor::{Device, Tensor};
 use burn::train::{InferenceStep, Learner, LearnerModel, TrainStep, TrainingItem};
 use burn_fsdp_collectives::ProcessGroup;
 use burn_fsdp_shard::{
-    Agreement, BufferSync, WriteBack, catch, check_agreement, check_elementwise,
-    check_same_optimizer, clip_grad_norm, fully_shard, into_record, local_ids, summon_full_params,
-    sync_buffers,
+    Agreement, BufferSync, catch, check_agreement, check_elementwise, check_same_optimizer,
+    clip_grad_norm, fully_shard, local_ids, sync_buffers,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::optimizer_record::OptimizerParts;
 use crate::train::agreement::{Rates, check_same};
 use crate::train::course::{Course, Ranks};
 use crate::train::lead::Lead;
@@ -25,16 +22,18 @@ use crate::train::lent::Lent;
 use crate::train::notes::exchanged;
 use crate::train::outputs::progress;
 use crate::train::rounds::{Next, Own, Round, Rounds, Share, Turn, Weight};
+use crate::train::scratch::Scratch;
+use crate::train::staging::staged;
 use crate::train::stop::Stop;
-use crate::train::whole_state::{divided, joined};
+use crate::train::whole_state::divided;
 
 /// What a rank begins with.
 pub(crate) struct Start<M: LearnerModel> {
     pub(crate) model: M,
     /// The optimizer without state.
     pub(crate) optimizer: ModuleOptimizer,
-    /// The optimizer's state, of whole parameters.
-    pub(crate) state: Arc<OptimizerParts>,
+    /// On rank 0: the optimizer with the state of whole parameters.
+    pub(crate) whole: Option<ModuleOptimizer>,
     /// The learner without its model, for its schedule of rates.
     pub(crate) learner: Learner<Lent<M>>,
     pub(crate) training: Share<<M as TrainStep>::Input>,
@@ -45,17 +44,17 @@ pub(crate) struct Start<M: LearnerModel> {
     pub(crate) lead: Option<Lead<M>>,
 }
 
-/// Trains on one rank, and returns the whole model: on rank 0 among threads, on each rank among processes.
+/// Trains on one rank, and returns the model in shards and the optimizer of these.
 ///
 /// Collective.
 pub(crate) fn train<M: LearnerModel>(
     world: &ProcessGroup,
     start: Start<M>,
-) -> Result<Option<M>, Error> {
+) -> Result<(M, ModuleOptimizer), Error> {
     let Start {
         model,
         optimizer,
-        state,
+        whole,
         learner,
         training,
         validation,
@@ -75,10 +74,10 @@ pub(crate) fn train<M: LearnerModel>(
         return Err(Error::AdaptersInTraining);
     }
     if course.among == Ranks::Processes {
-        check_same(world, &course, &model, &state)?;
+        check_same(world, &course, &model)?;
     }
     let policy = course.settings.policy.clone().gradient_hook(by_items);
-    let mut model = fully_shard(model.fork(&device), world, policy)?;
+    let mut model = fully_shard(model, world, policy)?;
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
     if course.among == Ranks::Processes {
@@ -87,8 +86,9 @@ pub(crate) fn train<M: LearnerModel>(
         // What no unit manages each process has made for itself.
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
-    let optimizer = divided(&model, optimizer, &state)?;
-    drop(state);
+    let scratch = Scratch::new(course.settings.scratch.as_deref())?;
+    let optimizer = divided(&model, optimizer, whole, world, &scratch)?;
+    drop(scratch);
     let rates = match course.among {
         Ranks::Threads => None,
         Ranks::Processes => Some(Rates::of(&model)?),
@@ -110,7 +110,8 @@ pub(crate) fn train<M: LearnerModel>(
         }
     }
     rank.end()?;
-    rank.whole_model()
+    let model = rank.model.take().expect("the optimizer gives it back");
+    Ok((model, rank.optimizer))
 }
 
 /// Refuses a model with trained parameters that no unit manages: they would be each rank's own, and only one rank's are saved
@@ -304,19 +305,24 @@ impl<M: LearnerModel> Rank<'_, M> {
         Ok(After::Another)
     }
 
-    /// Gathers what a checkpoint has on rank 0, and saves it there, if the user's strategy says so.
+    /// Gathers what a checkpoint has in files of rank 0, and saves it there, if the user's strategy says so.
     fn save(&mut self, epoch: usize) -> Result<(), Error> {
         if !self.course.saves {
             return Ok(());
         }
-        let record = into_record(self.model().clone())?;
-        let record = self.lead.is_some().then_some(record);
-        let state = joined(self.model(), &self.optimizer, self.world)?;
-        let (Some(lead), Some(record), Some(state)) = (&mut self.lead, record, state) else {
+        let parent = self.course.settings.scratch.as_deref();
+        let files = self.lead.is_some().then(|| Scratch::new(parent));
+        let staged = staged(
+            self.model(),
+            &self.optimizer,
+            self.world,
+            files.transpose()?,
+        )?;
+        let Some((lead, staged)) = self.lead.as_mut().zip(staged) else {
             return Ok(());
         };
-        Lent::put_into(&mut self.learner, record, state);
-        lead.save(&self.learner, epoch);
+        Lent::put_into(&mut self.learner, staged.record, staged.optimizer);
+        lead.save(&self.learner, epoch, staged.files);
         Lent::clear(&mut self.learner);
         Ok(())
     }
@@ -365,25 +371,6 @@ impl<M: LearnerModel> Rank<'_, M> {
             stop.tell(rank, &self.course.interrupter);
         }
         After::End
-    }
-
-    /// Returns the whole model, as it is for inference: on rank 0, and on each rank that is a process.
-    fn whole_model(mut self) -> Result<Option<M>, Error> {
-        let mut model = self.model.take().expect("the optimizer gives it back");
-        let mut whole = None;
-        let mut keeps = self.world.rank() == 0;
-        if self.course.among == Ranks::Processes {
-            model = sync_buffers(model, BufferSync::Broadcast)?;
-            keeps = true;
-        }
-        let keep = |full: M| {
-            if keeps {
-                whole = Some(full.clone());
-            }
-            full
-        };
-        summon_full_params(model, WriteBack::Discard, keep)?;
-        Ok(whole)
     }
 
     fn model(&self) -> &M {

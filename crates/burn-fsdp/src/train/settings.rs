@@ -1,5 +1,7 @@
 //! What the user says of a sharded training.
 
+use std::path::PathBuf;
+
 use burn::tensor::Device;
 use burn_fsdp_collectives::LaunchConfig;
 use burn_fsdp_shard::{Clip, ShardPolicy};
@@ -11,4 +13,6 @@ pub(crate) struct Settings {
     pub(crate) clip: Option<Clip>,
     /// That of each rank in turn; empty for the model's.
     pub(crate) devices: Vec<Device>,
+    /// The folder for files on their way to and from checkpoints, if the user named one.
+    pub(crate) scratch: Option<PathBuf>,
 }

@@ -2,18 +2,18 @@
 
 use std::sync::{Arc, Mutex};
 
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::Device;
+use burn::tensor::{Bool, Device, Int, Tensor};
 use burn::train::{
     EventProcessorTraining, InferenceStep, Learner, LearnerModel, LearningResult,
     SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
     TrainingComponents, ValidLoader,
 };
-use burn_fsdp_collectives::launch;
+use burn_fsdp_collectives::{ProcessGroup, launch};
 
 use crate::error::Error;
-use crate::optimizer_record::{OptimizerParts, emptied};
+use crate::optimizer_record::emptied;
 use crate::train::course::{Course, Ranks};
 use crate::train::lead::Lead;
 use crate::train::lent::Lent;
@@ -23,11 +23,42 @@ use crate::train::rank::{Start, train};
 use crate::train::rounds::Share;
 use crate::train::settings::Settings;
 
-/// The strategy as Burn's loop calls it. It returns nothing but a model, so that errors are left in `outcome`.
-pub(crate) struct Strategy<M: LearnerModel> {
+/// What each rank does with its shards of the trained model: the end of the training, of which all ranks take part.
+pub(crate) type Ending<M, T> =
+    Arc<dyn Fn(&ProcessGroup, M, ModuleOptimizer) -> Result<T, Error> + Send + Sync + 'static>;
+
+/// The strategy as Burn's loop calls it. It returns nothing but a model, so that what the ranks return is left in `outcome`.
+pub(crate) struct Strategy<M: LearnerModel, T> {
     settings: Settings,
     process: Option<Process<M>>,
-    outcome: Arc<Mutex<Result<(), Error>>>,
+    ending: Ending<M, T>,
+    left: Left<T>,
+}
+
+/// What a training leaves.
+pub(crate) struct Left<T> {
+    /// What the ranks here have returned, or why one failed; `None` before.
+    pub(crate) outcome: Arc<Mutex<Option<Result<Vec<T>, Error>>>>,
+    /// What a summary says of the model.
+    pub(crate) text: Arc<Mutex<String>>,
+}
+
+impl<T> Left<T> {
+    pub(crate) fn nothing() -> Self {
+        Self {
+            outcome: Arc::default(),
+            text: Arc::default(),
+        }
+    }
+}
+
+impl<T> Clone for Left<T> {
+    fn clone(&self) -> Self {
+        Self {
+            outcome: self.outcome.clone(),
+            text: self.text.clone(),
+        }
+    }
 }
 
 /// The rank that this process is, among others.
@@ -36,16 +67,18 @@ pub(crate) struct Process<M: LearnerModel> {
     pub(crate) codecs: Codecs<M>,
 }
 
-impl<M: LearnerModel> Strategy<M> {
+impl<M: LearnerModel, T> Strategy<M, T> {
     pub(crate) fn new(
         settings: Settings,
         process: Option<Process<M>>,
-        outcome: Arc<Mutex<Result<(), Error>>>,
+        ending: Ending<M, T>,
+        left: Left<T>,
     ) -> Self {
         Self {
             settings,
             process,
-            outcome,
+            ending,
+            left,
         }
     }
 
@@ -63,7 +96,7 @@ impl<M: LearnerModel> Strategy<M> {
     }
 }
 
-impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
+impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for Strategy<M, T> {
     fn fit(
         &self,
         components: TrainingComponents<Lent<M>>,
@@ -99,6 +132,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
             checkpointer: components.checkpointer,
             early_stopping: components.early_stopping,
             store: components.event_store,
+            staged: None,
         };
         let inner: Vec<_> = devices
             .iter()
@@ -112,34 +146,27 @@ impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Strategy<M> {
             validation: Share::of_ranks(&validation, &inner),
         };
         let here = self.process.as_ref().map(|process| process.rank);
-        let ended = whole
-            .divided(devices, &course, lead, here)
-            .and_then(|starts| {
-                let start =
-                    move |rank: usize| held(&starts[rank]).take().expect("a rank starts once");
-                let ranks = launch(self.settings.ranks, move |world| {
-                    train(&world, start(world.rank()))
-                });
-                Ok(ranks?)
-            });
-        let model = match ended {
-            Ok(models) => models.into_iter().flatten().next(),
-            Err(error) => {
-                components.interrupter.stop(Some(&error.to_string()));
-                *held(&self.outcome) = Err(error);
-                None
-            }
-        };
+        let starts = whole.divided(devices, &course, lead, here);
+        let ending = self.ending.clone();
+        let ended = launch(self.settings.ranks, move |world| {
+            let start = held(&starts[world.rank()]).take();
+            let (model, optimizer) = train(&world, start.expect("a rank starts once"))?;
+            ending(&world, model, optimizer)
+        });
+        if let Err(error) = &ended {
+            components.interrupter.stop(Some(&error.to_string()));
+        }
+        *held(&self.left.outcome) = Some(ended.map_err(Error::from));
         let processor = held(&processor).take();
         let processor = processor.expect("rank 0 has only used it");
-        (Lent::returned(model), processor)
+        (Lent::gone(&held(&self.left.text)), processor)
     }
 }
 
 /// The strategy in a process that is not rank 0: Burn's loop tells nobody here of a training of which rank 0 tells.
-pub(crate) struct Silently<M: LearnerModel>(pub(crate) Strategy<M>);
+pub(crate) struct Silently<M: LearnerModel, T>(pub(crate) Strategy<M, T>);
 
-impl<M: LearnerModel> SupervisedLearningStrategy<Lent<M>> for Silently<M> {
+impl<M: LearnerModel, T: Send + 'static> SupervisedLearningStrategy<Lent<M>> for Silently<M, T> {
     fn train(
         &self,
         learner: Learner<Lent<M>>,
@@ -189,18 +216,17 @@ impl<M: LearnerModel> Whole<M> {
         course: &Course<M>,
         lead: Lead<M>,
         here: Option<usize>,
-    ) -> Result<Vec<Mutex<Option<Start<M>>>>, Error> {
-        let state = Arc::new(OptimizerParts::take(&self.optimizer)?);
+    ) -> Vec<Mutex<Option<Start<M>>>> {
         let bare = emptied(&self.optimizer);
-        let mut lead = Some(lead);
+        let (mut lead, mut whole) = (Some(lead), Some(self.optimizer));
         let shares = self.training.into_iter().zip(self.validation);
         let starts = devices.into_iter().zip(shares).enumerate();
         let starts = starts.map(|(rank, (device, shares))| {
             let is_here = here.is_none_or(|here| here == rank);
             Mutex::new(is_here.then(|| Start {
-                model: self.model.clone(),
+                model: self.model.clone().map(&mut Apart).fork(&device),
                 optimizer: bare.clone(),
-                state: state.clone(),
+                whole: whole.take_if(|_| rank == 0),
                 learner: self.learner.clone(),
                 training: shares.0,
                 validation: shares.1,
@@ -209,6 +235,36 @@ impl<M: LearnerModel> Whole<M> {
                 lead: lead.take_if(|_| rank == 0),
             }))
         });
-        Ok(starts.collect())
+        starts.collect()
+    }
+}
+
+/// A mapper that leaves parameters that nobody has initialized to be initialized by whoever asks for them, wherever the module
+/// goes: of clones that share them the first that moves would initialize all.
+struct Apart;
+
+impl ModuleMapper for Apart {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        match param.is_initialized() {
+            true => param,
+            false => param.init_mapper(|value| value),
+        }
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<D, Int>>) -> Param<Tensor<D, Int>> {
+        match param.is_initialized() {
+            true => param,
+            false => param.init_mapper(|value| value),
+        }
+    }
+
+    fn map_bool<const D: usize>(
+        &mut self,
+        param: Param<Tensor<D, Bool>>,
+    ) -> Param<Tensor<D, Bool>> {
+        match param.is_initialized() {
+            true => param,
+            false => param.init_mapper(|value| value),
+        }
     }
 }

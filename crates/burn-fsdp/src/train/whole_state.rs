@@ -1,144 +1,344 @@
-//! The state of an optimizer of shards, from and to Burn's record of it, which is of whole parameters.
+//! The state of an optimizer of shards, from and to Burn's record of it, which is of whole parameters: one of them at a time, and
+//! that on rank 0.
 
 use std::collections::BTreeMap;
 
 use burn::module::Module;
-use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::optim::ModuleOptimizer;
 use burn::tensor::Bytes;
 use burn_fsdp_checkpoint::Dtype;
-use burn_fsdp_collectives::{ElementType, Part, ProcessGroup, Source};
+use burn_fsdp_collectives::{BufferPool, ElementType, FullPart, Part, ProcessGroup, Source};
 use burn_fsdp_mesh::Partition;
 use burn_fsdp_shard::{LocalPart, LocalTensor, local_ids, local_state};
-use burn_pack::{Scalar, Tensor as PackedTensor};
+use burn_pack::{Scalar, Tensor as PackedTensor, Writer};
+use serde::{Deserialize, Serialize};
 
-use crate::dtype::burn_dtype;
-use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{OptimizerParts, RANK_KEY, packed, state_name};
-use crate::optimizer_state::{Holders, StateTensor, is_elsewhere, not_elementwise, states};
+use crate::dtype::{burn_dtype, dtype_of};
+use crate::error::{CheckpointError, Error, optimizer_error};
+use crate::optimizer_record::{Number, OptimizerParts, RANK_KEY, state_name};
+use crate::optimizer_state::{
+    Holders, ParameterState, StateTensor, is_elsewhere, not_elementwise, states,
+};
 use crate::snapshot::Elements;
-use crate::typed_state::with_state;
-
-/// Gives an optimizer that this rank's shards of `model` are stepped with its part of `whole`, the state of an optimizer
-/// of the whole model.
-pub(crate) fn divided<M: Module>(
-    model: &M,
-    bare: ModuleOptimizer,
-    whole: &OptimizerParts,
-) -> Result<ModuleOptimizer, CheckpointError> {
-    if whole.scalars.is_empty() && whole.tensors.is_empty() {
-        return Ok(bare);
-    }
-    let mut own = Vec::new();
-    let mut scalars = BTreeMap::new();
-    let mut taken = 0;
-    for Sharded { id, local } in sharded(model)? {
-        let shown = local.shown_shape();
-        let is_mine = !is_elsewhere(&local);
-        for (field, scalar) in whole.scalars_of(id).filter(|_| is_mine) {
-            let scalar = match field == RANK_KEY {
-                true => Scalar::from(shown.len()),
-                false => scalar,
-            };
-            scalars.insert(format!("{id}.{field}"), scalar);
-        }
-        for (field, tensor) in whole.tensors_of(id) {
-            taken += 1;
-            if !is_mine {
-                continue;
-            }
-            let is_elementwise = tensor.shape[..] == local.shape[..];
-            if !is_elementwise && Holders::of(&local) == Holders::Parts {
-                let name = state_name(&local.path, &field);
-                let shape = tensor.shape.to_vec();
-                return Err(not_elementwise(&name, &shape, local.shape.iter().product()));
-            }
-            let (range, shape) = match is_elementwise {
-                true => (local.range(), shown.clone()),
-                false => (0..tensor.shape.num_elements(), tensor.shape.to_vec()),
-            };
-            let size = tensor.dtype.size();
-            let bytes = tensor.to_bytes().map_err(optimizer_error)?;
-            let bytes = bytes[range.start * size..range.end * size].to_vec();
-            let bytes = Bytes::from_bytes_vec(bytes);
-            let name = tensor.name.clone();
-            own.push(PackedTensor::new(
-                name,
-                tensor.dtype,
-                shape,
-                Some(id),
-                bytes,
-            ));
-        }
-    }
-    if taken != whole.tensors.len() {
-        return Err(optimizer_error(format!(
-            "{} tensors of its checkpoint belong to parameters that this model has not",
-            whole.tensors.len() - taken
-        )));
-    }
-    let parts = OptimizerParts {
-        tensors: own,
-        scalars,
-        paths: whole.paths.clone(),
-    };
-    with_state(bare, parts)
-}
-
-/// Returns, on rank 0, an optimizer with the state of the whole model: each rank has that of its shards. It knows parameters
-/// by the ids that they have in the record of the model, so that it is for whoever loads both.
-///
-/// Collective.
-pub(crate) fn joined<M: Module>(
-    model: &M,
-    optimizer: &ModuleOptimizer,
-    world: &ProcessGroup,
-) -> Result<Option<ModuleOptimizer>, CheckpointError> {
-    let parts = OptimizerParts::take(optimizer)?;
-    let (mut whole, mut scalars, mut paths) = (Vec::new(), BTreeMap::new(), BTreeMap::new());
-    let ids = local_ids(model)?;
-    let locals = by_path(model)?;
-    let mut states = states(model, &parts, &ids, &locals)?;
-    for ids in ids {
-        let recorded = ids.recorded.val();
-        let local = &locals[&ids.path];
-        let state = states.remove(&ids.path).unwrap_or_default();
-        if !state.is_empty() {
-            let dims = Scalar::from(local.shape.len());
-            scalars.insert(format!("{recorded}.{RANK_KEY}"), dims);
-        }
-        for (field, number) in state.kept.scalars {
-            scalars.insert(format!("{recorded}.{field}"), number.into());
-        }
-        if let Some(path) = state.kept.group_path {
-            paths.insert(recorded.to_string(), path);
-        }
-        for tensor in state.tensors {
-            let own = parts.tensor(ids.id.val(), &tensor.field);
-            let Some(bytes) = gathered(world, local, &tensor, own)? else {
-                continue;
-            };
-            let shape = match Holders::of(local) {
-                Holders::Parts => local.shape.clone(),
-                Holders::All | Holders::Owner(_) => tensor.shape,
-            };
-            let name = format!("{recorded}.{}", tensor.field);
-            let dtype = burn_dtype(&name, tensor.dtype)?;
-            whole.push(PackedTensor::new(name, dtype, shape, Some(recorded), bytes));
-        }
-    }
-    if world.rank() > 0 {
-        return Ok(None);
-    }
-    let bytes = packed(whole, scalars, &paths)?;
-    let record = OptimizerRecord::from_bytes(bytes).map_err(optimizer_error)?;
-    Ok(Some(optimizer.clone().load_record(record)))
-}
+use crate::train::filed::{Filed, FiledState, FiledTensor};
+use crate::train::notes::exchanged;
+use crate::train::piecewise::{lazily_taken, only, without};
+use crate::train::scratch::{Pile, Scratch};
+use crate::typed_state::with_state_of_file;
 
 /// A parameter that an optimizer steps, in shards.
 struct Sharded {
     /// The id by which this rank's optimizer knows it.
     id: u64,
     local: LocalTensor,
+}
+
+/// What rank 0 tells of the state of a parameter.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Told {
+    scalars: Vec<(String, Number)>,
+    group_path: Option<String>,
+    tensors: Vec<StateTensor>,
+}
+
+/// Gives an optimizer that this rank's shards of `model` are stepped with its part of the state of an optimizer of the whole
+/// model, which rank 0 has, as it is where that has none.
+///
+/// Rank 0 holds the whole state of one parameter at a time, if that of `whole` is read when it is asked for. This rank's part
+/// goes through a file, so that in memory each tensor of it is one of its own, which goes when the optimizer has replaced it.
+///
+/// Collective.
+pub(crate) fn divided<M: Module>(
+    model: &M,
+    bare: ModuleOptimizer,
+    whole: Option<ModuleOptimizer>,
+    world: &ProcessGroup,
+    scratch: &Scratch,
+) -> Result<ModuleOptimizer, Error> {
+    let mut whole = whole;
+    let mut own = Own {
+        pile: scratch.pile(&format!("states-{}", world.rank()))?,
+        is_told: false,
+        tensors: Vec::new(),
+        scalars: BTreeMap::new(),
+        paths: BTreeMap::new(),
+    };
+    let sharded = sharded(model)?;
+    for Sharded { id, local } in &sharded {
+        let parts = match whole.take() {
+            Some(all) => {
+                let parts = OptimizerParts::take(&only(&all, *id))?;
+                whole = Some(without(all, [*id]));
+                Some(parts)
+            }
+            None => None,
+        };
+        own.receive(world, *id, local, parts.as_ref())?;
+    }
+    if let Some(rest) = whole {
+        let rest = OptimizerParts::take(&rest)?.tensors;
+        if !rest.is_empty() {
+            return Err(optimizer_error(format!(
+                "{} tensors of its checkpoint belong to parameters that this model has not",
+                rest.len()
+            ))
+            .into());
+        }
+    }
+    if !own.is_told {
+        return Ok(bare);
+    }
+    let path = scratch.path(&format!("states-{}.bpk", world.rank()));
+    let mut writer = Writer::new(own.tensors);
+    for (name, scalar) in own.scalars {
+        writer = writer.with_scalar(&name, scalar);
+    }
+    for (id, path) in &own.paths {
+        writer = writer.with_metadata(id, path);
+    }
+    let written = writer.write_to_file_in_place(&path);
+    written.map_err(optimizer_error)?;
+    let optimizer = with_state_of_file(bare, &path)?;
+    // Whoever asks for a state has it read.
+    for Sharded { id, .. } in &sharded {
+        drop(only(&optimizer, *id).to_record());
+    }
+    Ok(optimizer)
+}
+
+/// What a rank has received of the state.
+struct Own {
+    pile: Pile,
+    /// True if rank 0 has told of any state.
+    is_told: bool,
+    tensors: Vec<PackedTensor>,
+    scalars: BTreeMap<String, Scalar>,
+    paths: BTreeMap<String, String>,
+}
+
+impl Own {
+    /// Receives this rank's part of the state of one parameter, of which rank 0 has all.
+    ///
+    /// Collective.
+    fn receive(
+        &mut self,
+        world: &ProcessGroup,
+        id: u64,
+        local: &LocalTensor,
+        parts: Option<&OptimizerParts>,
+    ) -> Result<(), Error> {
+        let told = match parts {
+            Some(parts) => told(parts, id, &local.path)?,
+            None => Told::default(),
+        };
+        let told = exchanged(world, "state of a parameter", &told)?.swap_remove(0);
+        self.is_told |= !(told.scalars.is_empty() && told.tensors.is_empty());
+        let is_mine = !is_elsewhere(local);
+        let shown = local.shown_shape();
+        if is_mine {
+            for (field, number) in &told.scalars {
+                let scalar = match field == RANK_KEY {
+                    true => Scalar::from(shown.len()),
+                    false => (*number).into(),
+                };
+                self.scalars.insert(format!("{id}.{field}"), scalar);
+            }
+            if let Some(path) = told.group_path {
+                self.paths.insert(id.to_string(), path);
+            }
+        }
+        for tensor in &told.tensors {
+            let is_elementwise = tensor.shape == local.shape;
+            let name = state_name(&local.path, &tensor.field);
+            if !is_elementwise && Holders::of(local) == Holders::Parts {
+                let elements = local.shape.iter().product();
+                return Err(not_elementwise(&name, &tensor.shape, elements).into());
+            }
+            let whole = parts.and_then(|parts| parts.tensor(id, &tensor.field));
+            let bytes = received(world, local, tensor, whole)?;
+            if !is_mine {
+                continue;
+            }
+            let shape = match is_elementwise {
+                true => shown.clone(),
+                false => tensor.shape.clone(),
+            };
+            let dtype = burn_dtype(&name, tensor.dtype)?;
+            let bytes = self.pile.add(bytes.as_bytes())?;
+            let name = format!("{id}.{}", tensor.field);
+            let packed = PackedTensor::new(name, dtype, shape, Some(id), bytes);
+            self.tensors.push(packed);
+        }
+        Ok(())
+    }
+}
+
+fn told(parts: &OptimizerParts, id: u64, path: &str) -> Result<Told, CheckpointError> {
+    let scalars = parts.scalars_of(id);
+    let mut tensors = Vec::new();
+    for (field, tensor) in parts.tensors_of(id) {
+        tensors.push(StateTensor {
+            dtype: dtype_of(&state_name(path, &field), tensor.dtype)?,
+            shape: tensor.shape.to_vec(),
+            field,
+        });
+    }
+    Ok(Told {
+        scalars: scalars
+            .map(|(field, scalar)| (field, scalar.into()))
+            .collect(),
+        group_path: parts.paths.get(&id.to_string()).cloned(),
+        tensors,
+    })
+}
+
+/// Returns this rank's part of a tensor of the state of the parameter `local`, of which rank 0 has the `whole`.
+///
+/// Collective.
+fn received(
+    world: &ProcessGroup,
+    local: &LocalTensor,
+    tensor: &StateTensor,
+    whole: Option<&PackedTensor>,
+) -> Result<Source, CheckpointError> {
+    let label = state_name(&local.path, &tensor.field);
+    let element = element_of(&label, tensor.dtype)?;
+    let bytes = whole.map(|whole| whole.to_bytes().map_err(optimizer_error));
+    let source = match bytes.transpose()? {
+        Some(bytes) => Source::new(Elements(bytes)),
+        None => Source::empty(),
+    };
+    let room = |elements: usize| BufferPool::new().take(elements * element.size());
+    let received = match &local.part {
+        LocalPart::Shard { partition, .. } => {
+            let partition = of_state(partition, tensor)?;
+            let into = vec![room(partition.len(world.rank()))];
+            let part = Part::new(source, partition, element);
+            world.scatter(label, Vec::new(), 0, vec![part], into)?
+        }
+        // The source of a broadcast receives nothing: it has it.
+        LocalPart::Whole | LocalPart::Own if world.rank() == 0 => {
+            let part = FullPart::new(source.clone(), element);
+            world.broadcast(label, Vec::new(), 0, vec![part], Vec::new())?;
+            return Ok(source);
+        }
+        LocalPart::Whole | LocalPart::Own => {
+            let part = FullPart::absent(tensor.num_elements(), element);
+            let into = vec![room(tensor.num_elements())];
+            world.broadcast(label, Vec::new(), 0, vec![part], into)?
+        }
+    };
+    let own = received.buffers.into_iter().next();
+    Ok(own.map_or_else(Source::empty, Source::new))
+}
+
+/// Adds the whole state of an optimizer of shards to a file on rank 0, and returns, there, where it lies. It is of parameters
+/// by the ids that they have in the record of the model, so that it is for whoever loads both.
+///
+/// Collective: rank 0 has a file, and the others none.
+pub(crate) fn filed<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+    world: &ProcessGroup,
+    mut pile: Option<&mut Pile>,
+) -> Result<Option<Filed>, Error> {
+    let ids = local_ids(model)?;
+    let numbers: Vec<u64> = ids.iter().map(|ids| ids.id.val()).collect();
+    let parts = lazily_taken(optimizer, &numbers)?;
+    let locals = by_path(model)?;
+    let mut states = states(model, &parts, &ids, &locals)?;
+    let mut whole = Filed::default();
+    for ids in ids {
+        let local = &locals[&ids.path];
+        let state = states.remove(&ids.path).unwrap_or_default();
+        if state.is_empty() {
+            continue;
+        }
+        let ParameterState { kept, tensors } = state;
+        let mut state = FiledState {
+            dims: local.shape.len(),
+            group_path: kept.group_path,
+            scalars: Vec::new(),
+            tensors: Vec::new(),
+        };
+        let scalars = kept.scalars.into_iter();
+        let scalars = scalars.map(|(field, number)| (field, number.into()));
+        state.scalars.extend(scalars);
+        for tensor in tensors {
+            let own = parts.tensor(ids.id.val(), &tensor.field);
+            let gathered = gathered(world, local, &tensor, own)?;
+            let Some((pile, gathered)) = pile.as_deref_mut().zip(gathered) else {
+                continue;
+            };
+            let shape = match Holders::of(local) {
+                Holders::Parts => local.shape.clone(),
+                Holders::All | Holders::Owner(_) => tensor.shape,
+            };
+            state.tensors.push(FiledTensor {
+                dtype: burn_dtype(&tensor.field, tensor.dtype)?,
+                field: tensor.field,
+                shape,
+                bytes: pile.add(gathered.as_bytes())?,
+            });
+        }
+        whole.insert(ids.recorded.val(), state);
+    }
+    Ok(pile.map(|_| whole))
+}
+
+/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`, of which this rank has `own`.
+///
+/// Collective.
+fn gathered(
+    world: &ProcessGroup,
+    local: &LocalTensor,
+    tensor: &StateTensor,
+    own: Option<&PackedTensor>,
+) -> Result<Option<Source>, CheckpointError> {
+    let own = own.map(|own| own.to_bytes().map_err(optimizer_error));
+    let own = own
+        .transpose()?
+        .map(|bytes: Bytes| Source::new(Elements(bytes)));
+    let LocalPart::Shard { partition, .. } = &local.part else {
+        return Ok(own.filter(|_| world.rank() == 0));
+    };
+    let label = state_name(&local.path, &tensor.field);
+    let element = element_of(&label, tensor.dtype)?;
+    let elements = local.elements.len() / local.dtype.size();
+    if Holders::of(local) == Holders::Parts && tensor.num_elements() != elements {
+        return Err(not_elementwise(&label, &tensor.shape, elements));
+    }
+    let partition = of_state(partition, tensor)?;
+    // Of its own: buffers of the world's pool are for steps, whose sizes come again.
+    let into = match world.rank() {
+        0 => vec![BufferPool::new().take(partition.num_elements() * element.size())],
+        _ => Vec::new(),
+    };
+    let part = Part::new(own.unwrap_or_else(Source::empty), partition, element);
+    let received = world.gather(label, Vec::new(), 0, vec![part], into)?;
+    Ok(received.buffers.into_iter().next().map(Source::new))
+}
+
+/// Returns the partition of a tensor of the state of a parameter: that of the parameter, or all for its owner, whose states are
+/// of any shape.
+fn of_state(partition: &Partition, tensor: &StateTensor) -> Result<Partition, CheckpointError> {
+    Ok(match partition.sole_owner() {
+        Some(owner) => {
+            let num_shards = partition.num_shards();
+            Partition::one_owner(tensor.num_elements(), num_shards, owner)?
+        }
+        None => *partition,
+    })
+}
+
+fn element_of(label: &str, dtype: Dtype) -> Result<ElementType, CheckpointError> {
+    match dtype {
+        Dtype::F64 => Ok(ElementType::F64),
+        Dtype::F32 => Ok(ElementType::F32),
+        Dtype::F16 => Ok(ElementType::F16),
+        Dtype::BF16 => Ok(ElementType::BF16),
+        other => Err(optimizer_error(format!("`{label}` is of type {other}"))),
+    }
 }
 
 /// Returns the parameters that an optimizer steps.
@@ -157,50 +357,4 @@ fn sharded<M: Module>(model: &M) -> Result<Vec<Sharded>, CheckpointError> {
 fn by_path<M: Module>(model: &M) -> Result<BTreeMap<String, LocalTensor>, CheckpointError> {
     let state = local_state(model)?.into_iter();
     Ok(state.map(|local| (local.path.clone(), local)).collect())
-}
-
-/// Returns, on rank 0, the whole of a tensor of the state of the parameter `local`, of which this rank has `own`.
-fn gathered(
-    world: &ProcessGroup,
-    local: &LocalTensor,
-    tensor: &StateTensor,
-    own: Option<&PackedTensor>,
-) -> Result<Option<Bytes>, CheckpointError> {
-    let bytes = own.map(|own| own.to_bytes().map_err(optimizer_error));
-    let bytes = bytes.transpose()?;
-    let LocalPart::Shard { partition, .. } = &local.part else {
-        return Ok(bytes.filter(|_| world.rank() == 0));
-    };
-    let label = state_name(&local.path, &tensor.field);
-    let element = match tensor.dtype {
-        Dtype::F64 => ElementType::F64,
-        Dtype::F32 => ElementType::F32,
-        Dtype::F16 => ElementType::F16,
-        Dtype::BF16 => ElementType::BF16,
-        other => return Err(optimizer_error(format!("`{label}` is of type {other}"))),
-    };
-    let elements = local.elements.len() / local.dtype.size();
-    if Holders::of(local) == Holders::Parts && tensor.num_elements() != elements {
-        return Err(not_elementwise(&label, &tensor.shape, elements));
-    }
-    let partition = match partition.sole_owner() {
-        // A state of what one rank owns is of any shape.
-        Some(owner) => {
-            let num_shards = partition.num_shards();
-            Partition::one_owner(tensor.num_elements(), num_shards, owner)?
-        }
-        None => *partition,
-    };
-    let into = match world.rank() {
-        0 => vec![world.pool().take(partition.num_elements() * element.size())],
-        _ => Vec::new(),
-    };
-    let source = match bytes {
-        Some(bytes) => Source::new(Elements(bytes)),
-        None => Source::empty(),
-    };
-    let part = Part::new(source, partition, element);
-    let received = world.gather(label, Vec::new(), 0, vec![part], into)?;
-    let whole = received.buffers.into_iter().next();
-    Ok(whole.map(|buffer| Bytes::from_bytes_vec(buffer.as_ref().to_vec())))
 }

@@ -4,6 +4,7 @@
 #[path = "../../../collectives/tests/launcher/mod.rs"]
 mod launcher;
 mod network;
+mod older;
 mod processes;
 #[path = "../beside_burn/runs.rs"]
 mod runs;

@@ -36,7 +36,7 @@ impl Default for ConsolidationConfig {
             file_name: "model".to_owned(),
             beside: Vec::new(),
             replace: false,
-            transpose_bytes: 256 << 20,
+            transpose_bytes: 64 << 20,
         }
     }
 }

@@ -1,14 +1,18 @@
 //! The `burn-fsdp generate` command.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use burn::module::Module;
 use burn::tensor::Device;
-use burn_fsdp::checkpoint::{Step, TensorKind, restore_matching};
-use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, fully_shard, launch};
-use burn_fsdp_models::{Architecture, ModelConfig, TextCodec};
+use burn_fsdp::checkpoint::{
+    Dtype, ExpectedTensor, Extra, Region, Step, TensorKind, restore_matching,
+};
+use burn_fsdp::sharding::{InitialPart, fully_shard_from};
+use burn_fsdp::{LaunchConfig, Mesh, ProcessGroup, ProcessMesh, ShardPolicy, launch};
+use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
@@ -38,9 +42,9 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     let ranks = Ranks::find_or(args.ranks, || 1)?;
     let threads = ranks.threads_of_each(args.threads)?;
     let text = match &args.step {
-        None => on_ranks(Job::new(args, None)?, &ranks, threads),
+        None => on_ranks(Job::new(args, None, &ranks)?, &ranks, threads),
         Some(path) => with_step(path, |step| {
-            on_ranks(Job::new(args.clone(), Some(step))?, &ranks, threads)
+            on_ranks(Job::new(args.clone(), Some(step), &ranks)?, &ranks, threads)
         }),
     }?;
     match ranks.have_first() {
@@ -87,7 +91,7 @@ fn on_ranks(job: Job, ranks: &Ranks, threads: usize) -> Result<Vec<u8>, Failure>
 
 impl Job {
     /// Finds the model, and checks all files before any rank starts.
-    fn new(args: GenerateArgs, step: Option<Step>) -> Result<Self, InputError> {
+    fn new(args: GenerateArgs, step: Option<Step>, ranks: &Ranks) -> Result<Self, InputError> {
         let training = step.as_ref().map(|step| &step.index().training);
         let adapters = training.and_then(Adapters::of_step);
         let adapters = adapters.map(|adapters| adapters.sizes);
@@ -97,20 +101,20 @@ impl Job {
             (Some(step), Some(folder)) => adapted_model(step, adapters, folder)?,
             (None, None) => return Err(InputError::NoModel),
         };
-        check_memory(&model)?;
+        let codec = text::codec(args.tokenizer.as_deref(), args.init.as_deref())?;
+        let prompt = codec.encode(&args.prompt)?;
+        check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
         if let (Some(step), Some(adapters)) = (&step, &adapters)
             && !adapters.is_valid(model.dim())
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
-        let codec = text::codec(args.tokenizer.as_deref(), args.init.as_deref())?;
         codec.check_vocab(model.vocab())?;
         if let Some(step) = &step {
             check_tokenizer(step, &codec)?;
         }
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
-        let prompt = codec.encode(&args.prompt)?;
         match prompt.is_empty() {
             true => Err(InputError::EmptyPrompt),
             false => Ok(Self {
@@ -138,20 +142,21 @@ impl Job {
         if let Some(adapters) = &self.adapters {
             policy = policy.lora(adapters.lora(sizes));
         }
-        let mut model = fully_shard(sizes.blank(&device)?, &mesh, policy)?;
-        if let Some(folder) = &self.args.init {
-            model = weights::read_shards(sizes, folder, model)?;
-        }
-        if let Some(step) = &self.step {
-            if let Some(adapters) = self.adapters {
-                Adapters::of(adapters, &model, &mesh)?.check(&step.index().training)?;
+        let blank = sizes.blank(&device)?;
+        let mut model = match (&self.args.init, &self.step) {
+            (Some(folder), _) => {
+                let weights = WeightsFile::open(folder, sizes)?;
+                fully_shard_from(blank, &mesh, policy, |part| of_file(&weights, part))?
             }
-            let is_saved = |path: &str| self.adapters.is_none() || is_factor(path);
-            let restored = restore_matching(model, step, is_saved);
-            model = restored.map_err(|error| RankError::Restore {
-                path: step.path().to_owned(),
-                source: Box::new(error.into()),
-            })?;
+            (None, Some(step)) => {
+                fully_shard_from(blank, &mesh, policy, |part| of_step(step, part))?
+            }
+            (None, None) => return Err(Box::new(InputError::NoModel).into()),
+        };
+        if let (Some(step), Some(adapters)) = (&self.step, self.adapters) {
+            Adapters::of(adapters, &model, &mesh)?.check(&step.index().training)?;
+            let restored = restore_matching(model, step, is_factor);
+            model = restored.map_err(|error| unread(step, error))?;
         }
         let sample = Sample {
             codec: &self.codec,
@@ -163,6 +168,41 @@ impl Job {
             device: Device::flex(),
         };
         sample.go_on(&model.valid(), self.prompt.clone(), world, || false)
+    }
+}
+
+/// Reads this rank's part of a parameter of a folder. The factors of adapters are those of the step.
+fn of_file<A: Architecture>(
+    weights: &WeightsFile<A>,
+    part: &InitialPart<'_>,
+) -> Result<Option<Vec<u8>>, RankError> {
+    if is_factor(part.path) {
+        return Ok(None);
+    }
+    let values = weights.read(part.path, part.range.clone())?;
+    Ok(Some(
+        values.into_iter().flat_map(f32::to_ne_bytes).collect(),
+    ))
+}
+
+/// Reads this rank's part of a parameter of a step.
+fn of_step(step: &Step, part: &InitialPart<'_>) -> Result<Option<Vec<u8>>, RankError> {
+    let expected = ExpectedTensor {
+        name: part.path.to_owned(),
+        shape: part.shape.to_vec(),
+        dtype: Some(Dtype::F32),
+    };
+    let read = || {
+        step.compare(&[expected], |_| false, Extra::Ignore)?;
+        step.read(part.path, &Region::Flat(part.range.clone()))
+    };
+    Ok(Some(read().map_err(|error| unread(step, error))?))
+}
+
+fn unread(step: &Step, error: impl Into<RankError>) -> RankError {
+    RankError::Restore {
+        path: step.path().to_owned(),
+        source: Box::new(error.into()),
     }
 }
 
@@ -238,19 +278,43 @@ fn unknown(path: &Path, problem: String) -> InputError {
     InputError::UnknownModel { path, problem }
 }
 
-fn check_memory(model: &ModelConfig) -> Result<(), InputError> {
+/// Checks that the ranks of this process can hold their shards, a unit that is whole, and the keys and values of `tokens`.
+fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(), InputError> {
+    let Some(available) = host::memory_bytes(ranks.processes_here()) else {
+        return Ok(());
+    };
+    const GIB: u128 = 1 << 30;
+    const ELEMENT: u128 = 4;
     let params = model.num_params();
-    // Read and loaded, each element is there twice.
-    let needed = 8 * params as u128;
-    match host::memory_bytes(1).map(u128::from) {
-        Some(available) if needed > available => Err(InputError::TooLittleMemory {
+    let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
+    let unit = ELEMENT * largest_unit(model)? as u128;
+    let seen = tokens.min(model.seq()) as u128;
+    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (model.dim() as u128) * seen;
+    let needed = (shards + unit + cache).saturating_mul(ranks.of_process() as u128);
+    let available = u128::from(available);
+    match needed > available {
+        true => Err(InputError::TooLittleMemory {
             params,
-            ranks: 1,
-            needed: needed.div_ceil(1 << 30),
-            available: available >> 30,
+            ranks: ranks.number(),
+            needed: needed.div_ceil(GIB),
+            available: available / GIB,
         }),
-        _ => Ok(()),
+        false => Ok(()),
     }
+}
+
+/// Returns the elements of the largest unit: a block, or what is in none.
+fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
+    let mut units: BTreeMap<String, usize> = BTreeMap::new();
+    for spec in model.parameters()? {
+        let block = spec.path.split('.').take(2).collect::<Vec<_>>();
+        let unit = match block[..] {
+            [list, index] if index.parse::<usize>().is_ok() => format!("{list}.{index}"),
+            _ => String::new(),
+        };
+        *units.entry(unit).or_default() += spec.shape.iter().product::<usize>();
+    }
+    Ok(units.into_values().max().unwrap_or_default())
 }
 
 /// Checks that the text is in the tokens that a step was trained on.
@@ -266,5 +330,36 @@ fn check_tokenizer(step: &Step, codec: &TextCodec) -> Result<(), InputError> {
             found: saved.unwrap_or("bytes").chars().take(100).collect(),
             given: given.unwrap_or_else(|| "bytes".to_owned()),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_fsdp_models::{GptConfig, LlamaConfig};
+
+    use super::*;
+
+    #[test]
+    fn the_largest_unit_is_a_block_or_what_is_in_none() {
+        let sizes = |vocab| GptConfig {
+            vocab,
+            seq: 8,
+            layers: 3,
+            dim: 16,
+            heads: 2,
+        };
+        // What three blocks have more than two is one.
+        let of = |layers| ModelConfig::Gpt(GptConfig { layers, ..sizes(5) }).num_params();
+        let block = of(3) - of(2);
+        assert_eq!(largest_unit(&ModelConfig::Gpt(sizes(5))).ok(), Some(block));
+        let wide = ModelConfig::Gpt(sizes(9_000));
+        let root = wide.num_params() - 3 * block;
+        assert!(root > block);
+        assert_eq!(largest_unit(&wide).ok(), Some(root));
+        let llama = LlamaConfig::preset("7b").expect("a preset");
+        let one = ModelConfig::Llama(LlamaConfig { layers: 1, ..llama }).num_params();
+        let two = ModelConfig::Llama(LlamaConfig { layers: 2, ..llama }).num_params();
+        let largest = largest_unit(&ModelConfig::Llama(llama)).ok();
+        assert_eq!(largest, Some((two - one).max(one - (two - one))));
     }
 }

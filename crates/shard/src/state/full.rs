@@ -61,7 +61,7 @@ pub fn summon_full_params<M: Module>(
             got: "`WriteBack::Keep` for a module with LoRA adapters".to_owned(),
         });
     }
-    let full = plain(&module, &places)?;
+    let full = plain(&module, &places, true)?;
     let returned = body(full);
     match write_back {
         WriteBack::Discard => Ok(module),
@@ -69,8 +69,22 @@ pub fn summon_full_params<M: Module>(
     }
 }
 
-/// Returns the module without autodiff and without shards.
-fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error> {
+/// Returns, on the ranks that `keep` it, the plain copy of a sharded module that [`summon_full_params`] gives. The other ranks
+/// send their shards, and hold one whole parameter at a time.
+///
+/// Collective over all ranks of the module, between steps: one all-gather for each sharded parameter.
+///
+/// # Errors
+///
+/// [`Error::NotSharded`]; a failed collective.
+pub fn unsharded<M: Module>(module: &M, keep: bool) -> Result<Option<M>, Error> {
+    inspect::root_of(module)?;
+    let full = plain(module, &inspect::places(module), keep)?;
+    Ok(keep.then_some(full))
+}
+
+/// Returns the module without autodiff and without shards: with whole values if they are to be kept, or with none.
+fn plain<M: Module>(module: &M, places: &[(String, Member)], keep: bool) -> Result<M, Error> {
     let mut members: HashMap<_, _> = places.iter().cloned().collect();
     for (path, _) in places {
         // Of an adapted parameter they are read with it, and no module of `materialize` has them.
@@ -78,7 +92,7 @@ fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error>
         members.remove(&format!("{path}.{FACTOR_B}"));
     }
     // `valid` also gives the copy running states of its own.
-    let filled = catch(|| path::map(module.valid(), &mut Fill { members }))?;
+    let filled = catch(|| path::map(module.valid(), &mut Fill { members, keep }))?;
     // Burn lets go of a reparameterization in `materialize` alone.
     Ok(within(Purpose::KeepBase, || filled.materialize()))
 }
@@ -86,6 +100,8 @@ fn plain<M: Module>(module: &M, places: &[(String, Member)]) -> Result<M, Error>
 /// A mapper that puts the whole value in the place of each stand-in.
 struct Fill {
     members: HashMap<String, Member>,
+    /// False to let go of each value as it comes.
+    keep: bool,
 }
 
 impl path::Mapper for Fill {
@@ -107,6 +123,9 @@ impl path::Mapper for Fill {
             Some(adapter) => adapter.applied(base, whole(adapter.a), whole(adapter.b)),
             None => base,
         };
+        if !self.keep {
+            return param;
+        }
         let mut shape = [0; D];
         shape.copy_from_slice(&member.slot().shape);
         // With the id of the stand-in, so that a record of the copy loads into the sharded module.
@@ -324,7 +343,7 @@ pub fn full_state<M: Module>(
 }
 
 /// Gathers the whole parameter, on rank 0 of its group.
-fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
+pub(super) fn gather(member: &Member) -> Result<Option<Buffer>, Error> {
     let (slot, group) = (member.slot(), &member.generation.unit.groups.shard);
     let value = member.generation.value(member.index).inner();
     let generation = &member.generation;

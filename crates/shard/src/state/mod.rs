@@ -1,7 +1,7 @@
 //! The tensors of a sharded module between steps, whole or in this rank's parts: read, saved, changed.
 //!
 //! - `full`: whole parameters, for a moment or one by one. `local`: this rank's parts, as bytes.
-//! - `record`: Burn's records. `buffers`: running states. `stand_ins`: the stand-ins in the fields.
+//! - `record`: Burn's records; `recorded`: one tensor by tensor. `buffers`: running states. `stand_ins`: the stand-ins in the fields.
 //! - `average`: moving averages. `agreement`: the check that all ranks hold the same.
 
 pub(crate) mod agreement;
@@ -10,4 +10,5 @@ pub(crate) mod buffers;
 pub(crate) mod full;
 pub(crate) mod local;
 pub(crate) mod record;
+pub(crate) mod recorded;
 pub(crate) mod stand_ins;

@@ -4,7 +4,8 @@
 //! - `ranks`: the ranks that take part. `grouping`: the parameters of each unit. `owners`: the owner of
 //!   each parameter that is not divided.
 //! - `placed`: units with their paths in the module, those of earlier calls too.
-//! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values.
+//! - `sharder`: from a parameter to a stand-in with its shard beside it; `initial`: rank 0's values; `read`: those that
+//!   each rank reads.
 //! - `own_states`: running states that ranks must not share.
 
 mod factors;
@@ -14,6 +15,7 @@ mod own_states;
 mod owners;
 mod placed;
 mod ranks;
+mod read;
 mod sharder;
 
 use std::collections::HashMap;
@@ -37,6 +39,8 @@ use burn_fsdp_mesh::Strategy;
 use grouping::{Grouping, Ignored};
 use placed::{Placed, check_groups, earlier_units, split_off_replicas};
 use ranks::Ranks;
+pub use read::InitialPart;
+use read::Read;
 use sharder::Sharder;
 
 /// Shards `module` over the policy's axis of `mesh` and returns it, with the same type and to be
@@ -72,7 +76,40 @@ pub fn fully_shard<M: Module>(
     mesh: &impl AsMesh,
     policy: ShardPolicy,
 ) -> Result<M, Error> {
-    wrap(module, mesh, &policy, Form::Shard)
+    wrap(module, mesh, &policy, Form::Shard, None)
+}
+
+/// Shards `module` as [`fully_shard`] does, with values that each rank reads for itself. `read` gets the part of each
+/// parameter that this rank is to hold, in the order of the module, and returns its bytes, or `None` for one that is to begin
+/// with rank 0's value.
+///
+/// A parameter that is read is initialized on no rank, and nothing is held but the rank's part of it. The dtype is that of the
+/// parameter, or of its device for one that is not initialized yet.
+///
+/// Collective as [`fully_shard`]: `read` must return `None` for the same parameters on all ranks.
+///
+/// # Errors
+///
+/// As [`fully_shard`]; what `read` returns; [`Error::LocalLength`] for another number of bytes.
+pub fn fully_shard_from<M: Module, E: From<Error>>(
+    module: M,
+    mesh: &impl AsMesh,
+    policy: ShardPolicy,
+    mut read: impl FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, E>,
+) -> Result<M, E> {
+    let mut failure = None;
+    let mut read = |part: &InitialPart<'_>| {
+        read(part).map_err(|error| {
+            failure = Some(error);
+            // Nobody sees it: the failure itself is what is returned.
+            Error::NotSharded
+        })
+    };
+    let wrapped = wrap(module, mesh, &policy, Form::Shard, Some(&mut read));
+    match failure {
+        Some(failure) => Err(failure),
+        None => Ok(wrapped?),
+    }
 }
 
 /// Makes `module` data-parallel over the policy's axes of `mesh`: every rank holds all of it, from
@@ -97,6 +134,7 @@ pub fn replicate<M: Module>(
         mesh,
         &policy.strategy(Strategy::NoShard),
         Form::Replicate,
+        None,
     )
 }
 
@@ -112,6 +150,7 @@ fn wrap<M: Module>(
     mesh: &impl AsMesh,
     policy: &ShardPolicy,
     form: Form,
+    read: Option<Read<'_>>,
 ) -> Result<M, Error> {
     let mesh = mesh.as_mesh(&policy.axis)?;
     let ranks = Ranks::new(&mesh, policy)?;
@@ -170,6 +209,7 @@ fn wrap<M: Module>(
 
     let first = units.into_iter().map(Generation::first).collect();
     let (sharder, made) = Sharder::new(first, &survey, policy.lora.clone(), factors);
+    let sharder = sharder.reading(read);
     let module = catch(|| module.apply_reparameterization(sharder))?;
     for earlier in &adopted {
         earlier.copies.unit.demote(&earlier.prefix);

@@ -10,20 +10,24 @@ use burn::tensor::{Device, Distribution, Shape, Tensor};
 
 use super::initial;
 use super::placed::Placed;
+use super::read::{self, Read};
 use crate::adapter::Adapter;
 use crate::copies::{Copies, Generation};
+use crate::error::Error;
 use crate::parameter::ShardedParam;
 use crate::parameter::identity::counterpart;
 use crate::parameter::owned::RootLink;
 use crate::path::{FACTOR_A, FACTOR_B};
 use crate::shown::Shown;
+use crate::slot::Slot;
 use crate::state::record;
 use crate::survey::{Declared, Found, Survey, stand_in};
 use crate::thrown::throw;
 use crate::transport;
+use crate::unit::Unit;
 
 /// A reparameterizer that replaces each parameter by a stand-in with its value beside it.
-pub(super) struct Sharder {
+pub(super) struct Sharder<'a> {
     places: HashMap<String, (Arc<Generation>, usize, Arc<RootLink>)>,
     /// Paths of parameters that no unit manages.
     others: HashSet<String>,
@@ -31,9 +35,11 @@ pub(super) struct Sharder {
     lora: Option<Lora>,
     /// The factors of adapters, by path.
     factors: HashMap<String, Found>,
+    /// What reads the values that are not rank 0's.
+    read: Option<Read<'a>>,
 }
 
-impl Sharder {
+impl<'a> Sharder<'a> {
     /// Returns a sharder for the parameters of these generations, and their units, which the call makes.
     pub(super) fn new(
         first: Vec<Arc<Generation>>,
@@ -62,12 +68,33 @@ impl Sharder {
             places,
             lora,
             factors,
+            read: None,
         };
         (sharder, made)
     }
+
+    /// Sets what reads the values that are not rank 0's.
+    pub(super) fn reading(self, read: Option<Read<'a>>) -> Self {
+        Self { read, ..self }
+    }
+
+    /// Returns this rank's value of a parameter.
+    fn value<const D: usize>(
+        &mut self,
+        unit: &Unit,
+        slot: &Slot,
+        param: &Param<Tensor<D>>,
+    ) -> Result<Tensor<1>, Error> {
+        let read = self.read.as_deref_mut();
+        let read = read.map(|read| read::value(read, unit, slot, &param.lazy_device()));
+        match read.transpose()?.flatten() {
+            Some(value) => Ok(value),
+            None => initial::value(unit, slot, param),
+        }
+    }
 }
 
-impl Reparameterizer for Sharder {
+impl Reparameterizer for Sharder<'_> {
     type Reparam = ShardedParam;
 
     fn reparameterize<const D: usize>(
@@ -89,7 +116,7 @@ impl Reparameterizer for Sharder {
         let device = param.lazy_device();
         let declared = Declared::of(&param);
         let id = param.id;
-        let value = initial::value(&unit, &unit.slots[index], &param);
+        let value = self.value(&unit, &unit.slots[index], &param);
         drop(param);
         let value = value.unwrap_or_else(|error| throw(error));
         let shape = unit.slots[index].shown_shape(unit.groups.shard.rank());
@@ -113,7 +140,7 @@ impl Reparameterizer for Sharder {
 }
 
 /// Returns the factors of the parameter at `path`, sharded, to be seen by optimizers and records.
-fn sharded_factors(sharder: &mut Sharder, path: &str, adapter: &Adapter) -> LoraAdapter {
+fn sharded_factors(sharder: &mut Sharder<'_>, path: &str, adapter: &Adapter) -> LoraAdapter {
     let std = sharder.lora.as_ref().and_then(|lora| lora.init_std);
     let std = std.unwrap_or(1.0 / adapter.rank as f64);
     let factor = |name: &str, fill: Fill| {
@@ -152,12 +179,12 @@ fn lazy(factor: &Found, fill: Fill) -> Param<Tensor<2>> {
 }
 
 /// A sharder of what is below a path.
-struct Below<'a> {
+struct Below<'a, 'b> {
     prefix: String,
-    sharder: &'a mut Sharder,
+    sharder: &'a mut Sharder<'b>,
 }
 
-impl Reparameterizer for Below<'_> {
+impl Reparameterizer for Below<'_, '_> {
     type Reparam = ShardedParam;
 
     fn reparameterize<const D: usize>(

@@ -1,12 +1,14 @@
 //! Whole parameters: for a closure on every rank, or one by one on rank 0.
 
-use burn::module::{Module, Param};
-use burn::tensor::{DType, Tensor};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, LinearLayout};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_fsdp_collectives::{CommCounter, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    BufferSync, ShardPolicy, Strategy, WriteBack, backward, full_state, fully_shard,
-    params_with_gradient, summon_full_params, sync_buffers,
+    BufferSync, Error, InitialPart, ShardPolicy, Strategy, WriteBack, backward, full_state,
+    fully_shard, fully_shard_from, local_ids, params_with_gradient, recorded_state,
+    summon_full_params, sync_buffers, unsharded,
 };
 
 use super::bench::{Case, build, device, on_ranks, optimizer, params, ready, whole_params};
@@ -267,4 +269,154 @@ fn a_record_from_before_sharding_loads_and_trains_on() {
         assert_eq!(params_with_gradient(&model, &gradients).len(), before);
         Ok(())
     });
+}
+
+/// A layer whose record is its transpose, one whose record is not, and running states.
+#[derive(Module, Debug)]
+struct Turned {
+    turned: Linear,
+    plain: Linear,
+    norm: BatchNorm,
+}
+
+impl Turned {
+    fn new(device: &Device) -> Self {
+        let turned = LinearConfig::new(5, 7).with_layout(LinearLayout::Col);
+        Self {
+            turned: turned.init(device),
+            plain: LinearConfig::new(7, 3).init(device),
+            norm: BatchNormConfig::new(3).init(device),
+        }
+    }
+}
+
+/// What Burn records of a plain module.
+#[derive(Default)]
+struct Recorded {
+    path: Vec<String>,
+    found: Vec<(String, TensorData)>,
+}
+
+impl ModuleVisitor for Recorded {
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let data = param.transform_for_save().val().into_data();
+        self.found.push((self.path.join("."), data));
+    }
+}
+
+#[test]
+fn a_record_is_given_tensor_by_tensor() {
+    for ranks in 1..=4 {
+        for policy in [
+            ShardPolicy::new().units(["turned"]),
+            ShardPolicy::new().one_owner(["**"]),
+            ShardPolicy::new().strategy(Strategy::NoShard),
+        ] {
+            on_ranks(ranks, move |world| {
+                let device = device();
+                let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+                let plain = ready(|| Turned::new(&device));
+                let mut want = Recorded::default();
+                plain.visit(&mut want);
+                let model = fully_shard(plain, &mesh, policy.clone())?;
+                let mut seen = Vec::new();
+                let mut ids = Vec::new();
+                recorded_state(&model, |tensor| {
+                    ids.push((tensor.path.clone(), tensor.id));
+                    seen.push((tensor.path, tensor.data));
+                })?;
+                if world.rank() > 0 {
+                    assert_eq!(seen, []);
+                    return Ok(());
+                }
+                assert_eq!(seen, want.found);
+                assert_eq!(seen[0].1.shape()[..], [7, 5], "the transpose");
+                for local in local_ids(&model)? {
+                    assert!(ids.contains(&(local.path, local.recorded)));
+                }
+                Ok(())
+            });
+        }
+    }
+}
+
+#[test]
+fn the_whole_module_is_on_the_ranks_that_keep_it() {
+    for policy in policies() {
+        on_ranks(3, move |world| {
+            let device = device();
+            let model = build(MLP, &world, &device, policy.clone())?;
+            let want = whole_params((MLP.build)(&device), &model);
+            let kept = unsharded(&model, world.rank() == 1)?;
+            assert_eq!(kept.is_some(), world.rank() == 1);
+            if let Some(kept) = kept {
+                assert_eq!(params(&kept), want);
+            }
+            // Sharded as before.
+            assert_eq!(whole_params((MLP.build)(&device), &model), want);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn values_that_ranks_read_are_those_of_the_module() {
+    for ranks in 1..=4 {
+        for policy in policies() {
+            on_ranks(ranks, move |world| {
+                let device = device();
+                let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+                let values = |part: &InitialPart<'_>| {
+                    assert_eq!(part.dtype, DType::F32);
+                    assert!(part.range.end <= part.shape.iter().product());
+                    let first = part.path.len();
+                    let values = part.range.clone().map(|i| (first + i) as f32);
+                    values.flat_map(f32::to_ne_bytes).collect::<Vec<u8>>()
+                };
+                let read = |part: &InitialPart<'_>| {
+                    // One of them begins as rank 0 has it.
+                    let is_read = part.path != "blocks.1.up.weight";
+                    Ok::<_, Error>(is_read.then(|| values(part)))
+                };
+                let plain = ready(|| Mlp::new(&device));
+                let own = params(&plain);
+                let model = fully_shard_from(plain, &mesh, policy.clone(), read)?;
+                let got = whole_params((MLP.build)(&device), &model);
+                for ((path, got), (_, own)) in got.into_iter().zip(own) {
+                    let want = (0..got.len()).map(|i| (path.len() + i) as f32);
+                    match path.as_str() {
+                        "blocks.1.up.weight" if world.rank() == 0 => assert_eq!(got, own),
+                        "blocks.1.up.weight" => assert_eq!(got.len(), own.len()),
+                        _ => assert_eq!(got, want.collect::<Vec<_>>(), "{path}"),
+                    }
+                }
+                // It trains.
+                let gradients = backward(model.loss(world.rank(), 0, &device), &model)?;
+                optimizer().step(1e-2, model, gradients);
+                // Too few bytes, and what the reader says.
+                let read = |_: &InitialPart<'_>| Ok::<_, Error>(Some(vec![0; 3]));
+                let short = fully_shard_from(Mlp::new(&device), &mesh, policy.clone(), read);
+                let short = short.expect_err("3 bytes").to_string();
+                assert!(short.contains("got 3"), "{short}");
+                let gone = || Error::Group {
+                    unit: "the disk is gone".to_owned(),
+                    expected: String::new(),
+                    got: String::new(),
+                };
+                let read = |_: &InitialPart<'_>| Err(gone());
+                let failed = fully_shard_from(Mlp::new(&device), &mesh, policy.clone(), read);
+                let failed = failed.expect_err("it fails").to_string();
+                assert!(failed.contains("the disk is gone"), "{failed}");
+                Ok(())
+            });
+        }
+    }
 }

@@ -17,8 +17,8 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, Memory, ShardPolicy, Strategy, backward, fully_shard, memory, order, reset_peak,
-    wrap_plan,
+    Error, InitialPart, Memory, ShardPolicy, Strategy, backward, fully_shard, fully_shard_from,
+    memory, order, reset_peak, wrap_plan,
 };
 use peak_alloc::PeakAlloc;
 
@@ -423,6 +423,42 @@ fn lazy_layers_are_materialized_one_at_a_time() {
     assert!(
         peak <= held + 2 * unit + books,
         "{peak} bytes, {held} of shards, {unit} a unit"
+    );
+}
+
+#[test]
+fn of_values_that_are_read_each_rank_holds_its_own_part() {
+    let _turn = alone();
+    let grown = on_ranks(2, |world, mesh| {
+        let device = checkpointing();
+        let linear = |_| LinearConfig::new(512, 1024).with_bias(false).init(&device);
+        let net = Reshaped {
+            layers: (0..12).map(linear).collect(),
+        };
+        world.barrier("before")?;
+        let before = HEAP.current_usage();
+        HEAP.reset_peak_usage();
+        world.barrier("measured")?;
+        let policy = ShardPolicy::new().units(["layers.*"]);
+        let read = |part: &InitialPart<'_>| {
+            let values = part.range.clone().map(|i| i as f32);
+            Ok::<_, Error>(Some(values.flat_map(f32::to_ne_bytes).collect()))
+        };
+        let model = fully_shard_from(net, &mesh, policy, read)?;
+        world.barrier("sharded")?;
+        let peak = HEAP.peak_usage() - before;
+        world.barrier("measured again")?;
+        Ok((peak, memory(&model)?.parameters))
+    });
+    let held: usize = grown.iter().map(|grown| grown.1).sum();
+    let unit = 4 * 512 * 1024;
+    assert_eq!(held, 12 * unit);
+    let peak = grown[0].0;
+    let books = 512 << 10;
+    // What a rank reads, as it grows and as it is kept.
+    assert!(
+        peak <= held + 2 * unit + books,
+        "{peak} bytes, {held} of shards"
     );
 }
 

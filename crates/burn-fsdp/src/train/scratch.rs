@@ -1,0 +1,127 @@
+//! Files of whole tensors that are on their way between the ranks and Burn's checkpointers.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use burn::tensor::Bytes;
+use tempfile::TempDir;
+
+use crate::error::Error;
+
+/// The largest file that Burn's readers of records take, and the largest tensor in one.
+const MAX_FILE_BYTES: u64 = 100 << 30;
+const MAX_TENSOR_BYTES: u64 = 10 << 30;
+
+/// A folder of files that goes with this value.
+#[derive(Debug)]
+pub(crate) struct Scratch(TempDir);
+
+impl Scratch {
+    /// Makes a folder in the one that the user named, or where large files may lie for a while.
+    pub(crate) fn new(parent: Option<&Path>) -> Result<Self, Error> {
+        let parent = match parent {
+            Some(parent) => parent.to_owned(),
+            None => usual(),
+        };
+        let made = std::fs::create_dir_all(&parent);
+        let made = made.and_then(|()| {
+            tempfile::Builder::new()
+                .prefix("burn-fsdp-")
+                .tempdir_in(&parent)
+        });
+        made.map(Self).map_err(failure("make a folder in", &parent))
+    }
+
+    /// Returns the path of a file in the folder.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Begins a file.
+    pub(crate) fn pile(&self, name: &str) -> Result<Pile, Error> {
+        let path = self.path(name);
+        let file = File::create(&path).map_err(failure("create", &path))?;
+        Ok(Pile {
+            path,
+            file,
+            num_bytes: 0,
+        })
+    }
+}
+
+/// Returns where large files may lie for a while: the folder of temporary files that the user named, or that which is not kept
+/// in memory.
+fn usual() -> PathBuf {
+    let on_disk = Path::new("/var/tmp");
+    match std::env::var_os("TMPDIR") {
+        None if on_disk.is_dir() => on_disk.to_owned(),
+        _ => std::env::temp_dir(),
+    }
+}
+
+/// A file to which tensors are added, one after another.
+#[derive(Debug)]
+pub(crate) struct Pile {
+    path: PathBuf,
+    file: File,
+    num_bytes: u64,
+}
+
+impl Pile {
+    /// Adds the bytes of a tensor, and returns them as they lie in the file, of which nothing is in memory.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Scratch`], also for what Burn's readers would not take in a record.
+    pub(crate) fn add(&mut self, bytes: &[u8]) -> Result<Bytes, Error> {
+        let (start, size) = (self.num_bytes, bytes.len() as u64);
+        if size > MAX_TENSOR_BYTES || start.saturating_add(size) > MAX_FILE_BYTES {
+            let problem = "Burn reads no record of more than 100 GiB, and no tensor of more than 10 GiB: write the loop, and \
+                           save by `burn_fsdp::save`, which divides the files among the ranks";
+            return Err(failure("write", &self.path)(io::Error::other(problem)));
+        }
+        let written = self.file.write_all(bytes);
+        written.map_err(failure("write", &self.path))?;
+        self.num_bytes = start + size;
+        Ok(Bytes::from_file(&self.path, size, start))
+    }
+}
+
+/// Returns what makes an error of a failed operation on a file.
+pub(crate) fn failure(operation: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.to_owned();
+    move |source| Error::Scratch {
+        operation,
+        path,
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_added_lies_in_the_file_and_goes_with_the_folder() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let scratch = Scratch::new(Some(&parent.path().join("deep"))).expect("it is made");
+        let mut pile = scratch.pile("tensors").expect("it begins");
+        let first = pile.add(&[1, 2, 3]).expect("it is written");
+        let second = pile.add(&[4, 5]).expect("it is written");
+        assert_eq!((&second[..], &first[..]), (&[4, 5][..], &[1, 2, 3][..]));
+        let path = scratch.path("tensors");
+        assert!(path.exists());
+        drop(scratch);
+        assert!(!path.exists());
+        let file = parent.path().join("file");
+        std::fs::write(&file, "").expect("it is written");
+        let error = Scratch::new(Some(&file))
+            .expect_err("it is no folder")
+            .to_string();
+        assert!(
+            error.contains("file") && error.contains("scratch"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,196 @@
+//! Burn's own training loop, sharded: bytes that fail if a whole model, or the state of its optimizer, is held anywhere.
+#![cfg(feature = "train")]
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::data::dataloader::DataLoaderBuilder;
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataset::{Dataset, DatasetError};
+use burn::module::Module;
+use burn::nn::loss::{MseLoss, Reduction};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::AdamWConfig;
+use burn::tensor::{Device, Tensor};
+use burn::train::metric::LossMetric;
+use burn::train::metric::store::EventStoreClient;
+use burn::train::renderer::CliMetricsRenderer;
+use burn::train::{
+    EarlyStoppingStrategy, InferenceStep, RegressionOutput, SupervisedTraining, TrainOutput,
+    TrainStep,
+};
+use burn_fsdp::train::{FullySharded, Lent};
+use burn_fsdp::{LaunchConfig, ShardPolicy};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static HEAP: PeakAlloc = PeakAlloc;
+
+const RANKS: usize = 4;
+const LAYERS: usize = 64;
+const DIM: usize = 256;
+/// Bytes of a layer.
+const UNIT: usize = 4 * DIM * DIM;
+/// Bytes of the model: what all ranks together hold of it.
+const MODEL: usize = LAYERS * UNIT;
+/// Full weights and gradients of a unit and what the transport keeps of them, on every rank; activations and books.
+const IN_FLIGHT: usize = RANKS * 8 * UNIT + (2 << 20);
+
+/// What was there before the training, and the most that was there while ..
+static BEFORE: AtomicUsize = AtomicUsize::new(0);
+/// .. parameters and states were divided,
+static AT_START: AtomicUsize = AtomicUsize::new(0);
+/// .. an epoch was saved.
+static IN_SAVE: AtomicUsize = AtomicUsize::new(0);
+/// True once a step has begun.
+static STEPS: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns the most that the training has taken since that was asked last.
+fn taken() -> usize {
+    let peak = HEAP.peak_usage();
+    HEAP.reset_peak_usage();
+    peak.saturating_sub(BEFORE.load(Ordering::SeqCst))
+}
+
+#[derive(Module, Debug)]
+struct Stack {
+    layers: Vec<Linear>,
+}
+
+impl Stack {
+    /// Layers that Burn initializes when they are asked for.
+    fn new(device: &Device) -> Self {
+        let layer = |_| LinearConfig::new(DIM, DIM).with_bias(false).init(device);
+        Self {
+            layers: (0..LAYERS).map(layer).collect(),
+        }
+    }
+
+    fn forward(&self, batch: Tensor<2>) -> RegressionOutput {
+        let each = |x: Tensor<2>, layer: &Linear| layer.forward(x.clone()).tanh() + x;
+        let output = self.layers.iter().fold(batch.clone(), each);
+        let loss = MseLoss::new().forward(output.clone(), batch.clone(), Reduction::Mean);
+        RegressionOutput {
+            loss,
+            output,
+            targets: batch,
+        }
+    }
+}
+
+impl TrainStep for Stack {
+    type Input = Tensor<2>;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Tensor<2>) -> TrainOutput<RegressionOutput> {
+        if STEPS.fetch_add(1, Ordering::SeqCst) == 0 {
+            AT_START.store(taken(), Ordering::SeqCst);
+        }
+        let output = self.forward(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Stack {
+    type Input = Tensor<2>;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Tensor<2>) -> RegressionOutput {
+        let output = self.forward(batch);
+        // What follows the last validation is the save.
+        taken();
+        output
+    }
+}
+
+#[derive(Clone)]
+struct Rows;
+
+impl Batcher<f32, Tensor<2>> for Rows {
+    fn batch(&self, rows: Vec<f32>, device: &Device) -> Tensor<2> {
+        let rows = rows
+            .into_iter()
+            .map(|x| Tensor::<1>::full([DIM], x, device));
+        Tensor::stack(rows.collect(), 0)
+    }
+}
+
+struct Numbers(usize);
+
+impl Dataset<f32> for Numbers {
+    fn get(&self, index: usize) -> Result<f32, DatasetError> {
+        Ok((index % 7) as f32 / 7.0)
+    }
+
+    fn len(&self) -> usize {
+        self.0
+    }
+}
+
+/// Burn asks after it has saved the epoch.
+#[derive(Clone)]
+struct Measured;
+
+impl EarlyStoppingStrategy for Measured {
+    fn should_stop(&mut self, _epoch: usize, _store: &EventStoreClient) -> bool {
+        IN_SAVE.fetch_max(taken(), Ordering::SeqCst);
+        false
+    }
+}
+
+fn train(folder: &Path, epochs: usize, from: Option<usize>) {
+    let loader = |items| {
+        let builder = DataLoaderBuilder::new(Rows).batch_size(2);
+        builder.build(Numbers(items))
+    };
+    let training: SupervisedTraining<Lent<Stack>> =
+        SupervisedTraining::new(folder, loader(4 * RANKS), loader(RANKS));
+    let training = training
+        .metric_train_numeric(LossMetric::new())
+        .metric_valid_numeric(LossMetric::new())
+        .with_application_logger(None)
+        .renderer(Box::new(CliMetricsRenderer::new()))
+        .early_stopping(Measured)
+        .with_default_checkpointers()
+        .num_epochs(epochs);
+    let training = match from {
+        Some(epoch) => training.checkpoint(epoch),
+        None => training,
+    };
+    for measured in [&AT_START, &IN_SAVE, &STEPS] {
+        measured.store(0, Ordering::SeqCst);
+    }
+    BEFORE.store(HEAP.current_usage(), Ordering::SeqCst);
+    HEAP.reset_peak_usage();
+    let device = Device::flex().autodiff().gradient_checkpointing();
+    let sharded = FullySharded::new(LaunchConfig::new(RANKS))
+        .policy(ShardPolicy::new().units(["layers.*"]).prefetch(0))
+        .scratch(folder.join("scratch"));
+    let optimizer = AdamWConfig::new().init();
+    let end = |_: &_, _: Stack, _| Ok(());
+    let result = sharded.launch_sharded(training, Stack::new(&device), optimizer, 1e-3, end);
+    let result = result.unwrap_or_else(|error| panic!("{error}"));
+    assert!(result.error.is_none());
+    assert_eq!(result.model.len(), RANKS);
+}
+
+#[test]
+fn no_process_holds_the_whole_model_or_the_whole_state() {
+    // What each phase would be short of if there were one more copy of the model somewhere.
+    assert!(IN_FLIGHT < MODEL, "the bounds can fail");
+    let within = |what: &str, got: &AtomicUsize, models: usize| {
+        let (got, most) = (got.load(Ordering::SeqCst), models * MODEL + IN_FLIGHT);
+        println!("{what}: {got} bytes of {most}");
+        assert!(got >= models * MODEL, "{what} is measured: {got}");
+        assert!(got <= most, "{what}: {got} bytes, {most} at most");
+    };
+    let folder = tempfile::tempdir().expect("a folder");
+    train(folder.path(), 2, None);
+    within("parameters at the start", &AT_START, 1);
+    within("parameters and states in a save", &IN_SAVE, 3);
+    train(folder.path(), 3, Some(2));
+    within("parameters and states of a checkpoint", &AT_START, 3);
+    within("parameters and states in a save", &IN_SAVE, 3);
+    let scratch = std::fs::read_dir(folder.path().join("scratch")).expect("it was made");
+    assert_eq!(scratch.count(), 0, "nothing is left");
+}

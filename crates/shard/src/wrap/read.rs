@@ -1,0 +1,55 @@
+//! Initial values that each rank reads for itself.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::error::Error;
+use crate::slot::Slot;
+use crate::transport;
+use crate::unit::Unit;
+
+/// The part of a parameter that a rank is to hold, whose value [`fully_shard_from`](crate::fully_shard_from) asks for.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct InitialPart<'a> {
+    /// Path in the module, such as `blocks.3.fc.weight`.
+    pub path: &'a str,
+    /// Shape of the whole parameter.
+    pub shape: &'a [usize],
+    /// Element type of the bytes.
+    pub dtype: DType,
+    /// The flat elements of the whole parameter, in row-major order: empty where other ranks hold all of it.
+    pub range: Range<usize>,
+}
+
+/// What reads the bytes of a part; `None` for a parameter that begins with rank 0's value.
+pub(super) type Read<'a> = &'a mut dyn FnMut(&InitialPart<'_>) -> Result<Option<Vec<u8>>, Error>;
+
+/// Returns this rank's value of a parameter as it is read, if it is.
+pub(super) fn value(
+    read: Read<'_>,
+    unit: &Unit,
+    slot: &Slot,
+    device: &Device,
+) -> Result<Option<Tensor<1>>, Error> {
+    let dtype = slot.elements.stored.dtype;
+    let part = InitialPart {
+        path: &slot.path,
+        shape: &slot.shape,
+        dtype,
+        range: slot.held_range(unit.groups.shard.rank()),
+    };
+    let Some(bytes) = read(&part)? else {
+        return Ok(None);
+    };
+    let expected = part.range.len() * dtype.size();
+    if bytes.len() != expected {
+        return Err(Error::LocalLength {
+            path: slot.path.clone(),
+            expected,
+            got: bytes.len(),
+        });
+    }
+    Ok(Some(transport::owned(bytes, dtype, &unit.home(device))))
+}
