@@ -86,9 +86,8 @@ pub(crate) fn train<M: LearnerModel>(
         // What no unit manages each process has made for itself.
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
-    let scratch = Scratch::new(course.settings.scratch.as_deref())?;
-    let optimizer = divided(&model, optimizer, whole, world, &scratch)?;
-    drop(scratch);
+    let parent = course.settings.scratch.as_deref();
+    let optimizer = divided(&model, optimizer, whole, world, parent)?;
     let rates = match course.among {
         Ranks::Threads => None,
         Ranks::Processes => Some(Rates::of(&model)?),

@@ -2,6 +2,7 @@
 //! that on rank 0.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
@@ -45,7 +46,8 @@ struct Told {
 /// model, which rank 0 has, as it is where that has none.
 ///
 /// Rank 0 holds the whole state of one parameter at a time, if that of `whole` is read when it is asked for. This rank's part
-/// goes through a file, so that in memory each tensor of it is one of its own, which goes when the optimizer has replaced it.
+/// goes through a file in a folder in `parent`, so that in memory each tensor of it is one of its own, which goes when the optimizer
+/// has replaced it.
 ///
 /// Collective.
 pub(crate) fn divided<M: Module>(
@@ -53,12 +55,12 @@ pub(crate) fn divided<M: Module>(
     bare: ModuleOptimizer,
     whole: Option<ModuleOptimizer>,
     world: &ProcessGroup,
-    scratch: &Scratch,
+    parent: Option<&Path>,
 ) -> Result<ModuleOptimizer, Error> {
     let mut whole = whole;
     let mut own = Own {
-        pile: scratch.pile(&format!("states-{}", world.rank()))?,
-        is_told: false,
+        parent,
+        files: None,
         tensors: Vec::new(),
         scalars: BTreeMap::new(),
         paths: BTreeMap::new(),
@@ -85,10 +87,10 @@ pub(crate) fn divided<M: Module>(
             .into());
         }
     }
-    if !own.is_told {
+    let Some((scratch, _)) = own.files else {
         return Ok(bare);
-    }
-    let path = scratch.path(&format!("states-{}.bpk", world.rank()));
+    };
+    let path = scratch.path("states.bpk");
     let mut writer = Writer::new(own.tensors);
     for (name, scalar) in own.scalars {
         writer = writer.with_scalar(&name, scalar);
@@ -107,16 +109,16 @@ pub(crate) fn divided<M: Module>(
 }
 
 /// What a rank has received of the state.
-struct Own {
-    pile: Pile,
-    /// True if rank 0 has told of any state.
-    is_told: bool,
+struct Own<'a> {
+    parent: Option<&'a Path>,
+    /// The file of the tensors, and its folder, once rank 0 has told of any state.
+    files: Option<(Scratch, Pile)>,
     tensors: Vec<PackedTensor>,
     scalars: BTreeMap<String, Scalar>,
     paths: BTreeMap<String, String>,
 }
 
-impl Own {
+impl Own<'_> {
     /// Receives this rank's part of the state of one parameter, of which rank 0 has all.
     ///
     /// Collective.
@@ -132,7 +134,18 @@ impl Own {
             None => Told::default(),
         };
         let told = exchanged(world, "state of a parameter", &told)?.swap_remove(0);
-        self.is_told |= !(told.scalars.is_empty() && told.tensors.is_empty());
+        if told.scalars.is_empty() && told.tensors.is_empty() {
+            return Ok(());
+        }
+        let (scratch, pile) = match self.files.take() {
+            Some(files) => files,
+            None => {
+                let scratch = Scratch::new(self.parent)?;
+                let pile = scratch.pile("states")?;
+                (scratch, pile)
+            }
+        };
+        let (_, pile) = self.files.insert((scratch, pile));
         let is_mine = !is_elsewhere(local);
         let shown = local.shown_shape();
         if is_mine {
@@ -164,7 +177,7 @@ impl Own {
                 false => tensor.shape.clone(),
             };
             let dtype = burn_dtype(&name, tensor.dtype)?;
-            let bytes = self.pile.add(bytes.as_bytes())?;
+            let bytes = pile.add(bytes.as_bytes())?;
             let name = format!("{id}.{}", tensor.field);
             let packed = PackedTensor::new(name, dtype, shape, Some(id), bytes);
             self.tensors.push(packed);

@@ -8,6 +8,7 @@ mod older;
 mod processes;
 #[path = "../beside_burn/runs.rs"]
 mod runs;
+mod shards;
 
 use std::path::Path;
 use std::sync::Arc;
