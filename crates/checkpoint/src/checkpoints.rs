@@ -52,6 +52,15 @@ pub struct Skipped {
     pub error: Error,
 }
 
+/// The result of removing older steps.
+#[derive(Debug, Default)]
+pub(crate) struct Removal {
+    /// The steps that were removed, oldest first.
+    pub(crate) removed: Vec<u64>,
+    /// Why others are still there, oldest first.
+    pub(crate) stays: Vec<Error>,
+}
+
 impl Checkpoints {
     /// Names a folder of the file system. The first save makes it.
     pub fn new(root: impl Into<PathBuf>) -> Self {
@@ -288,7 +297,7 @@ impl Checkpoints {
     pub fn keep_last(&self, keep: NonZeroUsize, newest_good: u64) -> Result<Vec<u64>, Error> {
         self.open_good(newest_good, Check::Sizes)?;
         let _lock = self.lock()?;
-        self.remove_older(keep, newest_good)
+        Ok(self.remove_older(keep, newest_good)?.removed)
     }
 
     /// Does the work of [`keep_last`](Self::keep_last) for a step known to be good, under the lock.
@@ -296,21 +305,30 @@ impl Checkpoints {
         &self,
         keep: NonZeroUsize,
         newest_good: u64,
-    ) -> Result<Vec<u64>, Error> {
-        let mut removed = Vec::new();
+    ) -> Result<Removal, Error> {
+        let mut removal = Removal::default();
         // What is newer is not asked for: it may be a link.
         let folders: Vec<_> = folders(self.named_as_steps()?).collect();
         let older = folders.into_iter().rev();
         let whole = older
             .filter(|step| *step < newest_good)
-            .filter(|step| self.open_good(*step, Check::Sizes).is_ok())
-            .filter(|step| self.check_removable(*step).is_ok());
-        for step in whole.skip(keep.get() - 1) {
-            self.remove(step)?;
-            removed.push(step);
+            .filter(|step| self.open_good(*step, Check::Sizes).is_ok());
+        let mut left = keep.get() - 1;
+        for step in whole {
+            match self.check_removable(step) {
+                Ok(()) if left > 0 => left -= 1,
+                Ok(()) => {
+                    self.remove(step)?;
+                    removal.removed.push(step);
+                }
+                // Not counted; and what is newer than those that are kept was not to go.
+                Err(_) if left > 0 => {}
+                Err(error) => removal.stays.push(error),
+            }
         }
-        removed.reverse();
-        Ok(removed)
+        removal.removed.reverse();
+        removal.stays.reverse();
+        Ok(removal)
     }
 
     /// Removes all steps, oldest first, so that a run may begin in this folder.

@@ -54,7 +54,8 @@ pub struct Saved {
     pub path: PathBuf,
     /// Older steps that were removed to make room, oldest first.
     pub removed: Vec<u64>,
-    /// Message of the error that ended the removal, if any. The new step is good all the same.
+    /// Why older steps that were to be removed are still there: the error that ended the removal, or what the oldest of them has
+    /// in it that is of no step. The new step is good all the same.
     pub removal_failure: Option<String>,
 }
 
@@ -161,9 +162,11 @@ fn finish(
     }
     let (training, model) = (request.training.clone(), request.model.clone());
     let committed = staging.commit(&request.plan, receipts, training, model)?;
-    let (removed, removal_failure) = match request.keep_last.map(|keep| committed.keep_last(keep)) {
+    let removal = request.keep_last.map(|keep| committed.remove_older(keep));
+    let (removed, removal_failure) = match removal {
         None => (Vec::new(), None),
-        Some(Ok(removed)) => (removed, None),
+        // The oldest says it for all: the same at each save.
+        Some(Ok(removal)) => (removal.removed, removal.stays.first().map(Error::to_string)),
         Some(Err(error)) => {
             tracing::warn!(%error, "cannot remove older steps");
             (Vec::new(), Some(error.to_string()))

@@ -8,6 +8,7 @@ use crc32fast::Hasher;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::checkpoints::Removal;
 use crate::checksum::{BLOCK_BYTES, CHUNK_BYTES, crc32};
 use crate::folder_lock::FolderLock;
 use crate::folder_name::{Hidden, State, Ticket};
@@ -290,6 +291,11 @@ impl Committed {
     ///
     /// [`Error::Io`]. This step is there nevertheless.
     pub fn keep_last(&self, keep: std::num::NonZeroUsize) -> Result<Vec<u64>, Error> {
+        Ok(self.remove_older(keep)?.removed)
+    }
+
+    /// Does the work of [`keep_last`](Self::keep_last), and returns what stays, too.
+    pub(crate) fn remove_older(&self, keep: std::num::NonZeroUsize) -> Result<Removal, Error> {
         self.checkpoints.remove_older(keep, self.step)
     }
 }

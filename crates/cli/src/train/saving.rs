@@ -197,9 +197,9 @@ impl<'a> Saving<'a> {
         }
     }
 
-    /// Prints a warning on rank 0, which hears of every failure, and keeps it for the report.
+    /// Prints a warning on rank 0, which hears of every failure, and keeps it for the report; each once.
     fn warn(&mut self, warning: String) {
-        if self.is_first {
+        if self.is_first && !self.warnings.contains(&warning) {
             console::tell(format_args!("warning: {warning}"));
             self.warnings.push(warning);
         }
