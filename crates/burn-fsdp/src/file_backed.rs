@@ -1,7 +1,7 @@
 //! Optimizer state in files.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
@@ -22,8 +22,8 @@ use crate::typed_state::{is_usual, with_state};
 /// parameters and gradients only. Each step reads and writes all state once, so a fast disk and
 /// large batches help. Values are the same bits as with the plain optimizer.
 ///
-/// State belongs to the run: the files are removed when this is dropped, and a folder with files of
-/// another run is refused. A file that is not what was written, to the bit, ends the step. For a
+/// State belongs to the run: the files are removed when this is dropped, and a folder that another run uses is refused. The files of
+/// a run that was killed are removed; a folder with any other file is refused, and left as it is. A file that is not what was written, to the bit, ends the step. For a
 /// checkpoint, go through [`records`](Self::records) and [`restore`](Self::restore).
 ///
 /// ```no_run
@@ -42,6 +42,8 @@ pub struct FileBackedOptimizer {
     /// Without any state.
     optimizer: ModuleOptimizer,
     folder: PathBuf,
+    /// The folder's lock against other runs; `None` on file systems without locks.
+    _lock: Option<File>,
     /// The files of the units that have state, by unit.
     files: BTreeMap<String, StateFile>,
 }
@@ -68,32 +70,39 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerState`] if the subfolder cannot be made, or has something in it.
+    /// [`Error::OptimizerState`] if the subfolder cannot be made, another run uses it, or it has something in it that is no
+    /// state which a run has left.
     pub fn new(
         optimizer: ModuleOptimizer,
         folder: impl AsRef<Path>,
         rank: usize,
     ) -> Result<Self, Error> {
-        let folder = folder.as_ref().join(format!("rank-{rank}"));
-        let made = fs::create_dir_all(&folder).and_then(|()| fs::read_dir(&folder));
-        let mut entries = made.map_err(|error| {
-            failure(
-                "all",
-                &folder,
-                &error,
-                "give a folder that can be written to",
-            )
-        })?;
-        if entries.next().is_some() {
-            let reason = "the folder is not empty";
-            let advice = "give a folder that no other run uses, or remove what it left";
-            return Err(failure("all", &folder, &reason, advice));
-        }
+        let folder = folder_of(folder.as_ref(), rank);
+        let made = fs::create_dir_all(&folder);
+        made.map_err(|error| failure("all", &folder, &error, WRITABLE))?;
+        let lock = take(&folder)?;
         Ok(Self {
             optimizer: optimizer.load_record(OptimizerRecord::default()),
             folder,
+            _lock: lock,
             files: BTreeMap::new(),
         })
+    }
+
+    /// Removes the files that a killed run has left for rank `rank` in `folder`, as [`new`](Self::new) does, and makes nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn clean(folder: impl AsRef<Path>, rank: usize) -> Result<(), Error> {
+        let folder = folder_of(folder.as_ref(), rank);
+        if folder.symlink_metadata().is_err() {
+            return Ok(());
+        }
+        let _lock = take(&folder)?;
+        // Other runs make it again.
+        let _ = fs::remove_dir(&folder);
+        Ok(())
     }
 
     /// Updates `module` with `gradients`, as [`ModuleOptimizer::step`] does, unit by unit.
@@ -213,6 +222,58 @@ impl StateFile {
     }
 }
 
+fn folder_of(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("rank-{rank}"))
+}
+
+/// Locks the folder of a rank, and removes the state that a run has left there. A lock ends with its process, so whoever gets it
+/// knows that the run is dead. On file systems without locks, only an empty folder is taken.
+fn take(folder: &Path) -> Result<Option<File>, Error> {
+    let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
+    let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
+    let lock = match File::open(folder).map(|file| (file.try_lock(), file)) {
+        Ok((Ok(()), file)) => Some(file),
+        Ok((Err(TryLockError::WouldBlock), _)) => {
+            return Err(refused(
+                &"another run that is under way has its files there",
+            ));
+        }
+        // Not everywhere can a folder be opened, or locked.
+        Ok((Err(TryLockError::Error(_)), _)) | Err(_) => None,
+    };
+    let entries = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+    let entries = entries.map_err(unread)?;
+    let is_left = |entry: &fs::DirEntry| {
+        let is_file = entry.file_type().is_ok_and(|kind| kind.is_file());
+        is_file && is_state(&entry.file_name().to_string_lossy())
+    };
+    if let Some(other) = entries
+        .iter()
+        .find(|entry| lock.is_none() || !is_left(entry))
+    {
+        let name = other.file_name();
+        return Err(refused(&format!(
+            "there are files of another run, such as {}",
+            name.display()
+        )));
+    }
+    for entry in entries {
+        fs::remove_file(entry.path()).map_err(unread)?;
+    }
+    Ok(lock)
+}
+
+/// Returns true for the names of files that a step writes, and of files that Burn has not renamed yet.
+fn is_state(name: &str) -> bool {
+    let Some((number, rest)) = name.split_once('-') else {
+        return false;
+    };
+    let (_, end) = rest.rsplit_once(".bpk").unwrap_or_default();
+    let is_number = number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit());
+    let is_whole = rest.ends_with(".bpk");
+    is_number && (is_whole || end.starts_with('.') && end.ends_with(".tmp"))
+}
+
 /// Returns the CRC-32 of a file.
 fn checksum(path: &Path) -> io::Result<u32> {
     let mut file = File::open(path)?;
@@ -244,6 +305,10 @@ impl ModuleVisitor for NotEmpty {
     }
 }
 
+const WRITABLE: &str = "give a folder that can be written to";
+
+const OF_OTHERS: &str = "give a folder that no other run uses, or remove what is there";
+
 const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
 
 /// Returns a name that tells people which unit it is, whatever the path is made of.
@@ -272,5 +337,31 @@ impl Drop for FileBackedOptimizer {
             let _ = fs::remove_file(&file.path);
         }
         let _ = fs::remove_dir(&self.folder);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{file_name, is_state};
+
+    #[test]
+    fn files_of_state_are_known_by_name() {
+        for unit in ["", "layers.0", "a-b.bpk.c", &"x".repeat(200)] {
+            let name = file_name(7, unit);
+            assert!(is_state(&name), "{name}");
+            assert!(is_state(&format!("{name}.4711-0.tmp")), "{name}");
+            assert!(!is_state(&format!("{name}.zip")), "{name}");
+        }
+        for name in [
+            "notes.txt",
+            "00001",
+            "00001-a",
+            "1-a.bpk",
+            "a0001-a.bpk",
+            ".bpk",
+            "x.tmp",
+        ] {
+            assert!(!is_state(name), "{name}");
+        }
     }
 }

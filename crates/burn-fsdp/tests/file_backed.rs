@@ -234,14 +234,30 @@ fn a_folder_of_another_run_is_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let rank = folder.path().join("rank-0");
     std::fs::create_dir(&rank).expect("made");
+    std::fs::write(rank.join("notes.txt"), "mine").expect("written");
     std::fs::write(rank.join("00000-root.bpk"), "old").expect("written");
-    let refused = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect_err("not empty");
-    let message = refused.to_string();
-    assert!(
-        message.contains("rank-0: the folder is not empty"),
-        "{message}"
-    );
+    let refused = || -> String {
+        let new = FileBackedOptimizer::new(optimizer(), folder.path(), 0);
+        let cleaned = FileBackedOptimizer::clean(folder.path(), 0);
+        assert_eq!(
+            new.as_ref().err().map(ToString::to_string),
+            cleaned.err().map(|error| error.to_string())
+        );
+        new.expect_err("refused").to_string()
+    };
+    let message = refused();
+    assert!(message.contains("such as notes.txt"), "{message}");
     assert!(message.contains("no other run uses"), "{message}");
+    assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 2);
+    // The state alone is of a run that is dead, as nobody has the folder.
+    std::fs::remove_file(rank.join("notes.txt")).expect("removed");
+    let own = FileBackedOptimizer::new(optimizer(), folder.path(), 0).expect("free");
+    assert_eq!(std::fs::read_dir(&rank).expect("there").count(), 0);
+    let message = refused();
+    assert!(message.contains("under way"), "{message}");
+    drop(own);
+    FileBackedOptimizer::clean(folder.path(), 0).expect("nothing is there");
+    assert!(!rank.exists());
 }
 
 /// So many that what a product takes for itself, which depends on the machine's caches, is little beside them.
