@@ -219,6 +219,14 @@ pub(crate) enum InputError {
     },
 
     #[error(
+        "{}: a tokenizer in a form that is not read, without a tokenizer.json beside it; give one by --tokenizer FILE (in transformers, \
+         AutoTokenizer.from_pretrained(FOLDER).save_pretrained(OTHER) writes it), or say --tokenizer bytes to take each byte \
+         for the token of its value",
+        path.display()
+    )]
+    OtherTokenizerForm { path: PathBuf },
+
+    #[error(
         "{} has steps; give --resume to go on from the newest, --overwrite to remove them, or another \
          folder",
         path.display()
@@ -259,7 +267,7 @@ pub(crate) enum InputError {
 
     #[error(
         "{source_name} has {found} {tokens} to train on, one step needs {needed} \
-         (--batch {batch} x --seq {seq}, and one more); give more text or choose smaller steps"
+         (--batch {batch} x --seq {seq}, and one more){left_out}; give more text or choose smaller steps"
     )]
     TextShorterThanStep {
         source_name: String,
@@ -269,6 +277,8 @@ pub(crate) enum InputError {
         needed: usize,
         batch: usize,
         seq: usize,
+        /// Files and folders that were left out, for the message.
+        left_out: String,
     },
 
     #[error("{flag} {}: {problem}", path.display())]

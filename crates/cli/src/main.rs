@@ -7,7 +7,7 @@
 //! - `bench`: training measured against PyTorch.
 //! - `operations`: what the operations of a run carry, written and compared.
 //! - `launch`: a command that is run again when it fails. `tether`: how what it runs learns that it is gone.
-//! - `text`, `weights`, `adapters`, `random`: generated text, weights that each rank reads for itself, and adapters on them, for
+//! - `text`, `codec`, `weights`, `adapters`, `random`: generated text, text as tokens, weights that each rank reads for itself, and adapters on them, for
 //!   several of them.
 //! - `bytes`, `host`, `process`, `output`, `console`: sizes, the machine, its processes, files, printing.
 //! - `error`: errors, and the exit code for each.
@@ -16,6 +16,7 @@ mod adapters;
 mod args;
 mod bench;
 mod bytes;
+mod codec;
 mod console;
 mod error;
 mod host;

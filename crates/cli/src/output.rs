@@ -2,8 +2,9 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
+use burn_fsdp::optim::FileBackedOptimizer;
 use tempfile::Builder;
 
 use crate::args::TrainArgs;
@@ -30,6 +31,15 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         ("--offload", args.sharding.offload.as_deref()),
     ] {
         taken.extend(path.map(|path| (flag, identity(path))));
+    }
+    if let (Some(data), Some(folder)) = (&args.data.data, &args.checkpoint.checkpoint_dir)
+        && lies_among_steps(&identity(data), folder)
+    {
+        return Err(InputError::Output {
+            flag: "--data",
+            path: data.to_owned(),
+            problem: "lies among the saved steps; name text outside of them".to_owned(),
+        });
     }
     for (flag, path, kind) in outputs {
         let Some(path) = path else { continue };
@@ -84,24 +94,19 @@ pub(crate) fn check_folder(flag: &'static str, path: &Path) -> Result<(), InputE
     }
 }
 
-/// Checks that a folder for the ranks' own files can be made, and that no other run has left its own there.
-pub(crate) fn check_ranks_folder(
-    flag: &'static str,
-    path: &Path,
-    ranks: usize,
-) -> Result<(), InputError> {
-    check_folder(flag, path)?;
-    for rank in 0..ranks {
-        let folder = path.join(format!("rank-{rank}"));
-        if std::fs::read_dir(&folder).is_ok_and(|mut entries| entries.next().is_some()) {
-            return Err(InputError::Output {
-                flag,
-                path: folder,
-                problem:
-                    "there are files of another run; remove them, or give a folder that no run uses"
-                        .to_owned(),
-            });
-        }
+/// Checks that a folder for the state of the ranks' optimizers can be made, and that no other run uses it. The files of a killed
+/// run are removed, also of more ranks than this one has.
+pub(crate) fn check_offload(path: &Path, ranks: usize) -> Result<(), InputError> {
+    const FLAG: &str = "--offload";
+    check_folder(FLAG, path)?;
+    let is_of_run = |rank: &usize| *rank < ranks || path.join(format!("rank-{rank}")).exists();
+    for rank in (0..).take_while(is_of_run) {
+        let cleaned = FileBackedOptimizer::clean(path, rank);
+        cleaned.map_err(|error| InputError::Output {
+            flag: FLAG,
+            path: path.to_owned(),
+            problem: error.to_string(),
+        })?;
     }
     Ok(())
 }
@@ -176,14 +181,24 @@ fn create_and_remove(path: &Path) -> io::Result<()> {
 }
 
 /// Returns a path that is equal for all paths of one file, also of one that is not there yet.
-fn identity(path: &Path) -> PathBuf {
-    if let Ok(path) = path.canonicalize() {
-        return path;
+pub(crate) fn identity(path: &Path) -> PathBuf {
+    let parts: Vec<_> = path.components().collect();
+    for there in (0..=parts.len()).rev() {
+        let above: PathBuf = parts[..there].iter().collect();
+        let above = if there == 0 { Path::new(".") } else { &above };
+        let Ok(mut real) = above.canonicalize() else {
+            continue;
+        };
+        for part in &parts[there..] {
+            match part {
+                Component::ParentDir => drop(real.pop()),
+                Component::CurDir => {}
+                other => real.push(other),
+            }
+        }
+        return real;
     }
-    match (folder_of(path).canonicalize(), path.file_name()) {
-        (Ok(parent), Some(name)) => parent.join(name),
-        _ => path.to_owned(),
-    }
+    path.to_owned()
 }
 
 /// Returns the folder that a file is in.

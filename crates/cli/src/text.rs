@@ -1,11 +1,9 @@
 //! The generation of text by a model.
 
-use std::path::Path;
-
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::collectives::Error as CollectiveError;
 use burn_fsdp::{ProcessGroup, catch};
-use burn_fsdp_models::{KeyValueCache, LanguageModel, ModelError, TextCodec, Tokenizer};
+use burn_fsdp_models::{KeyValueCache, LanguageModel, TextCodec};
 
 use crate::error::RankError;
 use crate::random::Random;
@@ -13,29 +11,6 @@ use crate::random::Random;
 /// Divisor of logits; below 1, so that likely tokens become likelier: a little training shows
 /// better.
 pub(crate) const TEMPERATURE: f64 = 0.8;
-
-/// Returns the way between text and tokens: by the tokenizer that is given, else by that of a folder in Hugging Face's form,
-/// else bytes.
-pub(crate) fn codec(given: Option<&Path>, folder: Option<&Path>) -> Result<TextCodec, ModelError> {
-    let in_folder = folder.map(|folder| folder.join("tokenizer.json"));
-    let in_folder = in_folder.filter(|path| path.exists());
-    match given.map(Path::to_owned).or(in_folder) {
-        Some(path) => Ok(TextCodec::Tokenizer(Tokenizer::open(path)?)),
-        None => Ok(TextCodec::Bytes),
-    }
-}
-
-/// Describes a tokenizer by the checksum of its file; `None` for bytes.
-pub(crate) fn tokenizer_identity(codec: &TextCodec) -> Option<String> {
-    match codec {
-        TextCodec::Bytes => None,
-        TextCodec::Tokenizer(tokenizer) => Some(format!(
-            "a tokenizer of {} tokens with checksum {:016x}",
-            tokenizer.num_ids(),
-            tokenizer.checksum()
-        )),
-    }
-}
 
 /// The configuration of a generated text.
 pub(crate) struct Sample<'a> {

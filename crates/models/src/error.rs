@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use crate::remark::Remarks;
+
 /// The errors of a model, its weights or its data.
 ///
 /// Every message names the thing at fault, says what was expected and what was
@@ -196,7 +198,7 @@ pub enum ModelError {
     },
 
     /// A text that is too short to train on.
-    #[error("{}: {found} bytes of text, at least {needed} are needed ({num_skipped} entries could not be read)", path.display())]
+    #[error("{}: {found} bytes of text{remarks}; at least {needed} are needed, give a path that holds text", path.display())]
     TooLittleText {
         /// The file or folder that was read.
         path: PathBuf,
@@ -204,8 +206,8 @@ pub enum ModelError {
         found: usize,
         /// The fewest bytes that can be used.
         needed: usize,
-        /// Files and folders that could not be read.
-        num_skipped: usize,
+        /// Files and folders that were left out.
+        remarks: Remarks,
     },
 
     /// A missing crate among cargo's downloaded sources.

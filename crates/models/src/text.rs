@@ -2,11 +2,13 @@
 
 use std::env;
 use std::ffi::OsStr;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::remark::{Remark, Remarks};
+use crate::text_reader::{Reader, Unread};
 use crate::{ModelError, TokenRange, TokenStream};
 
 /// Number of tokens of byte-level text.
@@ -36,45 +38,60 @@ const MIN_PART_BYTES: usize = 2;
 /// Text as bytes, a twentieth of which is held out for evaluation: the end of what was [read](Self::read), every 20th
 /// file of [crates](Self::crate_sources).
 ///
-/// Bytes need no tokenizer and no particular encoding.
+/// Bytes need no tokenizer and no particular encoding, but files that name another one than UTF-8 are read as UTF-8.
 #[derive(Clone, Debug)]
 pub struct ByteText {
     training: TokenRange,
     held_out: TokenRange,
     num_files: usize,
     num_held_out: usize,
-    num_skipped: usize,
+    remarks: Remarks,
+    unread: Option<Unread>,
 }
 
 impl ByteText {
     /// Reads a file, or every file of a folder and its sub-folders, one after the other in the
-    /// order of their paths.
+    /// order of their paths; `max_bytes` at most, and what is [unread](Self::unread) is counted.
     ///
-    /// No more than `max_bytes` are read. In a folder, what cannot be read is
-    /// skipped and [counted](Self::num_skipped), and symbolic links are not
-    /// followed.
+    /// A file of UTF-16 or UTF-32, by the mark at its start, is read as UTF-8, and a mark is no part of the text. All other
+    /// files are read byte by byte.
+    ///
+    /// In a folder, links are followed, and what several lead to is read once. Left out is what is
+    /// hidden, of a version control, no text, or cannot be read: [`remarks`](Self::remarks) has how much that is. A path that
+    /// is given itself is read whatever its name and its bytes are.
     ///
     /// # Errors
     ///
-    /// If the path is not there, cannot be read, or holds less than 4 bytes.
+    /// If the path is not there, cannot be read, or holds less than 4 bytes of text.
     pub fn read(path: impl AsRef<Path>, max_bytes: usize) -> Result<Self, ModelError> {
+        Self::read_without(path, max_bytes, &|_| false)
+    }
+
+    /// Reads as [`read`](Self::read) does, without the files and sub-folders that `is_excluded` returns true for. It is given
+    /// paths from the root on, without links.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read).
+    pub fn read_without(
+        path: impl AsRef<Path>,
+        max_bytes: usize,
+        is_excluded: &dyn Fn(&Path) -> bool,
+    ) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let metadata = path.metadata().map_err(|source| file_error(path, source))?;
-        let mut reader = Reader::new(max_bytes, None);
-        if metadata.is_file() {
-            reader
-                .read_file(path)
-                .map_err(|source| file_error(path, source))?;
+        let mut reader = Reader::new(max_bytes, None, is_excluded);
+        let read = if metadata.is_file() {
+            reader.read_named(path)
         } else if metadata.is_dir() {
-            reader
-                .read_folder(path)
-                .map_err(|source| file_error(path, source))?;
+            reader.read_root(path)
         } else {
             return Err(ModelError::NotText {
                 path: path.to_owned(),
             });
-        }
-        reader.finish(path)
+        };
+        read.map_err(|source| file_error(path, source))?;
+        with_end_apart(reader, path)
     }
 
     /// Reads the Rust sources of Burn's crates, in the order of their names: real text of one hand that is already there
@@ -86,17 +103,17 @@ impl ByteText {
     pub fn crate_sources() -> Result<Self, ModelError> {
         let path = registry_sources();
         let registries = || fs::read_dir(&path).into_iter().flatten().flatten();
-        let mut reader = Reader::new(usize::MAX, Some(OsStr::new("rs")));
+        let mut reader = Reader::new(usize::MAX, Some(OsStr::new("rs")), &|_| false);
         for name in CRATES {
             let found = registries().map(|registry| registry.path().join(name).join("src"));
             let found = found.filter(|sources| sources.is_dir()).min();
-            let read = found.map(|sources| reader.read_folder(&sources));
-            if !matches!(read, Some(Ok(()))) || reader.num_skipped > 0 {
+            let read = found.map(|sources| reader.read_root(&sources));
+            if !matches!(read, Some(Ok(()))) || reader.remarks.count(Remark::Unreadable) > 0 {
                 let path = path.join("*").join(name);
                 return Err(ModelError::NoCrateSources { path });
             }
         }
-        let text = reader.with_files_apart();
+        let text = with_files_apart(reader);
         text.ok_or(ModelError::NoCrateSources { path })
     }
 
@@ -136,10 +153,16 @@ impl ByteText {
         self.num_held_out
     }
 
-    /// Returns the number of files and folders that could not be read.
+    /// Returns what was left out, and what was not read as it lies there.
     #[must_use]
-    pub fn num_skipped(&self) -> usize {
-        self.num_skipped
+    pub fn remarks(&self) -> &Remarks {
+        &self.remarks
+    }
+
+    /// Returns what was not read because there was enough; `None` if all was read.
+    #[must_use]
+    pub fn unread(&self) -> Option<&Unread> {
+        self.unread.as_ref()
     }
 }
 
@@ -153,121 +176,55 @@ fn registry_sources() -> PathBuf {
     home.join("registry").join("src")
 }
 
-/// A reader that appends files until there is enough.
-struct Reader<'a> {
-    bytes: Vec<u8>,
-    max_bytes: usize,
-    extension: Option<&'a OsStr>,
-    /// Where each file ends.
-    ends: Vec<usize>,
-    num_skipped: usize,
+/// Holds out every 20th file, counted from the middle of the first ones; `None` if there are too few.
+fn with_files_apart(reader: Reader<'_>) -> Option<ByteText> {
+    let mut parts = [Vec::new(), Vec::new()];
+    let mut num_held_out = 0;
+    let mut start = 0;
+    for (index, &end) in reader.ends.iter().enumerate() {
+        let is_held_out = index % HELD_OUT_FRACTION == HELD_OUT_FRACTION / 2;
+        num_held_out += usize::from(is_held_out);
+        parts[usize::from(is_held_out)].extend(&reader.bytes[start..end]);
+        start = end;
+    }
+    let part = |bytes: Vec<u8>| {
+        let range = 0..bytes.len();
+        TokenRange::of_bytes(bytes.into(), range)
+    };
+    let [training, held_out] = parts;
+    Some(ByteText {
+        training: part(training)?,
+        held_out: part(held_out)?,
+        num_files: reader.ends.len(),
+        num_held_out,
+        remarks: reader.remarks,
+        unread: reader.unread,
+    })
 }
 
-impl<'a> Reader<'a> {
-    fn new(max_bytes: usize, extension: Option<&'a OsStr>) -> Self {
-        Self {
-            bytes: Vec::new(),
-            max_bytes,
-            extension,
-            ends: Vec::new(),
-            num_skipped: 0,
-        }
-    }
-
-    fn read_file(&mut self, path: &Path) -> io::Result<()> {
-        let old_len = self.bytes.len();
-        let left = self.max_bytes - old_len;
-        let result = File::open(path)?
-            .take(left as u64)
-            .read_to_end(&mut self.bytes);
-        if result.is_err() {
-            // Half a file would make the text depend on when it failed.
-            self.bytes.truncate(old_len);
-        }
-        result?;
-        self.ends.push(self.bytes.len());
-        Ok(())
-    }
-
-    /// Reads a folder; only failing to list it is an error.
-    fn read_folder(&mut self, path: &Path) -> io::Result<()> {
-        let mut entries = fs::read_dir(path)?.collect::<io::Result<Vec<_>>>()?;
-        entries.sort_by_key(fs::DirEntry::file_name);
-        for entry in entries {
-            if self.bytes.len() >= self.max_bytes {
-                break;
-            }
-            if self.read_entry(&entry).is_err() {
-                self.num_skipped += 1;
-            }
-        }
-        Ok(())
-    }
-
-    fn read_entry(&mut self, entry: &fs::DirEntry) -> io::Result<()> {
-        let (kind, path) = (entry.file_type()?, entry.path());
-        if kind.is_dir() {
-            self.read_folder(&path)
-        } else if kind.is_file() && self.wants(&path) {
-            self.read_file(&path)
-        } else {
-            Ok(())
-        }
-    }
-
-    fn wants(&self, path: &Path) -> bool {
-        self.extension
-            .is_none_or(|extension| path.extension() == Some(extension))
-    }
-
-    /// Holds out every 20th file, counted from the middle of the first ones; `None` if there are too few.
-    fn with_files_apart(self) -> Option<ByteText> {
-        let mut parts = [Vec::new(), Vec::new()];
-        let mut num_held_out = 0;
-        let mut start = 0;
-        for (index, &end) in self.ends.iter().enumerate() {
-            let is_held_out = index % HELD_OUT_FRACTION == HELD_OUT_FRACTION / 2;
-            num_held_out += usize::from(is_held_out);
-            parts[usize::from(is_held_out)].extend(&self.bytes[start..end]);
-            start = end;
-        }
-        let part = |bytes: Vec<u8>| {
-            let range = 0..bytes.len();
-            TokenRange::of_bytes(bytes.into(), range)
-        };
-        let [training, held_out] = parts;
-        Some(ByteText {
-            training: part(training)?,
-            held_out: part(held_out)?,
-            num_files: self.ends.len(),
-            num_held_out,
-            num_skipped: self.num_skipped,
-        })
-    }
-
-    /// Holds out the end of what was read from `path`.
-    fn finish(self, path: &Path) -> Result<ByteText, ModelError> {
-        let len = self.bytes.len();
-        let bytes: Arc<[u8]> = self.bytes.into();
-        let held_out_len = (len / HELD_OUT_FRACTION).max(MIN_PART_BYTES);
-        let split = len.saturating_sub(held_out_len);
-        let training = TokenRange::of_bytes(Arc::clone(&bytes), 0..split);
-        let held_out = TokenRange::of_bytes(bytes, split..len);
-        match (training, held_out) {
-            (Some(training), Some(held_out)) if split >= MIN_PART_BYTES => Ok(ByteText {
-                training,
-                held_out,
-                num_files: self.ends.len(),
-                num_held_out: 0,
-                num_skipped: self.num_skipped,
-            }),
-            _ => Err(ModelError::TooLittleText {
-                path: path.to_owned(),
-                found: len,
-                needed: 2 * MIN_PART_BYTES,
-                num_skipped: self.num_skipped,
-            }),
-        }
+/// Holds out the end of what was read from `path`.
+fn with_end_apart(reader: Reader<'_>, path: &Path) -> Result<ByteText, ModelError> {
+    let len = reader.bytes.len();
+    let bytes: Arc<[u8]> = reader.bytes.into();
+    let held_out_len = (len / HELD_OUT_FRACTION).max(MIN_PART_BYTES);
+    let split = len.saturating_sub(held_out_len);
+    let training = TokenRange::of_bytes(Arc::clone(&bytes), 0..split);
+    let held_out = TokenRange::of_bytes(bytes, split..len);
+    match (training, held_out) {
+        (Some(training), Some(held_out)) if split >= MIN_PART_BYTES => Ok(ByteText {
+            training,
+            held_out,
+            num_files: reader.ends.len(),
+            num_held_out: 0,
+            remarks: reader.remarks,
+            unread: reader.unread,
+        }),
+        _ => Err(ModelError::TooLittleText {
+            path: path.to_owned(),
+            found: len,
+            needed: 2 * MIN_PART_BYTES,
+            remarks: reader.remarks,
+        }),
     }
 }
 

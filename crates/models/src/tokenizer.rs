@@ -1,4 +1,4 @@
-//! Tokenizers in Hugging Face's form, and text in their tokens.
+//! Tokenizers in Hugging Face's form.
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -6,29 +6,32 @@ use std::io::Read;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
 use siphasher::sip::SipHasher13;
+use tokenizers::models::ModelWrapper;
+use tokenizers::{Encoding, PostProcessor, Token};
 
-use crate::{BYTE_VOCAB, ByteText, ModelError, TokenRange, TokenStream};
+use crate::{BYTE_VOCAB, ModelError};
 
 /// Largest `tokenizer.json` that is read; those of 256 thousand tokens have some 30 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// Bytes of text that are tokenized at once, but for the rest of a line: what is kept beside a token while it is made takes
-/// many times its bytes.
-const PIECE_BYTES: usize = 64 << 10;
-
-/// Number of pieces that are tokenized side by side.
-const PIECES_AT_ONCE: usize = 16;
+/// Keys of a `tokenizer.json` that change neither tokens nor text.
+const NO_RULES: [&str; 3] = ["version", "truncation", "padding"];
 
 /// A tokenizer of a `tokenizer.json`, as Hugging Face's models come with.
 ///
-/// What such a file says of cutting and filling up sequences is left out: text is never cut in silence.
+/// Truncation and padding in the file are ignored, as text is never cut in silence. So is dropout, with which the same text would
+/// have other tokens each time.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: Box<tokenizers::Tokenizer>,
     path: PathBuf,
     num_ids: usize,
+    hash: u64,
     checksum: u64,
+    /// The tokens that are put in front of a text.
+    front: Vec<u32>,
 }
 
 impl Tokenizer {
@@ -48,11 +51,13 @@ impl Tokenizer {
             let mut inner = tokenizers::Tokenizer::from_bytes(&bytes)?;
             inner.with_padding(None);
             inner.with_truncation(None)?;
+            without_dropout(&mut inner);
             // A file that names tokens which it has not shows that when these are put in front of a text.
             inner.encode_fast("", true)?;
-            Ok(inner)
+            let (front, hash) = (front_of(&inner)?, hash_of(&inner)?);
+            Ok((inner, front, hash))
         });
-        let inner = inner.map_err(refused)?;
+        let (inner, front, hash) = inner.map_err(refused)?;
         let Some(last) = inner.get_vocab(true).into_values().max() else {
             return Err(refused("it has no tokens".to_owned()));
         };
@@ -62,7 +67,9 @@ impl Tokenizer {
             inner: Box::new(inner),
             path,
             num_ids: last as usize + 1,
+            hash,
             checksum: hasher.finish(),
+            front,
         })
     }
 
@@ -78,21 +85,44 @@ impl Tokenizer {
         self.num_ids
     }
 
-    /// Returns a checksum of the file, by which two tokenizers are told apart.
+    /// Returns a hash of its vocabulary, merges, rules and added tokens. Files in another order or form have the same one.
+    #[must_use]
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    /// Returns a checksum of the file. Programs that write the same tokenizer give it files of other bytes: to tell
+    /// tokenizers apart, use the [`hash`](Self::hash).
     #[must_use]
     pub fn checksum(&self) -> u64 {
         self.checksum
     }
 
-    /// Returns the ids of a text, after the tokens that the file puts in front of a text (`<s>`, say) if `is_begun`.
+    /// Returns the ids of a text, after the tokens that the file puts in front of a text (`<s>`, say) if `is_begun`. Tokens that
+    /// it puts behind a text are left out: the text goes on.
     ///
     /// # Errors
     ///
     /// If the tokenizer has no token for a part of the text, and none for what it does not know.
     pub fn encode(&self, text: &str, is_begun: bool) -> Result<Vec<u32>, ModelError> {
-        let encoded = caught(|| self.inner.encode_fast(text, is_begun));
+        let encoded = caught(|| self.inner.encode_fast(text, false));
         let encoded = encoded.map_err(|problem| self.refused(problem))?;
-        Ok(encoded.get_ids().to_vec())
+        let front = if is_begun { &self.front[..] } else { &[] };
+        Ok([front, encoded.get_ids()].concat())
+    }
+
+    /// Returns the ids of each of some texts, with the byte at which each begins.
+    pub(crate) fn encode_all(
+        &self,
+        texts: Vec<&str>,
+    ) -> Result<Vec<Vec<(u32, usize)>>, ModelError> {
+        let encoded = caught(|| self.inner.encode_batch(texts, false));
+        let encoded = encoded.map_err(|problem| self.refused(problem))?;
+        let tokens = |encoding: Encoding| -> Vec<(u32, usize)> {
+            let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
+            encoding.get_ids().iter().copied().zip(starts).collect()
+        };
+        Ok(encoded.into_iter().map(tokens).collect())
     }
 
     /// Returns the text of ids, without the tokens that stand for no text.
@@ -105,20 +135,7 @@ impl Tokenizer {
         decoded.map_err(|problem| self.refused(problem))
     }
 
-    /// Returns the ids of a long text, piece by piece.
-    fn encode_pieces(&self, bytes: &[u8]) -> Result<Vec<u32>, ModelError> {
-        let text = String::from_utf8_lossy(bytes);
-        let mut ids = Vec::new();
-        for some in pieces(&text).chunks(PIECES_AT_ONCE) {
-            let encoded = caught(|| self.inner.encode_batch_fast(some.to_vec(), false));
-            for piece in encoded.map_err(|problem| self.refused(problem))? {
-                ids.extend_from_slice(piece.get_ids());
-            }
-        }
-        Ok(ids)
-    }
-
-    fn refused(&self, problem: String) -> ModelError {
+    pub(crate) fn refused(&self, problem: String) -> ModelError {
         ModelError::Tokenize {
             path: self.path.clone(),
             problem,
@@ -155,64 +172,77 @@ fn read(path: &Path) -> Result<Vec<u8>, ModelError> {
     Ok(bytes)
 }
 
-/// Cuts a text at ends of lines, or of characters where a line is longer than a piece should be.
-fn pieces(text: &str) -> Vec<&str> {
-    let mut pieces = Vec::new();
-    let mut rest = text;
-    while rest.len() > PIECE_BYTES {
-        let least = rest.ceil_char_boundary(PIECE_BYTES);
-        let most = rest.ceil_char_boundary(2 * PIECE_BYTES);
-        let line = rest[least..most].find('\n');
-        let (piece, after) = rest.split_at(line.map_or(most, |end| least + end + 1));
-        pieces.push(piece);
-        rest = after;
-    }
-    pieces.push(rest);
-    pieces
-}
-
-/// Text in the tokens of a tokenizer, a part of it held out for evaluation.
-#[derive(Clone, Debug)]
-pub struct TokenText {
-    training: TokenRange,
-    held_out: TokenRange,
-}
-
-impl TokenText {
-    /// Returns the stream of the tokens to train on.
-    #[must_use]
-    pub fn training(&self) -> TokenStream {
-        TokenStream::Text(self.training.clone())
-    }
-
-    /// Returns the stream of the tokens to evaluate on.
-    #[must_use]
-    pub fn held_out(&self) -> TokenStream {
-        TokenStream::Text(self.held_out.clone())
+/// Takes out that some merges are left out by chance.
+fn without_dropout(inner: &mut tokenizers::Tokenizer) {
+    if let ModelWrapper::BPE(model) = inner.get_model()
+        && model.dropout.is_some()
+    {
+        let mut model = model.clone();
+        model.dropout = None;
+        inner.with_model(model);
     }
 }
 
-impl ByteText {
-    /// Returns the text in the tokens of a tokenizer, with the same bytes held out. Bytes that are not UTF-8 are replaced.
-    ///
-    /// Each part is tokenized in pieces of some 64 KiB that end with a line, and nothing is put in front of them.
-    ///
-    /// # Errors
-    ///
-    /// If the tokenizer has no token for a part of the text, or none for a whole part.
-    pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
-        let part = |bytes: &[u8]| {
-            let ids = tokenizer.encode_pieces(bytes)?;
-            TokenRange::of_ids(ids.into()).ok_or_else(|| ModelError::Tokenize {
-                path: tokenizer.path.clone(),
-                problem: format!("of {} bytes of text it makes no token", bytes.len()),
-            })
-        };
-        let [training, held_out] = self.parts();
-        Ok(TokenText {
-            training: part(training)?,
-            held_out: part(held_out)?,
-        })
+/// Returns the tokens that are put in front of a text: those before the token of a text of one.
+fn front_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<Vec<u32>> {
+    let Some(processor) = inner.get_post_processor() else {
+        return Ok(Vec::new());
+    };
+    let text = Encoding::from_tokens(vec![Token::new(0, "a".to_owned(), (0, 1))], 0);
+    let whole = processor.process(text, None, true)?;
+    let are_added = whole.get_special_tokens_mask().iter();
+    let len = are_added.take_while(|is_added| **is_added == 1).count();
+    Ok(whole.get_ids()[..len].to_vec())
+}
+
+/// Returns a hash of all that a tokenizer does, in the form that the library gives it whatever the file looked like.
+fn hash_of(inner: &tokenizers::Tokenizer) -> tokenizers::Result<u64> {
+    let mut json = serde_json::to_value(inner)?;
+    if let Some(parts) = json.as_object_mut() {
+        NO_RULES.iter().for_each(|name| drop(parts.remove(*name)));
+    }
+    let mut hasher = SipHasher13::new();
+    feed(&json, &mut hasher);
+    Ok(hasher.finish())
+}
+
+/// Feeds a value to a hasher, with the names of objects in order. Empty, false and null count as absent: versions of the library
+/// differ in the defaults that they write.
+fn feed(value: &Value, hasher: &mut SipHasher13) {
+    let mut add = |kind: u8, bytes: &[u8]| {
+        hasher.write(&[kind]);
+        hasher.write(&(bytes.len() as u64).to_le_bytes());
+        hasher.write(bytes);
+    };
+    match value {
+        Value::Null => add(0, &[]),
+        Value::Bool(value) => add(1, &[u8::from(*value)]),
+        Value::Number(value) => add(2, value.to_string().as_bytes()),
+        Value::String(value) => add(3, value.as_bytes()),
+        Value::Array(values) => {
+            add(4, &(values.len() as u64).to_le_bytes());
+            values.iter().for_each(|value| feed(value, hasher));
+        }
+        Value::Object(members) => {
+            let mut members: Vec<_> = members.iter().filter(|(_, value)| says(value)).collect();
+            members.sort_unstable_by_key(|(name, _)| *name);
+            add(5, &(members.len() as u64).to_le_bytes());
+            for (name, value) in members {
+                feed(&Value::from(name.as_str()), hasher);
+                feed(value, hasher);
+            }
+        }
+    }
+}
+
+/// Returns true if a value differs from one that is not there.
+fn says(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => false,
+        Value::String(text) => !text.is_empty(),
+        Value::Array(values) => !values.is_empty(),
+        Value::Object(members) => !members.is_empty(),
+        Value::Bool(true) | Value::Number(_) => true,
     }
 }
 
@@ -245,7 +275,7 @@ impl TextCodec {
             _ if self.num_ids() <= vocab => Ok(()),
             Self::Bytes => Err(ModelError::VocabTooSmall { vocab }),
             Self::Tokenizer(tokenizer) => Err(ModelError::TooManyIds {
-                path: tokenizer.path.clone(),
+                path: tokenizer.path().to_owned(),
                 num_ids: tokenizer.num_ids,
                 vocab,
             }),
@@ -280,28 +310,5 @@ impl TextCodec {
                 Ok(tokenizer.decode(&ids)?.into_bytes())
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{PIECE_BYTES, pieces};
-
-    #[test]
-    fn pieces_end_with_lines_and_are_the_text() {
-        let lines: String = (0..40_000).map(|line| format!("{line} äöü\n")).collect();
-        let long = "ä".repeat(3 * PIECE_BYTES);
-        for text in [&lines[..], &long, "", "short"] {
-            let pieces = pieces(text);
-            assert_eq!(pieces.concat(), text);
-            assert!(
-                pieces
-                    .iter()
-                    .all(|piece| piece.len() <= 2 * PIECE_BYTES + 3)
-            );
-        }
-        let of_lines = pieces(&lines);
-        assert!(of_lines.len() > 5);
-        assert!(of_lines.iter().all(|piece| piece.ends_with('\n')));
     }
 }

@@ -151,13 +151,35 @@ impl Batches {
     #[must_use]
     pub fn rows(&self, step: usize, rows: Range<usize>) -> Rows {
         let first = step * self.batch;
-        let starts = rows
-            .clone()
-            .map(|row| self.stream.start_of(first + row, self.seq));
-        let starts: Vec<usize> = starts.collect();
+        let starts = rows.map(|row| self.stream.start_of(first + row, self.seq));
+        self.rows_from(&starts.collect::<Vec<_>>(), self.seq)
+    }
+
+    /// Returns the number of rows of `seq` tokens in which no token is twice, and no target; `None` if the stream does not
+    /// repeat itself.
+    #[must_use]
+    pub fn num_whole_rows(&self) -> Option<usize> {
+        Some(self.num_targets()? / self.seq)
+    }
+
+    /// Returns the tokens behind the [whole rows](Self::num_whole_rows) as a shorter row; `None` if there are none.
+    #[must_use]
+    pub fn rest(&self) -> Option<Rows> {
+        let targets = self.num_targets()?;
+        let len = targets % self.seq;
+        (len > 0).then(|| self.rows_from(&[targets - len], len))
+    }
+
+    /// Returns the number of tokens that follow another one.
+    fn num_targets(&self) -> Option<usize> {
+        Some(self.stream.period()?.saturating_sub(1))
+    }
+
+    /// Returns rows of `seq` tokens that begin at these positions.
+    fn rows_from(&self, starts: &[usize], seq: usize) -> Rows {
         let tokens = |shift: usize| -> Vec<i64> {
             let rows = starts.iter().map(|start| start + shift);
-            let positions = rows.flat_map(|start| start..start + self.seq);
+            let positions = rows.flat_map(|start| start..start + seq);
             positions
                 .map(|position| self.stream.token(position))
                 .collect()
@@ -165,19 +187,8 @@ impl Batches {
         Rows {
             inputs: tokens(0),
             targets: tokens(1),
-            num_rows: rows.len(),
+            num_rows: starts.len(),
         }
-    }
-
-    /// Returns the number of batches of which no token, input or target, was seen before.
-    ///
-    /// At least one, so that a short text can still be evaluated; `None` if the
-    /// stream does not repeat itself.
-    #[must_use]
-    pub fn num_distinct(&self) -> Option<usize> {
-        let period = self.stream.period()?;
-        let inputs = period.saturating_sub(1);
-        Some((inputs / (self.batch * self.seq)).max(1))
     }
 }
 

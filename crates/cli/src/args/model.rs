@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use crate::codec::TokenizerArg;
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(crate) struct ModelArgs {
@@ -65,12 +67,13 @@ pub(crate) enum TrainedModelArg {
 #[command(next_help_heading = "Data")]
 pub(crate) struct DataArgs {
     /// File or folder to train on, its first 16 MiB, in windows drawn by --seed; the last 5 % of them are
-    /// held out for evaluation [default: the sources of Burn, which cargo has downloaded; every 20th file is held out]
+    /// held out for evaluation. Of a folder, what is hidden, no text, or of this run is left out, and counted [default: the sources of Burn, which cargo has downloaded; every 20th file is held out]
     #[arg(long, value_name = "PATH", conflicts_with = "synthetic")]
     pub(crate) data: Option<PathBuf>,
-    /// Read text in the tokens of this tokenizer.json [default: that in the folder of --init; without one each byte is a token]
+    /// Read text in the tokens of this tokenizer.json; `bytes`: each byte is a token [default: the tokenizer.json in the folder of
+    /// --init; bytes where that has no tokenizer]
     #[arg(long, value_name = "FILE", conflicts_with = "synthetic")]
-    pub(crate) tokenizer: Option<PathBuf>,
+    pub(crate) tokenizer: Option<TokenizerArg>,
     /// Train on a computed sequence of tokens: nothing to learn, but the same everywhere
     #[arg(long)]
     pub(crate) synthetic: bool,

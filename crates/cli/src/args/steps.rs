@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use crate::codec::TokenizerArg;
+
 #[derive(Debug, Args)]
 pub(crate) struct ConsolidateArgs {
     /// Folder of a step, or of checkpoints, of which the newest step is taken
@@ -64,9 +66,10 @@ pub(crate) struct GenerateArgs {
     /// Folder in Hugging Face's form, in place of a step; or with a step of --lora, that which it was trained with
     #[arg(long, value_name = "FOLDER")]
     pub(crate) init: Option<PathBuf>,
-    /// Tokenizer of the text, a tokenizer.json [default: that in the folder of --init; without one each byte is a token]
+    /// Tokenizer of the text, a tokenizer.json; `bytes`: each byte is a token [default: the tokenizer.json in the folder of --init;
+    /// bytes where that has no tokenizer]
     #[arg(long, value_name = "FILE")]
-    pub(crate) tokenizer: Option<PathBuf>,
+    pub(crate) tokenizer: Option<TokenizerArg>,
     /// Text to go on from
     #[arg(long)]
     pub(crate) prompt: String,

@@ -16,11 +16,12 @@ use burn_fsdp_models::{Architecture, ModelConfig, TextCodec, WeightsFile};
 
 use crate::adapters::{AdapterSizes, Adapters, is_factor};
 use crate::args::GenerateArgs;
+use crate::codec::{self, Chosen};
 use crate::console;
 use crate::error::{Failure, InputError, RankError};
 use crate::host;
 use crate::steps::open::with_step;
-use crate::text::{self, Sample, printable, tokenizer_identity};
+use crate::text::{Sample, printable};
 use crate::train::{Ranks, tokenizer_of};
 use crate::weights;
 
@@ -109,10 +110,7 @@ impl Job {
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
-        codec.check_vocab(model.vocab())?;
-        if let Some(step) = &step {
-            check_tokenizer(step, &codec)?;
-        }
+        let codec = codec(&args, step.as_ref(), &model)?;
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
         match prompt.is_empty() {
@@ -317,20 +315,33 @@ fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
     Ok(units.into_values().max().unwrap_or_default())
 }
 
-/// Checks that the text is in the tokens that a step was trained on.
-fn check_tokenizer(step: &Step, codec: &TextCodec) -> Result<(), InputError> {
-    let (saved, given) = (
-        tokenizer_of(&step.index().training),
-        tokenizer_identity(codec),
-    );
-    match saved == given.as_deref() {
-        true => Ok(()),
-        false => Err(InputError::OtherTokenizer {
-            path: step.path().to_owned(),
-            found: saved.unwrap_or("bytes").chars().take(100).collect(),
-            given: given.unwrap_or_else(|| "bytes".to_owned()),
-        }),
+/// Finds the way between text and tokens, which must be that which a step was trained on.
+fn codec(
+    args: &GenerateArgs,
+    step: Option<&Step>,
+    model: &ModelConfig,
+) -> Result<TextCodec, InputError> {
+    let saved = step.map(|step| tokenizer_of(&step.index().training));
+    let are_bytes = saved == Some(None);
+    let chosen = Chosen::find(args.tokenizer.as_ref(), args.init.as_deref(), || are_bytes)?;
+    chosen.codec.check_vocab(model.vocab())?;
+    match (step, saved) {
+        (Some(step), Some(saved)) if !codec::is_of(&chosen.codec, saved) => {
+            let given = codec::identity(&chosen.codec);
+            return Err(InputError::OtherTokenizer {
+                path: step.path().to_owned(),
+                found: saved.unwrap_or("bytes").chars().take(100).collect(),
+                given: given.unwrap_or_else(|| "bytes".to_owned()),
+            });
+        }
+        _ => {}
     }
+    // A step tells what its tokens are.
+    let of_init = args.init.as_ref().filter(|_| step.is_none());
+    for warning in chosen.warnings(of_init.map(|_| model)) {
+        console::tell(format_args!("warning: {warning}"));
+    }
+    Ok(chosen.codec)
 }
 
 #[cfg(test)]

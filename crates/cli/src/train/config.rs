@@ -5,17 +5,20 @@ use std::time::Duration;
 
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType};
+use burn_fsdp::checkpoint::Checkpoints;
 use burn_fsdp::collectives::Check;
 use burn_fsdp::testing::Fault;
 use burn_fsdp::{Clip, Precision, ProcessGroup, Strategy};
-use burn_fsdp_models::{ModelConfig, TextCodec};
+use burn_fsdp_models::ModelConfig;
 
 use crate::adapters::AdapterSizes;
-use crate::args::{Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs};
+use crate::args::{
+    CheckpointArgs, Float, NotFinite, ReplicateSize, StrategyArg, TrainArgs, TrainingArgs,
+};
+use crate::codec::Chosen;
 use crate::console;
 use crate::error::InputError;
 use crate::output;
-use crate::text;
 use crate::train::checks::{check_compiled, check_memory, check_size};
 use crate::train::data::Data;
 use crate::train::fault;
@@ -23,7 +26,7 @@ use crate::train::ranks::Ranks;
 use crate::train::resumed::Resumed;
 use crate::train::run_folder::CheckpointConfig;
 use crate::train::schedule::Schedule;
-use crate::train::settings::{Division, Settings};
+use crate::train::settings::{Division, Settings, tokenizer_of};
 use crate::train::sizes;
 use crate::weights;
 
@@ -123,7 +126,7 @@ impl TrainConfig {
     pub(crate) fn from_args(args: TrainArgs) -> Result<Self, InputError> {
         let check = args.sharding.check.check(args.output.operations.is_some());
         let codec = codec(&args)?;
-        let model = sizes::model(&args.model, &codec)?;
+        let model = sizes::model(&args.model, &codec.codec)?;
         let adapters = sizes::adapters(&args, &model)?;
         let optimizer = optimizer(&args.training)?;
         let all_ranks = Ranks::find(args.sharding.ranks)?;
@@ -143,14 +146,13 @@ impl TrainConfig {
             let held = (sharding.strategy, sharding.replicas);
             check_memory(&args, &model, &all_ranks, held)?;
         }
-        let seq = args.model.seq;
-        let data = Data::read(&args.data, codec, &model, [batch, seq])?;
+        let data = Data::read(&args, codec, &model)?;
         let init = args.model.init.as_ref();
         init.map_or(Ok(()), |path| weights::check(&model, path))?;
         // One process writes what there is one of.
         let is_first = all_ranks.have_first();
         if let Some(folder) = sharding.offload.as_ref().filter(|_| is_first) {
-            output::check_ranks_folder("--offload", folder, ranks)?;
+            output::check_offload(folder, ranks)?;
         }
         if is_first {
             output::check(&args)?;
@@ -162,7 +164,7 @@ impl TrainConfig {
         warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
         Ok(Self {
             model,
-            seq,
+            seq: args.model.seq,
             adapters,
             seed: args.model.seed,
             init: args.model.init,
@@ -289,12 +291,22 @@ fn warn_of_idle(checkpoints: Option<&CheckpointConfig>, steps: usize, is_init_id
 }
 
 /// Finds the tokenizer, if text is not read as bytes.
-fn codec(args: &TrainArgs) -> Result<TextCodec, InputError> {
+fn codec(args: &TrainArgs) -> Result<Chosen, InputError> {
     if args.data.synthetic {
-        return Ok(TextCodec::Bytes);
+        return Ok(Chosen::none());
     }
-    let (given, folder) = (args.data.tokenizer.as_deref(), args.model.init.as_deref());
-    Ok(text::codec(given, folder)?)
+    let (given, folder) = (args.data.tokenizer.as_ref(), args.model.init.as_deref());
+    Chosen::find(given, folder, || goes_on_in_bytes(&args.checkpoint))
+}
+
+/// Returns true if the step that a run goes on from was trained on bytes.
+fn goes_on_in_bytes(args: &CheckpointArgs) -> bool {
+    let folder = args
+        .checkpoint_dir
+        .as_ref()
+        .filter(|_| args.resume.is_some());
+    let newest = folder.and_then(|folder| Checkpoints::new(folder).newest().ok());
+    newest.is_some_and(|step| tokenizer_of(&step.index().training).is_none())
 }
 
 /// Configures AdamW as PyTorch has it: weight decay decoupled and scaled by the learning rate,

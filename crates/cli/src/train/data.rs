@@ -1,13 +1,20 @@
 //! The tokens to train and to evaluate on.
 
-use burn_fsdp_models::{Batches, ByteText, ModelConfig, TextCodec, TokenStream, TokenText};
+use std::fmt;
 
-use crate::args::DataArgs;
+use burn_fsdp_models::{
+    Batches, ByteText, ModelConfig, Remark, TextCodec, TokenStream, TokenText, Unread,
+};
+
+use crate::args::TrainArgs;
+use crate::codec::{self, Chosen};
 use crate::error::InputError;
-use crate::text::tokenizer_identity;
+use crate::train::own_files::OwnFiles;
 
 /// Maximum bytes of text that are read: far more than a run on a CPU uses, and little memory.
 const MAX_TEXT_BYTES: usize = 16 << 20;
+
+const MIB: f64 = (1 << 20) as f64;
 
 /// The source of tokens.
 #[derive(Debug)]
@@ -25,9 +32,39 @@ pub(crate) struct Text {
     /// The text in the tokens of a tokenizer, if it is not read as bytes.
     tokens: Option<TokenText>,
     pub(crate) codec: TextCodec,
+    /// The flags whose files lie in the text, and are no part of it.
+    own: Vec<&'static str>,
+    /// Warnings about its tokens.
+    warnings: Vec<String>,
 }
 
 impl Text {
+    fn read(args: &TrainArgs, chosen: Chosen, model: &ModelConfig) -> Result<Self, InputError> {
+        let mut own = Vec::new();
+        let bytes = match &args.data.data {
+            Some(path) => {
+                let files = OwnFiles::of(args, path);
+                let read = ByteText::read_without(path, MAX_TEXT_BYTES, &|path| files.has(path))?;
+                own = files.flags();
+                read
+            }
+            None => ByteText::crate_sources()?,
+        };
+        let mut warnings = chosen.warnings(args.model.init.as_ref().map(|_| model));
+        let tokens = match &chosen.codec {
+            TextCodec::Bytes => None,
+            TextCodec::Tokenizer(tokenizer) => Some(bytes.tokenized(tokenizer)?),
+        };
+        warnings.extend(tokens.as_ref().and_then(replaced));
+        Ok(Self {
+            bytes,
+            tokens,
+            codec: chosen.codec,
+            own,
+            warnings,
+        })
+    }
+
     fn training(&self) -> TokenStream {
         let tokens = self.tokens.as_ref();
         tokens.map_or_else(|| self.bytes.training(), TokenText::training)
@@ -37,41 +74,97 @@ impl Text {
         let tokens = self.tokens.as_ref();
         tokens.map_or_else(|| self.bytes.held_out(), TokenText::held_out)
     }
+
+    /// Returns what is left out of the text, and what is not read as it lies there, in one sentence each.
+    fn remarks(&self) -> Vec<String> {
+        let remarks = self.bytes.remarks();
+        let mut sentences = Vec::new();
+        let left_out = remarks.iter().filter(|(remark, ..)| {
+            // The files of the run are named by flag.
+            remark.is_left_out() && *remark != Remark::Excluded
+        });
+        let left_out: Vec<_> = left_out
+            .map(|(remark, count, first)| {
+                format!("{count} {} (such as {})", remark.word(), first.display())
+            })
+            .collect();
+        if !left_out.is_empty() {
+            sentences.push(format!("left out of the text: {}", left_out.join(", ")));
+        }
+        if !self.own.is_empty() {
+            let flags = self.own.join(", ");
+            sentences.push(format!(
+                "left out of the text: what {flags} names, which lies inside of --data"
+            ));
+        }
+        if let Some(unread) = self.bytes.unread() {
+            sentences.push(format!(
+                "the text is {}; what follows in {} is not read",
+                first_of(unread),
+                unread.from.display()
+            ));
+        }
+        for (remark, count, first) in remarks.iter() {
+            let of = |problem: &str| format!("{count} files such as {} {problem}", first.display());
+            sentences.extend(match remark {
+                Remark::NotUtf8 => Some(of(
+                    "are not of UTF-8, and read byte by byte; convert them, by iconv say",
+                )),
+                Remark::NamedBinary => Some(format!(
+                    "{} is no text, and is read byte by byte; name a file of text",
+                    first.display()
+                )),
+                _ => None,
+            });
+        }
+        sentences
+    }
+}
+
+/// Says how much of a text is read, of how much.
+fn first_of(unread: &Unread) -> String {
+    let all = (MAX_TEXT_BYTES as u64 + unread.bytes) as f64 / MIB;
+    let least = if unread.is_all { "" } else { "more than " };
+    format!(
+        "the first {:.0} MiB of {least}{all:.1}",
+        MAX_TEXT_BYTES as f64 / MIB
+    )
+}
+
+/// Returns a warning about bytes that have no tokens of their own.
+fn replaced(tokens: &TokenText) -> Option<String> {
+    let count = tokens.num_replaced();
+    (count > 0).then(|| {
+        format!(
+            "{count} characters of the text are not of UTF-8, and U+FFFD stands for them; convert its files, by iconv say"
+        )
+    })
 }
 
 impl Data {
-    /// Reads the text that the arguments name, and checks that it is enough for a step of `batch` sequences of `seq` tokens.
+    /// Reads the text that the arguments name, and checks that it is enough for a step.
     pub(crate) fn read(
-        args: &DataArgs,
-        codec: TextCodec,
+        args: &TrainArgs,
+        chosen: Chosen,
         model: &ModelConfig,
-        [batch, seq]: [usize; 2],
     ) -> Result<Self, InputError> {
-        if args.synthetic {
+        if args.data.synthetic {
             return Ok(Self::Synthetic);
         }
-        codec.check_vocab(model.vocab())?;
-        let (bytes, source_name) = match &args.data {
-            Some(path) => (
-                ByteText::read(path, MAX_TEXT_BYTES)?,
-                path.display().to_string(),
-            ),
-            None => (ByteText::crate_sources()?, "the sources of Burn".to_owned()),
-        };
-        let tokens = match &codec {
-            TextCodec::Bytes => None,
-            TextCodec::Tokenizer(tokenizer) => Some(bytes.tokenized(tokenizer)?),
-        };
-        let text = Text {
-            bytes,
-            tokens,
-            codec,
-        };
+        chosen.codec.check_vocab(model.vocab())?;
+        let text = Text::read(args, chosen, model)?;
+        let (batch, seq) = (args.training.batch, args.model.seq);
         let found = text.training().period().unwrap_or(usize::MAX);
         let needed = (batch * seq).saturating_add(1);
         if found < needed {
+            let path = args
+                .data
+                .data
+                .as_ref()
+                .map(|path| path.display().to_string());
+            let name = path.unwrap_or_else(|| "the sources of Burn".to_owned());
             return Err(InputError::TextShorterThanStep {
-                source_name,
+                source_name: name,
                 found,
                 tokens: match text.codec {
                     TextCodec::Bytes => "bytes",
@@ -80,6 +173,7 @@ impl Data {
                 needed,
                 batch,
                 seq,
+                left_out: text.bytes.remarks().to_string(),
             });
         }
         Ok(Self::Text(Box::new(text)))
@@ -130,45 +224,72 @@ impl Data {
     pub(crate) fn tokenizer(&self) -> Option<String> {
         match self {
             Self::Synthetic => None,
-            Self::Text(text) => tokenizer_identity(&text.codec),
+            Self::Text(text) => codec::identity(&text.codec),
+        }
+    }
+
+    /// Describes the tokenizer as former versions have saved it, by its file.
+    pub(crate) fn former_tokenizer(&self) -> Option<String> {
+        match self {
+            Self::Synthetic => None,
+            Self::Text(text) => codec::former_identity(&text.codec),
         }
     }
 
     /// Returns warnings about the text.
     pub(crate) fn warnings(&self) -> Vec<String> {
-        let Self::Text(text) = self else {
-            return Vec::new();
-        };
-        let mut warnings = Vec::new();
-        if text.bytes.num_skipped() > 0 {
-            warnings.push(format!(
-                "{} files or folders of the text could not be read and were skipped",
-                text.bytes.num_skipped()
-            ));
+        match self {
+            Self::Synthetic => Vec::new(),
+            Self::Text(text) => [text.remarks(), text.warnings.clone()].concat(),
         }
-        warnings
     }
 }
 
 /// Prints as `7000000 bytes of text in 700 files, 35 of them held out`, as `.. the last 5 % held out`, or as `synthetic
-/// tokens`.
-impl std::fmt::Display for Data {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+/// tokens`; with how much is left out, where something is.
+impl fmt::Display for Data {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Synthetic => f.write_str("synthetic tokens"),
-            Self::Text(text) => {
-                let (bytes, files) = (text.bytes.num_bytes(), text.bytes.num_files());
-                write!(f, "{bytes} bytes of text in {files} files, ")?;
-                if let Some(tokens) = &text.tokens {
-                    let parts = [tokens.training(), tokens.held_out()];
-                    let tokens = parts.iter().filter_map(TokenStream::period);
-                    write!(f, "{} tokens, ", tokens.sum::<usize>())?;
-                }
-                match text.bytes.num_held_out() {
-                    0 => f.write_str("the last 5 % held out"),
-                    held_out => write!(f, "{held_out} of them held out"),
-                }
+            Self::Text(text) => text.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (bytes, files) = (self.bytes.num_bytes(), self.bytes.num_files());
+        write!(f, "{bytes} bytes of text in {files} files, ")?;
+        if let Some(unread) = self.bytes.unread() {
+            write!(f, "{}, ", first_of(unread))?;
+        }
+        if let Some(tokens) = &self.tokens {
+            let parts = [tokens.training(), tokens.held_out()];
+            let tokens = parts.iter().filter_map(TokenStream::period);
+            write!(f, "{} tokens, ", tokens.sum::<usize>())?;
+        }
+        match self.bytes.num_held_out() {
+            0 => f.write_str("the last 5 % held out")?,
+            held_out => write!(f, "{held_out} of them held out")?,
+        }
+        let own = (!self.own.is_empty()).then(|| (self.own.len(), Remark::Excluded.word()));
+        let remarks = self.bytes.remarks();
+        let counted = remarks
+            .iter()
+            .filter(|(remark, ..)| *remark != Remark::Excluded);
+        let counted =
+            counted.map(|(remark, count, _)| (remark.is_left_out(), count, remark.word()));
+        let own = own.map(|(count, word)| (true, count, word));
+        let all: Vec<_> = own.into_iter().chain(counted).collect();
+        for (of_left_out, start) in [(true, "; left out: "), (false, "; files ")] {
+            let these = all
+                .iter()
+                .filter(|(is_left_out, ..)| *is_left_out == of_left_out);
+            for (index, (_, count, word)) in these.enumerate() {
+                let start = if index == 0 { start } else { ", " };
+                write!(f, "{start}{count} {word}")?;
             }
         }
+        Ok(())
     }
 }

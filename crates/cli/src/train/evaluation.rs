@@ -1,15 +1,28 @@
 //! The evaluation: the loss on text that was held out.
 
+use std::ops::Range;
+
 use burn::tensor::{Int, Tensor};
 use burn_fsdp::ProcessGroup;
+use burn_fsdp_models::Rows;
 
 use crate::error::RankError;
 use crate::train::config::TrainConfig;
 use crate::train::share;
 
-/// Computes the mean of the losses of batches of the held-out text, or `None` without any.
+/// Rows of a batch that one rank evaluates.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Part {
+    /// Number of the rows, counted over all batches. All ranks have as many at a time.
+    rows: Range<usize>,
+    /// False of rows that are there so that all ranks gather alike.
+    counts: bool,
+}
+
+/// Computes the mean of the losses of the tokens of the held-out text, as many as its batches have at most, or returns `None`
+/// without any. Each token counts once.
 ///
-/// All ranks evaluate the same number of batches, each its own rows, because every gather needs
+/// All ranks evaluate the same number of batches of the same shapes, each its own rows, because every gather needs
 /// all of them.
 pub(crate) fn evaluate(
     config: &TrainConfig,
@@ -19,15 +32,81 @@ pub(crate) fn evaluate(
     let Some(batches) = config.data.held_out(config.batch_shape()) else {
         return Ok(None);
     };
-    let distinct = batches.num_distinct().unwrap_or(usize::MAX);
-    let num_batches = config.eval_batches.min(distinct);
-    let device = config.device(world);
-    let mut sum = 0.0;
-    for index in 0..num_batches {
-        let rows = config.rows_of(world.rank());
-        let (inputs, targets) = batches.rows(index, rows).to_tensors(&device);
-        sum += loss(inputs, targets)?;
+    let whole = batches.num_whole_rows().unwrap_or(usize::MAX);
+    if whole == 0 && batches.rest().is_none() {
+        return Ok(None);
     }
-    let own_mean = sum / num_batches as f32;
-    Ok(Some(share::mean(world, "evaluation", own_mean)?))
+    let most = config.eval_batches.saturating_mul(config.batch);
+    let device = config.device(world);
+    let mut own = share::Sum::default();
+    let mut add = |rows: &Rows, counts: bool| -> Result<(), RankError> {
+        let (inputs, targets) = rows.to_tensors(&device);
+        let mean = loss(inputs, targets)?;
+        if counts {
+            own.add(mean, rows.inputs().len());
+        }
+        Ok(())
+    };
+    for part in parts(whole.min(most), config.batch, (world.rank(), world.size())) {
+        add(&batches.rows(0, part.rows), part.counts)?;
+    }
+    if let Some(rest) = batches.rest().filter(|_| whole < most) {
+        add(&rest, world.rank() == 0)?;
+    }
+    Ok(Some(share::mean(world, "evaluation", own)?))
+}
+
+/// Divides `whole` rows into batches for `ranks` ranks, and returns the parts of one: whole batches as they are trained on,
+/// what is left in equal parts, and what is left of these one by one.
+fn parts(whole: usize, batch: usize, (rank, ranks): (usize, usize)) -> Vec<Part> {
+    let mut parts = Vec::new();
+    let mut start = 0;
+    let own = |start: usize, each: usize| {
+        let first = start + rank * each;
+        first..first + each
+    };
+    while whole - start >= batch {
+        parts.push(own(start, batch / ranks));
+        start += batch;
+    }
+    let each = (whole - start) / ranks;
+    if each > 0 {
+        parts.push(own(start, each));
+        start += each * ranks;
+    }
+    let mut parts: Vec<_> = parts
+        .into_iter()
+        .map(|rows| Part { rows, counts: true })
+        .collect();
+    if start < whole {
+        let rows = own(start, 1);
+        let counts = rows.start < whole;
+        parts.push(Part { rows, counts });
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_counts_once_and_all_ranks_have_as_many() {
+        for ranks in 1..=4 {
+            for batch in [ranks, 3 * ranks] {
+                for whole in 0..30 {
+                    let of = |rank| parts(whole, batch, (rank, ranks));
+                    let all: Vec<_> = (0..ranks).map(of).collect();
+                    let lens = |parts: &[Part]| -> Vec<usize> {
+                        parts.iter().map(|part| part.rows.len()).collect()
+                    };
+                    assert!(all.iter().all(|parts| lens(parts) == lens(&all[0])));
+                    let counted = all.iter().flatten().filter(|part| part.counts);
+                    let mut rows: Vec<_> = counted.flat_map(|part| part.rows.clone()).collect();
+                    rows.sort_unstable();
+                    assert_eq!(rows, (0..whole).collect::<Vec<_>>(), "{ranks} {batch}");
+                }
+            }
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! The `burn-fsdp train` command, in the order of a run:
 //!
-//! - `config`: the configuration, complete and valid (`sizes`, `checks`, `ranks`, `data`, `schedule`, `settings`, `fault`,
+//! - `config`: the configuration, complete and valid (`sizes`, `checks`, `ranks`, `data`, `own_files`, `schedule`, `settings`, `fault`,
 //!   `run_folder`, `resumed`).
 //! - `run`: the whole run, from the initial weights to the report.
 //! - `rank`: the loop of one rank around its `trainer`: `eager` or `compiled`, of which neither knows
@@ -23,6 +23,7 @@ mod metrics;
 mod model;
 mod optimizer;
 mod outcome;
+mod own_files;
 mod progress;
 mod rank;
 mod ranks;

@@ -34,8 +34,15 @@ pub(crate) fn train(
         world.set_fault(fault);
     }
     let is_first = world.rank() == 0;
-    if is_first && !config.json {
-        console::tell(&config.data);
+    if is_first {
+        if !config.json {
+            console::tell(&config.data);
+        }
+        // At once: the report comes when it is too late to stop.
+        let warnings = config.data.warnings();
+        warnings
+            .iter()
+            .for_each(|warning| console::tell(format_args!("warning: {warning}")));
     }
     let mut trainer = match config.model {
         ModelConfig::Gpt(sizes) => trainer(sizes, config, world, mesh),

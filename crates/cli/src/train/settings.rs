@@ -34,9 +34,9 @@ pub(crate) struct Division {
     pub(crate) ranks: usize,
 }
 
-/// The settings by flag, as given or by default.
+/// The settings by flag, as given or by default; and the tokenizer as former versions have saved it.
 #[derive(Debug, Clone)]
-pub(crate) struct Settings(Map<String, Value>);
+pub(crate) struct Settings(Map<String, Value>, Value);
 
 impl Settings {
     /// Every flag has its word here: a new one does not compile before somebody has said whether batches or numbers depend
@@ -59,7 +59,7 @@ impl Settings {
         all.insert(DATA.to_owned(), json!(data.identity()));
         all.insert(TOKENIZER.to_owned(), json!(data.tokenizer()));
         no_number_depends_on(of_data, checkpoint, output);
-        Self(all)
+        Self(all, json!(data.former_tokenizer()))
     }
 
     /// Adds the settings to the state that is saved.
@@ -79,7 +79,8 @@ impl Settings {
         let own = self.0.iter();
         let changed = own.filter_map(|(name, own)| {
             let was = was.get(name)?;
-            (!is_same(was, own)).then_some((name, was, own))
+            let is_former = name == TOKENIZER && *was == self.1;
+            (!is_same(was, own) && !is_former).then_some((name, was, own))
         });
         let mut sentences: Vec<_> = changed
             .map(|(name, was, own)| {

@@ -3,18 +3,42 @@
 use burn_fsdp::ProcessGroup;
 use burn_fsdp::collectives::Error;
 
-/// Returns the mean of one number per rank, the same bits on every rank.
+/// A sum of values, and how many they are.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Sum {
+    sum: f64,
+    count: u64,
+}
+
+impl Sum {
+    /// Adds `count` values by their mean.
+    pub(crate) fn add(&mut self, mean: f32, count: usize) {
+        self.sum += f64::from(mean) * count as f64;
+        self.count += count as u64;
+    }
+
+    fn from_note(note: &[u8]) -> Option<Self> {
+        let (sum, count) = note.split_first_chunk()?;
+        Some(Self {
+            sum: f64::from_le_bytes(*sum),
+            count: u64::from_le_bytes(count.try_into().ok()?),
+        })
+    }
+}
+
+/// Returns the mean of the values of all ranks, the same bits on every rank.
 ///
 /// An exchange of bytes, so that it does not count among the collectives of a step.
-pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: f32) -> Result<f64, Error> {
-    let notes = world.exchange(label, own.to_le_bytes().to_vec())?;
-    let numbers = notes
+pub(crate) fn mean(world: &ProcessGroup, label: &'static str, own: Sum) -> Result<f64, Error> {
+    let note = [own.sum.to_le_bytes(), own.count.to_le_bytes()].concat();
+    let notes = world.exchange(label, note)?;
+    let sums: Vec<_> = notes
         .iter()
-        .filter_map(|note| note.as_slice().try_into().ok());
-    let sum: f64 = numbers
-        .map(|bytes| f64::from(f32::from_le_bytes(bytes)))
-        .sum();
-    Ok(sum / world.size() as f64)
+        .filter_map(|note| Sum::from_note(note))
+        .collect();
+    let sum: f64 = sums.iter().map(|sum| sum.sum).sum();
+    let count: u64 = sums.iter().map(|sum| sum.count).sum();
+    Ok(sum / count as f64)
 }
 
 /// The values that the ranks agree on at the end of a step.

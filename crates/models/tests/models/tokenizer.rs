@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use burn_fsdp_models::{Batches, ByteText, ModelError, TextCodec, Tokenizer};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 const JSON: &str = include_str!("tokenizer.json");
@@ -87,6 +88,141 @@ fn long_text_is_tokenized_in_pieces() {
         assert_eq!(batches.rows(row, 0..1).inputs(), want, "line {row}");
     }
     assert!(!held_out.is_empty());
+}
+
+/// The tokenizer with some parts changed.
+fn changed(change: impl FnOnce(&mut Value)) -> Tokenizer {
+    let mut json: Value = serde_json::from_str(JSON).expect("JSON");
+    change(&mut json);
+    let folder = TempDir::new().expect("a folder");
+    Tokenizer::open(file(&folder, json.to_string())).expect("a tokenizer")
+}
+
+/// What a template puts behind a text would be in the midst of one that goes on.
+#[test]
+fn only_what_is_in_front_of_a_text_is_put_there() {
+    let token = |id: &str| json!({"SpecialToken": {"id": id, "type_id": 0}});
+    let text = json!({"Sequence": {"id": "A", "type_id": 0}});
+    let own = tokenizer().encode(TEXT, true).unwrap();
+    let (front, plain) = (&own[..1], &own[1..]);
+    let special = json!({"t": {"id": "t", "ids": [0], "tokens": ["t"]}, "u": {"id": "u", "ids": [3, 4], "tokens": ["u", "v"]}});
+    for (single, want) in [
+        (json!([token("t"), text]), [front, plain].concat()),
+        (json!([text, token("t")]), plain.to_vec()),
+        (
+            json!([token("t"), text, token("u")]),
+            [front, plain].concat(),
+        ),
+        (
+            json!([token("u"), token("t"), text, token("t")]),
+            [&[3, 4, 0], plain].concat(),
+        ),
+        (json!([text]), plain.to_vec()),
+    ] {
+        let template = json!({"type": "TemplateProcessing", "single": single, "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": special});
+        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+        let both = json!({"type": "Sequence", "processors": [byte_level, template]});
+        for processor in [template, both] {
+            let tokenizer = changed(|json| json["post_processor"] = processor);
+            assert_eq!(tokenizer.encode(TEXT, true).unwrap(), want, "{single}");
+            assert_eq!(tokenizer.encode(TEXT, false).unwrap(), plain, "{single}");
+            let begun = tokenizer.encode("", true).unwrap();
+            assert_eq!(begun, want[..want.len() - plain.len()], "{single}");
+        }
+    }
+    let roberta = json!({"type": "RobertaProcessing", "sep": ["!", 1], "cls": ["t", 0], "trim_offsets": true, "add_prefix_space": false});
+    let tokenizer = changed(|json| json["post_processor"] = roberta);
+    assert_eq!(tokenizer.encode(TEXT, true).unwrap(), own);
+}
+
+#[test]
+fn a_hash_is_of_what_a_tokenizer_does() {
+    let own = tokenizer();
+    let folder = TempDir::new().expect("a folder");
+    let json: Value = serde_json::from_str(JSON).expect("JSON");
+    // The same, in another order and form.
+    let pretty = serde_json::to_string_pretty(&json).expect("JSON");
+    let indented = Tokenizer::open(file(&folder, pretty)).expect("a tokenizer");
+    assert_ne!(indented.checksum(), own.checksum());
+    let pairs = changed(|json| {
+        for merge in json["model"]["merges"].as_array_mut().expect("merges") {
+            *merge = match merge.as_str() {
+                Some(pair) => pair.split(' ').collect(),
+                None => json!(format!(
+                    "{} {}",
+                    merge[0].as_str().unwrap(),
+                    merge[1].as_str().unwrap()
+                )),
+            };
+        }
+    });
+    let bare = changed(|json| {
+        for name in ["truncation", "padding"] {
+            json[name] = Value::Null;
+        }
+        json["model"]
+            .as_object_mut()
+            .expect("a model")
+            .remove("ignore_merges");
+    });
+    let random = changed(|json| json["model"]["dropout"] = json!(0.5));
+    for same in [&indented, &pairs, &bare, &random] {
+        assert_eq!(same.hash(), own.hash());
+        assert_eq!(
+            same.encode(TEXT, true).unwrap(),
+            own.encode(TEXT, true).unwrap()
+        );
+    }
+    // Another one: its tokens, merges, rules, or added tokens.
+    let others = [
+        changed(|json| {
+            let vocab = json["model"]["vocab"].as_object_mut().expect("tokens");
+            let (a, b) = (vocab["a"].clone(), vocab["b"].clone());
+            vocab.insert("a".to_owned(), b);
+            vocab.insert("b".to_owned(), a);
+        }),
+        changed(|json| {
+            json["model"]["merges"]
+                .as_array_mut()
+                .expect("merges")
+                .swap(0, 1)
+        }),
+        changed(|json| json["normalizer"] = json!({"type": "Lowercase"})),
+        changed(|json| json["pre_tokenizer"]["add_prefix_space"] = json!(true)),
+        changed(|json| json["post_processor"] = Value::Null),
+        changed(|json| {
+            let added = json["added_tokens"].as_array_mut().expect("tokens");
+            let mut more = added[0].clone();
+            more["id"] = json!(300);
+            more["content"] = json!("<more>");
+            added.push(more);
+        }),
+    ];
+    for (index, other) in others.iter().enumerate() {
+        assert_ne!(other.hash(), own.hash(), "{index}");
+    }
+}
+
+#[test]
+fn what_is_not_utf8_is_counted_and_half_characters_are_left_out() {
+    let folder = TempDir::new().expect("a folder");
+    let read = |bytes: &[u8], most: usize| {
+        let path = folder.path().join("text");
+        std::fs::write(&path, bytes).expect("a writable folder");
+        let text = ByteText::read(&path, most).expect("text");
+        text.tokenized(&tokenizer())
+    };
+    let text = "é".repeat(100);
+    // Both the split and the end are within a character.
+    for most in 100..110 {
+        let tokens = read(text.as_bytes(), most).expect("tokens");
+        assert_eq!(tokens.num_replaced(), 0, "{most}");
+    }
+    let tokens = read(&b"the cat, caf\xe9, na\xefve\n".repeat(20), usize::MAX).expect("tokens");
+    assert_eq!(tokens.num_replaced(), 40);
+    let error = read(&b"\x83e\x83X\x83g\x83\xff".repeat(20), usize::MAX).unwrap_err();
+    assert!(error.to_string().contains("not UTF-8"), "{error}");
 }
 
 #[test]

@@ -74,18 +74,24 @@ fn a_short_text_starts_again() {
 }
 
 #[test]
-fn distinct_batches_leave_room_for_the_last_target() {
-    let batches = |len| {
-        Batches {
+fn whole_rows_and_the_rest_have_each_target_once() {
+    for (len, whole) in [(16, 3), (17, 4), (3, 0), (2, 0), (1, 0), (100, 24)] {
+        let batches = Batches {
             stream: bytes(len),
             batch: 2,
             seq: 4,
+        };
+        assert_eq!(batches.num_whole_rows(), Some(whole), "{len}");
+        let rows = (0..whole).map(|row| batches.rows(0, row..row + 1));
+        let all = rows.chain(batches.rest());
+        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+        for rows in all {
+            inputs.extend(rows.inputs().to_vec());
+            targets.extend(rows.targets().to_vec());
         }
-        .num_distinct()
-    };
-    assert_eq!(batches(16), Some(1));
-    assert_eq!(batches(17), Some(2));
-    assert_eq!(batches(3), Some(1));
+        assert_eq!(inputs, (0..i64::from(len) - 1).collect::<Vec<_>>());
+        assert_eq!(targets, (1..i64::from(len)).collect::<Vec<_>>());
+    }
 }
 
 #[test]

@@ -1,0 +1,218 @@
+//! The codec of a command: the way between text and tokens, and the name under which a step keeps it.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn_fsdp_models::{BYTE_VOCAB, ModelConfig, TextCodec, Tokenizer};
+
+use crate::error::InputError;
+
+/// The file of a tokenizer that is read.
+const READ: &str = "tokenizer.json";
+
+/// Prefixes of the files of other tokenizers, those with a vocabulary first.
+const OTHERS: [&str; 11] = [
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece",
+    "vocab.",
+    "merges.txt",
+    "encoder.json",
+    "tokenizer.",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+];
+
+/// Suffixes of such files.
+const OTHER_ENDS: [&str; 3] = [".tiktoken", ".spm", ".bpe.model"];
+
+/// A tokenizer, as the command line names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum TokenizerArg {
+    /// None: each byte is a token.
+    Bytes,
+    File(PathBuf),
+}
+
+impl From<OsString> for TokenizerArg {
+    fn from(text: OsString) -> Self {
+        match text == "bytes" {
+            true => Self::Bytes,
+            false => Self::File(text.into()),
+        }
+    }
+}
+
+/// The codec that a command has chosen.
+#[derive(Debug)]
+pub(crate) struct Chosen {
+    pub(crate) codec: TextCodec,
+    /// True if the command line has asked for bytes.
+    are_bytes_given: bool,
+    warning: Option<String>,
+}
+
+impl Chosen {
+    /// Returns the codec of a command that reads no text.
+    pub(crate) fn none() -> Self {
+        Self {
+            codec: TextCodec::Bytes,
+            are_bytes_given: true,
+            warning: None,
+        }
+    }
+
+    /// Finds the codec: the given tokenizer, else the tokenizer of a folder in Hugging Face's form, else bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`InputError::OtherTokenizerForm`] if the folder has a tokenizer that is not read, unless `are_bytes` returns
+    /// true: the model was trained on bytes.
+    pub(crate) fn find(
+        given: Option<&TokenizerArg>,
+        folder: Option<&Path>,
+        are_bytes: impl FnOnce() -> bool,
+    ) -> Result<Self, InputError> {
+        let of_bytes = |are_bytes_given, warning| Self {
+            codec: TextCodec::Bytes,
+            are_bytes_given,
+            warning,
+        };
+        let in_folder = folder.map(|folder| folder.join(READ));
+        // A link that leads nowhere is an error, and no reason to take bytes.
+        let in_folder = in_folder.filter(|path| path.symlink_metadata().is_ok());
+        match (given, in_folder, folder) {
+            (Some(TokenizerArg::Bytes), ..) => Ok(of_bytes(true, None)),
+            (Some(TokenizerArg::File(path)), in_folder, _) => {
+                let tokenizer = Tokenizer::open(path)?;
+                Ok(Self {
+                    warning: in_folder.and_then(|own| other_than(&tokenizer, path, own)),
+                    codec: TextCodec::Tokenizer(tokenizer),
+                    are_bytes_given: false,
+                })
+            }
+            (None, Some(path), _) => Ok(Self {
+                codec: TextCodec::Tokenizer(Tokenizer::open(path)?),
+                are_bytes_given: false,
+                warning: None,
+            }),
+            (None, None, folder) => match folder.and_then(other_form) {
+                None => Ok(of_bytes(false, None)),
+                Some(path) if are_bytes() => Ok(of_bytes(
+                    true,
+                    Some(format!(
+                        "{} is not read: each byte is a token, as when the step was saved",
+                        path.display()
+                    )),
+                )),
+                Some(path) => Err(InputError::OtherTokenizerForm { path }),
+            },
+        }
+    }
+
+    /// Returns warnings about a text in these tokens, for a model of `--init` if there is one.
+    pub(crate) fn warnings(&self, of_init: Option<&ModelConfig>) -> Vec<String> {
+        let vocab = of_init.map_or(BYTE_VOCAB, ModelConfig::vocab);
+        let is_guess = matches!(self.codec, TextCodec::Bytes) && !self.are_bytes_given;
+        let guess = (is_guess && vocab != BYTE_VOCAB).then(|| {
+            format!(
+                "the model of --init has {vocab} tokens and no tokenizer: text is read as bytes, byte b for the token of id b; \
+                 give its tokenizer.json by --tokenizer, or say --tokenizer bytes if that is right"
+            )
+        });
+        self.warning.iter().cloned().chain(guess).collect()
+    }
+}
+
+/// Returns a warning if a folder comes with another tokenizer than the given one.
+fn other_than(given: &Tokenizer, path: &Path, in_folder: PathBuf) -> Option<String> {
+    // One that cannot be read tells nothing, and nobody asked for it.
+    let own = Tokenizer::open(&in_folder).ok()?;
+    (own.hash() != given.hash()).then(|| {
+        format!(
+            "--tokenizer {} is another tokenizer than {}, which comes with the model",
+            path.display(),
+            in_folder.display()
+        )
+    })
+}
+
+/// Returns the file of a tokenizer that is not read, if a folder has one.
+fn other_form(folder: &Path) -> Option<PathBuf> {
+    let entries = fs::read_dir(folder).ok()?.flatten();
+    let names = entries.filter_map(|entry| {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let starts = OTHERS.iter().position(|start| name.starts_with(start));
+        let ends = OTHER_ENDS.iter().any(|end| name.ends_with(end));
+        let place = ends.then_some(0).or(starts)?;
+        Some((place, name))
+    });
+    names.min().map(|(_, name)| folder.join(name))
+}
+
+/// Describes a tokenizer by its vocabulary and rules; `None` for bytes.
+pub(crate) fn identity(codec: &TextCodec) -> Option<String> {
+    let tokenizer = tokenizer_of(codec)?;
+    let (num_ids, hash) = (tokenizer.num_ids(), tokenizer.hash());
+    Some(format!(
+        "a tokenizer of {num_ids} tokens with hash {hash:016x}"
+    ))
+}
+
+/// Returns true if a saved step was trained on tokens of this codec. `saved` is the tokenizer in its settings, `None` for bytes.
+pub(crate) fn is_of(codec: &TextCodec, saved: Option<&str>) -> bool {
+    saved == identity(codec).as_deref() || saved == former_identity(codec).as_deref()
+}
+
+/// Describes a tokenizer as former versions have saved it: by its file.
+pub(crate) fn former_identity(codec: &TextCodec) -> Option<String> {
+    let tokenizer = tokenizer_of(codec)?;
+    let (num_ids, checksum) = (tokenizer.num_ids(), tokenizer.checksum());
+    Some(format!(
+        "a tokenizer of {num_ids} tokens with checksum {checksum:016x}"
+    ))
+}
+
+fn tokenizer_of(codec: &TextCodec) -> Option<&Tokenizer> {
+    match codec {
+        TextCodec::Bytes => None,
+        TextCodec::Tokenizer(tokenizer) => Some(tokenizer),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_forms_are_found_by_name() {
+        for (names, want) in [
+            (
+                &["tokenizer_config.json", "tokenizer.model"][..],
+                Some("tokenizer.model"),
+            ),
+            (&["merges.txt", "vocab.json"], Some("vocab.json")),
+            (&["qwen.tiktoken", "config.json"], Some("qwen.tiktoken")),
+            (&["tokenizer.model.v3"], Some("tokenizer.model.v3")),
+            (
+                &["sentencepiece.bpe.model"],
+                Some("sentencepiece.bpe.model"),
+            ),
+            (&["tokenizer_config.json"], Some("tokenizer_config.json")),
+            (
+                &["config.json", "model.safetensors", "chat_template.jinja"],
+                None,
+            ),
+        ] {
+            let folder = tempfile::tempdir().expect("a folder");
+            for name in names {
+                fs::write(folder.path().join(name), "x").expect("a writable folder");
+            }
+            let want = want.map(|name| folder.path().join(name));
+            assert_eq!(other_form(folder.path()), want, "{names:?}");
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The files and folders that a run itself reads and writes, which are no text to train on.
+
+use std::cell::Cell;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::args::TrainArgs;
+use crate::codec::TokenizerArg;
+use crate::output;
+
+/// Prefixes of the names that a run gives to entries of its folders.
+const NAMES: [&str; 2] = ["step-", "rank-"];
+
+/// The files and folders of a run that lie in the text of `--data`.
+#[derive(Debug)]
+pub(crate) struct OwnFiles {
+    /// The paths that flags name inside of the text, without links.
+    inside: Vec<(&'static str, PathBuf)>,
+    /// The folders of the run that hold the text.
+    around: Vec<PathBuf>,
+    /// The files that the standard output and the standard error go to.
+    streams: Vec<FileId>,
+    /// True once such a file was met.
+    has_met_stream: Cell<bool>,
+}
+
+impl OwnFiles {
+    pub(crate) fn of(args: &TrainArgs, data: &Path) -> Self {
+        let data = output::identity(data);
+        let folders = [
+            ("--checkpoint-dir", &args.checkpoint.checkpoint_dir),
+            ("--operations", &args.output.operations),
+            ("--offload", &args.sharding.offload),
+        ];
+        let files = [
+            ("--init", &args.model.init),
+            ("--save-init", &args.model.save_init),
+            ("--metrics", &args.output.metrics),
+            ("--trace", &args.output.trace),
+        ];
+        let known = |(flag, path): (&'static str, &Option<PathBuf>)| {
+            Some((flag, output::identity(path.as_deref()?)))
+        };
+        let folders: Vec<_> = folders.into_iter().filter_map(known).collect();
+        let around = folders.iter().map(|(_, path)| path);
+        let around = around.filter(|path| data.starts_with(path)).cloned();
+        let around = around.collect();
+        let curve = ("--curve", output::identity(&args.output.curve));
+        let tokenizer = args
+            .data
+            .tokenizer
+            .as_ref()
+            .and_then(|tokenizer| match tokenizer {
+                TokenizerArg::Bytes => None,
+                TokenizerArg::File(path) => Some(("--tokenizer", output::identity(path))),
+            });
+        let files = files.into_iter().filter_map(known);
+        let files = files.chain(tokenizer).chain([curve]);
+        let is_inside = |path: &Path| path != data && path.starts_with(&data);
+        let all = folders.into_iter().chain(files);
+        Self {
+            inside: all.filter(|(_, path)| is_inside(path)).collect(),
+            around,
+            streams: streams(),
+            has_met_stream: Cell::new(false),
+        }
+    }
+
+    /// Returns true if a path without links is of the run, and no text.
+    pub(crate) fn has(&self, path: &Path) -> bool {
+        let is_named = self.inside.iter().any(|(_, own)| own == path);
+        let is_in = |folder: &PathBuf| path.parent() == Some(folder.as_path());
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let is_of_run = NAMES.iter().any(|start| name.starts_with(start));
+        let is_stream = !self.streams.is_empty()
+            && FileId::of(fs::metadata(path).ok().as_ref())
+                .is_some_and(|id| self.streams.contains(&id));
+        if is_stream {
+            self.has_met_stream.set(true);
+        }
+        is_named || is_stream || is_of_run && self.around.iter().any(is_in)
+    }
+
+    /// Returns the flags whose files lie in the text, whether these exist yet or not: a resumed run reports
+    /// the same.
+    pub(crate) fn flags(&self) -> Vec<&'static str> {
+        let mut flags: Vec<_> = self.inside.iter().map(|(flag, _)| *flag).collect();
+        flags.extend(self.has_met_stream.get().then_some("the output"));
+        flags
+    }
+}
+
+/// The number of a file on this machine, the same under each of its names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileId(u64, u64);
+
+impl FileId {
+    /// Returns the number of a regular file; `None` on systems without such numbers.
+    fn of(metadata: Option<&fs::Metadata>) -> Option<Self> {
+        let metadata = metadata.filter(|metadata| metadata.is_file())?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt;
+            Some(Self(metadata.dev(), metadata.ino()))
+        }
+        #[cfg(not(unix))]
+        {
+            let _ = metadata;
+            None
+        }
+    }
+}
+
+/// Returns the regular files that this process prints to.
+fn streams() -> Vec<FileId> {
+    #[cfg(unix)]
+    {
+        use std::os::fd::AsFd;
+        let owned = [
+            std::io::stdout().as_fd().try_clone_to_owned(),
+            std::io::stderr().as_fd().try_clone_to_owned(),
+        ];
+        let files = owned.into_iter().flatten().map(fs::File::from);
+        let metadata = files.filter_map(|file| file.metadata().ok());
+        metadata
+            .filter_map(|metadata| FileId::of(Some(&metadata)))
+            .collect()
+    }
+    #[cfg(not(unix))]
+    {
+        Vec::new()
+    }
+}

@@ -1,0 +1,99 @@
+//! Files of a killed run do not stop the next one, and files of others stay.
+#![cfg(unix)]
+
+use std::process::{Child, Stdio};
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::command::{Folder, last_report, send};
+
+const OFFLOADED: &str = "--synthetic --warmup 0 --offload off";
+
+/// Begins a run that does not end, and returns it when there is a file in a folder.
+fn begun(folder: &Folder, arguments: &str, in_folder: &str) -> Child {
+    let mut command = folder.train_command(&format!("{arguments} --steps 100000000"));
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = command.spawn().expect("a process");
+    let is_there = || {
+        let entries = std::fs::read_dir(folder.path(in_folder));
+        entries.is_ok_and(|mut entries| entries.next().is_some())
+    };
+    while !is_there() {
+        assert!(
+            child.try_wait().expect("asks").is_none(),
+            "it has steps to go"
+        );
+        sleep(Duration::from_millis(2));
+    }
+    child
+}
+
+#[test]
+fn offloaded_state_of_a_run_that_was_killed_makes_way() {
+    let folder = Folder::new();
+    for signal in ["-INT", "-TERM", "-KILL"] {
+        let mut child = begun(&folder, &format!("{OFFLOADED} --ranks 3"), "off/rank-0");
+        // As long as it lives, nobody else has its folder.
+        let run = folder.train(&format!("{OFFLOADED} --steps 2"));
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(run.stderr.contains("under way"), "{}", run.stderr);
+        send(signal, child.id());
+        child.wait().expect("an end");
+        // One that Burn had not put in its place yet.
+        std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
+        folder.write("off/rank-1/00007-blocks.0.bpk.4711-3.tmp", "half");
+        let report = folder.report(&format!("{OFFLOADED} --steps 2"));
+        assert_eq!(report["losses"].as_array().expect("losses").len(), 2);
+        assert!(
+            folder.names_in("off").is_empty(),
+            "{signal}: {:?}",
+            folder.names_in("off")
+        );
+    }
+}
+
+#[test]
+fn what_others_have_put_among_offloaded_state_stays() {
+    let folder = Folder::new();
+    for name in ["notes.txt", "00000-x.bpk.zip", "x.tmp"] {
+        std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
+        folder.write(&format!("off/rank-1/{name}"), "mine");
+        folder.write("off/rank-1/00000-x.bpk", "left");
+        let run = folder.train(&format!("{OFFLOADED} --steps 2"));
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        for word in ["off/rank-1", "files of another run", name] {
+            assert!(run.stderr.contains(word), "{word}: {}", run.stderr);
+        }
+        assert_eq!(folder.read(&format!("off/rank-1/{name}")), "mine");
+        std::fs::remove_dir_all(folder.path("off")).expect("removes");
+    }
+}
+
+#[test]
+fn steps_that_stay_for_what_is_in_them_are_told_of_once() {
+    let folder = Folder::new();
+    let run = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 2 --keep-last 2";
+    folder.report(&format!("{run} --steps 4"));
+    for step in [2, 4] {
+        folder.write(&format!("steps/step-00000{step}/notes.txt"), "the best one");
+    }
+    let run = folder.train(&format!("{run} --steps 16 --resume --json"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let kept = ["step-000002", "step-000004", "step-000014", "step-000016"];
+    assert_eq!(folder.names_in("steps"), kept);
+    let warnings = last_report(&run)["warnings"].clone();
+    assert_eq!(warnings.as_array().expect("a list").len(), 1, "{warnings}");
+    for word in ["step-000002", "notes.txt", "move it elsewhere"] {
+        assert!(warnings.to_string().contains(word), "{word}: {warnings}");
+    }
+    assert_eq!(run.stderr.matches("notes.txt").count(), 1, "{}", run.stderr);
+    // Moved away, they make way.
+    for step in [2, 4] {
+        std::fs::remove_file(folder.path(&format!("steps/step-00000{step}/notes.txt")))
+            .expect("removes");
+    }
+    let run = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 2 --keep-last 2";
+    let report = folder.report(&format!("{run} --steps 18 --resume"));
+    assert_eq!(report["warnings"], serde_json::json!([]));
+    assert_eq!(folder.names_in("steps"), ["step-000016", "step-000018"]);
+}

@@ -1,0 +1,263 @@
+//! A tokenizer is the one of the model: another form of it is refused, and is the same whatever its file looks like.
+
+use burn::tensor::Device;
+use burn_fsdp_models::{LlamaConfig, LlamaVariant};
+use serde_json::{Value, json};
+
+use crate::command::{Folder, Run, last_report, losses};
+
+const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
+
+const RUN: &str = "--warmup 0 --batch 4 --seq 8 --lr 0.01 --eps 0.01 --sample 0 --eval-batches 0";
+
+/// A folder with a model `d` in Hugging Face's form of so many tokens, and a `text`.
+fn folder(vocab: usize) -> Folder {
+    let folder = Folder::new();
+    let sizes = LlamaConfig {
+        layers: 1,
+        dim: 16,
+        heads: 2,
+        kv_heads: 1,
+        hidden: 12,
+        vocab,
+        seq: 16,
+        rope_base: 100,
+        variant: LlamaVariant::PLAIN,
+    };
+    std::fs::create_dir(folder.path("d")).expect("makes");
+    let model = sizes.init(&Device::flex(), 5).expect("valid sizes");
+    model.save_hugging_face(folder.path("d")).expect("writes");
+    folder.write("text", "the cat sat on the mat\n".repeat(300));
+    folder
+}
+
+fn train(folder: &Folder, arguments: &str) -> Run {
+    folder.run(&format!("train {RUN} {arguments} --json"))
+}
+
+fn report(folder: &Folder, arguments: &str) -> Value {
+    let run = train(folder, arguments);
+    assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
+    last_report(&run)
+}
+
+fn generate(folder: &Folder, arguments: &str) -> Run {
+    folder.run(&format!("generate {arguments} --prompt the --tokens 5"))
+}
+
+fn refuses(run: &Run, words: &[&str]) {
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for word in words {
+        assert!(run.stderr.contains(word), "{word}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn a_tokenizer_in_another_form_does_not_become_bytes() {
+    for files in [
+        &["tokenizer.model", "tokenizer_config.json"][..],
+        &["vocab.json", "merges.txt"],
+        &["merges.txt"],
+        &["vocab.txt", "special_tokens_map.json"],
+        &["qwen.tiktoken"],
+        &["tekken.json"],
+        &["spiece.model"],
+        &["tokenizer_config.json"],
+    ] {
+        let folder = folder(300);
+        for file in files {
+            folder.write(&format!("d/{file}"), "{}");
+        }
+        let words = [files[0], "tokenizer.json", "--tokenizer bytes"];
+        refuses(&train(&folder, "--init d --data text --steps 1"), &words);
+        refuses(&generate(&folder, "--init d"), &words);
+        // With a word for it, bytes they are; and without text there is nothing to say.
+        let given = report(&folder, "--init d --data text --steps 1 --tokenizer bytes");
+        assert_eq!(given["warnings"], json!([]));
+        let run = generate(&folder, "--init d --tokenizer bytes");
+        assert_eq!((run.code, run.stderr.as_str()), (0, ""));
+        report(&folder, "--init d --synthetic --steps 1");
+    }
+}
+
+#[test]
+fn a_run_that_began_with_bytes_goes_on() {
+    let folder = folder(300);
+    report(
+        &folder,
+        "--init d --data text --steps 2 --checkpoint-dir run",
+    );
+    folder.write("d/tokenizer.model", "x");
+    let run = "--init d --data text --steps 4 --checkpoint-dir run --resume";
+    let resumed = report(&folder, run);
+    assert_eq!(resumed["first_step"], 2);
+    let warnings = resumed["warnings"].to_string();
+    assert!(warnings.contains("each byte is a token"), "{warnings}");
+    assert!(!warnings.contains("was saved"), "{warnings}");
+    report(
+        &folder,
+        "--init d --data text --tokenizer bytes --steps 2 --lora 2 --checkpoint-dir adapted",
+    );
+    assert_eq!(generate(&folder, "adapted --init d").code, 0);
+    // One that starts fresh is refused.
+    let fresh = "--init d --data text --steps 4 --checkpoint-dir fresh --resume";
+    refuses(&train(&folder, fresh), &["tokenizer.model"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_tokenizer_that_cannot_be_read_does_not_become_bytes() {
+    let folder = folder(300);
+    std::os::unix::fs::symlink("gone", folder.path("d/tokenizer.json")).expect("links");
+    for run in [
+        train(&folder, "--init d --data text --steps 1"),
+        generate(&folder, "--init d"),
+    ] {
+        refuses(&run, &["d/tokenizer.json"]);
+    }
+}
+
+#[test]
+fn bytes_for_the_tokens_of_a_larger_vocabulary_are_warned_of() {
+    let of_300 = folder(300);
+    let words = "has 300 tokens and no tokenizer";
+    let run = train(&of_300, "--init d --data text --steps 1");
+    assert!(
+        last_report(&run)["warnings"].to_string().contains(words),
+        "{}",
+        run.stderr
+    );
+    assert!(run.stderr.contains(words), "{}", run.stderr);
+    let run = generate(&of_300, "--init d");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    assert!(run.stderr.contains(words), "{}", run.stderr);
+    // A vocabulary of bytes, a model that begins here, and a step are what they are.
+    let of_256 = folder(256);
+    assert_eq!(
+        report(&of_256, "--init d --data text --steps 1")["warnings"],
+        json!([])
+    );
+    assert_eq!(generate(&of_256, "--init d").stderr, "");
+    let gpt =
+        "--layers 1 --dim 16 --heads 2 --vocab 300 --data text --steps 1 --checkpoint-dir run";
+    assert_eq!(report(&of_300, gpt)["warnings"], json!([]));
+    assert_eq!(generate(&of_300, "run").stderr, "");
+}
+
+#[test]
+fn another_tokenizer_than_that_of_the_folder_is_warned_of() {
+    let folder = folder(300);
+    folder.write("d/tokenizer.json", TOKENIZER);
+    let mut other: Value = serde_json::from_str(TOKENIZER).expect("JSON");
+    folder.write(
+        "same.json",
+        serde_json::to_string_pretty(&other).expect("JSON"),
+    );
+    other["normalizer"] = json!({"type": "Lowercase"});
+    folder.write("other.json", other.to_string());
+    let with = |name: &str| {
+        let run = format!("--init d --data text --steps 1 --tokenizer {name}");
+        report(&folder, &run)["warnings"].to_string()
+    };
+    assert_eq!(with("same.json"), "[]");
+    assert!(
+        with("other.json").contains("another tokenizer than"),
+        "{}",
+        with("other.json")
+    );
+}
+
+/// The same tokens, written by another program, in another order, and with merges in their older form.
+fn same_tokenizers() -> [String; 3] {
+    let json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
+    let pretty = serde_json::to_string_pretty(&json).expect("JSON");
+    let mut older = json.clone();
+    for merge in older["model"]["merges"].as_array_mut().expect("merges") {
+        let part = |index: usize| merge[index].as_str().expect("a token").to_owned();
+        *merge = json!(format!("{} {}", part(0), part(1)));
+    }
+    let mut without = json;
+    let parts = without.as_object_mut().expect("parts");
+    parts.retain(|name, _| !["truncation", "padding"].contains(&name.as_str()));
+    [pretty, older.to_string(), without.to_string()]
+}
+
+#[test]
+fn a_tokenizer_is_known_by_what_it_does() {
+    let folder = folder(300);
+    folder.write("one.json", TOKENIZER);
+    let run = "--layers 1 --dim 16 --heads 2 --data text --checkpoint-dir run";
+    report(&folder, &format!("{run} --steps 2 --tokenizer one.json"));
+    let want = generate(&folder, "run --tokenizer one.json").stdout;
+    for (index, same) in same_tokenizers().iter().enumerate() {
+        folder.write("two.json", same);
+        let two = generate(&folder, "run --tokenizer two.json");
+        assert_eq!((two.code, two.stderr.as_str()), (0, ""), "{index}");
+        assert_eq!(two.stdout, want);
+        let resumed = report(
+            &folder,
+            &format!("{run} --steps 3 --resume --tokenizer two.json"),
+        );
+        assert_eq!(resumed["warnings"], json!([]), "{index}");
+        std::fs::remove_dir_all(folder.path("run/step-000003")).expect("removes");
+    }
+    for change in [
+        |json: &mut Value| {
+            json["model"]["merges"]
+                .as_array_mut()
+                .expect("merges")
+                .swap(0, 1)
+        },
+        |json: &mut Value| json["normalizer"] = json!({"type": "Lowercase"}),
+        |json: &mut Value| json["added_tokens"][0]["lstrip"] = json!(true),
+    ] {
+        let mut other: Value = serde_json::from_str(TOKENIZER).expect("JSON");
+        change(&mut other);
+        folder.write("other.json", other.to_string());
+        let run = generate(&folder, "run --tokenizer other.json");
+        refuses(&run, &["was trained on tokens of a tokenizer"]);
+    }
+}
+
+#[test]
+fn a_prompt_is_the_beginning_of_a_text_and_not_its_end() {
+    let folder = folder(300);
+    let mut json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
+    folder.write("d/tokenizer.json", json.to_string());
+    let want = generate(&folder, "--init d --temperature 0");
+    assert_eq!(want.code, 0, "{}", want.stderr);
+    let end = json!({"SpecialToken": {"id": "<s>", "type_id": 0}});
+    let single = json["post_processor"]["single"]
+        .as_array_mut()
+        .expect("a template");
+    single.push(end);
+    folder.write("d/tokenizer.json", json.to_string());
+    assert_eq!(
+        generate(&folder, "--init d --temperature 0").stdout,
+        want.stdout
+    );
+}
+
+/// A normalizer's mark in front of a text is there once, however long the text is.
+#[test]
+fn long_text_has_the_tokens_that_it_has_as_a_whole() {
+    let folder = folder(300);
+    let mut json: Value = serde_json::from_str(TOKENIZER).expect("JSON");
+    json["normalizer"] = json!({"type": "Prepend", "prepend": "#"});
+    folder.write("marked.json", json.to_string());
+    folder.write("text", "the cat sat on the mat\n".repeat(20_000));
+    let num_tokens = |tokenizer: &str| -> usize {
+        let run =
+            format!("--layers 1 --dim 16 --heads 2 --data text --steps 1 --tokenizer {tokenizer}");
+        let report = report(&folder, &run);
+        assert!(losses(&report)[0].is_finite());
+        let data = report["data"].as_str().expect("a text").to_owned();
+        let tokens = data
+            .split(", ")
+            .find_map(|part| part.strip_suffix(" tokens"));
+        tokens.expect("a number").parse().expect("a number")
+    };
+    folder.write("plain.json", TOKENIZER);
+    // Once in front of what is trained on, and once in front of what is held out.
+    assert_eq!(num_tokens("marked.json"), num_tokens("plain.json") + 2);
+}

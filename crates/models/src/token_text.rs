@@ -1,0 +1,459 @@
+//! Text in the tokens of a tokenizer.
+
+use std::ops::Range;
+
+use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
+
+/// Sizes of the pieces in which a long text is tokenized: the memory for a token while it is made is many times its
+/// bytes.
+#[derive(Debug, Clone, Copy)]
+struct Pieces {
+    /// Bytes of a piece, but for the rest of a line.
+    bytes: usize,
+    /// Bytes before and after a piece that are tokenized with it.
+    around: usize,
+    /// Bytes up to which pieces are joined whose tokens do not meet.
+    most: usize,
+}
+
+const PIECES: Pieces = Pieces {
+    bytes: 64 << 10,
+    around: 1 << 10,
+    most: 1 << 20,
+};
+
+/// Number of pieces that are tokenized side by side.
+const AT_ONCE: usize = 16;
+
+/// Tokens on both sides of a place in which two pieces have to agree, to be joined there.
+const AGREEING: usize = 4;
+
+/// Text in the tokens of a tokenizer, a part of it held out for evaluation.
+#[derive(Clone, Debug)]
+pub struct TokenText {
+    training: TokenRange,
+    held_out: TokenRange,
+    num_replaced: usize,
+}
+
+impl TokenText {
+    /// Returns the stream of the tokens to train on.
+    #[must_use]
+    pub fn training(&self) -> TokenStream {
+        TokenStream::Text(self.training.clone())
+    }
+
+    /// Returns the stream of the tokens to evaluate on.
+    #[must_use]
+    pub fn held_out(&self) -> TokenStream {
+        TokenStream::Text(self.held_out.clone())
+    }
+
+    /// Returns how often U+FFFD stands for bytes that are not UTF-8.
+    #[must_use]
+    pub fn num_replaced(&self) -> usize {
+        self.num_replaced
+    }
+}
+
+impl ByteText {
+    /// Returns the text in the tokens of a tokenizer, with the same bytes held out. Bytes that are not UTF-8 are replaced, and
+    /// [counted](TokenText::num_replaced); a character that an end of a part cuts is left out.
+    ///
+    /// Each part is tokenized as a whole, and nothing is put in front of it.
+    ///
+    /// # Errors
+    ///
+    /// If the tokenizer has no token for a part of the text, or none for a whole part; if most of the text is not UTF-8.
+    pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
+        let [training, held_out] = self.parts();
+        let is_cut = cut_bytes(training) > 0;
+        let held_out = if is_cut {
+            without_rest(held_out)
+        } else {
+            held_out
+        };
+        let mut num_replaced = 0;
+        let mut part = |bytes: &[u8]| {
+            let bytes = &bytes[..bytes.len() - cut_bytes(bytes)];
+            let text = String::from_utf8_lossy(bytes);
+            let invalid = bytes
+                .utf8_chunks()
+                .filter(|chunk| !chunk.invalid().is_empty());
+            let replaced = invalid.count();
+            num_replaced += replaced;
+            if replaced > text.chars().count() / 2 {
+                return Err(tokenizer.refused(
+                    "most of it is not UTF-8; convert its files, by iconv say".to_owned(),
+                ));
+            }
+            let ids = ids_of(tokenizer, &text, PIECES)?;
+            TokenRange::of_ids(ids.into()).ok_or_else(|| {
+                tokenizer.refused(format!(
+                    "of {} bytes of text it makes no token",
+                    bytes.len()
+                ))
+            })
+        };
+        let (training, held_out) = (part(training)?, part(held_out)?);
+        Ok(TokenText {
+            training,
+            held_out,
+            num_replaced,
+        })
+    }
+}
+
+/// Returns the number of bytes at the end that begin a character and do not end it.
+fn cut_bytes(text: &[u8]) -> usize {
+    // No character has more than four.
+    let end = &text[text.len().saturating_sub(3)..];
+    let starts = (1..=end.len()).map(|len| &end[end.len() - len..]);
+    let is_cut = |end: &&[u8]| {
+        let error = std::str::from_utf8(end).err();
+        error.is_some_and(|error| error.valid_up_to() == 0 && error.error_len().is_none())
+    };
+    starts.into_iter().find(is_cut).map_or(0, <[u8]>::len)
+}
+
+/// Returns a text without the rest of a character that it begins with.
+fn without_rest(text: &[u8]) -> &[u8] {
+    let is_rest = |byte: &&u8| **byte & 0xc0 == 0x80;
+    &text[text.iter().take(3).take_while(is_rest).count()..]
+}
+
+/// The tokens of a piece of text and of its surroundings.
+struct Window {
+    range: Range<usize>,
+    /// Ids, each with the byte of the text at which it begins.
+    tokens: Vec<(u32, usize)>,
+    /// Number of the first token that is not yet among the ids.
+    begin: usize,
+}
+
+/// Returns the ids of a text, the same as for the text as a whole. The tokenizer is given pieces, each with its surroundings: two
+/// neighbours have tokens in common there, and are joined at one of them, so that no end of a piece shows.
+fn ids_of(tokenizer: &Tokenizer, text: &str, sizes: Pieces) -> Result<Vec<u32>, ModelError> {
+    let pieces = pieces(text, sizes.bytes);
+    let mut ids = Vec::new();
+    let mut last: Option<Window> = None;
+    for some in pieces.chunks(AT_ONCE) {
+        let ranges: Vec<_> = some
+            .iter()
+            .map(|piece| around(text, piece, sizes))
+            .collect();
+        let windows = windows(tokenizer, text, ranges)?;
+        for (piece, window) in some.iter().zip(windows) {
+            let window = match last.take() {
+                None => window,
+                Some(before) => join(
+                    tokenizer,
+                    text,
+                    (before, window),
+                    (piece.start, sizes),
+                    &mut ids,
+                )?,
+            };
+            last = Some(window);
+        }
+    }
+    if let Some(last) = last {
+        ids.extend(last.tokens[last.begin..].iter().map(|(id, _)| *id));
+    }
+    Ok(ids)
+}
+
+/// Appends the ids of a window up to where the next one goes on, around `cut`, and returns that; or one window of both, if they
+/// have too little in common.
+fn join(
+    tokenizer: &Tokenizer,
+    text: &str,
+    (before, mut next): (Window, Window),
+    (cut, sizes): (usize, Pieces),
+    ids: &mut Vec<u32>,
+) -> Result<Window, ModelError> {
+    let range = before.range.start..next.range.end;
+    let meeting = match meeting(&before, &next, cut) {
+        Some(meeting) => meeting,
+        None if range.len() <= sizes.most => {
+            let begin = before.tokens.get(before.begin).map(|(_, start)| *start);
+            let mut both = windows(tokenizer, text, vec![range])?;
+            let mut both = both.remove(0);
+            both.begin = begin.map_or(0, |start| both.first_from(start));
+            return Ok(both);
+        }
+        // A line of a megabyte in which nothing separates words.
+        None => (
+            before.first_from(cut).max(before.begin),
+            next.first_from(cut),
+        ),
+    };
+    let done = &before.tokens[before.begin..meeting.0];
+    ids.extend(done.iter().map(|(id, _)| *id));
+    next.begin = meeting.1;
+    Ok(next)
+}
+
+impl Window {
+    /// Returns the number of the first token that begins at a byte of the text or behind it.
+    fn first_from(&self, start: usize) -> usize {
+        self.tokens.partition_point(|(_, other)| *other < start)
+    }
+}
+
+/// Returns the numbers of the tokens at which one window ends and the other begins: the same token, with the same tokens on both
+/// sides, as near to `cut` as there is one.
+fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)> {
+    let first = before
+        .first_from(next.range.start)
+        .max(before.begin + AGREEING);
+    let candidates = (first..before.tokens.len()).filter_map(|index| {
+        let (_, start) = before.tokens[index];
+        let other = next.first_from(start);
+        let around = |tokens: &[(u32, usize)], at: usize| -> Option<Vec<(u32, usize)>> {
+            let range = at.checked_sub(AGREEING)?..at + AGREEING;
+            tokens.get(range).map(<[_]>::to_vec)
+        };
+        let same = around(&before.tokens, index)? == around(&next.tokens, other)?;
+        same.then_some((start.abs_diff(cut), index, other))
+    });
+    candidates.min().map(|(_, index, other)| (index, other))
+}
+
+/// Tokenizes some parts of a text side by side.
+fn windows(
+    tokenizer: &Tokenizer,
+    text: &str,
+    ranges: Vec<Range<usize>>,
+) -> Result<Vec<Window>, ModelError> {
+    let texts = ranges.iter().map(|range| &text[range.clone()]).collect();
+    let tokens = tokenizer.encode_all(texts)?;
+    let window = |(range, mut tokens): (Range<usize>, Vec<(u32, usize)>)| {
+        tokens
+            .iter_mut()
+            .for_each(|(_, start)| *start += range.start);
+        Window {
+            range,
+            tokens,
+            begin: 0,
+        }
+    };
+    Ok(ranges.into_iter().zip(tokens).map(window).collect())
+}
+
+/// Returns a piece with its surroundings.
+fn around(text: &str, piece: &Range<usize>, sizes: Pieces) -> Range<usize> {
+    let start = piece.start.saturating_sub(sizes.around);
+    let end = piece.end.saturating_add(sizes.around);
+    text.floor_char_boundary(start)..text.ceil_char_boundary(end)
+}
+
+/// Cuts a text at ends of lines, or of characters where a line is longer than a piece should be.
+fn pieces(text: &str, bytes: usize) -> Vec<Range<usize>> {
+    let mut pieces = Vec::new();
+    let mut start = 0;
+    while text.len() - start > bytes {
+        let least = text.ceil_char_boundary(start + bytes);
+        let most = text.ceil_char_boundary(start + 2 * bytes);
+        let line = text[least..most].find('\n');
+        let end = line.map_or(most, |end| least + end + 1);
+        pieces.push(start..end);
+        start = end;
+    }
+    pieces.push(start..text.len());
+    pieces
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const SMALL: Pieces = Pieces {
+        bytes: 700,
+        around: 120,
+        most: 3000,
+    };
+
+    /// The byte pairs of the tests, with other rules.
+    fn with(rules: Value) -> Tokenizer {
+        let mut all: Value =
+            serde_json::from_str(include_str!("../tests/models/tokenizer.json")).unwrap();
+        for (name, rule) in rules.as_object().unwrap() {
+            all[name] = rule.clone();
+        }
+        of(&all)
+    }
+
+    fn of(json: &Value) -> Tokenizer {
+        let folder = tempfile::tempdir().unwrap();
+        let path: PathBuf = folder.path().join("tokenizer.json");
+        std::fs::write(&path, json.to_string()).unwrap();
+        Tokenizer::open(path).unwrap()
+    }
+
+    /// Letters and pairs of them without words, as SentencePiece's byte pairs have them.
+    fn without_words() -> Value {
+        let mut vocab = serde_json::Map::new();
+        let mut add = |token: String| {
+            let id = vocab.len();
+            vocab.entry(token).or_insert(id.into());
+        };
+        ["<unk>", "\u{2581}", "\n"].map(|token| add(token.to_owned()));
+        ('a'..='z').for_each(|letter| add(letter.to_string()));
+        let pairs = [
+            "t h",
+            "th e",
+            "\u{2581} the",
+            "a t",
+            "c at",
+            "\u{2581} cat",
+            "o n",
+            "e r",
+            "\u{2581} o",
+        ];
+        pairs.map(|pair| add(pair.replace(' ', "")));
+        json!({
+            "version": "1.0", "added_tokens": [], "pre_tokenizer": null, "post_processor": null,
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "\u{2581}"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"},
+            ]},
+            "decoder": {"type": "Fuse"},
+            "model": {"type": "BPE", "vocab": vocab, "merges": pairs, "unk_token": "<unk>", "fuse_unk": true},
+        })
+    }
+
+    fn texts() -> Vec<String> {
+        let mut random = 7_u64;
+        let mut next = move |end: u64| {
+            random = random
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
+            (random >> 33) % end
+        };
+        let words = [
+            "the",
+            "cat",
+            " ",
+            "\n",
+            "\n\n",
+            "  ",
+            "on",
+            "a",
+            "fn main() {}",
+            "\t",
+            "äö",
+            "🦀",
+            ".",
+            "...\r\n",
+            "o'er",
+            "12345",
+        ];
+        let prose = |next: &mut dyn FnMut(u64) -> u64| -> String {
+            let word = |_| {
+                format!(
+                    "{}{}",
+                    words[next(words.len() as u64) as usize],
+                    [" ", ""][next(4).min(1) as usize]
+                )
+            };
+            (0..4000).map(word).collect()
+        };
+        vec![
+            prose(&mut next),
+            "the cat sat on the mat\n".repeat(700),
+            // One line.
+            "the cat on the other ".repeat(900),
+            "\n".repeat(9000),
+            String::new(),
+            "the".to_owned(),
+        ]
+    }
+
+    #[test]
+    fn pieces_have_the_tokens_of_the_text_as_a_whole() {
+        let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        let strip = json!({"type": "Strip", "strip_left": true, "strip_right": true});
+        let metaspace = json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true});
+        for (name, tokenizer) in [
+            ("as it is", with(json!({}))),
+            (
+                "with a space in front",
+                with(json!({"pre_tokenizer": prefixed})),
+            ),
+            ("stripped", with(json!({"normalizer": strip}))),
+            (
+                "of words with marks",
+                with(json!({"pre_tokenizer": metaspace})),
+            ),
+            ("without words", of(&without_words())),
+        ] {
+            for (index, text) in texts().iter().enumerate() {
+                let whole = tokenizer.encode(text, false).unwrap();
+                let got = ids_of(&tokenizer, text, SMALL).unwrap();
+                assert!(
+                    got == whole,
+                    "{name}, text {index}: {} of {}",
+                    got.len(),
+                    whole.len()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_line_without_end_is_tokenized_in_bounded_pieces() {
+        // Pairs of letters from the start of a text on, which no two pieces share.
+        let mut json = without_words();
+        json["model"]["vocab"]["zz"] = 99.into();
+        json["model"]["merges"]
+            .as_array_mut()
+            .unwrap()
+            .push("z z".into());
+        let tokenizer = of(&json);
+        let text = "z".repeat(20_001);
+        let ids = ids_of(&tokenizer, &text, SMALL).unwrap();
+        let letters: usize = ids.iter().map(|id| if *id == 99 { 2 } else { 1 }).sum();
+        // The mark in front is a token of its own.
+        assert!(letters.abs_diff(text.len() + 1) < 60, "{letters}");
+    }
+
+    #[test]
+    fn pieces_end_with_lines_and_are_the_text() {
+        let lines: String = (0..4_000).map(|line| format!("{line} äöü\n")).collect();
+        let long = "ä".repeat(3000);
+        for text in [&lines[..], &long, "", "short"] {
+            let pieces = pieces(text, 1000);
+            let texts: Vec<_> = pieces.iter().map(|piece| &text[piece.clone()]).collect();
+            assert_eq!(texts.concat(), text);
+            assert!(texts.iter().all(|piece| piece.len() <= 2 * 1000 + 3));
+        }
+        let of_lines = pieces(&lines, 1000);
+        assert!(of_lines.len() > 5);
+        assert!(
+            of_lines
+                .iter()
+                .all(|piece| lines[piece.clone()].ends_with('\n'))
+        );
+    }
+
+    #[test]
+    fn characters_that_an_end_cuts_are_found() {
+        for (text, cut) in [
+            (&b"abc"[..], 0),
+            ("aé".as_bytes(), 0),
+            (&"aé".as_bytes()[..2], 1),
+            (&"a🦀".as_bytes()[..4], 3),
+            (&"a🦀".as_bytes()[..2], 1),
+            (b"\xff", 0),
+            (b"", 0),
+        ] {
+            assert_eq!(cut_bytes(text), cut, "{text:?}");
+        }
+        assert_eq!(without_rest(&"🦀x".as_bytes()[1..]), b"x");
+    }
+}
