@@ -102,15 +102,14 @@ impl Job {
             (Some(step), Some(folder)) => adapted_model(step, adapters, folder)?,
             (None, None) => return Err(InputError::NoModel),
         };
-        let codec = text::codec(args.tokenizer.as_deref(), args.init.as_deref())?;
-        let prompt = codec.encode(&args.prompt)?;
-        check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
         if let (Some(step), Some(adapters)) = (&step, &adapters)
             && !adapters.is_valid(model.dim())
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
         let codec = codec(&args, step.as_ref(), &model)?;
+        let prompt = codec.encode(&args.prompt)?;
+        check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
         match prompt.is_empty() {

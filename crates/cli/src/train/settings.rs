@@ -188,7 +188,8 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
         ranks: _,
         strategy: _,
         replicate_size: _,
-        // When and where something is done, and not what.
+        // When and where something is done, and not what. Threads change the order of sums alone.
+        threads: _,
         prefetch: _,
         unit_size: _,
         offload: _,
