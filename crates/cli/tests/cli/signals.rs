@@ -119,7 +119,15 @@ impl Launched {
             err: self.folder.read("err"),
         };
         assert!(left.is_empty(), "{left:?} are left behind: {}", ended.err);
-        (self.folder, ended)
+        let folder = std::mem::replace(&mut self.folder, Folder::new());
+        (folder, ended)
+    }
+}
+
+/// A test that fails leaves nothing running.
+impl Drop for Launched {
+    fn drop(&mut self) {
+        self.kill_all();
     }
 }
 
