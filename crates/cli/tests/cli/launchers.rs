@@ -154,10 +154,10 @@ fn one_process_alone_trains_and_so_does_who_says_local() {
     }
     for (variables, _) in SEVERAL {
         let folder = Folder::new();
-        let mut command = folder.train_command(TRAIN);
+        let mut command = folder.train_command(&format!("{TRAIN} --ranks 3"));
         command.env("BURN_FSDP_ENGINE", "local");
         let run = run(command, variables);
         assert_eq!(run.code, 0, "{variables:?}: {}", run.stderr);
-        assert_eq!(last_report(&run)["ranks"], 2);
+        assert_eq!(last_report(&run)["ranks"], 3);
     }
 }
