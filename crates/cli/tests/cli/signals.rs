@@ -242,27 +242,22 @@ fn signals_by_several_ways_are_one() {
 
 #[test]
 fn a_training_alone_takes_two_signals_of_one_moment_as_one() {
-    for _ in 0..3 {
-        let folder = Folder::new();
-        let train = folder.train_command(
-            "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
-        );
-        // Told to end, it tells the training, and then its own group, in which the training is.
-        let mut command = Command::new("timeout");
-        command
-            .arg("1000")
-            .arg(train.get_program())
-            .args(train.get_args());
-        command.current_dir(folder.path("")).stdout(Stdio::piped());
-        let child = command.spawn().expect("timeout runs");
-        while !fs::read_to_string(folder.path("lines")).is_ok_and(|lines| lines.lines().count() > 2)
-        {
-            sleep(Duration::from_millis(10));
-        }
-        send("-TERM", child.id());
-        let output = child.wait_with_output().expect("an end");
-        saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
-    }
+    let folder = Folder::new();
+    let train = folder.train_command(
+        "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --json --metrics lines",
+    );
+    // `timeout` tells its command, and then its own group, in which the command is.
+    let script = "\"$@\" & trainer=$!; until [ $(wc -l <lines) -gt 2 ]; do sleep 0.05; done; \
+                  kill -TERM $trainer; kill -USR1 $trainer; wait $trainer";
+    let mut command = Command::new("bash");
+    command
+        .args(["-c", script, "bash"])
+        .arg(train.get_program());
+    command.args(train.get_args()).current_dir(folder.path(""));
+    let output = command.output().expect("bash runs");
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{err}");
+    saved_once(&folder, &String::from_utf8_lossy(&output.stdout));
 }
 
 /// A training that never ends in good order, as a rank of it waits for ever.
@@ -300,7 +295,8 @@ fn a_later_signal_to_launch_ends_all_at_once() {
 
 #[test]
 fn sigquit_ends_a_training_at_once() {
-    let launched = Launched::start_with("$TRAIN; exit $?", stalled);
+    // What a shell starts in the background ignores SIGQUIT, unless it wants to hear it.
+    let launched = Launched::start_with("$TRAIN & wait $!; exit $?", stalled);
     send("-QUIT", launched.trainer());
     let says = |text: &str| launched.folder.read("err").contains(text);
     launched.wait_until("the next start", || says("start 2 of 2"));
