@@ -205,7 +205,7 @@ mod tests {
     fn another_file_in_its_place_is_not_the_pipe() {
         let tether = Tether::new().expect("a pipe");
         let other = Tether::new().expect("a pipe");
-        let mut tie = tether.tie.clone();
+        let mut tie = tether.tie;
         // The number that a process below has for something else.
         tie.end = other.tie.end;
         if tie.started.is_some() {
@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn a_launch_that_is_gone_before_is_gone() {
         let tether = Tether::new().expect("a pipe");
-        let mut tie = tether.tie.clone();
+        let mut tie = tether.tie;
         tie.end = -1;
         tie.started = tie.started.map(|started| started + 1);
         let way = tie.way().expect("a way");
