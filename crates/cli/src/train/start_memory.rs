@@ -155,3 +155,26 @@ fn random_values_are_made_one_parameter_at_a_time() {
         assert_parts((sizes, copies), (params, largest), &arguments);
     }
 }
+
+#[test]
+fn initial_weights_are_written_one_parameter_at_a_time() {
+    let _turn = alone();
+    let sizes = llama(false);
+    let place = tempfile::tempdir().expect("a folder");
+    folder(sizes, place.path());
+    let (path, out) = (place.path().display(), place.path().join("out"));
+    let whole = 4 * ModelConfig::Llama(sizes).num_params();
+    let random = "--layers 24 --dim 384 --vocab 1031";
+    for from in [format!("--init {path}"), random.to_owned()] {
+        let config = config(&format!("{from} --save-init {}", out.display()));
+        let before = HEAP.current_usage();
+        HEAP.reset_peak_usage();
+        model::save_initial(&config).unwrap_or_else(|error| panic!("{from}: {error}"));
+        let peak = HEAP.peak_usage() - before;
+        // What is read or drawn, the other way round, and as bytes.
+        let largest = 4 * 4 * 384 * 4 * 384;
+        assert!(peak <= 2 * largest + BOOKS, "{from}: {peak} bytes of {whole}");
+        let written = std::fs::metadata(&out).expect("written").len();
+        assert!(written as usize > whole / 2, "{from}: {written} bytes");
+    }
+}
