@@ -219,7 +219,7 @@ fn a_run_by_least_communication_is_resumed_from_flat_shards() {
                 let cut = |(name, whole)| (name, cut(&second, &path, &whole));
                 let tensors = wholes.into_iter().map(cut).collect();
                 OptimizerState {
-                    path: path.clone(),
+                    path,
                     counters,
                     tensors,
                 }
