@@ -26,15 +26,16 @@ use peak_alloc::PeakAlloc;
 #[global_allocator]
 static HEAP: PeakAlloc = PeakAlloc;
 
-const RANKS: usize = 4;
-const LAYERS: usize = 64;
-const DIM: usize = 256;
+const RANKS: usize = 2;
+const LAYERS: usize = 32;
+const DIM: usize = 512;
 /// Bytes of a layer.
 const UNIT: usize = 4 * DIM * DIM;
 /// Bytes of the model: what all ranks together hold of it.
 const MODEL: usize = LAYERS * UNIT;
-/// Full weights and gradients of a unit and what the transport keeps of them, on every rank; activations and books.
-const IN_FLIGHT: usize = RANKS * 8 * UNIT + (2 << 20);
+/// A whole parameter or its states on their way, a few times; what the transport keeps of units; and books, which do not grow with
+/// the layers: what each rank keeps of the trial of the optimizer at each parameter alone takes some MiB.
+const IN_FLIGHT: usize = RANKS * 6 * UNIT + (10 << 20);
 
 /// What was there before the training, and the most that was there while ..
 static BEFORE: AtomicUsize = AtomicUsize::new(0);

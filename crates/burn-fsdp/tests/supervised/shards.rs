@@ -37,7 +37,8 @@ fn what_ranks_do_with_their_shards_is_what_is_returned() {
         assert!(numbers.eq(0..ranks));
         let held: usize = result.model.iter().map(|(_, held)| held).sum();
         let expected = values(&expected);
-        assert_eq!(held, expected.iter().map(|(_, values)| values.len()).sum::<usize>());
+        let all: usize = expected.iter().map(|(_, values)| values.len()).sum();
+        assert_eq!(held, all);
         // The trained model, in files that were never whole anywhere.
         let step = Checkpoints::new(&steps).newest().expect("it was saved");
         for (path, values) in expected {
