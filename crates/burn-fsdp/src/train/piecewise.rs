@@ -1,6 +1,7 @@
 //! The state of an optimizer, parameter by parameter: all at once is as large as two models.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use burn::module::{ParamGroup, ParamId};
 use burn::optim::{ModuleOptimizer, SgdConfig};
@@ -38,6 +39,8 @@ pub(crate) fn lazily_taken(
         paths: BTreeMap::new(),
         tensors: Vec::new(),
     };
+    // One for all tensors: it has an entry for each parameter.
+    let shared = Arc::new(optimizer.clone());
     for id in ids {
         let own = OptimizerParts::take(&only(optimizer, *id))?;
         parts.scalars.extend(own.scalars);
@@ -45,7 +48,7 @@ pub(crate) fn lazily_taken(
         let tensors = own.tensors.into_iter();
         parts
             .tensors
-            .extend(tensors.map(|tensor| lazy(optimizer, *id, &tensor)));
+            .extend(tensors.map(|tensor| lazy(&shared, *id, &tensor)));
     }
     // Of parameters that are not asked for: whoever asked finds out what they are.
     let rest = OptimizerParts::take(&without(optimizer.clone(), ids.iter().copied()))?;
@@ -56,7 +59,7 @@ pub(crate) fn lazily_taken(
 }
 
 /// Returns a tensor of the state of the parameter `id` that is read when it is asked for.
-fn lazy(optimizer: &ModuleOptimizer, id: u64, tensor: &PackedTensor) -> PackedTensor {
+fn lazy(optimizer: &Arc<ModuleOptimizer>, id: u64, tensor: &PackedTensor) -> PackedTensor {
     let (optimizer, name) = (optimizer.clone(), tensor.name.clone());
     let read = move || {
         let own = OptimizerParts::take(&only(&optimizer, id));
