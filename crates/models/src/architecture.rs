@@ -3,6 +3,7 @@
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
+use crate::error::HEAD;
 use crate::initial::InitialValues;
 use crate::{
     Gpt, Gpt2, Gpt2Config, GptConfig, LanguageModel, Llama, LlamaConfig, ModelError, ParameterSpec,
@@ -44,10 +45,38 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     #[must_use]
     fn for_sequences_of(self, seq: usize) -> Self;
 
-    /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have beside the
-    /// parameters.
+    /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have in addition to the
+    /// parameters, and that the model does not need.
     fn name_of(&self, name: String) -> Option<String> {
         Some(name)
+    }
+
+    /// Returns the name of the head in files, and the table's name of the parameter that it is, of a model whose head is tied.
+    fn tied_head(&self) -> Option<[&'static str; 2]> {
+        None
+    }
+}
+
+/// Beginnings of the names of what transformers and TRL put on a decoder for other tasks. No part of the decoder depends on them.
+const OTHER_HEADS: [&str; 5] = [
+    "score.",
+    "classifier.",
+    "qa_outputs.",
+    "v_head.",
+    "multiple_choice_head.",
+];
+
+/// Returns true for a tensor of a head for another task.
+fn is_of_other_head(name: &str) -> bool {
+    OTHER_HEADS.iter().any(|start| name.starts_with(start))
+}
+
+/// Returns a name with the part in front of it that files of a model without a head leave out.
+fn with_top(name: String, top: &str, starts: &[&str]) -> String {
+    if starts.iter().any(|start| name.starts_with(start)) {
+        format!("{top}.{name}")
+    } else {
+        name
     }
 }
 
@@ -104,16 +133,18 @@ impl Architecture for Gpt2Config {
 
     /// The first published files have the names of the bare model, and the masks of the attention.
     fn name_of(&self, name: String) -> Option<String> {
-        if name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") {
+        let is_mask = [".attn.bias", ".attn.masked_bias"]
+            .iter()
+            .any(|end| name.ends_with(end));
+        if is_mask || is_of_other_head(&name) {
             return None;
         }
-        let is_bare = ["wte.", "wpe.", "h.", "ln_f."]
-            .iter()
-            .any(|start| name.starts_with(start));
-        Some(match is_bare {
-            true => format!("transformer.{name}"),
-            false => name,
-        })
+        let starts = ["wte.", "wpe.", "h.", "ln_f."];
+        Some(with_top(name, "transformer", &starts))
+    }
+
+    fn tied_head(&self) -> Option<[&'static str; 2]> {
+        Some([HEAD, "transformer.wte.weight"])
     }
 }
 
@@ -140,6 +171,23 @@ impl Architecture for LlamaConfig {
 
     fn parameters(&self) -> Vec<ParameterSpec> {
         Self::parameters(self)
+    }
+
+    /// Files of a bare model have shorter names; those of older versions have the speeds of the rotary positions, which follow
+    /// from the sizes.
+    fn name_of(&self, name: String) -> Option<String> {
+        let ends = ["inv_freq", "cos_cached", "sin_cached"];
+        let is_rotary = name.contains("rotary_emb.") && ends.iter().any(|end| name.ends_with(end));
+        if is_rotary || is_of_other_head(&name) {
+            return None;
+        }
+        let starts = ["embed_tokens.", "layers.", "norm."];
+        Some(with_top(name, "model", &starts))
+    }
+
+    fn tied_head(&self) -> Option<[&'static str; 2]> {
+        let is_tied = self.variant.has_tied_head;
+        is_tied.then_some([HEAD, "model.embed_tokens.weight"])
     }
 }
 

@@ -3,17 +3,13 @@
 use std::path::Path;
 
 use serde::Deserialize;
+use serde_json::Value;
 
-use crate::hugging_face::read_json;
+use crate::settings::read_json;
 use crate::{ModelConfig, ModelError};
 
 /// Files that may name them, the first that does so counts: as transformers does it.
 const FILES: [&str; 2] = ["generation_config.json", "config.json"];
-
-#[derive(Deserialize)]
-struct EndJson {
-    eos_token_id: Option<Ids>,
-}
 
 #[derive(Deserialize)]
 #[serde(untagged)]
@@ -32,8 +28,13 @@ impl ModelConfig {
     pub fn ends_of_text(folder: impl AsRef<Path>) -> Result<Vec<u32>, ModelError> {
         let present = FILES.map(|name| folder.as_ref().join(name));
         for path in present.iter().filter(|path| path.exists()) {
-            let json: EndJson = read_json(path)?;
-            match json.eos_token_id {
+            let id = read_json(path)?.remove("eos_token_id");
+            let ids = serde_json::from_value(id.unwrap_or(Value::Null));
+            let ids: Option<Ids> = ids.map_err(|error| ModelError::MalformedConfig {
+                path: path.clone(),
+                problem: format!("`eos_token_id`: {error}"),
+            })?;
+            match ids {
                 None => {}
                 Some(Ids::One(id)) => return Ok(vec![id]),
                 Some(Ids::Several(ids)) => return Ok(ids),

@@ -1,7 +1,10 @@
 //! The errors of this crate.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+/// Name of the head in files.
+pub(crate) const HEAD: &str = "lm_head.weight";
 
 use crate::remark::Remarks;
 
@@ -95,8 +98,24 @@ pub enum ModelError {
         problem: String,
     },
 
+    /// A folder in Hugging Face's form whose files are not those of one model.
+    #[error("{}: {problem}", path.display())]
+    MalformedFolder {
+        /// The folder, or the file in it that is at fault.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+
     /// A tensor of the model that a file of weights lacks.
-    #[error("{}: tensor {name} is missing; the model expects it with shape {expected:?}", path.display())]
+    #[error(
+        "{}: tensor {name} is missing; the model expects it with shape {expected:?}{}",
+        path.display(),
+        match name.as_str() {
+            HEAD => ", as `tie_word_embeddings` of config.json is not true; set it where the head is the table of the embedding",
+            _ => "",
+        }
+    )]
     MissingTensor {
         /// The file.
         path: PathBuf,
@@ -106,8 +125,26 @@ pub enum ModelError {
         expected: Vec<usize>,
     },
 
+    /// A file of weights whose names all begin with something that the model's names do not.
+    #[error(
+        "{}: tensor {name} is missing, but {found} is there: `{prefix}` is in front of the names, as where a model is saved inside \
+         of another (`module.` of data parallel training, `_orig_mod.` of torch.compile, `base_model.model.` of PEFT); save the \
+         model itself, or rename the tensors",
+        path.display()
+    )]
+    WrappedNames {
+        /// The file.
+        path: PathBuf,
+        /// Name that the model expects.
+        name: String,
+        /// Name in the file.
+        found: String,
+        /// What is in front of it.
+        prefix: String,
+    },
+
     /// A tensor of a file of weights that the model does not have.
-    #[error("{}: tensor {name} with shape {found:?} is not part of the model; was the file written for another configuration?", path.display())]
+    #[error("{}: tensor {name} with shape {found:?} is not part of the model{problem}", path.display())]
     UnexpectedTensor {
         /// The file.
         path: PathBuf,
@@ -115,6 +152,8 @@ pub enum ModelError {
         name: String,
         /// Shape of the tensor in the file.
         found: Vec<usize>,
+        /// The reason, and what to do, behind a colon or a semicolon.
+        problem: String,
     },
 
     /// A tensor of a file with another shape than the model's.
@@ -259,4 +298,12 @@ pub enum ModelError {
         /// Size of the vocabulary asked for.
         vocab: usize,
     },
+}
+
+/// Returns the error of a message of Burn's store.
+pub(crate) fn store_error(path: &Path, problem: &impl ToString) -> ModelError {
+    ModelError::Store {
+        path: path.to_owned(),
+        problem: problem.to_string(),
+    }
 }

@@ -11,6 +11,9 @@ use serde::de::{Deserializer, Error, MapAccess, Visitor};
 /// memory than any real header needs. The limit of the safetensors crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
+/// What a pointer of Git LFS begins with. As a length it would be larger than any file.
+const LFS: &[u8; LENGTH_BYTES as usize] = b"version ";
+
 /// Length of the number in front of the header.
 const LENGTH_BYTES: u64 = 8;
 
@@ -83,6 +86,11 @@ impl Header {
         }
         let mut length = [0; LENGTH_BYTES as usize];
         file.read_exact(&mut length)?;
+        if length == *LFS {
+            return Ok(Err(
+                "it is a pointer of Git LFS to a file that was not fetched; run `git lfs pull` in the folder".to_owned(),
+            ));
+        }
         let length = u64::from_le_bytes(length);
         let available = file_bytes - LENGTH_BYTES;
         if length > available.min(MAX_HEADER_BYTES) {

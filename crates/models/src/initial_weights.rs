@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::store::burn_pack::{Error as PackError, Tensor as PackedTensor};
-use burn::store::{ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore};
+use burn::store::{ModuleAdapter, ModuleContext};
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 
-use crate::weights::{store_error, transposed};
+use crate::saving::{transposed, write};
 use crate::{Architecture, ModelError, ParameterSpec, WeightsFile};
 
 /// Writes the weights that a training begins with as safetensors, by the names and in the layout of the model's
@@ -43,15 +43,8 @@ pub fn write_initial_weights<A: Architecture>(
         table: Arc::new(table.map(|spec| (spec.path.clone(), spec)).collect()),
         value: Arc::new(value),
     };
-    let mut store = SafetensorsStore::from_file(path)
-        .with_to_adapter(adapter)
-        // What readers of Hugging Face's models ask for.
-        .metadata("format", "pt")
-        .skip_enum_variants(false)
-        .overwrite(true);
     let shapes = config.blank(&Device::flex())?.map(&mut StandIns);
-    let written = shapes.save_into(&mut store);
-    written.map_err(|error| store_error(path, &error))
+    write(&shapes, adapter, path)
 }
 
 /// Returns one parameter of a new model: no other is made.

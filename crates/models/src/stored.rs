@@ -85,11 +85,27 @@ pub(crate) struct StoredTensor {
     pub(crate) spec: ParameterSpec,
 }
 
-/// Elements that were read, and the bytes that this took.
+/// Elements that were read, and the reads that this took.
 pub(crate) struct Elements {
     pub(crate) values: Vec<f32>,
-    pub(crate) num_bytes: u64,
+    pub(crate) traffic: Traffic,
 }
+
+/// Reads of a file.
+#[derive(Debug, Default)]
+pub(crate) struct Traffic {
+    pub(crate) num_requests: u64,
+    pub(crate) num_bytes: u64,
+    /// Bytes of them that are elements of the range, or in the first or the last row of the module that it is of.
+    pub(crate) num_bytes_taken: u64,
+}
+
+/// Most bytes that are asked for at once, unless one piece of a row is larger.
+const REQUEST_BYTES: usize = 1 << 20;
+
+/// Most bytes between two pieces of rows that are read with one request: to ask again takes about as long as to read so many,
+/// of a fast disk some 100 KiB, of a file system of a network more.
+const GAP_BYTES: usize = 256 << 10;
 
 impl StoredTensor {
     /// Returns the number of its elements.
@@ -97,67 +113,105 @@ impl StoredTensor {
         self.spec.shape.iter().product()
     }
 
-    /// Reads elements of the module's parameter, by their place in it, in row-major order. Of a transposed matrix these are in
-    /// a part of each row of the file, and nothing else is read.
+    /// Reads elements of the module's parameter, by their place in it, in row-major order.
     pub(crate) fn read(&self, range: Range<usize>) -> io::Result<Elements> {
-        let mut file = self.file.reopen()?;
+        let mut elements = Elements {
+            values: vec![0.0; range.len()],
+            traffic: Traffic::default(),
+        };
+        let mut file = Requests {
+            file: self.file.reopen()?,
+            tensor: self,
+            bytes: Vec::new(),
+        };
         if range.is_empty() {
-            return Ok(Elements {
-                values: Vec::new(),
-                num_bytes: 0,
-            });
+            return Ok(elements);
         }
         match (self.spec.is_transposed, &self.spec.shape[..]) {
-            (true, &[rows, columns]) => self.read_transposed(&mut file, range, rows, columns),
-            _ => {
-                let bytes = self.bytes(&mut file, range)?;
-                Ok(Elements {
-                    values: self.values(&bytes).collect(),
-                    num_bytes: bytes.len() as u64,
-                })
+            (true, &[rows, columns]) => {
+                file.read_transposed(&mut elements, range, rows, columns)?
             }
+            _ => file.read_in_order(&mut elements, range)?,
         }
+        Ok(elements)
+    }
+}
+
+/// The reads of one tensor.
+struct Requests<'a> {
+    file: File,
+    tensor: &'a StoredTensor,
+    /// What was read last.
+    bytes: Vec<u8>,
+}
+
+impl Requests<'_> {
+    /// Reads elements that are in the file as they are in the module.
+    fn read_in_order(&mut self, elements: &mut Elements, range: Range<usize>) -> io::Result<()> {
+        let dtype = self.tensor.dtype;
+        let at_once = REQUEST_BYTES / dtype.size();
+        let Elements { values, traffic } = elements;
+        for (values, start) in values
+            .chunks_mut(at_once)
+            .zip((range.start..).step_by(at_once))
+        {
+            self.ask(start..start + values.len(), traffic)?;
+            for (value, bytes) in values.iter_mut().zip(self.bytes.chunks_exact(dtype.size())) {
+                *value = dtype.value(bytes);
+            }
+            traffic.num_bytes_taken += self.bytes.len() as u64;
+        }
+        Ok(())
     }
 
     /// Reads elements of a matrix that has `rows` rows of `columns` in the file, and is the other way round in the module.
+    ///
+    /// The range is a piece of each row. Many rows are read at once, from the first one's piece to the last one's, unless the
+    /// pieces are far apart.
     fn read_transposed(
-        &self,
-        file: &mut File,
+        &mut self,
+        elements: &mut Elements,
         range: Range<usize>,
         rows: usize,
         columns: usize,
-    ) -> io::Result<Elements> {
+    ) -> io::Result<()> {
+        let dtype = self.tensor.dtype;
+        let size = dtype.size();
         // The rows of the module are columns of the file.
         let (first, last) = (range.start / rows, (range.end - 1) / rows);
         let width = last + 1 - first;
-        let mut values = vec![0.0; range.len()];
-        let mut num_bytes = 0;
-        for row in 0..rows {
-            let start = row * columns + first;
-            let bytes = self.bytes(file, start..start + width)?;
-            num_bytes += bytes.len() as u64;
-            for (column, value) in self.values(&bytes).enumerate() {
-                let place = (first + column) * rows + row;
-                if range.contains(&place) {
-                    values[place - range.start] = value;
+        let rows_at_once = match (columns - width) * size <= GAP_BYTES {
+            true => (REQUEST_BYTES / (columns * size)).max(1),
+            false => 1,
+        };
+        let Elements { values, traffic } = elements;
+        for start in (0..rows).step_by(rows_at_once) {
+            let end = (start + rows_at_once).min(rows);
+            let asked = start * columns + first..(end - 1) * columns + first + width;
+            self.ask(asked, traffic)?;
+            traffic.num_bytes_taken += ((end - start) * width * size) as u64;
+            for column in 0..width {
+                let base = (first + column) * rows;
+                let places = (base + start).max(range.start)..(base + end).min(range.end);
+                for place in places {
+                    let element = (place - base - start) * columns + column;
+                    let bytes = &self.bytes[element * size..][..size];
+                    values[place - range.start] = dtype.value(bytes);
                 }
             }
         }
-        Ok(Elements { values, num_bytes })
+        Ok(())
     }
 
-    /// Reads elements by their place in the file.
-    fn bytes(&self, file: &mut File, range: Range<usize>) -> io::Result<Vec<u8>> {
-        let size = self.dtype.size();
-        let mut bytes = vec![0; range.len() * size];
-        file.seek(SeekFrom::Start(self.start + (range.start * size) as u64))?;
-        file.read_exact(&mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn values(&self, bytes: &[u8]) -> impl Iterator<Item = f32> {
-        let dtype = self.dtype;
-        let elements = bytes.chunks_exact(dtype.size());
-        elements.map(move |element| dtype.value(element))
+    /// Asks the file for elements by their place in it.
+    fn ask(&mut self, range: Range<usize>, traffic: &mut Traffic) -> io::Result<()> {
+        let size = self.tensor.dtype.size();
+        self.bytes.resize(range.len() * size, 0);
+        let start = self.tensor.start + (range.start * size) as u64;
+        self.file.seek(SeekFrom::Start(start))?;
+        self.file.read_exact(&mut self.bytes)?;
+        traffic.num_requests += 1;
+        traffic.num_bytes += self.bytes.len() as u64;
+        Ok(())
     }
 }

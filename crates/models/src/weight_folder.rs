@@ -32,22 +32,19 @@ struct IndexJson {
 }
 
 impl WeightFolder {
-    /// Reads the index, if there is one.
+    /// Reads the index, if there is one. Of a folder that has both forms the single file counts, as in transformers.
     pub(crate) fn open(path: &Path) -> Result<Self, ModelError> {
         let index_path = path.join(INDEX_FILE);
-        let (has_index, has_single) = (index_path.exists(), path.join(SINGLE_FILE).exists());
-        let index = match (has_index, has_single) {
-            (true, false) => Some(read_index(&index_path)?),
-            (false, true) => None,
-            (true, true) => {
-                let problem =
-                    format!("it has {SINGLE_FILE} and {INDEX_FILE}; name the one that is meant");
-                return Err(malformed(path, problem));
-            }
-            (false, false) => {
-                let problem = format!("the folder has neither {SINGLE_FILE} nor {INDEX_FILE}");
-                return Err(malformed(path, problem));
-            }
+        let index = if path.join(SINGLE_FILE).exists() {
+            None
+        } else if index_path.exists() {
+            Some(read_index(&index_path)?)
+        } else {
+            let problem = format!(
+                "the folder has neither {SINGLE_FILE} nor {INDEX_FILE}{}",
+                what_is_there(path)
+            );
+            return Err(malformed(path, problem));
         };
         Ok(Self {
             path: path.to_owned(),
@@ -63,25 +60,72 @@ impl WeightFolder {
         }
     }
 
-    /// Checks that a file has the tensors that the index says, so that no reader takes another one's.
+    /// Checks that a file has the tensors of the index that are needed, so that no reader takes another file's.
     pub(crate) fn check<'a>(
         &self,
         file: &Path,
         found: impl Iterator<Item = &'a String>,
+        is_needed: impl Fn(&str) -> bool,
     ) -> Result<(), ModelError> {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         let Some(expected) = self.index.as_ref().and_then(|index| index.get(&*name)) else {
             return Ok(());
         };
         let found: BTreeSet<String> = found.cloned().collect();
-        let Some(tensor) = expected.symmetric_difference(&found).next() else {
+        let mut apart = expected.symmetric_difference(&found);
+        let Some(tensor) = apart.find(|tensor| is_needed(tensor.as_str())) else {
             return Ok(());
         };
         let problem = match expected.contains(tensor) {
             true => format!("it lacks tensor {tensor}, which {INDEX_FILE} says is in it"),
             false => format!("it has tensor {tensor}, which {INDEX_FILE} does not say"),
         };
-        Err(malformed(file, problem))
+        Err(malformed(
+            file,
+            format!("{problem}; are the index and the files of one model?"),
+        ))
+    }
+}
+
+/// Files that other programs read, and how they are made into what is read here.
+const OTHER_FORMS: [(&str, &str, &str); 7] = [
+    ("adapter_model", "", "an adapter of PEFT without its base"),
+    ("pytorch_model", ".bin", "in PyTorch's form"),
+    ("pytorch_model", ".bin.index.json", "in PyTorch's form"),
+    ("tf_model", ".h5", "in TensorFlow's form"),
+    ("flax_model", ".msgpack", "in Flax's form"),
+    ("consolidated", ".pth", "in Meta's form"),
+    (
+        "model-",
+        ".safetensors",
+        "a part of a model without its index",
+    ),
+];
+
+/// Returns what a folder without weights has in their place, as the rest of a sentence.
+fn what_is_there(folder: &Path) -> String {
+    let entries = folder.read_dir().into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .collect();
+    names.sort();
+    if let Some(name) = [SINGLE_FILE, INDEX_FILE]
+        .into_iter()
+        .find(|name| names.iter().any(|found| found == name))
+    {
+        return format!("; {name} is a link to a file that is not there");
+    }
+    let known = names.iter().find_map(|name| {
+        let form = OTHER_FORMS
+            .iter()
+            .find(|(start, end, _)| name.starts_with(start) && name.ends_with(end));
+        form.map(|(_, _, form)| (name, form))
+    });
+    match known {
+        None => String::new(),
+        Some((name, form)) => format!(
+            "; {name} is {form}; write the model with `save_pretrained` of transformers, which makes safetensors"
+        ),
     }
 }
 
@@ -107,7 +151,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, BTreeSet<String>>, ModelEr
         .read_to_end(&mut json)
         .map_err(file_error)?;
     let IndexJson { weight_map } = serde_json::from_slice(&json)
-        .map_err(|error| malformed(path, format!("it is not what it should be: {error}")))?;
+        .map_err(|error| malformed(path, format!("the index is not what it should be: {error}")))?;
     let mut files: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (tensor, file) in weight_map {
         if !is_plain(&file) {
@@ -125,7 +169,7 @@ fn is_plain(name: &str) -> bool {
 }
 
 fn malformed(path: &Path, problem: impl Into<String>) -> ModelError {
-    ModelError::MalformedWeights {
+    ModelError::MalformedFolder {
         path: path.to_owned(),
         problem: problem.into(),
     }

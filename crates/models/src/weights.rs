@@ -1,4 +1,4 @@
-//! Weights on disk, for both models.
+//! Weights on disk, for all models.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -6,19 +6,21 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use burn::store::ModuleSnapshot;
 use burn::store::burn_pack::Tensor as PackedTensor;
-use burn::store::{ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore, bridge};
-use burn::tensor::{Bytes, DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, Shape};
 
+use crate::error::{HEAD, store_error};
 use crate::header::{Header, TensorEntry};
-use crate::stored::{OpenedFile, StoredTensor, StoredType};
-use crate::table::HasTable;
+use crate::stored::{Elements, OpenedFile, StoredTensor, StoredType};
 use crate::weight_folder::WeightFolder;
-use crate::{Architecture, Gpt, Gpt2, GptConfig, Llama, ModelError, ParameterSpec};
+use crate::{Architecture, GptConfig, ModelError, ParameterSpec};
 
-/// The safetensors that hold the weights of one model, all of them and nothing else, by the names
-/// and the layout of its [table](Architecture::parameters): one file, or a folder in Hugging Face's
-/// form, which may be of several files with an index.
+/// The safetensors that hold the weights of one model by the names and the layout of its [table](Architecture::parameters): one
+/// file, or a folder in Hugging Face's form, which may be of several files with an index.
+///
+/// They hold all weights, and nothing that the model would need and does not have. What follows from the sizes is left out, and so
+/// are heads for other tasks. A tied head may be there if it is equal to the table of the embedding, or in its place.
 ///
 /// There is no way to make one but [`open`](Self::open), which reads the headers
 /// and compares them with the model, so that [`load`](Self::load) has
@@ -28,9 +30,38 @@ pub struct WeightsFile<A: Architecture = GptConfig> {
     path: PathBuf,
     /// The tensors of the model, by path in its module.
     tensors: BTreeMap<String, StoredTensor>,
+    /// The tied head, where the files have it in addition to its table.
+    head: Option<TiedHead>,
     config: A,
     num_bytes_read: AtomicU64,
+    num_requests: AtomicU64,
+    num_bytes_requested: AtomicU64,
 }
+
+/// A tensor that is to be equal to a parameter.
+#[derive(Debug)]
+struct TiedHead {
+    tensor: StoredTensor,
+    /// Path of the parameter in the module.
+    table: String,
+    /// Its name in files.
+    table_name: String,
+}
+
+/// A tensor in a file, as its header has it.
+#[derive(Debug)]
+struct Found {
+    file: OpenedFile,
+    /// Position of the tensors in the file.
+    start: u64,
+    entry: TensorEntry,
+    /// Its name there.
+    name: String,
+}
+
+/// Elements of a tied head that are compared with the table at once, and how many times when a file is opened. Whatever is read
+/// later is compared before it is used.
+const COMPARED: (usize, usize) = (1 << 14, 16);
 
 impl<A: Architecture> WeightsFile<A> {
     /// Checks that a file or folder holds the weights of the configured model.
@@ -45,55 +76,73 @@ impl<A: Architecture> WeightsFile<A> {
     pub fn open(path: impl Into<PathBuf>, config: A) -> Result<Self, ModelError> {
         config.validate()?;
         let path = path.into();
-        let folder = match path.is_dir() {
-            true => Some(WeightFolder::open(&path)?),
-            false => None,
-        };
-        let files = match &folder {
-            Some(folder) => folder.files(),
-            None => vec![path.clone()],
-        };
-        let mut found = BTreeMap::new();
-        for file in &files {
-            let (opened, header) = read_header(file)?;
-            if let Some(folder) = &folder {
-                folder.check(file, header.tensors.keys())?;
-            }
-            let start = header.data_start;
-            for (name, entry) in header.tensors {
-                let Some(known) = config.name_of(name.clone()) else {
-                    continue;
-                };
-                let shape = entry.shape.clone();
-                let earlier = found.insert(known, (opened.clone(), start, entry));
-                if earlier.is_some() {
-                    return Err(ModelError::UnexpectedTensor {
-                        path,
-                        name,
-                        found: shape,
-                    });
-                }
+        let mut found = found_in(&path, &config)?;
+        let tied = config.tied_head();
+        let mut head = None;
+        if let Some([name, table]) = tied
+            && let Some(entry) = found.remove(name)
+        {
+            // The head alone is the table: which of the two names is kept depends on who writes.
+            match found.contains_key(table) {
+                true => head = Some(entry),
+                false => drop(found.insert(table.to_owned(), entry)),
             }
         }
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut tied_head) = (BTreeMap::new(), None);
+        let mut missing = None;
         for spec in config.parameters() {
-            let entry = found.remove(&spec.name);
+            let Some(entry) = found.remove(&spec.name) else {
+                missing = missing.or(Some(spec));
+                continue;
+            };
+            if tied.is_some_and(|[_, table]| table == spec.name)
+                && let Some(head) = head.take()
+            {
+                let as_head = ParameterSpec {
+                    name: HEAD.to_owned(),
+                    ..spec.clone()
+                };
+                tied_head = Some(TiedHead {
+                    tensor: stored_tensor(&path, as_head, head)?,
+                    table: spec.path.clone(),
+                    table_name: spec.name.clone(),
+                });
+            }
             let tensor = stored_tensor(&path, spec, entry)?;
             tensors.insert(tensor.spec.path.clone(), tensor);
         }
-        match found.into_iter().next() {
-            None => Ok(Self {
-                path,
-                tensors,
-                config,
-                num_bytes_read: AtomicU64::new(0),
-            }),
-            Some((name, (_, _, entry))) => Err(ModelError::UnexpectedTensor {
-                path,
-                name,
-                found: entry.shape,
-            }),
+        if let Some(spec) = missing {
+            return Err(missing_tensor(path, &config, spec, &found));
         }
+        if let Some((_, extra)) = found.pop_first() {
+            let problem = reason_against(&config, &extra.name);
+            return Err(unexpected(path, extra, problem));
+        }
+        let opened = Self {
+            path,
+            tensors,
+            head: tied_head,
+            config,
+            num_bytes_read: AtomicU64::new(0),
+            num_requests: AtomicU64::new(0),
+            num_bytes_requested: AtomicU64::new(0),
+        };
+        opened.compare_head()?;
+        Ok(opened)
+    }
+
+    /// Compares parts of a tied head with its table.
+    fn compare_head(&self) -> Result<(), ModelError> {
+        let Some(head) = &self.head else {
+            return Ok(());
+        };
+        let (block, times) = COMPARED;
+        let len = head.tensor.num_elements();
+        let stride = len.div_ceil(times).max(block);
+        for start in (0..len).step_by(stride) {
+            self.read(&head.table, start..(start + block).min(len))?;
+        }
+        Ok(())
     }
 
     /// Returns the sizes of the model.
@@ -102,13 +151,14 @@ impl<A: Architecture> WeightsFile<A> {
     }
 
     /// Reads the elements `range` of the parameter at `path` in the module, in row-major order of the module's shape, as 32-bit
-    /// floats: the shard of one rank, say. Of a matrix that files have the other way round, it reads a part of each of
-    /// its rows there, and at most two rows of the module more than asked for.
+    /// floats: the shard of one rank, say. A matrix that files have the other way round has a piece of the range in each of its
+    /// rows there. Pieces are read one by one where they are far apart, and otherwise many with one request, together with
+    /// what is between them. No request is of more than a mebibyte, unless one piece is larger.
     ///
     /// # Errors
     ///
-    /// [`ModelError::NoParameter`] for a path or a range that the model has not; if a file cannot be read any more, or has
-    /// changed since it was opened.
+    /// [`ModelError::NoParameter`] for a path or a range that the model does not have; if a file cannot be read any more, or has
+    /// changed since it was opened; and if a tied head in the file has other values there.
     pub fn read(&self, path: &str, range: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let stored = self.tensors.get(path);
         let is_inside =
@@ -120,18 +170,66 @@ impl<A: Architecture> WeightsFile<A> {
                 num_elements: stored.map(StoredTensor::num_elements),
             });
         };
+        let values = self.read_stored(stored, range.clone())?;
+        match &self.head {
+            Some(head) if head.table == path => {
+                if self.read_stored(&head.tensor, range)? == values {
+                    Ok(values)
+                } else {
+                    Err(self.other_head(head))
+                }
+            }
+            _ => Ok(values),
+        }
+    }
+
+    fn read_stored(
+        &self,
+        stored: &StoredTensor,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, ModelError> {
         let elements = stored.read(range).map_err(|source| ModelError::File {
             path: self.path.clone(),
             source,
         })?;
-        self.num_bytes_read
-            .fetch_add(elements.num_bytes, Ordering::Relaxed);
-        Ok(elements.values)
+        let Elements { values, traffic } = elements;
+        for (count, more) in [
+            (&self.num_bytes_read, traffic.num_bytes_taken),
+            (&self.num_requests, traffic.num_requests),
+            (&self.num_bytes_requested, traffic.num_bytes),
+        ] {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+        Ok(values)
     }
 
-    /// Returns the bytes of tensors that were read since it was opened.
+    /// Returns the error of a tied head that has other values than its table.
+    fn other_head(&self, head: &TiedHead) -> ModelError {
+        ModelError::UnexpectedTensor {
+            path: self.path.clone(),
+            name: head.tensor.spec.name.clone(),
+            found: head.tensor.spec.shape.clone(),
+            problem: format!(
+                ": `tie_word_embeddings` of config.json is true, so that the head is {}, but the two have other values; remove the \
+                 one that is not meant, or set it to false where the model has a head of its own",
+                head.table_name
+            ),
+        }
+    }
+
+    /// Returns the bytes of elements of parameters that were read since it was opened.
     pub fn num_bytes_read(&self) -> u64 {
         self.num_bytes_read.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of reads of tensors that the files were asked for since it was opened.
+    pub fn num_requests(&self) -> u64 {
+        self.num_requests.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes of these reads: those of elements, and those between pieces of rows.
+    pub fn num_bytes_requested(&self) -> u64 {
+        self.num_bytes_requested.load(Ordering::Relaxed)
     }
 
     /// Reads the weights into a new model.
@@ -168,142 +266,6 @@ impl<A: Architecture> WeightsFile<A> {
     }
 }
 
-impl Gpt {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](GptConfig::parameters), which are those of the PyTorch program.
-    ///
-    /// The file is written beside its place and renamed into it when complete.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
-        save(self, path.as_ref())
-    }
-}
-
-impl Llama {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](crate::LlamaConfig::parameters), which are those of Hugging Face's
-    /// `LlamaForCausalLM`.
-    ///
-    /// The file is written beside its place and renamed into it when complete.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
-        save(self, path.as_ref())
-    }
-}
-
-impl Gpt2 {
-    /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](crate::Gpt2Config::parameters), which are those of Hugging Face's `GPT2LMHeadModel`.
-    ///
-    /// The file is written beside its place and renamed into it when complete.
-    ///
-    /// # Errors
-    ///
-    /// If the file cannot be written, or if the model's parameters are not those of its table.
-    pub fn save(&self, path: impl AsRef<Path>) -> Result<(), ModelError> {
-        save(self, path.as_ref())
-    }
-}
-
-fn save<M: ModuleSnapshot + HasTable>(model: &M, path: &Path) -> Result<(), ModelError> {
-    let table = model.table();
-    check_module(model, &table, path)?;
-    let mut store = SafetensorsStore::from_file(path)
-        .with_to_adapter(ToFile::new(table))
-        // What readers of Hugging Face's models ask for.
-        .metadata("format", "pt")
-        .skip_enum_variants(false)
-        .overwrite(true);
-    model
-        .save_into(&mut store)
-        .map_err(|error| store_error(path, &error))
-}
-
-/// Checks that the module has the parameters of its table, whole, and no others.
-fn check_module<M: ModuleSnapshot>(
-    model: &M,
-    table: &[ParameterSpec],
-    path: &Path,
-) -> Result<(), ModelError> {
-    let mut expected: BTreeMap<&str, Vec<usize>> = table
-        .iter()
-        .map(|spec| (spec.path.as_str(), spec.module_shape()))
-        .collect();
-    // Nothing is read: tensors are collected as promises of their bytes.
-    for tensor in model.collect(None, None, false) {
-        let found = tensor.shape.to_vec();
-        if expected.remove(tensor.name.as_str()).as_ref() != Some(&found) {
-            return Err(ModelError::UnexpectedParameter {
-                path: path.to_owned(),
-                parameter: tensor.name,
-                found,
-            });
-        }
-    }
-    match expected.into_iter().next() {
-        None => Ok(()),
-        Some((parameter, expected)) => Err(ModelError::MissingParameter {
-            path: path.to_owned(),
-            parameter: parameter.to_owned(),
-            expected,
-        }),
-    }
-}
-
-/// The adapter that gives tensors of a module their name and order of dims in files.
-#[derive(Debug, Clone)]
-struct ToFile {
-    /// The parameters by path.
-    table: BTreeMap<String, ParameterSpec>,
-}
-
-impl ToFile {
-    fn new(table: Vec<ParameterSpec>) -> Self {
-        let by_path = table.into_iter().map(|spec| (spec.path.clone(), spec));
-        Self {
-            table: by_path.collect(),
-        }
-    }
-}
-
-impl ModuleAdapter for ToFile {
-    fn adapt(&self, tensor: PackedTensor, _: ModuleContext<'_>) -> PackedTensor {
-        match self.table.get(&tensor.name) {
-            Some(spec) => adapted(tensor, spec.name.clone(), spec.is_transposed),
-            None => tensor,
-        }
-    }
-
-    fn clone_box(&self) -> Box<dyn ModuleAdapter> {
-        Box::new(self.clone())
-    }
-}
-
-/// Returns the tensor under another name and, if asked for, with its two dims exchanged. Bytes are
-/// read and moved only when somebody draws them.
-fn adapted(mut tensor: PackedTensor, name: String, transpose: bool) -> PackedTensor {
-    if !transpose {
-        tensor.name = name;
-        return tensor;
-    }
-    let dtype = tensor.dtype;
-    let reversed: Vec<usize> = tensor.shape.iter().rev().copied().collect();
-    bridge::map_data(tensor, name, dtype, Shape::from(reversed), transposed)
-}
-
-pub(crate) fn transposed(data: TensorData) -> TensorData {
-    let dtype: DType = data.dtype();
-    Tensor::<2>::from_data(data, (&Device::flex(), dtype))
-        .transpose()
-        .into_data()
-}
-
 fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
     let file_error = |source| ModelError::File {
         path: path.to_owned(),
@@ -326,20 +288,128 @@ fn read_header(path: &Path) -> Result<(OpenedFile, Header), ModelError> {
     Ok((opened, header))
 }
 
+/// Returns the tensors of a file or folder, by the table's names.
+fn found_in<A: Architecture>(
+    path: &Path,
+    config: &A,
+) -> Result<BTreeMap<String, Found>, ModelError> {
+    let folder = match path.is_dir() {
+        true => Some(WeightFolder::open(path)?),
+        false => None,
+    };
+    let files = match &folder {
+        Some(folder) => folder.files(),
+        None => vec![path.to_owned()],
+    };
+    // Files may lack what the model does not need, also where an index says that they have it.
+    let head = config.tied_head().map(|[head, _]| head);
+    let is_needed = |name: &str| {
+        let known = config.name_of(name.to_owned());
+        known.is_some_and(|known| Some(known.as_str()) != head)
+    };
+    let mut found = BTreeMap::new();
+    for file in &files {
+        let (opened, header) = read_header(file)?;
+        if let Some(folder) = &folder {
+            folder.check(file, header.tensors.keys(), is_needed)?;
+        }
+        for (name, entry) in header.tensors {
+            let Some(known) = config.name_of(name.clone()) else {
+                continue;
+            };
+            let tensor = Found {
+                file: opened.clone(),
+                start: header.data_start,
+                entry,
+                name,
+            };
+            if let Some(earlier) = found.insert(known, tensor) {
+                let problem =
+                    "; it is there twice, under this name and another, or in two files; remove one";
+                return Err(unexpected(path.to_owned(), earlier, problem.to_owned()));
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Returns the error of a tensor that the model does not have.
+fn unexpected(path: PathBuf, found: Found, problem: String) -> ModelError {
+    ModelError::UnexpectedTensor {
+        path,
+        name: found.name,
+        found: found.entry.shape,
+        problem,
+    }
+}
+
+/// Returns the reason why a model does not have a tensor, as far as its name tells.
+fn reason_against<A: Architecture>(config: &A, name: &str) -> String {
+    let table = config.parameters();
+    let has = |name: &str| {
+        let known = config.name_of(name.to_owned());
+        known.is_some_and(|known| table.iter().any(|spec| spec.name == known))
+    };
+    let parts: Vec<&str> = name.split('.').collect();
+    let number = parts.iter().position(|part| part.parse::<usize>().is_ok());
+    let in_first = number.map(|number| {
+        let mut parts = parts.clone();
+        parts[number] = "0";
+        parts.join(".")
+    });
+    let reason = if in_first.as_deref().is_some_and(has) {
+        ", which has fewer blocks".to_owned()
+    } else if name
+        .strip_suffix("bias")
+        .is_some_and(|module| has(&format!("{module}weight")))
+    {
+        ", which has no bias there".to_owned()
+    } else {
+        String::new()
+    };
+    format!("{reason}; was the file written for another configuration?")
+}
+
+/// Returns the error of a parameter that the files lack, or have under a longer name.
+fn missing_tensor<A: Architecture>(
+    path: PathBuf,
+    config: &A,
+    spec: ParameterSpec,
+    found: &BTreeMap<String, Found>,
+) -> ModelError {
+    let wrapped = found.values().find_map(|tensor| {
+        let mut dots = tensor.name.match_indices('.');
+        let (end, _) = dots.find(|(dot, _)| {
+            let rest = tensor.name[dot + 1..].to_owned();
+            config.name_of(rest).as_ref() == Some(&spec.name)
+        })?;
+        Some((tensor.name.clone(), tensor.name[..=end].to_owned()))
+    });
+    match wrapped {
+        Some((found, prefix)) => ModelError::WrappedNames {
+            path,
+            name: spec.name,
+            found,
+            prefix,
+        },
+        None => ModelError::MissingTensor {
+            path,
+            name: spec.name,
+            expected: spec.shape,
+        },
+    }
+}
+
 /// Returns a parameter's tensor in a file, if it is what the model has.
 fn stored_tensor(
     path: &Path,
     spec: ParameterSpec,
-    entry: Option<(OpenedFile, u64, TensorEntry)>,
+    found: Found,
 ) -> Result<StoredTensor, ModelError> {
     let path = path.to_owned();
-    let Some((file, start, entry)) = entry else {
-        return Err(ModelError::MissingTensor {
-            path,
-            name: spec.name,
-            expected: spec.shape,
-        });
-    };
+    let Found {
+        file, start, entry, ..
+    } = found;
     if entry.shape != spec.shape {
         return Err(ModelError::WrongShape {
             path,
@@ -360,12 +430,5 @@ fn stored_tensor(
             name: spec.name,
             found: entry.dtype,
         }),
-    }
-}
-
-pub(crate) fn store_error(path: &Path, problem: &impl ToString) -> ModelError {
-    ModelError::Store {
-        path: path.to_owned(),
-        problem: problem.to_string(),
     }
 }

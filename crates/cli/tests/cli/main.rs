@@ -12,6 +12,7 @@ mod faults;
 mod features;
 mod files;
 mod folder;
+mod foreign;
 mod hugging_face;
 mod input;
 mod interchange;

@@ -58,12 +58,12 @@ const LINEAR: LlamaConfig = LlamaConfig {
 /// The losses that `hugging_face_losses.py --formulas` prints with transformers 5.23.
 const LOSSES: [(LlamaConfig, f32); 3] = [(CONFIG, 3.1335824), (TIED, 2.984528), (LINEAR, 2.999174)];
 
-fn tokens() -> Tensor<2, Int> {
+pub(crate) fn tokens() -> Tensor<2, Int> {
     let tokens = [[1, 2, 3, 4, 5, 6, 7, 8], [0, 12, 3, 11, 3, 9, 2, 2]];
     Tensor::from_data(tokens, &Device::flex())
 }
 
-fn targets() -> Tensor<2, Int> {
+pub(crate) fn targets() -> Tensor<2, Int> {
     let targets = [[2, 3, 4, 5, 6, 7, 8, 9], [12, 3, 11, 3, 9, 2, 2, 0]];
     Tensor::from_data(targets, &Device::flex())
 }

@@ -1,11 +1,14 @@
 //! Black-box tests of the models crate.
 
+mod cards;
+mod foreign;
 mod gpt;
 mod hugging_face;
 mod key_values;
 mod llama;
 mod pytorch;
 mod ranges;
+mod requests;
 
 mod safetensors;
 mod text;

@@ -33,12 +33,28 @@ impl Container {
         container
     }
 
+    /// No tensor.
+    pub(crate) fn empty() -> Self {
+        Self {
+            header: Map::new(),
+            data: Vec::new(),
+        }
+    }
+
     pub(crate) fn push(&mut self, name: &str, shape: &[usize], values: &[f32]) {
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        self.push_stored(name, "F32", shape, &bytes);
+    }
+
+    /// Adds a tensor of any type.
+    pub(crate) fn push_stored(&mut self, name: &str, dtype: &str, shape: &[usize], bytes: &[u8]) {
         let start = self.data.len();
-        self.data
-            .extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        self.data.extend(bytes);
         let entry = json!({
-            "dtype": "F32",
+            "dtype": dtype,
             "shape": shape,
             "data_offsets": [start, self.data.len()],
         });
@@ -67,7 +83,7 @@ impl Container {
 
 /// Values that a program in any language can compute again: a sine of the value's
 /// number, around one for the scale of a layer norm and around zero otherwise.
-fn formula_values(number: usize, spec: &ParameterSpec) -> Vec<f32> {
+pub(crate) fn formula_values(number: usize, spec: &ParameterSpec) -> Vec<f32> {
     let is_norm = spec.name.contains("ln") || spec.name.contains("norm");
     let is_scale = is_norm && spec.name.ends_with("weight");
     let center = if is_scale { 1.0 } else { 0.0 };

@@ -93,12 +93,30 @@ fn a_folder_without_weights_is_named() {
     assert!(error.contains("neither model.safetensors nor"), "{error}");
 }
 
+/// As in transformers: an index in addition to the single file is not read, whatever it says.
 #[test]
-fn two_forms_in_one_folder_are_refused() {
+fn of_two_forms_the_single_file_counts() {
+    let whole = Container::of_model(&CONFIG);
+    let mut other = whole.clone();
+    other.data.iter_mut().step_by(4).for_each(|byte| *byte ^= 1);
+    let device = Device::flex();
+    let alone = TempDir::new().expect("a temporary folder");
+    other.write(&alone.path().join("model.safetensors"));
+    let load = |folder: &TempDir| {
+        let weights = WeightsFile::open(folder.path(), CONFIG).expect("fits");
+        logits(&weights.load(&device).expect("readable"))
+    };
     let (folder, _) = folder();
-    Container::of_model(&CONFIG).write(&folder.path().join("model.safetensors"));
-    let error = refused(&folder).to_string();
-    assert!(error.contains("name the one that is meant"), "{error}");
+    assert_ne!(load(&folder), load(&alone));
+    other.write(&folder.path().join("model.safetensors"));
+    assert_eq!(load(&folder), load(&alone));
+    write_index(
+        folder.path(),
+        &json!({"weight_map": {"wte.weight": "gone"}}),
+    );
+    assert_eq!(load(&folder), load(&alone));
+    fs::write(folder.path().join(INDEX), "no JSON").expect("a writable folder");
+    assert_eq!(load(&folder), load(&alone));
 }
 
 #[test]
@@ -157,6 +175,7 @@ fn an_index_that_does_not_fit_its_files_is_refused() {
         write_index(folder.path(), &index);
         let error = refused(&folder).to_string();
         assert!(error.contains(text), "{text}: {error}");
+        assert!(!error.contains("valid safetensors"), "{error}");
     }
     let (folder, _) = folder();
     fs::write(folder.path().join(INDEX), "{\"weight_map\":").expect("a writable folder");

@@ -1,0 +1,237 @@
+//! Folders and files of other programs, as the command reads them and they find its own.
+
+use std::path::PathBuf;
+
+use burn::tensor::Device;
+use burn_fsdp_models::{Gpt2Config, LlamaConfig, LlamaVariant};
+use serde_json::{Value, json};
+
+use crate::command::{Folder, Run, last_report, losses};
+
+const LLAMA: LlamaConfig = LlamaConfig {
+    layers: 2,
+    dim: 16,
+    heads: 4,
+    kv_heads: 2,
+    hidden: 20,
+    vocab: 300,
+    seq: 16,
+    rope_base: 10_000,
+    variant: LlamaVariant {
+        has_tied_head: true,
+        ..LlamaVariant::PLAIN
+    },
+};
+
+const GPT2: Gpt2Config = Gpt2Config {
+    layers: 2,
+    dim: 16,
+    heads: 2,
+    hidden: 20,
+    vocab: 300,
+    seq: 16,
+};
+
+/// The folders `llama` and `gpt2`, whose heads are the tables of their embeddings.
+fn folders() -> Folder {
+    let folder = Folder::new();
+    let device = Device::flex();
+    for name in ["llama", "gpt2"] {
+        std::fs::create_dir(folder.path(name)).expect("a writable folder");
+    }
+    let llama = LLAMA.init(&device, 3).expect("valid sizes");
+    let gpt2 = GPT2.init(&device, 3).expect("valid sizes");
+    let saved = llama.save_hugging_face(folder.path("llama"));
+    saved.expect("a writable folder");
+    let saved = gpt2.save_hugging_face(folder.path("gpt2"));
+    saved.expect("a writable folder");
+    folder
+}
+
+/// Copies a folder, with its tensors by other names and more of them.
+fn changed(
+    folder: &Folder,
+    from: &str,
+    into: &str,
+    prefix: &str,
+    more: &[(&str, Vec<usize>, Vec<f32>)],
+) {
+    std::fs::create_dir(folder.path(into)).expect("a writable folder");
+    folder.write(
+        &format!("{into}/config.json"),
+        folder.read(&format!("{from}/config.json")),
+    );
+    let (header, mut data) = folder.weights(&format!("{from}/model.safetensors"));
+    let header: serde_json::Map<String, Value> = serde_json::from_str(&header).expect("a header");
+    let renamed = header.into_iter().map(|(name, entry)| match name.as_str() {
+        "__metadata__" => (name, entry),
+        _ => (format!("{prefix}{name}"), entry),
+    });
+    let mut header: serde_json::Map<String, Value> = renamed.collect();
+    for (name, shape, values) in more {
+        let start = data.len();
+        data.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        let entry = json!({"dtype": "F32", "shape": shape, "data_offsets": [start, data.len()]});
+        header.insert((*name).to_owned(), entry);
+    }
+    let header = Value::from(header).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.extend(data);
+    folder.write(&format!("{into}/model.safetensors"), bytes);
+}
+
+fn train(folder: &Folder, arguments: &str) -> Run {
+    folder.run(&format!(
+        "train --synthetic --steps 2 --warmup 0 --batch 4 --seq 8 --lr 0.01 --eps 0.01 --json {arguments}"
+    ))
+}
+
+fn trained(folder: &Folder, arguments: &str) -> Vec<f64> {
+    let run = train(folder, arguments);
+    assert_eq!(run.code, 0, "{arguments}: {}", run.stderr);
+    losses(&last_report(&run))
+}
+
+#[test]
+fn what_follows_from_other_tensors_is_left_out() {
+    let folder = folders();
+    let table =
+        |name: &str, tensor: &str| folder.tensor(&format!("{name}/model.safetensors"), tensor);
+    let llama = table("llama", "model.embed_tokens.weight");
+    let gpt2 = table("gpt2", "transformer.wte.weight");
+    let buffer = "model.layers.1.self_attn.rotary_emb.inv_freq";
+    let more = [
+        (buffer, vec![2], vec![1.0, 0.01]),
+        ("lm_head.weight", vec![300, 16], llama.clone()),
+        ("score.weight", vec![1, 16], vec![0.5; 16]),
+    ];
+    changed(&folder, "llama", "llama-more", "", &more);
+    let more = [
+        ("transformer.h.0.attn.masked_bias", vec![], vec![-1e4]),
+        ("lm_head.weight", vec![300, 16], gpt2.clone()),
+    ];
+    changed(&folder, "gpt2", "gpt2-more", "", &more);
+    for (plain, more) in [("llama", "llama-more"), ("gpt2", "gpt2-more")] {
+        for extra in [
+            "--ranks 1",
+            "--ranks 3",
+            "--ranks 2 --compile",
+            "--ranks 2 --lora 2",
+        ] {
+            let want = trained(&folder, &format!("--init {plain} {extra}"));
+            let got = trained(&folder, &format!("--init {more} {extra}"));
+            assert_eq!(want, got, "{more} {extra}");
+        }
+    }
+    // Another head is one of its own, which the settings deny.
+    for (name, mut values) in [("llama", llama), ("gpt2", gpt2)] {
+        values[3] += 1.0;
+        let head = [("lm_head.weight", vec![300, 16], values)];
+        changed(&folder, name, &format!("{name}-other"), "", &head);
+        let run = train(&folder, &format!("--init {name}-other"));
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(run.stderr.contains("tie_word_embeddings"), "{}", run.stderr);
+        assert!(run.stdout.is_empty(), "{}", run.stdout);
+    }
+}
+
+#[test]
+fn wrapped_names_are_refused_with_their_wrapper() {
+    let folder = folders();
+    for (name, prefix) in [
+        ("llama", "module."),
+        ("gpt2", "_orig_mod."),
+        ("llama", "base_model.model."),
+    ] {
+        let into = format!("{name}-{prefix}x");
+        changed(&folder, name, &into, prefix, &[]);
+        let run = train(&folder, &format!("--init {into}"));
+        assert_eq!(run.code, 2, "{}", run.stderr);
+        assert!(
+            run.stderr.contains(&format!("`{prefix}`")),
+            "{}",
+            run.stderr
+        );
+    }
+}
+
+/// Whatever the process's mask leaves, others may read, of each file that is written.
+#[cfg(unix)]
+#[test]
+fn written_files_have_the_modes_of_the_mask() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = folders();
+    for (mask, want) in [("022", 0o644), ("027", 0o640), ("077", 0o600)] {
+        let files = [
+            "init.safetensors",
+            "hf.safetensors",
+            "curve.svg",
+            "m.jsonl",
+            "t.json",
+            "out.safetensors",
+        ]
+        .map(|name| format!("{mask}-{name}"));
+        let [init, hf, curve, metrics, trace, out] = &files;
+        let tiny = "--layers 1 --dim 16 --heads 2";
+        let common = "--synthetic --steps 1 --warmup 0 --batch 4 --seq 8";
+        let outputs = format!(
+            "--checkpoint-dir {mask}-run --metrics {metrics} --trace {trace} --curve {curve}"
+        );
+        let mut script = format!("umask {mask}\nset -e\n");
+        for arguments in [
+            format!("train {tiny} {common} --save-init {init} {outputs}"),
+            format!(
+                "train --init llama {common} --save-init {hf} --checkpoint-dir {mask}-hf --curve {curve}"
+            ),
+            format!("consolidate {mask}-run {out}"),
+            format!("consolidate {mask}-hf {mask}-out --format hugging-face"),
+        ] {
+            script += &format!("\"$BIN\" {arguments}\n");
+        }
+        let output = std::process::Command::new("sh")
+            .args(["-c", &script])
+            .env("BIN", env!("CARGO_BIN_EXE_burn-fsdp"))
+            .env_remove("BURN_FSDP_FAULT")
+            .current_dir(folder.path(""))
+            .output();
+        let output = output.expect("a shell");
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let mut paths: Vec<PathBuf> = files.iter().map(|name| folder.path(name)).collect();
+        paths.extend(files_in(&folder.path(&format!("{mask}-out"))));
+        paths.extend(files_in(&folder.path(&format!("{mask}-run"))));
+        assert!(paths.len() > 10, "{paths:?}");
+        for path in paths {
+            let mode = path
+                .metadata()
+                .expect("it was written")
+                .permissions()
+                .mode()
+                & 0o777;
+            assert_eq!(mode, want, "umask {mask}: {}", path.display());
+        }
+    }
+}
+
+/// The files in a folder and in folders in it, but for hidden ones.
+#[cfg(unix)]
+fn files_in(folder: &std::path::Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).expect("a folder");
+    let entries = entries.map(|entry| entry.expect("an entry").path());
+    let is_hidden = |path: &PathBuf| {
+        path.file_name()
+            .is_some_and(|name| name.to_string_lossy().starts_with('.'))
+    };
+    let (folders, files): (Vec<_>, Vec<_>) = entries
+        .filter(|path| !is_hidden(path))
+        .partition(|path| path.is_dir());
+    let nested = folders.iter().flat_map(|folder| files_in(folder));
+    files
+        .into_iter()
+        .chain(nested.collect::<Vec<_>>())
+        .collect()
+}

@@ -1,0 +1,112 @@
+//! The `config.json` of a GPT-2 in Hugging Face's form, read and written.
+
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::norm::EPSILON;
+use crate::settings::{Settings, read_config, refuse};
+use crate::{Gpt2Config, ModelError};
+
+/// Hugging Face's name of the model.
+pub(crate) const MODEL_TYPE: &str = "gpt2";
+
+/// Hugging Face's names of the activation by `tanh`, the first of which is written: they differ in how it is computed, not in what.
+const ACTIVATIONS: [&str; 5] = [
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "gelu_python_tanh",
+    "gelu_accurate",
+];
+
+impl Gpt2Config {
+    /// Reads the sizes of a GPT-2 from the `config.json` of a folder in Hugging Face's form. What the file asks for and
+    /// [`Gpt2`](crate::Gpt2) does not compute is refused, by the name of the setting, but for dropout, which is left out. Sizes
+    /// have GPT-2's names or those that transformers has for all models; absent ones have transformers' defaults.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read, is of another model, or asks for what this GPT-2 does not compute; if two names of one setting
+    /// contradict each other; and if such a model cannot exist.
+    pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
+        let config = read_config(folder.as_ref(), sizes)?;
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits.
+    #[must_use]
+    pub fn to_hugging_face(&self) -> Value {
+        json!({
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": MODEL_TYPE,
+            "activation_function": ACTIVATIONS[0],
+            "layer_norm_epsilon": EPSILON,
+            "n_embd": self.dim,
+            "n_head": self.heads,
+            "n_inner": self.hidden,
+            "n_layer": self.layers,
+            "n_positions": self.seq,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": true,
+            "torch_dtype": "float32",
+        })
+    }
+}
+
+/// Returns the sizes by the settings. Numbers that are absent are those of transformers' `GPT2Config`.
+fn sizes(settings: Settings<'_>) -> Result<Gpt2Config, String> {
+    let activation = settings.word(&["activation_function"], ACTIVATIONS[0])?;
+    let epsilon = settings.number("layer_norm_epsilon")?.unwrap_or(EPSILON);
+    let asked = [
+        (
+            "model_type",
+            settings.word(&["model_type"], MODEL_TYPE)? != MODEL_TYPE,
+            "\"gpt2\"",
+        ),
+        (
+            "activation_function",
+            !ACTIVATIONS.contains(&activation),
+            "the activation by tanh (\"gelu_new\", \"gelu_fast\", \"gelu_pytorch_tanh\")",
+        ),
+        ("layer_norm_epsilon", epsilon != EPSILON, "1e-5"),
+        (
+            "tie_word_embeddings",
+            !settings.flag("tie_word_embeddings", true)?,
+            "true",
+        ),
+        (
+            "scale_attn_weights",
+            !settings.flag("scale_attn_weights", true)?,
+            "true",
+        ),
+        (
+            "scale_attn_by_inverse_layer_idx",
+            settings.flag("scale_attn_by_inverse_layer_idx", false)?,
+            "false",
+        ),
+        (
+            "add_cross_attention",
+            settings.flag("add_cross_attention", false)?,
+            "false",
+        ),
+        (
+            "quantization_config",
+            settings.given("quantization_config").is_some(),
+            "null",
+        ),
+    ];
+    refuse("GPT-2", &asked)?;
+    let dim = settings.size(&["n_embd", "hidden_size"], 768)?;
+    let hidden = settings.optional_size("n_inner")?;
+    Ok(Gpt2Config {
+        layers: settings.size(&["n_layer", "num_hidden_layers"], 12)?,
+        dim,
+        heads: settings.size(&["n_head", "num_attention_heads"], 12)?,
+        // Too many elements are found when the sizes are checked.
+        hidden: hidden.unwrap_or_else(|| dim.saturating_mul(4)),
+        vocab: settings.size(&["vocab_size"], 50_257)?,
+        seq: settings.size(&["n_positions", "max_position_embeddings"], 1024)?,
+    })
+}

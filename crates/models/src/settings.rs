@@ -1,0 +1,249 @@
+//! The settings of a `config.json`, by name, as transformers reads them.
+//!
+//! A setting that is absent has transformers' default. One that is null, or of another type than transformers takes, is refused by
+//! its name: guessing what it means would change the mathematics in silence.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use crate::ModelError;
+
+/// Largest file that is read.
+const MAX_BYTES: u64 = 1 << 20;
+
+/// The settings of one object of JSON.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settings<'a> {
+    map: &'a Map<String, Value>,
+}
+
+/// A setting that is there: its name in the file, and its value.
+type Setting<'a> = (&'a str, &'a Value);
+
+impl<'a> Settings<'a> {
+    pub(crate) fn of(map: &'a Map<String, Value>) -> Self {
+        Self { map }
+    }
+
+    /// Returns a setting that is there, which may be null.
+    fn get(&self, name: &'a str) -> Option<&'a Value> {
+        self.map.get(name)
+    }
+
+    /// Returns the value of a setting, unless it is absent or null.
+    pub(crate) fn given(&self, name: &'a str) -> Option<&'a Value> {
+        self.get(name).filter(|value| !value.is_null())
+    }
+
+    /// Returns true if a setting has settings of its own.
+    pub(crate) fn has_objects(&self) -> bool {
+        self.map.values().any(Value::is_object)
+    }
+
+    /// Returns the one value of a setting of several names.
+    ///
+    /// # Errors
+    ///
+    /// If two of them have other values: versions of transformers differ in which of them counts.
+    fn one_of(&self, names: &[&'a str]) -> Result<Option<Setting<'a>>, String> {
+        let there = names
+            .iter()
+            .filter_map(|&name| Some((name, self.get(name)?)));
+        let mut first: Option<Setting<'a>> = None;
+        for (name, value) in there {
+            match first {
+                None => first = Some((name, value)),
+                Some((other, known)) if !is_same(known, value) => {
+                    return Err(contradiction((other, known), (name, value)));
+                }
+                Some(_) => {}
+            }
+        }
+        Ok(first)
+    }
+
+    /// Returns a whole number that must be there unless there is a default; the setting may have several names.
+    pub(crate) fn size(&self, names: &[&'a str], default: usize) -> Result<usize, String> {
+        match self.one_of(names)? {
+            None => Ok(default),
+            Some(setting) => size(setting),
+        }
+    }
+
+    /// Returns a whole number that may be absent or null.
+    pub(crate) fn optional_size(&self, name: &'a str) -> Result<Option<usize>, String> {
+        let given = self.given(name);
+        given.map(|value| size((name, value))).transpose()
+    }
+
+    /// Returns a number.
+    pub(crate) fn number(&self, name: &'a str) -> Result<Option<f64>, String> {
+        let value = self.get(name);
+        value.map(|value| number((name, value))).transpose()
+    }
+
+    /// Returns a choice between true and false.
+    pub(crate) fn flag(&self, name: &'a str, default: bool) -> Result<bool, String> {
+        match self.get(name) {
+            None => Ok(default),
+            Some(Value::Bool(value)) => Ok(*value),
+            Some(value) => Err(unfit((name, value), "true or false")),
+        }
+    }
+
+    /// Returns a word, of a setting that may have several names.
+    pub(crate) fn word(&self, names: &[&'a str], default: &'a str) -> Result<&'a str, String> {
+        match self.one_of(names)? {
+            None => Ok(default),
+            Some((_, Value::String(value))) => Ok(value),
+            Some(setting) => Err(unfit(setting, "a string")),
+        }
+    }
+
+    /// Returns settings in a setting; none if it is absent, null or empty.
+    pub(crate) fn nested(&self, name: &'a str) -> Result<Option<Self>, String> {
+        match self.given(name) {
+            None => Ok(None),
+            Some(Value::Object(map)) if map.is_empty() => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Self { map })),
+            Some(value) => Err(unfit((name, value), "an object or null")),
+        }
+    }
+}
+
+fn size((name, value): Setting<'_>) -> Result<usize, String> {
+    let number = value
+        .as_u64()
+        .and_then(|number| usize::try_from(number).ok());
+    number.ok_or_else(|| unfit((name, value), "a whole number"))
+}
+
+fn number((name, value): Setting<'_>) -> Result<f64, String> {
+    value
+        .as_f64()
+        .ok_or_else(|| unfit((name, value), "a number"))
+}
+
+fn unfit((name, value): Setting<'_>, expected: &str) -> String {
+    let default = if value.is_null() {
+        "; leave it out where transformers' default is meant"
+    } else {
+        ""
+    };
+    format!("`{name}` is {value}, expected {expected}{default}")
+}
+
+/// Returns the message on two names of one setting whose values differ.
+pub(crate) fn contradiction(one: (&str, &Value), other: (&str, &Value)) -> String {
+    format!(
+        "`{}` is {} and `{}` is {}, but both name one setting, and versions of transformers differ in which of them counts; remove \
+         the one that is not meant",
+        one.0, one.1, other.0, other.1
+    )
+}
+
+/// Returns true for equal values: 1 and 1.0 are one number.
+pub(crate) fn is_same(one: &Value, other: &Value) -> bool {
+    match (one.as_f64(), other.as_f64()) {
+        (Some(one), Some(other)) => one == other,
+        _ => one == other,
+    }
+}
+
+/// Returns the first setting that is not what a model computes, as a problem of the file.
+pub(crate) fn refuse(model: &str, asked: &[(&str, bool, &str)]) -> Result<(), String> {
+    match asked.iter().find(|(_, differs, _)| *differs) {
+        None => Ok(()),
+        Some((setting, _, expected)) => Err(refusal(model, setting, expected)),
+    }
+}
+
+/// Returns the message on a setting that is not what a model computes.
+pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
+    format!(
+        "`{setting}` is not {expected}, which is all that this {model} computes; load a checkpoint that has it, or \
+         write the model as a Burn module of your own"
+    )
+}
+
+/// Reads the `config.json` of a folder, and what a reader takes from its settings.
+pub(crate) fn read_config<C>(
+    folder: &Path,
+    take: impl FnOnce(Settings<'_>) -> Result<C, String>,
+) -> Result<C, ModelError> {
+    let path = folder.join("config.json");
+    let map = read_json(&path)?;
+    take(Settings::of(&map)).map_err(|problem| ModelError::MalformedConfig { path, problem })
+}
+
+/// Reads a small file of JSON, an object. Of a key that is there twice the last counts, as in Python.
+pub(crate) fn read_json(path: &Path) -> Result<Map<String, Value>, ModelError> {
+    let malformed = |problem: String| ModelError::MalformedConfig {
+        path: path.to_owned(),
+        problem,
+    };
+    let file_error = |source| ModelError::File {
+        path: path.to_owned(),
+        source,
+    };
+    let metadata = path.metadata().map_err(file_error)?;
+    if !metadata.is_file() || metadata.len() > MAX_BYTES {
+        let problem = format!("it is no regular file of at most {MAX_BYTES} bytes");
+        return Err(malformed(problem));
+    }
+    let text = std::fs::read(path).map_err(file_error)?;
+    match serde_json::from_slice(&text) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(malformed("it is no object of JSON".to_owned())),
+        Err(error) => Err(malformed(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn settings_of(json: &Value) -> Settings<'_> {
+        Settings::of(json.as_object().expect("an object"))
+    }
+
+    #[test]
+    fn a_setting_of_two_names_has_one_value() {
+        let json = json!({"a": 3, "b": 3.0, "c": 4, "d": null});
+        let settings = settings_of(&json);
+        assert_eq!(settings.size(&["a", "b"], 9), Ok(3));
+        assert_eq!(settings.size(&["x", "c"], 9), Ok(4));
+        assert_eq!(settings.size(&["x", "y"], 9), Ok(9));
+        for names in [["a", "c"], ["a", "d"]] {
+            let problem = settings.size(&names, 9).expect_err("two values");
+            assert!(names.iter().all(|name| problem.contains(name)), "{problem}");
+        }
+    }
+
+    #[test]
+    fn what_is_null_or_of_another_type_is_named() {
+        let json = json!({"a": null, "b": "3", "c": 3.5, "d": 1});
+        let settings = settings_of(&json);
+        assert_eq!(settings.optional_size("a"), Ok(None));
+        assert_eq!(settings.optional_size("d"), Ok(Some(1)));
+        for problem in [
+            settings.size(&["a"], 9).map(|_| ()).expect_err("null"),
+            settings.number("a").map(|_| ()).expect_err("null"),
+            settings.word(&["a"], "").map(|_| ()).expect_err("null"),
+        ] {
+            assert!(
+                problem.contains("`a`") && problem.contains("leave it out"),
+                "{problem}"
+            );
+        }
+        let flag = settings.flag("d", true).expect_err("a number");
+        assert!(flag.contains("`d` is 1"), "{flag}");
+        let text = settings.number("b").expect_err("a string");
+        assert!(text.contains("`b` is \"3\""), "{text}");
+        assert!(settings.size(&["c"], 9).is_err());
+        assert!(settings.nested("d").is_err());
+    }
+}
