@@ -180,9 +180,10 @@ impl Requests<'_> {
         // The rows of the module are columns of the file.
         let (first, last) = (range.start / rows, (range.end - 1) / rows);
         let width = last + 1 - first;
-        let rows_at_once = match (columns - width) * size <= GAP_BYTES {
-            true => (REQUEST_BYTES / (columns * size)).max(1),
-            false => 1,
+        let rows_at_once = if (columns - width) * size <= GAP_BYTES {
+            (REQUEST_BYTES / (columns * size)).max(1)
+        } else {
+            1
         };
         let Elements { values, traffic } = elements;
         for start in (0..rows).step_by(rows_at_once) {

@@ -76,9 +76,10 @@ impl WeightFolder {
         let Some(tensor) = apart.find(|tensor| is_needed(tensor.as_str())) else {
             return Ok(());
         };
-        let problem = match expected.contains(tensor) {
-            true => format!("it lacks tensor {tensor}, which {INDEX_FILE} says is in it"),
-            false => format!("it has tensor {tensor}, which {INDEX_FILE} does not say"),
+        let problem = if expected.contains(tensor) {
+            format!("it lacks tensor {tensor}, which {INDEX_FILE} says is in it")
+        } else {
+            format!("it has tensor {tensor}, which {INDEX_FILE} does not say")
         };
         Err(malformed(
             file,

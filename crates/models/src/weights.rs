@@ -83,9 +83,10 @@ impl<A: Architecture> WeightsFile<A> {
             && let Some(entry) = found.remove(name)
         {
             // The head alone is the table: which of the two names is kept depends on who writes.
-            match found.contains_key(table) {
-                true => head = Some(entry),
-                false => drop(found.insert(table.to_owned(), entry)),
+            if found.contains_key(table) {
+                head = Some(entry);
+            } else {
+                found.insert(table.to_owned(), entry);
             }
         }
         let (mut tensors, mut tied_head) = (BTreeMap::new(), None);

@@ -90,7 +90,10 @@ fn tensors(mut parameters: Vec<ParameterSpec>, layout: &Layout) -> BTreeMap<Stri
         }
         let (top, bare) = spec.name.split_once('.').expect("a module in a module");
         let is_short = layout.bare && ["model", "transformer"].contains(&top);
-        made.insert(if is_short { bare } else { &spec.name }.to_owned(), stored);
+        made.insert(
+            if is_short { bare } else { spec.name.as_str() }.to_owned(),
+            stored,
+        );
     }
     for (name, dtype, shape) in &layout.extras {
         let values = vec![0.5; shape.iter().product()];

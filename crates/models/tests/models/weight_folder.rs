@@ -98,7 +98,8 @@ fn a_folder_without_weights_is_named() {
 fn of_two_forms_the_single_file_counts() {
     let whole = Container::of_model(&CONFIG);
     let mut other = whole.clone();
-    other.data.iter_mut().step_by(4).for_each(|byte| *byte ^= 1);
+    let third = other.data.iter_mut().skip(2).step_by(4);
+    third.for_each(|byte| *byte ^= 1);
     let device = Device::flex();
     let alone = TempDir::new().expect("a temporary folder");
     other.write(&alone.path().join("model.safetensors"));
