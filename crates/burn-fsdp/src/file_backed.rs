@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ModuleVisitor, Param};
@@ -231,15 +233,19 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
-    let lock = match File::open(folder).map(|file| (file.try_lock(), file)) {
-        Ok((Ok(()), file)) => Some(file),
-        Ok((Err(TryLockError::WouldBlock), _)) => {
-            return Err(refused(
-                &"another run that is under way has its files there",
-            ));
+    let until = Instant::now() + PATIENCE;
+    let lock = loop {
+        match File::open(folder).map(|file| (file.try_lock(), file)) {
+            Ok((Ok(()), file)) => break Some(file),
+            Ok((Err(TryLockError::WouldBlock), _)) if Instant::now() < until => sleep(RETRY),
+            Ok((Err(TryLockError::WouldBlock), _)) => {
+                return Err(refused(
+                    &"another run that is under way has its files there",
+                ));
+            }
+            // Not everywhere can a folder be opened, or locked.
+            Ok((Err(TryLockError::Error(_)), _)) | Err(_) => break None,
         }
-        // Not everywhere can a folder be opened, or locked.
-        Ok((Err(TryLockError::Error(_)), _)) | Err(_) => None,
     };
     let entries = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
     let entries = entries.map_err(unread)?;
@@ -304,6 +310,12 @@ impl ModuleVisitor for NotEmpty {
         }
     }
 }
+
+/// Time to wait for a lock: a run that was just killed is gone by then.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Time between two attempts to take the lock.
+const RETRY: Duration = Duration::from_millis(20);
 
 const WRITABLE: &str = "give a folder that can be written to";
 

@@ -215,4 +215,30 @@ mod tests {
             assert_eq!(other_form(folder.path()), want, "{names:?}");
         }
     }
+
+    /// Steps of former versions name the tokenizer by the checksum of its file.
+    #[test]
+    fn a_step_of_a_former_version_has_its_tokenizer() {
+        let json = include_str!("../../models/tests/models/tokenizer.json");
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = |text: &str| {
+            let path = folder.path().join("tokenizer.json");
+            fs::write(&path, text).expect("a writable folder");
+            TextCodec::Tokenizer(Tokenizer::open(path).expect("a tokenizer"))
+        };
+        let codec = open(json);
+        let former = former_identity(&codec);
+        let own = identity(&codec);
+        assert_ne!(former, own);
+        for saved in [&former, &own] {
+            assert!(is_of(&codec, saved.as_deref()), "{saved:?}");
+            assert!(!is_of(&TextCodec::Bytes, saved.as_deref()), "{saved:?}");
+        }
+        assert!(!is_of(&codec, None));
+        assert!(is_of(&TextCodec::Bytes, None));
+        // Of another file, the former name tells nothing, and the present one all.
+        let again = open(&format!(" {json}"));
+        assert!(is_of(&again, own.as_deref()));
+        assert!(!is_of(&again, former.as_deref()));
+    }
 }

@@ -97,7 +97,11 @@ impl<'a> Reader<'a> {
         let (kind, path, name) = (entry.file_type()?, entry.path(), entry.file_name());
         let is_hidden = name.as_encoded_bytes().starts_with(b".");
         if is_hidden || kind.is_dir() && is_version_control(&path, &name) {
-            self.remarks.add(Remark::Hidden, &path);
+            let remark = match (self.is_excluded)(&parent.join(&name)) {
+                true => Remark::Excluded,
+                false => Remark::Hidden,
+            };
+            self.remarks.add(remark, &path);
             return Ok(());
         }
         let real = match kind.is_symlink() {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use crate::tokenizer::Placed;
 use crate::{ByteText, ModelError, TokenRange, TokenStream, Tokenizer};
 
 /// Sizes of the pieces in which a long text is tokenized: the memory for a token while it is made is many times its
@@ -34,6 +35,8 @@ pub struct TokenText {
     training: TokenRange,
     held_out: TokenRange,
     num_replaced: usize,
+    num_unknown: usize,
+    num_without: usize,
 }
 
 impl TokenText {
@@ -54,6 +57,19 @@ impl TokenText {
     pub fn num_replaced(&self) -> usize {
         self.num_replaced
     }
+
+    /// Returns how many tokens stand for text that the tokenizer does not know.
+    #[must_use]
+    pub fn num_unknown(&self) -> usize {
+        self.num_unknown
+    }
+
+    /// Returns how many characters have no token, spaces and controls not counted. There may be more: some tokenizers do not tell
+    /// where one is missing.
+    #[must_use]
+    pub fn num_without(&self) -> usize {
+        self.num_without
+    }
 }
 
 impl ByteText {
@@ -64,7 +80,8 @@ impl ByteText {
     ///
     /// # Errors
     ///
-    /// If the tokenizer has no token for a part of the text, or none for a whole part; if most of the text is not UTF-8.
+    /// If the tokenizer has no token for a part of the text, or none for a whole part; if most of the text is not UTF-8, or not
+    /// known to the tokenizer.
     pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
         let [training, held_out] = self.parts();
         let is_cut = cut_bytes(training) > 0;
@@ -73,34 +90,72 @@ impl ByteText {
         } else {
             held_out
         };
-        let mut num_replaced = 0;
-        let mut part = |bytes: &[u8]| {
-            let bytes = &bytes[..bytes.len() - cut_bytes(bytes)];
-            let text = String::from_utf8_lossy(bytes);
-            let invalid = bytes
-                .utf8_chunks()
-                .filter(|chunk| !chunk.invalid().is_empty());
-            let replaced = invalid.count();
-            num_replaced += replaced;
-            if replaced > text.chars().count() / 2 {
-                return Err(tokenizer.refused(
-                    "most of it is not UTF-8; convert its files, by iconv say".to_owned(),
-                ));
-            }
-            let ids = ids_of(tokenizer, &text, PIECES)?;
-            TokenRange::of_ids(ids.into()).ok_or_else(|| {
-                tokenizer.refused(format!(
-                    "of {} bytes of text it makes no token",
-                    bytes.len()
-                ))
-            })
+        let (training, num_replaced) = part(training, tokenizer)?;
+        let (held_out, also_replaced) = part(held_out, tokenizer)?;
+        let unknown = tokenizer.unknown();
+        let are_unknown = |tokens: &Tokens| {
+            let of = |id: &&u32| Some(**id) == unknown;
+            tokens.ids.iter().filter(of).count()
         };
-        let (training, held_out) = (part(training)?, part(held_out)?);
+        let num_unknown = are_unknown(&training) + are_unknown(&held_out);
+        let num_without = training.num_without + held_out.num_without;
+        let known = training.ids.len() + held_out.ids.len() - num_unknown;
+        if num_unknown + num_without > known {
+            return Err(tokenizer.refused(format!(
+                "of its tokens, {num_unknown} are unknown and {known} are not, and {num_without} characters have none; give the \
+                 tokenizer of such text"
+            )));
+        }
+        let range = |tokens: Tokens| {
+            let none = || tokenizer.refused("a part of it has no token".to_owned());
+            TokenRange::of_ids(tokens.ids.into()).ok_or_else(none)
+        };
         Ok(TokenText {
-            training,
-            held_out,
-            num_replaced,
+            training: range(training)?,
+            held_out: range(held_out)?,
+            num_replaced: num_replaced + also_replaced,
+            num_unknown,
+            num_without,
         })
+    }
+}
+
+/// Returns the tokens of a part, and how often U+FFFD stands for other bytes in it.
+fn part(bytes: &[u8], tokenizer: &Tokenizer) -> Result<(Tokens, usize), ModelError> {
+    let bytes = &bytes[..bytes.len() - cut_bytes(bytes)];
+    let text = String::from_utf8_lossy(bytes);
+    let chunks = bytes.utf8_chunks();
+    let num_replaced = chunks.filter(|chunk| !chunk.invalid().is_empty()).count();
+    if num_replaced > text.chars().count() / 2 {
+        let problem = "most of it is not UTF-8; convert its files, by iconv say";
+        return Err(tokenizer.refused(problem.to_owned()));
+    }
+    Ok((tokens_of(tokenizer, &text, PIECES)?, num_replaced))
+}
+
+/// The tokens of a text, as far as it was tokenized.
+#[derive(Debug, Default)]
+struct Tokens {
+    ids: Vec<u32>,
+    /// Byte of the text up to which they go.
+    end: usize,
+    num_without: usize,
+}
+
+impl Tokens {
+    fn extend(&mut self, text: &str, tokens: &[Placed]) {
+        for token in tokens {
+            self.ids.push(token.id);
+            self.skip_to(text, token.start);
+            self.end = self.end.max(token.end);
+        }
+    }
+
+    /// Counts the characters before a byte of the text that no token stands for.
+    fn skip_to(&mut self, text: &str, start: usize) {
+        let without = text.get(self.end..start).unwrap_or_default();
+        let is_seen = |char: &char| !char.is_whitespace() && !char.is_control();
+        self.num_without += without.chars().filter(is_seen).count();
     }
 }
 
@@ -125,17 +180,17 @@ fn without_rest(text: &[u8]) -> &[u8] {
 /// The tokens of a piece of text and of its surroundings.
 struct Window {
     range: Range<usize>,
-    /// Ids, each with the byte of the text at which it begins.
-    tokens: Vec<(u32, usize)>,
+    /// Tokens, by the bytes of the whole text.
+    tokens: Vec<Placed>,
     /// Number of the first token that is not yet among the ids.
     begin: usize,
 }
 
-/// Returns the ids of a text, the same as for the text as a whole. The tokenizer is given pieces, each with its surroundings: two
+/// Returns the tokens of a text, the same as for the text as a whole. The tokenizer is given pieces, each with its surroundings: two
 /// neighbours have tokens in common there, and are joined at one of them, so that no end of a piece shows.
-fn ids_of(tokenizer: &Tokenizer, text: &str, sizes: Pieces) -> Result<Vec<u32>, ModelError> {
+fn tokens_of(tokenizer: &Tokenizer, text: &str, sizes: Pieces) -> Result<Tokens, ModelError> {
     let pieces = pieces(text, sizes.bytes);
-    let mut ids = Vec::new();
+    let mut done = Tokens::default();
     let mut last: Option<Window> = None;
     for some in pieces.chunks(AT_ONCE) {
         let ranges: Vec<_> = some
@@ -151,53 +206,52 @@ fn ids_of(tokenizer: &Tokenizer, text: &str, sizes: Pieces) -> Result<Vec<u32>, 
                     text,
                     (before, window),
                     (piece.start, sizes),
-                    &mut ids,
+                    &mut done,
                 )?,
             };
             last = Some(window);
         }
     }
     if let Some(last) = last {
-        ids.extend(last.tokens[last.begin..].iter().map(|(id, _)| *id));
+        done.extend(text, &last.tokens[last.begin..]);
     }
-    Ok(ids)
+    done.skip_to(text, text.len());
+    Ok(done)
 }
 
-/// Appends the ids of a window up to where the next one goes on, around `cut`, and returns that; or one window of both, if they
+/// Appends the tokens of a window up to where the next one goes on, around `cut`, and returns that; or one window of both, if they
 /// have too little in common.
 fn join(
     tokenizer: &Tokenizer,
     text: &str,
     (before, mut next): (Window, Window),
     (cut, sizes): (usize, Pieces),
-    ids: &mut Vec<u32>,
+    done: &mut Tokens,
 ) -> Result<Window, ModelError> {
+    if let Some((end, begin)) = meeting(&before, &next, cut) {
+        done.extend(text, &before.tokens[before.begin..end]);
+        next.begin = begin;
+        return Ok(next);
+    }
+    let begin = before.tokens.get(before.begin).map(|token| token.start);
     let range = before.range.start..next.range.end;
-    let meeting = match meeting(&before, &next, cut) {
-        Some(meeting) => meeting,
-        None if range.len() <= sizes.most => {
-            let begin = before.tokens.get(before.begin).map(|(_, start)| *start);
-            let mut both = windows(tokenizer, text, vec![range])?;
-            let mut both = both.remove(0);
-            both.begin = begin.map_or(0, |start| both.first_from(start));
-            return Ok(both);
-        }
-        // A line of a megabyte in which nothing separates words.
-        None => (
-            before.first_from(cut).max(before.begin),
-            next.first_from(cut),
-        ),
+    let mut again = match range.len() <= sizes.most {
+        true => windows(tokenizer, text, vec![range])?,
+        // A megabyte in which nothing separates words is cut where it may be wrong.
+        false => windows(tokenizer, text, vec![range.start..cut, cut..range.end])?,
     };
-    let done = &before.tokens[before.begin..meeting.0];
-    ids.extend(done.iter().map(|(id, _)| *id));
-    next.begin = meeting.1;
-    Ok(next)
+    again[0].begin = begin.map_or(0, |start| again[0].first_from(start));
+    let last = again.pop().unwrap_or(next);
+    for cut_off in again {
+        done.extend(text, &cut_off.tokens[cut_off.begin..]);
+    }
+    Ok(last)
 }
 
 impl Window {
     /// Returns the number of the first token that begins at a byte of the text or behind it.
     fn first_from(&self, start: usize) -> usize {
-        self.tokens.partition_point(|(_, other)| *other < start)
+        self.tokens.partition_point(|token| token.start < start)
     }
 }
 
@@ -208,9 +262,9 @@ fn meeting(before: &Window, next: &Window, cut: usize) -> Option<(usize, usize)>
         .first_from(next.range.start)
         .max(before.begin + AGREEING);
     let candidates = (first..before.tokens.len()).filter_map(|index| {
-        let (_, start) = before.tokens[index];
+        let start = before.tokens[index].start;
         let other = next.first_from(start);
-        let around = |tokens: &[(u32, usize)], at: usize| -> Option<Vec<(u32, usize)>> {
+        let around = |tokens: &[Placed], at: usize| -> Option<Vec<Placed>> {
             let range = at.checked_sub(AGREEING)?..at + AGREEING;
             tokens.get(range).map(<[_]>::to_vec)
         };
@@ -228,10 +282,11 @@ fn windows(
 ) -> Result<Vec<Window>, ModelError> {
     let texts = ranges.iter().map(|range| &text[range.clone()]).collect();
     let tokens = tokenizer.encode_all(texts)?;
-    let window = |(range, mut tokens): (Range<usize>, Vec<(u32, usize)>)| {
-        tokens
-            .iter_mut()
-            .for_each(|(_, start)| *start += range.start);
+    let window = |(range, mut tokens): (Range<usize>, Vec<Placed>)| {
+        for token in &mut tokens {
+            token.start += range.start;
+            token.end += range.start;
+        }
         Window {
             range,
             tokens,
@@ -394,7 +449,7 @@ mod tests {
         ] {
             for (index, text) in texts().iter().enumerate() {
                 let whole = tokenizer.encode(text, false).unwrap();
-                let got = ids_of(&tokenizer, text, SMALL).unwrap();
+                let got = tokens_of(&tokenizer, text, SMALL).unwrap().ids;
                 assert!(
                     got == whole,
                     "{name}, text {index}: {} of {}",
@@ -416,10 +471,24 @@ mod tests {
             .push("z z".into());
         let tokenizer = of(&json);
         let text = "z".repeat(20_001);
-        let ids = ids_of(&tokenizer, &text, SMALL).unwrap();
+        let ids = tokens_of(&tokenizer, &text, SMALL).unwrap().ids;
         let letters: usize = ids.iter().map(|id| if *id == 99 { 2 } else { 1 }).sum();
         // The mark in front is a token of its own.
         assert!(letters.abs_diff(text.len() + 1) < 60, "{letters}");
+    }
+
+    #[test]
+    fn characters_without_tokens_are_counted() {
+        let mut json = without_words();
+        let text = "the cat, on the mat: äöü on\n".repeat(300);
+        // Three letters and two marks of a line are unknown, next to each other or not.
+        let tokens = tokens_of(&of(&json), &text, SMALL).unwrap();
+        let unknown = tokens.ids.iter().filter(|id| **id == 0).count();
+        assert_eq!((unknown, tokens.num_without), (3 * 300, 0));
+        // Without a token for them they would be gone.
+        json["model"]["unk_token"] = Value::Null;
+        let tokens = tokens_of(&of(&json), &text, SMALL).unwrap();
+        assert!(tokens.num_without > 0);
     }
 
     #[test]

@@ -32,6 +32,16 @@ pub struct Tokenizer {
     checksum: u64,
     /// The tokens that are put in front of a text.
     front: Vec<u32>,
+    /// The token of all that has no other.
+    unknown: Option<u32>,
+}
+
+/// A token with the bytes of the text that it stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Placed {
+    pub(crate) id: u32,
+    pub(crate) start: usize,
+    pub(crate) end: usize,
 }
 
 impl Tokenizer {
@@ -64,6 +74,7 @@ impl Tokenizer {
         let mut hasher = SipHasher13::new();
         hasher.write(&bytes);
         Ok(Self {
+            unknown: unknown_of(&inner),
             inner: Box::new(inner),
             path,
             num_ids: last as usize + 1,
@@ -111,16 +122,19 @@ impl Tokenizer {
         Ok([front, encoded.get_ids()].concat())
     }
 
-    /// Returns the ids of each of some texts, with the byte at which each begins.
-    pub(crate) fn encode_all(
-        &self,
-        texts: Vec<&str>,
-    ) -> Result<Vec<Vec<(u32, usize)>>, ModelError> {
+    /// Returns the token of all that has no other, if there is one.
+    pub(crate) fn unknown(&self) -> Option<u32> {
+        self.unknown
+    }
+
+    /// Returns the tokens of each of some texts.
+    pub(crate) fn encode_all(&self, texts: Vec<&str>) -> Result<Vec<Vec<Placed>>, ModelError> {
         let encoded = caught(|| self.inner.encode_batch(texts, false));
         let encoded = encoded.map_err(|problem| self.refused(problem))?;
-        let tokens = |encoding: Encoding| -> Vec<(u32, usize)> {
-            let starts = encoding.get_offsets().iter().map(|(start, _)| *start);
-            encoding.get_ids().iter().copied().zip(starts).collect()
+        let tokens = |encoding: Encoding| -> Vec<Placed> {
+            let ids = encoding.get_ids().iter().zip(encoding.get_offsets());
+            let placed = ids.map(|(&id, &(start, end))| Placed { id, start, end });
+            placed.collect()
         };
         Ok(encoded.into_iter().map(tokens).collect())
     }
@@ -180,6 +194,20 @@ fn without_dropout(inner: &mut tokenizers::Tokenizer) {
         let mut model = model.clone();
         model.dropout = None;
         inner.with_model(model);
+    }
+}
+
+/// Returns the token of all that has no other; `None` without one.
+fn unknown_of(inner: &tokenizers::Tokenizer) -> Option<u32> {
+    let id = |token: &str| inner.token_to_id(token);
+    match inner.get_model() {
+        ModelWrapper::BPE(model) => model.unk_token.as_deref().and_then(id),
+        ModelWrapper::WordPiece(model) => id(&model.unk_token),
+        ModelWrapper::WordLevel(model) => id(&model.unk_token),
+        ModelWrapper::Unigram(model) => {
+            let json = serde_json::to_value(model).ok()?;
+            json["unk_id"].as_u64()?.try_into().ok()
+        }
     }
 }
 

@@ -34,18 +34,20 @@ pub(crate) struct Text {
     pub(crate) codec: TextCodec,
     /// The flags whose files lie in the text, and are no part of it.
     own: Vec<&'static str>,
+    /// Number of the saved steps of other runs that lie in the text, and are no part of it.
+    num_steps: usize,
     /// Warnings about its tokens.
     warnings: Vec<String>,
 }
 
 impl Text {
     fn read(args: &TrainArgs, chosen: Chosen, model: &ModelConfig) -> Result<Self, InputError> {
-        let mut own = Vec::new();
+        let (mut own, mut num_steps) = (Vec::new(), 0);
         let bytes = match &args.data.data {
             Some(path) => {
                 let files = OwnFiles::of(args, path);
                 let read = ByteText::read_without(path, MAX_TEXT_BYTES, &|path| files.has(path))?;
-                own = files.flags();
+                (own, num_steps) = (files.flags(), files.num_steps());
                 read
             }
             None => ByteText::crate_sources()?,
@@ -55,12 +57,13 @@ impl Text {
             TextCodec::Bytes => None,
             TextCodec::Tokenizer(tokenizer) => Some(bytes.tokenized(tokenizer)?),
         };
-        warnings.extend(tokens.as_ref().and_then(replaced));
+        warnings.extend(tokens.iter().flat_map(unlike_the_text));
         Ok(Self {
             bytes,
             tokens,
             codec: chosen.codec,
             own,
+            num_steps,
             warnings,
         })
     }
@@ -97,6 +100,12 @@ impl Text {
                 "left out of the text: what {flags} names, which lies inside of --data"
             ));
         }
+        if self.num_steps > 0 {
+            sentences.push(format!(
+                "left out of the text: {} saved steps of other runs",
+                self.num_steps
+            ));
+        }
         if let Some(unread) = self.bytes.unread() {
             sentences.push(format!(
                 "the text is {}; what follows in {} is not read",
@@ -131,14 +140,26 @@ fn first_of(unread: &Unread) -> String {
     )
 }
 
-/// Returns a warning about bytes that have no tokens of their own.
-fn replaced(tokens: &TokenText) -> Option<String> {
-    let count = tokens.num_replaced();
-    (count > 0).then(|| {
-        format!(
-            "{count} characters of the text are not of UTF-8, and U+FFFD stands for them; convert its files, by iconv say"
-        )
-    })
+/// Returns warnings about text that has no tokens of its own.
+fn unlike_the_text(tokens: &TokenText) -> Vec<String> {
+    let warnings = [
+        (
+            tokens.num_replaced(),
+            "characters of the text are not of UTF-8, and U+FFFD stands for them; convert its files, by iconv say",
+        ),
+        (
+            tokens.num_unknown(),
+            "tokens of the text are those of what the tokenizer does not know",
+        ),
+        (
+            tokens.num_without(),
+            "characters of the text at least have no token, and are left out",
+        ),
+    ];
+    let counted = warnings.into_iter().filter(|(count, _)| *count > 0);
+    counted
+        .map(|(count, text)| format!("{count} {text}"))
+        .collect()
 }
 
 impl Data {
@@ -272,15 +293,17 @@ impl fmt::Display for Text {
             0 => f.write_str("the last 5 % held out")?,
             held_out => write!(f, "{held_out} of them held out")?,
         }
-        let own = (!self.own.is_empty()).then(|| (self.own.len(), Remark::Excluded.word()));
-        let remarks = self.bytes.remarks();
-        let counted = remarks
-            .iter()
-            .filter(|(remark, ..)| *remark != Remark::Excluded);
+        let own = [
+            (self.own.len(), Remark::Excluded.word()),
+            (self.num_steps, "saved steps"),
+        ];
+        let own = own.into_iter().filter(|(count, _)| *count > 0);
+        let own = own.map(|(count, word)| (true, count, word));
+        let remarks = self.bytes.remarks().iter();
+        let counted = remarks.filter(|(remark, ..)| *remark != Remark::Excluded);
         let counted =
             counted.map(|(remark, count, _)| (remark.is_left_out(), count, remark.word()));
-        let own = own.map(|(count, word)| (true, count, word));
-        let all: Vec<_> = own.into_iter().chain(counted).collect();
+        let all: Vec<_> = own.chain(counted).collect();
         for (of_left_out, start) in [(true, "; left out: "), (false, "; files ")] {
             let these = all
                 .iter()

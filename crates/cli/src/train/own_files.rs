@@ -9,7 +9,7 @@ use crate::codec::TokenizerArg;
 use crate::output;
 
 /// Prefixes of the names that a run gives to entries of its folders.
-const NAMES: [&str; 2] = ["step-", "rank-"];
+const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
 
 /// The files and folders of a run that lie in the text of `--data`.
 #[derive(Debug)]
@@ -22,6 +22,8 @@ pub(crate) struct OwnFiles {
     streams: Vec<FileId>,
     /// True once such a file was met.
     has_met_stream: Cell<bool>,
+    /// Number of the saved steps of other runs that were met.
+    num_steps: Cell<usize>,
 }
 
 impl OwnFiles {
@@ -63,10 +65,11 @@ impl OwnFiles {
             around,
             streams: streams(),
             has_met_stream: Cell::new(false),
+            num_steps: Cell::new(0),
         }
     }
 
-    /// Returns true if a path without links is of the run, and no text.
+    /// Returns true if a path without links is of the run, or a saved step of another one, and no text.
     pub(crate) fn has(&self, path: &Path) -> bool {
         let is_named = self.inside.iter().any(|(_, own)| own == path);
         let is_in = |folder: &PathBuf| path.parent() == Some(folder.as_path());
@@ -78,7 +81,17 @@ impl OwnFiles {
         if is_stream {
             self.has_met_stream.set(true);
         }
-        is_named || is_stream || is_of_run && self.around.iter().any(is_in)
+        let is_own = is_named || is_stream || is_of_run && self.around.iter().any(is_in);
+        let is_step = name.starts_with("step-") && path.join("index.json").is_file();
+        if is_step && !is_own {
+            self.num_steps.set(self.num_steps.get() + 1);
+        }
+        is_own || is_step
+    }
+
+    /// Returns the number of saved steps of other runs that were left out.
+    pub(crate) fn num_steps(&self) -> usize {
+        self.num_steps.get()
     }
 
     /// Returns the flags whose files lie in the text, whether these exist yet or not: a resumed run reports

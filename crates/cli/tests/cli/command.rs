@@ -225,6 +225,15 @@ pub(crate) fn losses(report: &Value) -> Vec<f64> {
         .collect()
 }
 
+/// The warnings of a report, but for the one that so small a model has one large unit.
+pub(crate) fn warnings(report: &Value) -> Vec<&str> {
+    let warnings = report["warnings"].as_array().expect("a list");
+    let warnings = warnings.iter().map(|text| text.as_str().expect("a text"));
+    warnings
+        .filter(|text| !text.starts_with("unit `root`"))
+        .collect()
+}
+
 /// The largest difference relative to the first list.
 pub(crate) fn relative_difference(want: &[f64], got: &[f64]) -> f64 {
     assert_eq!(want.len(), got.len());
