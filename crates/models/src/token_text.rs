@@ -357,7 +357,9 @@ mod tests {
             let id = vocab.len();
             vocab.entry(token).or_insert(id.into());
         };
-        ["<unk>", "\u{2581}", "\n"].map(|token| add(token.to_owned()));
+        for token in ["<unk>", "\u{2581}", "\n"] {
+            add(token.to_owned());
+        }
         ('a'..='z').for_each(|letter| add(letter.to_string()));
         let pairs = [
             "t h",
@@ -370,7 +372,7 @@ mod tests {
             "e r",
             "\u{2581} o",
         ];
-        pairs.map(|pair| add(pair.replace(' ', "")));
+        pairs.iter().for_each(|pair| add(pair.replace(' ', "")));
         json!({
             "version": "1.0", "added_tokens": [], "pre_tokenizer": null, "post_processor": null,
             "normalizer": {"type": "Sequence", "normalizers": [
