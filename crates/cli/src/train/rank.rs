@@ -35,14 +35,7 @@ pub(crate) fn train(
     }
     let is_first = world.rank() == 0;
     if is_first {
-        if !config.json {
-            console::tell(&config.data);
-        }
-        // At once: the report comes when it is too late to stop.
-        let warnings = config.data.warnings();
-        warnings
-            .iter()
-            .for_each(|warning| console::tell(format_args!("warning: {warning}")));
+        tell_of_data(config);
     }
     let mut trainer = match config.model {
         ModelConfig::Gpt(sizes) => trainer(sizes, config, world, mesh),
@@ -108,6 +101,16 @@ pub(crate) fn train(
         result.warnings.extend(resumed.warnings.iter().cloned());
     }
     Ok(result)
+}
+
+/// Prints the size of the text, and warnings about it: the report comes when it is too late to stop.
+fn tell_of_data(config: &TrainConfig) {
+    if !config.json {
+        console::tell(&config.data);
+    }
+    for warning in config.data.warnings() {
+        console::tell(format_args!("warning: {warning}"));
+    }
 }
 
 /// Makes what trains a model of these sizes. Collective.
