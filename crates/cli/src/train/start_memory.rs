@@ -173,7 +173,10 @@ fn initial_weights_are_written_one_parameter_at_a_time() {
         let peak = HEAP.peak_usage() - before;
         // What is read or drawn, the other way round, and as bytes.
         let largest = 4 * 4 * 384 * 4 * 384;
-        assert!(peak <= 2 * largest + BOOKS, "{from}: {peak} bytes of {whole}");
+        assert!(
+            peak <= 2 * largest + BOOKS,
+            "{from}: {peak} bytes of {whole}"
+        );
         let written = std::fs::metadata(&out).expect("written").len();
         assert!(written as usize > whole / 2, "{from}: {written} bytes");
     }
