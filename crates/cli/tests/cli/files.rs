@@ -66,9 +66,16 @@ fn text_may_be_any_bytes_and_a_folder() {
     let folder = Folder::new();
     std::fs::create_dir(folder.path("folder")).unwrap();
     let bytes: Vec<u8> = (0..=255).cycle().take(4000).collect();
-    folder.write("folder/a", &bytes);
-    folder.write("folder/b", b"\xff\xfe\x00 not UTF-8 \xc3\x28");
-    let run = folder.train("--data folder --steps 2 --sample 20");
-    assert_eq!(run.code, 0, "{}", run.stderr);
-    assert!(run.stdout.contains("2 files"), "{}", run.stdout);
+    let printable: Vec<u8> = (b' '..=255).cycle().take(4000).collect();
+    folder.write("any", bytes);
+    folder.write("folder/a", printable);
+    folder.write("folder/b", b" not UTF-8 \xc3\x28");
+    for (data, files) in [
+        ("folder", "2 files"),
+        ("any", "4000 bytes of text in 1 files"),
+    ] {
+        let run = folder.train(&format!("--data {data} --steps 2 --sample 20"));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        assert!(run.stdout.contains(files), "{}", run.stdout);
+    }
 }
