@@ -1,7 +1,12 @@
 //! The memory that a process keeps. One test in a program of its own: the setting is for the whole process.
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 
+#[path = "../../collectives/tests/skipped/mod.rs"]
+mod skipped;
+
 use std::hint::black_box;
+
+use skipped::skipped;
 
 const BYTES: usize = 48 << 20;
 const PAGES: u64 = (BYTES / 4096) as u64;
@@ -28,7 +33,7 @@ fn what_is_freed_is_used_again_without_faults() {
     // The largest tensor that glibc's own setting may come to keep is smaller.
     of_a_tensor();
     if of_a_tensor() < PAGES / 2 {
-        println!("skipped: the system's pages are so large that there is nothing to save");
+        skipped("the system's pages are so large that there is nothing to save");
         return;
     }
     assert!(burn_fsdp::allocator::keep_freed_memory());

@@ -3,7 +3,7 @@
 //! Tests that run transformers say that they did not where it is not installed; `BURN_FSDP_PYTHON` names a Python that has it.
 
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use burn::module::{Lora, Module, ModuleMapper, ModuleVisitor, Param, ParamGroup};
@@ -16,6 +16,7 @@ use burn_fsdp_models::{
 use serde_json::Value;
 
 use crate::command::{Folder, Run, crate_folder, last_report, losses, relative_difference};
+use crate::skipped::python;
 
 const TOKENIZER: &str = include_str!("../../../models/tests/models/tokenizer.json");
 
@@ -682,23 +683,6 @@ fn text_is_generated_from_steps_and_adapters() {
     }
 }
 
-/// A Python with transformers and peft, if there is one.
-fn python() -> Option<PathBuf> {
-    let python = std::env::var_os("BURN_FSDP_PYTHON").unwrap_or_else(|| "python3".into());
-    let found = Command::new(&python)
-        .args(["-c", "import transformers, torch, peft"])
-        .output();
-    match found.is_ok_and(|output| output.status.success()) {
-        true => Some(python.into()),
-        false => {
-            println!(
-                "skipped: {python:?} cannot import transformers and peft; BURN_FSDP_PYTHON names another one"
-            );
-            None
-        }
-    }
-}
-
 fn peer(python: &Path, folder: &Folder, arguments: &str) -> String {
     let script = crate_folder().join("tests/cli/transformers_peer.py");
     let output = Command::new(python)
@@ -721,7 +705,9 @@ fn peer_loss(python: &Path, folder: &Folder, arguments: &str) -> Vec<f64> {
 /// From transformers, trained here, and back.
 #[test]
 fn transformers_reads_what_is_written_and_writes_what_is_read() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("torch, transformers, peft") else {
+        return;
+    };
     let folder = Folder::new();
     for kind in ["llama", "gpt2"] {
         peer(&python, &folder, &format!("make {kind} {kind}"));
@@ -779,7 +765,9 @@ fn transformers_reads_what_is_written_and_writes_what_is_read() {
 
 #[test]
 fn transformers_chooses_the_same_tokens() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("torch, transformers, peft") else {
+        return;
+    };
     let folder = folders();
     for model in ["llama", "gpt2"] {
         let theirs = peer(&python, &folder, &format!("generate {model} 116,104,101 9"));

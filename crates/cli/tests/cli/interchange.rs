@@ -4,7 +4,7 @@
 //! say that they did not where it is not installed; `BURN_FSDP_PYTHON` names a Python that has it.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
@@ -16,6 +16,7 @@ use burn_fsdp::checkpoint::{
 use serde_json::Value;
 
 use crate::command::{Folder, crate_folder, losses, relative_difference};
+use crate::skipped::python;
 
 const TORCH_FILE: &[u8] = include_bytes!("../data/torch_gpt.safetensors");
 
@@ -232,19 +233,6 @@ fn save_matrix(folder: &Path, model: Value) {
     .expect("saves");
 }
 
-/// A Python with PyTorch, if there is one.
-fn python() -> Option<PathBuf> {
-    let python = std::env::var_os("BURN_FSDP_PYTHON").unwrap_or_else(|| "python3".into());
-    let found = Command::new(&python).args(["-c", "import torch"]).output();
-    match found.is_ok_and(|output| output.status.success()) {
-        true => Some(python.into()),
-        false => {
-            println!("skipped: {python:?} cannot import torch; BURN_FSDP_PYTHON names another one");
-            None
-        }
-    }
-}
-
 fn torch_peer(python: &Path, folder: &Folder, arguments: &str) -> String {
     let script = crate_folder().join("tests/cli/torch_peer.py");
     let output = Command::new(python)
@@ -265,7 +253,9 @@ fn torch_losses(python: &Path, folder: &Folder, weights: &str) -> Vec<f64> {
 
 #[test]
 fn pytorch_goes_on_from_a_consolidated_model() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("torch") else {
+        return;
+    };
     for extra in ["--ranks 4", "--ranks 2 --compile"] {
         let folder = Folder::new();
         let run = format!("{TRAIN} --vocab 29 {extra}");
@@ -284,7 +274,9 @@ fn pytorch_goes_on_from_a_consolidated_model() {
 
 #[test]
 fn a_model_that_pytorch_trained_goes_on_here() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("torch") else {
+        return;
+    };
     let folder = Folder::new();
     torch_peer(&python, &folder, "train torch.safetensors 2 31");
     let theirs = torch_losses(&python, &folder, "torch.safetensors");

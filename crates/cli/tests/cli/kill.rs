@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Random};
+use crate::skipped::skipped;
 
 /// Whether a save is under way, or was when the process died.
 fn is_saving(folder: &Path) -> bool {
@@ -76,7 +77,7 @@ fn a_run_killed_again_and_again_ends_as_if_it_never_was() {
 #[test]
 fn kills_of_every_kind_of_run() {
     if !crate::command::is_long() {
-        println!("skipped; BURN_FSDP_LONG=1 runs it");
+        skipped("BURN_FSDP_LONG=1 runs it");
         return;
     }
     let sized = "--layers 2 --dim 64 --heads 2 --seq 64 --warmup 0 --steps 40 --save-every 1";

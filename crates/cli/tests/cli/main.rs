@@ -24,6 +24,7 @@ mod launchers;
 mod leftovers;
 mod links;
 mod numbers;
+mod old_steps;
 mod operations;
 mod outputs;
 mod plan;
@@ -35,6 +36,8 @@ mod settings;
 mod shell;
 #[cfg(target_os = "linux")]
 mod signals;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 mod start;
 mod threads;
 mod tokenizers;

@@ -3,7 +3,12 @@
 //! `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
 #![allow(dead_code, reason = "every test uses another part of this")]
 
+#[path = "../skipped/mod.rs"]
+mod skipped;
+
 use std::process::{Command, Stdio};
+
+use skipped::skipped;
 
 const OPEN_MPI: &str =
     "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";
@@ -18,7 +23,7 @@ pub(crate) fn mpirun(processes: usize) -> Option<Command> {
     let program = words.next().expect("the name of a launcher");
     let version = Command::new(program).arg("--version").output();
     if version.is_err() {
-        println!("skipped: there is no {program}");
+        skipped(&format!("there is no {program}"));
         return None;
     }
     let mut command = Command::new(program);
@@ -82,7 +87,7 @@ pub(crate) fn played(
         [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     let said = format!("{stdout}{stderr}");
     if said.contains("build it with the feature `mpi`") {
-        println!("skipped: built without the feature `mpi`");
+        skipped("built without the feature `mpi`");
         return None;
     }
     Some(Played {

@@ -1,6 +1,5 @@
 //! Llama beside the one of Hugging Face's transformers.
 
-use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -16,6 +15,7 @@ use serde_json::json;
 use tempfile::TempDir;
 
 use crate::safetensors::Container;
+use crate::skipped::python;
 
 pub(crate) const CONFIG: LlamaConfig = LlamaConfig {
     layers: 2,
@@ -105,22 +105,8 @@ struct Printed {
     logits: Vec<f32>,
 }
 
-/// A Python that has transformers: `BURN_FSDP_PYTHON`, or the one of the system. Where there is none, tests say so and do
-/// nothing.
-fn python() -> Option<OsString> {
-    let python = std::env::var_os("BURN_FSDP_PYTHON").unwrap_or_else(|| "python3".into());
-    let found = Command::new(&python)
-        .args(["-c", "import torch, transformers"])
-        .output();
-    if found.is_ok_and(|output| output.status.success()) {
-        return Some(python);
-    }
-    println!("skipped: {python:?} cannot import transformers");
-    None
-}
-
 /// Asserts that transformers reads a folder, and comes to this loss and these logits.
-fn assert_theirs(python: &OsStr, folder: &Path, ours: f32, logits: Tensor<3>) {
+fn assert_theirs(python: &Path, folder: &Path, ours: f32, logits: Tensor<3>) {
     let script = "tests/models/hugging_face_losses.py";
     let script = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the test"))
         .join(script);
@@ -140,7 +126,9 @@ fn assert_theirs(python: &OsStr, folder: &Path, ours: f32, logits: Tensor<3>) {
 
 #[test]
 fn hugging_face_reads_what_was_saved() {
-    let Some(python) = python() else { return };
+    let Some(python) = python("torch, transformers") else {
+        return;
+    };
     for config in [CONFIG, TIED, LINEAR] {
         let folder = TempDir::new().expect("a temporary folder");
         let model = config.init(&Device::flex(), 3).expect("valid sizes");

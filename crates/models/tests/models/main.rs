@@ -11,6 +11,8 @@ mod ranges;
 mod requests;
 
 mod safetensors;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 mod text;
 mod tokenizer;
 mod tokens;

@@ -31,6 +31,8 @@ mod refused;
 mod restores;
 mod running;
 mod scaler;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 mod staging;
 mod unmanaged;
 mod wrapper;
