@@ -40,3 +40,26 @@ impl Offload {
         Ok((offload.host != offload.compute).then_some(offload))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::Device;
+
+    use super::Offload;
+    use crate::policy::ShardPolicy;
+
+    /// Of a device that is no CPU backend, and of which no more is asked than what it is.
+    #[test]
+    fn shards_are_on_the_host_and_weights_where_the_module_is() {
+        let policy = ShardPolicy::new().offload_to(Device::flex());
+        let elsewhere = Device::capture();
+        let offload = Offload::new(&policy, &elsewhere).expect("a host");
+        let offload = offload.expect("the module is not on it");
+        assert_eq!(offload.host, Device::flex());
+        assert_eq!(offload.compute, elsewhere);
+        let on_host = Offload::new(&policy, &Device::flex().autodiff());
+        assert!(on_host.expect("a host").is_none());
+        let without = Offload::new(&ShardPolicy::new(), &elsewhere);
+        assert!(without.expect("no host").is_none());
+    }
+}

@@ -115,3 +115,29 @@ fn each_rank_holds_its_share_and_what_is_kept_whole() {
         }
     }
 }
+
+#[test]
+fn what_is_below_the_limit_stays_whole() {
+    let cut = 11 * 15;
+    let whole = 15 * 7 + 9 * 15 * 7 + 3 * (15 + 15 + 7 + 15) + 15 + 7;
+    let policy = || blocks().whole_below(15 * 7 + 1);
+    for ranks in 1..=4 {
+        let held = on_ranks(ranks, move |world| {
+            let model = build(MLP, &world, &device(), policy())?;
+            Ok(memory(&model)?.parameters)
+        });
+        // As `torch.chunk` divides what is cut.
+        let chunk = usize::div_ceil(cut, ranks);
+        let shares = (0..ranks).map(|rank| chunk.min(cut - rank * chunk));
+        let want: Vec<_> = shares.map(|share| 4 * (share + whole)).collect();
+        assert_eq!(held, want);
+    }
+    for counts in of_one_step(3, policy()) {
+        // The embedding alone is gathered, by the root, which keeps it. All else is in one all-reduce.
+        assert_counts(&counts, 1, 1, 1);
+        let bytes = |kind| counts.of(kind).bytes as usize;
+        assert_eq!(bytes(OperationKind::AllGather), 4 * cut);
+        assert_eq!(bytes(OperationKind::ReduceScatter), 4 * cut);
+        assert_eq!(bytes(OperationKind::AllReduce), 4 * whole);
+    }
+}

@@ -18,6 +18,7 @@ mod recompute;
 mod records;
 mod refusals;
 mod routes;
+mod shares;
 mod states;
 mod switches;
 mod unused;

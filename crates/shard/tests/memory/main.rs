@@ -1,6 +1,7 @@
 //! Bytes: bounds that fail if a full weight stays alive.
 
 mod growth;
+mod held;
 mod optimizers;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -67,7 +67,7 @@ impl Bytes {
 
 /// Returns the bytes of the heap once threads of earlier measurements have ended, which free what is theirs when they get
 /// to it.
-fn settled() -> usize {
+pub(super) fn settled() -> usize {
     let mut last = HEAP.current_usage();
     loop {
         std::thread::sleep(std::time::Duration::from_millis(50));

@@ -1,0 +1,127 @@
+//! The part of a module that each rank holds: which elements, and of what a training makes of them.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use burn::module::Module;
+use burn::optim::{AdamW, AdamWConfig, AdamWState, ModuleOptimizer, Optimizer};
+use burn::tensor::{Device, Tensor};
+use burn_fsdp_shard::{Cut, LocalPart, LocalTensor, ShardPolicy, backward, local_state};
+
+use super::bench::{Case, SEED, build, device, on_ranks, params, seeded};
+use super::nets::{CONV_NET, MLP, RECURRENT};
+
+fn floats(tensor: &LocalTensor) -> Vec<f32> {
+    let (words, _) = tensor.elements.as_bytes().as_chunks::<4>();
+    words.iter().map(|word| f32::from_ne_bytes(*word)).collect()
+}
+
+/// The part of `number` rows that a rank has, as `torch.chunk` divides them.
+fn rows_of(number: usize, ranks: usize, rank: usize) -> Range<usize> {
+    let size = number.div_ceil(ranks);
+    (rank * size).min(number)..((rank + 1) * size).min(number)
+}
+
+/// Asserts that of `num_cut` parameters every rank holds its rows, and the rest whole: the values of the plain module.
+fn assert_rows<M: Module + 'static>(case: Case<M>, units: &'static str, num_cut: usize) {
+    for ranks in 1..=4 {
+        on_ranks(ranks, move |world| {
+            let plain = params(&seeded((case.build)(&device()), SEED));
+            let policy = ShardPolicy::new().units([units]).cut(Cut::Dims);
+            let mut parts = local_state(&build(case, &world, &device(), policy)?)?;
+            parts.retain(|part| !part.path.contains(".running_"));
+            assert_eq!(parts.len(), plain.len());
+            let mut cut = 0;
+            for (part, (path, values)) in parts.iter().zip(&plain) {
+                assert_eq!(part.path, *path);
+                let LocalPart::Shard { range, .. } = &part.part else {
+                    assert_eq!(floats(part), *values, "{path}");
+                    continue;
+                };
+                let row_len: usize = part.shape[1..].iter().product();
+                let rows = rows_of(part.shape[0], ranks, world.rank());
+                let want = rows.start * row_len..rows.end * row_len;
+                assert_eq!(*range, want, "{path} {:?}", part.shape);
+                assert_eq!(floats(part), values[want], "{path}");
+                cut += 1;
+            }
+            assert_eq!(cut, num_cut);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn rows_are_never_cut() {
+    assert_rows(MLP, "blocks.*", 1 + 3 * 3 + 1);
+    // Kernels of three dims a row.
+    assert_rows(CONV_NET, "convs.*", 3 + 1);
+    // Fewer rows in a shard than in others, and none in the last.
+    assert_rows(RECURRENT, "layers.*", 2 * 8 + 1);
+}
+
+/// AdamW that notes the elements of a parameter, of its gradient and of a state.
+#[derive(Clone)]
+struct Witness {
+    adam: AdamW,
+    seen: Arc<Mutex<Vec<[usize; 3]>>>,
+}
+
+impl Optimizer for Witness {
+    type State<const D: usize> = AdamWState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: f64,
+        tensor: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        let given = [tensor.shape(), grad.shape()].map(|shape| shape.num_elements());
+        let (tensor, state) = self.adam.step(lr, tensor, grad, state);
+        let kept = state.as_ref().map(|state| &state.momentum.moment_1);
+        let kept = kept.map_or(0, |moment| moment.shape().num_elements());
+        let mut seen = self.seen.lock().expect("no panic");
+        seen.push([given[0], given[1], kept]);
+        (tensor, state)
+    }
+
+    fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
+        AdamW::to_device(state, device)
+    }
+}
+
+#[test]
+fn gradients_and_states_are_of_what_a_rank_holds() {
+    let cut = 11 * 15 + 15 * 7 + 9 * 15 * 7;
+    let whole = 3 * (15 + 15 + 7 + 15) + 15 + 7;
+    for ranks in 1..=4 {
+        let sums = on_ranks(ranks, move |world| {
+            let device = device();
+            let policy = ShardPolicy::new().units(["blocks.*"]);
+            let mut model = build(MLP, &world, &device, policy)?;
+            let seen = Arc::new(Mutex::new(Vec::new()));
+            let mut optim = ModuleOptimizer::from(Witness {
+                adam: AdamWConfig::new().build(),
+                seen: seen.clone(),
+            });
+            for step in 0..2 {
+                let loss = (MLP.loss)(&model, world.rank(), step, &device);
+                let gradients = backward(loss, &model)?;
+                // The first step also tries the optimizer.
+                seen.lock().expect("no panic").clear();
+                model = optim.step(1e-2, model, gradients);
+            }
+            let seen = seen.lock().expect("no panic");
+            assert_eq!(seen.len(), 1 + 3 * 7 + 3);
+            Ok([0, 1, 2].map(|index| seen.iter().map(|sizes| sizes[index]).sum::<usize>()))
+        });
+        for index in 0..3 {
+            let sum: usize = sums.iter().map(|sums| sums[index]).sum();
+            assert_eq!(sum, cut + ranks * whole, "{ranks} ranks");
+            // A share each, rounded up by at most one element for every parameter that is cut.
+            let most = cut / ranks + 11 + whole;
+            assert!(sums.iter().all(|sums| sums[index] <= most), "{sums:?}");
+        }
+    }
+}
