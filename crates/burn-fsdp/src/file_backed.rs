@@ -12,10 +12,6 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Tensor;
 use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
-use burn_pack::Reader;
-
-use crate::optimizer_record::OptimizerParts;
-use crate::typed_state::{is_usual, with_state};
 
 /// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
 /// state of the unit that is being updated, and no other.
@@ -152,14 +148,7 @@ impl FileBackedOptimizer {
     ///
     /// [`Error::OptimizerState`] if the file cannot be written.
     pub fn restore(&mut self, unit: &str, record: OptimizerRecord) -> Result<(), Error> {
-        let advice = "give it what `records` gave";
-        let path = self.path_of(unit);
-        let refused = |reason: &dyn std::fmt::Display| failure(unit, &path, reason, advice);
-        let record = record.into_bytes().map_err(|error| refused(&error))?;
-        let record = Reader::from_bytes(record).map_err(|error| refused(&error))?;
-        let parts = OptimizerParts::of(record).map_err(|error| refused(&error))?;
-        let optimizer =
-            with_state(self.optimizer.clone(), parts).map_err(|error| refused(&error))?;
+        let optimizer = self.optimizer.clone().load_record(record);
         self.store(unit.to_owned(), &optimizer)
     }
 
@@ -171,29 +160,18 @@ impl FileBackedOptimizer {
     }
 
     fn load(&self, unit: &str) -> Result<ModuleOptimizer, Error> {
-        let Some(file) = self.files.get(unit) else {
-            return Ok(self.optimizer.clone());
-        };
-        let damaged = |reason: &dyn std::fmt::Display| failure(unit, &file.path, reason, DAMAGED);
-        file.check(unit)?;
-        let record = Reader::from_file(&file.path).map_err(|error| damaged(&error))?;
-        let parts = OptimizerParts::of(record).map_err(|error| damaged(&error))?;
-        if is_usual(&parts) {
-            // Without a copy.
-            return Ok(self.optimizer.clone().load_record(file.load(unit)?));
+        let optimizer = self.optimizer.clone();
+        match self.files.get(unit) {
+            Some(file) => Ok(optimizer.load_record(file.read(unit)?)),
+            None => Ok(optimizer),
         }
-        with_state(self.optimizer.clone(), parts).map_err(|error| damaged(&error))
-    }
-
-    /// Returns the file of a unit, which need not be there.
-    fn path_of(&self, unit: &str) -> PathBuf {
-        let known = self.files.get(unit).map(|file| file.path.clone());
-        known.unwrap_or_else(|| self.folder.join(file_name(self.files.len(), unit)))
     }
 
     /// Replaces the file as a whole: a reader sees the old state or the new.
     fn store(&mut self, unit: String, optimizer: &ModuleOptimizer) -> Result<(), Error> {
-        let path = self.path_of(&unit);
+        let number = self.files.len();
+        let known = self.files.get(&unit).map(|file| file.path.clone());
+        let path = known.unwrap_or_else(|| self.folder.join(file_name(number, &unit)));
         let saved = optimizer.save(&path);
         saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
         let checksum = checksum(&path);
@@ -206,21 +184,11 @@ impl FileBackedOptimizer {
 impl StateFile {
     /// Returns the state, if the file is what was written.
     fn read(&self, unit: &str) -> Result<OptimizerRecord, Error> {
-        self.check(unit)?;
-        self.load(unit)
-    }
-
-    fn load(&self, unit: &str) -> Result<OptimizerRecord, Error> {
-        let loaded = OptimizerRecord::load(&self.path);
-        loaded.map_err(|error| failure(unit, &self.path, &error, DAMAGED))
-    }
-
-    fn check(&self, unit: &str) -> Result<(), Error> {
         let damaged = |reason: &dyn std::fmt::Display| failure(unit, &self.path, reason, DAMAGED);
-        match checksum(&self.path).map_err(|error| damaged(&error))? == self.checksum {
-            true => Ok(()),
-            false => Err(damaged(&"its bytes are not those that were written")),
+        if checksum(&self.path).map_err(|error| damaged(&error))? != self.checksum {
+            return Err(damaged(&"its bytes are not those that were written"));
         }
+        OptimizerRecord::load(&self.path).map_err(|error| damaged(&error))
     }
 }
 

@@ -69,18 +69,14 @@ mod device_name;
 mod dtype;
 mod error;
 mod file_backed;
-mod followed;
 mod optimizer_record;
 mod optimizer_state;
-mod recorded;
 mod rendezvous;
 mod restore;
 mod scaler;
 mod snapshot;
-mod step_before;
 #[cfg(feature = "train")]
 pub mod train;
-mod typed_state;
 
 pub use blocking::{resume, save};
 pub use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};

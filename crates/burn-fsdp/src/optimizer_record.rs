@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use burn::module::ParamId;
 use burn::optim::{ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, DType, Device, Shape};
+use burn::tensor::{Bytes, Shape};
 use burn_fsdp_checkpoint::{Step, TensorEntry};
 use burn_fsdp_shard::is_probe;
 use burn_pack::{Reader, Scalar, Tensor as PackedTensor, Writer};
@@ -93,11 +93,7 @@ pub(crate) struct OptimizerParts {
 impl OptimizerParts {
     pub(crate) fn take(optimizer: &ModuleOptimizer) -> Result<Self, CheckpointError> {
         let bytes = optimizer.into_bytes().map_err(optimizer_error)?;
-        Self::of(Reader::from_bytes(bytes).map_err(optimizer_error)?)
-    }
-
-    /// Takes a record apart.
-    pub(crate) fn of(reader: Reader) -> Result<Self, CheckpointError> {
+        let reader = Reader::from_bytes(bytes).map_err(optimizer_error)?;
         let mut parts = Self {
             scalars: reader.scalars().clone(),
             paths: reader.metadata().clone(),
@@ -148,36 +144,29 @@ pub(crate) fn packed(
     writer.into_bytes().map_err(optimizer_error)
 }
 
-/// Returns the type in which Burn puts states together.
-pub(crate) fn usual() -> DType {
-    Device::default().settings().float_dtype.into()
-}
-
-/// Loads a record as Burn does.
-pub(crate) fn plainly(
+/// Gives an optimizer the state of a record, all of which it must take.
+pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
-    parts: OptimizerParts,
+    record: Bytes,
 ) -> Result<ModuleOptimizer, CheckpointError> {
-    let record = packed(parts.tensors, parts.scalars, &parts.paths)?;
+    check_taken(&optimizer, &record)?;
     let record = OptimizerRecord::from_bytes(record).map_err(optimizer_error)?;
     Ok(optimizer.load_record(record))
 }
 
 /// Refuses a record of which the optimizer does not take everything: Burn leaves out the states that it cannot
 /// put together, and training would go on without them. Tried with tensors of one element.
-pub(crate) fn check_taken(
-    optimizer: &ModuleOptimizer,
-    parts: &OptimizerParts,
-) -> Result<(), CheckpointError> {
-    let (scalars, paths) = (parts.scalars.clone(), parts.paths.clone());
+fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), CheckpointError> {
+    let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
+    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
     let mut names: BTreeSet<String> = scalars.keys().cloned().collect();
     let mut tensors = Vec::new();
-    for tensor in &parts.tensors {
+    for tensor in reader.into_tensors().map_err(optimizer_error)? {
         let one = Bytes::from_bytes_vec(vec![0; tensor.dtype.size()]);
         names.insert(tensor.name.clone());
         let shape = Shape::from(vec![1; tensor.shape.num_dims()]);
-        let (name, id) = (tensor.name.clone(), tensor.param_id);
-        tensors.push(PackedTensor::new(name, tensor.dtype, shape, id, one));
+        let id = tensor.param_id;
+        tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
     }
     let small = OptimizerRecord::from_bytes(packed(tensors, scalars, &paths)?);
     let small = small.map_err(optimizer_error)?;

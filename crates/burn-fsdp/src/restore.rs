@@ -14,10 +14,9 @@ use serde_json::Value;
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{OptimizerParts, RANK_KEY, kept_in, owner_of};
+use crate::optimizer_record::{RANK_KEY, kept_in, owner_of, packed, with_state};
 use crate::optimizer_state::{Holders, is_elsewhere};
 use crate::snapshot::ADAPTER_SCALE;
-use crate::typed_state::{check_devices, with_state};
 
 /// Gives a sharded model, and the optimizer that trains it, the state of `step`, whatever the ranks
 /// were that saved it. Each rank reads the bytes that it needs.
@@ -193,11 +192,5 @@ fn restore_optimizer<M: Module>(
         let dims = Scalar::from(held[&path].shown_shape().len());
         scalars.insert(format!("{}.{RANK_KEY}", ids[&path]), dims);
     }
-    let parts = OptimizerParts {
-        tensors,
-        scalars,
-        paths,
-    };
-    check_devices(&parts, &model.devices())?;
-    with_state(optimizer, parts)
+    with_state(optimizer, packed(tensors, scalars, &paths)?)
 }

@@ -20,7 +20,6 @@ use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
 use crate::optimizer_record::{Kept, OptimizerParts, state_name};
 use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
-use crate::typed_state::check_comes_back;
 
 /// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
@@ -53,8 +52,7 @@ pub struct TrainingSnapshot {
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with
-/// state of parameters that are not sharded, which is each rank's own; state of another type than f32 that could not be put
-/// together again, so that nobody trains for a day what cannot be resumed.
+/// state of parameters that are not sharded, which is each rank's own.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -88,7 +86,6 @@ pub fn snapshot_matching<M: Module>(
         .map(|local| (local.path.clone(), local))
         .collect();
     let parts = OptimizerParts::take(optimizer)?;
-    check_comes_back(optimizer, &parts, &model.devices())?;
     let mut states = states(model, &parts, &ids, &locals)?;
     let mut taken = Tensors {
         place: Place { mesh, axis },

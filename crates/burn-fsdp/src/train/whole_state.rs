@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::{burn_dtype, dtype_of};
 use crate::error::{CheckpointError, Error, optimizer_error};
-use crate::optimizer_record::{Number, OptimizerParts, RANK_KEY, state_name};
+use crate::optimizer_record::{Number, OptimizerParts, RANK_KEY, state_name, with_state_of_file};
 use crate::optimizer_state::{
     Holders, ParameterState, StateTensor, is_elsewhere, not_elementwise, states,
 };
@@ -25,7 +25,6 @@ use crate::train::filed::{Filed, FiledState, FiledTensor};
 use crate::train::notes::exchanged;
 use crate::train::piecewise::{lazily_taken, only, without};
 use crate::train::scratch::{Pile, Scratch};
-use crate::typed_state::with_state_of_file;
 
 /// A parameter that an optimizer steps, in shards.
 struct Sharded {
