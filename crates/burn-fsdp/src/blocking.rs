@@ -8,12 +8,14 @@ use burn::optim::ModuleOptimizer;
 use burn_fsdp_checkpoint::{Checkpoints, Error as StepError, SaveRequest, Saved, TrainingState};
 use burn_fsdp_collectives::{AsMesh, ProcessGroup};
 use burn_fsdp_mesh::Mesh;
+use burn_fsdp_shard::check_elementwise_once;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CheckpointError;
 use crate::rendezvous::{GroupRendezvous, exchange};
 use crate::restore::restore;
 use crate::snapshot::snapshot;
+use crate::state_types::check_state_types;
 
 /// A training as it was when it was saved, or fresh.
 #[derive(Clone)]
@@ -111,15 +113,16 @@ pub fn save<M: Module>(
 }
 
 /// Gives a sharded model and its optimizer the state of the newest step that [`save`] has put into a
-/// folder, whatever the ranks were that did; and returns them as they are where nothing is saved.
+/// folder, whatever the ranks were that did; and returns them as they are where nothing has the name of a step.
 ///
 /// Collective: all ranks of `mesh` call it at the same point. Rank 0 looks for the newest step, and all
-/// read that one. `optimizer` is configured as the one that was saved.
+/// read that one. `optimizer` is configured as the one that was saved. Where nothing is saved, it is tried whether what it
+/// will keep can be saved and resumed.
 ///
 /// # Errors
 ///
-/// On every rank, if any rank failed: what [`restore`] refuses, and a newest step that is damaged, which
-/// is never passed over; [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good)
+/// On every rank, if any rank failed: what [`restore`] refuses, a link or a file with the name of the newest step, and a newest
+/// step that is damaged, which is never passed over; [`Checkpoints::newest_good`](crate::checkpoint::Checkpoints::newest_good)
 /// looks for an older one.
 pub fn resume<M: Module>(
     folder: impl AsRef<Path>,
@@ -136,6 +139,11 @@ pub fn resume<M: Module>(
     };
     let newest = newest_of_rank_0(world, newest)?;
     let Some(number) = newest else {
+        // Before a day of training, and not when it is to be saved.
+        let checked = check_elementwise_once(&model, &optimizer)
+            .map_err(CheckpointError::from)
+            .and_then(|()| check_state_types(&model, &optimizer));
+        agreed(world, "resume, nothing saved", 0, checked)?;
         return Ok(Resumed {
             model,
             optimizer,

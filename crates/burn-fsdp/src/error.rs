@@ -185,6 +185,22 @@ pub enum CheckpointError {
         /// The scale of the model.
         got: f64,
     },
+    /// A state that an optimizer keeps in another type than it would get it back in.
+    #[error(
+        "the optimizer keeps `{field}` of `{path}` in {dtype:?}, and Burn makes it {back:?} when it is loaded, with which no step could be \
+         made: the training could not be resumed; build the model in {back:?}, and let `ShardPolicy::precision` compute in {dtype:?}, or \
+         make {dtype:?} the default of the device before the first tensor, by `Device::configure`"
+    )]
+    StateType {
+        /// The parameter.
+        path: String,
+        /// The state.
+        field: String,
+        /// Its type.
+        dtype: DType,
+        /// The type in which it would come back.
+        back: DType,
+    },
     /// A tensor of a type that checkpoints do not hold.
     #[error("`{name}` is of type {dtype:?}; checkpoints hold floats, integers and booleans")]
     Type {

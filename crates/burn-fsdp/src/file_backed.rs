@@ -12,6 +12,9 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::Tensor;
 use burn_fsdp_shard::{Error, check_elementwise_once, gradients_by_unit};
+use burn_pack::Reader;
+
+use crate::optimizer_record::{OptimizerParts, check_taken};
 
 /// An optimizer whose state lies in files, one for each unit of a sharded module: in memory is the
 /// state of the unit that is being updated, and no other.
@@ -176,7 +179,18 @@ impl FileBackedOptimizer {
         saved.map_err(|error| failure(&unit, &path, &error, "make room on the disk"))?;
         let checksum = checksum(&path);
         let checksum = checksum.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
-        self.files.insert(unit, StateFile { path, checksum });
+        let file = StateFile {
+            path: path.clone(),
+            checksum,
+        };
+        // Before it is looked at: a file that is refused is removed with the others.
+        if self.files.insert(unit.clone(), file).is_none() {
+            let record = Reader::from_file(&path);
+            let record = record.map_err(|error| failure(&unit, &path, &error, DAMAGED))?;
+            let parts = OptimizerParts::of(record);
+            let taken = parts.and_then(|parts| check_taken(&self.optimizer, &parts));
+            taken.map_err(|error| failure(&unit, &path, &error, NO_WAY_BACK))?;
+        }
         Ok(())
     }
 }
@@ -288,6 +302,7 @@ const RETRY: Duration = Duration::from_millis(20);
 const WRITABLE: &str = "give a folder that can be written to";
 
 const OF_OTHERS: &str = "give a folder that no other run uses, or remove what is there";
+const NO_WAY_BACK: &str = "no second step could be made with it";
 
 const DAMAGED: &str = "do not touch the folder during a run; go on from a checkpoint";
 

@@ -75,6 +75,7 @@ mod rendezvous;
 mod restore;
 mod scaler;
 mod snapshot;
+mod state_types;
 #[cfg(feature = "train")]
 pub mod train;
 

@@ -93,7 +93,11 @@ pub(crate) struct OptimizerParts {
 impl OptimizerParts {
     pub(crate) fn take(optimizer: &ModuleOptimizer) -> Result<Self, CheckpointError> {
         let bytes = optimizer.into_bytes().map_err(optimizer_error)?;
-        let reader = Reader::from_bytes(bytes).map_err(optimizer_error)?;
+        Self::of(Reader::from_bytes(bytes).map_err(optimizer_error)?)
+    }
+
+    /// Takes a record apart.
+    pub(crate) fn of(reader: Reader) -> Result<Self, CheckpointError> {
         let mut parts = Self {
             scalars: reader.scalars().clone(),
             paths: reader.metadata().clone(),
@@ -149,28 +153,63 @@ pub(crate) fn with_state(
     optimizer: ModuleOptimizer,
     record: Bytes,
 ) -> Result<ModuleOptimizer, CheckpointError> {
-    check_taken(&optimizer, &record)?;
+    let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
+    check_taken(&optimizer, &OptimizerParts::of(reader)?)?;
     let record = OptimizerRecord::from_bytes(record).map_err(optimizer_error)?;
     Ok(optimizer.load_record(record))
 }
 
-/// Refuses a record of which the optimizer does not take everything: Burn leaves out the states that it cannot
-/// put together, and training would go on without them. Tried with tensors of one element.
-fn check_taken(optimizer: &ModuleOptimizer, record: &Bytes) -> Result<(), CheckpointError> {
-    let reader = Reader::from_bytes(record.clone()).map_err(optimizer_error)?;
-    let (scalars, paths) = (reader.scalars().clone(), reader.metadata().clone());
+/// Gives an optimizer the state of a record in a file, all of which it must take. On the CPU backend a tensor is read when it is
+/// asked for, so the file has to stay until then.
+#[cfg(feature = "train")]
+pub(crate) fn with_state_of_file(
+    optimizer: ModuleOptimizer,
+    path: &std::path::Path,
+) -> Result<ModuleOptimizer, CheckpointError> {
+    let reader = Reader::from_file_exact(path).map_err(optimizer_error)?;
+    check_taken(&optimizer, &OptimizerParts::of(reader)?)?;
+    let record = OptimizerRecord::load(path).map_err(optimizer_error)?;
+    Ok(optimizer.load_record(record))
+}
+
+/// Refuses a record of which the optimizer does not take everything, in the types that it has: Burn leaves out the states
+/// that it cannot put together, and training would go on without them; and it makes tensors in the default type of the
+/// device, with which the next step of a parameter of another type panics. Tried with tensors of one element.
+pub(crate) fn check_taken(
+    optimizer: &ModuleOptimizer,
+    parts: &OptimizerParts,
+) -> Result<(), CheckpointError> {
+    let (scalars, paths) = (parts.scalars.clone(), parts.paths.clone());
     let mut names: BTreeSet<String> = scalars.keys().cloned().collect();
     let mut tensors = Vec::new();
-    for tensor in reader.into_tensors().map_err(optimizer_error)? {
+    for tensor in &parts.tensors {
         let one = Bytes::from_bytes_vec(vec![0; tensor.dtype.size()]);
         names.insert(tensor.name.clone());
         let shape = Shape::from(vec![1; tensor.shape.num_dims()]);
-        let id = tensor.param_id;
-        tensors.push(PackedTensor::new(tensor.name, tensor.dtype, shape, id, one));
+        let (name, id) = (tensor.name.clone(), tensor.param_id);
+        tensors.push(PackedTensor::new(name, tensor.dtype, shape, id, one));
     }
     let small = OptimizerRecord::from_bytes(packed(tensors, scalars, &paths)?);
     let small = small.map_err(optimizer_error)?;
     let taken = OptimizerParts::take(&optimizer.clone().load_record(small))?;
+    let types: BTreeMap<_, _> = taken
+        .tensors
+        .iter()
+        .map(|it| (&it.name, it.dtype))
+        .collect();
+    let is_other = |tensor: &&PackedTensor| {
+        let taken = types.get(&tensor.name);
+        taken.is_some_and(|taken| *taken != tensor.dtype)
+    };
+    if let Some(tensor) = parts.tensors.iter().find(is_other) {
+        let id = tensor.name.split_once('.').map_or("", |(id, _)| id);
+        return Err(CheckpointError::StateType {
+            path: paths.get(id).cloned().unwrap_or_default(),
+            field: field_of(&tensor.name).to_owned(),
+            dtype: tensor.dtype,
+            back: types[&tensor.name],
+        });
+    }
     let tensors = taken.tensors.iter().map(|tensor| tensor.name.clone());
     let taken: BTreeSet<String> = taken.scalars.into_keys().chain(tensors).collect();
     let differing: Vec<_> = names.symmetric_difference(&taken).collect();

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{Kept, OptimizerParts, state_name};
+use crate::optimizer_record::{Kept, OptimizerParts, check_taken, state_name};
 use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
 
 /// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
@@ -52,7 +52,8 @@ pub struct TrainingSnapshot {
 /// # Errors
 ///
 /// An optimizer that computes with whole tensors; a tensor of another type than checkpoints hold; an optimizer with
-/// state of parameters that are not sharded, which is each rank's own.
+/// state of parameters that are not sharded, which is each rank's own; state of another type than Burn would
+/// put it together in ([`CheckpointError::StateType`]), so that nobody trains for a day what cannot be resumed.
 pub fn snapshot<M: Module>(
     model: &M,
     optimizer: &ModuleOptimizer,
@@ -86,6 +87,7 @@ pub fn snapshot_matching<M: Module>(
         .map(|local| (local.path.clone(), local))
         .collect();
     let parts = OptimizerParts::take(optimizer)?;
+    check_taken(optimizer, &parts)?;
     let mut states = states(model, &parts, &ids, &locals)?;
     let mut taken = Tensors {
         place: Place { mesh, axis },

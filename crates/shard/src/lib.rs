@@ -103,7 +103,9 @@ pub use inspect::auto::auto_units;
 pub use inspect::names::{check_names, parameter_paths};
 pub use inspect::settle_ids;
 pub use optim::clip::{Clipped, clip_grad_norm, grad_norm};
-pub use optim::elementwise::{check_elementwise, check_elementwise_once, check_same_optimizer};
+pub use optim::elementwise::{
+    Probe, check_elementwise, check_elementwise_once, check_same_optimizer,
+};
 pub use optim::gradients::{UnitGradients, gradients_by_unit, owner_groups, params_with_gradient};
 pub use optim::scaler::LossScaler;
 pub use optim::sealed::{SealedOptimizer, SealedState};

@@ -192,10 +192,7 @@ impl<'a> Trial<'a> {
                 .clone()
                 .load_record(OptimizerRecord::default());
             let value = self.tensor(shape, |i| element(start + i, 0)).require_grad();
-            let mut probe = Probe {
-                path: self.path.clone(),
-                param: Param::initialized(self.id, value),
-            };
+            let mut probe = Probe::new(self.path.clone(), Param::initialized(self.id, value));
             for step in 1..=NUM_STEPS {
                 let gradient =
                     self.tensor(shape, |i| gradients.element(self.dtype, start + i, step));
@@ -217,14 +214,24 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// A module of one parameter, at any path.
+/// A module of one parameter, at any path: what an optimizer takes for that parameter of a larger module.
 #[derive(Debug, Clone)]
-struct Probe<const D: usize> {
+pub struct Probe<const D: usize> {
     path: Vec<String>,
     param: Param<Tensor<D>>,
 }
 
 impl<const D: usize> Probe<D> {
+    /// Creates a module whose only parameter has this path.
+    pub fn new(path: Vec<String>, param: Param<Tensor<D>>) -> Self {
+        Self { path, param }
+    }
+
+    /// Returns the parameter.
+    pub fn param(&self) -> &Param<Tensor<D>> {
+        &self.param
+    }
+
     fn with(self, param: impl FnOnce(Param<Tensor<D>>) -> Param<Tensor<D>>) -> Self {
         Self {
             path: self.path,

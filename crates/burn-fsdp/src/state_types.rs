@@ -1,0 +1,47 @@
+//! The types of what an optimizer keeps, tried before a training that could not be resumed.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use burn::module::{Module, Param};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{DType, Device, Tensor};
+use burn_fsdp_shard::{LocalId, Probe, local_ids, local_state};
+
+use crate::error::CheckpointError;
+use crate::optimizer_record::{OptimizerParts, check_taken};
+
+/// Checks that an optimizer gets back what it will keep of a model, in its types: after a step with an element of each
+/// parameter that is of another type than Burn makes states in.
+///
+/// # Errors
+///
+/// [`CheckpointError::StateType`]; [`burn_fsdp_shard::Error::NotSharded`].
+pub(crate) fn check_state_types<M: Module>(
+    model: &M,
+    optimizer: &ModuleOptimizer,
+) -> Result<(), CheckpointError> {
+    let usual: DType = Device::default().settings().float_dtype.into();
+    let ids = local_ids(model)?;
+    let mut optimizer = optimizer.clone().load_record(OptimizerRecord::default());
+    let is_other = |dtype: DType| dtype.is_float() && dtype != usual;
+    for local in local_state(model)?
+        .into_iter()
+        .filter(|local| is_other(local.dtype))
+    {
+        let Some(LocalId { id, path, .. }) = ids.iter().find(|id| id.path == local.path) else {
+            continue;
+        };
+        let element = |device: Device| Tensor::<1>::ones([1], (&device, local.dtype));
+        let value = element(Device::flex().autodiff()).require_grad();
+        let path = path.split('.').map(str::to_owned).collect();
+        let mut gradients = GradientsParams::new();
+        gradients.register(*id, element(Device::flex()));
+        let probe = Probe::new(path, Param::initialized(*id, value));
+        let step = AssertUnwindSafe(|| drop(optimizer.step(0.0, probe, gradients)));
+        // An optimizer that takes no single element says nothing by it: what it keeps is looked at when it is saved.
+        if catch_unwind(step).is_err() {
+            return Ok(());
+        }
+    }
+    check_taken(&optimizer, &OptimizerParts::take(&optimizer)?)
+}
