@@ -38,7 +38,11 @@ fn what_ranks_do_with_their_shards_is_what_is_returned() {
         let held: usize = result.model.iter().map(|(_, held)| held).sum();
         let expected = values(&expected);
         let all: usize = expected.iter().map(|(_, values)| values.len()).sum();
-        assert_eq!(held, all);
+        // Some small ones every rank holds whole.
+        assert!(
+            held >= all && (ranks == 1 || held < 2 * all),
+            "{held} of {all}"
+        );
         // The trained model, in files that were never whole anywhere.
         let step = Checkpoints::new(&steps).newest().expect("it was saved");
         for (path, values) in expected {
