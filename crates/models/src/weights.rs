@@ -302,11 +302,12 @@ fn found_in<A: Architecture>(
         Some(folder) => folder.files(),
         None => vec![path.to_owned()],
     };
-    // Files may lack what the model does not need, also where an index says that they have it.
-    let head = config.tied_head().map(|[head, _]| head);
+    // Files may lack what the model does not need, also where an index says that they have it; of a tied head and its table
+    // one is enough.
+    let tied = config.tied_head();
     let is_needed = |name: &str| {
         let known = config.name_of(name.to_owned());
-        known.is_some_and(|known| Some(known.as_str()) != head)
+        known.is_some_and(|known| !tied.is_some_and(|names| names.contains(&known.as_str())))
     };
     let mut found = BTreeMap::new();
     for file in &files {
