@@ -115,7 +115,7 @@ fn what_follows_from_other_tensors_is_left_out() {
     for (plain, more) in [("llama", "llama-more"), ("gpt2", "gpt2-more")] {
         for extra in [
             "--ranks 1",
-            "--ranks 3",
+            "--ranks 4",
             "--ranks 2 --compile",
             "--ranks 2 --lora 2",
         ] {

@@ -96,8 +96,7 @@ fn a_folder_without_weights_is_named() {
 /// As in transformers: an index in addition to the single file is not read, whatever it says.
 #[test]
 fn of_two_forms_the_single_file_counts() {
-    let whole = Container::of_model(&CONFIG);
-    let mut other = whole.clone();
+    let mut other = Container::of_model(&CONFIG);
     let third = other.data.iter_mut().skip(2).step_by(4);
     third.for_each(|byte| *byte ^= 1);
     let device = Device::flex();
