@@ -225,6 +225,10 @@ fn take(folder: &Path) -> Result<Option<File>, Error> {
                     &"another run that is under way has its files there",
                 ));
             }
+            // The run before has removed its folder with its files.
+            Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
+                fs::create_dir_all(folder).map_err(unread)?;
+            }
             // Not everywhere can a folder be opened, or locked.
             Ok((Err(TryLockError::Error(_)), _)) | Err(_) => break None,
         }

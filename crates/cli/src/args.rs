@@ -169,8 +169,8 @@ pub(crate) struct TrainingArgs {
         conflicts_with_all = ["activation_checkpointing", "accumulate"]
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// With --compile: prove, before the first step, that the plan computes what was traced, on all ranks: with one row
-    /// of 8 tokens for each rank, as the passes do not depend on how many they are
+    /// With --compile: prove, before the first step, that a plan of these settings computes what was traced, on all ranks: the plan
+    /// for one row of 8 tokens for each rank. Passes that decide by sizes may decide otherwise for the rows and tokens of the run
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
     /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda

@@ -169,12 +169,13 @@ pub(crate) fn is_tied() -> bool {
 fn end() {
     match STOP.get() {
         Some((stop, says_so)) => {
+            // First: whoever reads what is told may be gone, too, and let it wait.
+            stop.store(true, Ordering::Relaxed);
             if *says_so {
                 console::tell(
                     "warning: `burn-fsdp launch` is gone; this process ends in good order",
                 );
             }
-            stop.store(true, Ordering::Relaxed);
         }
         None => {
             console::tell("error: `burn-fsdp launch`, which has started this process, is gone");

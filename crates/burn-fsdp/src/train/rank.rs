@@ -87,6 +87,10 @@ pub(crate) fn train<M: LearnerModel>(
         check_agreement(&model, Agreement::ParametersAndBuffers)?;
     }
     let parent = course.settings.scratch.as_deref();
+    if lead.is_some() && course.saves {
+        // A folder that cannot be written to is found now, and not when the first epoch is over.
+        drop(Scratch::new(parent)?);
+    }
     let optimizer = divided(&model, optimizer, whole, world, parent)?;
     let rates = match course.among {
         Ranks::Threads => None,

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use burn::tensor::Bytes;
 use tempfile::TempDir;
@@ -15,7 +16,20 @@ const MAX_TENSOR_BYTES: u64 = 10 << 30;
 
 /// A folder of files that goes with this value.
 #[derive(Debug)]
-pub(crate) struct Scratch(TempDir);
+pub(crate) struct Scratch {
+    folder: TempDir,
+    /// Held as long as the folder is in use, so that the folder of a killed process can be told from others.
+    _lock: Option<File>,
+}
+
+/// Name of the file that is locked in a folder.
+const LOCK: &str = "lock";
+
+/// The beginning of the names of folders.
+const PREFIX: &str = "burn-fsdp-";
+
+/// How old a lock has to be before a free one counts as left behind: a younger one may be about to be taken.
+const LEFT_BEHIND: Duration = Duration::from_secs(60);
 
 impl Scratch {
     /// Makes a folder in the one that the user named, or where large files may lie for a while.
@@ -25,17 +39,20 @@ impl Scratch {
             None => usual(),
         };
         let made = std::fs::create_dir_all(&parent);
-        let made = made.and_then(|()| {
-            tempfile::Builder::new()
-                .prefix("burn-fsdp-")
-                .tempdir_in(&parent)
-        });
-        made.map(Self).map_err(failure("make a folder in", &parent))
+        let made = made.and_then(|()| tempfile::Builder::new().prefix(PREFIX).tempdir_in(&parent));
+        let folder = made.map_err(failure("make a folder in", &parent))?;
+        let lock = File::create(folder.path().join(LOCK)).ok();
+        let lock = lock.filter(|lock| lock.try_lock().is_ok());
+        remove_left_behind(&parent);
+        Ok(Self {
+            folder,
+            _lock: lock,
+        })
     }
 
     /// Returns the path of a file in the folder.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
+        self.folder.path().join(name)
     }
 
     /// Begins a file.
@@ -50,12 +67,32 @@ impl Scratch {
     }
 }
 
+/// Removes the folders of killed processes: those with a lock that nobody holds.
+fn remove_left_behind(parent: &Path) {
+    let entries = std::fs::read_dir(parent).into_iter().flatten().flatten();
+    for entry in entries {
+        if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            continue;
+        }
+        let Ok(lock) = File::open(entry.path().join(LOCK)) else {
+            continue;
+        };
+        let made = lock.metadata().and_then(|lock| lock.modified());
+        let is_old = made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > LEFT_BEHIND));
+        if is_old && lock.try_lock().is_ok() {
+            // What cannot be removed is in nobody's way but that of the disk.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 /// Returns where large files may lie for a while: the folder of temporary files that the user named, or that which is not kept
 /// in memory.
 fn usual() -> PathBuf {
     let on_disk = Path::new("/var/tmp");
+    let can_be_written = || tempfile::tempfile_in(on_disk).is_ok();
     match std::env::var_os("TMPDIR") {
-        None if on_disk.is_dir() => on_disk.to_owned(),
+        None if can_be_written() => on_disk.to_owned(),
         _ => std::env::temp_dir(),
     }
 }
@@ -114,6 +151,26 @@ mod tests {
         assert!(path.exists());
         drop(scratch);
         assert!(!path.exists());
+        // A killed process leaves a folder with a lock that nobody holds; one that is young, or held, stays.
+        let left = |name: &str, age| {
+            let folder = parent.path().join(format!("{PREFIX}{name}"));
+            std::fs::create_dir(&folder).expect("it is made");
+            let lock = File::create(folder.join(LOCK)).expect("it is made");
+            let time = std::time::SystemTime::now() - age;
+            lock.set_modified(time).expect("it has a time");
+            (folder, lock)
+        };
+        let (dead, free) = left("dead", 2 * LEFT_BEHIND);
+        drop(free);
+        let (alive, held) = left("alive", 2 * LEFT_BEHIND);
+        held.try_lock().expect("it is free");
+        let (young, _) = left("young", Duration::ZERO);
+        drop(Scratch::new(Some(parent.path())).expect("it is made"));
+        assert_eq!(
+            [&dead, &alive, &young].map(|it| it.exists()),
+            [false, true, true]
+        );
+        drop(held);
         let file = parent.path().join("file");
         std::fs::write(&file, "").expect("it is written");
         let error = Scratch::new(Some(&file))

@@ -286,7 +286,11 @@ fn check_memory(model: &ModelConfig, ranks: &Ranks, tokens: usize) -> Result<(),
     let shards = ELEMENT * params.div_ceil(ranks.number()) as u128;
     let unit = ELEMENT * largest_unit(model)? as u128;
     let seen = tokens.min(model.seq()) as u128;
-    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (model.dim() as u128) * seen;
+    let width = match model {
+        ModelConfig::Llama(sizes) => sizes.kv_heads * sizes.head_dim(),
+        ModelConfig::Gpt(_) | ModelConfig::Gpt2(_) => model.dim(),
+    };
+    let cache = 2 * ELEMENT * (model.num_layers() as u128) * (width as u128) * seen;
     let needed = (shards + unit + cache).saturating_mul(ranks.of_process() as u128);
     let available = u128::from(available);
     match needed > available {
