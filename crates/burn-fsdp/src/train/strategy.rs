@@ -35,10 +35,13 @@ pub(crate) struct Strategy<M: LearnerModel, T> {
     left: Left<T>,
 }
 
+/// What the ranks return, in their order, once all have ended.
+pub(crate) type Outcome<T> = Arc<Mutex<Option<Result<Vec<T>, Error>>>>;
+
 /// What a training leaves.
 pub(crate) struct Left<T> {
     /// What the ranks here have returned, or why one failed; `None` before.
-    pub(crate) outcome: Arc<Mutex<Option<Result<Vec<T>, Error>>>>,
+    pub(crate) outcome: Outcome<T>,
     /// What a summary says of the model.
     pub(crate) text: Arc<Mutex<String>>,
 }
