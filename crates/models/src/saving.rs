@@ -16,7 +16,7 @@ use crate::{Gpt, Gpt2, Llama, ModelError, ParameterSpec};
 
 impl Gpt {
     /// Writes the weights as safetensors, by the names and in the layout of the model's
-    /// [table](GptConfig::parameters), which are those of the PyTorch program.
+    /// [table](crate::GptConfig::parameters), which are those of the PyTorch program.
     ///
     /// The file is written beside its place and renamed into it when complete. It has the permissions of the file that it
     /// replaces, or of any new file.
