@@ -251,7 +251,7 @@ fn an_average_may_have_more_bits_than_its_model() {
                 sums.for_each(|(old, new)| *old = *old * 0.875 + new * 0.125);
             }
             assert_eq!(held(&average)?, want);
-            let refused = moving_average(model.clone(), &average, 0.5).expect_err("fewer bits");
+            let refused = moving_average(model, &average, 0.5).expect_err("fewer bits");
             assert!(matches!(refused, Error::Returned { .. }), "{refused}");
             Ok(())
         });
