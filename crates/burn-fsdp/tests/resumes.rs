@@ -240,8 +240,11 @@ enum Cell {
     Failed(String),
 }
 
-/// A reason without the rank that gave it: several may.
+/// A reason without the rank that gave it, and without the state that it found first: several may.
 fn plain(reason: &str) -> String {
+    if reason.contains(NO_WAY_BACK) {
+        return NO_WAY_BACK.to_owned();
+    }
     let rest = reason
         .split_once("failed: ")
         .map_or(reason, |(_, rest)| rest);
@@ -509,6 +512,8 @@ fn cells<O: Optimizer>(optimizer: O, rate: f64, types: [DType; 2]) -> Vec<(&'sta
 /// The table, and what is wrong in it.
 #[derive(Default)]
 struct Table {
+    /// Optimizers that came by, tried or not.
+    num_seen: usize,
     lines: Vec<String>,
     reasons: BTreeMap<String, usize>,
     failures: Vec<String>,
@@ -559,14 +564,27 @@ impl Table {
 
 impl ForEach for Table {
     fn case<O: Optimizer>(&mut self, name: &'static str, optimizer: O, rate: f64, needs: Needs) {
+        self.num_seen += 1;
+        let is_long = std::env::var_os("BURN_FSDP_LONG").is_some();
+        if !is_long && self.num_seen % SHORT != 1 {
+            return;
+        }
+        let types = if is_long {
+            &TYPES[..]
+        } else {
+            &[DType::F32, DType::BF16]
+        };
         // Their whole tensors are the owners': tests/owners.rs.
-        for dtype in TYPES {
+        for dtype in types.iter().copied() {
             let types = [dtype; 2];
             let cells = cells(optimizer.clone(), rate, types);
             self.add(name, types, cells, needs);
         }
     }
 }
+
+/// One in so many optimizers is tried, in two types, unless `BURN_FSDP_LONG` is set.
+const SHORT: usize = 9;
 
 #[test]
 fn every_optimizer_goes_on_in_every_type_through_every_call() {
@@ -618,8 +636,8 @@ fn a_state_that_could_not_come_back_is_refused_before_training() {
         steps: 0..STEPS,
     };
     let cases = [
-        ([DType::BF16; 2], "`first.weight` in BF16"),
-        ([DType::F64; 2], "`first.weight` in F64"),
+        ([DType::BF16; 2], " in BF16"),
+        ([DType::F64; 2], " in F64"),
         ([DType::F32, DType::F16], "`scale` in F16"),
     ];
     for (types, words) in cases {
