@@ -323,8 +323,8 @@ fn moved<O: Optimizer>(of: &Part<O>, to: (Call, usize, bool)) -> Cell {
         ..of.clone()
     };
     match again(&second) {
-        // Of a compiled step, which keeps states of every type.
-        Err(reason) if reason.contains(NO_WAY_BACK) => refused(&reason),
+        // Of a compiled step, which keeps states of every type, and may step whole tensors of its own.
+        Err(reason) if reason.contains(NO_WAY_BACK) || reason.contains(WHOLE) => refused(&reason),
         Err(reason) => Cell::Failed(reason),
         Ok(()) => {
             let (before, after) = (
@@ -454,6 +454,9 @@ fn plainly<O: Optimizer>(of: &Part<O>) -> Vec<f64> {
 
 /// The words of the refusal of a state of another type.
 const NO_WAY_BACK: &str = "the training could not be resumed";
+
+/// The words of the refusal of an optimizer that computes with whole tensors.
+const WHOLE: &str = "it computes with whole tensors";
 
 const CELLS: [&str; 12] = [
     "as plain Burn, 1",

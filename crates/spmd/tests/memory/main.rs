@@ -263,7 +263,8 @@ fn placements_are_taken_up_one_parameter_at_a_time() {
         let (peak, left, is_cut) = seen[0];
         assert!(is_cut, "the batch decides for parts");
         let what = format!("{peak} bytes, {left} left on {ranks} ranks");
-        assert!(left <= BOOKS, "{what}");
+        // The tables of layouts are those of four ranks.
+        assert!(left <= BOOKS + LAYER / 2, "{what}");
         // A whole parameter on each rank, the parts that it is made of, and the parts that are made of it.
         assert!(peak <= (ranks + 2) * LAYER + BOOKS, "{what}");
     }
