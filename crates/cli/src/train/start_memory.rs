@@ -68,8 +68,8 @@ fn assert_parts<A: Architecture>(
     let (peak, left) = of_start(sizes, arguments);
     let held = 4 * params * copies;
     let what = format!("{arguments}: {peak} bytes, {left} left, {held} of the model");
-    assert!((held..held + BOOKS).contains(&left), "{what}");
-    assert!(peak <= held + largest + BOOKS, "{what}");
+    assert!((held..held + 2 * BOOKS).contains(&left), "{what}");
+    assert!(peak <= held + largest + 2 * BOOKS, "{what}");
 }
 
 fn llama(has_tied_head: bool) -> LlamaConfig {
