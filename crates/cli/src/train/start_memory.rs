@@ -110,7 +110,6 @@ fn a_folder_is_read_in_parts() {
                 2,
             ),
             ("--compile --ranks 2 --unit-size 100000", 1),
-            ("--compile --ranks 2 --certify", 1),
             ("--compile --ranks 2 --memory-budget 1GiB", 1),
         ] {
             let arguments = format!("{arguments} --init {path}");
@@ -147,7 +146,6 @@ fn random_values_are_made_one_parameter_at_a_time() {
         ),
         ("--compile --ranks 2 --strategy no-shard", 2),
         ("--compile --ranks 2 --unit-size 100000", 1),
-        ("--compile --ranks 2 --certify", 1),
         ("--ranks 2", 1),
         ("--ranks 2 --unit-size 100000", 1),
     ] {
