@@ -68,7 +68,8 @@ fn assert_parts<A: Architecture>(
     let (peak, left) = of_start(sizes, arguments);
     let held = 4 * params * copies;
     let what = format!("{arguments}: {peak} bytes, {left} left, {held} of the model");
-    assert!((held..held + 2 * BOOKS).contains(&left), "{what}");
+    // What is left of a run before may go meanwhile.
+    assert!((held / 2..held + 2 * BOOKS).contains(&left), "{what}");
     assert!(peak <= held + largest + 2 * BOOKS, "{what}");
 }
 
