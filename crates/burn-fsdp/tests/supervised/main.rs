@@ -9,6 +9,8 @@ mod processes;
 #[path = "../beside_burn/runs.rs"]
 mod runs;
 mod shards;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,14 +1,11 @@
 //! A program started as several processes, by `mpirun`.
 //!
-//! `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
+//! A test that has this module has `skipped` beside it, in its root. `BURN_FSDP_MPIRUN` is the launcher with its options, if it is not Open MPI's.
 #![allow(dead_code, reason = "every test uses another part of this")]
-
-#[path = "../skipped/mod.rs"]
-mod skipped;
 
 use std::process::{Command, Stdio};
 
-use skipped::skipped;
+use crate::skipped::skipped;
 
 const OPEN_MPI: &str =
     "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1";

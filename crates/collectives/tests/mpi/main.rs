@@ -2,6 +2,9 @@
 
 #[cfg(feature = "mpi")]
 mod scenes;
+#[cfg(feature = "mpi")]
+#[path = "../skipped/mod.rs"]
+mod skipped;
 
 #[cfg(feature = "mpi")]
 fn main() -> std::process::ExitCode {

@@ -19,6 +19,8 @@ mod records;
 mod refusals;
 mod routes;
 mod shares;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 mod states;
 mod switches;
 mod unused;

@@ -33,5 +33,7 @@ mod scale;
 mod scaled;
 mod seed;
 mod sequence_parallel;
+#[path = "../../../collectives/tests/skipped/mod.rs"]
+mod skipped;
 mod uneven;
 mod units;
