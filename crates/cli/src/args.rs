@@ -169,8 +169,9 @@ pub(crate) struct TrainingArgs {
         conflicts_with_all = ["activation_checkpointing", "accumulate"]
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// With --compile: prove, before the first step, that a plan of these settings computes what was traced, on all ranks: the plan
-    /// for one row of 8 tokens for each rank. Passes that decide by sizes may decide otherwise for the rows and tokens of the run
+    /// With --compile: prove, before the first step, that the plan computes what was traced, on all ranks: the plan for the
+    /// rows and tokens of the run, node by node, at the size of a few. A step with any other plan is refused. Evaluations
+    /// are not proved
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
     /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda

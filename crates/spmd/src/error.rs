@@ -1,6 +1,7 @@
 //! Errors of tracing, transforming and running a step.
 
 mod constructors;
+mod proof;
 mod scale;
 mod text;
 
@@ -9,6 +10,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 
 use crate::pass_id::PassId;
+pub use proof::ProofError;
 pub use scale::ScaleError;
 use text::{After, At, Known, Pass, Produced, advice};
 
@@ -481,6 +483,10 @@ pub enum Error {
     /// A loss that cannot be scaled.
     #[error(transparent)]
     LossScale(#[from] ScaleError),
+
+    /// A plan that was not proved.
+    #[error(transparent)]
+    Proof(#[from] ProofError),
 
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]

@@ -80,6 +80,7 @@ pub mod passes;
 pub mod place;
 mod ranks;
 pub mod run;
+mod stages;
 pub mod trace;
 mod transform;
 
@@ -90,11 +91,11 @@ pub use compile::{
     compile_from, compile_on, compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
-pub use error::{Error, ScaleError};
+pub use error::{Error, ProofError, ScaleError};
 pub use initial::ShardSpec;
 pub use kernels::{copied_columns, kernels, plain};
 pub use lazy_lora::LazyLora;
-pub use lower::{certify, lower};
+pub use lower::{certify, certify_at, lower};
 pub use mode::Mode;
 pub use norm::GRAD_NORM;
 pub use place::{DataParallel, Expand};

@@ -1,16 +1,17 @@
 //! The application of a mode's passes to a traced step.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use burn_fsdp_mesh::Pattern;
 
-use crate::certificate::{Certificate, Parts};
+use crate::certificate::{Certificate, Scale, checked_kernels};
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::{Mode, Purpose};
-use crate::passes::schedule::{self, OptimizerPlace, Options};
+use crate::passes::schedule::OptimizerPlace;
 use crate::passes::verify::{verify, verify_types};
-use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps};
+use crate::stages::{Keep, Stages, StepGraphs};
 
 /// A step, ready to run, with the proof of what it computes, if that was asked for.
 #[derive(Debug)]
@@ -19,20 +20,9 @@ pub(crate) struct Lowered {
     pub(crate) certificate: Option<Arc<Certificate>>,
 }
 
-/// The graphs of a step.
-#[derive(Debug)]
-pub(crate) enum StepGraphs {
-    /// The one graph of every step.
-    Whole(Box<Graph>),
-    /// The graphs of a mode whose optimizer runs in the next forward.
-    Iteration(Box<Iteration>),
-    /// The graphs of a step over several micro-batches.
-    Micro(Box<MicroSteps>),
-}
-
 /// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
 /// optimizer runs in the next forward, the result is the main graph; of a loss that is
-/// [scaled](schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer.
+/// [scaled](crate::passes::schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer.
 ///
 /// # Errors
 ///
@@ -57,96 +47,82 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
     let mut mode = mode.clone().certified();
     let graph = mode.prepare(graph)?;
     let certificate = lower_all(graph, &mode, mode.purpose(num_batches))?.certificate;
-    let certificate =
-        certificate.ok_or_else(|| Error::Internal("nothing was proved".to_owned()))?;
+    let certificate = certificate.ok_or_else(nothing_proved)?;
     Ok(Certificate::clone(&certificate))
+}
+
+/// Proves the plan that a mode makes of `real`, a step as it was traced at the shapes of a run, which may have too many elements
+/// for [`certify`]. `small` is the same step traced at small shapes.
+///
+/// The passes make the plan of `real`, and then its twin of `small`, for which they decide (what is computed again, fused, joined)
+/// by the sizes that values have in the plan. The two must be one list of operations after every pass: the same operations of the same
+/// values, with sizes that differ as those of the traces do. The twin is proved as [`certify`] does, and kernels are checked in
+/// floats at the shapes of the run, where these are not too large. So a pass that is wrong at large shapes alone is found by its
+/// list, and one that is wrong where it decides as it does for large shapes by the proof.
+///
+/// A small shape must be one at which the model does the same: as a rule dims of one element stay one, and others are two or more.
+///
+/// # Errors
+///
+/// As [`certify`]; [`ProofError::Twin`](crate::ProofError::Twin) with the first pass after which the two differ, and the node.
+pub fn certify_at(
+    real: Graph,
+    small: Graph,
+    num_batches: usize,
+    mode: &Mode,
+) -> Result<Certificate, Error> {
+    let start = Instant::now();
+    let mut mode = mode.clone().certified();
+    let real = mode.prepare(real)?;
+    let small = mode.prepare(small)?;
+    let purpose = mode.purpose(num_batches);
+    let stages = Stages::of(real, &mode, purpose, Keep::All)?;
+    let scale = Scale::of(stages.traced()?, &small, &mode.ranks().mesh()?)?;
+    let twins = Stages::of(small, &mode, purpose, Keep::Twins(&stages, &scale))?;
+    let certificate = twins.proved(&mode)?.ok_or_else(nothing_proved)?;
+    let (plan, twin) = (stages.into_graphs()?, twins.into_graphs()?);
+    plan.all().into_iter().try_for_each(verify_types)?;
+    Ok(Certificate {
+        checked_in_floats: checked_kernels(plan.all().into_iter().zip(twin.all()))?,
+        plan: plan.fingerprint(),
+        elapsed: start.elapsed(),
+        ..certificate
+    })
+}
+
+fn nothing_proved() -> Error {
+    Error::Internal("nothing was proved".to_owned())
 }
 
 /// Applies the passes of a mode, and returns all graphs that result.
 pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<Lowered, Error> {
-    let options = match purpose {
-        Purpose::Step => mode.options.clone(),
-        // The norm is that of all micro-batches, and the optimizer comes after them, wherever it is otherwise.
-        Purpose::Micro(_) => {
-            let options = mode.options.clone().clip_grad_norm(None);
-            options.optimizer(OptimizerPlace::InNextForward)
-        }
+    let is_proved = mode.is_proved(&graph);
+    let keep = if is_proved { Keep::All } else { Keep::Plan };
+    let stages = Stages::of(graph, mode, purpose, keep)?;
+    let certificate = match is_proved {
+        true => stages.proved(mode)?,
+        false => None,
     };
-    let Passed {
-        plan,
-        traced,
-        mut certificate,
-    } = passed(graph, mode, &options)?;
-    let last = schedule::last(&options);
-    let graphs = match purpose {
-        Purpose::Micro(num_batches) => {
-            let axes = mode.ranks().mesh()?.axes().to_vec();
-            let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
-            let steps = Accumulate { num_batches, clip }.split(plan, &last)?;
-            StepGraphs::Micro(Box::new(steps))
-        }
-        Purpose::Step if options.optimizer == OptimizerPlace::InNextForward => {
-            StepGraphs::Iteration(Box::new(DeferOptimizer.split(plan, &last)?))
-        }
-        Purpose::Step => StepGraphs::Whole(Box::new(plan)),
-    };
-    let (all, parts) = match (&graphs, purpose) {
-        (StepGraphs::Iteration(of), _) => {
-            let all = vec![&of.setup, &of.main, &of.cleanup];
-            (all, Some(Parts::Iteration(of)))
-        }
-        (StepGraphs::Micro(of), Purpose::Micro(num_batches)) => {
-            let all = vec![&of.first, &of.next, &of.update];
-            (all, Some(Parts::Micro(of, num_batches)))
-        }
-        (StepGraphs::Whole(of), _) => (vec![&**of], None),
-        _ => (Vec::new(), None),
-    };
+    let graphs = stages.into_graphs()?;
     let check = if mode.verify { verify } else { verify_types };
-    all.into_iter().try_for_each(check)?;
-    if let (Some(parts), Some(traced)) = (parts, &traced) {
-        let of_passes = certificate.take();
-        let proved = mode.prove(|proof| proof.of_parts(traced, parts))?;
-        certificate = of_passes
-            .zip(proved)
-            .map(|(of_passes, kernels)| Certificate {
-                checked_in_floats: kernels,
-                ..of_passes
-            });
-    }
-    if let Some(certificate) = &certificate {
-        tracing::info!(%certificate, "proved");
-    }
+    graphs.all().into_iter().try_for_each(check)?;
+    let nodes = graphs.all().into_iter().map(|plan| plan.nodes().len());
+    mode.check_proved(graphs.fingerprint(), nodes.sum())?;
+    let certificate = match certificate {
+        None => None,
+        Some(certificate) => {
+            let plans = graphs.all().into_iter();
+            let certificate = Certificate {
+                checked_in_floats: checked_kernels(plans.map(|plan| (plan, plan)))?,
+                plan: graphs.fingerprint(),
+                ..certificate
+            };
+            tracing::info!(%certificate, "proved");
+            Some(Arc::new(certificate))
+        }
+    };
     Ok(Lowered {
         graphs,
-        certificate: certificate.map(Arc::new),
-    })
-}
-
-/// A graph after the passes.
-struct Passed {
-    plan: Graph,
-    /// The graph before them, if it was proved equal.
-    traced: Option<Graph>,
-    certificate: Option<Certificate>,
-}
-
-/// Applies the passes of a mode, and proves them where it is to be.
-fn passed(graph: Graph, mode: &Mode, options: &Options) -> Result<Passed, Error> {
-    let pipeline = mode.pipeline(options)?;
-    if !mode.is_proved(&graph) {
-        return Ok(Passed {
-            plan: pipeline.run(graph)?,
-            traced: None,
-            certificate: None,
-        });
-    }
-    let mut stages = pipeline.stages(graph)?;
-    let certificate = mode.prove(|proof| proof.of_passes(&stages))?;
-    let plan = stages.pop();
-    Ok(Passed {
-        plan: plan.ok_or_else(|| Error::Internal("no pass has made a plan".to_owned()))?,
-        traced: certificate.is_some().then(|| stages.swap_remove(0)),
         certificate,
     })
 }

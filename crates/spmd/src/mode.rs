@@ -2,7 +2,9 @@
 
 mod division;
 mod draws;
+mod proofs;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use burn::tensor::DType;
@@ -10,7 +12,6 @@ use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Layout, Pattern, Strategy};
 
 use crate::Precision;
-use crate::certificate::{Proof, work};
 use crate::error::{Error, ScaleError};
 use crate::graph::{Graph, Role};
 use crate::passes::schedule;
@@ -20,6 +21,7 @@ use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
 use division::Division;
+use proofs::Certify;
 
 /// The ranks that a step is compiled for, and the passes that compile it.
 #[derive(Debug, Clone)]
@@ -32,6 +34,11 @@ pub struct Mode {
     pub(crate) cache: usize,
     pub(crate) verify: bool,
     certified: Certify,
+    /// Fingerprints of the plans that were proved, if no others may run.
+    proved: Option<BTreeSet<u64>>,
+    /// Takes faulty passes for those of the mode.
+    #[cfg(test)]
+    planted: Option<proofs::Planted>,
     /// The seed of random numbers; without one the backend draws them.
     seed: Option<u64>,
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
@@ -45,18 +52,6 @@ pub(crate) enum Purpose {
     /// A step of that many micro-batches.
     Micro(usize),
 }
-
-/// The plans that are proved before they run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Certify {
-    Never,
-    /// Those of little work: the default of debug builds.
-    Small,
-    Always,
-}
-
-/// Products of elements in a step on all ranks up to which a debug build proves a plan by itself.
-const SMALL_PLAN: u64 = 1 << 22;
 
 impl Mode {
     /// Creates the mode of a single rank.
@@ -131,10 +126,10 @@ impl Mode {
             options: schedule::Options::default(),
             cache: 8,
             verify: cfg!(debug_assertions),
-            certified: match cfg!(debug_assertions) {
-                true => Certify::Small,
-                false => Certify::Never,
-            },
+            certified: Certify::default(),
+            proved: None,
+            #[cfg(test)]
+            planted: None,
             seed: None,
             transforms: Vec::new(),
         }
@@ -216,19 +211,6 @@ impl Mode {
     #[must_use]
     pub fn verified(mut self) -> Self {
         self.verify = true;
-        self
-    }
-
-    /// Proves of each plan, before it runs, that it computes what was traced
-    /// ([`Certificate`](crate::Certificate)); debug builds prove small ones anyway. A proof takes tens of steps' time on
-    /// one thread, for all ranks one after the other and the same on every rank: prove a small batch, or a small model
-    /// with the options of the large one, as the passes are the same.
-    ///
-    /// By placements, operations of which only whole tensors are known cannot be proved, and are refused
-    /// ([`Error::NotProvable`]).
-    #[must_use]
-    pub fn certified(mut self) -> Self {
-        self.certified = Certify::Always;
         self
     }
 
@@ -433,39 +415,6 @@ impl Mode {
         }
     }
 
-    /// Returns true if the plan of a step that was traced so is to be proved.
-    pub(crate) fn is_proved(&self, traced: &Graph) -> bool {
-        match self.certified {
-            Certify::Never => false,
-            Certify::Small => work(traced) * self.ranks.size() as u64 <= SMALL_PLAN,
-            Certify::Always => true,
-        }
-    }
-
-    /// Makes a proof of plans of this mode; `None` if they cannot be proved, and were not asked to be.
-    pub(crate) fn prove<T>(
-        &self,
-        with: impl FnOnce(&Proof<'_>) -> Result<T, Error>,
-    ) -> Result<Option<T>, Error> {
-        let mesh = self.ranks.mesh()?;
-        let joined = match &self.division {
-            Division::DataParallel(_) | Division::Hybrid { .. } => None,
-            Division::Expand(_, expand) | Division::Least(Some(expand)) => Some(expand),
-            Division::Least(None) => {
-                return Err(Error::Internal("placements are not decided".to_owned()));
-            }
-        };
-        let proof = Proof {
-            mesh: &mesh,
-            clip: self.options.clip,
-            joined,
-        };
-        match (with(&proof), self.certified) {
-            (Err(Error::NotProvable { .. }), Certify::Small) => Ok(None),
-            (result, _) => result.map(Some),
-        }
-    }
-
     /// Returns the passes of the mode, with these options.
     pub(crate) fn pipeline(&self, options: &schedule::Options) -> Result<Pipeline, Error> {
         let prefetch = options.prefetch.unwrap_or(self.ranks.overlaps());
@@ -473,10 +422,20 @@ impl Mode {
         let pipeline = self
             .division
             .pipeline(&self.ranks, &options, &self.transforms)?;
+        #[cfg(test)]
+        let pipeline = self.planted(pipeline);
         Ok(match self.verify {
             true => pipeline.verified(),
             false => pipeline,
         })
+    }
+
+    /// Returns the passes that come last, of each graph of a step that has several.
+    pub(crate) fn last(&self, options: &schedule::Options) -> Pipeline {
+        let pipeline = schedule::last(options);
+        #[cfg(test)]
+        let pipeline = self.planted(pipeline);
+        pipeline
     }
 }
 

@@ -1,5 +1,6 @@
 //! The trainer that runs a compiled step.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::module::Module;
@@ -8,10 +9,10 @@ use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
-use burn_fsdp::compile::trace::{TraceConfig, trace};
+use burn_fsdp::compile::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp::compile::{
-    CompiledStep, Evaluation, LazyLora, LossScaling, Mode, ShardSpec, certify, compile_from,
-    kernels, load_compiled, restore_compiled_matching, snapshot_compiled_matching,
+    Certificate, CompiledStep, Error, Evaluation, LazyLora, LossScaling, Mode, ShardSpec, certify_at,
+    compile_from, kernels, load_compiled, restore_compiled_matching, snapshot_compiled_matching,
 };
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
@@ -95,7 +96,8 @@ fn mode<A: Architecture>(
         return Ok((mode.options(options), Vec::new()));
     };
     let rows = config.micro_rows_of(world.rank(), 0).len();
-    let graph = traced(sizes, config, [rows, config.seq])?;
+    let step = (OptimizerStep::Next, config.schedule.at(0));
+    let graph = traced(sizes, config, [rows, config.seq], step)?;
     let fitted = fit(&graph, &mode, &options, budget).map_err(|error| match error {
         BudgetError::Step(error) => RankError::Compiled(Box::new(error)),
         error => RankError::Input(Box::new(InputError::Budget(Box::new(error)))),
@@ -109,6 +111,7 @@ fn traced<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
     shape: [usize; 2],
+    (step, learning_rate): (OptimizerStep, f64),
 ) -> Result<Graph, RankError> {
     let (seed, adapters) = (config.seed, config.adapters);
     sizes.validate()?;
@@ -118,6 +121,8 @@ fn traced<A: Architecture>(
     let init = move |device: &Device| lazy(sizes, adapters, device, seed);
     let optimizer = config.optimizer.build();
     let config = TraceConfig {
+        step,
+        learning_rate,
         precision: config.sharding.precision.clone(),
         scales_loss: config.step.scales_loss,
         ..TraceConfig::default()
@@ -127,16 +132,63 @@ fn traced<A: Architecture>(
     Ok(kernels().describe(graph)?)
 }
 
-/// Proves the plan of a step on one row of few tokens, and says so.
-fn prove<A: Architecture>(sizes: A, config: &TrainConfig, mode: &Mode) -> Result<(), RankError> {
-    const TOKENS: usize = 8;
-    let tokens = config.seq.min(TOKENS);
-    let graph = traced(sizes.for_sequences_of(tokens), config, [1, tokens])?;
-    let certificate = certify(graph, config.step.accumulate, mode)?;
-    if !config.json {
-        console::tell(format_args!("proved: {certificate}"));
+/// Proves the plans of the steps of a run, and says so: that of the first, whose optimizer has no states, that of all others, and
+/// those of steps at a rate of zero, where optimizers leave operations out. They are planned for the rows and tokens of a rank, and
+/// proved at the first of some small shapes at which the model does the same operations.
+fn prove<A: Architecture>(
+    sizes: A,
+    config: &TrainConfig,
+    mode: &Mode,
+) -> Result<Vec<Certificate>, RankError> {
+    /// Rows and tokens, no more than there are.
+    const SMALL: [[usize; 2]; 3] = [[2, 4], [3, 5], [5, 7]];
+    let rows = config.micro_rows_of(0, 0).len();
+    let shape = [rows, config.seq];
+    // The first of each kind.
+    let mut kinds: BTreeMap<(bool, bool), (usize, f64)> = BTreeMap::new();
+    for number in 0..config.num_steps() {
+        let rate = config.schedule.at(number);
+        let kind = kinds.entry((number > 0, rate == 0.0));
+        kind.or_insert((number, rate));
     }
-    Ok(())
+    let mut certificates: Vec<Certificate> = Vec::new();
+    for ((is_later, _), (number, rate)) in kinds {
+        let step = match is_later {
+            true => (OptimizerStep::Next, rate),
+            false => (OptimizerStep::First, rate),
+        };
+        let real = traced(sizes, config, shape, step)?;
+        let mut refused = None;
+        let proved = SMALL.iter().find_map(|small| {
+            let [rows, tokens] = [0, 1].map(|dim| small[dim].min(shape[dim]));
+            let small = traced(sizes.for_sequences_of(tokens), config, [rows, tokens], step);
+            let proved = small.and_then(|small| {
+                let (real, batches) = (real.clone(), config.step.accumulate);
+                Ok(certify_at(real, small, batches, mode)?)
+            });
+            match proved {
+                // At other shapes there may be no dims that are of one size by chance.
+                Err(RankError::Compiled(error)) if matches!(*error, Error::Proof(_)) => {
+                    refused.get_or_insert(RankError::Compiled(error));
+                    None
+                }
+                proved => Some(proved),
+            }
+        });
+        let certificate = match (proved, refused) {
+            (Some(proved), _) => proved?,
+            (None, Some(refused)) => return Err(refused),
+            (None, None) => continue,
+        };
+        if !config.json {
+            console::tell(format_args!(
+                "proved: the plan of step {}, {certificate}",
+                number + 1
+            ));
+        }
+        certificates.push(certificate);
+    }
+    Ok(certificates)
 }
 
 /// Makes the model that is trained, of sizes that were validated, with its adapters, whose factors Burn draws. All of it is
@@ -180,9 +232,11 @@ impl<'a, A: Architecture> Compiled<'a, A> {
             loss::<A::Model>,
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
-        if config.step.is_certified && world.rank() == 0 {
-            prove(sizes, config, &mode)?;
-        }
+        let mode = if config.step.is_certified && world.rank() == 0 {
+            mode.proved(&prove(sizes, config, &mode)?)
+        } else {
+            mode
+        };
         let file = config.init.as_deref();
         let file = file
             .map(|path| WeightsFile::open(path, sizes))

@@ -233,17 +233,28 @@ fn blocks_that_are_computed_again_keep_the_losses() {
 
 #[test]
 fn a_plan_is_proved_before_the_first_step() {
+    // Values of 65,536 elements and more, which passes plan in another way than small ones.
     let sizes =
-        "--layers 2 --dim 32 --heads 2 --batch 24 --seq 16 --synthetic --steps 1 --warmup 0";
-    for flags in [
-        "--ranks 3",
-        "--ranks 2 --accumulate 3 --clip-grad-norm 1",
-        "--ranks 4 --strategy hybrid-shard --replicate-size 2 --activation-checkpointing",
+        "--layers 2 --dim 64 --heads 2 --batch 24 --seq 128 --synthetic --steps 3 --warmup 0";
+    for (flags, plans) in [
+        ("--ranks 3 --eval-every 2", 2),
+        ("--ranks 2 --accumulate 3 --clip-grad-norm 1", 2),
+        (
+            "--ranks 4 --strategy hybrid-shard --replicate-size 2 --activation-checkpointing",
+            2,
+        ),
+        ("--ranks 2 --precision bf16", 2),
+        // Without decay in the steps at a rate of zero.
+        ("--ranks 2 --lr 0", 2),
     ] {
         let run = Folder::new().train(&format!("{sizes} --compile --certify {flags}"));
         assert_eq!(run.code, 0, "{flags}: {}", run.stderr);
         let printed = format!("{}{}", run.stdout, run.stderr);
-        assert!(printed.contains("proved: "), "{flags}: {printed}");
+        assert_eq!(
+            printed.matches("proved: the plan of step ").count(),
+            plans,
+            "{flags}: {printed}"
+        );
         assert!(printed.contains("compute the traced step"), "{flags}");
     }
     let run = Folder::new().train(&format!("{sizes} --certify"));

@@ -7,6 +7,8 @@ mod base;
 mod call;
 mod composed;
 mod custom;
+#[cfg(test)]
+mod faults;
 mod field;
 mod floats;
 mod given;
@@ -24,13 +26,15 @@ mod scalar;
 mod softmax;
 mod tensor;
 mod transport;
+mod twin;
 
 use burn_fsdp_mesh::{Clip, Mesh};
 
 use crate::error::Error;
 use crate::graph::{Flops, Graph, Node};
 pub use proof::Certificate;
-pub(crate) use proof::{Parts, Proof};
+pub(crate) use proof::{Parts, Proof, checked_kernels};
+pub(crate) use twin::Scale;
 
 /// Proves that the last of these graphs computes what the first does, when the ranks of `mesh` divide the batch among
 /// them: each computes loss and gradients of its own rows, the optimizer steps with the means, clipped by `clip` if the
@@ -70,7 +74,12 @@ pub fn prove(stages: &[Graph], mesh: &Mesh, clip: Option<Clip>) -> Result<Certif
         clip,
         joined: None,
     };
-    proof.of_passes(stages)
+    let certificate = proof.of_passes(stages)?;
+    let plans = stages.last().map(|plan| (plan, plan));
+    Ok(Certificate {
+        checked_in_floats: checked_kernels(plans)?,
+        ..certificate
+    })
 }
 
 /// Returns the number of products that a run of a graph of one rank takes, as its shapes tell.

@@ -1,6 +1,7 @@
 //! The comparison of graphs: of each with the one before it, and of the parts of a step with the step.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +16,6 @@ use super::reference;
 use crate::error::Error;
 use crate::graph::{Graph, Node};
 use crate::pass_id::PassId;
-use crate::passes::{Iteration, MicroSteps};
 use crate::place::Expand;
 
 /// A proof that a plan computes what was traced, on all its ranks.
@@ -37,8 +37,11 @@ pub struct Certificate {
     /// Kernels that stand for what they are composed of, with how many forms of each were checked against that in 64-bit
     /// floats.
     pub checked_in_floats: BTreeMap<String, usize>,
-    /// Passes of the user, which change what the step means as they like: it is not proved that they are right.
+    /// Passes of the user, which change what the step means as they like, and the clipping of gradients behind them: it is not
+    /// proved that they are right.
     pub assumed: Vec<PassId>,
+    /// Fingerprint of the plan that runs, by which [`Mode::proved`](crate::Mode::proved) knows it: of all graphs of a step.
+    pub plan: u64,
     /// Time that the proof took.
     pub elapsed: Duration,
 }
@@ -81,48 +84,59 @@ pub(crate) struct Proof<'a> {
     pub(crate) joined: Option<&'a Expand>,
 }
 
-/// The graphs of a step that has several.
+/// The graphs of a step that has three.
 #[derive(Clone, Copy)]
-pub(crate) enum Parts<'a> {
-    Iteration(&'a Iteration),
-    Micro(&'a MicroSteps, usize),
+pub(crate) struct Parts<'a> {
+    /// Those of [`Iteration`](crate::passes::Iteration) or of [`MicroSteps`](crate::passes::MicroSteps), in the order of their
+    /// fields.
+    pub(crate) graphs: [&'a Graph; 3],
+    /// Micro-batches of a step; `None` where the optimizer runs in the next forward.
+    pub(crate) num_batches: Option<usize>,
 }
 
-impl Parts<'_> {
-    /// Checks the kernels of all graphs.
-    fn kernels(&self) -> Result<BTreeMap<String, usize>, Error> {
-        let graphs = match self {
-            Self::Iteration(of) => [&of.setup, &of.main, &of.cleanup],
-            Self::Micro(of, _) => [&of.first, &of.next, &of.update],
-        };
-        let mut all: BTreeMap<String, usize> = BTreeMap::new();
-        for graph in graphs {
-            for (name, forms) in checked(graph)? {
-                let known = all.entry(name).or_default();
-                *known = forms.max(*known);
-            }
+impl<'a> Parts<'a> {
+    /// Returns the graph that tells which passes have made them.
+    fn plan(self) -> &'a Graph {
+        match self.num_batches {
+            None => self.graphs[1],
+            Some(_) => self.graphs[2],
         }
-        Ok(all)
     }
 }
 
-/// Checks the kernels of a graph against their composed forms.
-fn checked(graph: &Graph) -> Result<BTreeMap<String, usize>, Error> {
-    floats::check(graph).map_err(|floats::Difference { node, reason }| {
-        let fault = Fault {
-            node,
-            rank: 0,
-            reason,
-        };
-        not_certified(graph, &fault)
-    })
+/// Checks the kernels of several graphs against their composed forms, each beside its twin at small shapes or beside itself.
+/// Returns how many forms of each kernel there were.
+///
+/// # Errors
+///
+/// [`Error::NotCertified`] with a kernel that does not compute what it is composed of.
+pub(crate) fn checked_kernels<'a>(
+    graphs: impl IntoIterator<Item = (&'a Graph, &'a Graph)>,
+) -> Result<BTreeMap<String, usize>, Error> {
+    let mut all: BTreeMap<String, usize> = BTreeMap::new();
+    for (graph, twin) in graphs {
+        let checked = floats::check(graph, twin);
+        let checked = checked.map_err(|floats::Difference { node, reason }| {
+            let fault = Fault {
+                node,
+                rank: 0,
+                reason,
+            };
+            not_certified(graph, &fault)
+        });
+        for (name, forms) in checked? {
+            let known = all.entry(name).or_default();
+            *known = forms.max(*known);
+        }
+    }
+    Ok(all)
 }
 
 /// The numbers of indices that inputs choose from, by name.
 type Bounds = BTreeMap<Arc<str>, usize>;
 
 impl Proof<'_> {
-    /// Proves that the last graph computes what the first does.
+    /// Proves that the last graph computes what the first does, if its kernels do what they are composed of.
     ///
     /// # Errors
     ///
@@ -133,54 +147,90 @@ impl Proof<'_> {
             return Err(Error::Internal("no pass has made a plan".to_owned()));
         };
         let bounds = bounds(traced);
-        // A pass of the user changes what the step means: what comes after it is compared with what it has left.
-        let is_assumed = |graph: &&Graph| matches!(last(graph), Some(PassId::User(_)));
-        let from = stages.iter().rev().find(is_assumed).unwrap_or(traced);
-        let expected = self.outcomes(&mut self.machine(from)?, (from, plan), &bounds);
-        let expected = expected.map_err(|fault| not_certified(from, &fault))?;
-        let mut machine = self.machine(plan)?;
-        let got = self.outcomes(&mut machine, (plan, plan), &bounds);
-        let opaque = machine.opaque();
-        if !got.as_ref().is_ok_and(|got| *got == expected) {
-            // A function of a whole tensor is another of a part of it, and may be right all the same.
-            return Err(match self.joined.is_some() && !opaque.is_empty() {
-                true => Error::NotProvable {
-                    what: format!("by placements with {}", opaque.join(", ")),
-                },
-                false => self.first_fault(stages, &bounds)?,
-            });
+        // A pass of the user changes what the step means: what comes after it is compared with what it has left, and what comes
+        // before it with the trace.
+        let (mut proved, mut opaque) = (Vec::new(), BTreeSet::new());
+        for part in stages.chunk_by(|_, next| !is_assumed(next)) {
+            let (expected, taken) = self.of_run(part, &bounds)?;
+            proved = expected;
+            opaque.extend(taken);
         }
-        let assumed = stages.iter().filter(is_assumed).filter_map(last);
+        let assumed = stages.iter().filter(|graph| is_assumed(graph));
         Ok(Certificate {
             num_ranks: self.mesh.size(),
             passes: plan.applied().to_vec(),
             num_nodes: plan.nodes().len(),
-            num_tensors: expected.iter().map(|of| of.tensors().count()).sum(),
-            num_elements: expected.iter().map(Outcome::num_elements).sum(),
-            uninterpreted: opaque,
-            checked_in_floats: checked(plan)?,
-            assumed: assumed.collect(),
+            num_tensors: proved.iter().map(|of| of.tensors().count()).sum(),
+            num_elements: proved.iter().map(Outcome::num_elements).sum(),
+            uninterpreted: opaque.into_iter().collect(),
+            checked_in_floats: BTreeMap::new(),
+            assumed: assumed.filter_map(last).collect(),
+            plan: plan.fingerprint(),
             elapsed: start.elapsed(),
         })
     }
 
-    /// Proves that the graphs of a step, run one after the other, compute the traced step. Returns the kernels that were
-    /// checked in floats.
+    /// Proves that the last of some graphs, between which no pass is the user's, computes what the first does. Returns what comes
+    /// out of its steps, and the operations that were taken as they are.
+    fn of_run(
+        &self,
+        stages: &[Graph],
+        bounds: &Bounds,
+    ) -> Result<(Vec<Outcome>, Vec<String>), Error> {
+        let [from, .., plan] = stages else {
+            return Ok((Vec::new(), Vec::new()));
+        };
+        let expected = self.outcomes(&mut self.machine(from)?, (from, plan), bounds);
+        let expected = expected.map_err(|fault| not_certified(from, &fault))?;
+        let mut machine = self.machine(plan)?;
+        let got = self.outcomes(&mut machine, (plan, plan), bounds);
+        let opaque = machine.opaque();
+        if got.as_ref().is_ok_and(|got| *got == expected) {
+            return Ok((expected, opaque));
+        }
+        // A function of a whole tensor is another of a part of it, and may be right all the same.
+        Err(match self.joined.is_some() && !opaque.is_empty() {
+            true => Error::NotProvable {
+                what: format!("by placements with {}", opaque.join(", ")),
+            },
+            false => self.first_fault(stages, bounds)?,
+        })
+    }
+
+    /// Proves that the three graphs of a step, run one after the other, compute the traced step: the last of `versions`, each of
+    /// which a pass has made of the one before it.
     ///
     /// # Errors
     ///
-    /// As [`of_passes`](Self::of_passes).
-    pub(crate) fn of_parts(
-        &self,
-        traced: &Graph,
-        parts: Parts<'_>,
-    ) -> Result<BTreeMap<String, usize>, Error> {
-        let bounds = bounds(traced);
-        let (num_steps, num_batches, plan) = match parts {
-            Parts::Iteration(graphs) => (NUM_STEPS + 1, 1, &graphs.main),
-            Parts::Micro(graphs, num_batches) => (NUM_STEPS, num_batches, &graphs.update),
+    /// As [`of_passes`](Self::of_passes), with the first pass whose graphs do not compute it; [`Error::NotProvable`] if `stages`,
+    /// the graphs of the passes before, have been through one of the user that has changed what the step means.
+    pub(crate) fn of_parts(&self, stages: &[Graph], versions: &[Parts<'_>]) -> Result<(), Error> {
+        let (Some(traced), Some(last_version)) = (stages.first(), versions.last()) else {
+            return Err(Error::Internal("a step has no graphs".to_owned()));
         };
-        let clip = self.clip.as_ref().filter(|_| clips(plan));
+        let Err(error) = self.of_version(traced, *last_version) else {
+            return Ok(());
+        };
+        if let Some(user) = stages.iter().find(|graph| is_assumed(graph)).and_then(last) {
+            return Err(Error::NotProvable {
+                what: format!("of several graphs behind the pass \"{user}\", which is the user's,"),
+            });
+        }
+        let mut errors = versions
+            .iter()
+            .map(|version| self.of_version(traced, *version));
+        Err(errors.find_map(Result::err).unwrap_or(error))
+    }
+
+    fn of_version(&self, traced: &Graph, parts: Parts<'_>) -> Result<(), Error> {
+        let bounds = bounds(traced);
+        let (num_steps, num_batches) = match parts.num_batches {
+            None => (NUM_STEPS + 1, 1),
+            Some(num_batches) => (NUM_STEPS, num_batches),
+        };
+        let plan = parts.plan();
+        let is_clipped = parts.graphs.into_iter().any(clips);
+        let clip = self.clip.as_ref().filter(|_| is_clipped);
         let mut machine = self.machine(traced)?;
         let expected = (0..num_steps).map(|step| {
             let runs = step * num_batches..(step + 1) * num_batches;
@@ -191,15 +241,13 @@ impl Proof<'_> {
         let expected = expected.map_err(|fault| not_certified(traced, &fault))?;
         let expected = self.on_all_ranks(expected, traced);
         let mut machine = self.machine(plan)?;
-        let got = match parts {
-            Parts::Iteration(graphs) => self.iterated(&mut machine, graphs, num_steps, &bounds),
-            Parts::Micro(graphs, batches) => {
-                self.accumulated(&mut machine, graphs, batches, &bounds)
-            }
+        let got = match parts.num_batches {
+            None => self.iterated(&mut machine, parts.graphs, num_steps, &bounds),
+            Some(batches) => self.accumulated(&mut machine, parts.graphs, batches, &bounds),
         };
         let got = got.map_err(|(graph, fault)| not_certified(graph, &fault))?;
         match first_difference(&expected, &got) {
-            None => Ok(parts.kernels()?),
+            None => Ok(()),
             Some(difference) => Err(differs(plan, None, &difference)),
         }
     }
@@ -208,16 +256,16 @@ impl Proof<'_> {
     fn iterated<'g>(
         &self,
         machine: &mut Machine,
-        graphs: &'g Iteration,
+        [setup, main, cleanup]: [&'g Graph; 3],
         num_steps: usize,
         bounds: &Bounds,
     ) -> Result<Vec<Outcome>, (&'g Graph, Fault)> {
         let mut outcomes: Vec<Outcome> = Vec::new();
         for step in 0..=num_steps {
             let graph = match step {
-                0 => &graphs.setup,
-                step if step == num_steps => &graphs.cleanup,
-                _ => &graphs.main,
+                0 => setup,
+                step if step == num_steps => cleanup,
+                _ => main,
             };
             let given = self.given(machine, bounds, step);
             let outcome = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
@@ -239,7 +287,7 @@ impl Proof<'_> {
     fn accumulated<'g>(
         &self,
         machine: &mut Machine,
-        graphs: &'g MicroSteps,
+        [first, next, update]: [&'g Graph; 3],
         num_batches: usize,
         bounds: &Bounds,
     ) -> Result<Vec<Outcome>, (&'g Graph, Fault)> {
@@ -248,15 +296,15 @@ impl Proof<'_> {
             let mut outcome = Outcome::default();
             for batch in 0..num_batches {
                 let graph = match batch {
-                    0 => &graphs.first,
-                    _ => &graphs.next,
+                    0 => first,
+                    _ => next,
                 };
                 let given = self.given(machine, bounds, step * num_batches + batch);
                 let own = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
                 let seen = reference::of_batch(own.seen, batch, num_batches);
                 outcome.seen.extend(seen);
             }
-            let graph = &graphs.update;
+            let graph = update;
             let given = self.given(machine, bounds, step);
             let own = run(machine, graph, &given).map_err(|fault| (graph, fault))?;
             outcome.seen.extend(own.seen);
@@ -328,19 +376,23 @@ impl Proof<'_> {
         outcomes
     }
 
-    /// Returns the error of the first pass whose graph is not what the one before it is.
+    /// Returns the error of the first pass whose graph does not compute what the first graph does.
     fn first_fault(&self, stages: &[Graph], bounds: &Bounds) -> Result<Error, Error> {
+        let mut known: BTreeMap<bool, Vec<Outcome>> = BTreeMap::new();
         for pair in stages.windows(2) {
             let [before, after] = pair else { continue };
-            if matches!(last(after), Some(PassId::User(_))) {
-                continue;
-            }
-            let expected = self.outcomes(&mut self.machine(before)?, (before, after), bounds);
-            let expected = expected.map_err(|fault| not_certified(before, &fault))?;
+            let expected = match known.entry(clips(after)) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(missing) => {
+                    let from = &stages[0];
+                    let made = self.outcomes(&mut self.machine(from)?, (from, after), bounds);
+                    missing.insert(made.map_err(|fault| not_certified(from, &fault))?)
+                }
+            };
             match self.outcomes(&mut self.machine(after)?, (after, after), bounds) {
                 Err(fault) => return Ok(not_certified(after, &fault)),
                 Ok(got) => {
-                    if let Some(difference) = first_difference(&expected, &got) {
+                    if let Some(difference) = first_difference(expected, &got) {
                         let node = self.first_node((before, after), bounds)?;
                         return Ok(differs(after, node, &difference));
                     }
@@ -390,6 +442,16 @@ fn run(machine: &mut Machine, graph: &Graph, given: &Given<'_>) -> Result<Outcom
 /// Returns true if the graph is for ranks that communicate.
 fn is_divided(graph: &Graph) -> bool {
     graph.applied().contains(&PassId::InsertCollectives)
+}
+
+/// Returns true for what a pass has made that may mean something else than what it was made of: one of the user, or the clipping
+/// of gradients behind one, whose meaning is written down for the trace alone.
+fn is_assumed(graph: &Graph) -> bool {
+    let is_user = |pass: &PassId| matches!(pass, PassId::User(_));
+    match graph.applied() {
+        [before @ .., PassId::ClipGradients] => before.iter().any(is_user),
+        applied => applied.last().is_some_and(is_user),
+    }
 }
 
 fn clips(graph: &Graph) -> bool {

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use burn_fsdp_collectives::Fingerprint;
 use burn_ir::BackendIr;
 
 use super::repeat::difference;
@@ -12,8 +11,9 @@ use crate::Certificate;
 use crate::custom::CustomOperations;
 use crate::error::Error;
 use crate::graph::{Graph, Node, Phase};
-use crate::lower::{Lowered, StepGraphs, lower_all};
+use crate::lower::{Lowered, lower_all};
 use crate::mode::{Mode, Purpose};
+use crate::stages::StepGraphs;
 use crate::trace::{Batch, HostScalars, InputSpec, ParameterSpec, StepScalars, fixed_of, specs_of};
 
 pub(super) type Tracer<B> = Box<dyn Fn(&B, &StepScalars, &Mode) -> Result<Graph, Error> + Send>;
@@ -37,7 +37,7 @@ pub(super) type Stepped = BTreeMap<Arc<str>, Arc<str>>;
 #[derive(Debug, Clone)]
 pub(super) struct Made {
     pub(super) compiled: Compiled,
-    /// Fingerprint of the graphs: that of the whole or main graph.
+    /// Fingerprint of all graphs.
     pub(super) fingerprint: u64,
     pub(super) stepped: Arc<Stepped>,
     /// The proof that the plan computes what was traced, if it was asked for.
@@ -187,30 +187,19 @@ impl<B: Batch> Graphs<B> {
             graphs,
             certificate,
         } = lower_all(graph, mode, purpose)?;
-        let (compiled, fingerprint) = match graphs {
-            StepGraphs::Whole(graph) => {
-                let fingerprint = graph.fingerprint();
-                (Compiled::Whole(Arc::from(graph)), fingerprint)
-            }
-            StepGraphs::Iteration(iteration) => {
-                let fingerprint = iteration.main.fingerprint();
-                let compiled = Compiled::Iteration {
-                    setup: Arc::new(iteration.setup),
-                    main: Arc::new(iteration.main),
-                    cleanup: Arc::new(iteration.cleanup),
-                };
-                (compiled, fingerprint)
-            }
-            StepGraphs::Micro(steps) => {
-                let graphs = [&steps.first, &steps.next, &steps.update];
-                let fingerprint = Fingerprint::of(&graphs.map(Graph::fingerprint));
-                let compiled = Compiled::Micro {
-                    first: Arc::new(steps.first),
-                    next: Arc::new(steps.next),
-                    update: Arc::new(steps.update),
-                };
-                (compiled, fingerprint)
-            }
+        let fingerprint = graphs.fingerprint();
+        let compiled = match graphs {
+            StepGraphs::Whole(graph) => Compiled::Whole(Arc::from(graph)),
+            StepGraphs::Iteration(iteration) => Compiled::Iteration {
+                setup: Arc::new(iteration.setup),
+                main: Arc::new(iteration.main),
+                cleanup: Arc::new(iteration.cleanup),
+            },
+            StepGraphs::Micro(steps) => Compiled::Micro {
+                first: Arc::new(steps.first),
+                next: Arc::new(steps.next),
+                update: Arc::new(steps.update),
+            },
         };
         Ok(Entry {
             made: Made {

@@ -37,11 +37,13 @@ mod collective;
 mod draw;
 mod fingerprint;
 mod flops;
+mod held;
 mod ir;
 mod node;
 mod operation;
 mod print;
 mod shift;
+mod sizes;
 mod storage;
 mod value;
 
@@ -66,6 +68,7 @@ pub use value::{Parameter, Role, Update, Value};
 pub(crate) use draw::random_of;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
+pub(crate) use sizes::Sizes;
 pub(crate) use value::NamedActivation;
 
 use crate::error::Error;
@@ -92,6 +95,8 @@ pub struct Graph {
     /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
     placements: BTreeMap<TensorId, Vec<Placement>>,
     applied: Vec<PassId>,
+    /// The sizes by which passes decide.
+    sizes: Sizes,
     next_id: u64,
 }
 
@@ -389,37 +394,6 @@ impl Graph {
 
     pub(crate) fn mark_applied(&mut self, pass: PassId) {
         self.applied.push(pass);
-    }
-
-    /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken
-    /// them, and nothing reads them again.
-    pub fn used_up(&self) -> Vec<TensorId> {
-        let is_pending = |id: &TensorId| {
-            let value = self.values.get(id);
-            value.is_some_and(|value| matches!(value.role, Role::Pending(_)))
-        };
-        let read: BTreeSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
-        let updates = self.updates.iter();
-        let updated: BTreeSet<TensorId> = updates.flat_map(|u| [u.into, u.from]).collect();
-        let read = read.into_iter().filter(is_pending);
-        read.filter(|id| !updated.contains(id)).collect()
-    }
-
-    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values that
-    /// no update replaces (the next step reads them again).
-    pub fn kept(&self) -> BTreeSet<TensorId> {
-        let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
-        let used: BTreeSet<_> = self.used_up().into_iter().collect();
-        let given = self.values.values().filter(|v| match v.role {
-            Role::Input(_) => false,
-            _ => v.role.is_given() && !replaced.contains(&v.id) && !used.contains(&v.id),
-        });
-        given
-            .map(|v| v.id)
-            .chain(self.results())
-            .chain(self.activations())
-            .chain(self.updates.iter().map(|u| u.from))
-            .collect()
     }
 
     /// Returns the index of the node that writes each value.

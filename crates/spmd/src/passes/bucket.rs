@@ -140,7 +140,7 @@ impl Bucket {
                     closed.extend(open.remove(&key));
                 }
             }
-            let num_bytes = collective.num_bytes();
+            let num_bytes = num_bytes(graph, node, collective);
             let begin = |begun: &mut BTreeMap<CollectiveKind, usize>| {
                 *begun.entry(collective.kind).or_default() += 1;
                 Members {
@@ -167,6 +167,19 @@ impl Bucket {
         closed.sort_by_key(|members| members.key.kind);
         closed
     }
+}
+
+/// Returns the bytes of the whole tensors of a collective, by which buckets are closed.
+fn num_bytes(graph: &Graph, node: &Node, collective: &Collective) -> usize {
+    // Of a gather the results are whole, of a reduction the operands.
+    let whole: Vec<TensorId> = match collective.kind {
+        CollectiveKind::AllGather => node.outputs().collect(),
+        _ => node.inputs().collect(),
+    };
+    let parts = collective.parts.iter().zip(whole);
+    let bytes =
+        parts.map(|(part, id)| graph.sizes().elements(id, part.num_elements()) * part.dtype.size());
+    bytes.sum()
 }
 
 /// Returns true if the collective may be joined with others: it is whole, and what reads its result comes later.

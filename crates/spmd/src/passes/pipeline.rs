@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::verify::verify;
 use crate::error::Error;
-use crate::graph::Graph;
+use crate::graph::{Graph, Sizes};
 use crate::pass_id::PassId;
 use crate::transform::{GraphTransform, check_order};
 
@@ -69,6 +69,41 @@ impl Pipeline {
             stages.push(self.apply(pass.as_ref(), before)?);
         }
         Ok(stages)
+    }
+
+    /// Applies the passes to a graph of the step that they have made `real` of at other shapes: each decides by the sizes that
+    /// values have there. After each pass `check` sees the graph of `real`, and the one of these shapes.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run); those of `check`.
+    pub(crate) fn stages_as(
+        &self,
+        graph: Graph,
+        real: &[Graph],
+        check: impl Fn(&Graph, &Graph) -> Result<(), Error>,
+    ) -> Result<Vec<Graph>, Error> {
+        let mut stages = vec![graph];
+        for (pass, pair) in self.passes.iter().zip(real.windows(2)) {
+            let [before, after] = pair else { continue };
+            let mut graph = stages[stages.len() - 1].clone();
+            graph.decide_by(Sizes::of_pass(before, after));
+            let mut graph = self.apply(pass.as_ref(), graph)?;
+            graph.decide_by(Sizes::default());
+            check(after, &graph)?;
+            stages.push(graph);
+        }
+        Ok(stages)
+    }
+
+    /// Returns the pipeline with other passes in the place of its own.
+    #[cfg(test)]
+    pub(crate) fn replaced(
+        mut self,
+        with: impl Fn(Box<dyn GraphTransform>) -> Box<dyn GraphTransform>,
+    ) -> Self {
+        self.passes = self.passes.into_iter().map(with).collect();
+        self
     }
 
     fn apply(&self, pass: &dyn GraphTransform, graph: Graph) -> Result<Graph, Error> {

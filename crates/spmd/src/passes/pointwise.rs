@@ -7,7 +7,7 @@ use burn_fsdp_kernels::{FusedOperation, PointwiseOperand, PointwiseProgram};
 use burn_ir::{TensorId, TensorIr};
 
 use crate::error::Error;
-use crate::graph::{Graph, Node, ScalarSlot, Trait, is};
+use crate::graph::{Graph, Node, ScalarSlot, Sizes, Trait, is};
 use crate::kernels::fused_node;
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
@@ -96,6 +96,7 @@ struct Uses {
     replaced: BTreeMap<TensorId, TensorId>,
     /// Values in buffers of the transport: to write there makes a copy, which is held beside the buffer.
     received: BTreeSet<TensorId>,
+    sizes: Sizes,
 }
 
 impl Uses {
@@ -120,7 +121,13 @@ impl Uses {
             kept: graph.kept(),
             writers: graph.writers(),
             readers: graph.readers(),
+            sizes: graph.sizes().clone(),
         }
+    }
+
+    /// Returns the number of elements of a tensor by which the pass decides.
+    fn elements(&self, tensor: &TensorIr) -> usize {
+        self.sizes.elements(tensor.id, tensor.shape.num_elements())
     }
 
     fn readers(&self, id: TensorId) -> &[usize] {
@@ -190,7 +197,7 @@ impl Group {
             .collect();
         inputs.retain(|input| !made.contains(input));
         // Burn goes over halves one by one, and over anything with one thread.
-        let is_large = shape.num_elements() >= LARGE;
+        let is_large = uses.elements(form.out) >= LARGE;
         let is_chain = members.len() > 1 || dtype == DType::BF16 || is_large;
         (is_chain && inputs.len() <= MAX_INPUTS).then(|| Self {
             members,
@@ -275,7 +282,7 @@ fn may_wait(
         let last = uses.last_reader(input.id);
         last.is_some_and(|last| last < root && !members.contains(&last))
     };
-    let bytes = |tensor: &TensorIr| tensor.shape.num_elements() * tensor.dtype.size();
+    let bytes = |tensor: &TensorIr| uses.elements(tensor) * tensor.dtype.size();
     let longer: usize = form.inputs().filter(held_longer).map(bytes).sum();
     longer <= bytes(form.out)
 }

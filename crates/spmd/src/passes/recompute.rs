@@ -183,7 +183,11 @@ impl<'a> Choice<'a> {
     }
 
     fn bytes(&self, id: TensorId) -> usize {
-        self.graph.value(id).map_or(0, |value| value.num_bytes())
+        let value = self.graph.value(id);
+        value.map_or(0, |value| {
+            let sizes = self.graph.sizes();
+            sizes.elements(id, value.num_elements()) * value.dtype.size()
+        })
     }
 
     /// Chooses the values to compute again, with the nodes that do.

@@ -9,7 +9,7 @@ use burn_ir::{
 use super::kernels::put;
 use super::pointwise::LARGE;
 use crate::error::Error;
-use crate::graph::{Graph, Node};
+use crate::graph::{Graph, Node, Sizes};
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
 
@@ -46,7 +46,7 @@ impl GraphTransform for SelectKernels {
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
         let mut nodes = graph.take_nodes();
         for node in &mut nodes {
-            if let Some((kernel, inputs, output, scalars)) = kernel_for(node) {
+            if let Some((kernel, inputs, output, scalars)) = kernel_for(node, graph.sizes()) {
                 put(node, kernel, inputs, output, scalars);
             }
         }
@@ -59,7 +59,7 @@ impl GraphTransform for SelectKernels {
 type Call = (FusedOperation, Vec<TensorIr>, TensorIr, Vec<ScalarIr>);
 
 /// Returns the call of the kernel that computes what a node does.
-fn kernel_for(node: &Node) -> Option<Call> {
+fn kernel_for(node: &Node, sizes: &Sizes) -> Option<Call> {
     if node.collective.is_some() || node.shift.is_some() || !node.scalars.is_empty() {
         return None;
     }
@@ -78,7 +78,8 @@ fn kernel_for(node: &Node) -> Option<Call> {
             // Sums along the last dim are taken in an order that vectors do not have.
             let is_inner = op.axis + 1 < op.input.shape.rank();
             // Burn goes over halves one by one, and over anything with one thread.
-            let is_large = op.input.shape.num_elements() >= LARGE;
+            let own = op.input.shape.num_elements();
+            let is_large = sizes.elements(op.input.id, own) >= LARGE;
             let is_known = is_inner && (*dtype == DType::BF16 || is_large);
             let dim = vec![ScalarIr::UInt(op.axis as u64)];
             let inputs = vec![op.input.clone()];

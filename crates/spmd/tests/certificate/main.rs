@@ -11,9 +11,10 @@ use burn_fsdp_mesh::{Clip, Mesh, Norm, Placement::Shard};
 use burn_fsdp_models::{Llama, LlamaConfig, LlamaVariant};
 use burn_fsdp_spmd::graph::Graph;
 use burn_fsdp_spmd::passes::schedule::{OptimizerPlace, Options};
-use burn_fsdp_spmd::trace::{TraceConfig, trace};
+use burn_fsdp_spmd::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp_spmd::{
-    Certificate, DataParallel, Error, Expand, Mode, Precision, Strategy, certify,
+    Certificate, DataParallel, Error, Expand, Mode, Precision, ProofError, Strategy, certify,
+    certify_at, compile,
 };
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -287,6 +288,79 @@ fn random_numbers_of_a_joined_batch_are_each_ranks_part() {
             let proof = proved(&graph, mode, &Options::default());
             proof.unwrap_or_else(|error| panic!("{model} on {ranks}: {error}"));
         }
+    }
+}
+
+/// Returns the proof of the plan for so many rows, as it was traced for the first step or for a later one.
+fn proved_at(rows: usize, step: OptimizerStep) -> Certificate {
+    let traced = |rows| {
+        let config = TraceConfig {
+            step,
+            ..TraceConfig::default()
+        };
+        let batch = tokens(0, 0, rows, &Device::flex());
+        trace(
+            Gpt::new,
+            Gpt::loss,
+            &AdamWConfig::new().build(),
+            &batch,
+            config,
+        )
+        .unwrap()
+    };
+    certify_at(traced(rows), traced(2), 1, &Mode::single()).unwrap()
+}
+
+/// What runs is what was proved: each step's plan is one of those, or is refused before it changes anything.
+#[test]
+fn steps_of_plans_that_were_not_proved_are_refused() {
+    const ROWS: usize = 20;
+    let [first, later] = [OptimizerStep::First, OptimizerStep::Next].map(|of| proved_at(ROWS, of));
+    let step = |proved: &[&Certificate], rows: &[usize]| {
+        let mode = Mode::single().proved(proved.iter().copied());
+        let mut step = compile(Gpt::new, Gpt::loss, AdamWConfig::new().build(), mode).unwrap();
+        let rows = rows.iter();
+        let done: Vec<_> = rows
+            .map(|rows| step.step(1e-3, &tokens(0, 0, *rows, &Device::flex())))
+            .collect();
+        (done, step.num_steps())
+    };
+    let is_refused =
+        |of: &Result<f64, Error>| matches!(of, Err(Error::Proof(ProofError::Unproved { .. })));
+    let (done, _) = step(&[&first, &later], &[ROWS, ROWS, ROWS]);
+    assert!(done.iter().all(Result::is_ok), "{done:?}");
+    // The optimizer has states then.
+    let (done, steps) = step(&[&first], &[ROWS, ROWS]);
+    assert!(done[0].is_ok() && is_refused(&done[1]), "{done:?}");
+    assert_eq!(steps, 1);
+    // The plan of other rows is another, and that of the right ones goes on.
+    let (done, steps) = step(&[&first, &later], &[ROWS, ROWS - 1, ROWS]);
+    assert!(
+        done[0].is_ok() && is_refused(&done[1]) && done[2].is_ok(),
+        "{done:?}"
+    );
+    assert_eq!(steps, 2);
+}
+
+/// Traces that are no two of one step have no plans to compare.
+#[test]
+fn traces_of_other_operations_are_refused() {
+    let traced = |rows| {
+        let batch = tokens(0, 0, rows, &Device::flex());
+        let optimizer = AdamWConfig::new().build();
+        trace(
+            Gpt::new,
+            Gpt::loss,
+            &optimizer,
+            &batch,
+            TraceConfig::default(),
+        )
+        .unwrap()
+    };
+    // What is broadcast over one row has no sum over rows.
+    match certify_at(traced(20), traced(1), 1, &Mode::single()) {
+        Err(Error::Proof(ProofError::Twin { pass: None, .. })) => {}
+        other => panic!("{other:?}"),
     }
 }
 

@@ -1,0 +1,38 @@
+//! Errors of plans that were not proved.
+
+use super::text::{At, Pass};
+use crate::pass_id::PassId;
+
+/// The reason why a plan was not proved.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProofError {
+    /// A plan that is another list of operations than its twin, the plan of the same step at small shapes, which can be proved:
+    /// see [`certify_at`](crate::certify_at).
+    #[error(
+        "the plan of the run is not the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; leave the \
+         pass out where an option does, or leave the proof out, and report it",
+        Pass(*pass),
+        At(*node, operation.as_str())
+    )]
+    Twin {
+        /// The first pass after which they differ; `None` if the traces do.
+        pass: Option<PassId>,
+        /// The first node that differs.
+        node: Option<usize>,
+        /// That node.
+        operation: String,
+        /// The difference, in words.
+        reason: String,
+    },
+
+    /// A plan that is none of those that were proved: see [`Mode::proved`](crate::Mode::proved).
+    #[error(
+        "the step has a plan of {nodes} operations that is none of those that were proved before the run: its batch has another \
+         shape, or its optimizer another step; prove that one, too, or leave the proof out"
+    )]
+    Unproved {
+        /// Operations of the plan.
+        nodes: usize,
+    },
+}

@@ -1,0 +1,40 @@
+//! The values of a graph that are held beyond its last node.
+
+use std::collections::BTreeSet;
+
+use burn_ir::TensorId;
+
+use super::{Graph, Node, Role};
+
+impl Graph {
+    /// Returns the pending gradients that nodes read, and that no update replaces or hands on: the optimizer has taken
+    /// them, and nothing reads them again.
+    pub fn used_up(&self) -> Vec<TensorId> {
+        let is_pending = |id: &TensorId| {
+            let value = self.values.get(id);
+            value.is_some_and(|value| matches!(value.role, Role::Pending(_)))
+        };
+        let read: BTreeSet<TensorId> = self.nodes.iter().flat_map(Node::inputs).collect();
+        let updates = self.updates.iter();
+        let updated: BTreeSet<TensorId> = updates.flat_map(|u| [u.into, u.from]).collect();
+        let read = read.into_iter().filter(is_pending);
+        read.filter(|id| !updated.contains(id)).collect()
+    }
+
+    /// Returns the values that must outlive the last node: the results, the sources of all updates, and given values that
+    /// no update replaces (the next step reads them again).
+    pub fn kept(&self) -> BTreeSet<TensorId> {
+        let replaced: BTreeSet<_> = self.updates.iter().map(|u| u.into).collect();
+        let used: BTreeSet<_> = self.used_up().into_iter().collect();
+        let given = self.values.values().filter(|v| match v.role {
+            Role::Input(_) => false,
+            _ => v.role.is_given() && !replaced.contains(&v.id) && !used.contains(&v.id),
+        });
+        given
+            .map(|v| v.id)
+            .chain(self.results())
+            .chain(self.activations())
+            .chain(self.updates.iter().map(|u| u.from))
+            .collect()
+    }
+}

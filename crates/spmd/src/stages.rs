@@ -1,0 +1,195 @@
+//! The graphs of a step, from its trace to the plan.
+
+use burn_fsdp_collectives::Fingerprint;
+
+use crate::certificate::{Certificate, Parts, Scale};
+use crate::error::Error;
+use crate::graph::Graph;
+use crate::mode::{Mode, Purpose};
+use crate::passes::schedule::OptimizerPlace;
+use crate::passes::{Accumulate, ClipGradients, DeferOptimizer, Iteration, MicroSteps, Pipeline};
+
+/// The graphs of a step.
+#[derive(Debug)]
+pub(crate) enum StepGraphs {
+    /// The one graph of every step.
+    Whole(Box<Graph>),
+    /// The graphs of a mode whose optimizer runs in the next forward.
+    Iteration(Box<Iteration>),
+    /// The graphs of a step over several micro-batches.
+    Micro(Box<MicroSteps>),
+}
+
+impl StepGraphs {
+    /// Returns the graphs, in their order.
+    pub(crate) fn all(&self) -> Vec<&Graph> {
+        match self {
+            Self::Whole(of) => vec![&**of],
+            Self::Iteration(of) => vec![&of.setup, &of.main, &of.cleanup],
+            Self::Micro(of) => vec![&of.first, &of.next, &of.update],
+        }
+    }
+
+    /// Returns one number for all of them, the same on every rank.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let all: Vec<u64> = self.all().into_iter().map(Graph::fingerprint).collect();
+        Fingerprint::of(&all)
+    }
+}
+
+/// Which graphs of a step are kept.
+#[derive(Clone, Copy)]
+pub(crate) enum Keep<'a> {
+    /// The plan.
+    Plan,
+    /// That after each pass.
+    All,
+    /// That after each pass, which must be the twin of that of the same step at other shapes.
+    Twins(&'a Stages, &'a Scale),
+}
+
+/// The graphs of a step that were kept, each of which a pass has made of the one before it.
+pub(crate) struct Stages {
+    whole: Vec<Graph>,
+    /// Of a step that has three graphs, those of each, from where the step was split.
+    parts: Vec<Vec<Graph>>,
+    purpose: Purpose,
+}
+
+impl Stages {
+    /// Applies the passes of a mode to a graph.
+    ///
+    /// # Errors
+    ///
+    /// Those of the passes; [`ProofError::Twin`](crate::ProofError::Twin).
+    pub(crate) fn of(
+        graph: Graph,
+        mode: &Mode,
+        purpose: Purpose,
+        keep: Keep<'_>,
+    ) -> Result<Self, Error> {
+        let options = match purpose {
+            Purpose::Step => mode.options.clone(),
+            // The norm is that of all micro-batches, and the optimizer comes after them, wherever it is otherwise.
+            Purpose::Micro(_) => {
+                let options = mode.options.clone().clip_grad_norm(None);
+                options.optimizer(OptimizerPlace::InNextForward)
+            }
+        };
+        let whole = keep.applied(&mode.pipeline(&options)?, graph, |of| &of.whole)?;
+        let mut stages = Self {
+            whole,
+            parts: Vec::new(),
+            purpose,
+        };
+        // What comes last is applied to each graph of a step that has several.
+        let none = Pipeline::new();
+        let split = match purpose {
+            Purpose::Micro(num_batches) => {
+                let axes = mode.ranks().mesh()?.axes().to_vec();
+                let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
+                let steps = Accumulate { num_batches, clip }.split(stages.plan()?, &none)?;
+                [steps.first, steps.next, steps.update]
+            }
+            Purpose::Step if options.optimizer == OptimizerPlace::InNextForward => {
+                let steps = DeferOptimizer.split(stages.plan()?, &none)?;
+                [steps.setup, steps.main, steps.cleanup]
+            }
+            Purpose::Step => return Ok(stages),
+        };
+        let last = mode.last(&options);
+        for (part, graph) in split.into_iter().enumerate() {
+            let part = keep.applied(&last, graph, |of| {
+                of.parts.get(part).map_or(&[][..], Vec::as_slice)
+            })?;
+            stages.parts.push(part);
+        }
+        Ok(stages)
+    }
+
+    /// Returns the trace.
+    pub(crate) fn traced(&self) -> Result<&Graph, Error> {
+        self.whole.first().ok_or_else(no_plan)
+    }
+
+    fn plan(&self) -> Result<Graph, Error> {
+        self.whole.last().cloned().ok_or_else(no_plan)
+    }
+
+    /// Proves that the plan computes what was traced; `None` if it cannot be proved, and was not asked to be.
+    pub(crate) fn proved(&self, mode: &Mode) -> Result<Option<Certificate>, Error> {
+        let certificate = mode.prove(|proof| proof.of_passes(&self.whole))?;
+        let ([first, second, third], Some(_)) = (self.parts.as_slice(), &certificate) else {
+            return Ok(certificate);
+        };
+        let num_batches = match self.purpose {
+            Purpose::Micro(num_batches) => Some(num_batches),
+            Purpose::Step => None,
+        };
+        let versions = first.iter().zip(second).zip(third);
+        let versions = versions.map(|((first, second), third)| Parts {
+            graphs: [first, second, third],
+            num_batches,
+        });
+        let versions: Vec<Parts<'_>> = versions.collect();
+        let proved = mode.prove(|proof| proof.of_parts(&self.whole, &versions))?;
+        let plans = [first, second, third].map(|part| part.last());
+        let plans = || plans.iter().flatten();
+        let passes = plans().last().map(|plan| plan.applied().to_vec());
+        Ok(certificate
+            .filter(|_| proved.is_some())
+            .map(|certificate| Certificate {
+                num_nodes: plans().map(|plan| plan.nodes().len()).sum(),
+                passes: passes.unwrap_or_default(),
+                ..certificate
+            }))
+    }
+
+    /// Returns the graphs that run.
+    pub(crate) fn into_graphs(mut self) -> Result<StepGraphs, Error> {
+        let mut parts = self.parts.iter_mut().filter_map(Vec::pop);
+        let parts = [parts.next(), parts.next(), parts.next()];
+        Ok(match (parts, self.purpose) {
+            ([Some(first), Some(next), Some(update)], Purpose::Micro(_)) => {
+                StepGraphs::Micro(Box::new(MicroSteps {
+                    first,
+                    next,
+                    update,
+                }))
+            }
+            ([Some(setup), Some(main), Some(cleanup)], Purpose::Step) => {
+                StepGraphs::Iteration(Box::new(Iteration {
+                    setup,
+                    main,
+                    cleanup,
+                }))
+            }
+            _ => StepGraphs::Whole(Box::new(self.whole.pop().ok_or_else(no_plan)?)),
+        })
+    }
+}
+
+impl Keep<'_> {
+    /// Applies passes to a graph, and returns what is kept. `stages_of` are the stages of these passes in other ones.
+    fn applied(
+        self,
+        passes: &Pipeline,
+        graph: Graph,
+        stages_of: impl Fn(&Stages) -> &[Graph],
+    ) -> Result<Vec<Graph>, Error> {
+        match self {
+            Self::Plan => Ok(vec![passes.run(graph)?]),
+            Self::All => passes.stages(graph),
+            Self::Twins(other, scale) => {
+                let others = stages_of(other);
+                let first = others.first().ok_or_else(no_plan)?;
+                scale.check(first, &graph)?;
+                passes.stages_as(graph, others, |other, twin| scale.check(other, twin))
+            }
+        }
+    }
+}
+
+fn no_plan() -> Error {
+    Error::Internal("no pass has made a plan".to_owned())
+}
