@@ -47,7 +47,7 @@ mod sizes;
 mod storage;
 mod value;
 
-use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 
 use burn::tensor::{DType, TensorData};
