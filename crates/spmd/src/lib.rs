@@ -72,6 +72,9 @@ mod kernels;
 mod lazy_lora;
 mod lower;
 mod mode;
+#[cfg(test)]
+#[path = "../tests/spmd/models.rs"]
+mod models;
 mod norm;
 mod panics;
 mod parts;

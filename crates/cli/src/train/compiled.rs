@@ -11,8 +11,9 @@ use burn_fsdp::compile::passes::Units;
 use burn_fsdp::compile::passes::schedule::Options;
 use burn_fsdp::compile::trace::{OptimizerStep, TraceConfig, trace};
 use burn_fsdp::compile::{
-    Certificate, CompiledStep, Error, Evaluation, LazyLora, LossScaling, Mode, ShardSpec, certify_at,
-    compile_from, kernels, load_compiled, restore_compiled_matching, snapshot_compiled_matching,
+    Certificate, CompiledStep, Error, Evaluation, LazyLora, LossScaling, Mode, ShardSpec,
+    certify_at, compile_from, kernels, load_compiled, restore_compiled_matching,
+    snapshot_compiled_matching,
 };
 use burn_fsdp::inspect::auto_units;
 use burn_fsdp::plan::{BudgetError, MemoryPlan, Size, fit};
@@ -125,7 +126,6 @@ fn traced<A: Architecture>(
         learning_rate,
         precision: config.sharding.precision.clone(),
         scales_loss: config.step.scales_loss,
-        ..TraceConfig::default()
     };
     let batch = (tokens(), tokens());
     let graph = trace(init, loss::<A::Model>, &optimizer, &batch, config)?;
@@ -233,7 +233,8 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         let mode = if config.step.is_certified && world.rank() == 0 {
-            mode.proved(&prove(sizes, config, &mode)?)
+            let certificates = prove(sizes, config, &mode)?;
+            mode.proved(&certificates)
         } else {
             mode
         };

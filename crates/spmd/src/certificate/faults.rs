@@ -1,8 +1,5 @@
 //! Faults that are planted in passes, as they might be at large shapes alone, and what proofs make of them.
 
-#[path = "../../tests/spmd/models.rs"]
-mod models;
-
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::optim::AdamWConfig;
@@ -15,12 +12,12 @@ use crate::error::{Error, ProofError};
 use crate::graph::{Graph, Node, rename};
 use crate::lower::{certify, certify_at};
 use crate::mode::Mode;
+use crate::models::{Gpt, tokens};
 use crate::pass_id::PassId;
 use crate::passes::schedule::{OptimizerPlace, Options};
 use crate::trace::{TraceConfig, trace};
 use crate::transform::GraphTransform;
 use crate::{Certificate, Strategy};
-use models::{Gpt, tokens};
 
 /// Rows of a run: activations are of some hundred thousand elements.
 const ROWS: usize = 2_048;

@@ -1,8 +1,5 @@
 //! Wrong rules of placement: seeded changes of right ones, each of which types or the certificate must refuse.
 
-#[path = "../../../tests/spmd/models.rs"]
-mod models;
-
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
@@ -17,12 +14,12 @@ use rand::{Rng, SeedableRng};
 use crate::certificate::Proof;
 use crate::error::Error;
 use crate::graph::{Graph, operation_name};
+use crate::models::{Encoder, Gpt, Recurrent, sequences, tokens};
 use crate::passes::Pipeline;
 use crate::passes::schedule::{self, Options};
 use crate::place::signature::Signature;
 use crate::place::{Expand, ExpandPlacements};
 use crate::trace::{TraceConfig, trace};
-use models::{Encoder, Gpt, Recurrent, sequences, tokens};
 
 /// A kind of fault that a rule may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
