@@ -45,6 +45,12 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     #[must_use]
     fn for_sequences_of(self, seq: usize) -> Self;
 
+    /// Returns the sizes of a model that does the same operations with narrower tensors: as many blocks and heads, and widths and
+    /// a vocabulary that are at least `least`, or what they are, and that leave the remainders of the true ones over `ranks` and
+    /// over two.
+    #[must_use]
+    fn narrowed(self, ranks: usize, least: usize) -> Self;
+
     /// Returns the table's name of a tensor that a file names `name`; `None` for one that files may have in addition to the
     /// parameters, and that the model does not need.
     fn name_of(&self, name: String) -> Option<String> {
@@ -55,6 +61,25 @@ pub trait Architecture: Copy + Send + Sync + 'static {
     fn tied_head(&self) -> Option<[&'static str; 2]> {
         None
     }
+}
+
+/// Returns the smallest size that is `least` or more, and leaves the remainders of `size` over `ranks` and two.
+fn narrow(size: usize, ranks: usize, least: usize) -> usize {
+    let step = if ranks.is_multiple_of(2) {
+        ranks
+    } else {
+        2 * ranks
+    };
+    match size.checked_sub(least) {
+        Some(more) => size - more / step * step,
+        None => size,
+    }
+}
+
+/// Returns the width of `heads` heads that are narrower than those of `dim`.
+fn narrow_heads(dim: usize, heads: usize, ranks: usize, least: usize) -> usize {
+    let least = least.div_ceil(heads).max(2);
+    heads * narrow(dim / heads, ranks, least)
 }
 
 /// Beginnings of the names of what transformers and TRL put on a decoder for other tasks. No part of the decoder depends on them.
@@ -89,6 +114,14 @@ impl Architecture for GptConfig {
         Self { seq, ..self }
     }
 
+    fn narrowed(self, ranks: usize, least: usize) -> Self {
+        Self {
+            dim: narrow_heads(self.dim, self.heads, ranks, least),
+            vocab: narrow(self.vocab, ranks, least),
+            ..self
+        }
+    }
+
     fn init(&self, device: &Device, seed: u64) -> Result<Gpt, ModelError> {
         Self::init(self, device, seed)
     }
@@ -113,6 +146,15 @@ impl Architecture for Gpt2Config {
 
     fn for_sequences_of(self, seq: usize) -> Self {
         Self { seq, ..self }
+    }
+
+    fn narrowed(self, ranks: usize, least: usize) -> Self {
+        Self {
+            dim: narrow_heads(self.dim, self.heads, ranks, least),
+            hidden: narrow(self.hidden, ranks, least),
+            vocab: narrow(self.vocab, ranks, least),
+            ..self
+        }
     }
 
     fn init(&self, device: &Device, seed: u64) -> Result<Gpt2, ModelError> {
@@ -155,6 +197,15 @@ impl Architecture for LlamaConfig {
 
     fn for_sequences_of(self, seq: usize) -> Self {
         Self { seq, ..self }
+    }
+
+    fn narrowed(self, ranks: usize, least: usize) -> Self {
+        Self {
+            dim: narrow_heads(self.dim, self.heads, ranks, least),
+            hidden: narrow(self.hidden, ranks, least),
+            vocab: narrow(self.vocab, ranks, least),
+            ..self
+        }
     }
 
     fn init(&self, device: &Device, seed: u64) -> Result<Llama, ModelError> {
@@ -288,6 +339,27 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrower_models_divide_alike() {
+        for size in 1..200 {
+            for ranks in 1..9 {
+                for least in [1, 5, 16] {
+                    let small = narrow(size, ranks, least);
+                    assert_eq!(small % ranks, size % ranks);
+                    assert_eq!(small % 2, size % 2);
+                    let most = least + 2 * ranks;
+                    assert!(
+                        small == size || (least..most).contains(&small),
+                        "{small} of {size}"
+                    );
+                }
+            }
+        }
+        let llama = LlamaConfig::preset("7b").expect("a preset").narrowed(4, 5);
+        assert_eq!((llama.dim, llama.hidden, llama.vocab), (128, 8, 8));
+        llama.validate().expect("there is such a model");
+    }
 
     #[test]
     fn a_configuration_is_known_by_its_fields() {

@@ -133,15 +133,16 @@ fn traced<A: Architecture>(
 }
 
 /// Proves the plans of the steps of a run, and says so: that of the first, whose optimizer has no states, that of all others, and
-/// those of steps at a rate of zero, where optimizers leave operations out. They are planned for the rows and tokens of a rank, and
-/// proved at the first of some small shapes at which the model does the same operations.
+/// those of steps at a rate of zero, where optimizers leave operations out. They are planned for the model, rows and tokens of a
+/// rank, and proved at the first of some small shapes at which a narrower model does the same operations.
 fn prove<A: Architecture>(
     sizes: A,
     config: &TrainConfig,
     mode: &Mode,
+    ranks: usize,
 ) -> Result<Vec<Certificate>, RankError> {
-    /// Rows and tokens, no more than there are.
-    const SMALL: [[usize; 2]; 3] = [[2, 4], [3, 5], [5, 7]];
+    /// Rows and tokens, and the least widths, no more than there are.
+    const SMALL: [[usize; 3]; 3] = [[2, 4, 6], [3, 5, 11], [5, 7, 23]];
     let rows = config.micro_rows_of(0, 0).len();
     let shape = [rows, config.seq];
     // The first of each kind.
@@ -159,9 +160,15 @@ fn prove<A: Architecture>(
         };
         let real = traced(sizes, config, shape, step)?;
         let mut refused = None;
-        let proved = SMALL.iter().find_map(|small| {
-            let [rows, tokens] = [0, 1].map(|dim| small[dim].min(shape[dim]));
-            let small = traced(sizes.for_sequences_of(tokens), config, [rows, tokens], step);
+        let proved = SMALL.iter().find_map(|&[rows, tokens, width]| {
+            let [rows, tokens] = [rows.min(shape[0]), tokens.min(shape[1])];
+            let narrow = sizes.narrowed(ranks, width.max(ranks));
+            let small = traced(
+                narrow.for_sequences_of(tokens),
+                config,
+                [rows, tokens],
+                step,
+            );
             let proved = small.and_then(|small| {
                 let (real, batches) = (real.clone(), config.step.accumulate);
                 Ok(certify_at(real, small, batches, mode)?)
@@ -233,7 +240,7 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         );
         let (mode, recomputed) = mode(sizes, config, world, mesh)?;
         let mode = if config.step.is_certified && world.rank() == 0 {
-            let certificates = prove(sizes, config, &mode)?;
+            let certificates = prove(sizes, config, &mode, world.size())?;
             mode.proved(&certificates)
         } else {
             mode

@@ -138,6 +138,7 @@ fn random_values_are_made_one_parameter_at_a_time() {
     for (arguments, copies) in [
         ("--compile --ranks 2", 1),
         ("--compile --ranks 4", 1),
+        ("--compile --ranks 4 --certify", 1),
         (
             "--compile --ranks 4 --strategy hybrid-shard --replicate-size 2",
             2,
