@@ -60,7 +60,9 @@ pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certific
 /// floats at the shapes of the run, where these are not too large. So a pass that is wrong at large shapes alone is found by its
 /// list, and one that is wrong where it decides as it does for large shapes by the proof.
 ///
-/// A small shape must be one at which the model does the same: as a rule dims of one element stay one, and others are two or more.
+/// A small shape must be one at which the model does the same: as a rule dims of one element stay one, and others are two or more. Burn's
+/// `Linear` over three dims and more folds its first dims into one where that is squarer, unless the last but one is a multiple of
+/// 32: keep it one, or as large as it takes. Widths of the model may be smaller, too.
 ///
 /// # Errors
 ///

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burn::module::Module;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_fsdp::checkpoint::{Step, TrainingSnapshot};
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::Units;
@@ -116,8 +116,8 @@ fn traced<A: Architecture>(
 ) -> Result<Graph, RankError> {
     let (seed, adapters) = (config.seed, config.adapters);
     sizes.validate()?;
-    // One element, seen as many: only the shape is used.
-    let one = || Tensor::<2, Int>::zeros([1, 1], &Device::flex());
+    // One element, seen as many: only the shape is used, and the type that tokens have.
+    let one = || Tensor::<2, Int>::from_data(TensorData::new(vec![0i64], [1, 1]), &Device::flex());
     let tokens = || one().expand(shape);
     let init = move |device: &Device| lazy(sizes, adapters, device, seed);
     let optimizer = config.optimizer.build();

@@ -22,8 +22,8 @@ use crate::{Certificate, Strategy};
 /// Rows of a run: activations are of some hundred thousand elements.
 const ROWS: usize = 2_048;
 
-/// Rows at which plans are proved.
-const FEW: usize = 2;
+/// Rows at which plans are proved: enough for Burn's `Linear` to multiply them as it does those of the run.
+const FEW: usize = 64;
 
 /// A pass, with a fault.
 #[derive(Debug)]

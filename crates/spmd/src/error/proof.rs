@@ -10,10 +10,10 @@ pub enum ProofError {
     /// A plan that is another list of operations than its twin, the plan of the same step at small shapes, which can be proved:
     /// see [`certify_at`](crate::certify_at).
     #[error(
-        "the plan of the run is not the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; leave the \
-         pass out where an option does, or leave the proof out, and report it",
+        "the plan of the run is not the one that can be proved at small shapes: after the pass \"{}\", {reason}{}; {}",
         Pass(*pass),
-        At(*node, operation.as_str())
+        At(*node, operation.as_str()),
+        of_twin(*pass)
     )]
     Twin {
         /// The first pass after which they differ; `None` if the traces do.
@@ -35,4 +35,15 @@ pub enum ProofError {
         /// Operations of the plan.
         nodes: usize,
     },
+}
+
+/// Returns the way out of a plan that is no twin's.
+fn of_twin(pass: Option<PassId>) -> &'static str {
+    match pass {
+        None => {
+            "take small shapes at which the model does the same operations: dims of one element stay one, and Burn's Linear \
+             over three dims and more multiplies few rows in another way than many, unless there are a multiple of 32"
+        }
+        Some(_) => "leave the pass out where an option does, or leave the proof out, and report it",
+    }
 }

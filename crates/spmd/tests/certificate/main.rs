@@ -308,7 +308,7 @@ fn proved_at(rows: usize, step: OptimizerStep) -> Certificate {
         )
         .unwrap()
     };
-    certify_at(traced(rows), traced(2), 1, &Mode::single()).unwrap()
+    certify_at(traced(rows), traced(16), 1, &Mode::single()).unwrap()
 }
 
 /// What runs is what was proved: each step's plan is one of those, or is refused before it changes anything.
