@@ -116,7 +116,7 @@ fn form(node: &Node) -> String {
 fn other(graph: &Graph, nodes: &[Node], of: TensorId) -> Option<TensorId> {
     let value = graph.value(of)?;
     let mut written = nodes.iter().flat_map(Node::outputs);
-    written.find(|id| {
+    written.rfind(|id| {
         *id != of
             && graph
                 .value(*id)

@@ -36,7 +36,7 @@ pub(super) struct Difference {
 }
 
 /// Products and elements of a call up to which it is checked at its own shapes, and not at those of its twin.
-const MOST_WORK: u64 = 1 << 24;
+const MOST_WORK: u64 = 1 << 21;
 
 /// Checks every kernel of a graph, each form of a call once, at the shapes of the graph, or, where that takes long, at those of its
 /// twin, which may be itself. Returns how many forms of each kernel there were.

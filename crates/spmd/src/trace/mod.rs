@@ -73,7 +73,8 @@ impl Default for TraceConfig {
 /// `optimizer` for every parameter that has one.
 ///
 /// `init` is called with a device on which nothing is computed. Lazy parameters (all of Burn's) are
-/// never initialised. Of `batch` only shapes and types are used.
+/// never initialised. Of `batch` only shapes and types are used. Integers and booleans that the loss makes are of the CPU's default
+/// types, as in a compiled step.
 ///
 /// Values have the same ids in graphs of the same model, whichever step and batch they were traced
 /// with, as far as they are parameters, buffers, inputs and states.
@@ -97,6 +98,7 @@ where
 {
     let joined = |_: &str, shape: &[usize]| shape.to_vec();
     let options = TraceOptions {
+        defaults: Some(Defaults::of(&Device::flex())),
         precision: config.precision,
         scales_loss: config.scales_loss,
         ..TraceOptions::default()
