@@ -112,11 +112,11 @@ fn form(node: &Node) -> String {
     )
 }
 
-/// Returns the first value of the shape of another that nodes have written.
+/// Returns the last value of the shape of another that nodes have written.
 fn other(graph: &Graph, nodes: &[Node], of: TensorId) -> Option<TensorId> {
     let value = graph.value(of)?;
-    let mut written = nodes.iter().flat_map(Node::outputs);
-    written.rfind(|id| {
+    let mut written = nodes.iter().rev().flat_map(Node::outputs);
+    written.find(|id| {
         *id != of
             && graph
                 .value(*id)
