@@ -169,9 +169,9 @@ pub(crate) struct TrainingArgs {
         conflicts_with_all = ["activation_checkpointing", "accumulate"]
     )]
     pub(crate) memory_budget: Option<u64>,
-    /// With --compile: prove, before the first step, that the plan computes what was traced, on all ranks: the plan for the
-    /// rows and tokens of the run, node by node, at the size of a few. A step with any other plan is refused. Evaluations
-    /// are not proved
+    /// With --compile: prove, before the first step, that the plans of the run compute what was traced, on all ranks. The proof
+    /// is that of a narrower model and a few tokens, for which passes decide as for the run. A step with any other plan is
+    /// refused. Evaluations are not proved
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
     /// Device that computes: flex (the CPU), or in builds with such a feature wgpu, vulkan, metal, webgpu, cuda

@@ -138,7 +138,6 @@ fn random_values_are_made_one_parameter_at_a_time() {
     for (arguments, copies) in [
         ("--compile --ranks 2", 1),
         ("--compile --ranks 4", 1),
-        ("--compile --ranks 4 --certify", 1),
         (
             "--compile --ranks 4 --strategy hybrid-shard --replicate-size 2",
             2,
@@ -177,4 +176,27 @@ fn initial_weights_are_written_one_parameter_at_a_time() {
         let written = std::fs::metadata(&out).expect("written").len();
         assert!(written as usize > whole / 2, "{from}: {written} bytes");
     }
+}
+
+/// A plan is proved on a narrow model: what that takes does not grow with the width of the model.
+#[test]
+fn a_proof_holds_no_model() {
+    let _turn = alone();
+    let [narrow, wide] = [64, 768].map(|dim| {
+        let sizes = GptConfig {
+            layers: 2,
+            dim,
+            heads: 4,
+            vocab: 1031,
+            seq: 16,
+        };
+        let params = 4 * ModelConfig::Gpt(sizes).num_params();
+        let flags = "--compile --certify --ranks 4 --layers 2 --vocab 1031";
+        let (peak, _) = of_start(sizes, &format!("{flags} --dim {dim}"));
+        (peak, params)
+    });
+    // What is read or drawn of the largest parameter, and as bytes.
+    let largest = 4 * 4 * 768 * 4 * 768;
+    let most = narrow.0 + (wide.1 - narrow.1) + largest + BOOKS;
+    assert!(wide.0 <= most, "{wide:?} of {narrow:?}");
 }
