@@ -3,15 +3,26 @@
 //! A training is told itself, however deep below, by one signal; what stands between (shells, `timeout`, `mpirun`) is not, and
 //! ends as it always does when the training has ended. Only where there is no process of this program is the whole process group
 //! of the command told, as by a terminal. A process whose parent has died of that is told when it is seen.
+//!
+//! A script may go on behind a training that was told: what it does then in a short time it may do, and if that lasts the process
+//! group is told after all. Who is told itself and goes on does so by a trap of its own, and is told nothing more before the user
+//! says so again. After a second signal everything has a short time as well, and is killed then.
 
 use std::collections::HashSet;
+use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGHUP, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGKILL, SIGQUIT, SIGTERM};
 
 use super::signals::Order;
 use crate::console;
 use crate::process::Process;
+
+/// The time that a script has to end behind a training that was told, and that everything has to end at once: less than
+/// schedulers wait between a signal and a kill.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// The processes below.
 #[derive(Debug)]
@@ -30,7 +41,18 @@ pub(super) struct Below {
     awaited: Vec<Process>,
     /// True once the group was told.
     is_group_told: bool,
+    /// The others that were there when the order came.
+    known: HashSet<Image>,
+    /// Since when no training is left, after the order.
+    over_since: Option<Instant>,
+    /// When the first order came to end at once.
+    at_once_since: Option<Instant>,
+    /// True once what is left was killed.
+    has_killed: bool,
 }
+
+/// A process, and the program that it runs: a shell may give its place to its last command.
+type Image = (u32, u64, Option<PathBuf>);
 
 /// The processes that are there at a moment.
 struct Seen {
@@ -50,6 +72,10 @@ impl Below {
             told: HashSet::new(),
             awaited: Vec::new(),
             is_group_told: false,
+            known: HashSet::new(),
+            over_since: None,
+            at_once_since: None,
+            has_killed: false,
         }
     }
 
@@ -61,8 +87,10 @@ impl Below {
             // Again, and nobody but trainings is waited for.
             self.told.clear();
             self.awaited.clear();
+            self.at_once_since.get_or_insert_with(Instant::now);
         }
         let seen = self.look();
+        self.known = seen.others.iter().map(image).collect();
         self.tell_own(&seen);
         self.is_group_told = seen.own.is_empty() || is_at_once;
         if self.is_group_told {
@@ -76,11 +104,17 @@ impl Below {
             return;
         }
         let seen = self.look();
-        let goes_on = self.tell_own(&seen);
-        // A script that starts the next training when one was told to end has to be told itself.
-        if goes_on && !self.is_group_told {
+        if is_over(self.at_once_since) {
+            return self.kill(&seen);
+        }
+        let trains_on = self.tell_own(&seen);
+        let late = self.late(&seen);
+        // A script that starts the next training, or a long command, when a training was told to end has to be told itself.
+        if (trains_on || !late.is_empty()) && !self.is_group_told {
             self.is_group_told = true;
             self.tell_group(&seen);
+            // Of another group, and below a shell that may be of another one, too.
+            late.iter().for_each(|late| self.tell(late));
         }
         if self.is_group_told {
             let orphans = seen
@@ -135,6 +169,33 @@ impl Below {
         Seen { own, others }
     }
 
+    /// Returns what was started after the order, and is still there when the trainings have been over for a while. What was there
+    /// before may have to wait for trainings of other machines, as `mpirun` does.
+    fn late(&mut self, seen: &Seen) -> Vec<Process> {
+        if !seen.own.is_empty() {
+            self.over_since = None;
+            return Vec::new();
+        }
+        self.over_since.get_or_insert_with(Instant::now);
+        if !is_over(self.over_since) {
+            return Vec::new();
+        }
+        let is_new = |other: &&Process| !self.known.contains(&image(other));
+        seen.others.iter().filter(is_new).copied().collect()
+    }
+
+    /// Kills everything that is left.
+    fn kill(&mut self, seen: &Seen) {
+        let left: Vec<_> = seen.own.iter().chain(&seen.others).collect();
+        if !left.is_empty() && !std::mem::replace(&mut self.has_killed, true) {
+            console::tell(format_args!(
+                "warning: {} processes below have not ended since they were told to end at once, and are killed",
+                left.len()
+            ));
+        }
+        left.into_iter().for_each(|left| send(SIGKILL, left));
+    }
+
     /// Returns true for one that is below, whose parent is not, or no more.
     fn is_orphan(&self, process: &Process, seen: &Seen) -> bool {
         let is_parent = |other: &Process| other.id == process.parent;
@@ -187,6 +248,16 @@ impl Below {
             }
         }
     }
+}
+
+/// Returns true when what began then has had its time.
+fn is_over(since: Option<Instant>) -> bool {
+    since.is_some_and(|since| since.elapsed() >= GRACE)
+}
+
+fn image(process: &Process) -> Image {
+    let program = fs::read_link(format!("/proc/{}/exe", process.id));
+    (process.id, process.started, program.ok())
 }
 
 /// Sends a signal to a process, and says so if that cannot be.

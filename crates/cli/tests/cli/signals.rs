@@ -192,12 +192,70 @@ fn a_signal_to_launch_has_a_training_save_once_whatever_is_between() {
 
 #[test]
 fn a_script_goes_on_behind_a_training_that_was_told_to_end() {
-    let launched = Launched::start("$TRAIN; echo code $? >after; exit 5");
+    let launched = Launched::start("$TRAIN; code=$?; sleep 1; echo code $code >after; exit 5");
     send("-TERM", launched.child.id());
     let (folder, ended) = launched.end();
     assert_eq!(ended.code, Some(5), "{}", ended.err);
     assert_eq!(folder.read("after"), "code 0\n");
     saved_once(&folder, &ended.out);
+}
+
+#[test]
+fn a_script_that_runs_on_behind_a_training_is_ended_as_well() {
+    let scripts = [
+        "$TRAIN; sleep 1000; echo >after",
+        // The shell gives its place to its last command.
+        "$TRAIN; exec sleep 1000",
+        "$TRAIN; while true; do sleep 0.1; done",
+        "$TRAIN; setsid --wait sleep 1000; echo >after",
+        "bash -c '$TRAIN; sleep 1000; echo >after'; echo >after",
+    ];
+    let all = scripts.map(|script| (script, Launched::start(script)));
+    for (_, launched) in &all {
+        send("-TERM", launched.child.id());
+    }
+    for (script, launched) in all {
+        let (folder, ended) = launched.end();
+        assert_eq!(ended.code, Some(143), "{script}: {}", ended.err);
+        assert!(!folder.path("after").exists(), "{script}");
+        saved_once(&folder, &ended.out);
+    }
+}
+
+#[test]
+fn what_no_signal_ends_is_waited_for_and_killed_after_a_second_one() {
+    let scripts = [
+        "trap '' TERM; echo >ready; sleep 1000; echo >after",
+        "trap 'echo told >>told' TERM; echo >ready; while :; do sleep 0.05; done",
+        "trap '' TERM; echo >ready; setsid --wait sleep 1000; echo >after",
+    ];
+    for script in scripts {
+        let folder = Folder::new();
+        let mut launch = folder.command("launch --max-restarts 0 -- bash -c");
+        let launch = launch.arg(script);
+        launch.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = launch.spawn().expect("it starts");
+        let until = Instant::now() + FAR_TOO_LONG;
+        while !folder.path("ready").exists() && Instant::now() < until {
+            sleep(Duration::from_millis(10));
+        }
+        send("-TERM", child.id());
+        sleep(Duration::from_millis(800));
+        assert_eq!(child.try_wait().expect("a child"), None, "{script}");
+        send("-TERM", child.id());
+        let status = loop {
+            if let Some(status) = child.try_wait().expect("a child") {
+                break status;
+            }
+            if Instant::now() > until {
+                child.kill().expect("a child");
+                panic!("it waits for ever: {script}");
+            }
+            sleep(Duration::from_millis(20));
+        };
+        assert_eq!(status.code(), Some(137), "{script}");
+        assert!(!folder.path("after").exists(), "{script}");
+    }
 }
 
 #[test]
