@@ -15,6 +15,7 @@ use burn_fsdp_shard::{
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::state_types::check_state_types;
 use crate::train::agreement::{Rates, check_same};
 use crate::train::course::{Course, Ranks};
 use crate::train::lead::Lead;
@@ -80,6 +81,10 @@ pub(crate) fn train<M: LearnerModel>(
     let mut model = fully_shard(model, world, policy)?;
     check_managed(&model)?;
     check_elementwise(&model, &optimizer)?;
+    if course.saves {
+        // A checkpoint that nobody could resume is refused now, and not when it is read.
+        check_state_types(&model, &optimizer)?;
+    }
     if course.among == Ranks::Processes {
         check_same_optimizer(&model, &optimizer)?;
         model = sync_buffers(model, BufferSync::Broadcast)?;

@@ -21,7 +21,7 @@ use burn::data::dataset::{Dataset, DatasetError};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Lora, Module, ModuleVisitor, Param};
 use burn::optim::lr_scheduler::linear::LinearLrSchedulerConfig;
-use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer};
+use burn::optim::{AdafactorConfig, AdamWConfig, LambConfig, ModuleOptimizer, SgdConfig};
 use burn::tensor::{Device, Tensor};
 use burn::train::metric::store::{Aggregate, Direction, EventStoreClient, Split};
 use burn::train::metric::{AccuracyMetric, LossMetric};
@@ -386,6 +386,29 @@ fn what_cannot_be_followed_is_refused_by_name() {
     let trained = again(returned.model.clone().train());
     let trained = trained.unwrap_or_else(|error| panic!("{error}"));
     assert_ne!(values(&trained.model), values(&returned.model));
+}
+
+#[test]
+fn a_checkpoint_that_could_not_be_resumed_is_refused_before_the_first_step() {
+    let launch = |optimizer: ModuleOptimizer, saves: bool| {
+        let at = folder();
+        let training = training(at.path(), (items(8, 1), items(4, 2)), BATCH).num_epochs(1);
+        let training = match saves {
+            true => training.with_default_checkpointers(),
+            false => training,
+        };
+        let model = Net::new(&device()).in_bf16();
+        let result =
+            FullySharded::new(LaunchConfig::new(2)).launch(training, model, optimizer, 1e-2);
+        result.err().map(|error| error.to_string())
+    };
+    let refused = launch(optimizer(), true).expect("its moments would come back in another type");
+    for words in ["BF16", "F32", "moment"] {
+        assert!(refused.contains(words), "{words}: {refused}");
+    }
+    // Nothing is kept, by the loop or by the optimizer.
+    assert_eq!(launch(optimizer(), false), None);
+    assert_eq!(launch(SgdConfig::new().init(), true), None);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use burn::module::{Module, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{BatchNorm, BatchNormConfig, Linear, LinearConfig, PaddingConfig2d};
-use burn::tensor::{Device, Int, Tensor, activation};
+use burn::tensor::{Device, FloatDType, Int, Tensor, activation};
 use burn::train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
 
 const SIDE: usize = 6;
@@ -47,8 +47,18 @@ impl Net {
         self.map(&mut Fixed(500))
     }
 
+    /// Returns the network with parameters of 16 bits.
+    pub(crate) fn in_bf16(self) -> Self {
+        self.map(&mut InBf16)
+    }
+
     fn classify(&self, batch: Digits) -> ClassificationOutput {
-        let features = activation::relu(self.conv.forward(batch.images)).flatten(1, 3);
+        let dtype = self.conv.weight.val().dtype();
+        let images = match dtype == batch.images.dtype() {
+            true => batch.images,
+            false => batch.images.cast(dtype),
+        };
+        let features = activation::relu(self.conv.forward(images)).flatten(1, 3);
         let output = self
             .head
             .forward(activation::gelu(self.hidden.forward(features)));
@@ -73,6 +83,14 @@ impl burn::module::ModuleMapper for Fixed {
             let data = burn::tensor::TensorData::new(values, shape);
             Tensor::from_data(data, &old.device()).require_grad()
         })
+    }
+}
+
+struct InBf16;
+
+impl burn::module::ModuleMapper for InBf16 {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| Tensor::from_inner(old.inner().cast(FloatDType::BF16)).require_grad())
     }
 }
 
