@@ -18,7 +18,8 @@ use crate::{Error, Step, TensorEntry};
 /// Writes the model's tensors for which `write_as` gives a name into one safetensors file, whole.
 /// [`max_shard_size`](ConsolidationConfig::max_shard_size) has no effect.
 ///
-/// The file is written beside and renamed, so that it is there whole or not at all. At most 16 MiB of
+/// The file is written beside and renamed, so that it is there whole or not at all, with the permissions of the file that it
+/// replaces. At most 16 MiB of
 /// tensors are in memory, and what [`transpose_bytes`](ConsolidationConfig::transpose_bytes) allows.
 /// Optimizer state is never written.
 ///
@@ -34,7 +35,9 @@ pub fn consolidate_to_file(
 ) -> Result<Consolidated, Error> {
     let storage = &**step.storage();
     check_outside_steps(storage, step, out)?;
-    match storage.kind(out).map_err(Error::io("look for", out))? {
+    let there = storage.kind(out).map_err(Error::io("look for", out))?;
+    let is_replaced = there.is_some();
+    match there {
         Some(EntryKind::Dir) => {
             return Err(Error::Argument {
                 argument: "out",
@@ -65,6 +68,10 @@ pub fn consolidate_to_file(
     let partial = beside(out)?;
     let all: Vec<_> = tensors.iter().collect();
     let written = write_file(step, &partial, &all, config).and_then(|()| {
+        if is_replaced {
+            let given = storage.copy_permissions(out, &partial);
+            given.map_err(Error::io("set the permissions of", &partial))?;
+        }
         let renamed = storage.rename(&partial, out);
         renamed.map_err(Error::io("rename", &partial))
     });

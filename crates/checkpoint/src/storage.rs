@@ -49,6 +49,11 @@ pub trait Storage: fmt::Debug + Send + Sync {
     /// Gives a file or folder another name in the same folder, at once.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
 
+    /// Gives a file the permissions of another, where files have some.
+    fn copy_permissions(&self, _from: &Path, _to: &Path) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Removes a file or link.
     fn remove_file(&self, path: &Path) -> io::Result<()>;
 

@@ -137,6 +137,10 @@ fn write_beside(path: &Path, contents: &[u8]) -> io::Result<()> {
     }
     let mut file = builder.tempfile_in(folder)?;
     file.write_all(contents)?;
+    if let Ok(replaced) = fs::metadata(path) {
+        // Whoever has closed a file to others does not want the next one to be open.
+        file.as_file().set_permissions(replaced.permissions())?;
+    }
     file.as_file().sync_all()?;
     file.persist(path).map_err(|error| error.error)?;
     // Where folders cannot be synced, the rename lasts when the system gets to it.

@@ -68,6 +68,10 @@ impl Storage for FileSystem {
         fs::rename(from, to)
     }
 
+    fn copy_permissions(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::set_permissions(to, fs::symlink_metadata(from)?.permissions())
+    }
+
     fn remove_file(&self, path: &Path) -> io::Result<()> {
         fs::remove_file(path)
     }

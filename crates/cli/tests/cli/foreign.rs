@@ -33,7 +33,7 @@ const GPT2: Gpt2Config = Gpt2Config {
 };
 
 /// The folders `llama` and `gpt2`, whose heads are the tables of their embeddings.
-fn folders() -> Folder {
+pub(crate) fn folders() -> Folder {
     let folder = Folder::new();
     let device = Device::flex();
     for name in ["llama", "gpt2"] {
@@ -213,6 +213,29 @@ fn written_files_have_the_modes_of_the_mask() {
                 .mode()
                 & 0o777;
             assert_eq!(mode, want, "umask {mask}: {}", path.display());
+        }
+    }
+}
+
+/// A file that its owner has closed to others is not opened to them by the one that replaces it.
+#[cfg(unix)]
+#[test]
+fn a_file_that_is_replaced_keeps_its_mode() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = Folder::new();
+    let train = "--synthetic --steps 1 --warmup 0 --checkpoint-dir run --overwrite --curve curve.svg --trace t.json";
+    let files = ["out.safetensors", "curve.svg", "t.json"].map(|name| folder.path(name));
+    for write in [0, 1] {
+        folder.report(train);
+        let run = folder.run("consolidate run out.safetensors --overwrite");
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        for (path, mode) in files.iter().zip([0o600, 0o640, 0o604]) {
+            let permissions = path.metadata().expect("it was written").permissions();
+            if write == 1 {
+                assert_eq!(permissions.mode() & 0o777, mode, "{}", path.display());
+            }
+            let closed = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(path, closed).expect("its owner may");
         }
     }
 }
