@@ -1,4 +1,4 @@
-//! The tokens at which a model of Hugging Face's ends its text.
+//! What a folder in Hugging Face's form says of a model beside its sizes: the tokens at which it ends its text, and dropout.
 
 use std::path::Path;
 
@@ -18,7 +18,28 @@ enum Ids {
     Several(Vec<u32>),
 }
 
+/// Settings of what transformers drops out of the decoders of this crate in training.
+const DROPOUTS: [&str; 4] = [
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attention_dropout",
+];
+
 impl ModelConfig {
+    /// Returns the settings of dropout above zero of a folder in Hugging Face's form, by name: `attn_pdrop`, say. The models of this
+    /// crate have no dropout.
+    ///
+    /// # Errors
+    ///
+    /// If `config.json` cannot be read.
+    pub fn dropouts(folder: impl AsRef<Path>) -> Result<Vec<(&'static str, f64)>, ModelError> {
+        let settings = read_json(&folder.as_ref().join("config.json"))?;
+        let value = |name: &&'static str| Some((*name, settings.get(*name)?.as_f64()?));
+        let given = DROPOUTS.iter().filter_map(value);
+        Ok(given.filter(|(_, share)| *share > 0.0).collect())
+    }
+
     /// Returns the ids of the tokens after which a model in a folder in Hugging Face's form has no more to say: `eos_token_id` of
     /// `generation_config.json`, or of `config.json`; none if neither says so.
     ///

@@ -46,6 +46,8 @@ pub(crate) struct TrainConfig {
     pub(crate) init: Option<PathBuf>,
     pub(crate) save_init: Option<PathBuf>,
     pub(crate) data: Data,
+    /// A warning about the model, if there is one.
+    pub(crate) dropout: Option<String>,
     pub(crate) eval_every: usize,
     pub(crate) eval_batches: usize,
     /// Sequences of a step, over all ranks; a multiple of `ranks`.
@@ -163,6 +165,7 @@ impl TrainConfig {
         let checkpoints = CheckpointConfig::new(args.checkpoint, &all_ranks, state)?;
         warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
         Ok(Self {
+            dropout: sizes::dropout(&args.model, &model)?,
             model,
             seq: args.model.seq,
             adapters,

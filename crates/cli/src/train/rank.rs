@@ -108,7 +108,7 @@ fn tell_of_data(config: &TrainConfig) {
     if !config.json {
         console::tell(&config.data);
     }
-    for warning in config.data.warnings() {
+    for warning in config.data.warnings().iter().chain(&config.dropout) {
         console::tell(format_args!("warning: {warning}"));
     }
 }

@@ -76,6 +76,23 @@ fn of_folder(args: &ModelArgs, folder: &Path) -> Result<ModelConfig, InputError>
     }
 }
 
+/// Returns a warning if the folder that the sizes are of asks for dropout, which no model here has.
+pub(crate) fn dropout(args: &ModelArgs, model: &ModelConfig) -> Result<Option<String>, InputError> {
+    let folder = args.init.as_deref().filter(|path| path.is_dir());
+    let folder = folder.filter(|_| !matches!(model, ModelConfig::Gpt(_)));
+    let dropouts = folder.map(ModelConfig::dropouts).transpose()?;
+    let named = dropouts.into_iter().flatten();
+    let named: Vec<_> = named
+        .map(|(name, share)| format!("`{name}` {share}"))
+        .collect();
+    Ok((!named.is_empty()).then(|| {
+        format!(
+            "config.json of --init has {}: training here drops nothing out, and transformers would",
+            named.join(", ")
+        )
+    }))
+}
+
 /// Returns the word of the command line for the kind of a model.
 fn name(model: &ModelConfig) -> &'static str {
     name_of(match model {

@@ -240,6 +240,65 @@ fn a_file_that_is_replaced_keeps_its_mode() {
     }
 }
 
+/// Dropout that a folder asks for is told of where it would count.
+#[test]
+fn a_training_tells_of_dropout_that_it_does_not_have() {
+    let folder = folders();
+    let set = |name: &str, settings: &[(&str, Value)]| {
+        let path = format!("{name}/config.json");
+        let mut config: Value = serde_json::from_str(&folder.read(&path)).expect("JSON");
+        for (setting, value) in settings {
+            config[setting] = value.clone();
+        }
+        folder.write(&path, config.to_string());
+    };
+    let warnings_of = |name: &str| {
+        let arguments =
+            format!("train --init {name} --synthetic --steps 1 --warmup 0 --batch 4 --seq 8");
+        let run = folder.run(&format!("{arguments} --json"));
+        assert_eq!(run.code, 0, "{}", run.stderr);
+        let report = crate::command::last_report(&run);
+        let all: Vec<String> = crate::command::warnings(&report)
+            .into_iter()
+            .map(ToString::to_string)
+            .collect();
+        let told = all.iter().filter(|warning| warning.contains("drop"));
+        let told: Vec<_> = told.cloned().collect();
+        assert_eq!(
+            run.stderr.matches("drops").count(),
+            told.len(),
+            "{}",
+            run.stderr
+        );
+        told
+    };
+    for name in ["llama", "gpt2"] {
+        assert_eq!(warnings_of(name), [""; 0]);
+    }
+    set("llama", &[("attention_dropout", 0.0.into())]);
+    assert_eq!(warnings_of("llama"), [""; 0]);
+    set("llama", &[("attention_dropout", 0.25.into())]);
+    let pdrop = [
+        ("attn_pdrop", 0.1.into()),
+        ("embd_pdrop", 0.into()),
+        ("resid_pdrop", 0.2.into()),
+    ];
+    set("gpt2", &pdrop);
+    let [llama] = &warnings_of("llama")[..] else {
+        panic!("one warning");
+    };
+    assert!(llama.contains("`attention_dropout` 0.25"), "{llama}");
+    let [gpt2] = &warnings_of("gpt2")[..] else {
+        panic!("one warning");
+    };
+    assert!(
+        gpt2.contains("`attn_pdrop` 0.1, `resid_pdrop` 0.2:"),
+        "{gpt2}"
+    );
+    let run = folder.run("generate --init gpt2 --prompt a --tokens 2 --tokenizer bytes");
+    assert_eq!((run.code, run.stderr.as_str()), (0, ""));
+}
+
 /// The files in a folder and in folders in it, but for hidden ones.
 #[cfg(unix)]
 fn files_in(folder: &std::path::Path) -> Vec<PathBuf> {
