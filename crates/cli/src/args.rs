@@ -208,7 +208,8 @@ pub(crate) struct ShardingArgs {
     /// Make units of modules with at least so many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS")]
     pub(crate) unit_size: Option<usize>,
-    /// Keep the optimizer's state in files of this folder, a unit at a time in memory
+    /// Keep the optimizer's state in files of this folder, a unit at a time in memory; they are removed at the end, also when
+    /// SIGTERM, SIGINT, SIGHUP or SIGUSR1 ends the run after a step
     #[arg(long, value_name = "FOLDER", conflicts_with = "checkpoint_dir")]
     pub(crate) offload: Option<PathBuf>,
     /// What ranks compare of each other in each operation

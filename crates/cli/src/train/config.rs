@@ -1,6 +1,8 @@
 //! The configuration of a training run, complete and valid: errors of the user's input end here.
 
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use burn::optim::AdamWConfig;
@@ -69,6 +71,9 @@ pub(crate) struct TrainConfig {
     /// True if a compiled step trains, and not the eager engine.
     pub(crate) is_compiled: bool,
     pub(crate) checkpoints: Option<CheckpointConfig>,
+    /// Flag that a signal sets, and the end of `launch`: the run then finishes the step, saves, and ends. `None` for a run that
+    /// leaves nothing behind, which a signal ends as it ends any process.
+    pub(crate) stop: Option<Arc<AtomicBool>>,
     pub(crate) deadline: Duration,
     /// What ranks compare of each other.
     pub(crate) check: Check,
@@ -166,6 +171,7 @@ impl TrainConfig {
         warn_of_idle(checkpoints.as_ref(), steps + warmup, is_init_idle);
         Ok(Self {
             dropout: sizes::dropout(&args.model, &model)?,
+            stop: (checkpoints.is_some() || sharding.offload.is_some()).then(Arc::default),
             model,
             seq: args.model.seq,
             adapters,
@@ -218,8 +224,8 @@ impl TrainConfig {
 
     /// Returns true if a signal has told the run to end.
     pub(crate) fn is_stopped(&self) -> bool {
-        let checkpoints = self.checkpoints.as_ref();
-        checkpoints.is_some_and(CheckpointConfig::is_stopped)
+        let stop = self.stop.as_ref();
+        stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }
 
     /// Returns the number of all steps, the unmeasured ones included.

@@ -242,8 +242,7 @@ impl Run<'_> {
                 let peak = trainer.unsharded_peak()?;
                 result.unsharded_peak = result.unsharded_peak.max(peak);
             }
-            let told_to_stop = observers.saving.as_ref().is_some_and(Saving::is_stopped);
-            let end_of_step = share::step_end(self.world, own_loss, told_to_stop)?;
+            let end_of_step = share::step_end(self.world, own_loss, config.is_stopped())?;
             let loss = end_of_step.loss;
             let end = Instant::now();
             let seconds = (end - start).as_secs_f64();

@@ -2,8 +2,8 @@
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::thread::{self, sleep};
 use std::time::Instant;
 
@@ -69,6 +69,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         _ => Failure::from(error),
     })?;
     if !is_first {
+        end_by_signal(&config);
         return Ok(());
     }
     let mut results: Vec<_> = results.into_iter().flatten().collect();
@@ -95,6 +96,7 @@ pub(crate) fn run(config: TrainConfig) -> Result<(), Failure> {
         false => report.to_string(),
     };
     let printed = console::answer(text);
+    end_by_signal(&config);
     match failures.is_empty() {
         true => printed,
         false => Err(Failure::Unfinished(failures.join("; "))),
@@ -169,17 +171,30 @@ fn begin_files(config: &TrainConfig) -> Result<Metrics, InputError> {
     Metrics::open(config.metrics.as_deref(), first_step)
 }
 
+/// The signal that was last heard.
+static ENDED_BY: LazyLock<Arc<AtomicUsize>> = LazyLock::new(Arc::default);
+
+/// Ends this process by the signal that has ended its run, where nothing was saved: it has removed its files, and is to look as
+/// if the signal had its default effect.
+fn end_by_signal(config: &TrainConfig) {
+    if config.checkpoints.is_none() && config.is_stopped() {
+        let signal = ENDED_BY.load(Ordering::Relaxed) as i32;
+        // None came: `launch` is gone, which is as SIGTERM.
+        let signal = if signal == 0 { SIGTERM } else { signal };
+        let _ = low_level::emulate_default_handler(signal);
+    }
+}
+
 /// Registers signal handlers: a first signal ends the run after its step and a save, a second one
-/// ends it at once with exit code 1, and so does SIGQUIT. Without a folder for checkpoints, signals keep their default
-/// effect.
+/// ends it at once with exit code 1, and so does SIGQUIT. Without a folder for checkpoints the run has only files of
+/// `--offload` to remove; without these as well, signals keep their default effect.
 ///
 /// A process that a launcher has started hears of one request several times: from the launcher, as one of a group, from a
 /// scheduler that tells all processes of a job. A second signal changes nothing there; the launcher ends what does not end.
 fn obey_signals(config: &TrainConfig) {
-    let Some(checkpoints) = &config.checkpoints else {
+    let Some(stop) = &config.stop else {
         return;
     };
-    let stop = &checkpoints.stop;
     let at_once = Arc::new(AtomicBool::new(false));
     let is_launched = tether::is_tied() || config.ranks.are_processes();
     let waker = if is_launched {
@@ -196,6 +211,7 @@ fn obey_signals(config: &TrainConfig) {
         // Where the system refuses, signals do what they always did.
         let _ = flag::register_conditional_shutdown(signal, 1, at_once.clone());
         let _ = flag::register(signal, stop.clone());
+        let _ = flag::register_usize(signal, ENDED_BY.clone(), signal as usize);
         if let Some(Ok(waker)) = waker.as_ref().map(UnixStream::try_clone) {
             let _ = low_level::pipe::register(signal, waker);
         }

@@ -3,8 +3,7 @@
 use std::env;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -63,8 +62,6 @@ pub(crate) struct CheckpointConfig {
     /// How long a save may take.
     pub(crate) save_deadline: Duration,
     pub(crate) meeting: Meeting,
-    /// Flag that a signal sets, and the end of `launch`: the run then finishes the step, saves, and ends.
-    pub(crate) stop: Arc<AtomicBool>,
 }
 
 impl CheckpointConfig {
@@ -110,7 +107,6 @@ impl CheckpointConfig {
             overwrite: args.overwrite,
             save_deadline: deadline,
             meeting: Meeting::new(ranks, deadline),
-            stop: Arc::default(),
         }))
     }
 
@@ -208,11 +204,6 @@ impl CheckpointConfig {
         // It is set once, here.
         let _ = self.resumed.set(resumed);
         Ok(())
-    }
-
-    /// Returns true if a signal has told the run to end.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
     }
 
     /// Returns true if a save may replace a step of this number: one that was found damaged.

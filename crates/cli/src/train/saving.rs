@@ -84,11 +84,6 @@ impl<'a> Saving<'a> {
         every.is_some_and(|every| (step + 1).is_multiple_of(every))
     }
 
-    /// Returns true if this rank was told to stop.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.contents.checkpoints.is_stopped()
-    }
-
     /// Begins to save the state after `steps` steps. The training goes on meanwhile.
     ///
     /// If the save before is not done, this waits for it, but less long than ranks wait for each other;

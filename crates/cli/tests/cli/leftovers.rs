@@ -1,6 +1,7 @@
 //! Files of a killed run do not stop the next one, and files of others stay.
 #![cfg(unix)]
 
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
@@ -38,7 +39,15 @@ fn offloaded_state_of_a_run_that_was_killed_makes_way() {
         assert_eq!(run.code, 2, "{}", run.stderr);
         assert!(run.stderr.contains("under way"), "{}", run.stderr);
         send(signal, child.id());
-        child.wait().expect("an end");
+        let status = child.wait().expect("an end");
+        // Signals that can be heard end it after its step; it leaves nothing then, and looks as if it had been killed.
+        let (number, leaves) = match signal {
+            "-INT" => (2, false),
+            "-TERM" => (15, false),
+            _ => (9, true),
+        };
+        assert_eq!(status.signal(), Some(number), "{signal}");
+        assert_eq!(!folder.names_in("off").is_empty(), leaves, "{signal}");
         // One that Burn had not put in its place yet.
         std::fs::create_dir_all(folder.path("off/rank-1")).expect("makes");
         folder.write("off/rank-1/00007-blocks.0.bpk.4711-3.tmp", "half");
