@@ -71,8 +71,8 @@ impl FileBackedOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::OptimizerState`] if the subfolder cannot be made, another run uses it, or it has something in it that is no
-    /// state which a run has left.
+    /// [`Error::OptimizerState`] if the subfolder cannot be made, is a link, another run uses it, or it has something in it that is
+    /// no state which a run has left.
     pub fn new(
         optimizer: ModuleOptimizer,
         folder: impl AsRef<Path>,
@@ -215,6 +215,13 @@ fn folder_of(folder: &Path, rank: usize) -> PathBuf {
 fn take(folder: &Path) -> Result<Option<File>, Error> {
     let refused = |reason: &dyn std::fmt::Display| failure("all", folder, reason, OF_OTHERS);
     let unread = |error: io::Error| failure("all", folder, &error, WRITABLE);
+    // The folder that the user names may be one; whoever planted this one would have files elsewhere removed.
+    if folder
+        .symlink_metadata()
+        .is_ok_and(|entry| entry.is_symlink())
+    {
+        return Err(refused(&"it is a link, and links are not followed"));
+    }
     let until = Instant::now() + PATIENCE;
     let lock = loop {
         match File::open(folder).map(|file| (file.try_lock(), file)) {

@@ -79,6 +79,24 @@ fn what_others_have_put_among_offloaded_state_stays() {
 }
 
 #[test]
+fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
+    let folder = Folder::new();
+    std::fs::create_dir(folder.path("docs")).expect("makes");
+    std::fs::create_dir(folder.path("real")).expect("makes");
+    folder.write("docs/00000-x.bpk", "mine");
+    // The folder that is named may be a link, as that of checkpoints may be; what is in it may not.
+    std::os::unix::fs::symlink("real", folder.path("off")).expect("links");
+    folder.report(&format!("{OFFLOADED} --steps 2"));
+    std::os::unix::fs::symlink("../docs", folder.path("real/rank-1")).expect("links");
+    let run = folder.train(&format!("{OFFLOADED} --steps 2 --ranks 2"));
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    for word in ["off/rank-1", "is a link"] {
+        assert!(run.stderr.contains(word), "{word}: {}", run.stderr);
+    }
+    assert_eq!(folder.read("docs/00000-x.bpk"), "mine");
+}
+
+#[test]
 fn steps_that_stay_for_what_is_in_them_are_told_of_once() {
     let folder = Folder::new();
     let run = "--synthetic --warmup 0 --checkpoint-dir steps --save-every 2 --keep-last 2";
