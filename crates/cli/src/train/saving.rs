@@ -1,5 +1,6 @@
 //! The saves of a run: their times and their contents.
 
+use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 
 use burn_fsdp::checkpoint::{
@@ -25,6 +26,8 @@ pub(crate) struct Saving<'a> {
     last_save: Option<ProcessGroup>,
     /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
+    /// The failures of saves that came again after they were told, and how often.
+    again: BTreeMap<String, usize>,
 }
 
 /// The contents of a saved step beside the tensors.
@@ -75,6 +78,7 @@ impl<'a> Saving<'a> {
             // Less long than ranks wait for each other.
             saves: saves.patience(config.deadline / 2),
             warnings: Vec::new(),
+            again: BTreeMap::new(),
         }))
     }
 
@@ -145,10 +149,11 @@ impl<'a> Saving<'a> {
         let failure = self.saves.finish();
         self.tell();
         let mut failure = failure?;
+        if !is_of_last && let Some(error) = failure.take() {
+            self.pass_on(&SaveRemark::Failed(error));
+        }
+        self.tell_again();
         if !is_of_last {
-            if let Some(error) = failure {
-                self.warn(SaveRemark::Failed(error).to_string());
-            }
             return Ok((self.saves.newest(), None));
         }
         let may = failure.as_ref().map(Checkpointer::may_be_tried_again);
@@ -188,7 +193,25 @@ impl<'a> Saving<'a> {
     /// Passes on the remarks of the saves as warnings.
     fn tell(&mut self) {
         for remark in self.saves.remarks() {
-            self.warn(remark.to_string());
+            self.pass_on(&remark);
+        }
+    }
+
+    fn pass_on(&mut self, remark: &SaveRemark) {
+        let text = remark.to_string();
+        if matches!(remark, SaveRemark::Failed(_)) && self.warnings.contains(&text) {
+            *self.again.entry(text).or_default() += 1;
+        } else {
+            self.warn(text);
+        }
+    }
+
+    /// Says how often saves have failed again.
+    fn tell_again(&mut self) {
+        for (failure, times) in std::mem::take(&mut self.again) {
+            self.warn(format!(
+                "{times} saves more failed as one before: {failure}"
+            ));
         }
     }
 

@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::command::{Folder, last_report, send, warnings};
+use crate::command::{Folder, Run, last_report, send, warnings};
 
 const OFFLOADED: &str = "--synthetic --warmup 0 --offload off";
 
@@ -94,6 +94,44 @@ fn offloaded_state_is_neither_written_nor_removed_through_a_link() {
         assert!(run.stderr.contains(word), "{word}: {}", run.stderr);
     }
     assert_eq!(folder.read("docs/00000-x.bpk"), "mine");
+}
+
+/// Failures of saves that read alike are one warning, and a number at the end.
+#[test]
+fn saves_that_fail_again_in_the_same_way_are_counted() {
+    let folder = Folder::new();
+    let mut command = folder.train_command(
+        "--synthetic --warmup 0 --steps 100000000 --checkpoint-dir steps --save-every 1 --metrics lines --json",
+    );
+    let child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let child = child.expect("a process");
+    let until = |lines: usize| {
+        let is_there = || std::fs::read_to_string(folder.path("lines")).unwrap_or_default();
+        while is_there().lines().count() < lines {
+            sleep(Duration::from_millis(5));
+        }
+    };
+    until(3);
+    std::fs::rename(folder.path("steps"), folder.path("elsewhere")).expect("renames");
+    folder.write("steps", "no folder");
+    until(folder.read("lines").lines().count() + 20);
+    send("-TERM", child.id());
+    let run = Run::of(child.wait_with_output().expect("an end"));
+    assert_eq!(run.code, 3, "{}", run.stderr);
+    let report = last_report(&run);
+    let all = warnings(&report);
+    let one = "a save failed, training goes on: cannot create steps";
+    let told: Vec<_> = all.iter().filter(|warning| warning.contains(one)).collect();
+    let [first, again] = told[..] else {
+        panic!("the warning and the number, not {all:?}");
+    };
+    assert!(first.starts_with(one), "{first}");
+    let (number, _) = again.split_once(" saves more failed").expect("a number");
+    assert!(number.parse::<usize>().expect("a number") > 1, "{again}");
+    assert_eq!(run.stderr.matches(one).count(), 2, "{}", run.stderr);
 }
 
 #[test]
