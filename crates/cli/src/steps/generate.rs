@@ -107,7 +107,7 @@ impl Job {
         {
             return Err(unknown(step.path(), format!("it has {adapters:?}")));
         }
-        let codec = codec(&args, step.as_ref(), &model)?;
+        let codec = codec(&args, step.as_ref(), &model, ranks.have_first())?;
         let prompt = codec.encode(&args.prompt)?;
         check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
@@ -318,11 +318,13 @@ fn largest_unit(model: &ModelConfig) -> Result<usize, InputError> {
     Ok(units.into_values().max().unwrap_or_default())
 }
 
-/// Finds the way between text and tokens, which must be that which a step was trained on.
+/// Finds the way between text and tokens, which must be that which a step was trained on. Of several processes the first one
+/// passes warnings on.
 fn codec(
     args: &GenerateArgs,
     step: Option<&Step>,
     model: &ModelConfig,
+    is_first: bool,
 ) -> Result<TextCodec, InputError> {
     let saved = step.map(|step| tokenizer_of(&step.index().training));
     let are_bytes = saved == Some(None);
@@ -341,7 +343,8 @@ fn codec(
     }
     // A step tells what its tokens are.
     let of_init = args.init.as_ref().filter(|_| step.is_none());
-    for warning in chosen.warnings(of_init.map(|_| model)) {
+    let warnings = chosen.warnings(of_init.map(|_| model)).into_iter();
+    for warning in warnings.filter(|_| is_first) {
         console::tell(format_args!("warning: {warning}"));
     }
     Ok(chosen.codec)

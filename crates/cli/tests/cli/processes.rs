@@ -418,3 +418,19 @@ fn a_run_that_is_killed_is_started_again() {
         files(&whole, "steps/step-000300")
     );
 }
+
+/// Warnings about tokens are those of the run, and not of each of its processes.
+#[test]
+fn a_generation_warns_once() {
+    let folder = crate::foreign::folders();
+    let Some(mut command) = launcher::mpirun(2) else {
+        return;
+    };
+    command.arg(env!("CARGO_BIN_EXE_burn-fsdp"));
+    command.args("generate --init gpt2 --prompt a --tokens 2".split(' '));
+    command.current_dir(folder.path(""));
+    let run = bounded(command).expect("it ends");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let warnings = run.stderr.matches("has 300 tokens and no tokenizer");
+    assert_eq!(warnings.count(), 1, "{}", run.stderr);
+}
