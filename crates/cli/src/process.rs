@@ -75,6 +75,42 @@ impl Process {
         name(&other).is_some_and(|other| Some(other) == name(&own))
     }
 
+    /// Lists this process, those above it, those in its process group, and all of this program: what prints the output of a run and
+    /// what passes it on to a file.
+    pub(crate) fn of_this_run() -> Vec<Self> {
+        let all = Self::all();
+        let find = |id: u32| all.iter().find(|process| process.id == id);
+        let Some(this) = find(std::process::id()) else {
+            return Vec::new();
+        };
+        // No chain is longer than there are processes.
+        let above = std::iter::successors(Some(this), |process| find(process.parent));
+        let above: Vec<_> = above.take(all.len()).map(|process| process.id).collect();
+        let is_of_run = |process: &&Self| {
+            process.group == this.group
+                || above.contains(&process.id)
+                || process.is_of_this_program()
+        };
+        all.iter().filter(is_of_run).copied().collect()
+    }
+
+    /// Returns what it has open for writing, as far as this process may know it.
+    pub(crate) fn written(&self) -> Vec<fs::Metadata> {
+        let folder = format!("/proc/{}", self.id);
+        let entries = fs::read_dir(format!("{folder}/fd")).into_iter().flatten();
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let is_written = |name: &String| {
+            let info = fs::read_to_string(format!("{folder}/fdinfo/{name}")).unwrap_or_default();
+            let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+            let flags = flags.and_then(|flags| u32::from_str_radix(flags.trim(), 8).ok());
+            // 0 is for reading alone.
+            flags.is_some_and(|flags| flags & 3 != 0)
+        };
+        let written = names.filter(is_written);
+        let files = written.filter_map(|name| fs::metadata(format!("{folder}/fd/{name}")).ok());
+        files.collect()
+    }
+
     /// Returns true if it ignores a signal.
     pub(crate) fn ignores(&self, signal: i32) -> bool {
         ignores(&self.id.to_string(), signal)
@@ -130,6 +166,8 @@ mod tests {
         }
         assert!(!found.has_in_environment("BURN_FSDP_TEST=a"));
         assert!(!found.is_of_this_program());
+        assert!(Process::of_this_run().contains(&found));
+        assert!(found.written().iter().all(|file| !file.is_dir()));
         drop(child.stdin.take());
         // It has ended when its output is over; nobody has asked for its exit code yet.
         while found.is_alive() {

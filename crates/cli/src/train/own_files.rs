@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::args::TrainArgs;
 use crate::codec::TokenizerArg;
 use crate::output;
+use crate::process::Process;
 
 /// Prefixes of the names that a run gives to entries of its folders.
 const NAMES: [&str; 5] = ["step-", "rank-", ".step-", ".lock", ".seen-by-all-"];
@@ -18,7 +19,7 @@ pub(crate) struct OwnFiles {
     inside: Vec<(&'static str, PathBuf)>,
     /// The folders of the run that hold the text.
     around: Vec<PathBuf>,
-    /// The files that the standard output and the standard error go to.
+    /// The files that the output of the run goes to.
     streams: Vec<FileId>,
     /// True once such a file was met.
     has_met_stream: Cell<bool>,
@@ -75,7 +76,8 @@ impl OwnFiles {
         let is_in = |folder: &PathBuf| path.parent() == Some(folder.as_path());
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let is_of_run = NAMES.iter().any(|start| name.starts_with(start));
-        let is_stream = !self.streams.is_empty()
+        let is_stream = !is_named
+            && !self.streams.is_empty()
             && FileId::of(fs::metadata(path).ok().as_ref())
                 .is_some_and(|id| self.streams.contains(&id));
         if is_stream {
@@ -124,8 +126,17 @@ impl FileId {
     }
 }
 
-/// Returns the regular files that this process prints to.
+/// Returns the regular files that the output of the run goes to: what this process prints to, and what other processes of the run
+/// write, other ranks, `mpirun`, which has files for the outputs of ranks, and `tee`.
 fn streams() -> Vec<FileId> {
+    let others = Process::of_this_run();
+    let others = others.iter().flat_map(Process::written);
+    let others = others.filter_map(|metadata| FileId::of(Some(&metadata)));
+    own_streams().into_iter().chain(others).collect()
+}
+
+/// Returns the regular files that this process prints to, also where the system lists no processes.
+fn own_streams() -> Vec<FileId> {
     #[cfg(unix)]
     {
         use std::os::fd::AsFd;

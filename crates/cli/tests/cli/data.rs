@@ -299,6 +299,34 @@ fn what_a_run_prints_into_its_text_is_no_part_of_it() {
     assert_eq!(seen[0], seen[1]);
 }
 
+/// Nor what another process of the run writes there: a shell around it, `tee`, another rank.
+#[cfg(target_os = "linux")]
+#[test]
+fn what_is_written_around_a_run_is_no_part_of_its_text() {
+    let folder = Folder::new();
+    write(&folder, "text/a", prose(20_000));
+    let train =
+        folder.train_command("--data text --steps 2 --warmup 0 --sample 0 --eval-batches 0 --json");
+    let script = "exec 5>>text/log; head -c 3000 text/a >&5; \"$@\" 5>&- | tee text/printed";
+    let mut command = std::process::Command::new("bash");
+    command
+        .args(["-c", script, "bash"])
+        .arg(train.get_program());
+    let output = command
+        .args(train.get_args())
+        .current_dir(folder.path(""))
+        .output();
+    let run = Run::of(output.expect("bash runs"));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let report = last_report(&run);
+    assert!(
+        data(&report).contains("20000 bytes of text in 1 files"),
+        "{}",
+        data(&report)
+    );
+    assert_warned(&report, &["the output"]);
+}
+
 #[test]
 fn text_among_the_steps_is_refused() {
     let folder = Folder::new();

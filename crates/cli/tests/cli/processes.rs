@@ -434,3 +434,34 @@ fn a_generation_warns_once() {
     let warnings = run.stderr.matches("has 300 tokens and no tokenizer");
     assert_eq!(warnings.count(), 1, "{}", run.stderr);
 }
+
+/// The files into which the launcher puts what ranks print are no text, for any of them.
+#[test]
+fn what_other_ranks_print_into_the_text_is_no_part_of_it() {
+    let folder = Folder::new();
+    let text = "to be or not to be, that is the question. ".repeat(100);
+    std::fs::create_dir(folder.path("text")).expect("a writable folder");
+    folder.write("text/a", &text);
+    if std::env::var_os("BURN_FSDP_MPIRUN").is_some() {
+        // The option is Open MPI's.
+        return;
+    }
+    let Some(mut command) = launcher::mpirun(2) else {
+        return;
+    };
+    let train =
+        folder.train_command("--data text --steps 2 --warmup 0 --sample 0 --eval-batches 0 --json");
+    command.args(["--output-filename", "text/out"]);
+    let script = "head -c 3000 text/a; echo; sleep 1; exec \"$@\"";
+    command.args(["bash", "-c", script, "bash"]);
+    command.arg(train.get_program()).args(train.get_args());
+    command.current_dir(folder.path(""));
+    let run = bounded(command).expect("it ends");
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let report = last_report(&run);
+    let data = report["data"].as_str().unwrap_or_default();
+    assert!(
+        data.contains(&format!("{} bytes of text in 1 files", text.len())),
+        "{data}"
+    );
+}
