@@ -190,9 +190,9 @@ impl FullySharded {
     }
 
     /// Sets the folder for files that are there while a checkpoint is written or read: on rank 0 the whole model and its
-    /// optimizer's state, of the checkpoint that is written and of the one before, and when a training resumes each rank's part of
-    /// the state. By default it is what `TMPDIR` names, or `/var/tmp`; not a folder that is kept in memory, or they are in memory
-    /// after all.
+    /// optimizer's state, of the checkpoint that is written and of the one before (for a moment the model once more, before its
+    /// optimizer's state is there), and when a training resumes each rank's part of the state. By default it is what `TMPDIR`
+    /// names, or `/var/tmp`; not a folder that is kept in memory, or they are in memory after all.
     #[must_use]
     pub fn scratch(mut self, folder: impl Into<PathBuf>) -> Self {
         self.0.scratch = Some(folder.into());
