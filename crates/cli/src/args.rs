@@ -66,7 +66,7 @@ Exit code:
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
   BURN_FSDP_ENGINE   local: ranks are threads, whatever has started the process; mpi: each process is one
-  RAYON_NUM_THREADS  threads of each rank, where --threads says nothing
+  RAYON_NUM_THREADS  threads of each rank (not of the process), where --threads says nothing
   BURN_FSDP_FAULT    make a rank fail, to see that the command ends as it should:
                      rank:N,step:N,at:forward|backward|collective,how:panic|error|stall, or
                      rank:N,step:N,at:collective|shard|weight|gradient|state,how:flip,seed:N
