@@ -1,5 +1,6 @@
 //! The mode of a compiled step, and its application to a graph.
 
+mod certify;
 mod division;
 mod draws;
 mod proofs;
@@ -20,8 +21,8 @@ use crate::place::{DataParallel, Expand, cut_inputs, least_communication_with};
 use crate::ranks::{DATA_AXIS, Ranks};
 use crate::trace::{Defaults, InputSpec, LOSS_FACTOR, ParameterSpec, TraceOptions};
 use crate::transform::GraphTransform;
+use certify::Certify;
 use division::Division;
-use proofs::Certify;
 
 /// The ranks that a step is compiled for, and the passes that compile it.
 #[derive(Debug, Clone)]
@@ -38,7 +39,7 @@ pub struct Mode {
     proved: Option<BTreeSet<u64>>,
     /// Takes faulty passes for those of the mode.
     #[cfg(test)]
-    planted: Option<proofs::Planted>,
+    planted: Option<certify::Planted>,
     /// The seed of random numbers; without one the backend draws them.
     seed: Option<u64>,
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,

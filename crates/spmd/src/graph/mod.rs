@@ -90,14 +90,20 @@ pub struct Graph {
     results: Results,
     /// Unit of each parameter, once they are assigned.
     units: BTreeMap<Arc<str>, Arc<str>>,
-    /// The ranks that run the graph, once it is one of several ranks.
-    mesh: Option<Mesh>,
-    /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
-    placements: BTreeMap<TensorId, Vec<Placement>>,
+    ranks: OnRanks,
     applied: Vec<PassId>,
     /// The sizes by which passes decide.
     sizes: Sizes,
     next_id: u64,
+}
+
+/// How a graph lies on ranks.
+#[derive(Debug, Clone, Default)]
+struct OnRanks {
+    /// The ranks that run the graph, once it is one of several ranks.
+    mesh: Option<Mesh>,
+    /// The placements of values, one per axis of the mesh, as far as they were chosen by value.
+    placements: BTreeMap<TensorId, Vec<Placement>>,
 }
 
 /// What comes out of a step and is gone afterwards, and what the user has named on the way.
@@ -132,6 +138,16 @@ impl Graph {
     /// Takes the schedule out, to be put back by [`set_nodes`](Self::set_nodes).
     pub fn take_nodes(&mut self) -> Vec<Node> {
         std::mem::take(&mut self.nodes)
+    }
+
+    /// Returns the sizes by which passes decide.
+    pub(crate) fn sizes(&self) -> &Sizes {
+        &self.sizes
+    }
+
+    /// Lets passes decide by these sizes.
+    pub(crate) fn decide_by(&mut self, sizes: Sizes) {
+        self.sizes = sizes;
     }
 
     /// Appends a node.
@@ -352,39 +368,39 @@ impl Graph {
 
     /// Returns the number of ranks that run this graph together.
     pub fn num_ranks(&self) -> usize {
-        self.mesh.as_ref().map_or(1, Mesh::size)
+        self.ranks.mesh.as_ref().map_or(1, Mesh::size)
     }
 
     /// Returns the mesh of the ranks that run this graph together; `None` for a graph of one rank alone.
     pub fn mesh(&self) -> Option<&Mesh> {
-        self.mesh.as_ref()
+        self.ranks.mesh.as_ref()
     }
 
     /// Declares which ranks the graph is for.
     pub fn set_mesh(&mut self, mesh: Mesh) {
-        self.mesh = Some(mesh);
+        self.ranks.mesh = Some(mesh);
     }
 
     /// Returns the placements of a value, one per axis of the mesh, if
     /// [`ExpandPlacements`](crate::place::ExpandPlacements) has chosen them. What passes add later has
     /// none, unless it is another of what has.
     pub fn placements(&self, id: TensorId) -> Option<&[Placement]> {
-        self.placements.get(&id).map(Vec::as_slice)
+        self.ranks.placements.get(&id).map(Vec::as_slice)
     }
 
     /// Returns true if the placements of values were chosen one by one: the batch is joined.
     pub(crate) fn is_placed(&self) -> bool {
-        !self.placements.is_empty()
+        !self.ranks.placements.is_empty()
     }
 
     /// Declares the placements of one more value.
     pub(crate) fn place(&mut self, id: TensorId, on: Vec<Placement>) {
-        self.placements.insert(id, on);
+        self.ranks.placements.insert(id, on);
     }
 
     /// Declares the placements of values.
     pub(crate) fn set_placements(&mut self, placements: BTreeMap<TensorId, Vec<Placement>>) {
-        self.placements = placements;
+        self.ranks.placements = placements;
     }
 
     /// Returns the passes that made this graph, in order.

@@ -1,36 +1,16 @@
 //! Which plans of a mode are proved, and which may run.
 
 use super::Mode;
+use super::certify::Certify;
+#[cfg(test)]
+use super::certify::Planted;
 use super::division::Division;
 use crate::certificate::{Certificate, Proof, work};
 use crate::error::{Error, ProofError};
 use crate::graph::Graph;
 
-/// The plans that are proved before they run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Certify {
-    Never,
-    /// Those of little work: the default of debug builds.
-    Small,
-    Always,
-}
-
 /// Products of elements in a step on all ranks up to which a debug build proves a plan by itself.
 const SMALL_PLAN: u64 = 1 << 22;
-
-impl Default for Certify {
-    fn default() -> Self {
-        match cfg!(debug_assertions) {
-            true => Self::Small,
-            false => Self::Never,
-        }
-    }
-}
-
-/// Takes a pass for one that does the same, but for a fault.
-#[cfg(test)]
-pub(crate) type Planted =
-    fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;
 
 impl Mode {
     /// Proves of each plan, before it runs, that it computes what was traced

@@ -87,7 +87,8 @@ impl Pipeline {
         for (pass, pair) in self.passes.iter().zip(real.windows(2)) {
             let [before, after] = pair else { continue };
             let mut graph = stages[stages.len() - 1].clone();
-            graph.decide_by(Sizes::of_pass(before, after));
+            // A value that is replaced is decided on by the size that it had.
+            graph.decide_by(Sizes::of(after.values().chain(before.values())));
             let mut graph = self.apply(pass.as_ref(), graph)?;
             graph.decide_by(Sizes::default());
             check(after, &graph)?;

@@ -1,0 +1,24 @@
+//! The question which plans of a mode are proved.
+
+/// The plans that are proved before they run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Certify {
+    Never,
+    /// Those of little work: the default of debug builds.
+    Small,
+    Always,
+}
+
+impl Default for Certify {
+    fn default() -> Self {
+        match cfg!(debug_assertions) {
+            true => Self::Small,
+            false => Self::Never,
+        }
+    }
+}
+
+/// Takes a pass for one that does the same, but for a fault.
+#[cfg(test)]
+pub(crate) type Planted =
+    fn(Box<dyn crate::transform::GraphTransform>) -> Box<dyn crate::transform::GraphTransform>;
