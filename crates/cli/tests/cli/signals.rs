@@ -52,7 +52,7 @@ impl Launched {
         let child = launch.spawn().expect("it starts");
         let launched = Self { folder, child };
         let lines = launched.folder.path("lines");
-        let trains = || fs::read_to_string(&lines).is_ok_and(|lines| lines.lines().count() > 2);
+        let trains = || fs::read_to_string(&lines).is_ok_and(|lines| lines.lines().count() > 3);
         launched.wait_until("it trains", trains);
         launched
     }
@@ -323,6 +323,13 @@ fn stalled(launch: &mut Command) {
     launch.env("BURN_FSDP_FAULT", "rank:1,step:4,at:forward,how:stall");
 }
 
+/// Starts it, and waits until it has come to that step: before, one signal ends it.
+fn start_stalled(script: &str) -> Launched {
+    let launched = Launched::start_with(script, stalled);
+    sleep(Duration::from_millis(500));
+    launched
+}
+
 #[test]
 fn a_later_signal_to_launch_ends_all_at_once() {
     // The script is told as well, and may hear of it before it sees the end of the training.
@@ -332,7 +339,7 @@ fn a_later_signal_to_launch_ends_all_at_once() {
         ("$PROGRAM launch --max-restarts 0 -- $TRAIN", "-TERM", &[1]),
     ];
     for (script, signal, codes) in cases {
-        let launched = Launched::start_with(script, stalled);
+        let launched = start_stalled(script);
         send(signal, launched.child.id());
         sleep(Duration::from_millis(800));
         let is_there = || launched.own("train").len() == 1;
@@ -354,7 +361,7 @@ fn a_later_signal_to_launch_ends_all_at_once() {
 #[test]
 fn sigquit_ends_a_training_at_once() {
     // What a shell starts in the background ignores SIGQUIT, unless it wants to hear it.
-    let launched = Launched::start_with("$TRAIN & wait $!; exit $?", stalled);
+    let launched = start_stalled("$TRAIN & wait $!; exit $?");
     send("-QUIT", launched.trainer());
     let says = |text: &str| launched.folder.read("err").contains(text);
     launched.wait_until("the next start", || says("start 2 of 2"));
