@@ -8,6 +8,7 @@ use std::sync::Arc;
 use burn_fsdp_mesh::ReduceOp;
 use burn_ir::TensorId;
 
+use super::complete_early::complete_early;
 use super::unit::unit_in;
 use crate::error::Error;
 use crate::graph::{Collective, CollectiveKind, Graph, Node, Payload, Stage};
@@ -20,6 +21,8 @@ use crate::transform::GraphTransform;
 /// of them is, all-reduces of all units where the last of a bucket is. A bucket is closed when the next
 /// tensor would make it larger than the cap; the first of each kind is smaller, so that communication
 /// begins early. A tensor that is larger is a bucket of its own.
+///
+/// Before that, gradients are completed and reduced as soon as their operands are there, and not behind another unit's collectives.
 ///
 /// ```text
 /// before                                after
@@ -59,7 +62,7 @@ impl GraphTransform for Bucket {
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
-        let nodes = graph.take_nodes();
+        let nodes = complete_early(graph.take_nodes());
         let buckets = self.assign(&graph, &nodes);
         // A bucket of gathers runs where its first member is, one of reductions where its last is.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();

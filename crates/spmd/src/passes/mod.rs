@@ -12,6 +12,7 @@ mod accumulate;
 mod bucket;
 mod casts;
 mod clip;
+mod complete_early;
 mod cse;
 mod dead_code;
 mod dedup;
