@@ -1,5 +1,9 @@
 //! Bytes that optimizers hold and take, beside plain Burn's.
 
+use std::fs::{self, DirEntry};
+use std::thread;
+use std::time::Duration;
+
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::momentum::MomentumConfig;
@@ -65,18 +69,18 @@ impl Bytes {
     }
 }
 
-/// Returns the bytes of the heap once threads of earlier measurements have ended, which free what is theirs when they get
-/// to it.
+/// Returns the bytes of the heap once the threads of earlier ranks have ended, which free what is theirs when they get to it.
+/// (Linux tells threads.)
 pub(super) fn settled() -> usize {
-    let mut last = HEAP.current_usage();
-    loop {
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        let now = HEAP.current_usage();
-        if now == last {
-            return now;
-        }
-        last = now;
+    let is_rank = |thread: &DirEntry| {
+        fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("rank"))
+    };
+    while fs::read_dir("/proc/self/task")
+        .is_ok_and(|threads| threads.flatten().any(|thread| is_rank(&thread)))
+    {
+        thread::sleep(Duration::from_millis(1));
     }
+    HEAP.current_usage()
 }
 
 fn plainly(optimizer: fn() -> ModuleOptimizer) -> Bytes {
