@@ -9,7 +9,7 @@ use burn_fsdp_collectives::{LaunchConfig, ProcessGroup, ProcessMesh, launch};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{Error, backward, fully_shard, memory, trim};
 
-use super::{HEAP, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
+use super::{HEAP, NUM_BLOCKS, Net, ROOT, UNIT, alone, blocks, checkpointing, on_ranks};
 
 /// Live bytes of all ranks, when all have come here.
 fn live(world: &ProcessGroup) -> Result<usize, Error> {
@@ -47,7 +47,7 @@ enum Habit {
     Dropped,
 }
 
-/// Live bytes after each ten steps.
+/// Live bytes after each step.
 fn over_time(habit: Habit) -> Vec<usize> {
     let mut of_ranks = on_ranks(2, move |world, mesh| {
         let device = checkpointing();
@@ -55,7 +55,7 @@ fn over_time(habit: Habit) -> Vec<usize> {
         let mut teacher = model.clone();
         let mut optim = SgdConfig::new().init();
         let mut seen = Vec::new();
-        for step in 0..40 {
+        for _ in 0..40 {
             let target = match habit {
                 Habit::Teacher => Some(teacher.loss([1, 5], &device).detach()),
                 _ => None,
@@ -77,9 +77,7 @@ fn over_time(habit: Habit) -> Vec<usize> {
                     drop(loss);
                 }
             }
-            if step % 10 == 9 {
-                seen.push(live(&world)?);
-            }
+            seen.push(live(&world)?);
         }
         // What the graph of the last forward without a backward saved of the root.
         assert!(memory(&model)?.unsharded_live <= ROOT);
@@ -90,8 +88,15 @@ fn over_time(habit: Habit) -> Vec<usize> {
 
 #[track_caller]
 fn assert_constant(seen: &[usize]) {
-    let (first, last) = (seen[1], seen[seen.len() - 1]);
-    assert!(last <= first + 2 * UNIT, "live bytes {seen:?}");
+    // A step may be seen before a rank has let go of what it reads, which is another's shards at most.
+    let late_release = NUM_BLOCKS * UNIT / 2;
+    let quarter = seen.len() / 4;
+    let least = |from: usize| seen[from..from + quarter].iter().copied().min();
+    let (early, late) = (least(quarter), least(3 * quarter));
+    assert!(
+        late <= early.map(|bytes| bytes + late_release + 2 * UNIT),
+        "live bytes {seen:?}"
+    );
 }
 
 #[test]

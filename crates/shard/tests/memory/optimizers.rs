@@ -75,10 +75,14 @@ pub(super) fn settled() -> usize {
     let is_rank = |thread: &DirEntry| {
         fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name.starts_with("rank"))
     };
-    while fs::read_dir("/proc/self/task")
-        .is_ok_and(|threads| threads.flatten().any(|thread| is_rank(&thread)))
-    {
-        thread::sleep(Duration::from_millis(1));
+    let is_over = || {
+        let threads = fs::read_dir("/proc/self/task").into_iter().flatten();
+        !threads.flatten().any(|thread| is_rank(&thread))
+    };
+    let mut last = None;
+    while last != Some(HEAP.current_usage()) || !is_over() {
+        last = Some(HEAP.current_usage());
+        thread::sleep(Duration::from_millis(50));
     }
     HEAP.current_usage()
 }
