@@ -31,7 +31,8 @@ pub(super) fn complete_early(nodes: Vec<Node>) -> Vec<Node> {
 
 /// Returns the nodes that move, each with the node that stays and behind which it comes.
 fn places(nodes: &[Node]) -> BTreeMap<usize, usize> {
-    let served = serve_reductions(nodes);
+    let readers = readers(nodes);
+    let served = serve_reductions(nodes, &readers);
     let is_fence = |index: usize| nodes[index].collective.is_some() && !served.contains(&index);
     let mut fences = vec![0];
     for index in 0..nodes.len() {
@@ -54,17 +55,44 @@ fn places(nodes: &[Node]) -> BTreeMap<usize, usize> {
         }
         writers.extend(node.outputs().map(|id| (id, index)));
     }
+    wait_for_readers(nodes, &readers, &mut places);
     places
 }
 
-/// Returns the reductions of gradients, and the nodes of backward whose results nothing else reads.
-fn serve_reductions(nodes: &[Node]) -> BTreeSet<usize> {
-    let mut readers: HashMap<TensorId, Vec<usize>> = HashMap::new();
+/// Moves nodes no further than to the first of their readers. What is computed again in backward reads values of forward alone:
+/// of every unit it would be there at once.
+fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usize, usize>) {
+    for (index, node) in nodes.iter().enumerate().rev() {
+        if node.collective.is_some() || !places.contains_key(&index) {
+            continue;
+        }
+        let read_by = node.outputs().filter_map(|id| readers.get(&id)).flatten();
+        match read_by
+            .filter_map(|reader| places.get(reader))
+            .min()
+            .copied()
+        {
+            Some(place) => places.insert(index, place),
+            None => places.remove(&index),
+        };
+    }
+}
+
+/// The nodes that read each value.
+type Readers = HashMap<TensorId, Vec<usize>>;
+
+fn readers(nodes: &[Node]) -> Readers {
+    let mut readers = Readers::new();
     for (index, node) in nodes.iter().enumerate() {
         for id in node.inputs() {
             readers.entry(id).or_default().push(index);
         }
     }
+    readers
+}
+
+/// Returns the reductions of gradients, and the nodes of backward whose results nothing else reads.
+fn serve_reductions(nodes: &[Node], readers: &Readers) -> BTreeSet<usize> {
     let mut served = BTreeSet::new();
     for (index, node) in nodes.iter().enumerate().rev() {
         let is_served = match &node.collective {
@@ -88,12 +116,16 @@ fn serve_reductions(nodes: &[Node]) -> BTreeSet<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use burn::optim::AdamWConfig;
     use burn::tensor::Device;
     use burn_fsdp_collectives::ProcessGroup;
+    use burn_ir::TensorId;
 
+    use super::{complete_early, readers};
     use crate::Strategy;
-    use crate::graph::{CollectiveKind, Graph};
+    use crate::graph::{CollectiveKind, Graph, Node, Phase};
     use crate::lower::lower;
     use crate::mode::Mode;
     use crate::models::{Gpt, tokens};
@@ -143,6 +175,51 @@ mod tests {
                 let gathered = at(CollectiveKind::AllGather, &format!("blocks.{}", block - 1));
                 assert!(reduced < gathered, "blocks.{block}: {visits:#?}");
             }
+        }
+    }
+
+    /// Returns how many gathers run between each node of backward and the first that reads its result.
+    fn waits(nodes: &[Node]) -> BTreeMap<TensorId, usize> {
+        let readers = readers(nodes);
+        let is_gather = |node: &&Node| {
+            let of = node.collective.as_ref();
+            of.is_some_and(|of| of.kind == CollectiveKind::AllGather)
+        };
+        let mut waits = BTreeMap::new();
+        for (index, node) in nodes.iter().enumerate() {
+            let first = node.outputs().find_map(|id| readers.get(&id)?.first());
+            if node.phase == Phase::Backward
+                && node.collective.is_none()
+                && let (Some(first), Some(id)) = (first, node.outputs().next())
+            {
+                let gathers = nodes[index..*first].iter().filter(is_gather).count();
+                waits.insert(id, gathers);
+            }
+        }
+        waits
+    }
+
+    /// What is computed again from values of forward alone comes when its unit is visited, not all at once.
+    #[test]
+    fn nothing_is_computed_earlier_than_it_is_read() {
+        let batch = tokens(0, 0, 2, &Device::flex());
+        let optimizer = AdamWConfig::new().build();
+        let config = TraceConfig::default();
+        let traced = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config).unwrap();
+        let options = Options::default().bucket(None);
+        let mode =
+            Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options);
+        let nodes = lower(traced, &mode).unwrap().take_nodes();
+        let order = |nodes: &[Node]| -> Vec<_> { nodes.iter().flat_map(Node::outputs).collect() };
+        let (before, was) = (waits(&nodes), order(&nodes));
+        let early = complete_early(nodes);
+        assert_ne!(order(&early), was, "gradients were moved");
+        for (id, gathers) in waits(&early) {
+            assert!(
+                gathers <= before[&id],
+                "{id:?} waits for {gathers} gathers, before {}",
+                before[&id]
+            );
         }
     }
 }
