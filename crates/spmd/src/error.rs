@@ -1,6 +1,7 @@
 //! Errors of tracing, transforming and running a step.
 
 mod constructors;
+mod dump;
 mod proof;
 mod scale;
 mod text;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use burn::tensor::DType;
 
 use crate::pass_id::PassId;
+pub use dump::DumpError;
 pub use proof::ProofError;
 pub use scale::ScaleError;
 use text::{After, At, Known, Pass, Produced, advice};
@@ -487,6 +489,10 @@ pub enum Error {
     /// A plan that was not proved.
     #[error(transparent)]
     Proof(#[from] ProofError),
+
+    /// Graphs that were not written.
+    #[error(transparent)]
+    Dump(#[from] DumpError),
 
     /// Something the crate relies on does not hold: a fault of this crate or of Burn.
     #[error("internal error: {0}; please report it")]

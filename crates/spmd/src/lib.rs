@@ -64,6 +64,7 @@ extern crate self as burn_fsdp_spmd;
 mod certificate;
 mod compile;
 mod custom;
+mod dump;
 mod elements;
 mod error;
 pub mod graph;
@@ -94,7 +95,8 @@ pub use compile::{
     compile_from, compile_on, compile_with,
 };
 pub use custom::{CustomOperation, CustomOperations};
-pub use error::{Error, ProofError, ScaleError};
+pub use dump::GraphDump;
+pub use error::{DumpError, Error, ProofError, ScaleError};
 pub use initial::ShardSpec;
 pub use kernels::{copied_columns, kernels, plain};
 pub use lazy_lora::LazyLora;

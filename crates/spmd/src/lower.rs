@@ -6,6 +6,7 @@ use std::time::Instant;
 use burn_fsdp_mesh::Pattern;
 
 use crate::certificate::{Certificate, Scale, checked_kernels};
+use crate::dump::Watch;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::{Mode, Purpose};
@@ -22,13 +23,14 @@ pub(crate) struct Lowered {
 
 /// Applies the passes of a mode to a graph of one rank, over the joined batch where the mode has one. If the mode's
 /// optimizer runs in the next forward, the result is the main graph; of a loss that is
-/// [scaled](crate::passes::schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer.
+/// [scaled](crate::passes::schedule::Options::scale_loss) it is that of a micro-batch, without the optimizer. Nothing is
+/// [dumped](Mode::dump).
 ///
 /// # Errors
 ///
 /// Those of the passes.
 pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
-    let mut mode = mode.clone();
+    let mut mode = mode.clone().without_dump();
     let graph = mode.prepare(graph)?;
     Ok(match lower_all(graph, &mode, mode.purpose(1))?.graphs {
         StepGraphs::Whole(graph) => *graph,
@@ -44,7 +46,7 @@ pub fn lower(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
 ///
 /// Those of the passes; [`Error::NotCertified`]; [`Error::NotProvable`].
 pub fn certify(graph: Graph, num_batches: usize, mode: &Mode) -> Result<Certificate, Error> {
-    let mut mode = mode.clone().certified();
+    let mut mode = mode.clone().without_dump().certified();
     let graph = mode.prepare(graph)?;
     let certificate = lower_all(graph, &mode, mode.purpose(num_batches))?.certificate;
     let certificate = certificate.ok_or_else(nothing_proved)?;
@@ -78,9 +80,11 @@ pub fn certify_at(
     let real = mode.prepare(real)?;
     let small = mode.prepare(small)?;
     let purpose = mode.purpose(num_batches);
-    let stages = Stages::of(real, &mode, purpose, Keep::All)?;
+    let nobody = &mut |_: &'static str, _: &Graph| {};
+    let stages = Stages::of(real, &mode, purpose, Keep::All, nobody)?;
     let scale = Scale::of(stages.traced()?, &small, &mode.ranks().mesh()?)?;
-    let twins = Stages::of(small, &mode, purpose, Keep::Twins(&stages, &scale))?;
+    let keep = Keep::Twins(&stages, &scale);
+    let twins = Stages::of(small, &mode, purpose, keep, nobody)?;
     let certificate = twins.proved(&mode)?.ok_or_else(nothing_proved)?;
     let (plan, twin) = (stages.into_graphs()?, twins.into_graphs()?);
     plan.all().into_iter().try_for_each(verify_types)?;
@@ -98,9 +102,22 @@ fn nothing_proved() -> Error {
 
 /// Applies the passes of a mode, and returns all graphs that result.
 pub(crate) fn lower_all(graph: Graph, mode: &Mode, purpose: Purpose) -> Result<Lowered, Error> {
+    let title = match purpose {
+        Purpose::Step => "a step of one batch".to_owned(),
+        Purpose::Micro(num_batches) => format!("a step of {num_batches} micro-batches"),
+    };
+    mode.dumped(&title, |watch| lower_seen(graph, mode, purpose, watch))
+}
+
+fn lower_seen(
+    graph: Graph,
+    mode: &Mode,
+    purpose: Purpose,
+    watch: &mut Watch<'_>,
+) -> Result<Lowered, Error> {
     let is_proved = mode.is_proved(&graph);
     let keep = if is_proved { Keep::All } else { Keep::Plan };
-    let stages = Stages::of(graph, mode, purpose, keep)?;
+    let stages = Stages::of(graph, mode, purpose, keep, watch)?;
     let certificate = match is_proved {
         true => stages.proved(mode)?,
         false => None,
@@ -134,7 +151,10 @@ pub(crate) fn lower_forward(graph: Graph, mode: &Mode) -> Result<Graph, Error> {
     let options = mode.options.clone().clip_grad_norm(None).recompute(None);
     let options = options.recompute_units::<Pattern>([]);
     let options = options.optimizer(OptimizerPlace::AtEnd);
-    let plan = mode.pipeline(&options)?.run(graph)?;
-    verify_types(&plan)?;
-    Ok(plan)
+    mode.dumped("an evaluation", |watch| {
+        let see = &mut |graph: &Graph| watch("", graph);
+        let plan = mode.pipeline(&options)?.run_seen(graph, see)?;
+        verify_types(&plan)?;
+        Ok(plan)
+    })
 }

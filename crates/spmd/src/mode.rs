@@ -3,6 +3,7 @@
 mod certify;
 mod division;
 mod draws;
+mod dumps;
 mod proofs;
 
 use std::collections::BTreeSet;
@@ -13,6 +14,7 @@ use burn_fsdp_collectives::{ProcessGroup, ProcessMesh};
 use burn_fsdp_mesh::{Layout, Pattern, Strategy};
 
 use crate::Precision;
+use crate::dump::GraphDump;
 use crate::error::{Error, ScaleError};
 use crate::graph::{Graph, Role};
 use crate::passes::schedule;
@@ -43,6 +45,7 @@ pub struct Mode {
     /// The seed of random numbers; without one the backend draws them.
     seed: Option<u64>,
     pub(crate) transforms: Vec<Arc<dyn GraphTransform>>,
+    dump: Option<GraphDump>,
 }
 
 /// What a graph is made for.
@@ -133,6 +136,7 @@ impl Mode {
             planted: None,
             seed: None,
             transforms: Vec::new(),
+            dump: None,
         }
     }
 

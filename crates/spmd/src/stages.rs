@@ -3,6 +3,7 @@
 use burn_fsdp_collectives::Fingerprint;
 
 use crate::certificate::{Certificate, Parts, Scale};
+use crate::dump::Watch;
 use crate::error::Error;
 use crate::graph::Graph;
 use crate::mode::{Mode, Purpose};
@@ -57,7 +58,7 @@ pub(crate) struct Stages {
 }
 
 impl Stages {
-    /// Applies the passes of a mode to a graph.
+    /// Applies the passes of a mode to a graph. `watch` is called with the graph, and with it after each pass.
     ///
     /// # Errors
     ///
@@ -67,6 +68,7 @@ impl Stages {
         mode: &Mode,
         purpose: Purpose,
         keep: Keep<'_>,
+        watch: &mut Watch<'_>,
     ) -> Result<Self, Error> {
         let options = match purpose {
             Purpose::Step => mode.options.clone(),
@@ -76,7 +78,9 @@ impl Stages {
                 options.optimizer(OptimizerPlace::InNextForward)
             }
         };
-        let whole = keep.applied(&mode.pipeline(&options)?, graph, |of| &of.whole)?;
+        let pipeline = mode.pipeline(&options)?;
+        let see = &mut |graph: &Graph| watch("", graph);
+        let whole = keep.applied(&pipeline, graph, |of| &of.whole, see)?;
         let mut stages = Self {
             whole,
             parts: Vec::new(),
@@ -89,22 +93,34 @@ impl Stages {
                 let axes = mode.ranks().mesh()?.axes().to_vec();
                 let clip = mode.options.clip.map(|clip| ClipGradients { clip, axes });
                 let steps = Accumulate { num_batches, clip }.split(stages.plan()?, &none)?;
-                [steps.first, steps.next, steps.update]
+                [
+                    ("first", steps.first),
+                    ("next", steps.next),
+                    ("update", steps.update),
+                ]
             }
             Purpose::Step if options.optimizer == OptimizerPlace::InNextForward => {
                 let steps = DeferOptimizer.split(stages.plan()?, &none)?;
-                [steps.setup, steps.main, steps.cleanup]
+                [
+                    ("setup", steps.setup),
+                    ("main", steps.main),
+                    ("cleanup", steps.cleanup),
+                ]
             }
             Purpose::Step => return Ok(stages),
         };
         let last = mode.last(&options);
-        for (part, graph) in split.into_iter().enumerate() {
-            let part = keep.applied(&last, graph, |of| {
-                of.parts.get(part).map_or(&[][..], Vec::as_slice)
-            })?;
+        for (part, (name, graph)) in split.into_iter().enumerate() {
+            let see = &mut |graph: &Graph| watch(name, graph);
+            let part = keep.applied(&last, graph, |of| Self::part(of, part), see)?;
             stages.parts.push(part);
         }
         Ok(stages)
+    }
+
+    /// Returns the graphs of a part of a step that has three, if it has.
+    fn part(of: &Self, number: usize) -> &[Graph] {
+        of.parts.get(number).map_or(&[], Vec::as_slice)
     }
 
     /// Returns the trace.
@@ -170,16 +186,18 @@ impl Stages {
 }
 
 impl Keep<'_> {
-    /// Applies passes to a graph, and returns what is kept. `stages_of` are the stages of these passes in other ones.
+    /// Applies passes to a graph, and returns what is kept. `stages_of` are the stages of these passes in other ones; `see` is
+    /// called as by [`Pipeline::run_seen`], but for twins.
     fn applied(
         self,
         passes: &Pipeline,
         graph: Graph,
         stages_of: impl Fn(&Stages) -> &[Graph],
+        see: &mut dyn FnMut(&Graph),
     ) -> Result<Vec<Graph>, Error> {
         match self {
-            Self::Plan => Ok(vec![passes.run(graph)?]),
-            Self::All => passes.stages(graph),
+            Self::Plan => Ok(vec![passes.run_seen(graph, see)?]),
+            Self::All => passes.stages_seen(graph, see),
             Self::Twins(other, scale) => {
                 let others = stages_of(other);
                 let first = others.first().ok_or_else(no_plan)?;

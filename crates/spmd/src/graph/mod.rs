@@ -68,6 +68,7 @@ pub use value::{Parameter, Role, Update, Value};
 pub(crate) use draw::random_of;
 pub(crate) use node::{rename, set_status};
 pub(crate) use operation::{Trait, is};
+pub(crate) use print::Type;
 pub(crate) use sizes::Sizes;
 pub(crate) use value::NamedActivation;
 

@@ -30,7 +30,8 @@ impl fmt::Display for Graph {
     }
 }
 
-struct Type<'a>(&'a Value);
+/// Type and shape of a value, as graphs print them.
+pub(crate) struct Type<'a>(pub(crate) &'a Value);
 
 impl fmt::Display for Type<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

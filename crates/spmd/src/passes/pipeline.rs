@@ -50,9 +50,23 @@ impl Pipeline {
     /// # Errors
     ///
     /// [`Error::PassTwice`], [`Error::PassOrder`], [`Error::InvalidGraph`] or an error of a pass.
-    pub fn run(&self, mut graph: Graph) -> Result<Graph, Error> {
+    pub fn run(&self, graph: Graph) -> Result<Graph, Error> {
+        self.run_seen(graph, &mut |_| {})
+    }
+
+    /// Applies the passes; `see` is called with the graph, and with it after each pass, before that is verified.
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    pub(crate) fn run_seen(
+        &self,
+        mut graph: Graph,
+        see: &mut dyn FnMut(&Graph),
+    ) -> Result<Graph, Error> {
+        see(&graph);
         for pass in &self.passes {
-            graph = self.apply(pass.as_ref(), graph)?;
+            graph = self.apply(pass.as_ref(), graph, see)?;
         }
         Ok(graph)
     }
@@ -63,10 +77,24 @@ impl Pipeline {
     ///
     /// As [`run`](Self::run).
     pub fn stages(&self, graph: Graph) -> Result<Vec<Graph>, Error> {
+        self.stages_seen(graph, &mut |_| {})
+    }
+
+    /// Applies the passes as [`stages`](Self::stages) does; `see` is called as by [`run_seen`](Self::run_seen).
+    ///
+    /// # Errors
+    ///
+    /// As [`run`](Self::run).
+    pub(crate) fn stages_seen(
+        &self,
+        graph: Graph,
+        see: &mut dyn FnMut(&Graph),
+    ) -> Result<Vec<Graph>, Error> {
+        see(&graph);
         let mut stages = vec![graph];
         for pass in &self.passes {
             let before = stages[stages.len() - 1].clone();
-            stages.push(self.apply(pass.as_ref(), before)?);
+            stages.push(self.apply(pass.as_ref(), before, see)?);
         }
         Ok(stages)
     }
@@ -89,7 +117,7 @@ impl Pipeline {
             let mut graph = stages[stages.len() - 1].clone();
             // A value that is replaced is decided on by the size that it had.
             graph.decide_by(Sizes::of(after.values().chain(before.values())));
-            let mut graph = self.apply(pass.as_ref(), graph)?;
+            let mut graph = self.apply(pass.as_ref(), graph, &mut |_| {})?;
             graph.decide_by(Sizes::default());
             check(after, &graph)?;
             stages.push(graph);
@@ -107,8 +135,14 @@ impl Pipeline {
         self
     }
 
-    fn apply(&self, pass: &dyn GraphTransform, graph: Graph) -> Result<Graph, Error> {
+    fn apply(
+        &self,
+        pass: &dyn GraphTransform,
+        graph: Graph,
+        see: &mut dyn FnMut(&Graph),
+    ) -> Result<Graph, Error> {
         let graph = apply(pass, graph)?;
+        see(&graph);
         if self.is_verified {
             verify(&graph).map_err(|error| after(error, pass.id()))?;
         }

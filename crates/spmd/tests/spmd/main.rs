@@ -4,6 +4,7 @@ mod agreement;
 mod clipping;
 mod compiled;
 mod custom;
+mod dumps;
 mod eager;
 #[macro_use]
 #[path = "../common/optimizers.rs"]

@@ -1,0 +1,333 @@
+//! What a pass has changed, as text.
+//!
+//! Nodes have names, the values that they write: so graphs are compared by these, and not as texts are.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt::Write;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::graph::{CollectiveKind, Graph};
+
+/// Explains the lines of a list of changes.
+pub(super) const LEGEND: &str = "\
+Of each pass: nodes before and after it, and the first lines that differ.
+  - was removed
+  + was added
+  < was before, and is now
+  > this: the same values are computed, from other operands, in another shape, or marked otherwise
+  ~ runs earlier or later
+";
+
+/// Lines that are shown of each pass.
+const MOST_LINES: usize = 60;
+/// Joined collectives that are shown of each pass.
+const MOST_JOINED: usize = 200;
+
+/// A graph as it was printed, with what is compared of it.
+pub(super) struct Printed {
+    name: String,
+    text: String,
+    /// The lines of nodes; those before are of given values, those behind of results.
+    nodes: Range<usize>,
+    fingerprint: u64,
+    units: BTreeMap<Arc<str>, usize>,
+    /// Number of the collectives of each kind.
+    collectives: BTreeMap<CollectiveKind, usize>,
+    /// The collectives of several tensors, with these.
+    joined: BTreeSet<String>,
+}
+
+impl Printed {
+    pub(super) fn new(name: &str, graph: &Graph) -> Self {
+        let given = graph.values().filter(|value| value.role.is_given()).count();
+        let mut units = BTreeMap::new();
+        let parameters = graph.parameters().iter();
+        for unit in parameters.filter_map(|parameter| graph.unit(&parameter.path)) {
+            *units.entry(unit.into()).or_default() += 1;
+        }
+        let mut collectives = BTreeMap::new();
+        let mut joined = BTreeSet::new();
+        for (_, collective) in graph.collectives() {
+            *collectives.entry(collective.kind).or_default() += 1;
+            if collective.parts.len() > 1 {
+                let paths: Vec<&str> = collective.parts.iter().map(|part| &*part.path).collect();
+                let (kind, label) = (collective.kind, &collective.label);
+                joined.insert(format!("{kind} [{label}] of {}", paths.join(", ")));
+            }
+        }
+        Self {
+            name: name.to_owned(),
+            text: graph.to_string(),
+            nodes: given..given + graph.nodes().len(),
+            fingerprint: graph.fingerprint(),
+            units,
+            collectives,
+            joined,
+        }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the graph as it prints.
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Returns the lines of the nodes.
+    pub(super) fn node_lines(&self) -> Vec<&str> {
+        let Range { start, end } = self.nodes;
+        self.text.lines().skip(start).take(end - start).collect()
+    }
+
+    /// Returns all other lines.
+    fn other_lines(&self) -> Vec<&str> {
+        let Range { start, end } = self.nodes;
+        let lines = self.text.lines();
+        lines.clone().take(start).chain(lines.skip(end)).collect()
+    }
+
+    /// Describes the first graph.
+    pub(super) fn summary(&self) -> String {
+        let nodes = self.nodes.len();
+        let others = self.other_lines().len();
+        format!(
+            "\n{}: {nodes} nodes; {others} given values, results and updates\n",
+            self.name
+        )
+    }
+
+    /// Describes the last graph, which runs.
+    pub(super) fn fingerprints(&self) -> String {
+        let (name, nodes) = (&self.name, self.nodes.len());
+        let fingerprint = self.fingerprint;
+        format!("\nThe plan ends with {name}: {nodes} nodes, fingerprint {fingerprint:016x}\n")
+    }
+
+    /// Describes what has changed since another graph.
+    pub(super) fn since(&self, before: &Self) -> String {
+        let nodes = Difference::of(&before.node_lines(), &self.node_lines());
+        let others = Difference::of(&before.other_lines(), &self.other_lines());
+        let (was, is) = (before.nodes.len(), self.nodes.len());
+        let mut text = format!("\n{}, since {}: ", self.name, before.name);
+        match nodes.is_none() {
+            true => text += &format!("no node has changed, {is} nodes\n"),
+            false => text += &format!("{was} -> {is} nodes, {}\n", nodes.counts()),
+        }
+        if !others.is_none() {
+            let counts = others.counts();
+            text += &format!("  given values, results and updates: {counts}\n");
+        }
+        if self.collectives != before.collectives {
+            let (was, is) = (before.collectives_in_words(), self.collectives_in_words());
+            text += &format!("  collectives: {was} -> {is}\n");
+        }
+        if self.units != before.units {
+            let units = self.units.iter();
+            let units = units.map(|(unit, number)| match number {
+                1 => format!("\"{unit}\" (1 parameter)"),
+                number => format!("\"{unit}\" ({number} parameters)"),
+            });
+            let units: Vec<_> = units.collect();
+            text += &format!("  units: {}\n", units.join(", "));
+        } else if self.text == before.text {
+            text += match self.fingerprint == before.fingerprint {
+                true => "  nothing has changed\n",
+                false => {
+                    "  what does not print has changed: scalars, constants, or what ranks take of a tensor\n"
+                }
+            };
+        }
+        let joined: Vec<_> = self.joined.difference(&before.joined).collect();
+        for collective in joined.iter().take(MOST_JOINED) {
+            text += &format!("  joined: {collective}\n");
+        }
+        if joined.len() > MOST_JOINED {
+            text += &format!("  .. and {} more are joined\n", joined.len() - MOST_JOINED);
+        }
+        let lines = || nodes.lines.iter().chain(&others.lines);
+        for line in lines().take(MOST_LINES) {
+            text += &format!("  {line}\n");
+        }
+        let left = lines().count().saturating_sub(MOST_LINES);
+        if left > 0 {
+            let (name, other) = (&self.name, &before.name);
+            text += &format!("  .. and {left} more lines: compare {other}.txt with {name}.txt\n");
+        }
+        text
+    }
+
+    fn collectives_in_words(&self) -> String {
+        let kinds = self.collectives.iter();
+        let kinds: Vec<_> = kinds
+            .map(|(kind, number)| format!("{number} {kind}"))
+            .collect();
+        match kinds.is_empty() {
+            true => "none".to_owned(),
+            false => kinds.join(", "),
+        }
+    }
+}
+
+/// The difference of two lists of lines, each of which has a name.
+struct Difference {
+    added: usize,
+    removed: usize,
+    changed: usize,
+    moved: usize,
+    /// The lines that differ, in the order of the second list.
+    lines: Vec<String>,
+}
+
+impl Difference {
+    fn of(before: &[&str], after: &[&str]) -> Self {
+        let mut places: BTreeMap<&str, VecDeque<usize>> = BTreeMap::new();
+        for (place, line) in before.iter().enumerate() {
+            places.entry(name_of(line)).or_default().push_back(place);
+        }
+        let mut take = |line: &&str| places.get_mut(name_of(line))?.pop_front();
+        let was_at: Vec<Option<usize>> = after.iter().map(&mut take).collect();
+        let gone: BTreeSet<usize> = places.into_values().flatten().collect();
+        let stays = longest_rise(&was_at);
+        let mut difference = Self {
+            added: 0,
+            removed: gone.len(),
+            changed: 0,
+            moved: 0,
+            lines: Vec::new(),
+        };
+        let mut gone = gone.into_iter().peekable();
+        for (place, (line, was_at)) in after.iter().zip(&was_at).enumerate() {
+            let Some(was_at) = *was_at else {
+                difference.added += 1;
+                difference.lines.push(format!("+ {line}"));
+                continue;
+            };
+            let is_moved = !stays.contains(&place);
+            // What is gone is shown where it was.
+            while let Some(gone) = gone.next_if(|gone| *gone < was_at && !is_moved) {
+                difference.lines.push(format!("- {}", before[gone]));
+            }
+            if is_moved {
+                difference.moved += 1;
+                let moved = format!("~ {line} (line {was_at} -> {place})");
+                difference.lines.push(moved);
+            }
+            if before[was_at] != *line {
+                difference.changed += 1;
+                difference.lines.push(format!("< {}", before[was_at]));
+                difference.lines.push(format!("> {line}"));
+            }
+        }
+        let rest = gone.map(|gone| format!("- {}", before[gone]));
+        difference.lines.extend(rest);
+        difference
+    }
+
+    fn is_none(&self) -> bool {
+        self.lines.is_empty()
+    }
+
+    fn counts(&self) -> String {
+        let mut text = String::new();
+        let Self {
+            added,
+            removed,
+            changed,
+            moved,
+            ..
+        } = self;
+        // Writing to a string does not fail.
+        let _ = write!(
+            text,
+            "{added} added, {removed} removed, {changed} changed, {moved} moved"
+        );
+        text
+    }
+}
+
+/// Returns the name of a printed line: the values that a node writes, the value that is given, dropped or updated.
+fn name_of(line: &str) -> &str {
+    let written = line.split_once(" = ").or_else(|| line.split_once(" <- "));
+    match written {
+        Some((name, _)) => name,
+        None if line.starts_with("drop ") => line,
+        None => line.split(' ').next().unwrap_or(line),
+    }
+}
+
+/// Returns the places of the longest part of a list whose numbers rise: all others have moved.
+fn longest_rise(numbers: &[Option<usize>]) -> BTreeSet<usize> {
+    // For each length the place of the least number that a rise of that length ends with.
+    let mut ends: Vec<usize> = Vec::new();
+    let mut before: Vec<Option<usize>> = vec![None; numbers.len()];
+    for (place, number) in numbers.iter().enumerate() {
+        if number.is_none() {
+            continue;
+        }
+        let length = ends.partition_point(|end| numbers[*end] < *number);
+        before[place] = length.checked_sub(1).map(|shorter| ends[shorter]);
+        match ends.get_mut(length) {
+            Some(end) => *end = place,
+            None => ends.push(place),
+        }
+    }
+    std::iter::successors(ends.last().copied(), |place| before[*place]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Difference;
+
+    fn difference(before: &str, after: &str) -> (String, Vec<String>) {
+        let [before, after] = [before, after].map(|text| text.split("; ").collect::<Vec<_>>());
+        let difference = Difference::of(&before, &after);
+        (difference.counts(), difference.lines)
+    }
+
+    #[test]
+    fn lines_are_compared_by_the_values_that_they_write() {
+        let before = "%1 = a(%0); %2 = b(%1); %3, %4 = c(%2); drop %2; update %0 <- %4";
+        assert_eq!(
+            difference(before, before),
+            ("0 added, 0 removed, 0 changed, 0 moved".to_owned(), vec![])
+        );
+        let after = "%1 = a(%0); drop %2; %2 = b(%1!); %5 = d(%2); update %0 <- %5";
+        let (counts, lines) = difference(before, after);
+        assert_eq!(counts, "1 added, 1 removed, 2 changed, 1 moved");
+        assert_eq!(
+            lines,
+            [
+                "~ drop %2 (line 3 -> 1)",
+                "< %2 = b(%1)",
+                "> %2 = b(%1!)",
+                "+ %5 = d(%2)",
+                "- %3, %4 = c(%2)",
+                "< update %0 <- %4",
+                "> update %0 <- %5",
+            ]
+        );
+    }
+
+    #[test]
+    fn as_few_lines_as_can_be_have_moved() {
+        let names = |numbers: &[usize]| {
+            let lines: Vec<_> = numbers.iter().map(|n| format!("%{n} = f()")).collect();
+            lines.join("; ")
+        };
+        let before = names(&[0, 1, 2, 3, 4, 5, 6]);
+        for (after, moved) in [
+            (&[6, 0, 1, 2, 3, 4, 5][..], 1),
+            (&[1, 2, 3, 4, 5, 6, 0], 1),
+            (&[6, 5, 4, 3, 2, 1, 0], 6),
+            (&[0, 2, 1, 3, 5, 4, 6], 2),
+        ] {
+            let (counts, lines) = difference(&before, &names(after));
+            let expected = format!("0 added, 0 removed, 0 changed, {moved} moved");
+            assert_eq!(counts, expected, "{after:?}");
+            assert_eq!(lines.len(), moved, "{after:?}");
+        }
+    }
+}

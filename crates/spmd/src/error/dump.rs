@@ -1,0 +1,44 @@
+//! Errors of graphs that are written to files.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The reason why graphs were not written. Of the graph at hand nothing was.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DumpError {
+    /// A folder or file that cannot be written.
+    #[error(
+        "cannot write graphs to {}: {reason}; name a folder that can be written to and has room, or write no graphs",
+        path.display()
+    )]
+    Write {
+        /// The folder or file.
+        path: PathBuf,
+        /// The system's message.
+        reason: String,
+    },
+
+    /// Something that is no graph, in the place of graphs of an earlier run.
+    #[error(
+        "graphs of an earlier run in {} cannot be replaced: {} was not written with them; move it away, or name another \
+         folder",
+        folder.display(),
+        path.display()
+    )]
+    InTheWay {
+        /// The folder that graphs are written to.
+        folder: PathBuf,
+        /// The file or folder in the way.
+        path: PathBuf,
+    },
+}
+
+impl DumpError {
+    pub(crate) fn write(path: &Path, error: &io::Error) -> Self {
+        Self::Write {
+            path: path.to_owned(),
+            reason: error.to_string(),
+        }
+    }
+}
