@@ -312,6 +312,10 @@ pub(crate) struct OutputArgs {
     /// place of those of an earlier run; includes --check agreement
     #[arg(long, value_name = "FOLDER")]
     pub(crate) operations: Option<PathBuf>,
+    /// With --compile: write the graph of each plan into this folder, as it was traced and after each pass, as text and as
+    /// pictures, with what the pass has changed. In the place of those of an earlier run
+    #[arg(long, value_name = "FOLDER", requires = "compile")]
+    pub(crate) dump_graphs: Option<PathBuf>,
     /// Draw the loss curve into this SVG file
     #[arg(long, value_name = "FILE", default_value = "loss.svg")]
     pub(crate) curve: PathBuf,
@@ -385,6 +389,9 @@ pub(crate) struct PlanArgs {
     /// elements, on 8 ranks at most
     #[arg(long, requires = "compile")]
     pub(crate) certify: bool,
+    /// With --compile: write the graphs that are planned into this folder, as `train` does
+    #[arg(long, value_name = "FOLDER", requires = "compile")]
+    pub(crate) dump_graphs: Option<PathBuf>,
     /// Print one JSON object instead of text
     #[arg(long)]
     pub(crate) json: bool,

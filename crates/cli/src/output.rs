@@ -4,6 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Component, Path, PathBuf};
 
+use burn_fsdp::compile::GraphDump;
 use burn_fsdp::optim::FileBackedOptimizer;
 use tempfile::Builder;
 
@@ -41,6 +42,10 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             problem: "lies among the saved steps; name text outside of them".to_owned(),
         });
     }
+    if let Some(folder) = &args.output.dump_graphs {
+        check_graphs(folder, args, &taken)?;
+        taken.push(("--dump-graphs", identity(folder)));
+    }
     for (flag, path, kind) in outputs {
         let Some(path) = path else { continue };
         check_writable(path, kind).map_err(|problem| InputError::Output {
@@ -68,6 +73,53 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
         taken.push((flag, identity));
     }
     Ok(())
+}
+
+/// Checks that graphs can be written into a folder, which has other uses in none of `taken`.
+fn check_graphs(
+    folder: &Path,
+    args: &TrainArgs,
+    taken: &[(&'static str, PathBuf)],
+) -> Result<(), InputError> {
+    const FLAG: &str = "--dump-graphs";
+    let refused = |problem: &str| InputError::Output {
+        flag: FLAG,
+        path: folder.to_owned(),
+        problem: problem.to_owned(),
+    };
+    check_dump(folder)?;
+    let own = identity(folder);
+    if let Some((first, _)) = taken.iter().find(|(_, other)| *other == own) {
+        return Err(InputError::SameFile {
+            first,
+            second: FLAG,
+            path: folder.to_owned(),
+        });
+    }
+    let checkpoints = args.checkpoint.checkpoint_dir.as_ref();
+    if checkpoints.is_some_and(|checkpoints| lies_among_steps(&own, checkpoints)) {
+        return Err(refused(
+            "lies among the saved steps; name a folder beside them",
+        ));
+    }
+    // Graphs of one run would be text of the next.
+    let data = args.data.data.as_ref();
+    match data.is_some_and(|data| identity(data).starts_with(&own)) {
+        true => Err(refused("holds the text of --data; name another folder")),
+        false => Ok(()),
+    }
+}
+
+/// Checks that a folder for graphs can be written to, and that nothing is in the way of them. Leaves nothing behind.
+pub(crate) fn check_dump(folder: &Path) -> Result<(), InputError> {
+    const FLAG: &str = "--dump-graphs";
+    check_folder(FLAG, folder)?;
+    let checked = GraphDump::new(folder).check();
+    checked.map_err(|error| InputError::Output {
+        flag: FLAG,
+        path: folder.to_owned(),
+        problem: error.to_string(),
+    })
 }
 
 /// Checks that one output can be written, and leaves nothing behind.

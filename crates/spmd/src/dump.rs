@@ -32,7 +32,7 @@ const CHANGES: &str = "changes.txt";
 /// |---|---|
 /// | `00-trace.txt` | the graph as it was traced, one line per given value, node and update |
 /// | `01-units.txt`, `02-dead-code.txt` .. | the same after each pass, by the name that errors give it |
-/// | `12-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
+/// | `11-first-accumulate.txt` .. | the same of a step that is split in three, for each part |
 /// | `00-trace.svg` .. | a picture, in the order of the schedule: what is computed by units, and what travels |
 /// | `00-trace.dot` .. | all operations and what they read, for Graphviz |
 /// | `changes.txt` | for each pass the numbers of nodes that were added, removed, changed and moved, and the first of them |

@@ -9,7 +9,7 @@ use burn_fsdp::Strategy;
 use burn_fsdp::compile::graph::Graph;
 use burn_fsdp::compile::passes::schedule::{Options, pipeline};
 use burn_fsdp::compile::trace::{TraceConfig, trace};
-use burn_fsdp::compile::{Error, kernels};
+use burn_fsdp::compile::{Error, GraphDump, kernels};
 use burn_fsdp::plan::{
     Checkpointing, Estimate, Job, Machine, MemoryPlan, Plan, Precision, Size, TracedEstimate,
 };
@@ -46,6 +46,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), InputError> {
     let job = job(args, &preset, &name.to_ascii_lowercase())?;
     if let Some(path) = &args.svg {
         output::check_one("--svg", path)?;
+    }
+    if let Some(path) = &args.dump_graphs {
+        output::check_dump(path)?;
     }
     let available = args.gpu_memory.unwrap_or(machine.memory_bytes);
     let answer = match args.compile {
@@ -86,11 +89,13 @@ fn traced(
     available: u64,
 ) -> Result<Answer, InputError> {
     let blocks = job.model.layers;
+    let dump = args.dump_graphs.as_ref().map(GraphDump::new);
+    let planned = |preset: &Preset| traced_blocks(args, preset, job, machine, dump.as_ref());
     let (plan, without) = if args.every_block || blocks <= MORE_BLOCKS {
-        traced_blocks(args, preset, job, machine)?
+        planned(preset)?
     } else {
-        let few = traced_blocks(args, &preset.with_layers(FEW_BLOCKS), job, machine)?;
-        let more = traced_blocks(args, &preset.with_layers(MORE_BLOCKS), job, machine)?;
+        let few = planned(&preset.with_layers(FEW_BLOCKS))?;
+        let more = planned(&preset.with_layers(MORE_BLOCKS))?;
         let plan = Plan::extrapolated((&few.0, FEW_BLOCKS), (&more.0, MORE_BLOCKS), blocks);
         let slope = (more.1 as f64 - few.1 as f64) / (MORE_BLOCKS - FEW_BLOCKS) as f64;
         let without = few.1 as f64 + slope * (blocks - FEW_BLOCKS) as f64;
@@ -139,6 +144,7 @@ fn traced_blocks(
     preset: &Preset,
     job: &Job,
     machine: &Machine,
+    dump: Option<&GraphDump>,
 ) -> Result<(Plan, u64), InputError> {
     let options = options(args, preset, job);
     let graph = traced_graph(preset, job)?;
@@ -146,7 +152,16 @@ fn traced_blocks(
     let keeping = pipeline(job.ranks, job.strategy, &keeping, &[]).run(graph.clone())?;
     let without = MemoryPlan::new(&keeping, 0)?.peak_bytes();
     drop(keeping);
-    let graph = pipeline(job.ranks, job.strategy, &options, &[]).run(graph)?;
+    let pipeline = pipeline(job.ranks, job.strategy, &options, &[]);
+    let graph = match dump {
+        Some(dump) => {
+            let mut stages = pipeline.stages(graph)?;
+            let layers = preset.transformer("").layers;
+            dump.write(&format!("{}, {layers} blocks", job.model.name), &stages)?;
+            stages.pop().unwrap_or_default()
+        }
+        None => pipeline.run(graph)?,
+    };
     Ok((Plan::new(&graph, machine, 0)?, without))
 }
 

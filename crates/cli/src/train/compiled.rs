@@ -245,6 +245,10 @@ impl<'a, A: Architecture> Compiled<'a, A> {
         } else {
             mode
         };
+        let mode = match &config.dump_graphs {
+            Some(folder) => mode.dump(folder),
+            None => mode,
+        };
         let file = config.init.as_deref();
         let file = file
             .map(|path| WeightsFile::open(path, sizes))

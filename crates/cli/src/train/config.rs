@@ -81,6 +81,7 @@ pub(crate) struct TrainConfig {
     pub(crate) metrics: Option<PathBuf>,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) operations: Option<PathBuf>,
+    pub(crate) dump_graphs: Option<PathBuf>,
     pub(crate) curve: PathBuf,
     pub(crate) sample_tokens: usize,
     pub(crate) json: bool,
@@ -139,8 +140,7 @@ impl TrainConfig {
         let all_ranks = Ranks::find(args.sharding.ranks)?;
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
-        let accumulate = args.training.accumulate;
-        check_batch(batch, ranks, accumulate)?;
+        check_batch(batch, ranks, args.training.accumulate)?;
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
@@ -205,6 +205,7 @@ impl TrainConfig {
             metrics: args.output.metrics,
             trace: args.output.trace,
             operations: args.output.operations,
+            dump_graphs: args.output.dump_graphs,
             curve: args.output.curve,
             sample_tokens: args.output.sample,
             json: args.output.json,

@@ -33,6 +33,7 @@ impl OwnFiles {
         let folders = [
             ("--checkpoint-dir", &args.checkpoint.checkpoint_dir),
             ("--operations", &args.output.operations),
+            ("--dump-graphs", &args.output.dump_graphs),
             ("--offload", &args.sharding.offload),
         ];
         let files = [

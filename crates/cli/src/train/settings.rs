@@ -225,6 +225,7 @@ fn no_number_depends_on(data: &DataArgs, checkpoint: &CheckpointArgs, output: &O
         metrics: _,
         trace: _,
         operations: _,
+        dump_graphs: _,
         curve: _,
         sample: _,
         json: _,

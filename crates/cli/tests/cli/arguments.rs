@@ -177,6 +177,7 @@ fn paths_of_every_kind_are_answered_or_refused() {
         if !["/", ".."].contains(&path) {
             all.push([&TINY[..], &["--checkpoint-dir", path]].concat());
             all.push([&TINY[..], &["--offload", path]].concat());
+            all.push([&TINY[..], &["--compile", "--dump-graphs", path]].concat());
         }
         let text: Vec<_> = TINY
             .iter()

@@ -214,6 +214,11 @@ fn outputs_that_lie_in_the_text_are_no_part_of_it() {
             "--checkpoint-dir link-to-sub/run --operations sub/operations",
             2,
         ),
+        (
+            "sub",
+            "--checkpoint-dir sub/run --compile --dump-graphs link-to-sub/graphs",
+            2,
+        ),
         ("sub", "--checkpoint-dir sub --metrics sub/m.jsonl", 1),
         (
             "sub",

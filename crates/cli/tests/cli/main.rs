@@ -8,6 +8,7 @@ mod compiled;
 mod corruption;
 mod data;
 mod devices;
+mod dumps;
 mod faults;
 mod features;
 mod files;
