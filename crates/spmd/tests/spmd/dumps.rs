@@ -158,6 +158,7 @@ fn every_pass_of_every_plan_is_written_as_it_prints() {
 fn a_dump_changes_no_plan_and_no_loss() {
     let folder = TempDir::new().unwrap();
     assert_eq!(train(Some(folder.path())), train(None));
+    assert_eq!(names(folder.path()), ["graph-0", "graph-1"]);
 }
 
 /// A pass of the user.
