@@ -61,7 +61,8 @@ Exit code:
   2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
      or written
   3  two runs differ; or a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
-     message says which, and saved steps are whole";
+     message says which, and saved steps are whole (lines of --metrics that are lost are a warning)
+  128 + N  signal N ended the process: 143 for SIGTERM where a training saves nothing, or in another command";
 
 const TRAIN_AFTER_HELP: &str = "\
 Environment:
