@@ -67,12 +67,10 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
             continue;
         }
         let read_by = node.outputs().filter_map(|id| readers.get(&id)).flatten();
-        match read_by
-            .filter_map(|reader| places.get(reader))
-            .min()
-            .copied()
-        {
-            Some(place) => places.insert(index, place),
+        let first = read_by.filter_map(|reader| places.get(reader)).min();
+        // Readers that stay come behind its own place.
+        match first.copied().filter(|first| *first < index) {
+            Some(first) => places.insert(index, first),
             None => places.remove(&index),
         };
     }
