@@ -5,12 +5,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use burn_ir::{BaseOperationIr, OperationIr, TensorId};
+use burn_ir::{BaseOperationIr, FloatOperationIr, OperationIr, TensorId};
 
 use super::rewrite::repeat;
 use crate::error::Error;
 use crate::graph::{
-    CollectiveKind, Graph, Node, Payload, Phase, Stage, Storage, Trait, is, rename, storage_of,
+    CollectiveKind, Graph, Node, Payload, Phase, Role, Stage, Storage, Trait, is, rename,
+    storage_of,
 };
 use crate::pass_id::PassId;
 use crate::transform::GraphTransform;
@@ -20,6 +21,9 @@ use crate::transform::GraphTransform;
 /// Values are considered from the last to the first. One is not kept if elementwise operations lead to
 /// it from values that take less memory than it does, counting only what would not be kept anyway. The
 /// same operations on the same values give the same bits.
+///
+/// A product of weights that take less memory than it does, as the factors of a low-rank adapter do, counts as elementwise: the
+/// weight that an adapter is merged into would be kept whole for every layer otherwise.
 ///
 /// ```text
 /// before                                  after
@@ -109,6 +113,8 @@ struct Choice<'a> {
     writers: BTreeMap<TensorId, &'a Node>,
     /// The values of forward that backward reads, by the value whose memory they are in.
     saved: BTreeMap<TensorId, BTreeSet<TensorId>>,
+    /// Parameters, and the values of forward that are made of nothing else.
+    of_weights: BTreeSet<TensorId>,
     min_bytes: usize,
     order: Vec<TensorId>,
 }
@@ -119,10 +125,19 @@ impl<'a> Choice<'a> {
             graph,
             writers: BTreeMap::new(),
             saved: BTreeMap::new(),
+            of_weights: graph
+                .values()
+                .filter(|value| matches!(value.role, Role::Parameter(_)))
+                .map(|value| value.id)
+                .collect(),
             min_bytes,
             order: Vec::new(),
         };
         for node in graph.nodes() {
+            let mut inputs = node.inputs().peekable();
+            if inputs.peek().is_some() && inputs.all(|id| choice.of_weights.contains(&id)) {
+                choice.of_weights.extend(node.outputs());
+            }
             for id in node.outputs() {
                 if node.phase == Phase::Forward {
                     choice.writers.insert(id, node);
@@ -173,13 +188,26 @@ impl<'a> Choice<'a> {
     /// cheap counts as that part does, so that between two products each rank keeps its part alone.
     fn is_cheap(&self, node: &Node) -> bool {
         let Some(collective) = &node.collective else {
-            return is_cheap(node);
+            return is_cheap(node) || self.is_product_of_small_weights(node);
         };
         let is_gather = collective.kind == CollectiveKind::AllGather
             && collective.payload == Payload::Activation
             && collective.stage == Stage::Whole;
         let mut parts = node.inputs();
         is_gather && parts.all(|part| self.writers.get(&part).is_some_and(|maker| is_cheap(maker)))
+    }
+
+    fn is_product_of_small_weights(&self, node: &Node) -> bool {
+        let is_product = matches!(
+            node.operation,
+            OperationIr::Float(_, FloatOperationIr::Matmul(_))
+        );
+        let bytes = |ids: &mut dyn Iterator<Item = TensorId>| -> usize {
+            ids.map(|id| self.bytes(id)).sum()
+        };
+        is_product
+            && node.inputs().all(|id| self.of_weights.contains(&id))
+            && bytes(&mut node.inputs()) < bytes(&mut node.outputs())
     }
 
     fn bytes(&self, id: TensorId) -> usize {
