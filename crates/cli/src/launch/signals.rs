@@ -12,7 +12,7 @@ use crate::process::is_ignored;
 use crate::tether;
 
 /// The time in which signals are one request: `timeout` and some schedulers tell a process and then its group.
-pub(crate) const ONE_REQUEST: Duration = Duration::from_millis(300);
+pub(crate) const ONE_REQUEST: Duration = Duration::from_secs(1);
 
 /// The request of a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,10 +2,14 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use serde_json::Value;
+use signal_hook::consts::SIGINT;
+use signal_hook::flag;
 use tempfile::TempDir;
 
 /// A model that trains in milliseconds.
@@ -24,6 +28,13 @@ pub(crate) struct Run {
 
 impl Folder {
     pub(crate) fn new() -> Self {
+        // Jobs in the background of a script ignore it, and so would the command.
+        static HEARS_INTERRUPTS: Once = Once::new();
+        HEARS_INTERRUPTS.call_once(|| {
+            let always = Arc::new(AtomicBool::new(true));
+            let heard = flag::register_conditional_shutdown(SIGINT, 130, always);
+            heard.expect("a handler");
+        });
         Self(tempfile::tempdir().expect("a temporary folder"))
     }
 

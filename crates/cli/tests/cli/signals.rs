@@ -13,6 +13,9 @@ use crate::command::{Folder, send};
 /// A time that nothing takes here: then a test has failed, and ends what it has started.
 const FAR_TOO_LONG: Duration = Duration::from_secs(120);
 
+/// A time after which a signal is another request, and not the same by another way.
+const LATER: Duration = Duration::from_millis(1500);
+
 /// A training of `launch`, in a folder of its own.
 struct Launched {
     folder: Folder,
@@ -240,7 +243,7 @@ fn what_no_signal_ends_is_waited_for_and_killed_after_a_second_one() {
             sleep(Duration::from_millis(10));
         }
         send("-TERM", child.id());
-        sleep(Duration::from_millis(800));
+        sleep(LATER);
         assert_eq!(child.try_wait().expect("a child"), None, "{script}");
         send("-TERM", child.id());
         let status = loop {
@@ -341,7 +344,7 @@ fn a_later_signal_to_launch_ends_all_at_once() {
     for (script, signal, codes) in cases {
         let launched = start_stalled(script);
         send(signal, launched.child.id());
-        sleep(Duration::from_millis(800));
+        sleep(LATER);
         let is_there = || launched.own("train").len() == 1;
         assert!(
             is_there(),

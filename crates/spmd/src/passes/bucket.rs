@@ -62,7 +62,7 @@ impl GraphTransform for Bucket {
     }
 
     fn transform(&self, mut graph: Graph) -> Result<Graph, Error> {
-        let nodes = complete_early(graph.take_nodes());
+        let nodes = complete_early(&mut graph);
         let buckets = self.assign(&graph, &nodes);
         // A bucket of gathers runs where its first member is, one of reductions where its last is.
         let mut runs_at: BTreeMap<usize, Vec<&Members>> = BTreeMap::new();

@@ -7,15 +7,18 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use burn_ir::TensorId;
 
-use crate::graph::{CollectiveKind, Node, Payload, Phase};
+use super::regather::is_gather;
+use super::unit::unit_in;
+use crate::graph::{CollectiveKind, Graph, Node, Payload, Phase};
 
-/// Moves reductions of gradients, and what is computed for them alone, to where their operands are complete, if they would come
-/// behind another unit's collective otherwise.
-pub(super) fn complete_early(nodes: Vec<Node>) -> Vec<Node> {
-    let places = places(&nodes);
+/// Returns the nodes of a graph, whose nodes it takes, in another order: reductions of gradients, and what is computed and
+/// gathered for them alone, come where their operands are complete, if they would come behind another unit's collective
+/// otherwise.
+pub(super) fn complete_early(graph: &mut Graph) -> Vec<Node> {
+    let places = places(graph);
     let mut behind: BTreeMap<usize, Vec<Node>> = BTreeMap::new();
-    let mut stay = Vec::with_capacity(nodes.len());
-    for (index, node) in nodes.into_iter().enumerate() {
+    let mut stay = Vec::with_capacity(graph.nodes().len());
+    for (index, node) in graph.take_nodes().into_iter().enumerate() {
         match places.get(&index) {
             Some(place) => behind.entry(*place).or_default().push(node),
             None => stay.push((index, node)),
@@ -29,10 +32,14 @@ pub(super) fn complete_early(nodes: Vec<Node>) -> Vec<Node> {
     scheduled
 }
 
+/// The nodes that read each value.
+type Readers = BTreeMap<TensorId, Vec<usize>>;
+
 /// Returns the nodes that move, each with the node that stays and behind which it comes.
-fn places(nodes: &[Node]) -> BTreeMap<usize, usize> {
-    let readers = readers(nodes);
-    let served = serve_reductions(nodes, &readers);
+fn places(graph: &Graph) -> BTreeMap<usize, usize> {
+    let nodes = graph.nodes();
+    let readers = graph.readers();
+    let served = serve_reductions(nodes, &readers, &gathered_again(graph));
     let is_fence = |index: usize| nodes[index].collective.is_some() && !served.contains(&index);
     let mut fences = vec![0];
     for index in 0..nodes.len() {
@@ -59,11 +66,11 @@ fn places(nodes: &[Node]) -> BTreeMap<usize, usize> {
     places
 }
 
-/// Moves nodes no further than to the first of their readers. What is computed again in backward reads values of forward alone:
-/// of every unit it would be there at once.
+/// Moves nodes but reductions no further than to the first of their readers. What is gathered or computed again in backward
+/// reads values of forward alone: of every unit it would be there at once.
 fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usize, usize>) {
     for (index, node) in nodes.iter().enumerate().rev() {
-        if node.collective.is_some() || !places.contains_key(&index) {
+        if is_reduction(node) || !places.contains_key(&index) {
             continue;
         }
         let read_by = node.outputs().filter_map(|id| readers.get(&id)).flatten();
@@ -76,59 +83,88 @@ fn wait_for_readers(nodes: &[Node], readers: &Readers, places: &mut BTreeMap<usi
     }
 }
 
-/// The nodes that read each value.
-type Readers = HashMap<TensorId, Vec<usize>>;
-
-fn readers(nodes: &[Node]) -> Readers {
-    let mut readers = Readers::new();
-    for (index, node) in nodes.iter().enumerate() {
-        for id in node.inputs() {
-            readers.entry(id).or_default().push(index);
+/// Returns the gathers of weights for another visit of backward to a unit that it has visited: of an adapter's factors, say, by
+/// which Burn multiplies the gradients of the weights that they were merged into at the very end.
+fn gathered_again(graph: &Graph) -> BTreeSet<usize> {
+    let mut visited = Vec::new();
+    let mut again = BTreeSet::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if let Some(of) = &node.collective
+            && node.phase == Phase::Backward
+            && is_gather(of)
+            && let Some(part) = of.parts.first()
+        {
+            let unit = unit_in(graph, &part.path);
+            match visited.last() {
+                Some(last) if *last == unit => {}
+                _ if visited.contains(&unit) => {
+                    again.insert(index);
+                }
+                _ => visited.push(unit),
+            }
         }
     }
-    readers
+    again
 }
 
-/// Returns the reductions of gradients, and the nodes of backward whose results nothing else reads.
-fn serve_reductions(nodes: &[Node], readers: &Readers) -> BTreeSet<usize> {
+/// Returns the reductions of gradients, and the nodes of backward whose results nothing else reads: what computes, and these
+/// gathers.
+fn serve_reductions(
+    nodes: &[Node],
+    readers: &Readers,
+    gathers: &BTreeSet<usize>,
+) -> BTreeSet<usize> {
     let mut served = BTreeSet::new();
     for (index, node) in nodes.iter().enumerate().rev() {
-        let is_served = match &node.collective {
-            Some(of) => of.payload == Payload::Gradient && of.kind != CollectiveKind::AllGather,
-            None => {
-                let mut results = node.outputs();
-                let serves = |id| {
-                    readers
-                        .get(&id)
-                        .is_some_and(|all| all.iter().all(|at| served.contains(at)))
-                };
-                node.phase == Phase::Backward && !node.is_opaque() && results.all(serves)
-            }
+        let serves = |id| {
+            readers
+                .get(&id)
+                .is_some_and(|all| all.iter().all(|at| served.contains(at)))
         };
-        if is_served {
+        let can_serve = match &node.collective {
+            Some(_) => gathers.contains(&index),
+            None => node.phase == Phase::Backward && !node.is_opaque(),
+        };
+        if is_reduction(node) || can_serve && node.outputs().all(serves) {
             served.insert(index);
         }
     }
     served
 }
 
+fn is_reduction(node: &Node) -> bool {
+    let of = node.collective.as_ref();
+    of.is_some_and(|of| of.payload == Payload::Gradient && of.kind != CollectiveKind::AllGather)
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
 
+    use burn::module::{Lora, Module};
     use burn::optim::AdamWConfig;
     use burn::tensor::Device;
     use burn_fsdp_collectives::ProcessGroup;
     use burn_ir::TensorId;
 
-    use super::{complete_early, readers};
-    use crate::Strategy;
+    use super::complete_early;
     use crate::graph::{CollectiveKind, Graph, Node, Phase};
     use crate::lower::lower;
     use crate::mode::Mode;
     use crate::models::{Gpt, tokens};
     use crate::passes::schedule::Options;
     use crate::trace::{TraceConfig, trace};
+    use crate::{LazyLora, Strategy};
+
+    fn traced(init: impl Fn(&Device) -> Gpt) -> Graph {
+        let batch = tokens(0, 0, 2, &Device::flex());
+        let optimizer = AdamWConfig::new().build();
+        trace(init, Gpt::loss, &optimizer, &batch, TraceConfig::default()).unwrap()
+    }
+
+    fn with_adapters(device: &Device) -> Gpt {
+        Gpt::new(device).apply_reparameterization(LazyLora(Lora::new(2, 4.0)))
+    }
 
     /// The units in the order in which they are gathered or reduced.
     fn visits(graph: &Graph) -> Vec<(CollectiveKind, String)> {
@@ -144,41 +180,33 @@ mod tests {
     /// In backward a block is reduced before the block below it is gathered: no two blocks have whole gradients at once.
     #[test]
     fn a_unit_is_reduced_before_the_next_one_is_gathered() {
-        let batch = tokens(0, 0, 2, &Device::flex());
-        let optimizer = AdamWConfig::new().build();
-        let traced = trace(
-            Gpt::new,
-            Gpt::loss,
-            &optimizer,
-            &batch,
-            TraceConfig::default(),
-        )
-        .unwrap();
-        for options in [
-            Options::default(),
-            Options::default().kernels(false).fuse(false),
-        ] {
-            let mode =
-                Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options);
-            let plan = lower(traced.clone(), &mode).unwrap();
-            let visits = visits(&plan);
-            let at = |kind, unit: &str| {
-                let mut all = visits.iter().enumerate();
-                let found =
-                    all.rfind(|(_, (other, label))| *other == kind && label.starts_with(unit));
-                found.unwrap_or_else(|| panic!("{unit} in {visits:?}")).0
-            };
-            for block in 1..3 {
-                let reduced = at(CollectiveKind::ReduceScatter, &format!("blocks.{block}"));
-                let gathered = at(CollectiveKind::AllGather, &format!("blocks.{}", block - 1));
-                assert!(reduced < gathered, "blocks.{block}: {visits:#?}");
+        for traced in [traced(Gpt::new), traced(with_adapters)] {
+            for options in [
+                Options::default(),
+                Options::default().kernels(false).fuse(false),
+            ] {
+                let mode = Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard)
+                    .options(options);
+                let plan = lower(traced.clone(), &mode).unwrap();
+                let visits = visits(&plan);
+                let at = |kind, unit: &str| {
+                    let mut all = visits.iter().enumerate();
+                    let found =
+                        all.rfind(|(_, (other, label))| *other == kind && label.starts_with(unit));
+                    found.unwrap_or_else(|| panic!("{unit} in {visits:?}")).0
+                };
+                for block in 1..3 {
+                    let reduced = at(CollectiveKind::ReduceScatter, &format!("blocks.{block}"));
+                    let gathered = at(CollectiveKind::AllGather, &format!("blocks.{}", block - 1));
+                    assert!(reduced < gathered, "blocks.{block}: {visits:#?}");
+                }
             }
         }
     }
 
     /// Returns how many gathers run between each node of backward and the first that reads its result.
-    fn waits(nodes: &[Node]) -> BTreeMap<TensorId, usize> {
-        let readers = readers(nodes);
+    fn waits(graph: &Graph) -> BTreeMap<TensorId, usize> {
+        let (nodes, readers) = (graph.nodes(), graph.readers());
         let is_gather = |node: &&Node| {
             let of = node.collective.as_ref();
             of.is_some_and(|of| of.kind == CollectiveKind::AllGather)
@@ -200,19 +228,19 @@ mod tests {
     /// What is computed again from values of forward alone comes when its unit is visited, not all at once.
     #[test]
     fn nothing_is_computed_earlier_than_it_is_read() {
-        let batch = tokens(0, 0, 2, &Device::flex());
-        let optimizer = AdamWConfig::new().build();
-        let config = TraceConfig::default();
-        let traced = trace(Gpt::new, Gpt::loss, &optimizer, &batch, config).unwrap();
         let options = Options::default().bucket(None);
         let mode =
             Mode::data_parallel(ProcessGroup::fake(2, 0), Strategy::FullShard).options(options);
-        let nodes = lower(traced, &mode).unwrap().take_nodes();
-        let order = |nodes: &[Node]| -> Vec<_> { nodes.iter().flat_map(Node::outputs).collect() };
-        let (before, was) = (waits(&nodes), order(&nodes));
-        let early = complete_early(nodes);
-        assert_ne!(order(&early), was, "gradients were moved");
-        for (id, gathers) in waits(&early) {
+        let mut graph = lower(traced(Gpt::new), &mode).unwrap();
+        let order = |graph: &Graph| -> Vec<_> {
+            let nodes = graph.nodes().iter();
+            nodes.flat_map(Node::outputs).collect()
+        };
+        let (before, was) = (waits(&graph), order(&graph));
+        let nodes = complete_early(&mut graph);
+        graph.set_nodes(nodes);
+        assert_ne!(order(&graph), was, "gradients were moved");
+        for (id, gathers) in waits(&graph) {
             assert!(
                 gathers <= before[&id],
                 "{id:?} waits for {gathers} gathers, before {}",

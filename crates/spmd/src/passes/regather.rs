@@ -203,7 +203,7 @@ impl Weights {
 }
 
 /// Returns true if a collective makes whole weights.
-fn is_gather(collective: &Collective) -> bool {
+pub(super) fn is_gather(collective: &Collective) -> bool {
     collective.kind == CollectiveKind::AllGather && collective.payload == Payload::Parameter
 }
 

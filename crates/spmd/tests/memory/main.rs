@@ -259,6 +259,33 @@ fn adapters_leave_the_weights_lazy() {
     }
 }
 
+/// Between forward and backward there is no weight that an adapter is merged into, and in backward no more whole gradients than
+/// those of the units in use.
+#[test]
+fn a_step_of_adapters_holds_few_merged_weights() {
+    let _turn = alone();
+    let init =
+        |device: &Device| Net::new(device).apply_reparameterization(LazyLora(Lora::new(4, 8.0)));
+    for ranks in [2, 4] {
+        let seen = on_ranks(ranks, move |world| {
+            let mode = Division::Data(Strategy::FullShard.into()).mode(&world)?;
+            let mut step = compile(init, Net::loss, AdamWConfig::new().build(), mode)?;
+            let batch = Tensor::ones([1, DIM], &Device::flex());
+            step.step(1e-3, &batch)?;
+            let (peak, _, _) = grown(&world, || step.step(1e-3, &batch))?;
+            Ok(peak)
+        });
+        let peak = seen[0];
+        // On each rank the weights in use and the next, one of them merged, and a gradient.
+        let most = ranks * 7 * LAYER + BOOKS;
+        assert!(
+            peak <= most,
+            "{peak} bytes on {ranks} ranks, {} layers",
+            peak / LAYER
+        );
+    }
+}
+
 /// The first graph decides the placements: what it divides otherwise is whole one parameter at a time.
 #[test]
 fn placements_are_taken_up_one_parameter_at_a_time() {
