@@ -35,6 +35,8 @@ pub(crate) enum Command {
     /// Show what is in a saved step, and verify every byte of it
     Inspect(InspectArgs),
     /// Let the model of a saved step, or of a folder in Hugging Face's form, go on from a text
+    ///
+    /// U+FFFD is printed for control characters but newlines and tabs, and for bytes that are not UTF-8.
     Generate(GenerateArgs),
     /// Say what training a model takes: whether it fits, when its memory peaks, what would make it fit.
     Plan(PlanArgs),

@@ -18,9 +18,17 @@ use crate::train::saving::{Saving, Started};
 use crate::train::share::{self, StepEnd};
 use crate::train::trainer::Trainer;
 
-/// Advice to the user about numbers that are not finite.
-const NOT_FINITE_ADVICE: &str =
-    "go on from a saved step with a lower --lr, or give --nan continue to train on";
+/// Returns advice to the user about numbers that are not finite.
+const fn advice(on_not_finite: NotFinite) -> &'static str {
+    match on_not_finite {
+        NotFinite::Stop => {
+            "nothing of that is saved; go on from a saved step with a lower --lr, or give --nan continue to train on"
+        }
+        NotFinite::Continue => {
+            "--nan continue trains on, and no step that is saved now pushes out an older one"
+        }
+    }
+}
 
 /// Runs a training on one rank. Times of traces count from `origin`; rank 0 has the metrics.
 pub(crate) fn train(
@@ -193,11 +201,12 @@ impl Run<'_> {
         let problem = observers.metrics.sync();
         let started = saving.start(step + 1, trainer, (is_last, end.loss.is_finite()))?;
         observers.note(problem);
+        let advice = advice(self.config.not_finite);
         Ok(match started {
             Started::Goes => None,
             Started::NotFinite { tensor, rank } => Some(format!(
-                "after step {step}, {tensor} is not finite on rank {rank}; nothing of that is saved, \
-                 {NOT_FINITE_ADVICE}"
+                "after step {step}, {tensor} is not finite on rank {rank}; \
+                 {advice}"
             )),
         })
     }
@@ -205,15 +214,16 @@ impl Run<'_> {
     /// Describes the numbers of a step that are not finite, if there are any. Those of a loss that
     /// is scaled overflow now and then, which the scaler deals with: the run ends when no scale is left.
     fn not_finite(&self, step: usize, loss: f64, trainer: &dyn Trainer) -> Option<String> {
+        let advice = advice(self.config.not_finite);
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
-                "the norm of the gradients of step {step} is {norm}, and nothing of that step is saved; \
-                 {NOT_FINITE_ADVICE}"
+                "the norm of the gradients of step {step} is {norm}; \
+                 {advice}"
             ));
         }
         let is_scaled = trainer.scaler().is_some();
         (!loss.is_finite() && !is_scaled)
-            .then(|| format!("the loss of step {step} is {loss}; {NOT_FINITE_ADVICE}"))
+            .then(|| format!("the loss of step {step} is {loss}; {advice}"))
     }
 
     fn train(

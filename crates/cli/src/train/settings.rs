@@ -19,6 +19,9 @@ const DATA: &str = "data";
 /// Name of the setting that has the tokenizer, `null` for bytes.
 const TOKENIZER: &str = "tokenizer";
 
+/// The flag of the type in which gradients travel.
+const REDUCE_DTYPE: &str = "--reduce-dtype";
+
 /// Returns the tokenizer of the text that a step was trained on; `None` for bytes, and where a step does not say.
 pub(crate) fn tokenizer_of(saved: &TrainingState) -> Option<&str> {
     saved.sections.get(SECTION)?.get(TOKENIZER)?.as_str()
@@ -53,9 +56,7 @@ impl Settings {
         let mut all = Map::new();
         all.extend(of_model(model));
         all.extend(of_training(training));
-        if is_rounded(training) {
-            all.extend(of_sums(sharding, division));
-        }
+        all.extend(of_sums(sharding, division));
         all.insert(DATA.to_owned(), json!(data.identity()));
         all.insert(TOKENIZER.to_owned(), json!(data.tokenizer()));
         no_number_depends_on(of_data, checkpoint, output);
@@ -76,7 +77,9 @@ impl Settings {
             // A step from before there was such a section, or of another program.
             _ => older(saved),
         };
+        let rounds = is_rounded(&self.0) || is_rounded(&was);
         let own = self.0.iter();
+        let own = own.filter(|(name, _)| rounds || !OF_SUMS.contains(&name.as_str()));
         let changed = own.filter_map(|(name, own)| {
             let was = was.get(name)?;
             let is_former = name == TOKENIZER && *was == self.1;
@@ -167,7 +170,7 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
         "--no-sync": no_sync,
         "--clip-grad-norm": clip_grad_norm,
         "--precision": name_of(*precision),
-        "--reduce-dtype": name_of(reduce_dtype.unwrap_or(*precision)),
+        REDUCE_DTYPE: name_of(reduce_dtype.unwrap_or(*precision)),
     }));
     if *lr_schedule == LrSchedule::Cosine {
         let both = json!(warmup.saturating_add(*steps));
@@ -176,10 +179,14 @@ fn of_training(args: &TrainingArgs) -> Map<String, Value> {
     all
 }
 
-/// Returns true if gradients travel in 16 bits: then each rank rounds what it sends, and numbers depend on how many ranks there
-/// are and on who sums with whom. In 32 bits that is the order of a sum alone.
-fn is_rounded(args: &TrainingArgs) -> bool {
-    args.reduce_dtype.unwrap_or(args.precision) != Float::F32
+/// The settings of who sums with whom.
+const OF_SUMS: [&str; 3] = ["--ranks", "--strategy", "--replicate-size"];
+
+/// Returns true if gradients travel in 16 bits: then each rank rounds what it sends, and numbers depend on [`OF_SUMS`]. In
+/// 32 bits that is the order of a sum alone.
+fn is_rounded(settings: &Map<String, Value>) -> bool {
+    let reduced = settings.get(REDUCE_DTYPE);
+    reduced.is_some_and(|dtype| *dtype != json!(name_of(Float::F32)))
 }
 
 fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
@@ -196,11 +203,13 @@ fn of_sums(args: &ShardingArgs, division: Division) -> Map<String, Value> {
         check: _,
         deadline: _,
     } = args;
-    map(json!({
-        "--ranks": division.ranks,
-        "--strategy": division.strategy,
-        "--replicate-size": division.replicas,
-    }))
+    let values = [
+        json!(division.ranks),
+        json!(division.strategy),
+        json!(division.replicas),
+    ];
+    let names = OF_SUMS.map(str::to_owned);
+    names.into_iter().zip(values).collect()
 }
 
 /// Names the flags on which no batch and no number of a training depends.

@@ -98,6 +98,19 @@ fn ranks_are_named_where_they_round() {
     );
 }
 
+/// It is enough that one of the two runs rounds; and in 32 bits nobody is told of ranks.
+#[test]
+fn ranks_are_named_where_one_of_the_runs_rounds() {
+    let rounded = "--reduce-dtype bf16";
+    for (first, then, is_named) in [("", rounded, true), (rounded, "", true), ("", "", false)] {
+        let folder = Folder::new();
+        folder.report(&format!("{RUN} {first} --steps 4"));
+        let run = folder.train(&format!("{RUN} {then} --steps 4 --resume --ranks 3"));
+        let named = run.stderr.contains("--ranks is 3, but was 2");
+        assert_eq!(named, is_named, "`{first}`, `{then}`: {}", run.stderr);
+    }
+}
+
 /// A step from before a setting was compared says nothing about it.
 #[test]
 fn a_step_without_a_setting_is_silent_about_it() {
