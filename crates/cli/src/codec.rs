@@ -37,6 +37,16 @@ pub(crate) enum TokenizerArg {
     File(PathBuf),
 }
 
+impl TokenizerArg {
+    /// Returns the file, if it is one.
+    pub(crate) fn file(&self) -> Option<&Path> {
+        match self {
+            Self::Bytes => None,
+            Self::File(path) => Some(path),
+        }
+    }
+}
+
 impl From<OsString> for TokenizerArg {
     fn from(text: OsString) -> Self {
         match text == "bytes" {

@@ -52,6 +52,7 @@ impl From<LaunchError> for Failure {
             // What the command line and the environment ask for, before any rank is.
             error @ (LaunchError::Environment { .. }
             | LaunchError::OtherLauncher { .. }
+            | LaunchError::TooManyRanks { .. }
             | LaunchError::TooManyThreads { .. }
             | LaunchError::NoMpi { .. }) => InputError::Launch(Box::new(error)).into(),
             error => Self::Rank(Box::new(error)),

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
         Command::Consolidate(args) => consolidate::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Generate(args) => generate::run(args),
-        Command::Plan(args) => plan::run(&args).map_err(Failure::from),
+        Command::Plan(args) => plan::run(&args),
         Command::Diff(args) => operations::diff::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Completions(args) => shell::completions(&args),

@@ -9,6 +9,7 @@ use burn_fsdp::optim::FileBackedOptimizer;
 use tempfile::Builder;
 
 use crate::args::TrainArgs;
+use crate::codec::TokenizerArg;
 use crate::error::InputError;
 
 /// Checks that every output can be written, and that none overwrites another or an input.
@@ -30,6 +31,10 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
             args.checkpoint.checkpoint_dir.as_deref(),
         ),
         ("--offload", args.sharding.offload.as_deref()),
+        (
+            "--tokenizer",
+            args.data.tokenizer.as_ref().and_then(TokenizerArg::file),
+        ),
     ] {
         taken.extend(path.map(|path| (flag, identity(path))));
     }
@@ -63,16 +68,52 @@ pub(crate) fn check(args: &TrainArgs) -> Result<(), InputError> {
                 problem: "lies among the saved steps; name a file beside them".to_owned(),
             });
         }
-        if let Some((first, _)) = taken.iter().find(|(_, other)| *other == identity) {
+        let is_same = |other: &Path| other == identity || are_one_file(other, &identity);
+        if let Some((first, _)) = taken.iter().find(|(_, other)| is_same(other)) {
             return Err(InputError::SameFile {
                 first,
                 second: flag,
                 path: path.to_owned(),
             });
         }
+        let init = args.model.init.as_deref().map(self::identity);
+        if let Some(problem) = overwrites(&identity, init.as_deref()) {
+            return Err(InputError::Output {
+                flag,
+                path: path.to_owned(),
+                problem,
+            });
+        }
         taken.push((flag, identity));
     }
     Ok(())
+}
+
+/// Returns what a file is part of that must stay as it is: a saved step, or the folder of `--init`. Beside the files of that
+/// folder there is room for others.
+fn overwrites(file: &Path, init: Option<&Path>) -> Option<String> {
+    /// The ends of names of models' files.
+    const MODEL: [&str; 8] = [
+        "bin",
+        "gguf",
+        "json",
+        "model",
+        "pt",
+        "pth",
+        "safetensors",
+        "txt",
+    ];
+    let mut above = file.ancestors().skip(1);
+    if let Some(step) = above.find(|folder| folder.join("index.json.crc32").exists()) {
+        return Some(format!("lies in the saved step {}", step.display()));
+    }
+    let is_of_model = || {
+        let end = file.extension().and_then(|end| end.to_str());
+        end.is_some_and(|end| MODEL.contains(&end))
+    };
+    let is_in = init.is_some_and(|init| file.starts_with(init));
+    (is_in && file.exists() && is_of_model())
+        .then(|| "is a file of the folder of --init; name another".to_owned())
 }
 
 /// Checks that graphs can be written into a folder, which has other uses in none of `taken`.
@@ -234,6 +275,33 @@ fn open_existing(path: &Path) -> io::Result<()> {
 fn create_and_remove(path: &Path) -> io::Result<()> {
     File::create_new(path)?;
     fs::remove_file(path)
+}
+
+/// The number of a file on this machine, the same under each of its names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FileId(u64, u64);
+
+impl FileId {
+    /// Returns the number of a regular file; `None` on systems without such numbers.
+    pub(crate) fn of(metadata: Option<&fs::Metadata>) -> Option<Self> {
+        let metadata = metadata.filter(|metadata| metadata.is_file())?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt;
+            Some(Self(metadata.dev(), metadata.ino()))
+        }
+        #[cfg(not(unix))]
+        {
+            let _ = metadata;
+            None
+        }
+    }
+}
+
+/// Returns true if two paths lead to one file that is there, by hard links too.
+fn are_one_file(one: &Path, other: &Path) -> bool {
+    let id = |path| FileId::of(fs::metadata(path).ok().as_ref());
+    id(one).is_some_and(|one| Some(one) == id(other))
 }
 
 /// Returns a path that is equal for all paths of one file, also of one that is not there yet.

@@ -1,4 +1,5 @@
-//! What a folder in Hugging Face's form says of a model beside its sizes: the tokens at which it ends its text, and dropout.
+//! What a folder in Hugging Face's form says of a model beside its sizes: how it generates text, at which tokens it ends it, and
+//! dropout.
 
 use std::path::Path;
 
@@ -26,7 +27,65 @@ const DROPOUTS: [&str; 4] = [
     "attention_dropout",
 ];
 
+/// Settings by which transformers chooses tokens otherwise than by their logits, the temperature and a seed. One of no effect is
+/// null, false, 0, empty, or 1 for a factor or a number.
+const RULES: [&str; 20] = [
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "diversity_penalty",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "exponential_decay_length_penalty",
+    "force_words_ids",
+    "forced_bos_token_id",
+    "forced_decoder_ids",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "penalty_alpha",
+    "repetition_penalty",
+    "sequence_bias",
+    "stop_strings",
+    "suppress_tokens",
+];
+
+/// Those of [`RULES`] that have no effect at 1.
+const NEUTRAL_AT_ONE: [&str; 4] = [
+    "encoder_repetition_penalty",
+    "guidance_scale",
+    "num_beams",
+    "repetition_penalty",
+];
+
 impl ModelConfig {
+    /// Returns the settings of a folder in Hugging Face's form, by name, by which transformers chooses tokens otherwise than this
+    /// crate does: `repetition_penalty`, say. They are read from `generation_config.json`.
+    ///
+    /// # Errors
+    ///
+    /// If the file is there and cannot be read.
+    pub fn generation_rules(folder: impl AsRef<Path>) -> Result<Vec<&'static str>, ModelError> {
+        let path = folder.as_ref().join(FILES[0]);
+        if !path.exists() {
+            return Ok(Vec::new());
+        }
+        let settings = read_json(&path)?;
+        let has_effect = |name: &&&str| match settings.get(**name) {
+            None | Some(Value::Null | Value::Bool(false)) => false,
+            Some(Value::Number(number)) => {
+                let number = number.as_f64();
+                number != Some(0.0) && !(number == Some(1.0) && NEUTRAL_AT_ONE.contains(*name))
+            }
+            Some(Value::Array(values)) => !values.is_empty(),
+            Some(Value::Object(values)) => !values.is_empty(),
+            Some(_) => true,
+        };
+        Ok(RULES.iter().filter(has_effect).copied().collect())
+    }
+
     /// Returns the settings of dropout above zero of a folder in Hugging Face's form, by name: `attn_pdrop`, say. The models of this
     /// crate have no dropout.
     ///
@@ -68,6 +127,29 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rules_of_generation_are_those_that_have_an_effect() {
+        let folder = tempfile::tempdir().unwrap();
+        let rules = || ModelConfig::generation_rules(folder.path()).unwrap();
+        assert!(rules().is_empty());
+        let write = |text| std::fs::write(folder.path().join(FILES[0]), text).unwrap();
+        write(
+            r#"{"repetition_penalty": 1.0, "num_beams": 1, "min_length": 0, "suppress_tokens": [], "bad_words_ids": null,
+                "do_sample": true, "temperature": 0.6, "eos_token_id": 2}"#,
+        );
+        assert!(rules().is_empty());
+        write(
+            r#"{"repetition_penalty": 1.8, "min_new_tokens": 1, "suppress_tokens": [3], "stop_strings": "x"}"#,
+        );
+        let expected = [
+            "min_new_tokens",
+            "repetition_penalty",
+            "stop_strings",
+            "suppress_tokens",
+        ];
+        assert_eq!(rules(), expected);
+    }
 
     #[test]
     fn the_file_for_generation_counts_before_the_other() {

@@ -73,10 +73,11 @@ impl TokenText {
 }
 
 impl ByteText {
-    /// Returns the text in the tokens of a tokenizer, with the same bytes held out. Bytes that are not UTF-8 are replaced, and
-    /// [counted](TokenText::num_replaced); a character that an end of a part cuts is left out.
+    /// Returns the text in the tokens of a tokenizer. Bytes that are not UTF-8 are replaced, and
+    /// [counted](TokenText::num_replaced); a character that the end of the text cuts is left out.
     ///
-    /// Each part is tokenized as a whole, and nothing is put in front of it.
+    /// The text is tokenized as a whole, and nothing is put in front of it: where its end is held out, the tokens are that begin
+    /// there. Of files that are held out, and of the others, each part is tokenized for itself.
     ///
     /// # Errors
     ///
@@ -84,14 +85,18 @@ impl ByteText {
     /// known to the tokenizer.
     pub fn tokenized(&self, tokenizer: &Tokenizer) -> Result<TokenText, ModelError> {
         let [training, held_out] = self.parts();
-        let is_cut = cut_bytes(training) > 0;
-        let held_out = if is_cut {
-            without_rest(held_out)
+        let (training, held_out, num_replaced) = if self.num_held_out() > 0 {
+            let (training, num_replaced) = part(training, 0, tokenizer)?;
+            let (held_out, also_replaced) = part(held_out, 0, tokenizer)?;
+            (training, held_out, num_replaced + also_replaced)
         } else {
-            held_out
+            let before = &training[..training.len() - cut_bytes(training)];
+            let cut = String::from_utf8_lossy(before).len();
+            let all = [training, held_out].concat();
+            let (all, num_replaced) = part(&all, cut, tokenizer)?;
+            let (training, held_out) = all.divided();
+            (training, held_out, num_replaced)
         };
-        let (training, num_replaced) = part(training, tokenizer)?;
-        let (held_out, also_replaced) = part(held_out, tokenizer)?;
         let unknown = tokenizer.unknown();
         let are_unknown = |tokens: &Tokens| {
             let of = |id: &&u32| Some(**id) == unknown;
@@ -113,15 +118,15 @@ impl ByteText {
         Ok(TokenText {
             training: range(training)?,
             held_out: range(held_out)?,
-            num_replaced: num_replaced + also_replaced,
+            num_replaced,
             num_unknown,
             num_without,
         })
     }
 }
 
-/// Returns the tokens of a part, and how often U+FFFD stands for other bytes in it.
-fn part(bytes: &[u8], tokenizer: &Tokenizer) -> Result<(Tokens, usize), ModelError> {
+/// Returns the tokens of a part, which may be divided at a byte of its text, and how often U+FFFD stands for other bytes in it.
+fn part(bytes: &[u8], cut: usize, tokenizer: &Tokenizer) -> Result<(Tokens, usize), ModelError> {
     let bytes = &bytes[..bytes.len() - cut_bytes(bytes)];
     let text = String::from_utf8_lossy(bytes);
     let chunks = bytes.utf8_chunks();
@@ -130,13 +135,17 @@ fn part(bytes: &[u8], tokenizer: &Tokenizer) -> Result<(Tokens, usize), ModelErr
         let problem = "most of it is not UTF-8; convert its files, by iconv say";
         return Err(tokenizer.refused(problem.to_owned()));
     }
-    Ok((tokens_of(tokenizer, &text, PIECES)?, num_replaced))
+    Ok((tokens_of(tokenizer, &text, cut, PIECES)?, num_replaced))
 }
 
 /// The tokens of a text, as far as it was tokenized.
 #[derive(Debug, Default)]
 struct Tokens {
     ids: Vec<u32>,
+    /// Byte of the text at which they are to be divided.
+    cut: usize,
+    /// Number of those that begin before it.
+    num_before: usize,
     /// Byte of the text up to which they go.
     end: usize,
     num_without: usize,
@@ -146,9 +155,21 @@ impl Tokens {
     fn extend(&mut self, text: &str, tokens: &[Placed]) {
         for token in tokens {
             self.ids.push(token.id);
+            self.num_before += usize::from(token.start < self.cut);
             self.skip_to(text, token.start);
             self.end = self.end.max(token.end);
         }
+    }
+
+    /// Divides them into those that begin before the cut and the others. Each part has one, where there are two.
+    fn divided(mut self) -> (Self, Self) {
+        let most = self.ids.len().saturating_sub(1);
+        let rest = self.ids.split_off(self.num_before.max(1).min(most));
+        let rest = Self {
+            ids: rest,
+            ..Self::default()
+        };
+        (self, rest)
     }
 
     /// Counts the characters before a byte of the text that no token stands for.
@@ -171,12 +192,6 @@ fn cut_bytes(text: &[u8]) -> usize {
     starts.into_iter().find(is_cut).map_or(0, <[u8]>::len)
 }
 
-/// Returns a text without the rest of a character that it begins with.
-fn without_rest(text: &[u8]) -> &[u8] {
-    let is_rest = |byte: &&u8| **byte & 0xc0 == 0x80;
-    &text[text.iter().take(3).take_while(is_rest).count()..]
-}
-
 /// The tokens of a piece of text and of its surroundings.
 struct Window {
     range: Range<usize>,
@@ -187,10 +202,19 @@ struct Window {
 }
 
 /// Returns the tokens of a text, the same as for the text as a whole. The tokenizer is given pieces, each with its surroundings: two
-/// neighbours have tokens in common there, and are joined at one of them, so that no end of a piece shows.
-fn tokens_of(tokenizer: &Tokenizer, text: &str, sizes: Pieces) -> Result<Tokens, ModelError> {
+/// neighbours have tokens in common there, and are joined at one of them, so that no end of a piece shows. `cut` is the byte at
+/// which the tokens are to be divided.
+fn tokens_of(
+    tokenizer: &Tokenizer,
+    text: &str,
+    cut: usize,
+    sizes: Pieces,
+) -> Result<Tokens, ModelError> {
     let pieces = pieces(text, sizes.bytes);
-    let mut done = Tokens::default();
+    let mut done = Tokens {
+        cut,
+        ..Tokens::default()
+    };
     let mut last: Option<Window> = None;
     for some in pieces.chunks(AT_ONCE) {
         let ranges: Vec<_> = some
@@ -451,7 +475,7 @@ mod tests {
         ] {
             for (index, text) in texts().iter().enumerate() {
                 let whole = tokenizer.encode(text, false).unwrap();
-                let got = tokens_of(&tokenizer, text, SMALL).unwrap().ids;
+                let got = tokens_of(&tokenizer, text, 0, SMALL).unwrap().ids;
                 assert!(
                     got == whole,
                     "{name}, text {index}: {} of {}",
@@ -473,7 +497,7 @@ mod tests {
             .push("z z".into());
         let tokenizer = of(&json);
         let text = "z".repeat(20_001);
-        let ids = tokens_of(&tokenizer, &text, SMALL).unwrap().ids;
+        let ids = tokens_of(&tokenizer, &text, 0, SMALL).unwrap().ids;
         let letters: usize = ids.iter().map(|id| if *id == 99 { 2 } else { 1 }).sum();
         // The mark in front is a token of its own.
         assert!(letters.abs_diff(text.len() + 1) < 60, "{letters}");
@@ -484,12 +508,12 @@ mod tests {
         let mut json = without_words();
         let text = "the cat, on the mat: äöü on\n".repeat(300);
         // Three letters and two marks of a line are unknown, next to each other or not.
-        let tokens = tokens_of(&of(&json), &text, SMALL).unwrap();
+        let tokens = tokens_of(&of(&json), &text, 0, SMALL).unwrap();
         let unknown = tokens.ids.iter().filter(|id| **id == 0).count();
         assert_eq!((unknown, tokens.num_without), (3 * 300, 0));
         // Without a token for them they would be gone.
         json["model"]["unk_token"] = Value::Null;
-        let tokens = tokens_of(&of(&json), &text, SMALL).unwrap();
+        let tokens = tokens_of(&of(&json), &text, 0, SMALL).unwrap();
         assert!(tokens.num_without > 0);
     }
 
@@ -525,6 +549,5 @@ mod tests {
         ] {
             assert_eq!(cut_bytes(text), cut, "{text:?}");
         }
-        assert_eq!(without_rest(&"🦀x".as_bytes()[1..]), b"x");
     }
 }

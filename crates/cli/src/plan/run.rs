@@ -1,7 +1,5 @@
 //! The plan of a training from arguments to printed text, JSON or a drawing.
 
-use std::io::{self, Write};
-
 use burn::module::Module;
 use burn::optim::AdamWConfig;
 use burn::tensor::{Device, FloatDType, Int, Tensor};
@@ -17,12 +15,12 @@ use burn_fsdp_models::fused::recorded;
 use burn_fsdp_models::{Gpt, Llama};
 
 use crate::args::{CheckpointingArg, ModelArg, PlanArgs, PlannedStrategyArg, PrecisionArg};
-use crate::error::InputError;
+use crate::error::{Failure, InputError};
 
-use crate::output;
 use crate::plan::preset::Preset;
 use crate::plan::proof::{Proof, Proved};
 use crate::plan::published;
+use crate::{console, output};
 
 /// Maximum number of ranks. More is refused, as are more tokens, so that no product overflows.
 const MOST_RANKS: usize = 1 << 20;
@@ -32,10 +30,9 @@ const FEW_BLOCKS: usize = 6;
 const MORE_BLOCKS: usize = 8;
 
 /// Plans, and prints or draws what the arguments ask for.
-pub(crate) fn run(args: &PlanArgs) -> Result<(), InputError> {
+pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     if args.published {
-        print(&published::table());
-        return Ok(());
+        return console::answer(published::table().trim_end());
     }
     let (Some(model), Some(name)) = (args.model, &args.preset) else {
         // The command line requires both where it is not `--published`.
@@ -58,12 +55,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), InputError> {
     if let Some(path) = &args.svg {
         output::write_whole("--svg", path, answer.svg.as_bytes())?;
     }
-    print(if args.json {
+    let text = if args.json {
         &answer.json
     } else {
         &answer.text
-    });
-    Ok(())
+    };
+    console::answer(text.trim_end())
 }
 
 struct Answer {
@@ -334,9 +331,4 @@ fn heading(job: &Job, how: &str) -> String {
 fn json(value: &impl serde::Serialize) -> Result<String, InputError> {
     serde_json::to_string(value)
         .map_err(|error| InputError::from(Error::Internal(error.to_string())))
-}
-
-fn print(text: &str) {
-    // Whoever reads may have stopped reading; the plan was made all the same.
-    let _ = writeln!(io::stdout(), "{}", text.trim_end());
 }

@@ -54,6 +54,19 @@ pub(crate) fn run(args: GenerateArgs) -> Result<(), Failure> {
     }
 }
 
+/// Says which settings of a folder would have transformers choose other tokens.
+fn warn_of_rules(folder: &Path) -> Result<(), InputError> {
+    let rules = ModelConfig::generation_rules(folder)?;
+    if !rules.is_empty() {
+        let rules = rules.join(", ");
+        console::tell(format_args!(
+            "warning: the text may be another one than that of transformers, which follows {rules} of generation_config.json: \
+             tokens are chosen by --temperature and --seed alone"
+        ));
+    }
+    Ok(())
+}
+
 fn check(args: &GenerateArgs) -> Result<(), InputError> {
     if args.prompt.is_empty() {
         return Err(InputError::EmptyPrompt);
@@ -110,6 +123,11 @@ impl Job {
         let codec = codec(&args, step.as_ref(), &model, ranks.have_first())?;
         let prompt = codec.encode(&args.prompt)?;
         check_memory(&model, ranks, prompt.len().saturating_add(args.tokens))?;
+        if let Some(folder) = &args.init
+            && ranks.have_first()
+        {
+            warn_of_rules(folder)?;
+        }
         let ends = args.init.as_ref().map(ModelConfig::ends_of_text);
         let ends = ends.transpose()?.unwrap_or_default();
         match prompt.is_empty() {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::args::TrainArgs;
 use crate::codec::TokenizerArg;
-use crate::output;
+use crate::output::{self, FileId};
 use crate::process::Process;
 
 /// Prefixes of the names that a run gives to entries of its folders.
@@ -50,14 +50,8 @@ impl OwnFiles {
         let around = around.filter(|path| data.starts_with(path)).cloned();
         let around = around.collect();
         let curve = ("--curve", output::identity(&args.output.curve));
-        let tokenizer = args
-            .data
-            .tokenizer
-            .as_ref()
-            .and_then(|tokenizer| match tokenizer {
-                TokenizerArg::Bytes => None,
-                TokenizerArg::File(path) => Some(("--tokenizer", output::identity(path))),
-            });
+        let tokenizer = args.data.tokenizer.as_ref().and_then(TokenizerArg::file);
+        let tokenizer = tokenizer.map(|path| ("--tokenizer", output::identity(path)));
         let files = files.into_iter().filter_map(known);
         let files = files.chain(tokenizer).chain([curve]);
         let is_inside = |path: &Path| path != data && path.starts_with(&data);
@@ -103,27 +97,6 @@ impl OwnFiles {
         let mut flags: Vec<_> = self.inside.iter().map(|(flag, _)| *flag).collect();
         flags.extend(self.has_met_stream.get().then_some("the output"));
         flags
-    }
-}
-
-/// The number of a file on this machine, the same under each of its names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct FileId(u64, u64);
-
-impl FileId {
-    /// Returns the number of a regular file; `None` on systems without such numbers.
-    fn of(metadata: Option<&fs::Metadata>) -> Option<Self> {
-        let metadata = metadata.filter(|metadata| metadata.is_file())?;
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::MetadataExt;
-            Some(Self(metadata.dev(), metadata.ino()))
-        }
-        #[cfg(not(unix))]
-        {
-            let _ = metadata;
-            None
-        }
     }
 }
 

@@ -817,3 +817,46 @@ fn a_resumed_run_of_a_folder_needs_it_and_names_what_differs() {
     let without = train(&folder, &format!("{run} --steps 4 --resume"));
     assert_eq!(without.code, 2, "another model: {}", without.stderr);
 }
+
+/// The files of the model that is read stay; beside them there is room.
+#[test]
+fn no_output_takes_the_place_of_a_file_of_the_folder() {
+    let folder = folders();
+    let run = "--init llama --synthetic --steps 1";
+    for output in ["--metrics", "--trace", "--curve", "--save-init"] {
+        for file in ["config.json", "model.safetensors"] {
+            let path = folder.path(&format!("llama/{file}"));
+            let before = std::fs::read(&path).expect("a file");
+            let refused = train(&folder, &format!("{run} {output} llama/{file}"));
+            assert_eq!(refused.code, 2, "{output} {file}: {}", refused.stderr);
+            assert!(refused.stderr.contains("--init"), "{}", refused.stderr);
+            assert!(
+                before == std::fs::read(&path).expect("a file"),
+                "{output} {file}"
+            );
+        }
+    }
+    // Twice: the second replaces that of the first.
+    for _ in 0..2 {
+        report(
+            &folder,
+            &format!("{run} --curve llama/loss.svg --metrics llama/lines.jsonl"),
+        );
+    }
+}
+
+#[test]
+fn rules_of_generation_are_named() {
+    let folder = folders();
+    let generate = "generate --init llama --tokenizer bytes --prompt a --tokens 2";
+    folder.write(
+        "llama/generation_config.json",
+        r#"{"repetition_penalty": 1.0}"#,
+    );
+    assert!(!ok(&folder, generate).stderr.contains("penalty"));
+    folder.write(
+        "llama/generation_config.json",
+        r#"{"repetition_penalty": 1.5}"#,
+    );
+    assert!(ok(&folder, generate).stderr.contains("repetition_penalty"));
+}

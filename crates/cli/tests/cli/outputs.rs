@@ -60,15 +60,20 @@ fn a_stdout_that_is_full_is_told_and_one_that_is_closed_is_not() {
         .open("/dev/full")
         .expect("a device");
     let mut command = folder.train_command("--synthetic --steps 2 --json");
-    let run = Run::of(
-        command
-            .stdout(full)
-            .stderr(Stdio::piped())
-            .output()
-            .expect("runs"),
-    );
-    assert_eq!(run.code, 3, "{}", run.stderr);
-    assert!(run.stderr.contains("stdout"), "{}", run.stderr);
+    let plans = ["plan --published", "plan --model gpt --preset 7b --json"];
+    let mut plans = plans.map(|plan| folder.command(plan));
+    for command in plans.iter_mut().chain([&mut command]) {
+        let full = full.try_clone().expect("a device");
+        let run = Run::of(
+            command
+                .stdout(full)
+                .stderr(Stdio::piped())
+                .output()
+                .expect("runs"),
+        );
+        assert_eq!(run.code, 3, "{}", run.stderr);
+        assert!(run.stderr.contains("stdout"), "{}", run.stderr);
+    }
     let mut child = command.stdout(Stdio::piped()).spawn().expect("runs");
     drop(child.stdout.take());
     assert_eq!(child.wait().expect("an end").code(), Some(0));
@@ -182,4 +187,51 @@ fn the_report_is_printed_whatever_fails_last() {
     for word in ["step 400 was not saved", "--curve out/c.svg"] {
         assert!(run.stderr.contains(word), "{}", run.stderr);
     }
+}
+
+/// What a run reads is never what it writes: not by another name of the same file, and not inside of a folder.
+#[test]
+fn no_output_takes_the_place_of_what_is_read() {
+    let folder = Folder::new();
+    folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
+    let text = "to be or not to be, that is the question. ".repeat(99);
+    folder.write("text", &text);
+    folder.write("more", &text);
+    std::fs::hard_link(folder.path("text"), folder.path("linked")).expect("a link");
+    let tokenizer = include_str!("../../../models/tests/models/tokenizer.json");
+    folder.write("tokenizer.json", tokenizer);
+    folder.report("--data text --save-init weights.safetensors --steps 0 --warmup 1");
+    let taken = [
+        ("--data text", "linked"),
+        ("--data text --tokenizer tokenizer.json", "tokenizer.json"),
+        (
+            "--data text --init weights.safetensors",
+            "weights.safetensors",
+        ),
+        ("--data text", "steps/step-000002/index.json"),
+        ("--data text", "steps/step-000002/rank-00000.safetensors"),
+        ("--data text", "steps/step-000002/new"),
+    ];
+    let step = folder.names_in("steps/step-000002");
+    for (reads, file) in taken {
+        let before = std::fs::read(folder.path(file)).ok();
+        for output in ["--metrics", "--trace", "--curve", "--save-init"] {
+            let run = folder.train(&format!("{reads} --steps 1 {output} {file}"));
+            assert_eq!(run.code, 2, "{reads} {output} {file}: {}", run.stderr);
+            assert!(run.stderr.contains(output), "{}", run.stderr);
+            let after = std::fs::read(folder.path(file)).ok();
+            assert!(before == after, "{reads} {output} {file}");
+        }
+    }
+    assert_eq!(folder.names_in("steps/step-000002"), step);
+    // A file of another name with the same bytes is another one.
+    folder.report("--data text --steps 1 --curve more");
+}
+
+#[test]
+fn more_ranks_than_a_process_has_are_refused_as_input() {
+    let folder = Folder::new();
+    let run = folder.run("train --synthetic --ranks 1025 --batch 1025 --steps 1");
+    assert_eq!(run.code, 2, "{}", run.stderr);
+    assert!(run.stderr.contains("1024"), "{}", run.stderr);
 }

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_fsdp_models::{Batches, ByteText, ModelError, TextCodec, Tokenizer};
+use burn_fsdp_models::{Batches, ByteText, ModelError, TextCodec, TokenStream, Tokenizer};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -74,9 +74,9 @@ fn long_text_is_tokenized_in_pieces() {
     let [training, held_out] = text.parts();
     let of_line = tokenizer.encode(line, false).unwrap();
     let period = |stream: burn_fsdp_models::TokenStream| stream.period().unwrap();
-    // The split is within a line.
+    // The split is between tokens.
     let of_both = period(tokens.training()) + period(tokens.held_out());
-    assert!(of_both.abs_diff(20_000 * of_line.len()) < 10, "{of_both}");
+    assert_eq!(of_both, 20_000 * of_line.len());
     let batches = Batches {
         stream: tokens.training(),
         batch: 1,
@@ -201,6 +201,33 @@ fn a_hash_is_of_what_a_tokenizer_does() {
     ];
     for (index, other) in others.iter().enumerate() {
         assert_ne!(other.hash(), own.hash(), "{index}");
+    }
+}
+
+/// Wherever the end begins, within words and characters too, the two parts have the tokens of the whole text.
+#[test]
+fn an_end_is_held_out_between_tokens() {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("text");
+    let ids = |stream: TokenStream| -> Vec<i64> {
+        let TokenStream::Text(tokens) = stream else {
+            panic!("of a text");
+        };
+        (0..tokens.num_tokens())
+            .map(|at| tokens.token(at))
+            .collect()
+    };
+    for unit in ["the cat sat on the mat ", "thecat", "é", "ö🦀cat "] {
+        for extra in 0..8 {
+            let text = format!("{}{}", "x".repeat(extra), unit.repeat(60));
+            std::fs::write(&path, &text).expect("a writable folder");
+            let read = ByteText::read(&path, usize::MAX).expect("text");
+            let tokens = read.tokenized(&tokenizer()).expect("tokens");
+            let got = [ids(tokens.training()), ids(tokens.held_out())].concat();
+            let whole = tokenizer().encode(&text, false).unwrap();
+            let whole: Vec<i64> = whole.into_iter().map(i64::from).collect();
+            assert_eq!(got, whole, "{unit} behind {extra}");
+        }
     }
 }
 
