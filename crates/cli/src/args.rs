@@ -59,7 +59,7 @@ pub(crate) enum Command {
 const EXIT_CODES: &str = "\
 Exit code:
   0  done; of a training also: stopped by a first signal, after a save
-  1  a second signal, or SIGQUIT, ended a training at once; saved steps are whole
+  1  another signal, a second after the first or later, or SIGQUIT, ended a training at once; saved steps are whole
   2  the command line, a file that was to be read, or the environment is at fault; nothing was trained
      or written
   3  two runs differ; or a rank failed, a loss was not finite, or what was done could not be saved, written or printed; the
@@ -149,7 +149,8 @@ pub(crate) struct TrainingArgs {
     /// Scale gradients down to this norm, taken over all parameters
     #[arg(long, value_name = "MAX_NORM", allow_negative_numbers = true)]
     pub(crate) clip_grad_norm: Option<f64>,
-    /// What to do when the loss, the norm of the gradients, or a parameter is no finite number
+    /// What to do when the loss, the norm of gradients that are clipped, or a tensor of a step that is to be saved is no finite
+    /// number
     #[arg(long, value_enum, value_name = "WHAT", default_value_t = NotFinite::Stop)]
     pub(crate) nan: NotFinite,
     /// Type in which parameters and activations compute; f16 scales the loss. The optimizer's copy

@@ -203,7 +203,10 @@ fn no_output_takes_the_place_of_what_is_read() {
     folder.report("--data text --save-init weights.safetensors --steps 0 --warmup 1");
     let taken = [
         ("--data text", "linked"),
-        ("--data text --tokenizer tokenizer.json", "tokenizer.json"),
+        (
+            "--data text --vocab 300 --tokenizer tokenizer.json",
+            "tokenizer.json",
+        ),
         (
             "--data text --init weights.safetensors",
             "weights.safetensors",

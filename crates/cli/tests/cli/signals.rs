@@ -291,12 +291,14 @@ fn signals_by_several_ways_are_one() {
         send("-TERM", launched.child.id());
         send("-INT", launched.child.id());
     };
-    let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
-    for tell in tell {
+    // A training that has ended before `launch` hears of it leaves the script alone, which is told then.
+    let tell: [(&dyn Fn(&Launched), &[i32]); 2] = [(&each, &[0, 143]), (&twice, &[0])];
+    for (tell, codes) in tell {
         let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
         tell(&launched);
         let (folder, ended) = launched.end();
-        assert_eq!(ended.code, Some(0), "{}", ended.err);
+        let code = ended.code.unwrap_or(-1);
+        assert!(codes.contains(&code), "{code}: {}", ended.err);
         saved_once(&folder, &ended.out);
     }
 }
