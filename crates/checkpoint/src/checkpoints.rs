@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::folder_lock::{FolderLock, RunLock};
 use crate::folder_name::{self, Hidden, State};
 use crate::index::{INDEX_FILE, SEAL_FILE};
+use crate::step_around::step_around;
 use crate::storage::{DirEntry, EntryKind, FileSystem, Storage, write_synced};
 use crate::{Error, Limits, Step};
 
@@ -84,9 +85,10 @@ impl Checkpoints {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`] if somebody else is at work in the folder; [`Error::Io`] if it cannot be made
-    /// or written into.
+    /// [`Error::Locked`] if somebody else is at work in the folder; [`Error::NotForSteps`] if it is a step, or lies in one;
+    /// [`Error::Io`] if it cannot be made or written into.
     pub fn acquire(mut self) -> Result<Self, Error> {
+        self.check_outside_steps()?;
         let made = self.storage.create_dir_all(&self.root);
         made.map_err(Error::io("create", &self.root))?;
         let lock = RunLock::new(&*self.storage, &self.root)?;
@@ -101,6 +103,17 @@ impl Checkpoints {
     /// runs save into one folder.
     pub fn is_exclusive(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_effective())
+    }
+
+    /// Refuses a folder for steps that is a step, or lies in one: its steps would be taken for that one.
+    pub(crate) fn check_outside_steps(&self) -> Result<(), Error> {
+        match step_around(&*self.storage, &self.root, None) {
+            Some(step) => Err(Error::NotForSteps {
+                path: self.root.clone(),
+                step,
+            }),
+            None => Ok(()),
+        }
     }
 
     /// Makes and removes a hidden folder with a file in it, as a save would.
@@ -168,6 +181,7 @@ impl Checkpoints {
 
     /// Lists the entries that have the name of a step, in ascending order.
     fn named_as_steps(&self) -> Result<Vec<(u64, EntryKind)>, Error> {
+        self.check_outside_steps()?;
         let numbered = |entry: DirEntry| Some((folder_name::parse_step(&entry.name)?, entry.kind));
         let mut named: Vec<_> = self.entries()?.into_iter().filter_map(numbered).collect();
         named.sort_unstable_by_key(|(step, _)| *step);

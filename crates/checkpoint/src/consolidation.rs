@@ -9,9 +9,10 @@ use std::path::Path;
 
 pub use config::{Consolidated, ConsolidationConfig, PlainTensor};
 use output::{split, total_size, wanted};
-use target::{beside, check_outside_steps, discard, is_plain, parent, remove_leftovers};
+use target::{beside, check_outside_steps, discard, is_plain, remove_leftovers};
 use write::{write_file, write_folder};
 
+use crate::step_around::parent;
 use crate::storage::EntryKind;
 use crate::{Error, Step, TensorEntry};
 

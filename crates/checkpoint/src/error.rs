@@ -64,6 +64,15 @@ pub enum Error {
         step: PathBuf,
     },
 
+    /// A folder for steps that is a step, or lies in one.
+    #[error("{path} is no folder for steps, but lies in the saved step {step}; name the folder that has the step", path = path.display(), step = step.display())]
+    NotForSteps {
+        /// The folder.
+        path: PathBuf,
+        /// The step.
+        step: PathBuf,
+    },
+
     // === Damaged or foreign files ===
     /// A folder that is not a step: it has no index, or no checksum of the index.
     #[error("{path} is not a checkpoint: it has no {missing}; give the folder of a step, such as step-000100, or resume from another step", path = path.display())]

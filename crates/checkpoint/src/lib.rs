@@ -77,6 +77,7 @@ mod shard_header;
 mod source;
 mod staging;
 mod step;
+mod step_around;
 pub mod storage;
 mod tensor;
 mod training_state;

@@ -75,8 +75,9 @@ impl Staging {
     ///
     /// # Errors
     ///
-    /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::Foreign`], [`Error::Io`].
+    /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::NotForSteps`], [`Error::Foreign`], [`Error::Io`].
     pub fn create(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<Self, Error> {
+        checkpoints.check_outside_steps()?;
         let (storage, root) = (checkpoints.storage(), checkpoints.root());
         let made = storage.create_dir_all(root);
         made.map_err(Error::io("create", root))?;

@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::ffi::OsString;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::symlink;
@@ -32,6 +33,15 @@ fn assert_untouched(dir: &Path) {
     assert!(dir.join("docs/sub/y").exists());
 }
 
+fn names(folder: &Path) -> Vec<OsString> {
+    let entries = fs::read_dir(folder).expect("lists");
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.expect("reads").file_name())
+        .collect();
+    names.sort();
+    names
+}
+
 fn save(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<(), Error> {
     let plan = common::plan(&common::line(2), Kind::Flat);
     let mut request = common::request(&plan, step);
@@ -51,10 +61,7 @@ fn a_link_with_the_name_of_a_step_is_neither_replaced_nor_passed_over() {
     }
     assert_untouched(dir.path());
     assert!(fs::symlink_metadata(&link).expect("there").is_symlink());
-    let names = fs::read_dir(dir.path().join("run")).expect("lists");
-    let names: Vec<_> = names
-        .map(|entry| entry.expect("reads").file_name())
-        .collect();
+    let names = names(&dir.path().join("run"));
     assert_eq!(names.len(), 2, "the link and the lock: {names:?}");
 
     save(&checkpoints, 4, Existing::Refuse).expect("saves");
@@ -159,6 +166,35 @@ fn a_lock_that_is_no_file_is_an_error_at_once() {
     if made.is_ok_and(|status| status.success()) {
         let error = checkpoints.acquire().expect_err("a pipe");
         assert!(error.to_string().contains("not a regular file"), "{error}");
+    }
+}
+
+/// Its steps would be read in place of the step that they lie in.
+#[test]
+fn a_step_is_no_folder_for_steps() {
+    let (dir, checkpoints) = beside_something();
+    save(&checkpoints, 1, Existing::Refuse).expect("saves");
+    let step = checkpoints.newest().expect("opens");
+    let before = names(step.path());
+    symlink("run/step-000001", dir.path().join("indirect")).expect("links");
+    for root in [
+        step.path().to_owned(),
+        step.path().join("more/steps"),
+        dir.path().join("indirect"),
+    ] {
+        let inside = Checkpoints::new(&root);
+        let saved = save(&inside, 2, Existing::Refuse);
+        let listed = inside.steps().map(drop);
+        let newest = inside.newest().map(drop);
+        for result in [saved, listed, newest, inside.acquire().map(drop)] {
+            let error = result.expect_err("a step");
+            assert!(
+                matches!(error, Error::NotForSteps { .. }),
+                "{}: {error}",
+                root.display()
+            );
+        }
+        assert_eq!(names(step.path()), before);
     }
 }
 

@@ -93,10 +93,22 @@ impl Failure {
 
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(match self {
+            Self::Input(error) if is_of_full_disk(error) => 3,
             Self::Input(_) | Self::Read(_) | Self::Agreed(_) => 2,
             Self::Rank(_) | Self::Unfinished(_) | Self::Stdout(_) => 3,
         })
     }
+}
+
+/// Returns true if a file could not be written because there was no room for it.
+fn is_of_full_disk(error: &InputError) -> bool {
+    use std::io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
+    let first: &(dyn std::error::Error + 'static) = error;
+    let causes = std::iter::successors(Some(first), |error| error.source());
+    let kinds = causes.filter_map(|cause| cause.downcast_ref::<std::io::Error>());
+    kinds
+        .map(std::io::Error::kind)
+        .any(|kind| matches!(kind, FileTooLarge | QuotaExceeded | StorageFull))
 }
 
 /// An error in the command line, the files that it names, or the environment.

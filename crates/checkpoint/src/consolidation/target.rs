@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::folder_name::{Hidden, nonce, parse_step};
-use crate::index::{INDEX_FILE, SEAL_FILE};
+use crate::step_around::{parent, step_around};
 use crate::storage::{EntryKind, Storage};
 use crate::{Error, Step};
 
@@ -23,34 +23,16 @@ pub(super) fn check_outside_steps(
     if parse_step(&name).is_some() || Hidden::parse(&name).is_some() {
         return Err(refused(parent(out)));
     }
-    // Folders that are not there yet will be made, and are in nothing but those above them.
-    let mut there = out;
-    while !storage.exists(there).unwrap_or(false) && there.parent().is_some() {
-        there = parent(there);
+    match step_around(storage, out, Some(step.path())) {
+        Some(step) => Err(refused(&step)),
+        None => Ok(()),
     }
-    if there.as_os_str().is_empty() {
-        there = Path::new(".");
-    }
-    let canonical = |path: &Path| storage.canonical(path).unwrap_or_else(|_| path.to_owned());
-    let (there, own) = (canonical(there), canonical(step.path()));
-    for folder in there.ancestors() {
-        let has = |file| storage.exists(&folder.join(file)).unwrap_or(false);
-        if folder == own || has(INDEX_FILE) && has(SEAL_FILE) {
-            return Err(refused(folder));
-        }
-    }
-    Ok(())
 }
 
 /// Returns true for the name of a file in the folder itself that is not hidden.
 pub(super) fn is_plain(name: &str) -> bool {
     let own = Path::new(name).file_name();
     own.is_some_and(|own| own == name) && !name.starts_with('.')
-}
-
-/// Returns the folder that an output is in.
-pub(super) fn parent(out: &Path) -> &Path {
-    out.parent().unwrap_or(Path::new(""))
 }
 
 /// Removes the files of earlier attempts at the same output whose processes are dead: nobody locks them.

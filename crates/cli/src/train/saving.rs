@@ -26,6 +26,8 @@ pub(crate) struct Saving<'a> {
     last_save: Option<ProcessGroup>,
     /// Warnings about saves.
     pub(crate) warnings: Vec<String>,
+    /// True once a step with a number that is not finite was saved.
+    has_told_not_finite: bool,
     /// The failures of saves that came again after they were told, and how often.
     again: BTreeMap<String, usize>,
 }
@@ -79,6 +81,7 @@ impl<'a> Saving<'a> {
             saves: saves.patience(config.deadline / 2),
             warnings: Vec::new(),
             again: BTreeMap::new(),
+            has_told_not_finite: false,
         }))
     }
 
@@ -119,6 +122,14 @@ impl<'a> Saving<'a> {
             }
             // A step of no numbers pushes out none that has some.
             self.contents.keep_last = None;
+            let (tensor, rank) = (&not_finite.tensor, not_finite.rank);
+            if !std::mem::replace(&mut self.has_told_not_finite, true) {
+                let warning = format!(
+                    "step {steps} is saved though {tensor} is not finite on rank {rank}, as --nan continue says; no step \
+                     from then on pushes out an older one"
+                );
+                self.warn(warning);
+            }
         }
         let scaler = trainer.scaler();
         let adapters = trainer.adapters();

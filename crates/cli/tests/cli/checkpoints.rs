@@ -44,6 +44,28 @@ fn a_resumed_run_goes_on_to_the_bit() {
     }
 }
 
+/// Other commands take the folder of a step, and a training might be given one.
+#[test]
+fn no_training_saves_into_a_step() {
+    let folder = Folder::new();
+    folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
+    let step = folder.names_in("steps/step-000002");
+    for (dir, extra) in [
+        ("steps/step-000002", "--resume"),
+        ("steps/step-000002", "--overwrite"),
+        ("steps/step-000002/more", ""),
+    ] {
+        let run = folder.train(&format!(
+            "--synthetic --warmup 0 --steps 4 --checkpoint-dir {dir} {extra}"
+        ));
+        assert_eq!(run.code, 2, "{dir} {extra}: {}", run.stderr);
+        let way_out = "name the folder that has the step";
+        assert!(run.stderr.contains(way_out), "{}", run.stderr);
+        assert_eq!(folder.names_in("steps/step-000002"), step);
+    }
+    assert_eq!(folder.run("inspect steps/step-000002").code, 0);
+}
+
 #[test]
 fn another_number_of_ranks_may_go_on() {
     let whole = Folder::new();

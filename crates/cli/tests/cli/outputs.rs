@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use crate::checkpoints::{DIR, metrics};
 use crate::command::{Folder, Run, last_report};
@@ -237,4 +237,27 @@ fn more_ranks_than_a_process_has_are_refused_as_input() {
     let run = folder.run("train --synthetic --ranks 1025 --batch 1025 --steps 1");
     assert_eq!(run.code, 2, "{}", run.stderr);
     assert!(run.stderr.contains("1024"), "{}", run.stderr);
+}
+
+/// A file that does not fit is no fault of the command line.
+#[test]
+fn a_model_that_does_not_fit_on_the_disk_is_told_as_one() {
+    let folder = Folder::new();
+    folder.report("--synthetic --warmup 0 --steps 2 --checkpoint-dir steps");
+    let program = env!("CARGO_BIN_EXE_burn-fsdp");
+    for (command, made) in [
+        ("consolidate steps model.safetensors", "model.safetensors"),
+        (
+            "train --synthetic --layers 2 --dim 16 --heads 2 --seq 8 --batch 4 --steps 1 --save-init first.safetensors",
+            "first.safetensors",
+        ),
+    ] {
+        // A kibibyte.
+        let script = format!("ulimit -f 1; exec {program} {command}");
+        let mut shell = Command::new("bash");
+        shell.args(["-c", &script]).current_dir(folder.path(""));
+        let run = Run::of(shell.output().expect("bash runs"));
+        assert_eq!(run.code, 3, "{command}: {}", run.stderr);
+        assert!(!folder.path(made).exists(), "{command}");
+    }
 }
