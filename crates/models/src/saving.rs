@@ -1,12 +1,15 @@
 //! Weights of models, written as safetensors.
 
 use std::collections::BTreeMap;
+use std::error::Error;
 use std::fs::{self, Permissions};
 use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use burn::store::burn_pack::Tensor as PackedTensor;
-use burn::store::{ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore, bridge};
+use burn::store::{
+    ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore, SafetensorsStoreError, bridge,
+};
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 use tempfile::Builder;
 
@@ -82,8 +85,26 @@ pub(crate) fn write<M: ModuleSnapshot>(
     let permissions = permissions(path).map_err(|source| file_error(path, source))?;
     model
         .save_into(&mut store)
-        .map_err(|error| store_error(path, &error))?;
+        .map_err(|error| saving_error(path, &error))?;
     give(path, permissions).map_err(|source| file_error(path, source))
+}
+
+/// Returns the error of a store that could not write, with the system's own one where there is one.
+fn saving_error(path: &Path, error: &SafetensorsStoreError) -> ModelError {
+    let of_system = match error {
+        SafetensorsStoreError::Safetensors(error) => {
+            error.source().and_then(<dyn Error>::downcast_ref)
+        }
+        SafetensorsStoreError::Io(error) => Some(error),
+        _ => None,
+    };
+    match of_system {
+        Some(source) => {
+            let source: &io::Error = source;
+            file_error(path, io::Error::new(source.kind(), source.to_string()))
+        }
+        None => store_error(path, error),
+    }
 }
 
 /// Returns the permissions that a file at `path` is to have: those of the file that is replaced, or those of any new file.
