@@ -28,7 +28,7 @@ const DROPOUTS: [&str; 4] = [
 ];
 
 /// Settings by which transformers chooses tokens otherwise than by their logits, the temperature and a seed. One of no effect is
-/// null, false, 0, empty, or 1 for a factor or a number.
+/// null, false, empty, 0 if it names no token, or 1 for a factor or a number.
 const RULES: [&str; 20] = [
     "bad_words_ids",
     "begin_suppress_tokens",
@@ -77,7 +77,10 @@ impl ModelConfig {
             None | Some(Value::Null | Value::Bool(false)) => false,
             Some(Value::Number(number)) => {
                 let number = number.as_f64();
-                number != Some(0.0) && !(number == Some(1.0) && NEUTRAL_AT_ONE.contains(*name))
+                let is_id = name.ends_with("_id");
+                let is_neutral = number == Some(0.0) && !is_id
+                    || number == Some(1.0) && NEUTRAL_AT_ONE.contains(*name);
+                !is_neutral
             }
             Some(Value::Array(values)) => !values.is_empty(),
             Some(Value::Object(values)) => !values.is_empty(),
@@ -140,9 +143,11 @@ mod tests {
         );
         assert!(rules().is_empty());
         write(
-            r#"{"repetition_penalty": 1.8, "min_new_tokens": 1, "suppress_tokens": [3], "stop_strings": "x"}"#,
+            r#"{"repetition_penalty": 1.8, "min_new_tokens": 1, "suppress_tokens": [3], "stop_strings": "x",
+                "forced_bos_token_id": 0}"#,
         );
         let expected = [
+            "forced_bos_token_id",
             "min_new_tokens",
             "repetition_penalty",
             "stop_strings",
