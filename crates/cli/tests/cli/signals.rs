@@ -292,8 +292,8 @@ fn signals_by_several_ways_are_one() {
         send("-INT", launched.child.id());
     };
     // A training that has ended before `launch` hears of it leaves the script alone, which is told then.
-    let tell: [(&dyn Fn(&Launched), &[i32]); 2] = [(&each, &[0, 143]), (&twice, &[0])];
-    for (tell, codes) in tell {
+    let tell: [&dyn Fn(&Launched); 2] = [&each, &twice];
+    for (tell, codes) in tell.into_iter().zip([&[0, 143][..], &[0]]) {
         let launched = Launched::start("timeout 1000 nice $TRAIN; exit $?");
         tell(&launched);
         let (folder, ended) = launched.end();
