@@ -88,7 +88,7 @@ impl Checkpoints {
     /// [`Error::Locked`] if somebody else is at work in the folder; [`Error::NotForSteps`] if it is a step, or lies in one;
     /// [`Error::Io`] if it cannot be made or written into.
     pub fn acquire(mut self) -> Result<Self, Error> {
-        self.check_outside_steps()?;
+        self.check_is_for_steps()?;
         let made = self.storage.create_dir_all(&self.root);
         made.map_err(Error::io("create", &self.root))?;
         let lock = RunLock::new(&*self.storage, &self.root)?;
@@ -106,7 +106,7 @@ impl Checkpoints {
     }
 
     /// Refuses a folder for steps that is a step, or lies in one: its steps would be taken for that one.
-    pub(crate) fn check_outside_steps(&self) -> Result<(), Error> {
+    pub(crate) fn check_is_for_steps(&self) -> Result<(), Error> {
         match step_around(&*self.storage, &self.root, None) {
             Some(step) => Err(Error::NotForSteps {
                 path: self.root.clone(),
@@ -181,7 +181,7 @@ impl Checkpoints {
 
     /// Lists the entries that have the name of a step, in ascending order.
     fn named_as_steps(&self) -> Result<Vec<(u64, EntryKind)>, Error> {
-        self.check_outside_steps()?;
+        self.check_is_for_steps()?;
         let numbered = |entry: DirEntry| Some((folder_name::parse_step(&entry.name)?, entry.kind));
         let mut named: Vec<_> = self.entries()?.into_iter().filter_map(numbered).collect();
         named.sort_unstable_by_key(|(step, _)| *step);

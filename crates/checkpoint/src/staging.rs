@@ -77,7 +77,7 @@ impl Staging {
     ///
     /// [`Error::Locked`], [`Error::Exists`], [`Error::NotAFolder`], [`Error::NotForSteps`], [`Error::Foreign`], [`Error::Io`].
     pub fn create(checkpoints: &Checkpoints, step: u64, existing: Existing) -> Result<Self, Error> {
-        checkpoints.check_outside_steps()?;
+        checkpoints.check_is_for_steps()?;
         let (storage, root) = (checkpoints.storage(), checkpoints.root());
         let made = storage.create_dir_all(root);
         made.map_err(Error::io("create", root))?;

@@ -42,10 +42,10 @@ Examples:
 
 The command's environment has the number of the restart in BURN_FSDP_RESTART, 0 at first. SIGTERM, SIGINT,
 SIGHUP and SIGUSR1 have all trainings below end after a save, however deep they are in scripts and launchers, and nothing
-is started after one. Signals of one second are one. A later one, or SIGQUIT, has them end at once. Where no process below is of burn-fsdp, they go
-to the command's process group, and so they do where a script has a command run for more than 5 s after its trainings. What
-ignores the first signal, or has a trap for it, is waited for; 5 s after the later one, or SIGQUIT, everything that is left is killed.
-If this process is killed, the trainings below save and end as well. The exit code is the command's, 128 + N where signal N ended
+is started after one. Signals of one second are one. A later one, or SIGQUIT, has them end at once. Where no process below
+is of burn-fsdp, they go to the command's process group, and so they do where a script has a command run for more than 5 s
+after its trainings. What ignores the first signal, or has a trap for it, is waited for; 5 s after the later one, or SIGQUIT,
+everything that is left is killed. If this process is killed, the trainings below save and end as well. The exit code is the command's, 128 + N where signal N ended
 it.";
 
 /// Exit code of a command that could not understand its input: it would not the next time either.

@@ -205,8 +205,7 @@ impl Run<'_> {
         Ok(match started {
             Started::Goes => None,
             Started::NotFinite { tensor, rank } => Some(format!(
-                "after step {step}, {tensor} is not finite on rank {rank}; \
-                 {advice}"
+                "after step {step}, {tensor} is not finite on rank {rank}; {advice}"
             )),
         })
     }
@@ -217,8 +216,7 @@ impl Run<'_> {
         let advice = advice(self.config.not_finite);
         if let Some(norm) = trainer.norm_not_finite() {
             return Some(format!(
-                "the norm of the gradients of step {step} is {norm}; \
-                 {advice}"
+                "the norm of the gradients of step {step} is {norm}; {advice}"
             ));
         }
         let is_scaled = trainer.scaler().is_some();
