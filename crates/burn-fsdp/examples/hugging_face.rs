@@ -1,4 +1,4 @@
-//! A Llama from a folder in Hugging Face's form: each rank reads the bytes of its shards, and no weight is ever whole.
+//! A Llama from a folder in Hugging Face's form: each rank keeps its shards alone, and no rank has the whole model.
 //!
 //! ```text
 //! cargo run --release --example hugging_face                    a small one, made at random

@@ -71,6 +71,7 @@ mod error;
 mod file_backed;
 mod optimizer_record;
 mod optimizer_state;
+mod piecewise;
 mod rendezvous;
 mod restore;
 mod scaler;
@@ -213,6 +214,7 @@ mod pages {
         Checkpoints "docs/book/src/checkpoints.md",
         Compiled "docs/book/src/compiled.md",
         Certificate "docs/book/src/certificate.md",
+        Debugging "docs/book/src/debugging.md",
         Devices "docs/book/src/devices.md",
     }
 }

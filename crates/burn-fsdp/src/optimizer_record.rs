@@ -84,6 +84,7 @@ impl From<Number> for Scalar {
 }
 
 /// An optimizer's record, taken apart.
+#[derive(Default)]
 pub(crate) struct OptimizerParts {
     pub(crate) scalars: BTreeMap<String, Scalar>,
     pub(crate) paths: BTreeMap<String, String>,
@@ -107,6 +108,13 @@ impl OptimizerParts {
         parts.paths.retain(|name, _| !is_of_probe(name));
         parts.tensors.retain(|tensor| !is_of_probe(&tensor.name));
         Ok(parts)
+    }
+
+    /// Adds the parts of other parameters.
+    pub(crate) fn extend(&mut self, others: Self) {
+        self.scalars.extend(others.scalars);
+        self.paths.extend(others.paths);
+        self.tensors.extend(others.tensors);
     }
 
     /// Returns the tensor that is kept under `field` of the parameter `id`, if it is.

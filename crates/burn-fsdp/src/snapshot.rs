@@ -18,8 +18,9 @@ use serde_json::Value;
 
 use crate::dtype::dtype_of;
 use crate::error::{CheckpointError, optimizer_error};
-use crate::optimizer_record::{Kept, OptimizerParts, check_taken, state_name};
+use crate::optimizer_record::{Kept, check_taken, state_name};
 use crate::optimizer_state::{Holders, StateTensor, not_elementwise, states};
+use crate::piecewise::taken_in_pieces;
 
 /// The metadata of a factor of an adapter that says what the product of the factors is multiplied by.
 pub(crate) const ADAPTER_SCALE: &str = "adapter_scale";
@@ -86,7 +87,8 @@ pub fn snapshot_matching<M: Module>(
         .into_iter()
         .map(|local| (local.path.clone(), local))
         .collect();
-    let parts = OptimizerParts::take(optimizer)?;
+    let numbers: Vec<u64> = ids.iter().map(|id| id.id.val()).collect();
+    let parts = taken_in_pieces(optimizer, &numbers)?;
     let mut states = states(model, &parts, &ids, &locals)?;
     // Behind what all ranks do together: an owner's state is on its owner alone.
     check_taken(optimizer, &parts)?;

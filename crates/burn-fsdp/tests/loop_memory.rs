@@ -2,6 +2,7 @@
 #![cfg(feature = "train")]
 
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::data::dataloader::DataLoaderBuilder;
@@ -19,8 +20,10 @@ use burn::train::{
     EarlyStoppingStrategy, InferenceStep, RegressionOutput, SupervisedTraining, TrainOutput,
     TrainStep,
 };
+use burn_fsdp::checkpoint::snapshot;
+
 use burn_fsdp::train::{FullySharded, Lent};
-use burn_fsdp::{LaunchConfig, ShardPolicy};
+use burn_fsdp::{LaunchConfig, Mesh, ShardPolicy, backward, fully_shard, launch};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
@@ -175,8 +178,12 @@ fn train(folder: &Path, epochs: usize, from: Option<usize>) {
     assert_eq!(result.model.len(), RANKS);
 }
 
+/// One test at a time has the heap.
+static ALONE: Mutex<()> = Mutex::new(());
+
 #[test]
 fn no_process_holds_the_whole_model_or_the_whole_state() {
+    let _alone = ALONE.lock();
     // What each phase would be short of if there were one more copy of the model somewhere.
     const { assert!(IN_FLIGHT < MODEL, "the bounds can fail") };
     let within = |what: &str, got: &AtomicUsize, models: usize| {
@@ -194,4 +201,44 @@ fn no_process_holds_the_whole_model_or_the_whole_state() {
     within("parameters and states in a save", &IN_SAVE, 3);
     let scratch = std::fs::read_dir(folder.path().join("scratch")).expect("it was made");
     assert_eq!(scratch.count(), 0, "nothing is left");
+}
+
+/// The parameters are shared with the training, and Burn's record of the optimizer is there in pieces.
+#[test]
+fn a_snapshot_copies_the_state_of_the_optimizer_once() {
+    let _alone = ALONE.lock();
+    let ranks = LaunchConfig::new(RANKS);
+    let taken = launch(ranks, |world| {
+        let device = Device::flex().autodiff().gradient_checkpointing();
+        let policy = ShardPolicy::new().units(["layers.*"]).prefetch(0);
+        let model = fully_shard(Stack::new(&device), &world, policy)?;
+        let mut optimizer = AdamWConfig::new().init();
+        let batch = Tensor::<2>::ones([2, DIM], &device);
+        let gradients = backward(model.forward(batch).loss, &model)?;
+        let model = optimizer.step(1e-3, model, gradients);
+        let mesh = Mesh::line("shard", RANKS).expect("a mesh");
+        // What the trial of the optimizer leaves.
+        drop(snapshot(&model, &optimizer, &mesh, "shard").expect("a snapshot"));
+        world.barrier("the heap")?;
+        if world.rank() == 0 {
+            BEFORE.store(HEAP.current_usage(), Ordering::SeqCst);
+            HEAP.reset_peak_usage();
+        }
+        world.barrier("the heap")?;
+        let held = snapshot(&model, &optimizer, &mesh, "shard").expect("a snapshot");
+        world.barrier("the heap")?;
+        let most = taken();
+        world.barrier("the heap")?;
+        drop(held);
+        Ok::<_, burn_fsdp::Error>(most)
+    });
+    let most = taken.expect("a training").into_iter().max();
+    let most = most.expect("ranks");
+    println!("a snapshot: {most} bytes");
+    assert!(most >= 2 * MODEL, "both moments are copied: {most}");
+    assert!(
+        most <= 2 * MODEL + IN_FLIGHT,
+        "{most} bytes, {} at most",
+        2 * MODEL + IN_FLIGHT
+    );
 }

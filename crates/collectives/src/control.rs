@@ -110,7 +110,7 @@ impl Control {
             }
         });
         if is_first {
-            tracing::error!(rank, reason = %failure.reason, "a rank failed");
+            tracing::error!(target: "burn_fsdp", rank, reason = %failure.reason, "a rank failed");
             self.world.bell.ring();
         }
         is_first

@@ -8,8 +8,8 @@
 //! - `rank`: the loop of one rank. `rounds`: the batches of all ranks, step by step. `lead`: what rank 0 does for all.
 //! - `outputs`: what steps give to the metrics, on its way to rank 0; `portable`: as tensors that travel between processes.
 //! - `stop`: why a rank stops, and how the others learn of it; `notes`: what ranks tell each other.
-//! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it; `piecewise`: that one parameter at a time;
-//!   `filed`: all of it in a file; `staging`: what a checkpoint has, in files; `scratch`: these files.
+//! - `whole_state`: the optimizer's state in shards, from and to Burn's record of it; `filed`: all of it in a file;
+//!   `staging`: what a checkpoint has, in files; `scratch`: these files.
 
 mod agreement;
 mod course;
@@ -20,7 +20,6 @@ mod lent;
 mod lock;
 mod notes;
 mod outputs;
-mod piecewise;
 mod portable;
 mod rank;
 mod rounds;

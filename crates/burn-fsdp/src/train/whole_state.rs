@@ -20,10 +20,10 @@ use crate::optimizer_record::{Number, OptimizerParts, RANK_KEY, state_name, with
 use crate::optimizer_state::{
     Holders, ParameterState, StateTensor, is_elsewhere, not_elementwise, states,
 };
+use crate::piecewise::{lazily_taken, only, without};
 use crate::snapshot::Elements;
 use crate::train::filed::{Filed, FiledState, FiledTensor};
 use crate::train::notes::exchanged;
-use crate::train::piecewise::{lazily_taken, only, without};
 use crate::train::scratch::{Pile, Scratch};
 
 /// A parameter that an optimizer steps, in shards.
@@ -68,7 +68,7 @@ pub(crate) fn divided<M: Module>(
     for Sharded { id, local } in &sharded {
         let parts = match whole.take() {
             Some(all) => {
-                let parts = OptimizerParts::take(&only(&all, *id))?;
+                let parts = OptimizerParts::take(&only(&all, [*id]))?;
                 whole = Some(without(all, [*id]));
                 Some(parts)
             }
@@ -102,7 +102,7 @@ pub(crate) fn divided<M: Module>(
     let optimizer = with_state_of_file(bare, &path)?;
     // Whoever asks for a state has it read.
     for Sharded { id, .. } in &sharded {
-        drop(only(&optimizer, *id).to_record());
+        drop(only(&optimizer, [*id]).to_record());
     }
     Ok(optimizer)
 }

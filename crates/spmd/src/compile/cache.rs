@@ -141,6 +141,7 @@ impl<B: Batch> Graphs<B> {
         while self.kept.len() > cache {
             self.kept.pop_front();
             tracing::warn!(
+                target: "burn_fsdp",
                 graphs = cache,
                 "a compiled step has seen more shapes than it keeps graphs for, and traces those that \
                  went again; pad batches to fewer shapes, or keep more graphs (Mode::cache)"

@@ -25,7 +25,7 @@ pub(super) enum Division {
     },
     /// Division of every value by its placements on a mesh.
     Expand(Mesh, Expand),
-    /// Division of every value on one axis, by the placements that move the fewest bytes; `None` until the first graph.
+    /// Division of every value on one axis, by placements that move few bytes; `None` until the first graph.
     Least(Option<Expand>),
 }
 

@@ -45,7 +45,7 @@ use crate::transform::GraphTransform;
 /// parameters nothing is averaged. With copies of the shards
 /// ([`Replicate`]) gradients and loss are then averaged over the copies, by an all-reduce.
 ///
-/// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with the placements that move the fewest bytes, and
+/// With [`DataParallel::Automatic`] it is [`ExpandPlacements`] with placements that move few bytes, and
 /// the graph must have been traced over the joined batch.
 #[derive(Debug, Clone)]
 pub struct InsertCollectives {

@@ -59,7 +59,7 @@ pub enum DataParallel {
     /// gradients are averaged by reduce-scatter.
     Strategy(Strategy),
     /// Least communication: the batch is joined, and every parameter is replicated or cut along the dim that makes the
-    /// whole step move the fewest bytes, see [`least_communication`].
+    /// whole step move few bytes, see [`least_communication`].
     Automatic,
 }
 

@@ -1,4 +1,4 @@
-//! The search for the placements of parameters that move the fewest bytes.
+//! The search for the placements of parameters that move few bytes: a descent, one group of parameters at a time, which may end at a local minimum.
 
 use std::collections::BTreeMap;
 

@@ -1,0 +1,99 @@
+//! The state of an optimizer, piece by piece: Burn makes a record of it twice, as tensors and as bytes, so that the record of all
+//! at once is as large as two states.
+
+#[cfg(feature = "train")]
+use std::sync::Arc;
+
+use burn::module::{ParamGroup, ParamId};
+use burn::optim::{ModuleOptimizer, SgdConfig};
+#[cfg(feature = "train")]
+use burn_pack::{Error as PackError, Tensor as PackedTensor};
+
+use crate::error::CheckpointError;
+use crate::optimizer_record::OptimizerParts;
+
+/// Number of pieces in which a state is taken: a piece has about so small a part of it, and each costs a look at all parameters.
+const PIECES: usize = 32;
+
+/// Returns the optimizer with the state of these parameters alone.
+pub(crate) fn only(
+    optimizer: &ModuleOptimizer,
+    ids: impl IntoIterator<Item = u64>,
+) -> ModuleOptimizer {
+    let others = ParamGroup::all().exclude(group_of(ids));
+    // A group that is added takes away the state of its parameters; what it would step them by plays no part.
+    let any = SgdConfig::new().build();
+    optimizer.clone().with_group(others, any, None)
+}
+
+/// Returns the optimizer without the state of these parameters.
+pub(crate) fn without(
+    optimizer: ModuleOptimizer,
+    ids: impl IntoIterator<Item = u64>,
+) -> ModuleOptimizer {
+    optimizer.with_group(group_of(ids), SgdConfig::new().build(), None)
+}
+
+fn group_of(ids: impl IntoIterator<Item = u64>) -> ParamGroup {
+    ParamGroup::from_ids(ids.into_iter().map(ParamId::from).collect())
+}
+
+/// Takes the record of an optimizer apart as [`OptimizerParts::take`] does, some of the parameters `ids` at a time: in memory are
+/// the bytes of all of it, and of one piece once more.
+pub(crate) fn taken_in_pieces(
+    optimizer: &ModuleOptimizer,
+    ids: &[u64],
+) -> Result<OptimizerParts, CheckpointError> {
+    let mut parts = OptimizerParts::default();
+    let mut rest = optimizer.clone();
+    for piece in ids.chunks(ids.len().div_ceil(PIECES).max(1)) {
+        parts.extend(OptimizerParts::take(&only(&rest, piece.iter().copied()))?);
+        rest = without(rest, piece.iter().copied());
+    }
+    // Of parameters that are not asked for: whoever asked finds out what they are.
+    parts.extend(OptimizerParts::take(&rest)?);
+    Ok(parts)
+}
+
+/// Takes the record of an optimizer apart as [`OptimizerParts::take`] does, with tensors of the parameters `ids` that are read
+/// when they are asked for.
+#[cfg(feature = "train")]
+pub(crate) fn lazily_taken(
+    optimizer: &ModuleOptimizer,
+    ids: &[u64],
+) -> Result<OptimizerParts, CheckpointError> {
+    let mut parts = OptimizerParts::default();
+    // One for all tensors: it has an entry for each parameter.
+    let shared = Arc::new(optimizer.clone());
+    for id in ids {
+        let mut own = OptimizerParts::take(&only(optimizer, [*id]))?;
+        let tensors = own.tensors.iter();
+        own.tensors = tensors.map(|tensor| lazy(&shared, *id, tensor)).collect();
+        parts.extend(own);
+    }
+    // Of parameters that are not asked for: whoever asked finds out what they are.
+    let rest = without(optimizer.clone(), ids.iter().copied());
+    parts.extend(OptimizerParts::take(&rest)?);
+    Ok(parts)
+}
+
+/// Returns a tensor of the state of the parameter `id` that is read when it is asked for.
+#[cfg(feature = "train")]
+fn lazy(optimizer: &Arc<ModuleOptimizer>, id: u64, tensor: &PackedTensor) -> PackedTensor {
+    let (optimizer, name) = (optimizer.clone(), tensor.name.clone());
+    let read = move || {
+        let own = OptimizerParts::take(&only(&optimizer, [id]));
+        let own = own.map_err(|error| PackError::IoError(error.to_string()))?;
+        let found = own.tensors.into_iter().find(|tensor| tensor.name == name);
+        let found = found.ok_or_else(|| PackError::TensorNotFound(name.clone()))?;
+        found.into_bytes()
+    };
+    PackedTensor::deferred(
+        tensor.name.clone(),
+        tensor.dtype,
+        tensor.shape.clone(),
+        tensor.param_id,
+        tensor.byte_len(),
+        read,
+    )
+}
