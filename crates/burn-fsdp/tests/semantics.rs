@@ -79,7 +79,12 @@ fn fault(name: &str) -> Option<String> {
         Some(test) => {
             let mut lines = text.lines().map(str::trim_start);
             let (function, inner) = (format!("fn {test}("), format!("mod {test} {{"));
-            lines.any(|line| line.starts_with(&function) || line.starts_with(&inner))
+            let mut is_test = false;
+            lines.any(|line| {
+                let found = is_test && line.starts_with(&function);
+                is_test = line.starts_with("#[test]") || is_test && line.starts_with("#[");
+                found || line.starts_with(&inner)
+            })
         }
         // Some have a harness of their own.
         None => text.contains("#[test]") || text.contains("fn main()"),
@@ -146,6 +151,7 @@ fn mark(place: &str) -> Option<&'static str> {
         " for ",
         " from ",
         " compiled: ",
+        " compiled by ",
     ];
     let is_reason = begins.iter().any(|begin| reason.starts_with(begin));
     assert!(is_reason, "no reason: {place}");
@@ -156,7 +162,7 @@ fn mark(place: &str) -> Option<&'static str> {
 /// a row that it is like.
 #[test]
 fn marks_stand_at_the_beginning() {
-    const SIGNS: [&str; 7] = [
+    const SIGNS: [&str; 8] = [
         "weaker",
         "missing",
         "not tested",
@@ -164,6 +170,7 @@ fn marks_stand_at_the_beginning() {
         "only the refusals",
         "not offered",
         "later:",
+        "not by placements",
     ];
     let page = page();
     let rows = rows(&page);
@@ -176,12 +183,38 @@ fn marks_stand_at_the_beginning() {
         marks.extend(words(ids).map(|id| (id, mark)));
     }
     for [ids, place, _] in &rows {
-        // "as W17" is what W17 is.
-        let others = place.match_indices("as ").map(|(at, _)| &place[at + 3..]);
+        // "as W17", or "see W17", is what W17 is.
+        let [like, see] = ["as ", "see "].map(|link| {
+            let links = place.match_indices(link);
+            links.map(move |(at, _)| &place[at + link.len()..])
+        });
+        let others = like.chain(see);
         for other in others.filter_map(|text| words(text).next()) {
             let is_marked = marks.get(other).copied().flatten().is_some();
             assert!(!is_marked || mark(place).is_some(), "{ids} as {other}");
         }
     }
     assert!(marks.len() > 150, "{} rows", marks.len());
+}
+
+/// What is whole has a test that says so.
+#[test]
+fn rows_without_a_mark_name_a_test() {
+    let page = page();
+    // Or there is nothing to be tested, or a row that it is like has the test.
+    let begins = [
+        "does not apply",
+        "do not apply",
+        "cannot happen",
+        "out of scope",
+        "as ",
+    ];
+    let of_nothing = |place: &str| begins.iter().any(|begin| place.starts_with(begin));
+    let without = rows(&page).into_iter().filter(|[_, place, tests]| {
+        mark(place).is_none() && !of_nothing(place) && quoted(tests).next().is_none()
+    });
+    let without: Vec<_> = without
+        .map(|[ids, place, _]| format!("{ids}: {place}"))
+        .collect();
+    assert!(without.is_empty(), "{}", without.join("\n"));
 }

@@ -4,20 +4,22 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
 
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsAccumulator;
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, UnitState, backward, catch, fully_shard, params_with_gradient, replicate,
-    units, unused_units,
+    Error, ShardPolicy, UnitState, backward, catch, fully_shard, memory, no_sync,
+    params_with_gradient, replicate, units, unused_units,
 };
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, device, joined, on_ranks, optimizer, params, plainly,
-    plainly_stepped, seeded, stepped, whole_params,
+    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, params, plainly,
+    plainly_stepped, seeded, sharded, stepped, whole_params,
 };
-use super::nets::{MLP, Mlp};
+use super::nets::{MLP, Mlp, input};
 
 fn with_mesh<T: Send + 'static>(
     ranks: usize,
@@ -76,6 +78,46 @@ fn replicate_alone_and_below_a_parent_agrees() {
         });
         assert_close(&nested, &want, 1e-5);
     }
+}
+
+/// The values of these are as those of shards: what tells them apart is what is held, and what is gathered.
+#[test]
+fn a_replica_is_held_whole_and_is_no_unit_of_its_parent() {
+    with_mesh(2, |mesh, model| {
+        let world = mesh.world().clone();
+        let gathers = |model: &Mlp| {
+            let before = world.counts();
+            let loss = (MLP.loss)(model, world.rank(), 0, &device());
+            backward(loss, model)?;
+            let counts = world.counts().since(&before);
+            Ok::<_, Error>(counts.of(OperationKind::AllGather).operations)
+        };
+        let whole = bytes_of(&model);
+        let all = replicate(model.clone(), &mesh, ShardPolicy::new().units(["blocks.*"]))?;
+        assert_eq!(memory(&all)?.parameters, whole);
+        assert_eq!(gathers(&all)?, 0);
+
+        // Shards below a replica below shards: the parent's pattern reaches the replica, and does not take it.
+        let mut nested = model;
+        let mut block = nested.blocks.remove(1);
+        let (of_block, of_layer) = (bytes_of(&block), bytes_of(&block.up));
+        block.up = fully_shard(block.up, &mesh, ShardPolicy::new())?;
+        let shard = memory(&block.up)?.parameters;
+        let block = replicate(block, &mesh, ShardPolicy::new())?;
+        assert_eq!(memory(&block)?.parameters, of_block - of_layer + shard);
+        nested.blocks.insert(1, block);
+        let nested = fully_shard(nested, &mesh, ShardPolicy::new().units(["blocks.*"]))?;
+        let names: Vec<_> = units(&nested)?.iter().map(|unit| unit.name()).collect();
+        assert_eq!(names, ["root", "blocks.0", "root", "root", "blocks.2"]);
+        // Forward and backward of two blocks, and two roots once.
+        assert_eq!(gathers(&nested)?, 2 * 2 + 2);
+        Ok(())
+    });
+}
+
+fn bytes_of<M: Module>(module: &M) -> usize {
+    let len = |(_, values): (String, Vec<f32>)| size_of_val(&values[..]);
+    params(module).into_iter().map(len).sum()
 }
 
 #[test]
@@ -336,4 +378,68 @@ fn forwards_and_backwards_may_alternate_freely() {
         Ok(sum.grads())
     });
     assert_close(&apart, &want, 1e-5);
+}
+
+/// A model whose own forward reads a weight of its child's.
+#[derive(Module, Debug)]
+struct Reading {
+    child: Linear,
+    scale: Linear,
+}
+
+const READING: Case<Reading> = Case {
+    build: |device| Reading {
+        child: LinearConfig::new(5, 5).init(device),
+        scale: LinearConfig::new(5, 5).init(device),
+    },
+    loss: |model, rank, step, device| {
+        let x = input([3, 5], rank, step, device);
+        let y = model
+            .scale
+            .forward(x)
+            .matmul(model.child.weight.val().transpose());
+        y.powf_scalar(2.0).mean()
+    },
+};
+
+#[test]
+fn a_parent_reads_a_weight_of_a_unit() {
+    for ranks in 1..=4 {
+        let policy = ShardPolicy::new().units(["child"]);
+        let got = sharded(READING, ranks, 5, policy);
+        assert_close(&got, &plainly(READING, ranks, 5), 1e-5);
+    }
+}
+
+/// Of a part of a module, the units of that part alone.
+#[test]
+fn a_part_of_a_module_is_left_unreduced() {
+    on_ranks(2, |world| {
+        let device = device();
+        let policy = ShardPolicy::new().units(["blocks.*"]);
+        let model = build(MLP, &world, &device, policy)?;
+        let reductions = |part: Option<usize>| {
+            let before = world.counts();
+            let run = || {
+                let loss = (MLP.loss)(&model, world.rank(), 0, &device);
+                backward(loss, &model)
+            };
+            let gradients = match part {
+                None => run()?,
+                Some(block) => no_sync(&model.blocks[block], run)??,
+            };
+            let number = params_with_gradient(&model, &gradients).len();
+            let counts = world.counts().since(&before);
+            Ok::<_, Error>((counts.of(OperationKind::ReduceScatter).operations, number))
+        };
+        let (all, of_all) = reductions(None)?;
+        let (others, of_others) = reductions(Some(1))?;
+        assert_eq!(all - others, 1, "one block is not reduced");
+        assert_eq!(
+            of_all - of_others,
+            params(&Mlp::new(&device).blocks[1]).len()
+        );
+        assert!(memory(&model)?.unreduced > 0);
+        Ok(())
+    });
 }

@@ -10,7 +10,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::ProcessMesh;
 use burn_fsdp_mesh::Mesh;
 use burn_fsdp_shard::{
-    Error, ShardPolicy, backward, catch, fully_shard, load_local_state, memory, wrap_plan,
+    Error, FullyShardedDataParallel, ShardPolicy, backward, catch, fully_shard, load_local_state,
+    memory, wrap_plan,
 };
 
 use super::bench::{build, device, on_ranks, panic_of, ready};
@@ -225,6 +226,80 @@ fn a_parameter_that_map_does_not_reach_is_refused_by_path_and_shape() {
         "{message}"
     );
     assert!(message.contains("`map` does not reach it"), "{message}");
+}
+
+/// Written by hand, with its fields in another order once it was mapped.
+#[derive(Debug, Clone)]
+struct Turned {
+    fields: [(&'static str, Linear); 2],
+}
+
+impl Module for Turned {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        self.fields[0].1.collect_devices(devices)
+    }
+
+    fn fork(self, device: &Device) -> Self {
+        self.to_device(device)
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        let to = |(name, layer): (_, Linear)| (name, layer.to_device(device));
+        Self {
+            fields: self.fields.map(to),
+        }
+    }
+
+    fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
+        for (name, layer) in &self.fields {
+            visitor.enter_module(name, "Turned");
+            layer.visit(visitor);
+            visitor.exit_module(name, "Turned");
+        }
+    }
+
+    fn map<M: ModuleMapper>(self, mapper: &mut M) -> Self {
+        let mut fields = self.fields.map(|(name, layer)| {
+            mapper.enter_module(name, "Turned");
+            let layer = layer.map(mapper);
+            mapper.exit_module(name, "Turned");
+            (name, layer)
+        });
+        fields.sort_by_key(|(name, _)| *name);
+        Self { fields }
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        self.clone()
+    }
+
+    fn train(self) -> Self {
+        self
+    }
+}
+
+#[test]
+fn the_wrapper_refuses_a_module_whose_names_change_places() {
+    on_ranks(2, |world| {
+        let mesh = ProcessMesh::new(&world, Mesh::line("shard", world.size())?)?;
+        let layer = || LinearConfig::new(3, 3).init(&device());
+        let module = Turned {
+            fields: [("second", layer()), ("first", layer())],
+        };
+        let refused = FullyShardedDataParallel::new(module, &mesh, ShardPolicy::new());
+        let error = refused.expect_err("another order");
+        assert!(matches!(error, Error::Names { .. }), "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("second.weight") && text.contains("first.weight"),
+            "{text}"
+        );
+        Ok(())
+    });
 }
 
 #[test]

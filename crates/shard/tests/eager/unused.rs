@@ -5,11 +5,11 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_fsdp_collectives::{OperationCounts, OperationKind, ProcessMesh};
 use burn_fsdp_mesh::Mesh;
-use burn_fsdp_shard::{ShardPolicy, backward, fully_shard, params_with_gradient};
+use burn_fsdp_shard::{ShardPolicy, backward, catch, fully_shard, params_with_gradient};
 
 use super::bench::{
-    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, plainly, ready,
-    seeded, seeded_by_rank, sharded, whole_params,
+    Case, Outcome, SEED, assert_close, build, device, joined, on_ranks, optimizer, panic_of,
+    plainly, ready, seeded, seeded_by_rank, sharded, whole_params,
 };
 use super::nets::{ConvNet, MLP, Mlp, input};
 
@@ -85,6 +85,22 @@ fn ranks_may_use_different_units() {
             assert_close(&got, &plainly(BARE, ranks, 6), 1e-5);
         }
     }
+}
+
+/// There is no backward in which ranks would do what the others did.
+#[test]
+fn in_evaluation_other_units_are_an_error() {
+    let message = panic_of(|| {
+        on_ranks(2, |world| {
+            let device = device();
+            let model = build(UNEVEN, &world, &device, layers())?.valid();
+            let inner = device.without_autodiff();
+            let evaluated = catch(|| model.unevenly(world.rank(), 0, &inner).into_scalar::<f32>());
+            evaluated.map(drop)
+        })
+    });
+    assert!(message.contains("layers.1 unshard"), "{message}");
+    assert!(message.contains("layers.2 unshard"), "{message}");
 }
 
 #[test]

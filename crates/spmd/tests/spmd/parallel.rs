@@ -350,6 +350,12 @@ fn an_optimizer_put_off_is_done_when_somebody_looks() {
                 _ => deferred.step(rate, &batch(index))?,
             };
             assert_eq!(got, loss, "step {index}");
+            if index >= 3 {
+                let held = deferred.memory().live_bytes();
+                deferred.flush()?;
+                let was_pending = deferred.memory().live_bytes() < held;
+                assert_eq!(was_pending, index != 3, "step {index}");
+            }
             if index == 2 {
                 main = deferred.graph().map(ToString::to_string);
             }
