@@ -31,7 +31,7 @@ pub enum Error {
     },
 
     /// A step, or an output, that is there already.
-    #[error("{path} exists already; choose another name, or allow to replace it", path = path.display())]
+    #[error("{path} exists already; choose another name, or, of a file or an empty folder, allow to replace it", path = path.display())]
     Exists {
         /// The file or folder in the way.
         path: PathBuf,

@@ -206,9 +206,9 @@ pub(crate) struct ShardingArgs {
     #[arg(long, value_name = "UNITS")]
     pub(crate) prefetch: Option<usize>,
     /// With --strategy hybrid-shard: copies of the shards, which divide the ranks; `host` for one on each
-    /// machine
-    #[arg(long, value_name = "REPLICAS", default_value = "2")]
-    pub(crate) replicate_size: ReplicateSize,
+    /// machine [default: 2]
+    #[arg(long, value_name = "REPLICAS")]
+    pub(crate) replicate_size: Option<ReplicateSize>,
     /// Make units of modules with at least so many parameters [default: the transformer blocks]
     #[arg(long, value_name = "PARAMETERS")]
     pub(crate) unit_size: Option<usize>,

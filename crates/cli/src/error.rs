@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use burn_fsdp::DeviceNameError;
+use burn_fsdp::checkpoint::Step;
 use burn_fsdp::collectives::{LaunchError, processes};
-use burn_fsdp_models::ModelError;
+use burn_fsdp_models::{ModelConfig, ModelError};
 
 /// The failure of a command.
 #[derive(Debug, thiserror::Error)]
@@ -360,6 +361,22 @@ pub(crate) enum InputError {
 
     #[error(transparent)]
     Model(#[from] ModelError),
+}
+
+impl InputError {
+    /// Returns the error of a step of a model of other sizes, or of another kind, than the `expected` one.
+    pub(crate) fn other_model(
+        step: &Step,
+        expected: &ModelConfig,
+        found: Option<&ModelConfig>,
+    ) -> Self {
+        let sizes = |model: &ModelConfig| serde_json::json!(model).to_string();
+        Self::OtherModel {
+            path: step.path().to_owned(),
+            expected: sizes(expected),
+            found: found.map_or("another kind".to_owned(), sizes),
+        }
+    }
 }
 
 impl From<burn_fsdp::compile::Error> for InputError {

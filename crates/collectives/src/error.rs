@@ -184,7 +184,7 @@ pub enum Error {
     },
 
     /// A failure that was asked for; see [`Fault`].
-    #[error("rank {fault_rank} failed because it was told to (fault \"{fault}\"); remove the fault to run on", fault_rank = fault.rank)]
+    #[error("it was told to fail, by the fault \"{fault}\"; remove the fault to run on")]
     Injected {
         /// The fault that was set.
         fault: Fault,

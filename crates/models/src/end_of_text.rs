@@ -13,7 +13,10 @@ use crate::{ModelConfig, ModelError};
 const FILES: [&str; 2] = ["generation_config.json", "config.json"];
 
 #[derive(Deserialize)]
-#[serde(untagged)]
+#[serde(
+    untagged,
+    expecting = "it is neither the id of a token nor a list of ids"
+)]
 enum Ids {
     One(u32),
     Several(Vec<u32>),

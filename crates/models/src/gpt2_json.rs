@@ -30,9 +30,7 @@ impl Gpt2Config {
     /// If the file cannot be read, is of another model, or asks for what this GPT-2 does not compute; if two names of one setting
     /// contradict each other; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
-        let config = read_config(folder.as_ref(), sizes)?;
-        config.validate()?;
-        Ok(config)
+        read_config(folder.as_ref(), sizes, Self::validate)
     }
 
     /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits.

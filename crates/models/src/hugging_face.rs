@@ -59,7 +59,7 @@ impl ModelConfig {
     /// [`Gpt2Config::from_hugging_face`].
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
         let folder = folder.as_ref();
-        Ok(match read_config(folder, Kind::of)? {
+        Ok(match read_config(folder, Kind::of, |_| Ok(()))? {
             Kind::Llama => Self::Llama(LlamaConfig::from_hugging_face(folder)?),
             Kind::Gpt2 => Self::Gpt2(Gpt2Config::from_hugging_face(folder)?),
         })

@@ -30,9 +30,7 @@ impl LlamaConfig {
     /// activation, rotary positions scaled in another way than by `linear` or `llama3`; if two names of one setting contradict
     /// each other; and if such a model cannot exist.
     pub fn from_hugging_face(folder: impl AsRef<Path>) -> Result<Self, ModelError> {
-        let config = read_config(folder.as_ref(), sizes)?;
-        config.validate()?;
-        Ok(config)
+        read_config(folder.as_ref(), sizes, Self::validate)
     }
 
     /// Returns the `config.json` of such a model in a folder in Hugging Face's form, with weights of 32 bits.

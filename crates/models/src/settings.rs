@@ -167,14 +167,19 @@ pub(crate) fn refusal(model: &str, setting: &str, expected: &str) -> String {
     )
 }
 
-/// Reads the `config.json` of a folder, and what a reader takes from its settings.
+/// Reads the `config.json` of a folder, and what a reader takes from its settings, if that is valid.
 pub(crate) fn read_config<C>(
     folder: &Path,
     take: impl FnOnce(Settings<'_>) -> Result<C, String>,
+    validate: impl FnOnce(&C) -> Result<(), ModelError>,
 ) -> Result<C, ModelError> {
     let path = folder.join("config.json");
     let map = read_json(&path)?;
-    take(Settings::of(&map)).map_err(|problem| ModelError::MalformedConfig { path, problem })
+    let taken = take(Settings::of(&map)).and_then(|taken| {
+        let valid = validate(&taken).map_err(|error| error.to_string());
+        valid.map(|()| taken)
+    });
+    taken.map_err(|problem| ModelError::MalformedConfig { path, problem })
 }
 
 /// Reads a small file of JSON, an object. Of a key that is there twice the last counts, as in Python.

@@ -244,11 +244,7 @@ fn adapted_model(
     let (model, saved) = (model_of_folder(folder)?, sizes_of(step)?);
     match model == saved {
         true => Ok(model),
-        false => Err(InputError::OtherModel {
-            path: step.path().to_owned(),
-            expected: format!("{model:?}"),
-            found: format!("{saved:?}"),
-        }),
+        false => Err(InputError::other_model(step, &model, Some(&saved))),
     }
 }
 

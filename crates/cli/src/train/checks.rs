@@ -28,9 +28,9 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
             "micro-batches are added up in shards, and never whole",
         ),
         (
-            training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16,
-            "--reduce-dtype f16",
-            "only --precision f16 scales the loss; bf16 needs no scaling",
+            sharding.prefetch.is_some_and(|units| units > 1),
+            "--prefetch of more than 1",
+            "each unit is gathered while the one before it computes, and none before that",
         ),
     ];
     if training.memory_budget.is_some() && training.precision == Float::F16 {
@@ -51,6 +51,19 @@ pub(super) fn check_compiled(args: &TrainArgs) -> Result<(), InputError> {
     match refused {
         Some((_, flag, reason)) => Err(InputError::NotCompiled { flag, reason }),
         None => Ok(()),
+    }
+}
+
+/// Refuses sums of gradients that are too small for their type.
+pub(super) fn check_reduction(args: &TrainArgs) -> Result<(), InputError> {
+    let training = &args.training;
+    match training.reduce_dtype == Some(Float::F16) && training.precision != Float::F16 {
+        true => Err(InputError::Excludes {
+            first: "--reduce-dtype f16",
+            second: "--precision f32 or bf16",
+            reason: "only --precision f16 scales the loss, without which small gradients are 0 in f16",
+        }),
+        false => Ok(()),
     }
 }
 

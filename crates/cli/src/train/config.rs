@@ -21,7 +21,7 @@ use crate::codec::Chosen;
 use crate::console;
 use crate::error::InputError;
 use crate::output;
-use crate::train::checks::{check_compiled, check_memory, check_size};
+use crate::train::checks::{check_compiled, check_memory, check_reduction, check_size};
 use crate::train::data::Data;
 use crate::train::fault;
 use crate::train::ranks::Ranks;
@@ -141,6 +141,7 @@ impl TrainConfig {
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
         check_batch(batch, ranks, args.training.accumulate)?;
+        check_reduction(&args)?;
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
@@ -334,7 +335,9 @@ fn optimizer(args: &TrainingArgs) -> Result<AdamWConfig, InputError> {
     check("--lr", args.lr, not_negative(args.lr), "a number from 0 on")?;
     for (flag, value) in [("--beta1", args.beta1), ("--beta2", args.beta2)] {
         let is_valid = (0.0..1.0).contains(&value);
-        check(flag, value.into(), is_valid, "from 0 to below 1")?;
+        // As it was typed, and not as the nearest number of 32 bits.
+        let typed = value.to_string().parse().unwrap_or(f64::from(value));
+        check(flag, typed, is_valid, "from 0 to below 1")?;
     }
     let is_positive = args.eps.is_finite() && args.eps > 0.0;
     check("--eps", args.eps.into(), is_positive, "a number above 0")?;
@@ -396,8 +399,8 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
         StrategyArg::NoShard => ("no-shard", Strategy::NoShard),
         StrategyArg::HybridShard => ("hybrid-shard", Strategy::FullShard),
     };
-    let replicas = match given.strategy {
-        StrategyArg::HybridShard => match given.replicate_size {
+    let replicas = match (given.strategy, given.replicate_size) {
+        (StrategyArg::HybridShard, size) => match size.unwrap_or(ReplicateSize::Number(2)) {
             ReplicateSize::Number(replicas) => replicas,
             ReplicateSize::Host if ranks.number().is_multiple_of(ranks.here()) => {
                 ranks.number() / ranks.here()
@@ -409,7 +412,14 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
                 });
             }
         },
-        _ => 1,
+        (_, Some(_)) => {
+            return Err(InputError::Excludes {
+                first: "--replicate-size",
+                second: "another strategy than hybrid-shard",
+                reason: "there are no copies of the shards",
+            });
+        }
+        (_, None) => 1,
     };
     if replicas == 0 || !ranks.number().is_multiple_of(replicas) {
         return Err(InputError::ReplicasDoNotDivideRanks {
@@ -437,7 +447,7 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
         strategy,
         replicas,
         is_by_host: given.strategy == StrategyArg::HybridShard
-            && given.replicate_size == ReplicateSize::Host,
+            && given.replicate_size == Some(ReplicateSize::Host),
         prefetch: given.prefetch,
         unit_size: given.unit_size,
         precision,

@@ -90,10 +90,6 @@ fn check_model(step: &Step, expected: &ModelConfig) -> Result<(), InputError> {
     let found: Result<ModelConfig, _> = serde_json::from_value(step.index().model.clone());
     match found {
         Ok(found) if found == *expected => Ok(()),
-        found => Err(InputError::OtherModel {
-            path: step.path().to_owned(),
-            expected: format!("{expected:?}"),
-            found: found.map_or("another kind".to_owned(), |found| format!("{found:?}")),
-        }),
+        found => Err(InputError::other_model(step, expected, found.ok().as_ref())),
     }
 }

@@ -181,7 +181,14 @@ impl<'a> Saving<'a> {
             failure = self.saves.try_again(taken, request)?;
             self.tell();
         }
-        let failure = failure.map(|error| format!("step {steps} was not saved: {error}"));
+        let failure = failure.map(|error| {
+            // Where another rank failed the error says so itself.
+            let (said, text) = (format!("step {steps} was not saved"), error.to_string());
+            match text.starts_with(&said) {
+                true => text,
+                false => format!("{said}: {text}"),
+            }
+        });
         Ok((self.saves.newest(), failure))
     }
 
