@@ -141,7 +141,6 @@ impl TrainConfig {
         let threads = all_ranks.threads_of_each(args.sharding.threads)?;
         let (batch, ranks) = (args.training.batch, all_ranks.number());
         check_batch(batch, ranks, args.training.accumulate)?;
-        check_reduction(&args)?;
         let sharding = sharding(&args, &all_ranks)?;
         let step = step(&args.training)?;
         if args.training.compile {
@@ -435,6 +434,7 @@ fn sharding(args: &TrainArgs, ranks: &Ranks) -> Result<Sharding, InputError> {
             flag: "--unit-size",
         });
     }
+    check_reduction(args)?;
     let mut precision = match float(args.training.precision) {
         None => Precision::default(),
         Some(compute) => Precision::new(compute),
