@@ -201,7 +201,7 @@ pub(crate) struct ShardingArgs {
     /// What is divided over the ranks
     #[arg(long, value_enum, default_value_t = StrategyArg::FullShard)]
     pub(crate) strategy: StrategyArg,
-    /// Units gathered ahead of their use; with --compile, 1 at most [default: 1 of processes, 0 of threads,
+    /// Units gathered ahead of their use; with --compile 0 or 1 [default: 1 of processes, 0 of threads,
     /// which move bytes when they wait and gain nothing]
     #[arg(long, value_name = "UNITS")]
     pub(crate) prefetch: Option<usize>,

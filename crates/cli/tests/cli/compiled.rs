@@ -15,7 +15,7 @@ fn a_compiled_step_trains_like_the_eager_engine() {
         "--ranks 3",
         "--ranks 2 --strategy shard-grad-op",
         "--ranks 2 --strategy no-shard",
-        "--ranks 2 --prefetch 2",
+        "--ranks 2 --prefetch 1",
         "--ranks 2 --lr-schedule cosine --lr-warmup 3",
         "--ranks 2 --weight-decay 0.1 --beta1 0.8 --beta2 0.95",
         "--ranks 2 --accumulate 3",
@@ -173,7 +173,7 @@ fn what_a_compiled_step_has_not_is_refused() {
     for (flags, flag) in [
         ("--offload state", "--offload"),
         ("--no-sync", "--no-sync"),
-        ("--reduce-dtype f16", "--reduce-dtype f16"),
+        ("--prefetch 2", "--prefetch of more than 1"),
     ] {
         let folder = Folder::new();
         let run = folder.train(&format!("{STEPS} --compile {flags}"));

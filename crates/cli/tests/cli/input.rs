@@ -42,6 +42,29 @@ fn sizes_of_zero_are_named() {
     }
 }
 
+/// What would do nothing, or harm, is said and not taken.
+#[test]
+fn flags_without_what_they_are_for_are_refused() {
+    for (arguments, words) in [
+        (
+            "--reduce-dtype f16",
+            ["--reduce-dtype f16", "scales the loss"],
+        ),
+        (
+            "--reduce-dtype f16 --compile",
+            ["--reduce-dtype f16", "scales the loss"],
+        ),
+        ("--replicate-size 2", ["--replicate-size", "hybrid-shard"]),
+        (
+            "--replicate-size host --strategy no-shard",
+            ["--replicate-size", "hybrid-shard"],
+        ),
+        ("--beta2 -0.1", ["--beta2 is -0.1;", "must be"]),
+    ] {
+        refused_saying(&format!("--synthetic {arguments}"), &words);
+    }
+}
+
 #[test]
 fn numbers_outside_their_range_are_named() {
     for arguments in [

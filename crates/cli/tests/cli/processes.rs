@@ -72,7 +72,7 @@ fn losses_and_saved_files_are_those_of_threads() {
         (2, "--precision bf16"),
         (2, "--precision f16 --clip-grad-norm 0.5 --accumulate 2"),
         (2, "--compile"),
-        (4, "--compile --prefetch 2"),
+        (4, "--compile --prefetch 1"),
         (2, "--compile --accumulate 2 --clip-grad-norm 0.5"),
         (4, "--compile --strategy hybrid-shard"),
         (2, "--compile --precision bf16"),

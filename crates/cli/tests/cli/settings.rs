@@ -40,7 +40,7 @@ fn settings_that_differ_are_named() {
             "--accumulate 2 --no-sync",
             "--no-sync is true, but was false",
         ),
-        ("--reduce-dtype f16", "--reduce-dtype is f16, but was f32"),
+        ("--reduce-dtype bf16", "--reduce-dtype is bf16, but was f32"),
         ("--init init", "--init has no effect"),
     ] {
         let run = folder.train(&format!("{RUN} --steps 4 --resume {change}"));

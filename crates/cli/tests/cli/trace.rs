@@ -165,7 +165,7 @@ fn a_step_of_the_eager_engine_is_traced() {
 fn a_compiled_step_is_traced() {
     for (flags, ranks) in [
         ("--ranks 2 --compile", 2),
-        ("--ranks 3 --prefetch 2 --compile", 3),
+        ("--ranks 3 --prefetch 1 --compile", 3),
     ] {
         let spans = checked(flags, ranks, "live tensor bytes");
         let has = |kind: &str| spans.iter().any(|span| span.kinds.contains(kind));
@@ -178,7 +178,7 @@ fn a_compiled_step_is_traced() {
         ] {
             assert!(has(kind), "{flags}: {kind}");
         }
-        assert_eq!(has("wait"), flags.contains("--prefetch 2"), "{flags}");
+        assert_eq!(has("wait"), flags.contains("--prefetch 1"), "{flags}");
         let attention = |span: &&Span| span.name == "Custom.models.causal_attention";
         assert_eq!(spans.iter().filter(attention).count() as u64, 2 * ranks);
     }
